@@ -1,0 +1,76 @@
+"""Penstock: pipeline-parallel training for PyTorch.
+
+Measures a model, works out how to cut and schedule it on the cluster at hand, proves the schedule sound, predicts its time and
+memory, draws it, and trains with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.cluster.cluster import cluster as cluster
+    from penstock.draw.draw import draw as draw
+    from penstock.errors import PenstockError as PenstockError
+    from penstock.errors import ScheduleError as ScheduleError
+    from penstock.event import Timeline as Timeline
+    from penstock.measure.profile import profile as profile
+    from penstock.partition.catalogue import partition as partition
+    from penstock.profile.profile import Profile as Profile
+    from penstock.runtime.launch import launch as launch
+    from penstock.runtime.pipeline import Pipeline as Pipeline
+    from penstock.schedule.catalogue import schedule as schedule
+    from penstock.schedule.catalogue import schedules as schedules
+    from penstock.schedule.op import Op as Op
+    from penstock.schedule.op import Schedule as Schedule
+    from penstock.search.catalogue import plan as plan
+    from penstock.simulate.costs import Costs as Costs
+    from penstock.simulate.front import simulate as simulate
+    from penstock.tracing.chain import chain as chain
+    from penstock.verify.verify import verify as verify
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "chain": "tracing.chain",
+    "profile": "measure.profile",
+    "Profile": "profile.profile",
+    "cluster": "cluster.cluster",
+    "plan": "search.catalogue",
+    "Plan": "plan",
+    "schedule": "schedule.catalogue",
+    "schedules": "schedule.catalogue",
+    "Schedule": "schedule.op",
+    "Op": "schedule.op",
+    "verify": "verify.verify",
+    "simulate": "simulate.front",
+    "Costs": "simulate.costs",
+    "Timeline": "event",
+    "draw": "draw.draw",
+    "partition": "partition.catalogue",
+    "Pipeline": "runtime.pipeline",
+    "launch": "runtime.launch",
+    "PenstockError": "errors",
+    "ScheduleError": "errors",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - one table serves both
+
+# Rooms and functions share their names: `penstock.schedule` is the function, `penstock.schedule.op` a module. Python binds a
+# sub-package to its parent when it is first loaded, so the (empty) rooms are loaded first, and their names given back.
+for _room in ("profile", "cluster", "plan", "schedule", "verify", "simulate", "draw", "partition"):
+    importlib.import_module(f"penstock.{_room}")
+    del globals()[_room]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"penstock has no {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f"penstock.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,71 @@
+"""Draw a timeline or a schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.draw.output import Look, put
+from penstock.errors import ScheduleError, SettingError
+from penstock.event import Timeline
+from penstock.schedule.graph import build
+from penstock.schedule.op import Kind, Op, Schedule
+
+#: Lengths of ops when a schedule is drawn without costs: the pipeline papers' habit of B = 2 F, halved when split.
+UNITS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.U: 0.0}
+
+
+def draw(what: Timeline | Schedule, path: str | Path | None = None, *, format: str | None = None,  # noqa: A002 - contract
+         width: int = 100, colour: bool = False) -> str:  # fmt: skip
+    """Draw what happened, or what a schedule would do with F = 1, B = 2, I = W = 1, U = 0 and free transfers.
+
+    >>> from penstock.schedule.catalogue import schedule
+    >>> print(draw(schedule("1f1b", stages=3, micro_batches=4), width=60))
+    1f1b, simulated
+    rank 0 |F0F1F2········B0▓▓F3B1▓▓··B2▓▓··B3▓▓|
+    rank 1 |··F0F1····B0▓▓F2B1▓▓F3B2▓▓··B3▓▓····|
+    rank 2 |····F0B0▓▓F1B1▓▓F2B2▓▓F3B3▓▓········|
+    time    0   2   4   6   8   10  12  14  16
+    makespan 18, bubble ratio 33.3 %, busy per rank 67 67 67 %
+    peak in flight 3 2 1
+    F░ forward   B▓ backward   · idle
+
+    Args:
+        what: a timeline, simulated or measured, or a schedule.
+        path: where to write the drawing, whole or not at all; its suffix is the format: .txt .svg .html .json (Perfetto).
+        format: "txt", "svg", "html" or "json", whatever the suffix.
+        width: columns of text, at least 20.
+        colour: text with SGR codes.
+
+    Returns:
+        The drawing: what the file holds.
+
+    Raises:
+        SettingError: `what` cannot be drawn, the format is unknown, the width too small.
+        ScheduleError: the schedule never finishes.
+        FileError: `path` cannot be written.
+    """
+    if isinstance(what, Schedule):
+        what = unit_timeline(what)
+    elif not isinstance(what, Timeline):
+        raise SettingError(f"draw takes a Timeline or a Schedule, not a {type(what).__name__}")
+    return put([what], path, Look(format, width, colour))
+
+
+def unit_timeline(schedule: Schedule) -> Timeline:
+    """The schedule's timeline with the lengths of `UNITS` and free transfers.
+
+    Raises:
+        ScheduleError: ops wait for each other in a circle, or a value has no taker.
+    """
+    graph = build(schedule)
+    stuck = [graph.ops[node] for node in graph.order()[1] if node < len(graph.ops)]
+    if stuck:
+        rank, op = stuck[0]
+        raise ScheduleError(f"{schedule.name} cannot be drawn: {len(stuck)} of {len(graph.ops)} ops never start, the first is "
+                            f"{op} on rank {rank}. `verify` says which wait for each other")  # fmt: skip
+
+    def op_seconds(_: int, op: Op) -> float:
+        return UNITS[op.kind]
+
+    events = graph.events(op_seconds, lambda _link, _message: 0.0)
+    return Timeline.of(events, schedule.ranks, schedule.stages, title=schedule.name)

@@ -1,0 +1,1 @@
+"""Full, input-only and weight-only backward; recompute."""

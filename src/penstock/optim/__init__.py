@@ -1,0 +1,1 @@
+"""Update of a stage's weights."""

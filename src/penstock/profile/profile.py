@@ -1,0 +1,170 @@
+"""Profile: what each layer of a model costs, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from penstock.errors import FileError, SettingError
+from penstock.store import read_json, write_json
+
+SCHEMA = 1
+
+Phase = Literal["forward", "backward", "input_grad", "weight_grad"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds at several micro-batch sizes: medians, and the spread (interquartile range) of the repeats.
+
+    Small micro-batches are dear because of the cost that every call has whatever its size; the fit keeps it apart.
+    """
+
+    sizes: tuple[int, ...]
+    median_s: tuple[float, ...]
+    spread_s: tuple[float, ...] = ()
+
+    @cached_property
+    def _fit(self) -> tuple[float, float]:
+        sizes, medians = np.asarray(self.sizes, float), np.asarray(self.median_s, float)
+        # A difference of two measurements may be 0; with relative weights that one point would set everything.
+        told = medians > 1e-3 * medians.max()
+        sizes, medians = sizes[told], medians[told]
+        if len(sizes) <= 1:
+            return 0.0, float((medians / sizes).sum())
+        # Relative least squares: without the weights the largest size alone would set the fixed cost.
+        weights = 1.0 / medians
+        matrix = np.stack([weights, sizes * weights], axis=1)
+        fixed, per_sample = np.linalg.lstsq(matrix, np.ones_like(sizes), rcond=None)[0]
+        if fixed < 0:
+            fixed, per_sample = 0.0, matrix[:, 1].sum() / np.dot(matrix[:, 1], matrix[:, 1])
+        if per_sample < 0:
+            fixed, per_sample = float(medians.mean()), 0.0
+        return float(fixed), float(per_sample)
+
+    @property
+    def fixed_s(self) -> float:
+        """Seconds that a call costs whatever its size (fitted, at least 0)."""
+        return self._fit[0]
+
+    @property
+    def per_sample_s(self) -> float:
+        """Seconds that each sample adds (fitted, at least 0)."""
+        return self._fit[1]
+
+    def at(self, samples: float) -> float:
+        """Seconds for `samples` samples: between measured sizes by straight lines, beyond them by the fit."""
+        low, high = self.sizes[0], self.sizes[-1]
+        if low <= samples <= high:
+            return float(np.interp(samples, self.sizes, self.median_s))
+        edge, nearest = (self.median_s[0], low) if samples < low else (self.median_s[-1], high)
+        return max(edge + (samples - nearest) * self.per_sample_s, 0.0)
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer's costs. Byte counts named `…_per_sample` grow with the micro-batch.
+
+    `parameter_bytes` counts a parameter at the first layer that uses it, and nowhere else.
+    """
+
+    name: str
+    kind: str
+    forward: Timing
+    backward: Timing
+    input_grad: Timing
+    weight_grad: Timing
+    parameters: int
+    parameter_bytes: int
+    buffer_bytes: int
+    activation_bytes_per_sample: float
+    output_bytes_per_sample: float
+
+    def seconds(self, phase: Phase, samples: float) -> float:
+        """Seconds of one phase for `samples` samples."""
+        timing: Timing = getattr(self, phase)
+        return timing.at(samples)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model's layers with their costs, and where they were measured.
+
+    `update_s_per_byte`: seconds of an optimizer step per byte of parameters (SGD with momentum).
+    """
+
+    layers: tuple[LayerProfile, ...]
+    fingerprint: str
+    input_bytes_per_sample: float
+    batch: int
+    machine: dict[str, str] = field(default_factory=dict)
+    torch_version: str = ""
+    update_s_per_byte: float = 0.0
+    schema: int = SCHEMA
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[LayerProfile]:
+        return iter(self.layers)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes that were measured."""
+        return self.layers[0].forward.sizes if self.layers else ()
+
+    def seconds(self, phase: Phase, samples: float) -> list[float]:
+        """Per layer, seconds of one phase for `samples` samples."""
+        return [layer.seconds(phase, samples) for layer in self.layers]
+
+    def step_seconds(self, samples: float) -> list[float]:
+        """Per layer, seconds of forward and backward for `samples` samples."""
+        return [layer.seconds("forward", samples) + layer.seconds("backward", samples) for layer in self.layers]
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON with a schema version."""
+        write_json(path, self)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read what `save` wrote, trusting nothing.
+
+        Raises:
+            FileError: the file is missing, is no profile, or has another schema version, or a number in it cannot be.
+        """
+        profile = read_json(path, cls, SCHEMA)
+        try:
+            _check_counts(profile, str(path))
+            for layer in profile.layers:
+                _check_counts(layer, f"{path}: layer {layer.name}")
+                for phase in (layer.forward, layer.backward, layer.input_grad, layer.weight_grad):
+                    check_timing(phase, f"{path}: layer {layer.name}")
+        except SettingError as error:
+            raise FileError(str(error)) from error
+        return profile
+
+
+def _check_counts(value: Profile | LayerProfile, where: str) -> None:
+    for field_ in fields(value):
+        number = getattr(value, field_.name)
+        if isinstance(number, (int, float)) and number < 0:
+            raise SettingError(f"{where}: {field_.name} is {number}, and cannot be below 0")
+
+
+def check_timing(timing: Timing, where: str) -> None:
+    """Refuse a timing whose sizes do not ascend, or whose times are not one finite number above or at 0 for each.
+
+    Raises:
+        SettingError: it is so; `where` begins the message.
+    """
+    sizes: Sequence[int] = timing.sizes
+    if not sizes or sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
+        raise SettingError(f"{where}: sizes {list(sizes)} must be 1 or more and ascend")
+    if len(timing.median_s) != len(sizes) or not all(0 <= t < float("inf") for t in timing.median_s):
+        raise SettingError(f"{where}: needs {len(sizes)} times of 0 s or more, one for each size")

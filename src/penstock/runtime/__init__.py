@@ -1,0 +1,1 @@
+"""Stages, the interpreter, executors, Pipeline."""

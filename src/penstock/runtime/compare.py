@@ -1,0 +1,125 @@
+"""The self-check: one batch through the pipeline and through plain training, side by side."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from penstock.runtime import state
+from penstock.runtime.batch import Batch
+from penstock.runtime.stage import Loss
+from penstock.runtime.world import World
+from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Largest absolute differences between the pipeline and one device that accumulates the same micro-batches.
+
+    `gradients` and `buffers` by name; `loss` is the difference of the mean losses. `scale` has the largest absolute value of
+    each on the one device, to hold the difference against.
+    """
+
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    buffers: Mapping[str, float] = field(default_factory=dict)
+    loss: float = 0.0
+    scale: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The name and size of the largest difference."""
+        everything = {**self.gradients, **self.buffers, "loss": self.loss}
+        name = max(everything, key=lambda key: everything[key])
+        return name, everything[name]
+
+
+def compare(world: World, placed: state.Placed, play: Callable[[], None], batch: Batch, loss: Loss, seed: int) -> Comparison:
+    """Play a batch without updates and hold gradients, buffers and loss against plain training on rank 0.
+
+    Gradients and buffers of the stages are afterwards as they were before.
+
+    Args:
+        world: the ranks.
+        placed: where layers are.
+        play: runs the batch's program without updates and leaves the losses in `batch`.
+        batch: the batch.
+        loss: the loss function.
+        seed: the pipeline's seed, for dropout.
+    """
+    before = state.collect(world, placed)
+    grads = [(parameter, parameter.grad) for stage in placed.local for parameter in stage.update.parameters]
+    buffers = [(buffer, buffer.detach().clone()) for stage in placed.local for module in stage.modules()
+               for buffer in module._buffers.values() if buffer is not None]  # fmt: skip
+    for parameter, _ in grads:
+        parameter.grad = None
+    try:
+        play()
+        found_grads, found_state = state.collect_grads(world, placed), state.collect(world, placed)
+    finally:
+        for parameter, grad in grads:
+            parameter.grad = grad
+        with torch.no_grad():
+            for buffer, content in buffers:
+                buffer.copy_(content)
+    last = placed.home[-1]
+    total = torch.stack([batch.losses[m] for m in sorted(batch.losses)]).sum() if batch.losses else None
+    found_loss = world.broadcast(total, last)
+    if 0 not in world.local_ranks:
+        return Comparison()
+    modules = _one_device(placed, before)
+    plain_loss = _plain_training(modules, batch, loss, seed)
+    plain_grads: dict[str, Tensor] = {}
+    plain_state: dict[str, Tensor] = {}
+    for layer, module in zip(placed.traced.layers, modules, strict=True):
+        for name, parameter in module.named_parameters(layer.name):
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            plain_grads.setdefault(placed.traced.aliases[name], grad)
+        plain_state.update({name: b for name, b in module.state_dict(prefix=f"{layer.name}.").items()})
+    parameters = {name for layer in placed.traced.layers for name in layer.parameters} | set(plain_grads)
+    moved = {name: tensor for name, tensor in found_state.items() if placed.traced.aliases.get(name, name) not in parameters}
+    return Comparison(
+        {name: _difference(grad, plain_grads[name]) for name, grad in found_grads.items()},
+        {name: _difference(tensor, plain_state[name]) for name, tensor in moved.items()},
+        abs(float(found_loss) - plain_loss),
+        {name: float(grad.abs().max()) for name, grad in plain_grads.items() if grad.numel()} | {"loss": abs(plain_loss)},
+    )
+
+
+def _one_device(placed: state.Placed, values: Mapping[str, Tensor]) -> list[nn.Module]:
+    """A copy of the whole model on the CPU with these values."""
+    whole = copy.deepcopy(nn.ModuleList(placed.traced.modules))
+    if any(tensor.is_meta for tensor in whole.state_dict().values()):
+        whole = whole.to_empty(device="cpu")
+    modules = list(whole.to("cpu"))
+    with torch.no_grad():
+        for layer, module in zip(placed.traced.layers, modules, strict=True):
+            module.zero_grad()
+            for name, target in module.state_dict(prefix=f"{layer.name}.").items():
+                target.copy_(values[name])
+    return modules
+
+
+def _plain_training(modules: list[nn.Module], batch: Batch, loss: Loss, seed: int) -> float:
+    """Forward and backward of all micro-batches in turn, gradients accumulated; the mean loss."""
+    assert batch.targets is not None
+    total = 0.0
+    cpu = torch.device("cpu")
+    for m, (x, y, share) in enumerate(zip(batch.inputs, batch.targets, batch.shares, strict=True)):
+        value = x
+        with drawing(cpu):
+            for index, module in enumerate(modules):
+                if may_draw(module):
+                    seed_generators(cpu, stream_seed(seed, batch.step, index, m))
+                value = module(value)
+        part = loss(value, y) * share
+        part.backward()  # type: ignore[no-untyped-call]
+        total += float(part.detach())
+    return total
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0

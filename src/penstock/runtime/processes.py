@@ -1,0 +1,192 @@
+"""One rank per process over torch.distributed: started by torchrun, by `launch`, or by the user's own init_process_group."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import itertools
+import os
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import DeadlineExceeded, PeerFailed, RunError
+from penstock.runtime.store_board import StoreBoard
+from penstock.schedule.lower import Link
+from penstock.transport.distributed import DistributedTransport, Wire
+from penstock.transport.payload import Header, Payload, TensorForm
+from penstock.transport.transport import TransportLost, TransportTimeout
+
+T = TypeVar("T")
+
+# Every world of a process has its own corner of the store; all processes make their worlds in the same order.
+_WORLDS = itertools.count()
+
+
+def started() -> bool:
+    """Whether this process is one of several ranks."""
+    return dist.is_available() and (dist.is_initialized() or "RANK" in os.environ)
+
+
+def join() -> int:
+    """Join the other ranks if that has not been done, and return their number.
+
+    Raises:
+        RunError: this process was not started as a rank.
+    """
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise RunError("this process is alone: start it with torchrun --nproc-per-node N, or with ps.launch(fn, ranks=N)")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        atexit.register(_leave)
+    return dist.get_world_size()
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class DistributedWorld:
+    """See `World`."""
+
+    def __init__(self, device: torch.device | None, deadline_s: float, links: Collection[Link]) -> None:
+        self.size = join()
+        self._rank = dist.get_rank()
+        self.local_ranks = (self._rank,)
+        self._device = device or _own_device()
+        timeout = timedelta(seconds=deadline_s)
+        store = dist.PrefixStore(f"penstock/{next(_WORLDS)}", dist.distributed_c10d._get_default_store())
+        shared = dist.new_group(backend="gloo", timeout=timeout)
+        assert shared is not None
+        groups = {}
+        if self._nccl_everywhere(shared):
+            groups = {link: dist.new_group([link.source, link.target], timeout, "nccl") for link in sorted(links)}
+            groups = {link: group for link, group in groups.items() if self._rank in link}
+        self._wire = Wire(self._rank, self._device, store, deadline_s, shared, groups)
+        self._board = StoreBoard(store, self._rank, self.size, self._wire.abort)
+        self._transport = DistributedTransport(self._wire)
+        atexit.register(self.close)
+
+    def _nccl_everywhere(self, shared: dist.ProcessGroup) -> bool:
+        """Whether every rank has a GPU of its own. Not yet run on several GPUs."""
+        mine = self._device.index if self._device.type == "cuda" else -1
+        everybody = torch.full((self.size,), 0, dtype=torch.int64)
+        host = _host_number()
+        everybody[self._rank] = -1 if mine == -1 else host * 64 + (mine or 0)
+        dist.all_reduce(everybody, group=shared)
+        cards = everybody.tolist()
+        return all(card >= 0 for card in cards) and len(set(cards)) == self.size
+
+    def device(self, rank: int) -> torch.device:
+        """See `World.device`."""
+        del rank
+        return self._device
+
+    def transport(self, rank: int) -> DistributedTransport:
+        """See `World.transport`."""
+        del rank
+        return self._transport
+
+    def board(self, rank: int) -> StoreBoard:
+        """See `World.board`."""
+        del rank
+        return self._board
+
+    def run(self, job: Callable[[int], T]) -> dict[int, T]:
+        """See `World.run`."""
+        if self._wire.lost:
+            reason = self._board.failure() or "an earlier failure closed its links"
+            raise PeerFailed(self._rank, "a new batch", reason)
+        try:
+            return {self._rank: job(self._rank)}
+        except BaseException as error:
+            self._board.fail(str(error))
+            self._wire.abort()
+            raise
+
+    def broadcast(self, value: Any, source: int, form: TensorForm | None = None) -> Any:
+        """See `World.broadcast`: an unknown form goes first, as JSON, then the tensors."""
+
+        def job(rank: int) -> Any:
+            payload = Payload.of(value) if rank == source else None
+            header = Header("", (form,)) if form is not None else self._share_header(payload, source)
+            if payload is None:
+                tensors = [known.empty() for known in header.forms]
+            else:
+                tensors = [tensor.detach().cpu().contiguous() for tensor in payload.tensors]
+            for tensor in tensors:
+                self._share(tensor, source)
+            return header.filled(tensors).value()
+
+        return self.run(job)[self._rank]
+
+    def _share_header(self, payload: Payload | None, source: int) -> Header:
+        text = b"" if payload is None else payload.header().encode()
+        length = torch.tensor([len(text)])
+        self._share(length, source)
+        content = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(length), dtype=torch.uint8)
+        self._share(content, source)
+        return Header.parse(bytes(content.tolist()).decode())
+
+    def gather(self, local: Mapping[int, Sequence[Tensor]],
+               forms: Mapping[int, Sequence[TensorForm]]) -> dict[int, list[Tensor]]:  # fmt: skip
+        """See `World.gather`."""
+
+        def job(rank: int) -> dict[int, list[Tensor]]:
+            own = [tensor.detach().cpu().contiguous() for tensor in local[rank]]
+            if rank != 0:
+                for tensor in own:
+                    self._wait(dist.isend(tensor, 0, group=self._wire.shared, tag=0), "rank 0")
+                return {}
+            gathered = {0: [tensor.clone() for tensor in own]}
+            for other in range(1, self.size):
+                gathered[other] = [form.empty() for form in forms[other]]
+                for tensor in gathered[other]:
+                    self._wait(dist.irecv(tensor, other, group=self._wire.shared, tag=0), f"rank {other}")
+            return gathered
+
+        return self.run(job)[self._rank]
+
+    def barrier(self) -> None:
+        """See `World.barrier`."""
+        self.run(lambda _: self._wait(dist.all_reduce(torch.zeros(1), group=self._wire.shared, async_op=True), "all ranks"))
+
+    def close(self) -> None:
+        """See `World.close`."""
+        self._board.close()
+
+    def _share(self, tensor: Tensor, source: int) -> None:
+        self._wait(dist.broadcast(tensor, source, group=self._wire.shared, async_op=True), f"rank {source}")
+
+    def _wait(self, work: dist.Work | None, waited_for: str) -> None:
+        if work is None:
+            return
+        self._board.doing(f"waits for {waited_for}")
+        try:
+            self._wire.wait(work)
+        except TransportTimeout as error:
+            raise DeadlineExceeded(self._rank, waited_for, self._wire.deadline_s, self._board.elsewhere()) from error
+        except TransportLost as error:
+            reason = self._board.failure(patience_s=2.0) or "a rank is gone without a word"
+            raise PeerFailed(self._rank, waited_for, reason) from error
+
+
+def _host_number() -> int:
+    """A number of 40 bits that hosts do not share."""
+    return int(hashlib.sha256(socket.gethostname().encode()).hexdigest()[:10], 16)
+
+
+def _own_device() -> torch.device:
+    """A GPU of its own if this host has one for each of its ranks, else the CPU."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")

@@ -1,0 +1,208 @@
+"""A stage on its rank: layers, what they keep between a forward and its backward, and their update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import SettingError
+from penstock.grad.split import PendingWeights, input_grad, weight_grad
+from penstock.optim.update import Update
+from penstock.runtime.batch import Batch
+from penstock.simulate.simulate import recomputes
+from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
+from penstock.transport.payload import Payload
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class StageLayer:
+    """A layer's place in the whole chain, its name and its module."""
+
+    index: int
+    name: str
+    module: nn.Module
+
+
+@dataclass
+class _Kept:
+    """What one micro-batch keeps on a stage: its inputs as leaves, and the roots of its graph unless it will be recomputed."""
+
+    inputs: Payload
+    roots: list[Tensor] | None
+
+
+@dataclass
+class Stage:
+    """Runs ops of one stage. Knows nothing of schedules, ranks or links."""
+
+    index: int
+    layers: Sequence[StageLayer]
+    device: torch.device
+    update: Update
+    seed: int
+    recompute: str = "never"
+    loss: Loss | None = None
+    _kept: dict[int, _Kept] = field(default_factory=dict)
+    _pending: dict[int, PendingWeights] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._drawing = [layer for layer in self.layers if may_draw(layer.module)]
+        # Autograd forbids changing a leaf in place, and nobody else may see such a change: such layers get a copy.
+        self._copies_input = any(getattr(part, "inplace", False) for part in self.layers[0].module.modules())
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules of the stage."""
+        for layer in self.layers:
+            yield from layer.module.modules()
+
+    def forward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload | None:
+        """F: run the layers on one micro-batch.
+
+        Args:
+            batch: the batch; its inputs feed the first stage, its targets the loss of the last.
+            micro_batch: which one.
+            arrived: what the stage before sent; None on the first stage.
+
+        Returns:
+            What the next stage takes; None on the last.
+        """
+        source = Payload.of(batch.inputs[micro_batch]) if arrived is None else arrived
+        wants = source.wants_grad if arrived is not None and batch.training else (False,) * len(source.tensors)
+        leaves = [tensor.detach().to(self.device) for tensor in source.tensors]
+        for leaf, wanted in zip(leaves, wants, strict=True):
+            leaf.requires_grad_(wanted)
+        inputs = source.with_tensors(leaves)
+        again = batch.training and recomputes(self.recompute, micro_batch, batch.micro_batches)
+        with torch.set_grad_enabled(batch.training and not again):
+            output = self._run(batch, micro_batch, inputs)
+        if self.loss is not None:
+            result = None
+            roots = [output] if isinstance(output, Tensor) and output.requires_grad else []
+        else:
+            flags = self._grad_flags(output, inputs) if again else None
+            result = Payload.of(output, flags)
+            roots = [tensor for tensor in result.tensors if tensor.requires_grad]
+        if batch.training:
+            self._kept[micro_batch] = _Kept(inputs, None if again else roots)
+        return result
+
+    def backward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
+        """B: gradients of weights and inputs. Takes the gradients of what `forward` returned, returns those of what it took."""
+        leaves, roots, grads = self._roots(batch, micro_batch, arrived)
+        live = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None or self.loss is not None]
+        if live:
+            torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
+        return Payload.flat([leaf.grad for leaf in leaves])
+
+    def input_grad(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
+        """I: gradients of the inputs only; W has to follow."""
+        leaves, roots, grads = self._roots(batch, micro_batch, arrived)
+        found, self._pending[micro_batch] = input_grad(roots, grads, leaves)
+        return Payload.flat(found)
+
+    def weight_grad(self, micro_batch: int) -> None:
+        """W: gradients of the weights, from what I left."""
+        weight_grad(self._pending.pop(micro_batch))
+
+    def forget(self) -> None:
+        """Drop what an unfinished batch has kept."""
+        self._kept.clear()
+        self._pending.clear()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Layers in evaluation mode; afterwards every module is in the mode it was in."""
+        modes = [(module, module.training) for module in self.modules()]
+        try:
+            for module, _ in modes:
+                module.training = False
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def _run(self, batch: Batch, micro_batch: int, inputs: Payload) -> Any:
+        """The layers, and on the last stage the loss or the outputs' delivery. Random numbers depend on what, not on where."""
+        value = inputs.value()
+        if self._copies_input:
+            value = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+        seeded = {layer.index for layer in self._drawing} if batch.training else set()
+        with drawing(self.device) if seeded else nullcontext():
+            for layer in self.layers:
+                if layer.index in seeded:
+                    seed_generators(self.device, stream_seed(self.seed, batch.step, layer.index, micro_batch))
+                value = layer.module(value)
+        return value if self.loss is None else self._deliver(batch, micro_batch, value)
+
+    def _deliver(self, batch: Batch, micro_batch: int, value: Any) -> Any:
+        """The micro-batch's share of the batch's mean loss; without targets, its outputs are kept for the caller."""
+        if batch.targets is None:
+            batch.outputs[micro_batch] = value
+            return None
+        assert self.loss is not None
+        target = pytree.tree_map(
+            lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, batch.targets[micro_batch]
+        )
+        loss = self.loss(value, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise SettingError(f"the loss must be one number, the mean over the samples it is given; this one is {shape}")
+        share = loss.reshape(()) * batch.shares[micro_batch]
+        batch.losses[micro_batch] = share.detach()
+        return share
+
+    def _grad_flags(self, output: Any, inputs: Payload) -> tuple[bool, ...]:
+        """Which outputs want a gradient when the forward ran without a graph: any float one, if anything here is trained."""
+        trained = any(inputs.wants_grad) or bool(self.update.parameters)
+        return tuple(
+            trained and (leaf.is_floating_point() or leaf.is_complex())
+            for leaf in pytree.tree_leaves(output)
+            if isinstance(leaf, Tensor)
+        )
+
+    def _roots(
+        self, batch: Batch, micro_batch: int, arrived: Payload | None
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
+        """Input leaves that want gradients, the graph's roots, and the roots' gradients; recomputes the graph if needed."""
+        kept = self._kept.pop(micro_batch)
+        leaves = [leaf for leaf in kept.inputs.tensors if leaf.requires_grad]
+        grads: list[Tensor | None] = [] if arrived is None else [_to(leaf, self.device) for leaf in arrived.leaves]
+        if kept.roots is not None:
+            roots = kept.roots
+        else:
+            with torch.enable_grad(), self._buffers_kept():
+                output = self._run(batch, micro_batch, kept.inputs)
+            tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            if self.loss is None:
+                flags = self._grad_flags(output, kept.inputs)
+                pairs = list(zip((t for t, flag in zip(tensors, flags, strict=True) if flag), grads, strict=True))
+                grads = [grad for root, grad in pairs if root.requires_grad]
+                tensors = [root for root, _ in pairs]
+            roots = [root for root in tensors if root.requires_grad]
+        if self.loss is not None:
+            grads = [None] * len(roots)
+        return leaves, roots, grads
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """A second forward leaves buffers (running statistics, counters) as the first left them."""
+        before = [(buffer, buffer.detach().clone()) for module in self.modules()
+                  for buffer in module._buffers.values() if buffer is not None]  # fmt: skip
+        yield
+        for buffer, content in before:
+            # Batch norm's kernels change their statistics behind autograd's version counters, while its graph has saved them:
+            # so contents are compared, and put back through `.data`, which is not counted as a change either.
+            if not torch.equal(buffer, content):
+                buffer.data.copy_(content)
+
+
+def _to(leaf: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if leaf is None else leaf.to(device)

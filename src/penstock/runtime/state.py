@@ -1,0 +1,109 @@
+"""The weights of all stages under the model's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.errors import SettingError
+from penstock.runtime.stage import Stage
+from penstock.runtime.world import World
+from penstock.tracing.chain import TracedChain
+from penstock.transport.payload import TensorForm
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Which rank holds which layers, and the stages that are held here."""
+
+    traced: TracedChain
+    lengths: tuple[int, ...]
+    home: tuple[int, ...]
+    local: Sequence[Stage]
+
+    def layers_of_rank(self) -> dict[int, list[int]]:
+        """Layer indices by the rank that holds them, ascending."""
+        placed: dict[int, list[int]] = {}
+        first = 0
+        for length, rank in zip(self.lengths, self.home, strict=True):
+            placed.setdefault(rank, []).extend(range(first, first + length))
+            first += length
+        return placed
+
+
+def own(stage: Stage) -> dict[str, Tensor]:
+    """A stage's parameters and persistent buffers, live, by the names that the whole model's `state_dict` has for them."""
+    tensors: dict[str, Tensor] = {}
+    for layer in stage.layers:
+        for name, value in layer.module.state_dict(prefix=f"{layer.name}.").items():
+            if isinstance(value, Tensor):
+                tensors[name] = value
+    return tensors
+
+
+def put(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
+    """Copy values into a stage.
+
+    Raises:
+        SettingError: a tensor is missing or has another shape.
+    """
+    with torch.no_grad():
+        for name, target in own(stage).items():
+            source = tensors.get(name)
+            if source is None:
+                raise SettingError(f"the state has no {name!r}, which stage {stage.index} needs")
+            if source.shape != target.shape:
+                raise SettingError(
+                    f"{name} has shape {tuple(source.shape)} in the state and {tuple(target.shape)} in the model"
+                )
+            target.copy_(source)
+
+
+def collect(world: World, placed: Placed) -> dict[str, Tensor]:
+    """All stages' tensors on rank 0, in the order of the chain; elsewhere nothing."""
+    described = _described(placed)
+    local: dict[int, list[Tensor]] = {rank: [] for rank in world.local_ranks}
+    for stage in placed.local:
+        local[placed.home[stage.index]] += own(stage).values()
+    return _named(world.gather(local, {rank: list(forms.values()) for rank, forms in described.items()}), described)
+
+
+def collect_grads(world: World, placed: Placed) -> dict[str, Tensor]:
+    """The gradients of all trainable parameters on rank 0, by the chain's names; zeros where there is none."""
+    described: dict[int, dict[str, TensorForm]] = {}
+    for rank, layers in placed.layers_of_rank().items():
+        names = dict.fromkeys(name for layer in layers for name in placed.traced.layers[layer].parameters)
+        facts = [placed.traced.description.tensor(name) for name in names]
+        described[rank] = {fact.name: TensorForm(fact.shape, fact.dtype, False) for fact in facts if fact.trainable}
+    local: dict[int, list[Tensor]] = {rank: [] for rank in world.local_ranks}
+    for stage in placed.local:
+        rank = placed.home[stage.index]
+        local[rank] += [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in stage.update.parameters
+        ]
+    return _named(world.gather(local, {rank: list(forms.values()) for rank, forms in described.items()}), described)
+
+
+def _described(placed: Placed) -> dict[int, dict[str, TensorForm]]:
+    """Names and forms of what every rank holds, known everywhere since everywhere has the chain."""
+    described: dict[int, dict[str, TensorForm]] = {}
+    for rank, layers in placed.layers_of_rank().items():
+        described[rank] = {}
+        for layer in layers:
+            prefix = f"{placed.traced.layers[layer].name}."
+            for name, value in placed.traced.modules[layer].state_dict(prefix=prefix).items():
+                if isinstance(value, Tensor):
+                    form = TensorForm(tuple(value.shape), str(value.dtype).removeprefix("torch."), False)
+                    described[rank][name] = form
+    return described
+
+
+def _named(gathered: dict[int, list[Tensor]], described: dict[int, dict[str, TensorForm]]) -> dict[str, Tensor]:
+    return {
+        name: tensor
+        for rank, tensors in sorted(gathered.items())
+        for name, tensor in zip(described.get(rank, {}), tensors, strict=True)
+    }

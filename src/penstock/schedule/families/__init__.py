@@ -1,0 +1,1 @@
+"""One file per schedule family; each registers a function that returns programs."""

@@ -1,0 +1,25 @@
+"""Plain model parallelism: one stage works at a time."""
+
+from __future__ import annotations
+
+from penstock.schedule.catalogue import register
+from penstock.schedule.op import Kind, Op, Schedule
+
+
+@register("naive", synchronous=True, stages_per_rank="1", splits_backward=False,
+          source="the baseline of GPipe (Huang et al. 2019, figure 2b)")  # fmt: skip
+def naive(stages: int, micro_batches: int = 1) -> Schedule:
+    """Forward through all stages, backward through all, then the next micro-batch; usually there is only one.
+
+    Facts for equal costs f and b, p stages, m micro-batches: makespan m p (f + b); 1 micro-batch in flight.
+
+    >>> print(naive(2, 2))
+    rank 0 | 0F0 0B0 0F1 0B1 0U1
+    rank 1 | 1F0 1B0 1F1 1B1 1U1
+    """
+    return Schedule(
+        tuple(
+            (*(Op(kind, stage, m) for m in range(micro_batches) for kind in (Kind.F, Kind.B)), Op(Kind.U, stage, 1))
+            for stage in range(stages)
+        )
+    )

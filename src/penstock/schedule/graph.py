@@ -1,0 +1,157 @@
+"""A schedule as a graph: what waits for what once ranks are sequential and links carry one message at a time.
+
+One graph serves all: verify looks for cycles, draw gives every op one unit, simulate gives it seconds. An op starts when all
+that it waits for has ended, so times are longest paths and need no clock.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from penstock.errors import ScheduleError
+from penstock.schedule.lower import Direction, Link, Message, Transfer, lower, messages
+from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.rules import needs
+
+#: What happened, as an Event has it: rank, op, start, end, bytes, and the rank it goes to if it is a transfer.
+Row = tuple[int, Op, float, float, int, int | None]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes are the ops, rank by rank, then the transfers. `waits_for[n]` are the nodes that end before n starts."""
+
+    ops: tuple[tuple[int, Op], ...]
+    transfers: tuple[tuple[Link, Message, Op], ...]
+    waits_for: tuple[tuple[int, ...], ...]
+
+    def order(self) -> tuple[list[int], list[int]]:
+        """Nodes in an order in which each comes after all it waits for, and the nodes on or behind a cycle."""
+        missing = [len(before) for before in self.waits_for]
+        after: list[list[int]] = [[] for _ in self.waits_for]
+        for node, before in enumerate(self.waits_for):
+            for other in before:
+                after[other].append(node)
+        ready = [node for node, count in enumerate(missing) if count == 0]
+        for node in ready:  # grows while it is read
+            for other in after[node]:
+                missing[other] -= 1
+                if missing[other] == 0:
+                    ready.append(other)
+        return ready, [node for node, count in enumerate(missing) if count]
+
+    def work(self, node: int) -> tuple[int, Op]:
+        """The rank and the op of a node; of a transfer, those that made its value."""
+        if node < len(self.ops):
+            return self.ops[node]
+        link, _, op = self.transfers[node - len(self.ops)]
+        return link.source, op
+
+    def events(self, op_seconds: Callable[[int, Op], float],
+               transfer_seconds: Callable[[Link, Message], float]) -> list[Row]:  # fmt: skip
+        """Start and end of everything, in an order in which each row comes after all it waits for.
+
+        Raises nothing: call it on a graph without cycles. `Timeline.of` takes the rows.
+        """
+        ends = [0.0] * len(self.waits_for)
+        events: list[Row] = []
+        for node in self.order()[0]:
+            start = max((ends[other] for other in self.waits_for[node]), default=0.0)
+            if node < len(self.ops):
+                rank, op = self.ops[node]
+                ends[node] = start + op_seconds(rank, op)
+                events.append((rank, op, start, ends[node], 0, None))
+            else:
+                link, message, op = self.transfers[node - len(self.ops)]
+                ends[node] = start + transfer_seconds(link, message)
+                events.append((link.source, op, start, ends[node], 0, link.target))
+        return events
+
+
+def build(schedule: Schedule, overlap: bool = True) -> Graph:
+    """The graph of a schedule.
+
+    Args:
+        schedule: every op's predecessors must exist.
+        overlap: False makes a rank stand still while it sends (transfers then cost the sender's time, as blocking sends do).
+
+    Raises:
+        ScheduleError: an op's predecessor is missing.
+    """
+    ops = tuple((rank, op) for rank, program in enumerate(schedule.programs) for op in program)
+    first = [0]
+    for program in schedule.programs:
+        first.append(first[-1] + len(program))
+    waits: list[list[int]] = [[node - 1] if node > first[rank] else [] for node, (rank, _) in enumerate(ops)]
+    by_op = {op: node for node, (_, op) in enumerate(ops)}
+    carried: dict[tuple[int, Op], int] = {}
+    transfers: list[tuple[Link, Message, Op]] = []
+    last_on: dict[Link, int] = {}
+    for link, message, made, taken in messages(schedule):
+        maker = first[link.source] + made
+        node = len(ops) + len(transfers)
+        waits.append([maker, last_on[link]] if link in last_on else [maker])
+        last_on[link] = node
+        carried[first[link.target] + taken, ops[maker][1]] = node
+        transfers.append((link, message, ops[maker][1]))
+        if not overlap and made + 1 < len(schedule.programs[link.source]):
+            waits[maker + 1].append(node)
+    for node, (rank, op) in enumerate(ops):
+        for group in needs(op, schedule.stages):
+            found = [other for other in group if other in by_op]
+            if not found:
+                raise ScheduleError(f"rank {rank}: {op} needs {' or '.join(map(str, group))}, which no rank runs")
+            waits[node] += [carried.get((node, other), by_op[other]) for other in found]
+    _meet(waits, ((node, rank, op) for node, (rank, op) in enumerate(ops)))
+    return Graph(ops, tuple(transfers), tuple(map(tuple, waits)))
+
+
+def _meet(waits: list[list[int]], ops: Iterable[tuple[int, int, Op]]) -> None:
+    """Let every U wait until all copies of its stage have come to theirs: gradient synchronisation is a meeting."""
+    meetings: dict[Op, dict[int, int]] = defaultdict(dict)
+    for node, rank, op in ops:
+        if op.kind is Kind.U:
+            meetings[op].setdefault(rank, node)
+    for copies in meetings.values():
+        before = sorted({other for node in copies.values() for other in waits[node]})
+        for node in copies.values() if len(copies) > 1 else ():
+            waits[node] = before
+
+
+def channel_depth(schedule: Schedule) -> int:
+    """The least k for which the programs finish when sends block while k messages of their link are not yet taken.
+
+    A message is taken where its receive stands, right before the op that needs it; 0 is a rendezvous. The runtime's sends
+    never block, so any k is fine there: the figure is for backends and libraries with bounded channels.
+    """
+    waits: list[list[int]] = []
+    updates: list[tuple[int, int, Op]] = []
+    sends: dict[Link, list[int]] = defaultdict(list)
+    takes: dict[Link, list[int]] = defaultdict(list)
+    for rank, program in enumerate(lower(schedule, ahead=0).programs):
+        for i, action in enumerate(program):
+            if isinstance(action, Transfer):
+                sending = action.direction is Direction.SEND
+                link = Link(rank, action.peer) if sending else Link(action.peer, rank)
+                (sends if sending else takes)[link].append(len(waits))
+            elif action.kind is Kind.U:
+                updates.append((len(waits), rank, action))
+            waits.append([len(waits) - 1] if i else [])
+    _meet(waits, updates)
+
+    def finishes(depth: int) -> bool:
+        bounded = [list(before) for before in waits]
+        for link, sent in sends.items():
+            for n, (send, take) in enumerate(zip(sent, takes[link], strict=True)):
+                bounded[take].append(send)
+                # A rendezvous sends when the receiver has come as far as its receive; a channel when it has room.
+                bounded[send] += waits[take] if depth == 0 else takes[link][n - depth : n - depth + 1] if n >= depth else ()
+        return not Graph((), (), tuple(map(tuple, bounded))).order()[1]
+
+    low, high = 0, max(map(len, sends.values()), default=0)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if finishes(middle) else (middle + 1, high)
+    return low

@@ -1,0 +1,134 @@
+"""From programs of ops to programs of ops and transfers, the only form that an executor plays."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from penstock.errors import ScheduleError
+from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.rules import feeds
+
+
+class Direction(str, Enum):
+    """Whether a transfer sends or posts a receive."""
+
+    SEND = "SEND"
+    RECV = "RECV"
+
+
+class Message(NamedTuple):
+    """A value that crosses a boundary: an activation (F) or an input gradient (B), made by `stage`."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    @property
+    def target(self) -> int:
+        """The stage that takes it."""
+        return self.stage + (1 if self.kind is Kind.F else -1)
+
+
+class Transfer(NamedTuple):
+    """`1SEND_F0` hands the activation of stage 1 to the link; `2RECV_F0` posts the receive for it on stage 2's rank.
+
+    A posted receive does not wait; the op that needs the value does.
+    """
+
+    direction: Direction
+    message: Message
+    peer: int
+
+    def __str__(self) -> str:
+        kind, stage, micro_batch = self.message
+        own = stage if self.direction is Direction.SEND else self.message.target
+        return f"{own}{self.direction.value}_{kind.value}{micro_batch}"
+
+
+Action = Op | Transfer
+
+
+@dataclass(frozen=True)
+class LoweredSchedule:
+    """Per rank, ops and transfers in the order in which the executor takes them."""
+
+    programs: tuple[tuple[Action, ...], ...]
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {rank} | {' '.join(map(str, row))}" for rank, row in enumerate(self.programs))
+
+
+class Link(NamedTuple):
+    """One direction between two ranks."""
+
+    source: int
+    target: int
+
+
+def messages(schedule: Schedule) -> Iterator[tuple[Link, Message, int, int]]:
+    """Every value that crosses ranks, in the order of sending on its link.
+
+    Yields:
+        The link, the message, the index of the op that makes it in the sender's program, and of the op that takes it in the
+        receiver's program.
+
+    Raises:
+        ScheduleError: nobody takes a value, or the op that takes it stands on another rank than its forward.
+    """
+    index = {(rank, op): i for rank, row in enumerate(schedule.programs) for i, op in enumerate(row)}
+    takers = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I)}
+    for rank, program in enumerate(schedule.programs):
+        for i, op in enumerate(program):
+            fed = feeds(op, schedule.stages)
+            if fed is None:
+                continue
+            kind, stage = fed
+            target = schedule.placement.get((stage, op.micro_batch))
+            if target == rank:
+                continue
+            found = [index[target, Op(k, stage, op.micro_batch)] for k in takers[kind]
+                     if target is not None and (target, Op(k, stage, op.micro_batch)) in index]  # fmt: skip
+            if target is None or not found:
+                raise ScheduleError(f"rank {rank}: nobody takes what {op} makes for stage {stage}")
+            yield Link(rank, target), Message(kind, op.stage, op.micro_batch), i, found[0]
+
+
+def lower(schedule: Schedule, ahead: int = 1) -> LoweredSchedule:
+    """Add the transfers that placement implies.
+
+    A send stands right after the op that makes the value. A receive is posted `ahead` ops before the op that takes the value
+    begins (0: right before it), and earlier where another receive of the same link must not overtake it: on every link,
+    receives are posted in the order of the sends, which is what backends without tags (NCCL) need.
+
+    Args:
+        schedule: a sound schedule (see `verify`).
+        ahead: how many ops early receives are posted.
+
+    Raises:
+        ScheduleError: a value that crosses ranks has no taker.
+    """
+    sends: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    by_link: dict[Link, list[tuple[Message, int, int]]] = defaultdict(list)
+    for link, message, made, taken in messages(schedule):
+        by_link[link].append((message, made, taken))
+    for link, rows in by_link.items():
+        latest = len(schedule.programs[link.target])
+        posts: list[tuple[int, Message]] = []
+        for message, made, taken in reversed(rows):
+            sends[link.source, made].append(Transfer(Direction.SEND, message, link.target))
+            latest = min(latest, max(0, taken - ahead))
+            posts.append((latest, message))
+        for place, message in reversed(posts):
+            receives[link.target, place].append(Transfer(Direction.RECV, message, link.source))
+    programs: list[tuple[Action, ...]] = []
+    for rank, program in enumerate(schedule.programs):
+        row: list[Action] = []
+        for i, op in enumerate(program):
+            row += [*receives[rank, i], op, *sends[rank, i]]
+        programs.append(tuple(row))
+    return LoweredSchedule(tuple(programs))

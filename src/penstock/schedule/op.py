@@ -1,0 +1,166 @@
+"""Op, Schedule: the one form of every schedule, ours or a user's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+from penstock.errors import ScheduleError
+
+
+class Kind(str, Enum):
+    """What an op does. F, B, I and W are spelled as in torch.distributed.pipelining."""
+
+    F = "F"  #: forward
+    B = "B"  #: whole backward
+    I = "I"  #: backward for the stage's input only  # noqa: E741 - the field's letter
+    W = "W"  #: backward for the stage's weights only
+    U = "U"  #: gradient synchronisation and optimizer step
+
+    # Enum's own hash is a Python call; programs hash millions of these.
+    __hash__ = str.__hash__
+
+    def __str__(self) -> str:
+        return self.value
+
+
+#: No more digits than a machine integer has: int() itself refuses thousands of them, in words of its own.
+_TEXT = re.compile(r"([0-9]{1,18})([FBIWU])([0-9]{1,18})")
+
+
+class Op(NamedTuple):
+    """One unit of work. For U, `micro_batch` is the weight version that the op makes (1 is the first)."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Op:
+        """The op written `2F0`: stage 2, forward, micro-batch 0.
+
+        Raises:
+            ScheduleError: `text` is not of that form.
+        """
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleError(f"{text!r} is not an op: write stage, one of F B I W U, micro-batch, such as '2F0'")
+        return cls(Kind(match[2]), int(match[1]), int(match[3]))
+
+
+Program = tuple[Op, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The programs of all ranks. Where an op stands is its placement.
+
+    `name` and `options` say how the schedule was made, for people; nothing decides by them.
+
+    >>> print(Schedule.parse("rank 0 | 0F0 0B0 0U1", name="mine"))
+    rank 0 | 0F0 0B0 0U1
+    """
+
+    programs: tuple[Program, ...]
+    name: str = "custom"
+    synchronous: bool = True
+    options: tuple[tuple[str, object], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "programs", tuple(tuple(program) for program in self.programs))
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {rank} | {' '.join(map(str, ops))}" for rank, ops in enumerate(self.programs))
+
+    @classmethod
+    def parse(cls, text: str, name: str = "custom", synchronous: bool = True) -> Schedule:
+        """Read back what `str` prints: one line per rank, `rank 0 | 0F0 0F1 …`. Labels may lack; blank lines are skipped.
+
+        Raises:
+            ScheduleError: a word is no op, or a label's number is not that of its line.
+        """
+        programs: list[Program] = []
+        for line in filter(str.strip, text.splitlines()):
+            label, bar, row = line.partition("|")
+            number = re.search(r"[0-9]+", label)
+            if bar and (number is None or number[0] != str(len(programs))):
+                raise ScheduleError(f"{label.strip()!r} labels the program of rank {len(programs)}: write one line per rank, "
+                                    "in order from 'rank 0 |'")  # fmt: skip
+            programs.append(tuple(map(Op.parse, (row if bar else line).split())))
+        return cls(tuple(programs), name, synchronous)
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """All ops, rank by rank."""
+        return tuple(op for program in self.programs for op in program)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.programs)
+
+    @cached_property
+    def stages(self) -> int:
+        """Number of stages: one more than the highest stage named."""
+        return 1 + max((op.stage for op in self.ops), default=-1)
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Number of micro-batches: one more than the highest that a forward names."""
+        return 1 + max((op.micro_batch for op in self.ops if op.kind is Kind.F), default=-1)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether any backward is split into I and W."""
+        return any(op.kind is Kind.W for op in self.ops)
+
+    @cached_property
+    def placement(self) -> dict[tuple[int, int], int]:
+        """(stage, micro-batch) to the rank on which its forward stands."""
+        return {
+            (op.stage, op.micro_batch): rank
+            for rank, program in enumerate(self.programs)
+            for op in program
+            if op.kind is Kind.F
+        }
+
+    @cached_property
+    def stages_of_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that each rank holds, ascending."""
+        return tuple(tuple(sorted({op.stage for op in program})) for program in self.programs)
+
+    @cached_property
+    def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that hold a copy of each stage, ascending."""
+        holders: list[list[int]] = [[] for _ in range(self.stages)]
+        for rank, stages in enumerate(self.stages_of_rank):
+            for stage in stages:
+                holders[stage].append(rank)
+        return tuple(map(tuple, holders))
+
+    def first_micro_batches(self, count: int) -> Schedule:
+        """The same order with only micro-batches 0..count-1: for a batch too small to fill all of them.
+
+        Taking a micro-batch out of a sound schedule leaves a sound one, since no micro-batch waits for another.
+        """
+        if count >= self.micro_batches:
+            return self
+        return self._keep(lambda op: op.kind is Kind.U or op.micro_batch < count)
+
+    def forward_only(self) -> Schedule:
+        """Only the forwards, in their order: for evaluation."""
+        return self._keep(lambda op: op.kind is Kind.F)
+
+    def without_updates(self) -> Schedule:
+        """All but the updates: for gradients alone."""
+        return self._keep(lambda op: op.kind is not Kind.U)
+
+    def _keep(self, wanted: Callable[[Op], bool]) -> Schedule:
+        return replace(self, programs=tuple(tuple(filter(wanted, program)) for program in self.programs))

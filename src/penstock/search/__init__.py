@@ -1,0 +1,1 @@
+"""Planners, one file each, and the search for the best plan."""

@@ -1,0 +1,53 @@
+"""All planners by name, and `plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from penstock.cluster.cluster import Cluster
+from penstock.errors import PlanError
+from penstock.plan import Plan, Recompute
+from penstock.profile.profile import Profile
+from penstock.registry import Registry
+from penstock.search.request import PlanRequest
+from penstock.units import parse_bytes
+
+PLANNERS: Registry[Callable[[PlanRequest], Plan]] = Registry("planner", "penstock.search")
+register = PLANNERS.register
+
+
+def plan(profile: Profile, cluster: Cluster, batch: int, *, planner: str = "auto", schedules: Sequence[str] | str | None = None,
+         asynchronous: bool = False, memory_limit: int | str | None = None, max_replicas: int | None = None,
+         recompute: Recompute | Literal["auto"] = "auto", budget_s: float = 10.0, stages: int | None = None,
+         micro_batches: int | None = None) -> Plan:  # fmt: skip
+    """The best plan that the planner finds; print it to see what it weighed.
+
+    Args:
+        profile: costs of the model's layers.
+        cluster: what to run on. The plan may use fewer ranks than it has.
+        batch: samples in a batch.
+        planner: name of a planner.
+        schedules: names of the schedules to weigh; None is all synchronous ones.
+        asynchronous: weigh asynchronous schedules too; not possible yet.
+        memory_limit: bytes that every rank may hold, or a text such as "2 GiB", besides the limit of its device.
+        max_replicas: most copies of a stage; more than 1 is not possible yet.
+        recompute: "never", "except_last", "always", or "auto": only where memory does not suffice without.
+        budget_s: seconds after which the search ends with the best plan so far. It goes on while nothing has been found
+            that fits. A search that ends before its budget always gives the same plan.
+        stages: number of stages; None leaves it to the planner.
+        micro_batches: parts of a batch; None leaves it to the planner.
+
+    Raises:
+        PlanError: nothing fits the memory, a number is out of its range, or something is asked that no planner can do yet.
+        UnknownName: no planner or schedule has such a name.
+        SettingError: `memory_limit` is a text that is no amount of bytes.
+    """
+    entry = PLANNERS.find(planner)
+    if asynchronous:
+        raise PlanError("asynchronous=True cannot be planned yet: leave it out to weigh the synchronous schedules")
+    if max_replicas is not None and max_replicas > 1:
+        raise PlanError(f"max_replicas={max_replicas} cannot be planned yet: every stage has 1 copy. Leave it out, or give 1")
+    names = (schedules,) if isinstance(schedules, str) else None if schedules is None else tuple(schedules)
+    limit = None if memory_limit is None else parse_bytes(memory_limit)
+    return entry.make(PlanRequest(profile, cluster, batch, names, limit, recompute, budget_s, stages, micro_batches))

@@ -1,0 +1,1 @@
+"""What will it cost? Programs and costs to events."""

@@ -1,0 +1,1 @@
+"""From nn.Module to a chain with its modules."""

@@ -1,0 +1,125 @@
+"""From `nn.Sequential`, or a list of modules, to a chain of layers with its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import ChainError
+from penstock.model.chain import Chain, Layer, TensorFacts
+
+
+@dataclass(frozen=True, eq=False)
+class TracedChain:
+    """A chain and the modules that run its layers: `modules[i]` takes what `modules[i - 1]` returned.
+
+    `aliases` has every name that `state_dict` of the whole model uses for a shared tensor, with the name that the chain uses.
+    """
+
+    description: Chain
+    modules: tuple[nn.Module, ...]
+    aliases: dict[str, str]
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers, in the order in which they run."""
+        return self.description.layers
+
+    @property
+    def fingerprint(self) -> str:
+        """See `Chain.fingerprint`."""
+        return self.description.fingerprint
+
+    @property
+    def parameter_count(self) -> int:
+        """See `Chain.parameter_count`."""
+        return self.description.parameter_count
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self.description)
+
+    def __getitem__(self, index: int) -> Layer:
+        return self.description[index]
+
+
+def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> TracedChain:
+    """Make a chain of layers from a model.
+
+    Args:
+        model: an `nn.Sequential` (nested ones are flattened) or a list of modules, each of which takes what the one before
+            returned: a tensor, or nested tuples, lists and dicts of tensors. Modules on the meta device are welcome.
+        example: an input of the model; needed by nothing here yet, kept for models that must be traced.
+
+    Returns:
+        The chain. A layer is named by its module's qualified name in `model`.
+
+    Raises:
+        ChainError: `model` is something else, or has no layers.
+    """
+    del example
+    if isinstance(model, nn.Module):
+        named = list(_flatten(model, ""))
+        if len(named) == 1 and named[0][1] is model:
+            raise ChainError(
+                f"{type(model).__name__} is not an nn.Sequential, so where it may be cut is not known. "
+                "Give its layers in order: ps.chain([model.stem, *model.blocks, model.head])"
+            )
+    else:
+        parts = list(model)
+        wrong = next((part for part in parts if not isinstance(part, nn.Module)), None)
+        if wrong is not None:
+            raise ChainError(f"a chain is made of nn.Module objects, not {type(wrong).__name__}")
+        named = [pair for index, part in enumerate(parts) for pair in _flatten(part, str(index))]
+    if not named:
+        raise ChainError("the model has no layers")
+    return _describe(named)
+
+
+def _flatten(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Layers with their names; an nn.Sequential with a forward or hooks of its own is one layer."""
+    own = type(module).forward is not nn.Sequential.forward
+    if own or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        yield name, module
+        return
+    for child_name, child in module._modules.items():
+        if child is not None:
+            yield from _flatten(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _describe(named: list[tuple[str, nn.Module]]) -> TracedChain:
+    first_name: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    facts: dict[str, TensorFacts] = {}
+    layers = []
+    for name, module in named:
+        parameters = _names(module.named_parameters(name, remove_duplicate=False), first_name, aliases, facts)
+        buffers = _names(module.named_buffers(name, remove_duplicate=False), first_name, aliases, facts)
+        modules = tuple(part for part, _ in module.named_modules(prefix=name))
+        layers.append(Layer(name, type(module).__name__, modules, parameters, buffers))
+    return TracedChain(Chain(tuple(layers), tuple(facts.values())), tuple(module for _, module in named), aliases)
+
+
+def _names(named: Iterator[tuple[str, Tensor]], first_name: dict[int, str], aliases: dict[str, str],
+           facts: dict[str, TensorFacts]) -> tuple[str, ...]:  # fmt: skip
+    names = []
+    for name, tensor in named:
+        canonical = first_name.setdefault(id(tensor), name)
+        aliases[name] = canonical
+        names.append(canonical)
+        facts.setdefault(
+            canonical,
+            TensorFacts(
+                canonical,
+                tuple(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                tensor.numel() * tensor.element_size(),
+                isinstance(tensor, nn.Parameter) and tensor.requires_grad,
+            ),
+        )
+    return tuple(dict.fromkeys(names))

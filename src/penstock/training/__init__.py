@@ -1,0 +1,1 @@
+"""Trainer, data, checkpoints, metrics."""

@@ -1,0 +1,1 @@
+"""Data sets by name, and their batches: one file per data set."""

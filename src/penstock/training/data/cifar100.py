@@ -1,0 +1,154 @@
+"""CIFAR-100 in its binary form, from files that the user has; nothing is downloaded.
+
+A file is records of 3,074 bytes and nothing else:
+
+    | coarse label | fine label | red 32x32 | green 32x32 | blue 32x32 |
+    |  1 byte 0-19 | 1 byte 0-99| 1024 bytes, row by row, each colour    |
+
+Source: https://www.cs.toronto.edu/~kriz/cifar.html, "CIFAR-100 binary version"; Krizhevsky 2009.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from penstock.errors import FileError, SettingError
+from penstock.training.data.batches import Dataset
+from penstock.training.data.catalogue import register
+
+#: md5 of the published cifar-100-binary.tar.gz, as its page says.
+ARCHIVE_MD5 = "03b5dce01913d631647c71ecec9e9cb8"
+#: Bytes of one record.
+RECORD_BYTES = 2 + 3 * 32 * 32
+#: Mean and standard deviation of red, green and blue over the published training images, of values 0..1.
+MEAN, STD = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
+
+_FOLDER, _TRAIN, _TEST = "cifar-100-binary", "train.bin", "test.bin"
+_PUBLISHED = {_TRAIN: 50_000, _TEST: 10_000}
+
+
+@register("cifar100", usage="cifar100:PATH", takes=("check",),
+          source="a folder with train.bin and test.bin, or cifar-100-binary.tar.gz from www.cs.toronto.edu/~kriz/cifar.html")  # fmt: skip
+def cifar100(path: str | Path, *, check: bool = False) -> Dataset:
+    """Colour images: inputs (n, 3, 32, 32) float32, normalised by `MEAN` and `STD`, targets the fine labels (n,) in 0..99.
+
+    The published files have 50,000 images to train and 10,000 to test (737 MB as float32); any other number of records is
+    taken too, and the description says so. It also has the sha256 of both files.
+
+    Args:
+        path: the folder of train.bin and test.bin, or one of the two, or cifar-100-binary.tar.gz, which is read in place.
+        check: compare the archive's md5 with the published one first.
+
+    Raises:
+        FileError: a file is missing, short, or foreign, or the archive is not the published one though `check` asks for it.
+        SettingError: `check` is given with files that are no archive.
+    """
+    place = Path(path)
+    if place.name in _PUBLISHED:
+        place = place.parent
+    if place.is_dir():
+        if check:
+            raise SettingError(f"check compares the md5 of the whole archive, but {place} is a folder: "
+                               "give cifar-100-binary.tar.gz, or leave check out")  # fmt: skip
+        raw = {name: _read(place / name) for name in _PUBLISHED}
+    else:
+        raw = _read_archive(place, check=check)
+    train_inputs, train_targets = _parse(raw[_TRAIN], f"{place}: {_TRAIN}")
+    test_inputs, test_targets = _parse(raw[_TEST], f"{place}: {_TEST}")
+    checked = ", archive as published" if check else ""
+    return Dataset(
+        name="cifar100",
+        train_inputs=train_inputs,
+        train_targets=train_targets,
+        test_inputs=test_inputs,
+        test_targets=test_targets,
+        classes=100,
+        task="classify",
+        description=f"CIFAR-100 from {place}{checked}, 3x32x32 pixels, 100 classes: {_say(_TRAIN, raw)} to train, "
+        f"{_say(_TEST, raw)} to test",
+    )
+
+
+def _say(name: str, raw: dict[str, bytes]) -> str:
+    """`2 (published: 50,000; sha256 of train.bin …)`."""
+    records = len(raw[name]) // RECORD_BYTES
+    differs = f"published: {_PUBLISHED[name]:,}; " if records != _PUBLISHED[name] else ""
+    return f"{records:,} ({differs}sha256 of {name} {hashlib.sha256(raw[name]).hexdigest()})"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> FileError:
+    return FileError(f"cannot read {path}: {error.strerror or error}. "
+                     f"CIFAR-100 is a folder with {_TRAIN} and {_TEST}, or {_FOLDER}.tar.gz")  # fmt: skip
+
+
+def _read_archive(path: Path, *, check: bool) -> dict[str, bytes]:
+    """Both files' bytes. Nothing is written to disk, so a member's name, link or mode can do no harm."""
+    wanted = {f"{_FOLDER}/{name}": name for name in _PUBLISHED}
+    raw: dict[str, bytes] = {}
+    try:
+        if check:
+            _check_md5(path)
+        with tarfile.open(path, "r:gz") as archive:
+            # One pass in the archive's own order: going back in a gzip file means to decompress it again from the start.
+            for member in archive:
+                name = wanted.get(member.name)
+                if name is None or name in raw:
+                    continue
+                if not member.isreg() or member.issparse():
+                    raise FileError(f"{path}: {member.name} is a link or another special member, and must be a plain file")
+                content = archive.extractfile(member)
+                assert content is not None, "a plain file has content"
+                raw[name] = content.read()
+                if len(raw) == len(wanted):
+                    break
+    except (FileNotFoundError, PermissionError) as error:
+        raise _unreadable(path, error) from error
+    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+        raise FileError(f"{path} is no whole .tar.gz: {error}. Fetch it again, or give the folder of "
+                        f"{_TRAIN} and {_TEST}") from error  # fmt: skip
+    missing = [member for member, name in wanted.items() if name not in raw]
+    if missing:
+        raise FileError(f"{path} has no member {' and no member '.join(missing)}: it is not CIFAR-100's binary version")
+    return raw
+
+
+def _check_md5(path: Path) -> None:
+    with path.open("rb") as archive:
+        found = hashlib.file_digest(archive, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if found != ARCHIVE_MD5:
+        raise FileError(f"{path} is not the published {_FOLDER}.tar.gz: expected md5 {ARCHIVE_MD5}, found {found}. "
+                        "Fetch it again, or leave check out if it is meant to differ")  # fmt: skip
+
+
+def _parse(raw: bytes, where: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images (n, 3, 32, 32) float32, normalised, and fine labels (n,) int64."""
+    count, left_over = divmod(len(raw), RECORD_BYTES)
+    if left_over:
+        raise FileError(f"{where} has {len(raw):,} bytes, which is {count:,} x {RECORD_BYTES:,} and {left_over:,} bytes "
+                        f"left over: record {count:,} is cut off, or this is no CIFAR-100 binary file")  # fmt: skip
+    if not count:
+        raise FileError(f"{where} is empty: it needs records of {RECORD_BYTES:,} bytes")
+    records = np.frombuffer(raw, dtype=np.uint8).reshape(count, RECORD_BYTES)
+    for column, (which, classes) in enumerate((("coarse", 20), ("fine", 100))):
+        labels = records[:, column]
+        if labels.max() >= classes:
+            record = int(np.argmax(labels >= classes))
+            raise FileError(f"{where}: record {record:,} (from byte {record * RECORD_BYTES:,}) has {which} label {labels[record]}, "
+                            f"but CIFAR-100 has 0..{classes - 1}: this is another file")  # fmt: skip
+    images = torch.from_numpy(records[:, 2:].astype(np.float32)).view(count, 3, 32, 32)
+    # In place: a second copy of the published training images would take another 614 MB.
+    images.sub_(torch.tensor(MEAN).view(3, 1, 1) * 255).div_(torch.tensor(STD).view(3, 1, 1) * 255)
+    return images, torch.from_numpy(records[:, 1].astype(np.int64))

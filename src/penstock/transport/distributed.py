@@ -1,0 +1,230 @@
+"""Transport over torch.distributed: gloo for CPU tensors, NCCL for tensors on GPUs of their own.
+
+A payload's header goes through the store, once for every message of a batch signature; from then on receives are posted
+straight into buffers of the known shapes. Sends never wait: their tensors are held until they have left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from penstock.errors import RunError
+from penstock.schedule.lower import Link, Message
+from penstock.schedule.op import Kind
+from penstock.transport.payload import Header, Payload
+from penstock.transport.transport import TransportLost, TransportTimeout
+
+_LEAVES = 32  # tags have room for this many tensors in one message
+
+
+@dataclass
+class Wire:
+    """What all transports of a rank share: process groups, the store, the deadline.
+
+    `groups` holds one process group for each directed link under NCCL, whose transfers match in order per communicator: with
+    one for each direction, two ranks that send to each other at once do not wait for one another. Under gloo all links share
+    one group, where tags keep messages apart.
+    """
+
+    rank: int
+    device: torch.device
+    store: Store
+    deadline_s: float
+    shared: dist.ProcessGroup
+    groups: Mapping[Link, dist.ProcessGroup] = field(default_factory=dict)
+    lost: bool = False
+
+    def group(self, link: Link) -> dist.ProcessGroup:
+        """The process group that carries a link."""
+        return self.groups.get(link, self.shared)
+
+    @property
+    def through_host(self) -> bool:
+        """Whether tensors of a GPU must pass through host memory (gloo carries CPU tensors)."""
+        return self.device.type != "cpu" and not self.groups
+
+    def wait(self, work: dist.Work) -> None:
+        """Stand until a transfer is done.
+
+        Raises:
+            TransportTimeout, TransportLost: see `Arrival.wait`.
+        """
+        started = time.perf_counter()
+        try:
+            work.wait(timedelta(seconds=self.deadline_s))
+        except RuntimeError as error:
+            self._raise(error, started)
+
+    def fetch(self, name: str) -> str:
+        """What the store holds under `name`, waiting until it does. Raises as `wait`."""
+        started = time.perf_counter()
+        pause_s = 0.0005
+        try:
+            while not self.store.check([name]):
+                # Asked again and again, so that a stopped run is noticed: nothing lets go who waits inside the store.
+                if self.lost:
+                    raise TransportLost("the run was stopped")
+                if time.perf_counter() - started >= self.deadline_s:
+                    raise TransportTimeout(f"{name} is not in the store")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.02)
+            return str(self.store.get(name).decode())
+        except RuntimeError as error:
+            raise TransportLost(str(error)) from error
+
+    def _raise(self, error: Exception, started: float) -> NoReturn:
+        out_of_time = time.perf_counter() - started >= self.deadline_s * 0.95
+        raise (TransportTimeout if out_of_time and not self.lost else TransportLost)(str(error)) from error
+
+    def abort(self) -> None:
+        """Close all links, so that everybody who waits on one, here or elsewhere, is let go.
+
+        gloo has no abort of its own here (torch 2.13: `ProcessGroup.abort` leaves pairs open), but a receive that runs out of
+        time closes the whole context.
+        """
+        if self.lost:
+            return
+        self.lost = True
+        if self.groups:  # not yet run on several GPUs
+            for group in self.groups.values():
+                group.abort()
+        others = [other for other in range(dist.get_world_size(self.shared)) if other != self.rank]
+        if others:
+            try:
+                receive = dist.irecv(torch.empty(1), others[0], group=self.shared, tag=2**31 - 1)
+                if receive is not None:
+                    receive.wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                return
+
+
+_Posted = tuple[Header, list[Tensor], list[dist.Work]]
+
+
+@dataclass
+class _Arrival:
+    """A posted receive; buffers are there from the start if the shapes are known."""
+
+    transport: DistributedTransport
+    peer: int
+    message: Message
+    signature: str
+    posted: _Posted | None
+
+    def wait(self) -> Payload:
+        header, tensors, works = self.posted or self.transport.catch_up(self)
+        wire = self.transport.wire
+        for work in works:
+            wire.wait(work)
+        if wire.through_host:
+            tensors = [tensor.to(wire.device) for tensor in tensors]
+        return header.filled(tensors)
+
+
+@dataclass
+class DistributedTransport:
+    """One rank's end of all its links."""
+
+    wire: Wire
+    _known: dict[tuple[str, Message], Header] = field(default_factory=dict)
+    _told: dict[tuple[str, Message], tuple[object, ...]] = field(default_factory=dict)
+    _leaving: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    _unposted: list[_Arrival] = field(default_factory=list)
+
+    def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
+        """See `Transport.send`.
+
+        Raises:
+            RunError: the payload's form differs from that of an earlier batch with the same signature, or it has too many tensors.
+            TransportLost: the links are closed.
+        """
+        form, key = payload.form(), (signature, message)
+        told = self._told.get(key)
+        if told is None:
+            self._told[key] = form
+            self.wire.store.set(_name(key), payload.header())
+        elif told != form:
+            raise RunError(f"{message.kind} of stage {message.stage} changed its form between batches whose inputs have the same "
+                           f"shapes: it was {told} and is {form}. Shapes that depend on the data are not supported yet")  # fmt: skip
+        group = self.wire.group(Link(self.wire.rank, peer))
+        for number, tensor in enumerate(_checked(payload, message)):
+            ready = tensor.detach().contiguous()
+            if self.wire.through_host:
+                ready = ready.cpu()
+            try:
+                work = dist.isend(ready, peer, group=group, tag=_tag(message, number))
+            except RuntimeError as error:
+                raise TransportLost(str(error)) from error
+            if work is not None:
+                self._leaving.append((work, ready))
+
+    def post(self, peer: int, message: Message, signature: str) -> _Arrival:
+        """See `Transport.post`. The first batch of a signature learns its shapes when it waits."""
+        header = self._known.get((signature, message))
+        if header is not None and not any(arrival.peer == peer for arrival in self._unposted):
+            return _Arrival(self, peer, message, signature, self._receive(peer, message, header))
+        arrival = _Arrival(self, peer, message, signature, None)
+        self._unposted.append(arrival)
+        return arrival
+
+    def catch_up(self, awaited: _Arrival) -> _Posted:
+        """Post the receives that had to wait for their shapes, up to the awaited one, in the order of the sends."""
+        while awaited.posted is None:
+            arrival = next(arrival for arrival in self._unposted if arrival.peer == awaited.peer)
+            self._unposted.remove(arrival)
+            header = self._learn(arrival.message, arrival.signature)
+            arrival.posted = self._receive(arrival.peer, arrival.message, header)
+        return awaited.posted
+
+    def drain(self) -> None:
+        """See `Transport.drain`."""
+        leaving, self._leaving = self._leaving, []
+        for work, _ in leaving:
+            self.wire.wait(work)
+
+    def _learn(self, message: Message, signature: str) -> Header:
+        """The header of a message, from the store."""
+        key = (signature, message)
+        if key not in self._known:
+            self._known[key] = Header.parse(self.wire.fetch(_name(key)))
+        return self._known[key]
+
+    def _receive(self, peer: int, message: Message, header: Header) -> _Posted:
+        """Post receives into fresh buffers."""
+        group = self.wire.group(Link(peer, self.wire.rank))
+        buffers = [form.empty() if self.wire.through_host else form.empty().to(self.wire.device) for form in header.forms]
+        works = []
+        for number, buffer in enumerate(buffers):
+            try:
+                works.append(dist.irecv(buffer, peer, group=group, tag=_tag(message, number)))
+            except RuntimeError as error:
+                raise TransportLost(str(error)) from error
+        return header, buffers, [work for work in works if work is not None]
+
+
+def _name(key: tuple[str, Message]) -> str:
+    signature, (kind, stage, micro_batch) = key
+    return f"penstock/header/{signature}/{stage}{kind.value}{micro_batch}"
+
+
+def _tag(message: Message, leaf: int) -> int:
+    """A tag of 30 bits: stage 10, micro-batch 14, kind 1, tensor 5."""
+    kind, stage, micro_batch = message
+    return (((stage << 14 | micro_batch) << 1) | (kind is Kind.B)) << 5 | leaf
+
+
+def _checked(payload: Payload, message: Message) -> list[Tensor]:
+    tensors = payload.tensors
+    if len(tensors) > _LEAVES or message.stage >= 1 << 10 or message.micro_batch >= 1 << 14:
+        raise RunError(f"stage {message.stage} sends {len(tensors)} tensors for micro-batch {message.micro_batch}: at most "
+                       f"{_LEAVES} tensors, 1,024 stages and 16,384 micro-batches fit a message's tag")  # fmt: skip
+    return tensors

@@ -1,0 +1,45 @@
+"""Transport: how a payload gets from rank to rank. Small, so that executors can be told apart by it alone."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from penstock.schedule.lower import Message
+from penstock.transport.payload import Payload
+
+
+class Arrival(Protocol):
+    """A receive that was posted."""
+
+    def wait(self) -> Payload:
+        """Stand until the payload is here.
+
+        Raises:
+            TransportTimeout: it did not come within the deadline.
+            TransportLost: it never will: the peer is gone, or the run was stopped.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """One rank's end of all its links."""
+
+    def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
+        """Hand the payload over and go on at once. Batches with the same `signature` have the same shapes."""
+        ...
+
+    def post(self, peer: int, message: Message, signature: str) -> Arrival:
+        """Say that the message is expected. Posts on a link are made in the order of the sends."""
+        ...
+
+    def drain(self) -> None:
+        """Stand until all that was sent has left, and forget what is no longer needed."""
+        ...
+
+
+class TransportTimeout(Exception):
+    """The deadline passed."""
+
+
+class TransportLost(Exception):
+    """The other end is gone."""

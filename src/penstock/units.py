@@ -1,0 +1,70 @@
+"""Seconds and bytes, parsed from and printed for people."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from penstock.errors import SettingError
+
+_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+          "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ]*)\s*")
+
+
+def _parse(text: str | float, units: dict[str, float] | dict[str, int], default: str) -> float:
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
+    by_lower = {unit.lower(): factor for unit, factor in units.items()}
+    unit = (match[2] if match and match[2] else default).lower()
+    if isinstance(text, str):
+        value = float(match[1]) * by_lower[unit] if match and unit in by_lower else math.nan
+    else:
+        value = float(text)
+    if not 0 <= value < math.inf:
+        raise SettingError(f"{text!r} is not a quantity in {', '.join(units)}; write for example '80 {default}'")
+    return value
+
+
+def parse_bytes(text: str | float) -> int:
+    """Bytes from `"80 GiB"`, `"16 GB"`, `"512"` or a number.
+
+    >>> parse_bytes("1.5 KiB")
+    1536
+    """
+    return round(_parse(text, _BYTES, "B"))
+
+
+def parse_seconds(text: str | float) -> float:
+    """Seconds from `"3 ms"`, `"2 min"`, `"0.5"` or a number.
+
+    >>> parse_seconds("250 ms")
+    0.25
+    """
+    return _parse(text, _SECONDS, "s")
+
+
+def format_bytes(count: float) -> str:
+    """`1536` as `1.5 KiB`.
+
+    >>> format_bytes(3 * 2**30), format_bytes(12)
+    ('3.0 GiB', '12 B')
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(count) >= _BYTES[unit]:
+            return f"{count / _BYTES[unit]:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.0123` as `12.3 ms`.
+
+    >>> format_seconds(0.0123), format_seconds(75), format_seconds(0)
+    ('12.3 ms', '75.0 s', '0 s')
+    """
+    if seconds == 0:
+        return "0 s"
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.1f} {unit}"
+    return f"{seconds / 1e-9:.1f} ns"

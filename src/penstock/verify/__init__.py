@@ -1,0 +1,1 @@
+"""Is it sound? Order, placement, channels, weight versions."""

@@ -1,0 +1,192 @@
+"""Every rule that a schedule must keep, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from penstock.errors import Finding, ScheduleError
+from penstock.schedule.graph import build, channel_depth
+from penstock.schedule.op import Kind, Op, Schedule
+
+#: A file of ten thousand stray ops lacks a hundred million others.
+_MOST_FINDINGS = 1000
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found out about a sound schedule.
+
+    `staleness_max` and `staleness_mean`: per stage, how many updates newer the weights are at the update than at the forward
+    that produced the gradient. `peak_in_flight`: per stage, the most micro-batches on any of its ranks; `peak_on_rank`: per
+    rank, over all its stages. `channel_depth`: the least number of messages a blocking channel must buffer.
+    """
+
+    schedule: str
+    staleness_max: tuple[int, ...]
+    staleness_mean: tuple[float, ...]
+    peak_in_flight: tuple[int, ...]
+    peak_on_rank: tuple[int, ...]
+    channel_depth: int
+
+
+def verify(schedule: Schedule, in_flight_limit: int | None = None) -> Report:
+    """Prove that the programs are sound, or say all that is wrong.
+
+    Args:
+        schedule: any schedule, ours or a user's.
+        in_flight_limit: the most micro-batches that a rank may hold, over all its stages.
+
+    Raises:
+        ScheduleError: a rule is broken; each of its `findings` names the rule, the op and the rank.
+    """
+    findings = [*islice(_completeness(schedule), _MOST_FINDINGS)] or [*_order(schedule)] or [*_updates(schedule)]
+    if not findings:
+        stage_peaks, rank_peaks = _peaks(schedule)
+        if in_flight_limit is not None:
+            findings += _over_limit(schedule, rank_peaks, in_flight_limit)
+    if findings:
+        many = "" if len(findings) == 1 else f" ({len(findings)} findings, worst first)"
+        lines = [f"{schedule.name} is not sound{many}", *(f"[{f.rule}] {f.message}" for f in findings[:12])]
+        if len(findings) > 12:
+            lines.append(f"… and {len(findings) - 12} more")
+        raise ScheduleError("\n  ".join(lines), findings)
+    staleness = _staleness(schedule)
+    return Report(
+        schedule.name,
+        tuple(max(ages, default=0) for ages in staleness),
+        tuple(sum(ages) / len(ages) if ages else 0.0 for ages in staleness),
+        stage_peaks,
+        rank_peaks,
+        channel_depth(schedule),
+    )
+
+
+def _completeness(schedule: Schedule) -> Iterator[Finding]:
+    """Every (stage, micro-batch) has one F, and one B or one I and one W, all on one rank."""
+    where: dict[Op, list[int]] = {}
+    for rank, program in enumerate(schedule.programs):
+        for op in program:
+            where.setdefault(op, []).append(rank)
+    if not any(op.kind is Kind.F for op in where):
+        yield Finding("one forward", "the schedule has no forward at all")
+        return
+    for op, ranks in where.items():
+        if op.stage < 0 or op.micro_batch < 0:
+            yield Finding("numbers", f"{op} on rank {ranks[0]}: stages and micro-batches count from 0", ranks[0], str(op))
+        if op.kind is not Kind.U and len(ranks) > 1:
+            yield Finding("once", f"{op} stands {len(ranks)} times, on ranks {', '.join(map(str, ranks))}", ranks[1], str(op))
+    stages = sorted({op.stage for op in where})
+    micro_batches = sorted({op.micro_batch for op in where if op.kind is not Kind.U})
+    # Numbers that no op names are one finding, however many there are; below, only those named are walked.
+    for word, numbers, text in (("stage", stages, "{}F0"), ("micro-batch", micro_batches, f"{stages[0]}F{{}}")):
+        gap = next((n for n, number in enumerate(n for n in numbers if n >= 0) if n != number), None)
+        if gap is not None:
+            yield Finding("one forward", f"{word} {gap} has no op at all, but {word} {numbers[-1]} has: they count from 0 "
+                          "without gaps", None, text.format(gap))  # fmt: skip
+    for stage in stages:
+        for m in micro_batches:
+            forward, whole, inputs, weights = (Op(kind, stage, m) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+            if forward not in where:
+                yield Finding("one forward", f"{forward} is missing: every stage runs every micro-batch", None, str(forward))
+                continue
+            home = where[forward][0]
+            if whole in where and (inputs in where or weights in where):
+                yield Finding("one backward", f"stage {stage} has both {whole} and {inputs} or {weights}", home, str(whole))
+            elif whole not in where and not (inputs in where and weights in where):
+                lacking = weights if inputs in where else inputs if weights in where else whole
+                yield Finding("one backward", f"{lacking} is missing for {forward} on rank {home}", home, str(lacking))
+            for op in (whole, inputs, weights):
+                if op in where and where[op][0] != home:
+                    yield Finding("one rank", f"{op} stands on rank {where[op][0]}, but {forward} on rank {home} "
+                                  "holds its activations", where[op][0], str(op))  # fmt: skip
+
+
+def _order(schedule: Schedule) -> Iterator[Finding]:
+    """The programs and the transfers between them have no cycle."""
+    graph = build(schedule)
+    stuck = set(graph.order()[1])
+    standing: dict[int, int] = {}
+    for node in sorted(stuck):
+        if node < len(graph.ops):
+            standing.setdefault(graph.ops[node][0], node)
+    for rank, node in standing.items():
+        op = graph.ops[node][1]
+        for home, other in dict.fromkeys(graph.work(before) for before in graph.waits_for[node] if before in stuck):
+            yield Finding("no cycle", f"rank {rank} cannot start {op}: it needs {other} on rank {home}", rank, str(op))
+
+
+def _updates(schedule: Schedule) -> Iterator[Finding]:
+    """Every copy of a stage updates after its gradients, as often as the others; versions count 1, 2, 3 …, up to 1 where
+    the schedule is synchronous.
+    """
+    updates = Counter((rank, op.stage) for rank, program in enumerate(schedule.programs) for op in program if op.kind is Kind.U)
+    for rank, program in enumerate(schedule.programs):
+        for stage in schedule.stages_of_rank[rank]:
+            ops = [op for op in program if op.stage == stage]
+            versions = [op.micro_batch for op in ops if op.kind is Kind.U]
+            if not versions:
+                yield Finding("update", f"stage {stage} has no U on rank {rank}: its weights would never change", rank,
+                              f"{stage}U1")  # fmt: skip
+                continue
+            most = max(schedule.ranks_of_stage[stage], key=lambda copy: updates[copy, stage])
+            if len(versions) < updates[most, stage]:
+                yield Finding("update", f"stage {stage} has {updates[most, stage]} U on rank {most}, but {len(versions)} on "
+                              f"rank {rank}: its copies synchronise at every U", rank,
+                              f"{stage}U{len(versions) + 1}")  # fmt: skip
+            wrong = next((n for n, version in enumerate(versions, start=1) if version != n), None)
+            if wrong is not None:
+                yield Finding("update", f"{stage}U{versions[wrong - 1]} on rank {rank} is update {wrong} of stage {stage}: "
+                              "versions count 1, 2, 3 …", rank, f"{stage}U{versions[wrong - 1]}")  # fmt: skip
+            if schedule.synchronous and len(versions) > 1:
+                yield Finding("update", f"stage {stage} updates {len(versions)} times on rank {rank}, a synchronous "
+                              "schedule once", rank, f"{stage}U{versions[1]}")  # fmt: skip
+            late = ops[-1]
+            if late.kind is not Kind.U:
+                yield Finding("update", f"{late} on rank {rank} comes after the last U of stage {stage}: "
+                              "its gradient would be lost", rank, str(late))  # fmt: skip
+
+
+def _staleness(schedule: Schedule) -> list[list[int]]:
+    """Per stage, the staleness of every gradient: updates between its forward and the update that takes it."""
+    ages: list[list[int]] = [[] for _ in range(schedule.stages)]
+    for program in schedule.programs:
+        version: Counter[int] = Counter()
+        read: dict[tuple[int, int], int] = {}
+        for kind, stage, m in program:
+            if kind is Kind.F:
+                read[stage, m] = version[stage]
+            elif kind in (Kind.B, Kind.W):
+                ages[stage].append(version[stage] - read[stage, m])
+            elif kind is Kind.U:
+                version[stage] += 1
+    return ages
+
+
+def _over_limit(schedule: Schedule, rank_peaks: tuple[int, ...], limit: int) -> Iterator[Finding]:
+    """Every rank that holds too many micro-batches, fullest first, at the op with which it first does."""
+    for rank in sorted(range(schedule.ranks), key=lambda rank: -rank_peaks[rank]):
+        held = 0
+        for op in schedule.programs[rank]:
+            held += (op.kind is Kind.F) - (op.kind in (Kind.B, Kind.W))
+            if held > limit:
+                yield Finding("in flight", f"rank {rank} holds {rank_peaks[rank]} micro-batches in flight, over the limit of "
+                              f"{limit}, which {op} is the first to pass", rank, str(op))  # fmt: skip
+                break
+
+
+def _peaks(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """In-flight peaks per stage (over its ranks) and per rank (over its stages)."""
+    by_stage = [0] * schedule.stages
+    by_rank = []
+    for program in schedule.programs:
+        held: Counter[int] = Counter()
+        peak = 0
+        for op in program:
+            held[op.stage] += (op.kind is Kind.F) - (op.kind in (Kind.B, Kind.W))
+            by_stage[op.stage] = max(by_stage[op.stage], held[op.stage])
+            peak = max(peak, held.total())
+        by_rank.append(peak)
+    return tuple(by_stage), tuple(by_rank)

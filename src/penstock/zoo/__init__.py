@@ -1,0 +1,1 @@
+"""Models for experiments, each a chain of layers."""

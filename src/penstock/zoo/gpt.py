@@ -1,0 +1,148 @@
+"""A decoder-only transformer: many equal blocks between a light first layer and a heavy last one."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock.errors import SettingError
+from penstock.zoo.catalogue import check_counts, check_dropout, register
+from penstock.zoo.layers import NormalEmbedding, NormalLinear
+
+#: Standard deviation of initial weights: Radford et al. 2018, section 4.1.
+STD = 0.02
+
+
+@final
+class TokenEmbedding(nn.Module):
+    """Token and learned position vectors, added: int64 (batch, t) to float (batch, t, width), t at most `tokens`."""
+
+    def __init__(self, vocabulary: int, tokens: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.token = NormalEmbedding(vocabulary, width, std=STD)
+        self.position = NormalEmbedding(tokens, width, std=STD)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Run the layer.
+
+        Raises:
+            SettingError: the sequences are longer than the model has positions. On a GPU the look-up itself would not say so.
+        """
+        length, limit = tokens.shape[-1], self.position.num_embeddings
+        if length > limit:
+            raise SettingError(f"gpt was made with tokens={limit}, and the input has {length} per sequence: "
+                               f"make it with tokens={length}, or shorten the input")  # fmt: skip
+        positions = torch.arange(length, device=tokens.device)
+        out: Tensor = self.dropout(self.token(tokens) + self.position(positions))
+        return out
+
+
+@final
+class CausalSelfAttention(nn.Module):
+    """Every token looks at itself and those before: float (batch, t, width) to the same shape.
+
+    Torch's own fused attention makes the causal mask, so there is no buffer to send, save or count.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float, residual_std: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_dropout = dropout
+        self.qkv = NormalLinear(width, 3 * width, std=STD)
+        self.projection = NormalLinear(width, width, std=residual_std)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the attention."""
+        batch, length, width = x.shape
+        # (batch, t, 3 width) -> 3 of (batch, heads, t, width / heads)
+        qkv: Tensor = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.unbind(0)
+        share = self.attention_dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=share, is_causal=True)
+        out: Tensor = self.dropout(self.projection(mixed.transpose(1, 2).reshape(batch, length, width)))
+        return out
+
+
+@final
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): float (batch, t, width) to the same shape.
+
+    12 width² + 13 width parameters. The two projections that add into the residual stream start smaller, by `residual_std`.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float, residual_std: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = CausalSelfAttention(width, heads, dropout, residual_std)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            OrderedDict(
+                up=NormalLinear(width, 4 * width, std=STD),
+                gelu=nn.GELU(),
+                down=NormalLinear(4 * width, width, std=residual_std),
+                dropout=nn.Dropout(dropout),
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the block."""
+        x = x + self.attention(self.norm1(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+@register("gpt", parameters=9_772_544, input="int64 (batch, t <= tokens), below vocabulary", output="float (batch, t, vocabulary)",
+          source="Radford et al. 2019, section 2.3")  # fmt: skip
+def gpt(*, layers: int = 12, width: int = 256, heads: int = 4, tokens: int = 128, vocabulary: int = 512,
+        dropout: float = 0.0) -> nn.Sequential:  # fmt: skip
+    """GPT with pre-norm blocks, each one layer, learned positions, and a head that is not tied to the embedding.
+
+    Layers: `embedding`, `blocks.0`, ..., `blocks.<layers - 1>`, `norm`, `head`: layers + 3 in all.
+    With n = layers, w = width, t = tokens, v = vocabulary it has n (12 w² + 13 w) + 2 v w + t w + 2 w parameters: 9,772,544 at the
+    defaults. GPT-2's head shares the embedding's weights; here it has its own and no bias, so that first and last stage may part.
+
+    Args:
+        layers: number of blocks.
+        width: numbers per token between blocks.
+        heads: attention heads; they divide width.
+        tokens: the longest sequence (context length). Input: int64 (batch, t), t <= tokens.
+        vocabulary: number of different tokens. Output: float (batch, t, vocabulary), the logits of the next token.
+        dropout: share dropped after embedding, attention weights, attention and MLP, in training.
+
+    Raises:
+        SettingError: heads does not divide width, dropout is not in [0, 1), or a count is below 1.
+
+    Source: Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3, with its initial weights:
+    N(0, 0.02²), divided by sqrt(2 x layers) for the projections into the residual stream.
+    """
+    check_counts("gpt", layers=layers, width=width, heads=heads, tokens=tokens, vocabulary=vocabulary)
+    check_dropout("gpt", dropout)
+    if width % heads:
+        raise SettingError(f"gpt cannot share width={width} among heads={heads}: {width % heads} of the width would be left over. "
+                           f"Take a width that is a multiple of {heads}, for example {-(-width // heads) * heads}")  # fmt: skip
+    residual_std = STD / math.sqrt(2 * layers)
+    return nn.Sequential(
+        OrderedDict(
+            embedding=TokenEmbedding(vocabulary, tokens, width, dropout),
+            blocks=nn.Sequential(*(TransformerBlock(width, heads, dropout, residual_std) for _ in range(layers))),
+            norm=nn.LayerNorm(width),
+            head=NormalLinear(width, vocabulary, std=STD, bias=False),
+        )
+    )
+
+
+def gpt_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy over all tokens, in nats: a scalar.
+
+    Args:
+        logits: float (batch, t, vocabulary).
+        targets: int64 (batch, t), the token that follows each token of the input.
+    """
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

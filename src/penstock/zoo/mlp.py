@@ -1,0 +1,37 @@
+"""A plain stack of linear layers: the smallest model on which everything can be tried."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import nn
+
+from penstock.zoo.catalogue import check_counts, register
+
+
+@register("mlp", parameters=29_770, input="float (batch, features)", output="float (batch, classes)",
+          source="Rumelhart, Hinton and Williams 1986, with ReLU for the sigmoid")  # fmt: skip
+def mlp(*, features: int = 64, hidden: int = 64, layers: int = 8, classes: int = 10) -> nn.Sequential:
+    """Linear, ReLU, Linear, ..., Linear: `layers` linear maps in a chain of 2 x layers - 1.
+
+    Layers are called `fc1`, `relu1`, ..., `fc<layers>`. With n = layers >= 2, h = hidden, the parameters are
+    (features + 1) h + (n - 2) (h + 1) h + (h + 1) classes: 29,770 at the defaults.
+
+    Args:
+        features: numbers per sample; the defaults fit the 8 x 8 digits of scikit-learn. Input: (batch, features).
+        hidden: width of every layer but the last.
+        layers: how many linear maps; 1 is linear regression.
+        classes: numbers out per sample. Output: (batch, classes).
+
+    Raises:
+        SettingError: an option is below 1.
+    """
+    check_counts("mlp", features=features, hidden=hidden, layers=layers, classes=classes)
+    chain: OrderedDict[str, nn.Module] = OrderedDict()
+    width = features
+    for index in range(1, layers):
+        chain[f"fc{index}"] = nn.Linear(width, hidden)
+        chain[f"relu{index}"] = nn.ReLU()
+        width = hidden
+    chain[f"fc{layers}"] = nn.Linear(width, classes)
+    return nn.Sequential(chain)

@@ -1,0 +1,93 @@
+"""Files of at most 400 lines, functions of at most 60, at most 6 arguments: what outgrows them is two things."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "penstock"
+
+LIMITS = {"lines of a file": 400, "lines of a function": 60, "arguments": 6}
+
+#: What is over its limit, with the size it has, the date and the reason. This list may only shrink: an entry that is larger
+#: than the code, or no longer needed, fails as well.
+#:     ("lines of a file", "runtime/interpreter.py"): (412, "2026-01-31", "why it is one thing"),
+#:     ("arguments", "runtime/pipeline.py:Pipeline.__init__"): (9, "2026-01-31", "why"),
+EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {}
+
+
+def functions_of(tree: ast.AST, prefix: str = ""):
+    """Every function with its dotted name, and whether it is a method."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield f"{prefix}{node.name}", node, isinstance(tree, ast.ClassDef)
+        name = f"{prefix}{node.name}." if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) else prefix
+        yield from functions_of(node, name)
+
+
+def arguments_of(node, is_method: bool) -> int:
+    """How many a caller can give: self and cls are not counted. Dataclasses' own constructors have no def and so no budget."""
+    names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len(names) - (is_method and names[:1] in (["self"], ["cls"]))
+
+
+def sizes_of(text: str, name: str) -> dict[tuple[str, str], int]:
+    """(budget, place) to size, for one file and all its functions."""
+    sizes = {("lines of a file", name): len(text.splitlines())}
+    for function, node, is_method in functions_of(ast.parse(text)):
+        place = f"{name}:{function}"
+        # Of two functions of one name (overloads, branches) the larger counts.
+        sizes["lines of a function", place] = max(node.end_lineno - node.lineno + 1, sizes.get(("lines of a function", place), 0))
+        sizes["arguments", place] = max(arguments_of(node, is_method), sizes.get(("arguments", place), 0))
+    return sizes
+
+
+@pytest.fixture(scope="module")
+def over() -> dict[tuple[str, str], int]:
+    """Everything in the package that is over its limit."""
+    sizes: dict[tuple[str, str], int] = {}
+    for file in sorted(SOURCE.rglob("*.py")):
+        sizes |= sizes_of(file.read_text(encoding="utf-8"), str(file.relative_to(SOURCE)))
+    return {key: size for key, size in sizes.items() if size > LIMITS[key[0]]}
+
+
+@pytest.mark.parametrize("budget", LIMITS)
+def test_nothing_is_over_its_budget_but_what_is_listed(over, budget):
+    """An enlarged interpreter, simulator or Plan is the sign that a room is missing."""
+    grown = {
+        f"{place}: {size} {budget}, at most {max(LIMITS[budget], EXCEPTIONS.get((budget, place), (0,))[0])}"
+        for (kind, place), size in over.items()
+        if kind == budget and size > EXCEPTIONS.get((budget, place), (0,))[0]
+    }
+    assert grown == set()
+
+
+def test_the_list_of_exceptions_only_shrinks(over):
+    """An entry that the code has come below is taken out or lowered in the same change; each says when and why."""
+    for key, (size, date, reason) in EXCEPTIONS.items():
+        assert over.get(key) == size, f"{key} has {over.get(key)} now: write that here, or take the entry out"
+        assert len(date.split("-")) == 3
+        assert reason
+
+
+def test_sizes_are_counted_as_they_are_meant():
+    """The keeper itself: self is not an argument, keywords are, and nested functions have budgets of their own."""
+    text = '''
+class Pipe:
+    def run(self, a, /, b, *rest, c=1, **more):
+        def inner(self, d):
+            return d
+        return inner
+    @classmethod
+    def of(cls, a): ...
+    @staticmethod
+    def free(a, b): ...
+async def wait(self): ...
+'''
+    sizes = sizes_of(text, "x.py")
+    assert sizes["lines of a file", "x.py"] == 11
+    assert sizes["lines of a function", "x.py:Pipe.run"] == 4
+    counts = {place: size for (kind, place), size in sizes.items() if kind == "arguments"}
+    assert counts == {"x.py:Pipe.run": 3, "x.py:Pipe.run.inner": 2, "x.py:Pipe.of": 1, "x.py:Pipe.free": 2, "x.py:wait": 1}

@@ -1,0 +1,75 @@
+"""Quantities of cluster files."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cluster.fields import Fields, parse_bandwidth, parse_count, parse_latency, parse_memory, parse_text
+from penstock.errors import ClusterError, SettingError
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        ("10 Gb/s", 1.25e9), ("10Gbit/s", 1.25e9), ("10 GB/s", 10e9), ("1 GiB/s", 2**30), ("8 b/s", 1.0), ("2.5e1 Gb/s", 3.125e9),
+        ("100 Mb/s", 12.5e6), ("1 Kib/s", 128.0), ("1 kB/s", 1000.0),
+    ],
+)  # fmt: skip
+def test_bandwidth_tells_bits_from_bytes(text, bytes_per_s):
+    """A wrong letter is a factor of 8: enough to turn every plan around."""
+    assert parse_bandwidth(text) == pytest.approx(bytes_per_s)
+
+
+@pytest.mark.parametrize("text", ["10", "10 G", "10 gB/s", "10 Gb", "ten Gb/s", "-1 Gb/s", 10, None, True, 1.25e9, "10 Gbps"])
+def test_bandwidth_without_a_sure_unit_is_refused(text):
+    """A guess at what was meant would be wrong half of the time."""
+    with pytest.raises(SettingError, match=r"is not a bandwidth; write for example '10 Gb/s' \(bits\)"):
+        parse_bandwidth(text)
+
+
+@given(st.floats(0.001, 1e6))
+def test_a_bandwidth_in_bits_is_an_eighth_of_the_one_in_bytes(number):
+    """The one relation that must hold whatever the number."""
+    text = f"{number:.6f}"
+    assert parse_bandwidth(f"{text} Mb/s") * 8 == pytest.approx(parse_bandwidth(f"{text} MB/s"))
+
+
+def test_memory_is_read_in_bytes_only():
+    """16 Gb of memory is 2 GB, and nobody means that."""
+    assert (parse_memory("16 GB"), parse_memory("1 GiB"), parse_memory(512)) == (16 * 10**9, 2**30, 512)
+    with pytest.raises(SettingError, match="'16 Gb' counts bits"):
+        parse_memory("16 Gb")
+    with pytest.raises(SettingError, match="True is not an amount of memory"):
+        parse_memory(True)
+
+
+@pytest.mark.parametrize(
+    ("parse", "value", "message"),
+    [
+        (parse_latency, [1], r"\[1\] is not a time"),
+        (parse_count, 0, "0 is not a whole number from 1 to 65536"),
+        (parse_count, 10**9, "1000000000 is not a whole number"),
+        (parse_count, "4", "'4' is not a whole number"),
+        (parse_count, True, "True is not a whole number"),
+        (parse_text, 3, "3 is not a text"),
+        (parse_text, " ", "' ' is not a text"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(parse, value, message):
+    """YAML turns `yes`, `1e3` and `1:30` into things that nobody wrote; they must not slip through."""
+    with pytest.raises(SettingError, match=message):
+        parse(value)
+
+
+def test_messages_begin_with_place_and_key():
+    """Files are edited by hand: the message must lead to the line."""
+    fields = Fields.of({"count": "x"}, "lab.yaml: devices[0]", ("count", "name"))
+    assert "count" in fields
+    with pytest.raises(ClusterError, match=r"^lab.yaml: devices\[0\]: count: 'x' is not a whole number"):
+        fields.read("count", parse_count)
+    with pytest.raises(ClusterError, match=r"^lab.yaml: devices\[0\]: the key 'name' is missing"):
+        fields.read("name", parse_text)
+    with pytest.raises(ClusterError, match=r"^x: unknown key 'colour'; known are a, b"):
+        Fields.of({"colour": 1}, "x", ("a", "b"))
+    with pytest.raises(ClusterError, match=r"^x: \[1\] is no mapping; its keys may be a"):
+        Fields.of([1], "x", ("a",))

@@ -1,0 +1,84 @@
+"""Formats by suffix, files whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.draw.draw import draw
+from penstock.errors import FileError, SettingError
+from penstock.schedule.catalogue import schedule
+
+MADE = schedule("gpipe", stages=2, micro_batches=2)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(("name", "begins"), [("a.txt", "gpipe, simulated\nrank 0 |"), ("a.svg", "<svg "), ("A.SVG", "<svg "),
+                                              ("a.html", "<!DOCTYPE html>"), ("a.b.json", "{")])  # fmt: skip
+def test_the_suffix_chooses_the_format_and_the_file_holds_what_is_returned(tmp_path, name, begins):
+    """One call serves a notebook and a build."""
+    drawing = draw(MADE, tmp_path / name)
+    assert drawing.startswith(begins)
+    assert (tmp_path / name).read_text(encoding="utf-8") == drawing
+    assert names(tmp_path) == [name]
+
+
+def test_format_outweighs_the_suffix(tmp_path):
+    """Some viewers want a suffix of their own."""
+    assert draw(MADE, tmp_path / "trace.perfetto", format="json").startswith("{")
+    assert draw(MADE, format=".SVG").startswith("<svg ")
+
+
+def test_without_path_and_format_the_drawing_is_text():
+    """print(draw(schedule)) is the first thing everybody tries."""
+    assert draw(MADE).startswith("gpipe, simulated\nrank 0 |")
+
+
+@pytest.mark.parametrize(("name", "what"), [("out.png", r"the suffix '\.png'"), ("out", "no suffix"), (".svg", "no suffix")])
+def test_an_unknown_suffix_is_refused_with_the_four_that_are_known(tmp_path, name, what):
+    """Nothing is written under a name that promises another format."""
+    with pytest.raises(SettingError, match=rf"has {what}, .*\.txt .*\.svg, \.html and \.json \(Perfetto"):
+        draw(MADE, tmp_path / name)
+    assert names(tmp_path) == []
+
+
+def test_an_unknown_format_is_refused_with_the_four_that_are_known():
+    """The same, where the format is named."""
+    with pytest.raises(SettingError, match=r"no drawing format is called 'png': there are \.txt .*\.json"):
+        draw(MADE, format="png")
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    """The folder is not made: a typing error in a path should not grow a tree."""
+    with pytest.raises(FileError, match=r"cannot write the drawing .*there is no folder .*plots; make it first"):
+        draw(MADE, tmp_path / "plots" / "a.svg")
+
+
+def test_a_path_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+    """Half a drawing beside the real file would be opened one day."""
+    (tmp_path / "a.svg").mkdir()
+    with pytest.raises(FileError, match=r"cannot write the drawing .*a\.svg: Is a directory"):
+        draw(MADE, tmp_path / "a.svg")
+    assert names(tmp_path) == ["a.svg"]
+    with pytest.raises(FileError, match="cannot write the drawing"):
+        draw(MADE, f"{tmp_path}/a\0.svg")
+
+
+def test_an_old_drawing_is_replaced_through_its_link(tmp_path):
+    """The link stays one; what it points to is new."""
+    (tmp_path / "real.svg").write_text("old")
+    (tmp_path / "link.svg").symlink_to("real.svg")
+    drawing = draw(MADE, tmp_path / "link.svg")
+    assert (tmp_path / "link.svg").is_symlink()
+    assert (tmp_path / "real.svg").read_text() == drawing
+
+
+def test_a_device_is_written_to_and_not_replaced():
+    """/dev/stdout must outlive `draw(…, "/dev/stdout")`, which root could replace by a file."""
+    draw(MADE, os.devnull, format="txt")
+    assert not Path(os.devnull).is_file()

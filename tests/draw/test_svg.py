@@ -1,0 +1,162 @@
+"""The SVG drawing: well-formed, complete, and with all its words inside."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.draw.svg import svg
+from penstock.event import Event, Timeline
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Kind, Op, Schedule
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
+
+NAMESPACE = "{http://www.w3.org/2000/svg}"
+
+
+def timeline(name, stages, micro_batches, **costs):
+    return simulate_schedule(schedule(name, stages=stages, micro_batches=micro_batches), Costs(**costs))
+
+
+def parsed(drawing):
+    return ET.fromstring(drawing)
+
+
+def boxes(root):
+    return [rect for group in root.iter(f"{NAMESPACE}g") if "box" in group.get("class", "").split()
+            for rect in group.findall(f"{NAMESPACE}rect")]  # fmt: skip
+
+
+def words(root):
+    """Every text with its left and right edge and baseline, by a width of 0.6 em per character."""
+    sizes = dict(re.findall(r"\.penstock \.(\w)\{font-size:([\d.]+)px", root.find(f"{NAMESPACE}style").text))
+    found = []
+    for group, dy in [(root, 0.0), *((g, shift(g)[1]) for g in root.iter(f"{NAMESPACE}g"))]:
+        for text in group.findall(f"{NAMESPACE}text"):
+            classes = text.get("class").split()
+            wide = 0.6 * float(sizes.get(classes[0], 11)) * len(text.text)
+            x, y = float(text.get("x")), float(text.get("y")) + dy
+            left = x - (wide if "e" in classes else wide / 2 if {"n", "m", "c"} & set(classes) else 0)
+            found.append((text.text, left, left + wide, y))
+    return found
+
+
+def shift(group):
+    match = re.match(r"translate\(([\d.]+) ([\d.]+)\)", group.get("transform", ""))
+    return (float(match[1]), float(match[2])) if match else (0.0, 0.0)
+
+
+def assert_words_inside(root):
+    _, _, width, height = map(float, root.get("viewBox").split())
+    for text, left, right, y in words(root):
+        assert 0 <= left < right <= width, text
+        assert 8 <= y <= height - 2, text
+
+
+@given(st.sampled_from(["gpipe", "1f1b", "naive"]), st.integers(1, 6), st.integers(1, 12), st.sampled_from([0.0, 0.3]))
+@settings(deadline=None, max_examples=40)
+def test_every_schedule_has_one_box_per_op_and_all_words_inside(name, stages, micro_batches, transfer):
+    """A figure that lacks an op or cuts a word is worse than none: it is believed."""
+    made = timeline(name, stages, micro_batches, transfer=transfer)
+    root = parsed(svg([made]))
+    assert len(boxes(root)) == len(made.compute)
+    assert_words_inside(root)
+    # A mark for an op of no time may stand out by half its width of 2.
+    left, right = lane_ends(root)
+    assert all(left - 1 <= float(box.get("x")) and float(box.get("x")) + float(box.get("width")) <= right + 1.01
+               for box in boxes(root))  # fmt: skip
+
+
+def lane_ends(root):
+    lanes = [rect for rect in root.findall(f"{NAMESPACE}rect") if rect.get("class") == "lane"]
+    left = float(lanes[0].get("x"))
+    return left, left + float(lanes[0].get("width"))
+
+
+def test_boxes_stand_at_their_times_and_tell_them():
+    """Position and length are what is read off; the tooltip has the numbers."""
+    root = parsed(svg([timeline("1f1b", 3, 4, forward=0.0032, backward=0.0064)]))
+    titles = {box.find(f"{NAMESPACE}title").text: box for box in boxes(root)}
+    second = titles["2F0: 3.2 ms at 6.4 ms"]
+    left, right = lane_ends(root)
+    assert float(second.get("x")) == pytest.approx(left + (right - left) * 2 / 18, abs=0.01)
+    assert float(second.get("width")) == pytest.approx((right - left) / 18, abs=0.01)
+    assert second.get("class") == "F"
+
+
+def test_numbers_are_dropped_where_the_box_is_too_narrow():
+    """A number across three boxes names none of them."""
+    wide, narrow = (parsed(svg([timeline("gpipe", 2, m)])) for m in (4, 2000))
+    assert Counter(text for text, *_ in words(wide))["3"] == 4
+    assert not [text for group in narrow.iter(f"{NAMESPACE}g") for text in group.findall(f"{NAMESPACE}text")]
+
+
+def test_stage_numbers_appear_only_on_ranks_of_several_stages():
+    """On a plain pipeline the rank is the stage, and saying it in every box is noise."""
+    both = simulate_schedule(Schedule.parse("rank 0 | 0F0 1F0 1B0 0B0 0U1 1U1"), Costs(update=1.0))
+    assert {"s0", "s1", "s0 s1"} <= {text for text, *_ in words(parsed(svg([both])))}
+    assert not [text for text, *_ in words(parsed(svg([timeline("gpipe", 2, 2)]))) if re.match(r"s\d", text)]
+
+
+def test_transfers_are_drawn_from_lane_to_lane_when_they_take_time():
+    """Where a bubble comes from the link and not from the schedule, the figure has to show it."""
+    root = parsed(svg([timeline("gpipe", 3, 2, transfer=0.5)]))
+    arrows = [path.find(f"{NAMESPACE}title").text for group in root.iter(f"{NAMESPACE}g")
+              if group.get("class", "").split()[:1] == ["t"] for path in group]  # fmt: skip
+    assert len(arrows) == 8
+    assert "0F0 to rank 1: 0.5 at 1" in arrows
+    assert "sent" not in svg([timeline("gpipe", 3, 2)])
+
+
+def test_a_title_is_escaped_wherever_it_stands():
+    """A title is text, whatever is in it; control characters are not even XML."""
+    drawing = svg([replace(timeline("gpipe", 2, 2), title='<script>&"\x00\ud800')], note="<&>")
+    root = parsed(drawing)
+    assert "<script>" not in drawing
+    assert root.get("aria-label") == '<script>&"\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}, simulated'
+    drawing.encode("utf-8")
+
+
+def test_long_titles_are_wrapped_and_not_cut():
+    """The viewer shows nothing outside the viewBox, so a title in one line would lose its end."""
+    title = "the quick brown fox jumps over the lazy dog " * 10 + "x" * 300
+    root = parsed(svg([replace(timeline("naive", 1, 1), title=title)]))
+    assert_words_inside(root)
+    assert sum(text.count("x") for text, *_ in words(root)) >= 300
+
+
+def test_ten_thousand_boxes_stay_below_three_megabytes():
+    """A figure that a browser cannot open shows nothing."""
+    made = timeline("1f1b", 16, 312, transfer=0.01)
+    assert len(made.compute) == 10_000
+    assert len(svg([made])) < 3_000_000
+
+
+def test_the_drawing_needs_nothing_from_outside():
+    """Documentation and tickets show it where no network, script or font file is."""
+    drawing = svg([timeline("1f1b", 4, 8, transfer=0.2)])
+    assert not re.search(r"<script|href=|@import|url\((?!#)|<image", drawing)
+    assert "http" not in drawing.replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.parametrize("ranks", [0, 3])
+def test_an_empty_timeline_is_drawn_idle(ranks):
+    """Before the first step there is nothing to show, and that is no error."""
+    root = parsed(svg([Timeline((), ranks, ranks)]))
+    assert not boxes(root)
+    assert_words_inside(root)
+
+
+def test_an_op_without_length_is_a_mark():
+    """An update that costs nothing still happened, and its place matters."""
+    root = parsed(svg([Timeline.of([Event(0, Op(Kind.U, 0, 1), 0.0, 0.0)], 1, 1)]))
+    (mark,) = boxes(root)
+    assert mark.get("class") == "U z"
+    assert float(mark.get("width")) == 2

@@ -1,0 +1,70 @@
+"""The list of schedules: names, aliases, facts that hold, and numbers that are refused."""
+
+from __future__ import annotations
+
+import pytest
+from penstock.errors import ScheduleError, UnknownName
+from penstock.schedule.catalogue import schedule, schedules
+from penstock.schedule.op import Schedule
+
+
+@pytest.mark.parametrize("name", sorted(schedules()))
+def test_facts_hold_for_the_schedule_that_is_made(name):
+    """Planners choose by these facts without making the schedule."""
+    facts = schedules()[name]
+    made = None
+    for stages, micro_batches in ((4, 8), (2, 4), (8, 16), (3, 6), (1, 1)):
+        try:
+            made = schedule(name, stages, micro_batches)
+            break
+        except ScheduleError:
+            continue
+    assert made is not None
+    assert made.name == name == facts.name
+    assert made.synchronous == facts.synchronous
+    assert made.splits_backward == facts.splits_backward
+    assert facts.source
+    assert facts.stages_per_rank
+    for alias in facts.aliases:
+        assert schedule(alias, made.stages, made.micro_batches) == made
+
+
+def test_no_alias_hides_a_schedule():
+    """An alias that is also a name, or stands twice, would make one of the two unreachable."""
+    facts = schedules()
+    words = [word for name in facts for word in (name, *facts[name].aliases)]
+    assert len(words) == len(set(words))
+
+
+def test_the_schedules_of_the_core_are_there():
+    """A family file that does not import would silently not be listed."""
+    assert {"gpipe", "1f1b", "naive"} <= set(schedules())
+
+
+def test_an_unknown_schedule_is_refused_with_the_closest_name():
+    """A typing error is answered with the word that was meant."""
+    with pytest.raises(UnknownName, match=r"no schedule called '1f1c'. Did you mean '1f1b'\? Known: 1f1b, .*gpipe") as caught:
+        schedule("1f1c", 4, 8)
+    assert (caught.value.kind, caught.value.name) == ("schedule", "1f1c")
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, "2", True, None])
+def test_numbers_that_count_nothing_are_refused(number):
+    """A bool counts as an int in Python; as a number of stages it is a mistake."""
+    with pytest.raises(ScheduleError, match="gpipe needs at least 1 of stages and got"):
+        schedule("gpipe", number, 2)
+    with pytest.raises(ScheduleError, match="gpipe needs at least 1 of micro-batches and got"):
+        schedule("gpipe", 2, number)
+
+
+def test_an_option_that_the_schedule_does_not_take_is_refused_by_name():
+    """A misspelt option must not be ignored."""
+    with pytest.raises(ScheduleError, match=r"1f1b does not take chunks: .*unexpected keyword argument 'chunks'"):
+        schedule("1f1b", 2, 2, chunks=3)
+
+
+def test_the_schedule_remembers_its_name_and_options():
+    """Plans and drawings say how a schedule was made, by its own name and not by the alias."""
+    made = schedule("dapple", 2, 2)
+    assert (made.name, made.options) == ("1f1b", ())
+    assert isinstance(made, Schedule)

@@ -1,0 +1,142 @@
+"""The graph behind verify, draw and simulate, and the depth of channel that a schedule needs."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.errors import ScheduleError
+from penstock.event import Timeline
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.graph import build, channel_depth
+from penstock.schedule.lower import Direction, lower
+from penstock.schedule.op import Kind, Op, Schedule
+from tests.schedule.custom_schedules import custom_schedules
+
+
+def plays_through(programs, depth):
+    """Whether lowered programs finish when a send blocks while `depth` messages of its link are not yet taken.
+
+    Plays them for real: a queue per link, ranks advanced one action at a time until none can move. Depth 0 hands a message
+    over only while the receiver stands at its receive. U is a meeting of all ranks that have that U.
+    """
+    at = [0] * len(programs)
+    queues = defaultdict(deque)
+    meetings = defaultdict(set)
+    for rank, program in enumerate(programs):
+        for action in program:
+            if isinstance(action, Op) and action.kind is Kind.U:
+                meetings[action].add(rank)
+
+    def standing(rank):
+        return programs[rank][at[rank]] if at[rank] < len(programs[rank]) else None
+
+    def moves(rank, action):
+        if isinstance(action, Op):
+            together = meetings.get(action, {rank})
+            if all(standing(other) == action for other in together):
+                return together
+        elif action.direction is Direction.RECV:
+            queue = queues[action.peer, rank]
+            if queue:
+                assert queue.popleft() == action.message
+                return {rank}
+        elif depth == 0:
+            other = standing(action.peer)
+            if other is not None and not isinstance(other, Op) and other.direction is Direction.RECV and other.peer == rank:
+                assert other.message == action.message
+                return {rank, action.peer}
+        elif len(queues[rank, action.peer]) < depth:
+            queues[rank, action.peer].append(action.message)
+            return {rank}
+        return set()
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(programs)):
+            action = standing(rank)
+            for mover in moves(rank, action) if action is not None else ():
+                at[mover] += 1
+                moved = True
+    return all(place == len(program) for place, program in zip(at, programs, strict=True))
+
+
+@given(custom_schedules())
+@settings(deadline=None, max_examples=250)
+def test_channel_depth_is_the_least_with_which_blocking_channels_play_through(made):
+    """A depth too small hangs the user of another library; one too large refuses a schedule that would run."""
+    programs = lower(made, ahead=0).programs
+    least = next(depth for depth in range(200) if plays_through(programs, depth))
+    assert channel_depth(made) == least
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "naive"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (2, 6), (3, 5), (4, 8)])
+def test_channel_depth_of_a_family_agrees_with_blocking_channels(name, stages, micro_batches):
+    """The same claim for what is really used."""
+    made = schedule(name, stages, micro_batches)
+    programs = lower(made, ahead=0).programs
+    assert channel_depth(made) == next(depth for depth in range(100) if plays_through(programs, depth))
+
+
+def test_one_f_one_b_needs_room_for_a_message_and_gpipe_none():
+    """In 1F1B two neighbours send to each other at once: with rendezvous both would stand in their send for ever."""
+    assert channel_depth(schedule("gpipe", 4, 8)) == 0
+    assert channel_depth(schedule("1f1b", 4, 8)) == 1
+
+
+def test_a_schedule_without_transfers_needs_no_channel():
+    """One rank, or none."""
+    assert channel_depth(schedule("1f1b", 1, 8)) == 0
+    assert channel_depth(Schedule(())) == 0
+
+
+@given(custom_schedules(), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_the_order_of_a_sound_schedule_has_everything_after_what_it_waits_for(made, overlap):
+    """Times are longest paths along this order: one node too early and its times are wrong without any error."""
+    graph = build(made, overlap)
+    order, stuck = graph.order()
+    place = {node: i for i, node in enumerate(order)}
+    assert stuck == []
+    assert sorted(order) == list(range(len(graph.waits_for)))
+    assert all(place[before] < place[node] for node, waits in enumerate(graph.waits_for) for before in waits)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("0B0", r"rank 0: 0B0 needs 0F0, which no rank runs"),
+    ("1F0", r"rank 0: 1F0 needs 0F0, which no rank runs"),
+    ("0F0 1F0 0B0", r"rank 0: 0B0 needs 1B0 or 1I0, which no rank runs"),
+    ("0F0\n1F0\n0W0", r"rank 2: 0W0 needs 0I0, which no rank runs"),
+])  # fmt: skip
+def test_an_op_whose_predecessor_nobody_runs_is_refused(text, message):
+    """It once started at second 0 as if it needed nothing, and the makespan looked splendid."""
+    with pytest.raises(ScheduleError, match=message):
+        build(Schedule.parse(text))
+
+
+def test_copies_of_a_stage_start_their_update_together():
+    """U synchronises gradients: it cannot end on one rank before the other's last gradient exists, which it once did."""
+    made = Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0F2 0B2 0U1")
+    line = Timeline.of(build(made).events(lambda rank, op: 1.0, lambda link, message: 0.0), 2, 1)
+    assert [(e.rank, e.start, e.end) for e in line.compute if e.op.kind is Kind.U] == [(0, 4.0, 5.0), (1, 4.0, 5.0)]
+
+
+def test_copies_of_two_stages_that_update_in_opposite_orders_wait_for_each_other_forever():
+    """Each rank would stand in the other's second collective; found before anything runs."""
+    made = Schedule.parse("0F0 1F0 1B0 0B0 0U1 1U1\n0F1 1F1 1B1 0B1 1U1 0U1")
+    graph = build(made)
+    assert sorted(str(graph.work(node)[1]) for node in graph.order()[1]) == ["0U1", "0U1", "1U1", "1U1"]
+
+
+def test_a_sender_that_stands_still_delays_its_own_next_op():
+    """overlap=False: as with blocking sends, the transfer is the sender's time."""
+    made = Schedule.parse("0F0 0F1 0B0 0B1 0U1\n1F0 1F1 1B0 1B1 1U1")
+    first = {event[1]: event[2] for event in build(made, overlap=False).events(lambda rank, op: 1.0, lambda link, m: 2.0)
+             if event[5] is None}  # fmt: skip
+    assert first[Op.parse("0F1")] == 3.0
+    second = {event[1]: event[2] for event in build(made).events(lambda rank, op: 1.0, lambda link, m: 2.0) if event[5] is None}
+    assert second[Op.parse("0F1")] == 1.0

@@ -1,0 +1,131 @@
+"""Transfers added to programs: complete, matched in order, early enough, and never more than asked for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.lower import Direction, Link, Message, Transfer, lower, messages
+from penstock.schedule.op import Kind, Op, Schedule
+from tests.schedule.custom_schedules import custom_schedules
+
+SCHEDULES = st.one_of(
+    custom_schedules(),
+    st.builds(schedule, st.sampled_from(["gpipe", "1f1b", "naive"]), st.integers(1, 5), st.integers(1, 6)),
+)
+
+
+def crossings(made):
+    """Every value that changes ranks, from the words of the design: {(kind, stage, micro-batch): (from, to)}."""
+    home = {
+        (op.stage, op.micro_batch): rank for rank, program in enumerate(made.programs) for op in program if op.kind is Kind.F
+    }
+    found = {}
+    for (stage, m), rank in home.items():
+        above = home.get((stage + 1, m), rank)
+        if above != rank:
+            found[Kind.F, stage, m] = (rank, above)
+            found[Kind.B, stage + 1, m] = (above, rank)
+    return found
+
+
+def transfers_by_link(lowered, direction):
+    """Per link, (place in the lowered program, message) of every transfer of one direction."""
+    found = defaultdict(list)
+    for rank, program in enumerate(lowered.programs):
+        for place, action in enumerate(program):
+            if isinstance(action, Transfer) and action.direction is direction:
+                link = (rank, action.peer) if direction is Direction.SEND else (action.peer, rank)
+                found[link].append((place, tuple(action.message)))
+    return found
+
+
+@given(SCHEDULES, st.integers(0, 4))
+@settings(deadline=None, max_examples=120)
+def test_every_value_that_changes_ranks_is_sent_once_and_received_once_in_one_order(made, ahead):
+    """Backends without tags match by order alone; a value between stages of one rank is not sent at all."""
+    lowered = lower(made, ahead)
+    sent, received = (transfers_by_link(lowered, direction) for direction in (Direction.SEND, Direction.RECV))
+    for link in sent.keys() | received.keys():
+        assert [message for _, message in sent[link]] == [message for _, message in received[link]]
+    carried = [(message, link) for link, rows in sent.items() for _, message in rows]
+    assert len(carried) == len(dict(carried))
+    assert dict(carried) == crossings(made)
+
+
+@given(SCHEDULES, st.integers(0, 4))
+@settings(deadline=None, max_examples=60)
+def test_lowering_leaves_the_ops_as_they_are(made, ahead):
+    """Transfers are added; the programs are the user's."""
+    lowered = lower(made, ahead)
+    assert tuple(tuple(action for action in program if isinstance(action, Op)) for program in lowered.programs) == made.programs
+
+
+@given(SCHEDULES)
+@settings(deadline=None, max_examples=60)
+def test_a_send_stands_right_after_the_op_that_makes_the_value(made):
+    """Every op in between would be time in which the next stage stands still."""
+    for program in lower(made).programs:
+        for before, action in pairwise((None, *program)):
+            if isinstance(action, Transfer) and action.direction is Direction.SEND:
+                kind, stage, m = action.message
+                makers = (Kind.F,) if kind is Kind.F else (Kind.B, Kind.I)
+                assert before in [Op(maker, stage, m) for maker in makers]
+
+
+@given(SCHEDULES, st.integers(0, 4))
+@settings(deadline=None, max_examples=120)
+def test_a_receive_is_posted_ahead_of_its_op_and_earlier_only_for_the_order_of_its_link(made, ahead):
+    """Early enough to overlap, and not so early that it holds a buffer for nothing."""
+    lowered = lower(made, ahead)
+    for (_, target), rows in transfers_by_link(lowered, Direction.RECV).items():
+        program = lowered.programs[target]
+        index = {op: i for i, op in enumerate(made.programs[target])}
+        posts, takes = [], []
+        for place, (kind, stage, m) in rows:
+            takers = [Op(Kind.F, stage + 1, m)] if kind is Kind.F else [Op(Kind.B, stage - 1, m), Op(Kind.I, stage - 1, m)]
+            takes.append(next(index[op] for op in takers if op in index))
+            posts.append(sum(isinstance(action, Op) for action in program[:place]))
+        assert posts == [min(max(0, take - ahead) for take in takes[n:]) for n in range(len(takes))]
+
+
+def test_a_receive_that_another_would_overtake_is_posted_with_it():
+    """Rank 1 needs micro-batch 1 first though 0 was sent first: receive 0 must be posted before it, or it takes 1's bytes."""
+    made = Schedule.parse("0F0 0F1 0B1 0B0 0U1\n1F1 1B1 1F0 1B0 1U1")
+    assert str(lower(made, ahead=0)) == ("rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B1 0RECV_B0 0B0 0U1\n"
+                                         "rank 1 | 1RECV_F0 1RECV_F1 1F1 1B1 1SEND_B1 1F0 1B0 1SEND_B0 1U1")  # fmt: skip
+
+
+def test_a_receive_is_posted_one_op_early_unless_told_otherwise():
+    """The transfer then runs beside the op before; the first op has nothing before it."""
+    assert str(lower(schedule("gpipe", 2, 2)).programs[1][3]) == "1F1"
+    assert str(lower(schedule("gpipe", 2, 2))) == ("rank 0 | 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0U1\n"
+                                                   "rank 1 | 1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1U1")  # fmt: skip
+
+
+def test_stages_of_one_rank_exchange_nothing():
+    """What never leaves the rank costs nothing."""
+    made = Schedule.parse("0F0 1F0 1B0 0B0 1U1 0U1")
+    assert lower(made).programs == made.programs
+    assert list(messages(made)) == []
+
+
+def test_messages_say_who_makes_and_who_takes():
+    """The simulator, the graph and the runtime index programs by these numbers."""
+    made = Schedule.parse("0F0 0B0 0U1\n1F0 1I0 1W0 1U1")
+    assert list(messages(made)) == [
+        (Link(0, 1), Message(Kind.F, 0, 0), 0, 0),
+        (Link(1, 0), Message(Kind.B, 1, 0), 1, 1),
+    ]
+
+
+@pytest.mark.parametrize(("text", "maker"), [("0F0 0B0\n1F1", "0F0"), ("0F0\n1F0 1B0", "1B0"), ("0F0\n1F0 1B0\n0B0", "1B0")])
+def test_a_value_that_nobody_takes_is_refused_by_name(text, maker):
+    """Sent into the void it would block the link for all that follow; also when the taker is away from its activations."""
+    with pytest.raises(ScheduleError, match=rf"nobody takes what {maker} makes for stage"):
+        lower(Schedule.parse(text))

@@ -1,0 +1,149 @@
+"""Op and Schedule: the text form, placement, and the schedules made from others."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import schedule, schedules
+from penstock.schedule.graph import build
+from penstock.schedule.lower import lower
+from penstock.schedule.op import Kind, Op, Schedule
+from penstock.verify.verify import verify
+from tests.schedule.custom_schedules import custom_schedules
+
+OPS = st.builds(Op, st.sampled_from(list(Kind)), st.integers(0, 10**9), st.integers(0, 10**9))
+
+
+@given(st.lists(st.lists(OPS, max_size=8), max_size=6), st.booleans())
+@settings(deadline=None, max_examples=100)
+def test_reading_back_a_printed_schedule_gives_the_same_schedule(programs, synchronous):
+    """Messages, golden files and the command line all use this one text; ranks without ops must survive it too."""
+    made = Schedule(tuple(map(tuple, programs)), "any", synchronous)
+    assert Schedule.parse(str(made), "any", synchronous) == made
+
+
+@given(OPS)
+@settings(deadline=None, max_examples=50)
+def test_an_op_prints_as_torch_spells_it_and_reads_back(op):
+    """The text of one op is the whole interface to torch's CSV and to people."""
+    assert str(op) == f"{op.stage}{op.kind.value}{op.micro_batch}"
+    assert Op.parse(f" {op} ") == op
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2BW0", "0F0garbage", "2f0", "-1F0", "2F-1", "2 F0", "2.0F0", "٢F٠",
+                                  "1SEND_F0", "(0F0;1B0)OVERLAP_F_B", f"0F{'9' * 5000}"])  # fmt: skip
+def test_text_that_is_no_op_is_refused_with_the_text_and_the_form(text):
+    """Files come from outside: torch's pattern lets `2BW0` and trailing words pass, and int() has errors of its own."""
+    with pytest.raises(ScheduleError, match=r"is not an op: write stage, one of F B I W U, micro-batch, such as '2F0'"):
+        Op.parse(text)
+
+
+def test_labels_may_lack_and_blank_lines_are_skipped():
+    """A schedule pasted from a mail has blank lines; each must not become a rank without ops."""
+    assert Schedule.parse("\n0F0 0B0\n\n  1F0 1B0\n") == Schedule.parse("rank 0 | 0F0 0B0\nrank 1 | 1F0 1B0")
+
+
+@pytest.mark.parametrize("text", ["rank 1 | 0F0\nrank 0 | 1F0", "rank 0 | 0F0\nrank 2 | 1F0", "| 0F0"])
+def test_programs_out_of_order_are_refused(text):
+    """The place in the text is the rank: a label that says otherwise was meant otherwise."""
+    with pytest.raises(ScheduleError, match=r"labels the program of rank \d: write one line per rank, in order"):
+        Schedule.parse(text)
+
+
+def test_a_second_bar_in_a_line_is_refused():
+    """Half a program must not vanish into a label."""
+    with pytest.raises(ScheduleError, match=r"'\|' is not an op"):
+        Schedule.parse("rank 0 | 0F0 | 0B0")
+
+
+def test_facts_of_a_schedule_follow_from_where_ops_stand():
+    """Placement is not written anywhere else: two copies of stage 0, stage 1 beside one of them."""
+    made = Schedule.parse("rank 0 | 0F0 1F0 1F1 1B0 1I1 1W1 0B0 1U1 0U1\nrank 1 | 0F1 0B1 0U1\nrank 2 |")
+    assert (made.ranks, made.stages, made.micro_batches, made.splits_backward) == (3, 2, 2, True)
+    assert made.placement == {(0, 0): 0, (1, 0): 0, (1, 1): 0, (0, 1): 1}
+    assert made.stages_of_rank == ((0, 1), (0,), ())
+    assert made.ranks_of_stage == ((0, 1), (0,))
+    assert not Schedule.parse("0F0 0B0 0U1").splits_backward
+
+
+def test_a_schedule_without_ops_has_no_stages_and_no_micro_batches():
+    """Empty is a value too: counting must not fail before verify can say what is wrong."""
+    empty = Schedule(())
+    assert (empty.ranks, empty.stages, empty.micro_batches, empty.ranks_of_stage, str(empty)) == (0, 0, 0, (), "")
+    assert Schedule.parse("") == empty
+
+
+def test_programs_given_as_lists_become_tuples():
+    """Schedules are values: comparable and hashable whatever they were made from."""
+    made = Schedule([[Op(Kind.F, 0, 0)]])
+    assert made == Schedule.parse("0F0")
+    assert hash(made) == hash(Schedule.parse("0F0"))
+
+
+def test_taking_more_micro_batches_than_there_are_changes_nothing():
+    """A full batch plays the schedule as it is, without a copy."""
+    made = schedule("1f1b", 2, 3)
+    assert made.first_micro_batches(3) is made
+    assert made.first_micro_batches(9) is made
+
+
+def test_a_short_batch_keeps_the_order_and_the_update():
+    """The last batch of an epoch updates the weights too."""
+    made = schedule("1f1b", 3, 4).first_micro_batches(2)
+    assert str(made) == "rank 0 | 0F0 0F1 0B0 0B1 0U1\nrank 1 | 1F0 1F1 1B0 1B1 1U1\nrank 2 | 2F0 2B0 2F1 2B1 2U1"
+
+
+def _made(name, stages, micro_batches):
+    """The schedule, or None where its family refuses these numbers."""
+    try:
+        return schedule(name, stages, micro_batches)
+    except ScheduleError:
+        return None
+
+
+@pytest.mark.parametrize("name", sorted(schedules()))
+def test_every_prefix_of_every_schedule_is_sound(name):
+    """A batch too small for all micro-batches still has to run to its end."""
+    tried = 0
+    for stages in (1, 2, 3, 4, 6):
+        for micro_batches in (1, 2, 4, 8, 12):
+            made = _made(name, stages, micro_batches)
+            for count in {1, micro_batches // 2, micro_batches - 1, micro_batches} - {0} if made else ():
+                short = made.first_micro_batches(count)
+                verify(short)
+                assert short.micro_batches == count
+                tried += 1
+    assert tried > 0
+
+
+@pytest.mark.parametrize("name", sorted(schedules()))
+def test_forwards_alone_of_every_schedule_run_to_their_end(name):
+    """Evaluation plays the same programs without the backwards; nothing may wait for what was taken out."""
+    tried = 0
+    for stages in (1, 2, 3, 4, 6):
+        for micro_batches in (1, 2, 4, 8):
+            made = _made(name, stages, micro_batches)
+            if made:
+                tried += 1
+                _check_forwards(made)
+    assert tried > 0
+
+
+@given(custom_schedules(), st.integers(1, 5))
+@settings(deadline=None, max_examples=100)
+def test_prefix_and_forwards_of_any_sound_schedule_are_sound(made, count):
+    """No micro-batch waits for another, so taking one out cannot make a cycle."""
+    verify(made.first_micro_batches(count))
+    _check_forwards(made)
+
+
+def _check_forwards(made):
+    forwards = made.forward_only()
+    assert {op.kind for op in forwards.ops} == {Kind.F}
+    assert forwards.placement == made.placement
+    assert build(forwards).order()[1] == []
+    crossings = sum(made.placement[s, m] != made.placement[s + 1, m] for s, m in made.placement if s + 1 < made.stages)
+    actions = [action for program in lower(forwards).programs for action in program if not isinstance(action, Op)]
+    assert len(actions) == 2 * crossings

@@ -1,0 +1,222 @@
+"""The default planner against full enumeration."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.cluster.cluster import Cluster, Device, Link
+from penstock.errors import PlanError, ScheduleError
+from penstock.partition.catalogue import partition
+from penstock.schedule.catalogue import schedule, schedules
+from penstock.search.auto import CLOSE, ROWS
+from penstock.search.catalogue import plan
+from penstock.search.ways import MICRO_BATCHES
+from penstock.simulate.plan_costs import simulate_plan, stage_costs
+from penstock.simulate.simulate import RECOMPUTE, simulate_schedule
+
+BASIC = ("gpipe", "1f1b", "naive")
+
+
+def cluster_of(ranks, latency_s=0.0, bandwidth=1e12, memory=10**12):
+    """So many equal devices, one on each node."""
+    link = Link(latency_s, bandwidth)
+    return Cluster("c", (Device("d", memory),) * ranks, 1, link, link)
+
+
+def every_way(profile, cluster, batch, names=BASIC, recompute=("never",)):
+    """The slow, obvious way: simulate everything. Yields schedule, M, recompute, lengths and timeline."""
+    link = cluster.between
+    for stages in range(1, min(cluster.ranks, len(profile)) + 1):
+        for m in (m for m in MICRO_BATCHES if m <= batch):
+            lengths = partition(profile, stages, by="bottleneck", micro_batch=batch / m, latency_s=link.latency_s,
+                                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s)  # fmt: skip
+            costs = stage_costs(profile, lengths, batch / m, cluster, micro_batches=m)
+            for name in names:
+                try:
+                    made = schedule(name, stages, m)
+                except ScheduleError:
+                    continue
+                if made.ranks > cluster.ranks:
+                    continue
+                for again in recompute:
+                    yield name, m, again, tuple(lengths), simulate_schedule(made, costs, recompute=again)
+
+
+layers = st.lists(st.floats(1e-5, 1e-2), min_size=1, max_size=6)
+links = st.tuples(st.floats(0, 1e-2), st.floats(1e2, 1e6))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.tuples(layers, st.floats(0, 1e-2)), st.integers(1, 4), st.integers(1, 16), links)
+def test_auto_finds_the_best_of_full_enumeration(profile_of, model, ranks, batch, link):
+    """Bounds may skip only what cannot win: time, then memory, then micro-batches must come out as if nothing was skipped."""
+    profile, cluster = profile_of(*model), cluster_of(ranks, *link)
+    found = plan(profile, cluster, batch, schedules=BASIC, budget_s=1000)
+    ways = list(every_way(profile, cluster, batch))
+    best_s = min(timeline.makespan for *_, timeline in ways)
+    good = [
+        (max(t.peak_memory), m, len(lengths), t.makespan) for _, m, _, lengths, t in ways if t.makespan <= best_s * (1 + CLOSE)
+    ]
+    predicted = found.predicted
+    assert (max(predicted.peak_memory), found.micro_batches, found.stages, predicted.step_s) == min(good)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layers, st.integers(1, 4), st.integers(1, 16), st.integers(3_000, 20_000))
+def test_auto_within_a_memory_limit_is_the_best_that_fits(profile_of, seconds, ranks, batch, limit):
+    """Recompute counts only for ways that do not fit without, the least of it that is enough."""
+    profile, cluster = profile_of(seconds), cluster_of(ranks)
+    fits = {}
+    for name, m, again, lengths, timeline in every_way(profile, cluster, batch, recompute=RECOMPUTE):
+        if max(timeline.peak_memory) <= limit:
+            fits.setdefault((name, m, lengths), (timeline.makespan, again))
+    try:
+        found = plan(profile, cluster, batch, schedules=BASIC, memory_limit=limit, budget_s=1000)
+    except PlanError:
+        assert not fits
+        return
+    assert max(found.predicted.peak_memory) <= limit
+    if fits:  # else it was cut for memory
+        assert found.predicted.step_s <= min(fits.values())[0] * (1 + CLOSE)
+        assert fits[found.schedule_name, found.micro_batches, found.lengths][1] == found.recompute
+
+
+def test_all_synchronous_schedules_are_weighed_unless_some_are_named(profile_of):
+    """A new schedule is one new file: the planner must find it by itself, and no asynchronous one."""
+    found = plan(profile_of([1.0, 1.0]), cluster_of(2), 4, budget_s=1000)
+    known = schedules()
+    assert all(known[row.schedule].synchronous for row in found.candidates)
+    only = plan(profile_of([1.0, 1.0]), cluster_of(2), 4, schedules="gpipe")
+    assert {row.schedule for row in only.candidates} == {"gpipe"}
+
+
+def test_the_plan_predicts_what_simulating_it_gives(profile_of):
+    """The prediction is written into the plan: it must be of the plan, not of a relative."""
+    profile, cluster = profile_of([1.0, 2.0, 3.0, 1.0], output=1e3), cluster_of(3, 1e-3, 1e6)
+    found = plan(profile, cluster, 16, schedules=BASIC)
+    timeline = simulate_plan(found, profile, cluster)
+    predicted = found.predicted
+    assert predicted.step_s == timeline.makespan
+    assert predicted.peak_memory == timeline.peak_memory
+    assert predicted.bubble_ratio == pytest.approx(timeline.bubble_ratio)
+    assert predicted.samples_per_s == pytest.approx(16 / timeline.makespan)
+    assert predicted.one_device_s == pytest.approx(16 * 3 * 7)
+    found.check()
+    found.check_fits("abc", found.ranks)
+
+
+def test_equal_times_are_decided_by_memory(profile_of):
+    """1F1B and GPipe take the same time on free links; 1F1B holds less."""
+    found = plan(profile_of([1.0, 1.0]), cluster_of(2), 16, schedules=("gpipe", "1f1b"), micro_batches=8)
+    assert found.schedule_name == "1f1b"
+    assert found.candidates[1].schedule == "gpipe"
+    assert found.candidates[1].step_s == pytest.approx(found.predicted.step_s)
+
+
+def test_a_slow_link_leaves_everything_on_one_device(profile_of):
+    """The best pipeline may be none, and the plan then uses one of the cluster's ranks."""
+    found = plan(profile_of([1.0, 1.0]), cluster_of(2, latency_s=100.0), 4, schedules=BASIC)
+    assert (found.stages, found.ranks, found.cluster_ranks) == (1, 1, 2)
+    assert found.predicted.speed_up == pytest.approx(1.0)
+    assert any("link 0→1" in row.why or "bubble" in row.why for row in found.candidates if row.stages == 2)
+
+
+def test_dear_calls_keep_the_number_of_micro_batches_small(profile_of):
+    """Every call's fixed cost is paid once per micro-batch."""
+    free = plan(profile_of([1.0, 1.0]), cluster_of(2), 16, schedules=BASIC)
+    dear = plan(profile_of([1.0, 1.0], fixed=5.0), cluster_of(2), 16, schedules=BASIC)
+    assert free.micro_batches == 16
+    assert dear.micro_batches < 8
+
+
+def test_a_memory_limit_forces_recompute(profile_of):
+    """Without it 100 bytes for each of 16 samples and 4 layers do not fit beside the weights."""
+    profile, cluster = profile_of([1.0] * 4, parameters=100), cluster_of(2)
+    numbers = {"schedules": ("gpipe",), "stages": 2, "micro_batches": 8}
+    free = plan(profile, cluster, 16, **numbers)
+    assert free.recompute == "never"
+    assert free.predicted.peak_memory == (600 + 16 * 200,) * 2
+    tight = plan(profile, cluster, 16, memory_limit=2000, **numbers)
+    assert tight.recompute in ("except_last", "always")
+    assert max(tight.predicted.peak_memory) <= 2000
+    assert tight.predicted.step_s > free.predicted.step_s
+    assert tight.recompute == tight.candidates[0].recompute
+
+
+def test_what_would_be_faster_with_more_memory_is_told(profile_of):
+    """needs and has, side by side: that is what buying memory would bring."""
+    profile, cluster = profile_of([1.0] * 4, parameters=100), cluster_of(2)
+    tight = plan(profile, cluster, 16, schedules=BASIC, memory_limit=2000)
+    missed = [row for row in tight.candidates if row.why.startswith("needs ")]
+    assert all(row.step_s < tight.predicted.step_s and row.peak_bytes > 2000 for row in missed)
+    tight = plan(profile, cluster, 16, schedules="gpipe", memory_limit=2000, stages=2, micro_batches=8)
+    assert tight.candidates[-1].why == "needs 3.7 KiB, has 2.0 KiB on rank 0"
+
+
+def test_the_device_s_memory_counts_as_the_limit_does(profile_of):
+    """The smaller of both: a limit cannot add memory to a device."""
+    profile = profile_of([1.0] * 4, parameters=100)
+    numbers = {"schedules": "gpipe", "stages": 2, "micro_batches": 8}
+    small = plan(profile, cluster_of(2, memory=2000), 16, memory_limit="1 GiB", **numbers)
+    assert small.lengths == plan(profile, cluster_of(2), 16, memory_limit=2000, **numbers).lengths
+    assert small.recompute != "never"
+
+
+def test_recompute_is_as_it_was_asked(profile_of):
+    """Whoever says so has a reason."""
+    profile, cluster = profile_of([1.0] * 4), cluster_of(2)
+    for asked in RECOMPUTE:
+        assert plan(profile, cluster, 16, schedules=BASIC, recompute=asked).recompute == asked
+    with pytest.raises(PlanError, match="or leave recompute, stages and micro_batches to the planner"):
+        plan(profile, cluster, 16, schedules=BASIC, recompute="never", memory_limit=5000)
+
+
+def test_nothing_fits_is_said_with_needs_and_has_nearest_first(profile_of):
+    """The reader wants to know how much is lacking, and for what."""
+    with pytest.raises(PlanError, match="nothing fits the memory of c at batch 16; nearest first") as caught:
+        plan(profile_of([1.0] * 4), cluster_of(2), 16, schedules=BASIC, memory_limit=100)
+    lines = str(caught.value).splitlines()
+    assert "2 stages of 2, 2 layers" in lines[1]
+    assert lines[1].endswith("recompute always: needs 6.1 KiB, has 100 B on rank 0")
+    assert lines[-1] == "  Use more ranks, or ranks with more memory, or a smaller batch"
+
+
+def test_a_cut_for_memory_is_tried_when_none_for_time_fits(profile_of):
+    """The slow layers are light and the quick ones heavy: the even times are uneven bytes."""
+    profile = profile_of([8.0, 1.0, 1.0, 1.0], activation=1.0, parameters=[10, 1000, 1000, 1000])
+    by_time = plan(profile, cluster_of(2), 4, schedules=BASIC, stages=2)
+    assert by_time.lengths == (1, 3)
+    by_memory = plan(profile, cluster_of(2), 4, schedules=BASIC, stages=2, memory_limit=6200)
+    assert by_memory.lengths in {(2, 2), (3, 1)}
+    assert max(by_memory.predicted.peak_memory) <= 6200
+
+
+def test_a_spent_budget_ends_the_search_with_a_plan(profile_of):
+    """At least one way is always simulated, and the best estimate is the first."""
+    found = plan(profile_of([1.0] * 4), cluster_of(4), 16, schedules=BASIC, budget_s=0)
+    assert len(found.candidates) == 1
+    assert found.stages == 4
+
+
+def test_a_spent_budget_does_not_end_it_before_something_fits(profile_of):
+    """Giving up with a plan just out of sight would be a wrong answer, not a quick one."""
+    found = plan(profile_of([1.0] * 4, parameters=100), cluster_of(2), 16, schedules=BASIC, memory_limit=1000, budget_s=0)
+    assert max(found.predicted.peak_memory) <= 1000
+
+
+def test_the_same_question_gets_the_same_plan(profile_of):
+    """Ties are broken by rule, not by the order of a dictionary."""
+    profile, cluster = profile_of([1.0, 1.0, 2.0, 1.0], output=1e3), cluster_of(4, 1e-3, 1e6)
+    first = plan(profile, cluster, 16, schedules=BASIC)
+    assert plan(profile, cluster, 16, schedules=BASIC[::-1]) == first
+
+
+def test_the_table_has_one_row_for_each_schedule_and_number_of_stages(profile_of):
+    """And not more than a reader takes in; the chosen one leads, times ascend among those that fit."""
+    found = plan(profile_of([1.0] * 8, fixed=0.1), cluster_of(8), 16, schedules=BASIC)
+    kinds = [(row.schedule, row.stages) for row in found.candidates]
+    assert len(set(kinds)) == len(kinds) <= ROWS
+    times = [row.step_s for row in found.candidates]
+    assert times[1:] == sorted(times[1:])
+    assert times[0] <= min(times) * (1 + CLOSE)
+    assert (found.schedule_name, found.stages) == kinds[0]

@@ -1,0 +1,79 @@
+"""plan: the door of all planners."""
+
+import pytest
+
+from penstock.cluster.cluster import cluster
+from penstock.errors import PlanError, SettingError, UnknownName
+from penstock.plan import Plan
+from penstock.profile.profile import Profile
+from penstock.search.catalogue import PLANNERS, plan
+
+
+@pytest.mark.parametrize("name", list(PLANNERS.entries()))
+def test_every_planner_makes_a_whole_plan_and_names_its_source(profile_of, name):
+    """A planner that is not listed with its paper cannot be compared with it."""
+    found = plan(profile_of([1.0, 2.0, 1.0]), cluster(2), 8, planner=name)
+    assert isinstance(found, Plan)
+    found.check()
+    assert PLANNERS.find(name).facts["source"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"asynchronous": True}, "asynchronous=True cannot be planned yet"),
+        ({"max_replicas": 2}, "max_replicas=2 cannot be planned yet"),
+        ({"batch": 0}, "batch is 0; it must be a whole number of 1 or more"),
+        ({"batch": 2.5}, "batch is 2.5; it must be a whole number"),
+        ({"stages": 4}, "stages is 4, but there are only 3 layers"),
+        ({"stages": 0}, "stages is 0; it must be a whole number of 1 or more"),
+        ({"micro_batches": 9}, "micro_batches is 9, but there are only 8 samples in the batch"),
+        ({"memory_limit": 0}, "memory_limit is 0; it must be"),
+        ({"budget_s": -1}, "budget_s is -1; it must be 0 s or more"),
+        ({"recompute": "sometimes"}, "recompute is 'sometimes'; it must be one of auto, never, except_last, always"),
+        ({"schedules": []}, "schedules is empty"),
+        ({"schedules": "1f1b", "stages": 3}, "no schedule can be made for these numbers\n  1f1b in 3 stages needs 3 ranks, local:2 has 2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_refused_with_the_number(profile_of, options, message):
+    """All before the search begins, in words of the arguments."""
+    asked = {"batch": 8, **options}
+    with pytest.raises(PlanError, match=message):
+        plan(profile_of([1.0, 2.0, 1.0]), cluster(2), **asked)
+
+
+def test_one_copy_of_every_stage_can_be_asked_for(profile_of):
+    """It is what there is."""
+    assert plan(profile_of([1.0, 1.0]), cluster(2), 8, max_replicas=1).stages == 2
+
+
+def test_names_that_nobody_knows_are_refused(profile_of):
+    """With the closest that is known."""
+    profile = profile_of([1.0])
+    with pytest.raises(UnknownName, match=r"no planner called 'aute'\. Did you mean 'auto'\?"):
+        plan(profile, cluster(1), 1, planner="aute")
+    with pytest.raises(UnknownName, match="no schedule called '1f2b'"):
+        plan(profile, cluster(1), 1, schedules=["gpipe", "1f2b"])
+    with pytest.raises(SettingError, match="'lots' is not a quantity"):
+        plan(profile, cluster(1), 1, memory_limit="lots")
+
+
+def test_aliases_name_the_same_schedule_once(profile_of):
+    """DAPPLE's schedule is 1F1B: weighing it twice would show it twice."""
+    found = plan(profile_of([1.0, 1.0]), cluster(2), 8, schedules=["dapple", "1f1b"])
+    assert {row.schedule for row in found.candidates} == {"1f1b"}
+
+
+def test_a_profile_without_layers_is_refused():
+    """Files may hold anything."""
+    with pytest.raises(PlanError, match="the profile has no layers"):
+        plan(Profile((), "f", 1.0, 1), cluster(1), 1)
+
+
+def test_memory_limits_are_read_with_their_unit(profile_of):
+    """2 KiB and 2048 are the same limit."""
+    profile = profile_of([1.0] * 4, parameters=100)
+    numbers = {"schedules": "gpipe", "stages": 2, "micro_batches": 8}
+    assert plan(profile, cluster(2), 16, memory_limit="2 KiB", **numbers) == plan(
+        profile, cluster(2), 16, memory_limit=2048, **numbers
+    )

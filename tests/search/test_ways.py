@@ -1,0 +1,98 @@
+"""What is tried, and the bounds that spare trying."""
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.cluster.cluster import cluster
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import schedule, schedules
+from penstock.schedule.op import Schedule
+from penstock.search.request import PlanRequest
+from penstock.search.ways import cut, least_s, ways
+from penstock.simulate.costs import Costs
+from penstock.simulate.plan_costs import place_costs
+from penstock.simulate.simulate import simulate_schedule
+
+SYNCHRONOUS = [name for name, facts in schedules().items() if facts.synchronous]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(SYNCHRONOUS), st.integers(1, 4), st.integers(1, 8))
+def test_no_step_is_shorter_than_its_lower_bound(data, name, stages, micro_batches):
+    """A bound that is too high would skip the winner."""
+    try:
+        made = schedule(name, stages, micro_batches)
+    except ScheduleError:
+        return
+    row = st.lists(st.floats(0, 10), min_size=stages, max_size=stages)
+    costs = Costs(*(data.draw(row) for _ in range(4)))
+    assert least_s(made, costs) <= simulate_schedule(made, costs).makespan * (1 + 1e-9)
+
+
+def test_the_bound_is_sharp_for_equal_stages():
+    """(m + p - 1)(f + b): so sharp that most ways need no simulation."""
+    costs = Costs(*([value] * 3 for value in (1.0, 2.0, 2.0, 0.0)))
+    assert least_s(schedule("gpipe", 3, 4), costs) == 18 == simulate_schedule(schedule("gpipe", 3, 4), costs).makespan
+
+
+def test_the_bound_of_split_backwards_lets_the_weights_part_run_beside_the_drain():
+    """W after the last I delays nobody: adding the drain to it would be too much."""
+    made = Schedule.parse("rank 0 | 0F0 0B0 0U1\nrank 1 | 1F0 1I0 1W0 1U1")
+    costs = Costs([1, 1], [2, 2], [1, 1], [5, 5])
+    assert least_s(made, costs) == 8 == simulate_schedule(made, costs).makespan
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.floats(1e-3, 1), min_size=2, max_size=5), st.integers(1, 3), st.integers(1, 9))
+def test_no_way_is_shorter_than_the_bound_from_its_numbers_alone(profile_of, seconds, ranks, batch):
+    """The first sieve knows only the schedule's name and the sums."""
+    request = PlanRequest(profile_of(seconds), cluster(ranks), batch)
+    for way in ways(request):
+        try:
+            made = schedule(way.schedule, way.stages, way.micro_batches)
+        except ScheduleError:
+            continue
+        if made.ranks > ranks:
+            continue
+        _, costs = cut(request, way.stages, way.micro_batches, "time")
+        timeline = simulate_schedule(made, place_costs(costs, made, request.cluster))
+        assert way.bound_s <= timeline.makespan * (1 + 1e-9)
+
+
+def test_the_best_estimates_come_first(profile_of):
+    """A search that is stopped has then seen the promising ones."""
+    listed = ways(PlanRequest(profile_of([1.0] * 4), cluster(4), 16, ("gpipe",)))
+    assert (listed[0].stages, listed[0].micro_batches) == (4, 16)
+    assert [way.estimate_s for way in listed] == sorted(way.estimate_s for way in listed)
+    assert all(way.bound_s <= way.estimate_s * (1 + 1e-9) for way in listed)
+
+
+def test_given_numbers_are_the_only_ones(profile_of):
+    """The planner fills in what was left open, and nothing else."""
+    listed = ways(PlanRequest(profile_of([1.0] * 4), cluster(4), 16, ("gpipe", "1f1b"), stages=3, micro_batches=5))
+    assert [(way.schedule, way.stages, way.micro_batches) for way in listed] == [("1f1b", 3, 5), ("gpipe", 3, 5)]
+
+
+def test_no_more_stages_than_layers_and_no_more_micro_batches_than_samples(profile_of):
+    """Either would be empty."""
+    listed = ways(PlanRequest(profile_of([1.0] * 2), cluster(4), 3, ("gpipe",)))
+    assert {way.stages for way in listed} == {1, 2}
+    assert {way.micro_batches for way in listed} == {1, 2}
+
+
+def test_the_cut_for_memory_evens_out_bytes(profile_of):
+    """The last way to make it fit."""
+    profile = profile_of([8.0, 1.0, 1.0, 1.0], activation=1.0, parameters=[10, 1000, 1000, 1000])
+    request = PlanRequest(profile, cluster(2), 4)
+    assert cut(request, 2, 2, "time")[0] == (1, 3)
+    lengths, costs = cut(request, 2, 2, "memory")
+    assert lengths in ((2, 2), (3, 1))
+    assert max(costs.weight_bytes) == 6000
+
+
+def test_the_cut_avoids_a_boundary_that_the_link_cannot_carry(profile_of):
+    """Even stages over a choked link are slower than uneven ones beside it."""
+    profile = profile_of([1.0] * 4, output=[1.0, 1e10, 1.0, 1.0])
+    made = cluster("2xV100-1GbE")
+    assert cut(PlanRequest(profile, made, 16), 2, 1, "time")[0] != (2, 2)
+    assert cut(PlanRequest(profile_of([1.0] * 4), made, 16), 2, 1, "time")[0] == (2, 2)

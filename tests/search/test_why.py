@@ -1,0 +1,28 @@
+"""What bounds a timeline."""
+
+import pytest
+
+from penstock.event import Timeline
+from penstock.schedule.catalogue import schedule
+from penstock.search.why import bound_by
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
+
+
+@pytest.mark.parametrize(
+    ("made", "costs", "expected"),
+    [
+        (schedule("gpipe", 2, 16), Costs([1, 3]), "compute of stage 1, 98% of the step"),
+        (schedule("gpipe", 4, 2), Costs(1), "bubble, 60% of the step"),
+        (schedule("gpipe", 2, 8), Costs(1, transfer=9), "link 0→1, 96% of the step"),
+        (schedule("naive", 1, 1), Costs(1), "compute of stage 0, 100% of the step"),
+    ],
+)
+def test_the_dearest_thing_is_named(made, costs, expected):
+    """Compute asks for a better cut, a link for another boundary, bubble for more micro-batches."""
+    assert bound_by(simulate_schedule(made, costs)) == expected
+
+
+def test_a_timeline_without_time_is_bound_by_nothing():
+    """No division by zero."""
+    assert bound_by(Timeline((), 1, 1)) == "nothing: it takes no time"

@@ -1,0 +1,95 @@
+"""Peak memory by hand: weights, activations from F to the end of the backward, and what recompute keeps."""
+
+from __future__ import annotations
+
+import pytest
+from penstock.errors import SettingError
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Schedule
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import peak_memory, recomputes, simulate_schedule
+
+#: A stage keeps 10 bytes per micro-batch, 2 of them its input; weights take 100 and 200.
+COSTS = Costs(activation_bytes=10, input_bytes=2, weight_bytes=[100, 200])
+
+
+@pytest.mark.parametrize(("name", "recompute", "expected"), [
+    # 1f1b, 2 stages, 3 micro-batches: 2 in flight on rank 0, 1 on rank 1.
+    ("1f1b", "never", (100 + 20, 200 + 10)),
+    # rank 0: two inputs, then one of them grows to 10 in its B; rank 1: one input grows to 10.
+    ("1f1b", "always", (100 + 2 + 10, 200 + 10)),
+    # rank 0 ends with micro-batches 1 (recomputed) and 2 (kept whole): 2 + 10, and in B1 10 + 10.
+    ("1f1b", "except_last", (100 + 20, 200 + 10)),
+    ("gpipe", "never", (100 + 30, 200 + 30)),
+    # three inputs, the first of which grows in its B.
+    ("gpipe", "always", (100 + 4 + 10, 200 + 4 + 10)),
+    # two inputs and the last whole; in B0 the first input grows as well.
+    ("gpipe", "except_last", (100 + 10 + 2 + 10, 200 + 10 + 2 + 10)),
+    ("naive", "never", (110, 210)),
+    ("naive", "always", (110, 210)),
+])  # fmt: skip
+def test_peak_memory_of_three_micro_batches_on_two_stages(name, recompute, expected):
+    """Sums small enough to check on paper."""
+    made = schedule(name, 2, 3)
+    assert peak_memory(made, COSTS, recompute) == expected
+    assert simulate_schedule(made, COSTS, recompute=recompute).peak_memory == expected
+
+
+def test_gpipe_in_reverse_with_the_last_kept_whole_never_holds_two_whole_micro_batches():
+    """Why torchgpipe keeps the last: its backward comes first, so it is gone before the next grows."""
+    made = schedule("gpipe", 1, 3, backward_order="reverse")
+    costs = Costs(activation_bytes=10, input_bytes=2)
+    assert peak_memory(made, costs, "except_last") == (2 + 2 + 10,)
+    assert peak_memory(schedule("gpipe", 1, 3), costs, "except_last") == (10 + 2 + 10,)
+
+
+def test_a_split_backward_holds_its_activations_until_the_weight_gradient():
+    """W reads them; I alone frees nothing."""
+    costs = Costs(activation_bytes=10, input_bytes=2)
+    delayed = Schedule.parse("0F0 0I0 0F1 0I1 0W0 0W1 0U1")
+    assert peak_memory(delayed, costs) == (20,)
+    assert peak_memory(Schedule.parse("0F0 0I0 0W0 0F1 0I1 0W1 0U1"), costs) == (10,)
+    # Recomputed at I, held whole until W: 10 for each of the two, never just the input.
+    assert peak_memory(delayed, costs, "always") == (20,)
+    assert peak_memory(Schedule.parse("0F0 0F1 0I0 0W0 0I1 0W1 0U1"), costs, "always") == (12,)
+
+
+def test_a_rank_holds_the_weights_of_all_its_stages():
+    """Also those of a copy, and those of a stage that only updates there."""
+    made = Schedule.parse("0F0 1F0 1F1 1B1 1B0 0B0 0U1 1U1\n0F1 0B1 0U1")
+    assert peak_memory(made, COSTS) == (300 + 30, 100 + 10)
+
+
+def test_without_bytes_there_is_no_peak_memory():
+    """Unknown is not 0."""
+    assert peak_memory(schedule("gpipe", 2, 2), Costs()) is None
+    assert simulate_schedule(schedule("gpipe", 2, 2), Costs(boundary_bytes=5, input_bytes=2)).peak_memory is None
+
+
+def test_either_kind_of_bytes_alone_is_counted():
+    """A user who knows only the weights gets their sum."""
+    made = schedule("gpipe", 2, 2)
+    assert peak_memory(made, Costs(weight_bytes=7)) == (7, 7)
+    assert peak_memory(made, Costs(activation_bytes=3)) == (6, 6)
+
+
+@pytest.mark.parametrize(("recompute", "expected"), [
+    ("never", [False, False, False]), ("except_last", [True, True, False]), ("always", [True, True, True]),
+])  # fmt: skip
+def test_recompute_of_three_micro_batches(recompute, expected):
+    """torchgpipe's three words for `checkpoint`."""
+    assert [recomputes(recompute, m, 3) for m in range(3)] == expected
+
+
+def test_an_unknown_word_for_recompute_is_refused():
+    """Ours are listed, so that torchgpipe's users find theirs."""
+    with pytest.raises(SettingError, match="recompute is one of never, except_last, always, not 'offload'"):
+        recomputes("offload", 0, 1)
+
+
+def test_recompute_adds_a_forward_to_each_backward_it_concerns():
+    """1 + (1 + 2) seconds instead of 1 + 2 for all but the last."""
+    made = schedule("naive", 1, 3)
+    assert [simulate_schedule(made, Costs(), recompute=r).makespan for r in ("never", "except_last", "always")] == [9, 11, 12]
+    split = Schedule.parse("0F0 0I0 0W0 0U1")
+    assert simulate_schedule(split, Costs(), recompute="always").busy == (4.0,)

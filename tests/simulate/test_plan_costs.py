@@ -1,0 +1,125 @@
+"""From a profile, a cut and a cluster to costs."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.cluster.cluster import Cluster, Device, Link, cluster
+from penstock.errors import PartitionError, PlanError
+from penstock.plan import Plan, Prediction, program_lines
+from penstock.profile.profile import LayerProfile, Profile, Timing
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Schedule
+from penstock.simulate.plan_costs import place_costs, simulate_plan, stage_costs
+
+
+def timing(seconds: float) -> Timing:
+    """So many seconds per sample."""
+    return Timing((1, 8), (seconds, 8 * seconds))
+
+
+def layer(i: int) -> LayerProfile:
+    """Layer i takes i + 1 s forward per sample; its sizes tell it apart in every sum."""
+    unit = float(i + 1)
+    return LayerProfile(f"l{i}", "Linear", timing(unit), timing(2 * unit), timing(0.5 * unit), timing(1.5 * unit), parameters=1,
+                        parameter_bytes=100 * (i + 1), buffer_bytes=i, activation_bytes_per_sample=10 * unit,
+                        output_bytes_per_sample=1000 * unit)  # fmt: skip
+
+
+PROFILE = Profile(tuple(map(layer, range(4))), "f", input_bytes_per_sample=7.0, batch=8)
+LINK, SLOW = Link(0.5, 1000.0), Link(2.0, 100.0)
+FOUR = Cluster("four", (Device("d", 10**9),) * 4, 2, LINK, SLOW)
+
+
+def test_costs_are_sums_over_each_stage_s_layers():
+    """Everything that is simulated rests on these sums."""
+    costs = stage_costs(PROFILE, [1, 2, 1], 2, FOUR, micro_batches=4)
+    assert costs.forward == (2, 10, 8)
+    assert costs.backward == (4, 20, 16)
+    assert costs.input_grad == (1, 5, 4)
+    assert costs.weight_grad == (3, 15, 12)
+    assert costs.update == 0
+    assert costs.activation_bytes == (20, 100, 80)
+    assert costs.input_bytes == (14, 2000, 6000)
+    assert costs.weight_bytes == (300, 3 * 500 + 3, 1203)
+    assert costs.boundary_bytes == (2000, 6000)
+
+
+def test_a_boundary_costs_the_link_that_it_crosses():
+    """Stages 1 and 2 stand on different nodes here: that boundary is the dear one."""
+    assert stage_costs(PROFILE, [1, 2, 1], 2, FOUR, micro_batches=4).transfer == (0.5 + 2, 2 + 60)
+
+
+@pytest.mark.parametrize(("states", "expected"), [(0, 200 + 0), (1, 300), (2, 400)])
+def test_weights_count_with_gradients_and_optimizer_state(states, expected):
+    """SGD, momentum, Adam: one buffer more each, and gradients always."""
+    costs = stage_costs(PROFILE, [1, 3], 1, FOUR, micro_batches=1, optimizer_states=states)
+    assert costs.weight_bytes[0] == expected
+
+
+def test_uneven_micro_batches_cost_the_mean_time_and_the_largest_memory():
+    """10 samples in 4 parts are 3, 3, 2, 2: memory must hold the 3, while time adds up to 10."""
+    costs = stage_costs(PROFILE, [4], 2.5, FOUR, micro_batches=4)
+    assert costs.forward == (25,)
+    assert costs.activation_bytes == (300,)
+    assert costs.input_bytes == (21,)
+
+
+def test_costs_refuse_what_cannot_be():
+    """The cut may come from a user."""
+    with pytest.raises(PartitionError, match="sums to 3, but the model has 4 layers"):
+        stage_costs(PROFILE, [1, 2], 1, FOUR, micro_batches=1)
+    with pytest.raises(PlanError, match="0 micro-batches of 1 samples: both must be above 0"):
+        stage_costs(PROFILE, [4], 1, FOUR, micro_batches=0)
+    with pytest.raises(PlanError, match="1 micro-batches of 0 samples"):
+        stage_costs(PROFILE, [4], 0, FOUR, micro_batches=1)
+
+
+def test_transfers_follow_the_placement_of_the_schedule():
+    """Two stages on one rank send nothing; a schedule may stand on ranks in any order."""
+    costs = stage_costs(PROFILE, [1, 1, 1, 1], 1, FOUR, micro_batches=1)
+    folded = Schedule.parse("rank 0 | 0F0 1F0 1B0 0B0 0U1 1U1\nrank 1 |\nrank 2 | 2F0 3F0 3B0 2B0 2U1 3U1")
+    assert place_costs(costs, folded, FOUR).transfer == (0, SLOW.transfer_seconds(2000), 0)
+
+
+def test_of_copies_the_slowest_link_counts():
+    """Costs have one number per boundary; too slow is the safe side."""
+    costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=2)
+    both_ways = Schedule.parse("rank 0 | 0F0 1F1 0B0 1B1 0U1 1U1\nrank 1 | 1F0 1B0 1U1\nrank 2 | 0F1 0B1 0U1")
+    assert place_costs(costs, both_ways, FOUR).transfer == (SLOW.transfer_seconds(2000),)
+
+
+def test_a_schedule_of_more_ranks_than_the_cluster_is_refused():
+    """There is no link to count."""
+    costs = stage_costs(PROFILE, [1, 1, 1, 1], 1, cluster("local:2"), micro_batches=1)
+    with pytest.raises(PlanError, match="gpipe runs on 4 ranks, cluster local:2 has 2"):
+        place_costs(costs, schedule("gpipe", 4, 1), cluster("local:2"))
+
+
+def a_plan() -> Plan:
+    """GPipe in two stages, two micro-batches of 1 sample."""
+    made = schedule("gpipe", 2, 2)
+    return Plan("f", ("l0", "l1", "l2", "l3"), (2, 2), "gpipe", program_lines(made), 2, 2, "four", 4,
+                Prediction(1.0, 0.0, (0, 0), 1.0, 1.0))  # fmt: skip
+
+
+def test_simulating_a_plan_gives_the_time_worked_out_by_hand():
+    """F 3 and 7 s, B 6 and 14 s, 0.5 + 2 s a hop: 3, hop, 7, 7, 14, 14, hop, 6."""
+    timeline = simulate_plan(a_plan(), PROFILE, FOUR)
+    assert timeline.makespan == pytest.approx(3 + 2.5 + 7 + 7 + 14 + 14 + 2.5 + 6)
+    # Weights with gradients and momentum, buffers, and two micro-batches' activations.
+    assert timeline.peak_memory == (901 + 2 * 30, 2105 + 2 * 70)
+
+
+def test_a_plan_simulates_with_its_own_recompute():
+    """Otherwise prediction and run would be of different things."""
+    again = simulate_plan(replace(a_plan(), recompute="always"), PROFILE, FOUR)
+    assert again.makespan == pytest.approx(simulate_plan(a_plan(), PROFILE, FOUR).makespan + 7 + 7 + 3)
+
+
+def test_a_plan_is_refused_with_another_model_s_profile():
+    """The layers would be others, and the numbers nonsense."""
+    with pytest.raises(PlanError, match="plan is for a chain with fingerprint f, the profile is of g"):
+        simulate_plan(a_plan(), replace(PROFILE, fingerprint="g"), FOUR)
+    with pytest.raises(PlanError, match="runs on 2 ranks, cluster local:1 has 1"):
+        simulate_plan(a_plan(), PROFILE, cluster("local:1"))

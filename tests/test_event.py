@@ -1,0 +1,102 @@
+"""Timeline: every figure from its definition, on timelines made by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.event import Event, Timeline
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Op
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
+from penstock.verify.verify import verify
+from tests.schedule.custom_schedules import custom_schedules
+
+
+def line(*rows, ranks=2, stages=2):
+    """A timeline from (rank, op text, start, end[, to_rank])."""
+    return Timeline.of([Event(rank, Op.parse(op), start, end, 0, *to) for rank, op, start, end, *to in rows], ranks, stages)
+
+
+def test_seconds_count_from_the_first_event():
+    """Measured clocks start anywhere; drawings start at 0."""
+    made = line((0, "0F0", 101.5, 102.5), (1, "1F0", 100.5, 101.0))
+    assert [(e.rank, e.start, e.end) for e in made.events] == [(1, 0.0, 0.5), (0, 1.0, 2.0)]
+    assert made.makespan == 2.0
+
+
+def test_a_timeline_takes_events_and_plain_rows_alike():
+    """The schedule's graph knows no Event: it stands below it."""
+    row = (0, Op.parse("0F0"), 1.0, 2.0, 0, None)
+    assert Timeline.of([row], 1, 1) == Timeline.of([Event(*row)], 1, 1)
+    assert Timeline.of([row], 1, 1).events == (Event(0, Op.parse("0F0"), 0.0, 1.0),)
+
+
+def test_transfers_are_not_work_and_do_not_lengthen_the_step():
+    """A value still on its way when all ranks are done is nobody's time."""
+    made = line((0, "0F0", 0, 2), (0, "0F0", 2, 9, 1), (1, "1F0", 3, 4))
+    assert made.compute == (made.events[0], made.events[2])
+    assert made.busy == (2.0, 1.0)
+    assert made.makespan == 4.0
+
+
+def test_bubble_ratio_is_idle_over_all_ranks_times_makespan():
+    """DESIGN.md's word for it: 3 seconds of 8 are idle."""
+    assert line((0, "0F0", 0, 4), (1, "1F0", 2, 3)).bubble_ratio == 3 / 8
+
+
+def test_span_bubble_ratio_is_over_the_longest_span_of_a_rank():
+    """LITERATURE 0.2: first op's start to last op's end of a rank, updates left out; spans 4 and 3, work 4 + 2."""
+    made = line((0, "0F0", 0, 2), (0, "0B0", 2, 4), (0, "0U1", 6, 9), (1, "1F0", 3, 4), (1, "1B0", 5, 6))
+    assert made.span_bubble_ratio == 1 - 6 / (2 * 4)
+    assert made.bubble_ratio == 1 - 9 / (2 * 9)
+
+
+def test_a_late_start_counts_in_the_makespan_and_not_in_the_span():
+    """The two definitions part where every rank works without a gap, one after the other."""
+    made = line((0, "0F0", 0, 3), (1, "1F0", 3, 6))
+    assert made.span_bubble_ratio == 0.0
+    assert made.bubble_ratio == 0.5
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 4), (4, 8), (8, 8)])
+def test_the_two_bubble_ratios_agree_for_gpipe_and_one_f_one_b(name, p, m):
+    """LITERATURE 0.2: some rank spans the whole makespan, and (cost - m(f+b)) / cost is the papers' own form."""
+    made = simulate_schedule(schedule(name, p, m), Costs(forward=1, backward=2))
+    assert made.span_bubble_ratio == pytest.approx(made.bubble_ratio)
+    assert made.span_bubble_ratio == pytest.approx((made.makespan - m * 3) / made.makespan)
+
+
+def test_an_empty_timeline_has_no_figures():
+    """Nothing ran: 0 everywhere, no division by it."""
+    made = Timeline.of([], 2, 3)
+    assert (made.makespan, made.busy, made.bubble_ratio, made.span_bubble_ratio) == (0.0, (0.0, 0.0), 0.0, 0.0)
+    assert made.peak_in_flight == (0, 0, 0)
+
+
+def test_peak_in_flight_is_per_stage_the_most_that_one_of_its_ranks_holds():
+    """Copies share the work, not the memory: 2 on rank 0 and 1 on rank 1 are 2."""
+    made = line(
+        (0, "0F0", 0, 1), (0, "0F1", 1, 2), (1, "0F2", 0, 1), (0, "0I0", 2, 3), (0, "0W0", 3, 4), (1, "0B2", 1, 3), stages=1
+    )
+    assert made.peak_in_flight == (2,)
+
+
+@given(custom_schedules())
+@settings(deadline=None, max_examples=60)
+def test_peak_in_flight_does_not_depend_on_how_long_ops_take(made):
+    """It once did: where ops take no time, an end was counted before the start it belongs to."""
+    for costs in (Costs(forward=0, backward=0), Costs(forward=1, backward=0), Costs(forward=0, backward=1)):
+        assert simulate_schedule(made, costs).peak_in_flight == verify(made).peak_in_flight
+
+
+@given(custom_schedules(), st.floats(1e-9, 1e3), st.floats(1e-9, 1e3))
+@settings(deadline=None, max_examples=60)
+def test_bubble_ratios_lie_between_0_and_1(made, forward, backward):
+    """Sums of floats may pass the whole by a rounding error; `-0.0 %` in a report looks like a bug."""
+    timeline = simulate_schedule(made, Costs(forward=forward, backward=backward))
+    assert 0 <= timeline.bubble_ratio < 1
+    assert 0 <= timeline.span_bubble_ratio < 1
+    assert timeline.ranks * timeline.makespan * (1 - timeline.bubble_ratio) == pytest.approx(sum(timeline.busy))

@@ -1,0 +1,119 @@
+"""Plan: one value, its JSON, its text."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from penstock.errors import FileError, PlanError
+from penstock.plan import Candidate, Plan, Prediction, program_lines
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Schedule
+
+
+def plan(made: Schedule = schedule("1f1b", 2, 4), lengths: tuple[int, ...] = (2, 1)) -> Plan:
+    """A plan that is whole."""
+    peaks = tuple(1000 * (rank + 1) for rank in range(made.ranks))
+    candidates = (
+        Candidate("1f1b", 2, 4, "never", lengths, 0.5, 2000, "compute of stage 1"),
+        Candidate("gpipe", 2, 4, "never", lengths, 0.5001, 4000, "bubble"),
+        Candidate("gpipe", 2, 8, "never", lengths, 0.4, 4 * 2**30, "needs 4.0 GiB, has 2.0 GiB on rank 1"),
+    )
+    return Plan("abc", ("stem", "body", "head"), lengths, made.name, program_lines(made), made.micro_batches, 16, "local:2", 4,
+                Prediction(0.5, 0.2, peaks, 32.0, 0.9), made.options, candidates=candidates)  # fmt: skip
+
+
+def saved(tmp_path, **changes):
+    """The path of a plan whose JSON was changed."""
+    path = tmp_path / "plan.json"
+    plan().save(path)
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps({**found, **changes}))
+    return path
+
+
+CUSTOM = Schedule.parse("rank 0 | 0F0 0F1 1F1 1B1 0B1 1F0 1B0 0B0 1U1 0U1\nrank 1 |\nrank 2 | 2F1 2B1 2F0 2I0 2W0 2U1")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [plan(), plan(schedule("gpipe", 2, 3, backward_order="reverse")), plan(CUSTOM, (1, 1, 1))],
+    ids=["1f1b", "with options", "custom"],
+)
+def test_a_plan_comes_back_from_json_as_it_was(tmp_path, made):
+    """Plans travel between machines; any schedule must survive, a user's own and idle ranks too."""
+    path = tmp_path / "plan.json"
+    made.save(path)
+    again = Plan.load(path)
+    assert again == made
+    assert again.schedule == made.schedule
+
+
+def test_the_schedule_is_read_back_whole():
+    """Programs, name and options: equal to what went in."""
+    made = schedule("gpipe", 2, 3, backward_order="reverse")
+    assert plan(made).schedule == made
+    assert plan(CUSTOM, (1, 1, 1)).schedule.programs == CUSTOM.programs
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema": 2}, "is no plan of schema 1: its schema is 2"),
+        ({"colour": "red"}, "is no plan: at colour: Unexpected"),
+        ({"batch": "many"}, "is no plan: at batch"),
+        ({"recompute": "sometimes"}, "is no plan: at recompute"),
+        ({"lengths": [2, 2]}, r"stage lengths \[2, 2\] must be positive and sum to the 3 layers"),
+        ({"lengths": [3, 0]}, r"stage lengths \[3, 0\] must be positive"),
+        ({"lengths": [1, 1, 1]}, "the programs have 2 stages, the lengths 3"),
+        ({"micro_batches": 8}, "the programs have 4 micro-batches, not 8"),
+        ({"batch": 3}, "a batch of 3 cannot be cut into 4 micro-batches"),
+        ({"programs": ["0F0 0X0"]}, "'0X0' is not an op"),
+        ({"weights": "stash"}, "no weight rule called 'stash'"),
+        ({"synchronous": False}, "weight rule 'flush' does not go with an asynchronous schedule"),
+        ({"predicted": {"step_s": 1, "bubble_ratio": 0, "peak_memory": [1], "samples_per_s": 1, "one_device_s": 1}},
+         "memory is predicted for 1 ranks, the programs are for 2"),
+    ],
+)  # fmt: skip
+def test_a_changed_file_is_refused_with_what_is_wrong(tmp_path, changes, message):
+    """A plan is parsed, never trusted: what runs from it must be whole."""
+    path = saved(tmp_path, **changes)
+    with pytest.raises(FileError, match=message):
+        Plan.load(path)
+
+
+def test_a_plan_fits_the_model_and_ranks_that_it_was_made_for():
+    """Four ranks in the cluster, two of them used: two are started."""
+    plan().check_fits("abc", 2)
+
+
+def test_another_model_or_number_of_ranks_is_refused_with_all_that_differs():
+    """Both at once: nobody wants to find the second one after repairing the first."""
+    with pytest.raises(PlanError, match="for a chain of 3 layers with fingerprint abc, and this one's is xyz") as caught:
+        plan().check_fits("xyz", 4)
+    assert "it uses 2 ranks, and there are 4" in str(caught.value)
+    with pytest.raises(PlanError, match="it uses 2 ranks, and there are 1: start 2 ranks, or plan for a cluster of 1"):
+        plan().check_fits("abc", 1)
+
+
+def test_a_plan_prints_its_cuts_its_prediction_and_why_the_others_lost():
+    """print(plan) is how people learn what was chosen."""
+    assert str(plan()).splitlines() == [
+        "1f1b on 2 of 4 ranks of local:2: 2 stages, batch 16 in 4 micro-batches, recompute never, weights flush",
+        "  predicted: 500.0 ms a step, 32 samples/s, 1.80 times one device, bubble 20%",
+        "    stage  rank  layers  from  to    peak memory of rank",
+        "    0      0     2       stem  body  1000 B",
+        "    1      1     1       head  head  2.0 KiB",
+        "  weighed, best first:",
+        "    schedule  stages  M  recompute  step              peak memory  why",
+        "    1f1b      2       4  never      500.0 ms          2.0 KiB      compute of stage 1",
+        "    gpipe     2       4  never      500.1 ms  equal   3.9 KiB      bubble",
+        "    gpipe     2       8  never      400.0 ms  -20.0%  4.0 GiB      needs 4.0 GiB, has 2.0 GiB on rank 1",
+    ]
+
+
+def test_a_plan_of_nothing_prints_too():
+    """Zero seconds divide nothing."""
+    empty = replace(plan(), predicted=Prediction(0.0, 0.0, (0, 0), 0.0, 0.0))
+    assert "1.00 times one device" in str(empty)
+    assert empty.bounds == ((0, 2), (2, 3))

@@ -1,0 +1,28 @@
+"""Weight rules by name."""
+
+import pytest
+
+from penstock.errors import UnknownName
+from penstock.weights.catalogue import WEIGHT_RULES, weight_rule
+
+
+@pytest.mark.parametrize("name", list(WEIGHT_RULES.entries()))
+def test_every_weight_rule_declares_its_facts(name):
+    """Planning asks for them before anything runs."""
+    rule = weight_rule(name)
+    assert rule.name == name
+    assert isinstance(rule.synchronous, bool)
+    assert rule.source
+    assert all(rule.versions_kept(in_flight) >= 1 for in_flight in (1, 4))
+
+
+def test_flush_keeps_one_version_however_many_are_in_flight():
+    """The pipeline drains before each update: that is what a synchronous schedule saves."""
+    assert [weight_rule("flush").versions_kept(n) for n in (1, 8)] == [1, 1]
+    assert weight_rule("flush").synchronous
+
+
+def test_an_unknown_weight_rule_is_refused_with_those_that_are_known():
+    """A typing slip must not train with another rule."""
+    with pytest.raises(UnknownName, match=r"no weight rule called 'flash'\. Did you mean 'flush'\?"):
+        weight_rule("flash")

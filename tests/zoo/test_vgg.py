@@ -1,0 +1,49 @@
+"""VGG: names, sizes for small images, and that its initial weights can learn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.zoo.catalogue import model
+
+
+def parameter_count(made: nn.Module) -> int:
+    """Numbers in all parameters."""
+    return sum(parameter.numel() for parameter in made.parameters())
+
+
+def test_vgg19_for_small_images_and_100_classes_has_the_count_of_the_literature():
+    """LITERATURE 11.7: a first linear map of 512 instead of 25,088 inputs."""
+    assert parameter_count(model("vgg19", device="meta", image=32, classes=100)) == 39_316_644
+
+
+def test_vgg11_layers_have_the_names_of_the_papers_models():
+    """Cuts are spoken of by these names."""
+    made = model("vgg11", device="meta")
+    assert list(made.features._modules)[:6] == ["conv1_1", "relu1_1", "pool1", "conv2_1", "relu2_1", "pool2"]
+    assert list(made.classifier._modules) == ["flatten", "fc6", "relu6", "drop6", "fc7", "relu7", "drop7", "fc8"]
+    assert "features.conv5_2.weight" in made.state_dict()
+
+
+def test_batch_norm_stands_between_convolution_and_relu():
+    """Another order would be another model with the same parameter count."""
+    names = list(model("vgg11_bn", device="meta").features._modules)
+    assert names[:4] == ["conv1_1", "bn1_1", "relu1_1", "pool1"]
+
+
+@pytest.mark.parametrize(("name", "layers"), [("vgg11", 29), ("vgg13", 33), ("vgg16", 39), ("vgg19", 45), ("vgg16_bn", 52)])
+def test_every_operation_is_a_layer_of_its_own(name, layers):
+    """The finer the layers, the more even the cuts; dropout 0 keeps the count, so that one plan fits both."""
+    for dropout in (0.5, 0.0):
+        made = model(name, device="meta", dropout=dropout)
+        assert len(made.features) + len(made.classifier) == layers
+
+
+def test_full_size_image_runs_through_all_shapes():
+    """The first linear map fits the last feature map; on meta, so that nothing is computed."""
+    made = model("vgg16", device="meta", channels=1, classes=7)
+    features = made.features(torch.empty(2, 1, 224, 224, device="meta"))
+    assert features.shape == (2, 512, 7, 7)
+    assert made.classifier(features).shape == (2, 7)
