@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import pytest
+
 from penstock import errors
 from penstock.errors import (
     DeadlineExceeded,

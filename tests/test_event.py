@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.schedule.custom_schedules import custom_schedules
+
 from penstock.event import Event, Timeline
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Op
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
-from tests.schedule.custom_schedules import custom_schedules
 
 
 def line(*rows, ranks=2, stages=2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+
 from penstock.errors import UnknownName
 from penstock.registry import Registry
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+
 from penstock.errors import FileError
 from penstock.store import read_json, to_json, write_json
 

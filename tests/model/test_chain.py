@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from penstock.errors import ChainError
 from penstock.model.chain import Chain, Layer, TensorFacts
 

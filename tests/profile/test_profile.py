@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from penstock.errors import FileError, SettingError
 from penstock.profile.profile import LayerProfile, Profile, Timing, check_timing
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 
 from hypothesis import strategies as st
+
 from penstock.schedule.op import Kind, Op, Schedule
 
 

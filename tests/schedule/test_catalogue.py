@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from penstock.errors import ScheduleError, UnknownName
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.op import Schedule

@@ -7,12 +7,13 @@ import io
 
 import pytest
 from hypothesis import given, settings
+from tests.schedule.custom_schedules import custom_schedules
+
 from penstock.errors import FileError, ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.csv import from_csv, read_csv, to_csv
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.verify.verify import verify
-from tests.schedule.custom_schedules import custom_schedules
 
 
 def without_updates(made):
@@ -50,6 +51,16 @@ def test_torch_reads_our_cells_as_we_mean_them(made):
     rows = [[_Action.from_str(cell) for cell in row] for row in csv.reader(io.StringIO(to_csv(made)))]
     read = [[(a.computation_type.value, a.stage_index, a.microbatch_index) for a in row if a is not None] for row in rows]
     assert read == [[tuple(op) for op in program] for program in without_updates(made)]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "naive"])
+def test_torchs_own_validator_passes_our_families(name):
+    """The export is for its runtime, which checks order and placement by rules of its own."""
+    from torch.distributed.pipelining.schedules import _Action, _validate_schedule
+
+    made = schedule(name, 4, 6)
+    rows = [[_Action.from_str(cell) for cell in row] for row in csv.reader(io.StringIO(to_csv(made)))]
+    assert _validate_schedule(dict(enumerate(rows)), 4, 4, 6) == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
 def test_torchs_own_text_of_an_action_is_ours():

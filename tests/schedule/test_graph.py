@@ -7,13 +7,14 @@ from collections import defaultdict, deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.schedule.custom_schedules import custom_schedules
+
 from penstock.errors import ScheduleError
 from penstock.event import Timeline
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.graph import build, channel_depth
 from penstock.schedule.lower import Direction, lower
 from penstock.schedule.op import Kind, Op, Schedule
-from tests.schedule.custom_schedules import custom_schedules
 
 
 def plays_through(programs, depth):

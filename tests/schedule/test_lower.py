@@ -8,11 +8,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.schedule.custom_schedules import custom_schedules
+
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.lower import Direction, Link, Message, Transfer, lower, messages
 from penstock.schedule.op import Kind, Op, Schedule
-from tests.schedule.custom_schedules import custom_schedules
 
 SCHEDULES = st.one_of(
     custom_schedules(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.rules import RULES, feeds, needs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from penstock.errors import SettingError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.schedule.custom_schedules import custom_schedules
+
 from penstock.errors import ScheduleError, SettingError
 from penstock.event import Event
 from penstock.schedule.catalogue import schedule
@@ -14,7 +16,6 @@ from penstock.schedule.op import Op, Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
-from tests.schedule.custom_schedules import custom_schedules
 
 
 def reference(programs, seconds, hop, overlap):
@@ -27,7 +28,7 @@ def reference(programs, seconds, hop, overlap):
     rows = [[(str(op.kind), op.stage, op.micro_batch) for op in program] for program in programs]
     home = {(stage, m): rank for rank, row in enumerate(rows) for letter, stage, m in row if letter == "F"}
     top = max(stage for stage, _ in home)
-    arrived, link_free, moves, times = {}, {}, {}, set()
+    arrived, link_free, times = {}, {}, set()
     free, at = [0.0] * len(rows), [0] * len(rows)
 
     def inputs(letter, stage, m):

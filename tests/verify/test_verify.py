@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.schedule.custom_schedules import custom_schedules
+
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.verify.verify import verify
-from tests.schedule.custom_schedules import custom_schedules
 
 
 def findings_of(text, *, synchronous=True, limit=None):

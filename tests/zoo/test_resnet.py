@@ -42,10 +42,10 @@ def test_resnet18_learns_a_batch_by_heart_in_a_few_steps():
     """Initial weights and skips let the gradient through."""
     torch.manual_seed(0)
     made = model("resnet18", image=32, classes=4)
-    inputs, targets = torch.randn(8, 3, 32, 32), torch.arange(8) % 4
+    inputs, targets = torch.randn(4, 3, 32, 32), torch.arange(4)
     optimizer = torch.optim.SGD(made.parameters(), lr=0.02)
     losses = []
-    for _ in range(6):
+    for _ in range(4):
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(made(inputs), targets)
         loss.backward()

@@ -39,7 +39,7 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
         self._origin.record(torch.cuda.current_stream(device))
         torch.cuda.synchronize(device)
@@ -47,14 +47,14 @@ class CudaClock:
 
     def mark(self) -> torch.cuda.Event:
         """See `Clock.mark`."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, mark: torch.cuda.Event) -> float:
         """See `Clock.seconds`; waits until the event has happened."""
         mark.synchronize()
-        return self._origin_s + self._origin.elapsed_time(mark) / 1e3
+        return self._origin_s + float(self._origin.elapsed_time(mark)) / 1e3
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -78,7 +78,7 @@ def compare(world: World, placed: state.Placed, play: Callable[[], None], batch:
         for name, parameter in module.named_parameters(layer.name):
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             plain_grads.setdefault(placed.traced.aliases[name], grad)
-        plain_state.update({name: b for name, b in module.state_dict(prefix=f"{layer.name}.").items()})
+        plain_state.update(module.state_dict(prefix=f"{layer.name}."))
     parameters = {name for layer in placed.traced.layers for name in layer.parameters} | set(plain_grads)
     moved = {name: tensor for name, tensor in found_state.items() if placed.traced.aliases.get(name, name) not in parameters}
     return Comparison(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from penstock.errors import RankDied, RunError, SettingError
 
@@ -62,7 +62,7 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
     if ranks < 1:
         raise SettingError(f"launch starts 1 rank or more, not {ranks}")
     # The store lives here, so that it outlasts any rank and can say what became of the others.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     per_rank = threads or max(1, len(os.sched_getaffinity(0)) // ranks)
     with tempfile.TemporaryDirectory(prefix="penstock-launch-") as folder:
         job = Path(folder) / "job"
@@ -78,14 +78,15 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
                     "OMP_NUM_THREADS": str(per_rank), "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
                 }  # fmt: skip
                 command = [sys.executable, "-P", "-m", "penstock.runtime.rank_process", str(job), str(result)]
-                children.append(_Child(rank, subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL), result))
+                process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603 - our own program
+                children.append(_Child(rank, process, result))
             _watch(children, store)
             return [cloudpickle.loads(child.result.read_bytes())["value"] for child in children]
         finally:
             _stop(children)
 
 
-def _watch(children: list[_Child], store: dist.TCPStore) -> None:
+def _watch(children: list[_Child], store: TCPStore) -> None:
     """Until all have ended well; raise when one has not."""
     ended = threading.Condition()
     waiting = [threading.Thread(target=_announce, args=(child, ended), daemon=True) for child in children]
@@ -117,10 +118,10 @@ def _announce(child: _Child, ended: threading.Condition) -> None:
         ended.notify_all()
 
 
-def _tell(store: dist.TCPStore, reason: str) -> None:
+def _tell(store: TCPStore, reason: str) -> None:
     """Write the reason on the board of every world that the ranks have made."""
     for world in range(64):
-        prefix = dist.PrefixStore(f"penstock/{world}", store)
+        prefix = PrefixStore(f"penstock/{world}", store)
         if not prefix.check(["penstock/pid/0"]):
             break
         prefix.compare_set("penstock/failure", "", json.dumps({"rank": -1, "reason": reason}))

@@ -21,7 +21,8 @@ from penstock.runtime.batch import Batch, join, make_batch
 from penstock.runtime.clock import clock_for
 from penstock.runtime.compare import Comparison, compare
 from penstock.runtime.interpreter import Interpreter
-from penstock.runtime.processes import DistributedWorld, join as join_ranks, started
+from penstock.runtime.processes import DistributedWorld, started
+from penstock.runtime.processes import join as join_ranks
 from penstock.runtime.stage import Loss, Stage, StageLayer
 from penstock.runtime.threads import ThreadWorld
 from penstock.runtime.world import World

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from penstock.errors import DeadlineExceeded, PeerFailed, RunError
 from penstock.runtime.store_board import StoreBoard
@@ -58,10 +59,10 @@ class DistributedWorld:
     def __init__(self, device: torch.device | None, deadline_s: float, links: Collection[Link]) -> None:
         self.size = join()
         self._rank = dist.get_rank()
-        self.local_ranks = (self._rank,)
+        self.local_ranks: tuple[int, ...] = (self._rank,)
         self._device = device or _own_device()
         timeout = timedelta(seconds=deadline_s)
-        store = dist.PrefixStore(f"penstock/{next(_WORLDS)}", dist.distributed_c10d._get_default_store())
+        store = PrefixStore(f"penstock/{next(_WORLDS)}", dist.distributed_c10d._get_default_store())
         shared = dist.new_group(backend="gloo", timeout=timeout)
         assert shared is not None
         groups = {}

@@ -36,12 +36,10 @@ class Placed:
 
 def own(stage: Stage) -> dict[str, Tensor]:
     """A stage's parameters and persistent buffers, live, by the names that the whole model's `state_dict` has for them."""
-    tensors: dict[str, Tensor] = {}
+    held: dict[str, object] = {}
     for layer in stage.layers:
-        for name, value in layer.module.state_dict(prefix=f"{layer.name}.").items():
-            if isinstance(value, Tensor):
-                tensors[name] = value
-    return tensors
+        held |= layer.module.state_dict(prefix=f"{layer.name}.")
+    return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
 
 def put(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
@@ -77,7 +75,7 @@ def collect_grads(world: World, placed: Placed) -> dict[str, Tensor]:
     for rank, layers in placed.layers_of_rank().items():
         names = dict.fromkeys(name for layer in layers for name in placed.traced.layers[layer].parameters)
         facts = [placed.traced.description.tensor(name) for name in names]
-        described[rank] = {fact.name: TensorForm(fact.shape, fact.dtype, False) for fact in facts if fact.trainable}
+        described[rank] = {fact.name: TensorForm(fact.shape, fact.dtype, wants_grad=False) for fact in facts if fact.trainable}
     local: dict[int, list[Tensor]] = {rank: [] for rank in world.local_ranks}
     for stage in placed.local:
         rank = placed.home[stage.index]
@@ -91,13 +89,14 @@ def _described(placed: Placed) -> dict[int, dict[str, TensorForm]]:
     """Names and forms of what every rank holds, known everywhere since everywhere has the chain."""
     described: dict[int, dict[str, TensorForm]] = {}
     for rank, layers in placed.layers_of_rank().items():
-        described[rank] = {}
+        held: dict[str, object] = {}
         for layer in layers:
-            prefix = f"{placed.traced.layers[layer].name}."
-            for name, value in placed.traced.modules[layer].state_dict(prefix=prefix).items():
-                if isinstance(value, Tensor):
-                    form = TensorForm(tuple(value.shape), str(value.dtype).removeprefix("torch."), False)
-                    described[rank][name] = form
+            held |= placed.traced.modules[layer].state_dict(prefix=f"{placed.traced.layers[layer].name}.")
+        described[rank] = {
+            name: TensorForm(tuple(value.shape), str(value.dtype).removeprefix("torch."), wants_grad=False)
+            for name, value in held.items()
+            if isinstance(value, Tensor)
+        }
     return described
 
 

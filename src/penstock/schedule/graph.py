@@ -150,7 +150,10 @@ def channel_depth(schedule: Schedule) -> int:
                 bounded[send] += waits[take] if depth == 0 else takes[link][n - depth : n - depth + 1] if n >= depth else ()
         return not Graph((), (), tuple(map(tuple, bounded))).order()[1]
 
-    low, high = 0, max(map(len, sends.values()), default=0)
+    most = max(map(len, sends.values()), default=0)
+    low = high = 0
+    while high < most and not finishes(high):  # most schedules need 0 or 1: up by doubling before halving
+        low, high = high + 1, min(2 * high + 1, most)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if finishes(middle) else (middle + 1, high)

@@ -216,9 +216,15 @@ class _Search:
             cluster_ranks=request.cluster.ranks,
             predicted=Prediction(chosen.step_s, chosen.bubble_ratio, chosen.memory,
                                  request.batch / chosen.step_s if chosen.step_s else 0.0,
-                                 sum(request.profile.step_seconds(request.batch))),
+                                 _one_device_s(request)),
             candidates=tuple(found.candidate for found in rows),
         )  # fmt: skip
+
+
+def _one_device_s(request: PlanRequest) -> float:
+    """A step of plain training on one device: the whole batch at once, and an update."""
+    parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
+    return sum(request.profile.step_seconds(request.batch)) + parameter_bytes * request.profile.update_s_per_byte
 
 
 def _first_of_kind(found: Iterable[_Found]) -> list[_Found]:

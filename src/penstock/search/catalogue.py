@@ -20,7 +20,7 @@ register = PLANNERS.register
 def plan(profile: Profile, cluster: Cluster, batch: int, *, planner: str = "auto", schedules: Sequence[str] | str | None = None,
          asynchronous: bool = False, memory_limit: int | str | None = None, max_replicas: int | None = None,
          recompute: Recompute | Literal["auto"] = "auto", budget_s: float = 10.0, stages: int | None = None,
-         micro_batches: int | None = None) -> Plan:  # fmt: skip
+         micro_batches: int | None = None, partition: str | Sequence[int] = "bottleneck") -> Plan:  # fmt: skip
     """The best plan that the planner finds; print it to see what it weighed.
 
     Args:
@@ -37,6 +37,7 @@ def plan(profile: Profile, cluster: Cluster, batch: int, *, planner: str = "auto
             that fits. A search that ends before its budget always gives the same plan.
         stages: number of stages; None leaves it to the planner.
         micro_batches: parts of a batch; None leaves it to the planner.
+        partition: how to cut: a method's name, or the number of layers in every stage.
 
     Raises:
         PlanError: nothing fits the memory, a number is out of its range, or something is asked that no planner can do yet.
@@ -49,5 +50,6 @@ def plan(profile: Profile, cluster: Cluster, batch: int, *, planner: str = "auto
     if max_replicas is not None and max_replicas > 1:
         raise PlanError(f"max_replicas={max_replicas} cannot be planned yet: every stage has 1 copy. Leave it out, or give 1")
     names = (schedules,) if isinstance(schedules, str) else None if schedules is None else tuple(schedules)
+    by = partition if isinstance(partition, str) else tuple(partition)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
-    return entry.make(PlanRequest(profile, cluster, batch, names, limit, recompute, budget_s, stages, micro_batches))
+    return entry.make(PlanRequest(profile, cluster, batch, names, limit, recompute, budget_s, stages, micro_batches, by))

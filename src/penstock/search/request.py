@@ -19,6 +19,7 @@ class PlanRequest:
     """A model, a cluster, a batch, and what the plan may and must be. None leaves the planner free.
 
     `memory_limit` is in bytes for every rank, besides what its device has. `recompute` is one of `RECOMPUTE`, or "auto".
+    `by` says how to cut: a partition method's name, or the lengths of the stages (`stages` is then their number).
 
     Raises:
         PlanError: a number is out of its range, or a schedule is asynchronous.
@@ -34,9 +35,14 @@ class PlanRequest:
     budget_s: float = 10.0
     stages: int | None = None
     micro_batches: int | None = None
+    by: str | tuple[int, ...] = "bottleneck"
 
     def __post_init__(self) -> None:
         layers = len(self.profile)
+        if not isinstance(self.by, str):
+            if self.stages not in (None, len(self.by)):
+                raise PlanError(f"the cut {list(self.by)} has {len(self.by)} stages, but {self.stages} are asked for")
+            object.__setattr__(self, "stages", len(self.by))
         for name, number, most, of in (
             ("batch", self.batch, None, ""),
             ("stages", self.stages, layers, "layers"),

@@ -59,10 +59,14 @@ def _ways(request: PlanRequest) -> Iterator[Way]:
 
 
 def cut(request: PlanRequest, stages: int, micro_batches: int, balance: Balance) -> tuple[tuple[int, ...], Costs]:
-    """The lengths of the stages and their costs, stage s standing on rank s."""
+    """The lengths of the stages and their costs, stage s standing on rank s; cut as the request says, or exactly."""
     profile, cluster = request.profile, request.cluster
     micro_batch = request.batch / micro_batches
-    if balance == "time":
+    if request.by != "bottleneck":
+        # "time" is the one method besides that asks for the size at which costs count.
+        sized = {"micro_batch": micro_batch} if request.by == "time" else {}
+        lengths = partition(profile, stages, by=request.by, **sized)
+    elif balance == "time":
         crossing = micro_batch * sum(layer.output_bytes_per_sample for layer in profile) / len(profile)
         links = [cluster.link(a, b) for a, b in pairwise(range(min(stages, cluster.ranks)))]
         link = max(links, key=lambda each: each.transfer_seconds(crossing), default=cluster.inside)

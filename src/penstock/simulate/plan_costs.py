@@ -22,7 +22,7 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
     """What every op of every stage costs, stage s standing on rank s (`place_costs` when it stands elsewhere).
 
     Seconds are those of the mean micro-batch. Bytes that are held are those of the largest: of a batch cut into nearly equal
-    parts, memory has to hold the one that got the odd sample. Updates count 0 s: a profile does not know the optimizer.
+    parts, memory has to hold the one that got the odd sample. Updates are those of SGD with momentum, whatever the optimizer.
 
     Args:
         profile: costs of the layers, in order.
@@ -55,6 +55,7 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
         input_grad=seconds("input_grad"),
         weight_grad=seconds("weight_grad"),
         activation_bytes=[largest * sum(layer.activation_bytes_per_sample for layer in each) for each in layers],
+        update=[sum(layer.parameter_bytes for layer in each) * profile.update_s_per_byte for each in layers],
         input_bytes=[largest * per_sample for per_sample in (profile.input_bytes_per_sample, *out)],
         # More stages than ranks go round them, until `place_costs` says where they really stand.
         transfer=[

@@ -71,7 +71,7 @@ def model(name: str, *, device: str | torch.device | None = None, **options: obj
     try:
         place = nullcontext() if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise SettingError(f"torch knows no device {device!r}: {error}. Write for example 'cpu', 'cuda:0' or 'meta'") from error
+        raise SettingError(f"torch knows no device {device!r}; write for example 'cpu', 'cuda:0' or 'meta'") from error
     with place:
         return entry.make(**options)
 

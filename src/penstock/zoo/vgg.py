@@ -47,7 +47,9 @@ def vgg(depth: int, batch_norm: bool, *, classes: int = 1000, image: int = 224, 
         SettingError: image is neither 224 nor 32, dropout not in [0, 1), or a count below 1.
 
     Source: Simonyan and Zisserman 2015, "Very deep convolutional networks for large-scale image recognition", table 1.
-    Initial weights as in torchvision: He normal for convolutions, N(0, 0.01²) for linear maps.
+    Initial weights as in torchvision: He normal for convolutions, N(0, 0.01²) for linear maps. Without batch norm the logits then
+    start near 0, and the loss leaves its first value late: at 32 pixels, batch 16 and SGD with momentum 0.9, VGG-11 after about 40
+    steps at lr=0.02, VGG-19 after about 90 at lr=0.03.
     """
     name = f"vgg{depth}" + "_bn" * batch_norm
     check_counts(name, classes=classes, channels=channels)

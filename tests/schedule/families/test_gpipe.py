@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.simulate.costs import Costs
