@@ -13,6 +13,7 @@ from penstock.units import format_bytes, format_seconds, parse_bytes, parse_seco
 @pytest.mark.parametrize(("text", "count"), [
     ("80 GiB", 80 * 2**30), ("80gib", 80 * 2**30), ("16 GB", 16 * 10**9), ("512", 512), (" 1.5 KiB ", 1536), ("2.", 2),
     ("1e3", 1000), ("1E+3 B", 1000), (512, 512), (1.6, 2), ("0", 0), ("3 TiB", 3 * 2**40), ("2 MB", 2 * 10**6),
+    ("5 KB", 5000), ("1 MiB", 2**20), ("1 TB", 10**12), ("3 B", 3),
 ])  # fmt: skip
 def test_bytes_are_read_from_what_people_write(text, count):
     """Binary and decimal units are told apart; spaces and case are not."""

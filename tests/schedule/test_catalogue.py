@@ -58,6 +58,11 @@ def test_numbers_that_count_nothing_are_refused(number):
         schedule("gpipe", 2, number)
 
 
+def test_one_stage_and_one_micro_batch_are_enough():
+    """The smallest schedule there is; the number of micro-batches may be left out."""
+    assert str(schedule("gpipe", 1)) == str(schedule("gpipe", 1, 1)) == "rank 0 | 0F0 0B0 0U1"
+
+
 def test_an_option_that_the_schedule_does_not_take_is_refused_by_name():
     """A misspelt option must not be ignored."""
     with pytest.raises(ScheduleError, match=r"1f1b does not take chunks: .*unexpected keyword argument 'chunks'"):

@@ -133,6 +133,15 @@ def test_copies_of_two_stages_that_update_in_opposite_orders_wait_for_each_other
     assert sorted(str(graph.work(node)[1]) for node in graph.order()[1]) == ["0U1", "0U1", "1U1", "1U1"]
 
 
+def test_the_last_send_of_a_program_keeps_nobody_waiting():
+    """overlap=False delays the sender's next op; after its last there is none, and the next rank's first is not it."""
+    made = Schedule.parse("0F0 0F1\n1F0 1F1")
+    assert build(made, overlap=False).order()[1] == []
+    starts = {event[1]: event[2] for event in build(made, overlap=False).events(lambda rank, op: 1.0, lambda link, m: 2.0)
+              if event[5] is None}  # fmt: skip
+    assert starts == {Op.parse("0F0"): 0, Op.parse("0F1"): 3, Op.parse("1F0"): 3, Op.parse("1F1"): 6}
+
+
 def test_a_sender_that_stands_still_delays_its_own_next_op():
     """overlap=False: as with blocking sends, the transfer is the sender's time."""
     made = Schedule.parse("0F0 0F1 0B0 0B1 0U1\n1F0 1F1 1B0 1B1 1U1")

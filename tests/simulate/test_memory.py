@@ -72,6 +72,7 @@ def test_either_kind_of_bytes_alone_is_counted():
     made = schedule("gpipe", 2, 2)
     assert peak_memory(made, Costs(weight_bytes=7)) == (7, 7)
     assert peak_memory(made, Costs(activation_bytes=3)) == (6, 6)
+    assert peak_memory(made, Costs(activation_bytes=3), "always") == (3, 3)
 
 
 @pytest.mark.parametrize(("recompute", "expected"), [

@@ -169,6 +169,11 @@ class Pipeline:
         output = join([batch.outputs[m] for m in sorted(batch.outputs)]) if batch.outputs else None
         return self._world.broadcast(output, self._last_rank)
 
+    @property
+    def step(self) -> int:
+        """Batches trained so far, those before a checkpoint included."""
+        return self._step
+
     def zero_grad(self) -> None:
         """Drop the gradients of the stages held here."""
         for stage in self._local_stages:

@@ -1,0 +1,5 @@
+"""`python -m penstock`."""
+
+from penstock.cli.main import run
+
+run()

@@ -1,0 +1,113 @@
+"""Flags that several verbs share, and what they turn into."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.errors import SettingError
+from penstock.units import parse_seconds
+
+if TYPE_CHECKING:
+    from penstock.event import Timeline
+    from penstock.schedule.op import Schedule
+    from penstock.simulate.costs import Costs
+
+ScheduleName = Annotated[str | None, typer.Option("--schedule", help="Name of a schedule; see `penstock schedules`.")]
+Stages = Annotated[int | None, typer.Option("--stages", help="Number of stages.")]
+MicroBatches = Annotated[int | None, typer.Option("--micro-batches", help="Parts that a batch is cut into.")]
+CsvFile = Annotated[
+    Path | None, typer.Option("--csv", help="A schedule in torch.distributed.pipelining's CSV instead of a named one.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Seconds = Annotated[str | None, typer.Option(help="One number for all stages, or one per stage: 1,2,1.5 or 3ms.")]
+Boundary = Annotated[str | None, typer.Option(help="One number for all boundaries, or one per boundary.")]
+Recompute = Annotated[str, typer.Option("--recompute", help="never, except_last or always.")]
+
+
+def the_schedule(name: str | None, stages: int | None, micro_batches: int | None, csv: Path | None) -> Schedule:
+    """The schedule that the flags name.
+
+    Raises:
+        SettingError: both or neither of a name and a file are given, or the number of stages is missing.
+    """
+    if csv is not None:
+        if name or stages or micro_batches:
+            raise SettingError("--csv holds the whole schedule: leave out --schedule, --stages and --micro-batches")
+        from penstock.schedule.csv import read_csv
+
+        return read_csv(csv)
+    if name is None or stages is None:
+        raise SettingError("say which schedule: --schedule 1f1b --stages 4 --micro-batches 8, or --csv FILE")
+    from penstock.schedule.catalogue import schedule
+
+    return schedule(name, stages, 1 if micro_batches is None else micro_batches)
+
+
+def numbers(flag: str, text: str | None) -> float | list[float] | None:
+    """Seconds from `1`, `2ms` or `1,2,3`.
+
+    Raises:
+        SettingError: something among them is no quantity of seconds.
+    """
+    if text is None:
+        return None
+    try:
+        values = [parse_seconds(word) for word in text.split(",")]
+    except SettingError as error:
+        raise SettingError(f"--{flag} {text}: {error}") from error
+    return values[0] if len(values) == 1 else values
+
+
+def the_costs(forward: str | None, backward: str | None, input_grad: str | None, weight_grad: str | None,
+              update: str | None, transfer: str | None) -> Costs:  # fmt: skip
+    """The costs that the flags give; what is not given keeps its default (F = 1, B = 2 F, the rest 0)."""
+    from penstock.simulate.costs import Costs
+
+    given = {"forward": forward, "backward": backward, "input_grad": input_grad, "weight_grad": weight_grad,
+             "update": update, "transfer": transfer}  # fmt: skip
+    return Costs(**{name: numbers(name.replace("_", "-"), text) for name, text in given.items() if text is not None})
+
+
+def timeline_facts(timeline: Timeline) -> dict[str, object]:
+    """What a simulation says, as JSON has it."""
+    return {
+        "schedule": timeline.title,
+        "ranks": timeline.ranks,
+        "stages": timeline.stages,
+        "makespan": timeline.makespan,
+        "bubble_ratio": timeline.bubble_ratio,
+        "span_bubble_ratio": timeline.span_bubble_ratio,
+        "busy": list(timeline.busy),
+        "peak_in_flight": list(timeline.peak_in_flight),
+        "peak_memory": None if timeline.peak_memory is None else list(timeline.peak_memory),
+    }
+
+
+def print_json(value: object) -> None:
+    """One JSON value on standard output."""
+    print(json.dumps(value, indent=1))
+
+
+def colour() -> bool:
+    """Whether standard output shows colours."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+def columns() -> int:
+    """Columns of the terminal, or 100 where there is none."""
+    return max(20, shutil.get_terminal_size((100, 24)).columns)
+
+
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Columns of text under a head."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]
+    return "\n".join(lines)

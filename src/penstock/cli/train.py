@@ -1,0 +1,87 @@
+"""`penstock train`: measure, plan, train, and compare with the prediction."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli import options
+from penstock.errors import SettingError
+from penstock.units import format_bytes, format_seconds
+
+
+def train(
+    config: Annotated[Path | None, typer.Argument(help="A YAML file; flags change what it says.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model of the zoo.")] = None,
+    data: Annotated[str | None, typer.Option(help="digits, cifar100:PATH, text or text:PATH.")] = None,
+    image: Annotated[int | None, typer.Option(help="Pixels a side.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Processes; by default one per stage, or per core.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Number of stages; else the planner's choice.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="See `penstock schedules`; else the planner's choice.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Parts of a batch; else the planner's choice.")] = None,
+    partition: Annotated[str | None, typer.Option(help="A method, type:REGEX, or layers per stage: 5,6,4.")] = None,
+    recompute: Annotated[str | None, typer.Option(help="auto, never, except_last or always.")] = None,
+    memory_limit: Annotated[str | None, typer.Option(help="Bytes that a rank may hold, such as '2 GiB'.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples in a batch.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Times through the data.")] = None,
+    limit_steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,
+    target_accuracy: Annotated[float | None, typer.Option(help="Stop after the epoch that reaches it.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, dropout and the order of the data.")] = None,
+    out: Annotated[str | None, typer.Option(help="The run's folder; by default a new one in runs/.")] = None,
+    resume: Annotated[bool | None, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = None,
+    profile: Annotated[str | None, typer.Option(help="A profile to use instead of measuring.")] = None,
+    baseline_steps: Annotated[int | None, typer.Option(help="Steps of plain training to compare with; 0: none.")] = None,
+    deadline_s: Annotated[float | None, typer.Option(help="Seconds that a rank waits for another.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Train a model through a pipeline on this machine: measured, planned, drawn, and compared with the prediction.
+
+    Example: penstock train --model vgg11_bn --data digits --stages 2 --schedule 1f1b --micro-batches 4 --epochs 3
+    """
+    changes = {name: value for name, value in locals().items() if name not in ("config", "json") and value is not None}
+    if "RANK" in os.environ:
+        raise SettingError("penstock train starts its own ranks: call it without torchrun. For several hosts, write a script "
+                           "with ps.Pipeline and start that with torchrun")  # fmt: skip
+    from penstock.training.config import load
+
+    settings = load(config, changes)
+    from penstock.draw.compare import draw_pair
+    from penstock.draw.draw import draw
+    from penstock.training.job import prepare, run
+
+    width, colour = options.columns(), options.colour()
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if json else sys.stdout, flush=True)
+
+    prepared = prepare(settings, say)
+    say(str(prepared.plan))
+    say(draw(prepared.predicted, width=width, colour=colour and not json))
+    outcome, measured = run(prepared, say, quiet=False)
+    if json:
+        from dataclasses import asdict
+
+        options.print_json({**asdict(outcome), "speed_up": outcome.speed_up})
+        return
+    say(draw_pair(prepared.predicted, measured, width=width, colour=colour))
+    rows = [
+        ("step", format_seconds(outcome.predicted_step_s), format_seconds(outcome.measured_step_s)),
+        ("bubble ratio", f"{outcome.predicted_bubble_ratio:.1%}", f"{outcome.measured_bubble_ratio:.1%}"),
+        *(
+            (f"memory of rank {rank}", format_bytes(expected), f"{format_bytes(found)} (whole process)")
+            for rank, (expected, found) in enumerate(zip(outcome.predicted_peak_memory, outcome.measured_peak_rss, strict=True))
+        ),
+    ]
+    say(options.table(("", "predicted", "measured"), rows))
+    say(f"{outcome.steps} steps, loss {outcome.loss:.4f}, test accuracy {outcome.test_accuracy:.2%}")
+    if outcome.one_thread_step_s is not None:
+        say(f"{outcome.speed_up:.2f} times as fast as one process with one thread "
+            f"({format_seconds(outcome.one_thread_step_s)} a step, median of {settings.baseline_steps})")  # fmt: skip
+    say(f"everything is in {outcome.folder}")

@@ -1,0 +1,48 @@
+"""`penstock verify`: is a schedule sound?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from penstock.cli import options
+from penstock.cli.options import CsvFile, Json, MicroBatches, ScheduleName, Stages
+from penstock.errors import ScheduleError
+
+
+def verify(
+    schedule: ScheduleName = None,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    csv: CsvFile = None,
+    in_flight_limit: Annotated[int | None, typer.Option(help="Most micro-batches that a rank may hold.")] = None,
+    json: Json = False,
+) -> None:
+    """Prove a schedule sound, or say all that is wrong with it (exit status 1).
+
+    Example: penstock verify --csv my_schedule.csv
+    """
+    from penstock.verify.verify import verify as prove
+
+    made = options.the_schedule(schedule, stages, micro_batches, csv)
+    try:
+        report = prove(made, in_flight_limit)
+    except ScheduleError as error:
+        if json:
+            options.print_json({"sound": False, "findings": [asdict(finding) for finding in error.findings]})
+        else:
+            typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if json:
+        options.print_json({"sound": True, **asdict(report)})
+        return
+    print(f"{made.name} is sound: {made.stages} stages on {made.ranks} ranks, {made.micro_batches} micro-batches")
+    print(f"staleness per stage       max {_row(report.staleness_max)}, mean {_row(report.staleness_mean)}")
+    print(f"peak in flight per stage  {_row(report.peak_in_flight)}, per rank {_row(report.peak_on_rank)}")
+    print(f"channel depth             {report.channel_depth} (messages a blocking channel must buffer)")
+
+
+def _row(values: tuple[float, ...]) -> str:
+    return " ".join(f"{value:g}" for value in values)

@@ -1,0 +1,122 @@
+"""What a training run is asked to do: from a YAML file, from flags, or both."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from penstock.errors import FileError, SettingError
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run. Every field is a key of the YAML file and, with dashes, a flag of `penstock train`.
+
+    Attributes:
+        model, model_options: a model of the zoo and its options. Classes, vocabulary and shapes follow the data.
+        data: "digits", "cifar100:PATH", "text" or "text:PATH".
+        image, channels, tokens: the form that the data is brought into.
+        batch, epochs, limit_steps: samples in a batch; times through the data; or fewer steps.
+        target_accuracy: stop after the epoch that reaches this test accuracy.
+        ranks: processes to start; by default one per core, or as many as there are stages.
+        stages, schedule, micro_batches, partition, recompute: leave any to the planner with None (recompute: "auto").
+        memory_limit: bytes per rank that the plan may use, such as "2 GiB".
+        optimizer, lr, momentum, weight_decay: of the update.
+        seed: of weights, dropout and the order of the data.
+        out: the run's folder; by default a new one in runs/.
+        resume: go on from the last checkpoint in `out`.
+        checkpoint: when to write one.
+        profile: a profile to use instead of measuring.
+        baseline_steps: steps of plain training in one process with one thread to compare with; 0 for none.
+        deadline_s: seconds that a rank waits for another.
+    """
+
+    model: str = "vgg11_bn"
+    model_options: dict[str, Any] = field(default_factory=dict)
+    data: str = "digits"
+    image: int = 32
+    channels: int = 3
+    tokens: int = 64
+    batch: int = 64
+    epochs: int = 5
+    limit_steps: int | None = None
+    target_accuracy: float | None = None
+    ranks: int | None = None
+    stages: int | None = None
+    schedule: str | None = None
+    micro_batches: int | None = None
+    partition: str = "bottleneck"
+    recompute: Literal["auto", "never", "except_last", "always"] = "auto"
+    memory_limit: str | None = None
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = 0.05
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    seed: int = 0
+    out: str | None = None
+    resume: bool = False
+    checkpoint: Literal["epoch", "end", "never"] = "epoch"
+    profile: str | None = None
+    baseline_steps: int = 5
+    deadline_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("epochs", 1), ("limit_steps", 1), ("ranks", 1), ("image", 1), ("channels", 1),
+                            ("tokens", 1), ("baseline_steps", 0)):  # fmt: skip
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise SettingError(f"{name} is {number}; it must be {least} or more")
+        for name in ("lr", "deadline_s"):
+            if not getattr(self, name) > 0:
+                raise SettingError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.resume and self.out is None:
+            raise SettingError("resume needs out: the folder of the run to go on with")
+
+    def lengths(self) -> str | list[int]:
+        """The cut as `plan` takes it: a method's name, or layers per stage written `5,6,4`."""
+        words = self.partition.split(",")
+        if all(word.strip().isdigit() for word in words):
+            return [int(word) for word in words]
+        return self.partition
+
+    def as_yaml(self) -> str:
+        """The file that `load` reads back."""
+        return str(yaml.safe_dump(asdict(self), sort_keys=False))
+
+
+def load(path: str | Path | None, changes: dict[str, Any]) -> TrainConfig:
+    """The configuration in a YAML file, or the defaults, with some fields changed.
+
+    Raises:
+        FileError: the file is missing, is no YAML mapping, or has a key or value that a run does not know.
+        SettingError: a change makes no sense.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    found: object = {}
+    if path is not None:
+        try:
+            found = yaml.safe_load(Path(path).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise FileError(f"cannot read the configuration {path}: {getattr(error, 'strerror', None) or error}") from error
+        except yaml.YAMLError as error:
+            raise FileError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        if found is None:
+            found = {}
+        if not isinstance(found, dict):
+            raise FileError(f"{path} must be a mapping of settings, such as 'model: vgg11_bn', not a {type(found).__name__}")
+        known = [each.name for each in fields(TrainConfig)]
+        strange = [str(key) for key in found if key not in known]
+        if strange:
+            raise FileError(f"{path} has unknown settings: {', '.join(strange)}. Known: {', '.join(known)}")
+    where = str(path) if path is not None else "the settings"
+    try:
+        return TypeAdapter(TrainConfig).validate_python({**dict(found), **changes})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"])) or "a setting"
+        given = f", not {first['input']!r}" if first["type"] != "value_error" else ""
+        raise SettingError(f"{where}: {name}: {first['msg'].removeprefix('Value error, ')}{given}") from error
