@@ -96,6 +96,11 @@ def test_a_timing_that_cannot_be_is_refused(timing, message):
         check_timing(timing, "here")
 
 
+def test_a_timing_of_no_time_at_all_is_taken():
+    """The weight gradient of a layer without weights costs nothing."""
+    check_timing(Timing((1, 2), (0.0, 0.0)), "here")
+
+
 LAYER = LayerProfile("stem", "Conv2d", Timing((1, 2), (1.0, 2.0), (0.1, 0.1)), Timing((1, 2), (2.0, 4.0)), Timing((1, 2), (1.0, 2.0)),
                      Timing((1, 2), (1.0, 1.5)), 100, 400, 8, 64.5, 16.0)  # fmt: skip
 PROFILE = Profile((LAYER, replace(LAYER, name="head µ")), "0123456789ab", 12.0, 2, {"cpu": "test"}, "2.13")

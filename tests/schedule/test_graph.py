@@ -119,6 +119,14 @@ def test_an_op_whose_predecessor_nobody_runs_is_refused(text, message):
         build(Schedule.parse(text))
 
 
+def test_a_node_is_known_by_its_rank_and_op_and_a_transfer_by_those_that_made_its_value():
+    """Messages about a cycle name them; the first transfer stands right after the last op."""
+    graph = build(Schedule.parse("0F0 0B0 0U1\n1F0 1B0 1U1"))
+    assert [(rank, str(op)) for rank, op in map(graph.work, range(len(graph.waits_for)))] == [
+        (0, "0F0"), (0, "0B0"), (0, "0U1"), (1, "1F0"), (1, "1B0"), (1, "1U1"), (0, "0F0"), (1, "1B0"),
+    ]  # fmt: skip
+
+
 def test_copies_of_a_stage_start_their_update_together():
     """U synchronises gradients: it cannot end on one rank before the other's last gradient exists, which it once did."""
     made = Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0F2 0B2 0U1")

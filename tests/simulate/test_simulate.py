@@ -175,7 +175,11 @@ def test_costs_that_are_not_given_follow_from_those_that_are(costs, expected):
 def test_updates_and_transfers_are_free_where_nothing_is_said_of_them():
     """Whether left out or given as unknown."""
     made = schedule("gpipe", 3, 2)
-    for costs in (Costs(), Costs(update=None, transfer=None), Costs(forward=1, backward=2, update=0, transfer=0, transfer_back=0)):
+    for costs in (
+        Costs(),
+        Costs(update=None, transfer=None),
+        Costs(forward=1, backward=2, update=0, transfer=0, transfer_back=0),
+    ):
         line = simulate_schedule(made, costs)
         assert line.makespan == 12
         assert sum(event.end - event.start for event in line.events) == 3 * 2 * 3

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.zoo.catalogue import model
+from penstock.zoo.layers import NormalLinear
 
 
 @settings(deadline=None, max_examples=25)
@@ -17,7 +18,7 @@ def test_layers_and_parameters_follow_the_stated_formulas(layers, features, hidd
     made = model("mlp", layers=layers, features=features, hidden=hidden, classes=classes)
     stated = (features + 1) * hidden + (layers - 2) * (hidden + 1) * hidden + (hidden + 1) * classes
     assert sum(parameter.numel() for parameter in made.parameters()) == stated
-    assert [type(layer) for layer in made] == [nn.Linear, nn.ReLU] * (layers - 1) + [nn.Linear]
+    assert [type(layer) for layer in made] == [NormalLinear, nn.ReLU] * (layers - 1) + [NormalLinear]
     assert made(torch.zeros(3, features)).shape == (3, classes)
 
 

@@ -23,8 +23,7 @@ def doctor(json: Json = False) -> None:
     import torch.distributed as dist
 
     import penstock
-    from penstock.measure.link import measure_link
-    from penstock.runtime.launch import launch
+    from penstock.runtime.link import link_here
 
     extras = {"sklearn": "data", "tensorboard": "metrics"}
     backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
@@ -45,7 +44,7 @@ def doctor(json: Json = False) -> None:
     }
     sound = True
     try:
-        facts["two processes"] = f"talk: {launch(measure_link, 2)[0]}"
+        facts["two processes"] = f"talk: {link_here()}"
     except PenstockError as error:
         facts["two processes"] = f"do not talk: {error}"
         sound = False

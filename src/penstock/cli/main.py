@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import sys
+from collections.abc import Callable
 
-import click
 import typer
 
 from penstock.cli.doctor import doctor
@@ -27,35 +27,38 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (train, profile, partition, plan, simulate, draw, verify, schedules, doctor):
-    app.command()(verb)
+
+
+def _spoken(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb with its errors said in one message, and an exit status that tells wrong words (2) from failed work (1)."""
+
+    @functools.wraps(verb)
+    def run(*args: object, **kwargs: object) -> None:
+        try:
+            verb(*args, **kwargs)
+        except PenstockError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1 if isinstance(error, RunError) else 2) from error
+        except KeyboardInterrupt as stop:
+            typer.echo("stopped", err=True)
+            raise typer.Exit(130) from stop
+
+    return run
+
+
+for _verb in (train, profile, partition, plan, simulate, draw, verify, schedules, doctor):
+    app.command()(_spoken(_verb))
+
+
+def status(arguments: list[str]) -> int:
+    """Run one command and return its exit status: 0, 1 when the work failed, 2 when the words are off, 130 after Ctrl-C."""
+    try:
+        app(arguments)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return 0
 
 
 def run() -> None:
-    """Run the command line: exit status 0, 1 when the work failed, 2 when the words are off, 130 after Ctrl-C."""
-    sys.exit(status())
-
-
-def status(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit status; what went wrong is one message on standard error."""
-    try:
-        return int(app(arguments, standalone_mode=False) or 0)
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        print("stopped", file=sys.stderr)
-        return 130
-    except PenstockError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, RunError) else 2
-    except BrokenPipeError:
-        # Whoever read our output has gone; Python would complain once more when it closes the stream.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-
-
-if __name__ == "__main__":
-    run()
+    """Run the command line."""
+    sys.exit(status(sys.argv[1:]))

@@ -26,6 +26,7 @@ MicroBatches = Annotated[int | None, typer.Option("--micro-batches", help="Parts
 CsvFile = Annotated[
     Path | None, typer.Option("--csv", help="A schedule in torch.distributed.pipelining's CSV instead of a named one.")
 ]
+ModelOption = Annotated[list[str] | None, typer.Option(help="An option of the model, such as layers=6; again for more.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Seconds = Annotated[str | None, typer.Option(help="One number for all stages, or one per stage: 1,2,1.5 or 3ms.")]
 Boundary = Annotated[str | None, typer.Option(help="One number for all boundaries, or one per boundary.")]
@@ -74,6 +75,23 @@ def the_costs(forward: str | None, backward: str | None, input_grad: str | None,
     given = {"forward": forward, "backward": backward, "input_grad": input_grad, "weight_grad": weight_grad,
              "update": update, "transfer": transfer}  # fmt: skip
     return Costs(**{name: numbers(name.replace("_", "-"), text) for name, text in given.items() if text is not None})
+
+
+def model_options(texts: list[str] | None) -> dict[str, object]:
+    """`["layers=6"]` as `{"layers": 6}`; values are read as YAML reads them.
+
+    Raises:
+        SettingError: a text has no name or no value.
+    """
+    import yaml
+
+    found: dict[str, object] = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise SettingError(f"--model-option {text}: write name=value, such as layers=6")
+        found[name.strip().replace("-", "_")] = yaml.safe_load(value)
+    return found
 
 
 def timeline_facts(timeline: Timeline) -> dict[str, object]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli import options
-from penstock.cli.options import Json
+from penstock.cli.options import Json, ModelOption, model_options
 from penstock.errors import SettingError
 from penstock.units import format_bytes, format_seconds
 
@@ -17,7 +17,9 @@ def profile(
     model: Annotated[str, typer.Option(help="A model of the zoo.")] = "vgg11_bn",
     data: Annotated[str | None, typer.Option(help="Data whose shapes it gets; digits, or text for a GPT.")] = None,
     image: Annotated[int, typer.Option(help="Pixels a side.")] = 32,
+    channels: Annotated[int, typer.Option(help="Channels of an image.")] = 3,
     tokens: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 64,
+    model_option: ModelOption = None,
     batch: Annotated[int, typer.Option(help="Samples in a batch.")] = 64,
     sizes: Annotated[str | None, typer.Option(help="Micro-batch sizes: 4,16,64. By default batch / 16, / 4 and / 1.")] = None,
     threads: Annotated[int, typer.Option(help="Threads that a rank will have.")] = 1,
@@ -45,7 +47,9 @@ def profile(
         raise SettingError(f"--sizes {sizes}: write whole numbers with commas, such as 4,16,64") from error
     known = models()
     fitting = "text" if model in known and "vocabulary" in known[model].options else "digits"
-    task = make_task(TrainConfig(model=model, data=data or fitting, image=image, tokens=tokens, batch=batch))
+    config = TrainConfig(model=model, model_options=model_options(model_option), data=data or fitting, image=image,
+                         channels=channels, tokens=tokens, batch=batch)  # fmt: skip
+    task = make_task(config)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         line = bar.add_task("measuring", total=None)

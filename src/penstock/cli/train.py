@@ -19,7 +19,11 @@ def train(
     model: Annotated[str | None, typer.Option(help="A model of the zoo.")] = None,
     data: Annotated[str | None, typer.Option(help="digits, cifar100:PATH, text or text:PATH.")] = None,
     image: Annotated[int | None, typer.Option(help="Pixels a side.")] = None,
+    channels: Annotated[int | None, typer.Option(help="Channels of an image.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    model_option: Annotated[
+        list[str] | None, typer.Option(help="An option of the model, such as layers=6; again for more.")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(help="Processes; by default one per stage, or per core.")] = None,
     stages: Annotated[int | None, typer.Option(help="Number of stages; else the planner's choice.")] = None,
     schedule: Annotated[str | None, typer.Option(help="See `penstock schedules`; else the planner's choice.")] = None,
@@ -33,9 +37,12 @@ def train(
     target_accuracy: Annotated[float | None, typer.Option(help="Stop after the epoch that reaches it.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Of sgd.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Weight decay.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, dropout and the order of the data.")] = None,
     out: Annotated[str | None, typer.Option(help="The run's folder; by default a new one in runs/.")] = None,
     resume: Annotated[bool | None, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="When to write one: epoch, end or never.")] = None,
     profile: Annotated[str | None, typer.Option(help="A profile to use instead of measuring.")] = None,
     baseline_steps: Annotated[int | None, typer.Option(help="Steps of plain training to compare with; 0: none.")] = None,
     deadline_s: Annotated[float | None, typer.Option(help="Seconds that a rank waits for another.")] = None,
@@ -45,7 +52,10 @@ def train(
 
     Example: penstock train --model vgg11_bn --data digits --stages 2 --schedule 1f1b --micro-batches 4 --epochs 3
     """
-    changes = {name: value for name, value in locals().items() if name not in ("config", "json") and value is not None}
+    flags = {name: value for name, value in locals().items() if name not in ("config", "json", "model_option")}
+    changes = {name: value for name, value in flags.items() if value is not None}
+    if model_option:
+        changes["model_options"] = options.model_options(model_option)
     if "RANK" in os.environ:
         raise SettingError("penstock train starts its own ranks: call it without torchrun. For several hosts, write a script "
                            "with ps.Pipeline and start that with torchrun")  # fmt: skip

@@ -15,6 +15,7 @@ from penstock.errors import SettingError
 from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.optim.update import Update
 from penstock.runtime.batch import Batch
+from penstock.runtime.buffers import Buffers, Contents
 from penstock.simulate.simulate import recomputes
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
 from penstock.transport.payload import Payload
@@ -33,10 +34,14 @@ class StageLayer:
 
 @dataclass
 class _Kept:
-    """What one micro-batch keeps on a stage: its inputs as leaves, and the roots of its graph unless it will be recomputed."""
+    """What one micro-batch keeps on a stage: its inputs as leaves, and the roots of its graph.
+
+    Without `roots` it will be recomputed, from these inputs and the buffers that its forward saw.
+    """
 
     inputs: Payload
     roots: list[Tensor] | None
+    buffers: Contents
 
 
 @dataclass
@@ -54,9 +59,11 @@ class Stage:
     _pending: dict[int, PendingWeights] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._drawing = [layer for layer in self.layers if may_draw(layer.module)]
-        # Autograd forbids changing a leaf in place, and nobody else may see such a change: such layers get a copy.
-        self._copies_input = any(getattr(part, "inplace", False) for part in self.layers[0].module.modules())
+        self._drawing = {layer.index for layer in self.layers if may_draw(layer.module)}
+        self._buffers = Buffers(list(self.modules()))
+        # By training or not, whether the layers change what they are given. Not known before they have run once: the flag
+        # `inplace` tells only of some of torch's own, and a layer may hand on its input, or a view of it, to one that does.
+        self._changes_input: dict[bool, bool] = {}
 
     def modules(self) -> Iterator[nn.Module]:
         """All modules of the stage."""
@@ -81,6 +88,7 @@ class Stage:
             leaf.requires_grad_(wanted)
         inputs = source.with_tensors(leaves)
         again = batch.training and recomputes(self.recompute, micro_batch, batch.micro_batches)
+        buffers = self._buffers.contents() if again else {}
         with torch.set_grad_enabled(batch.training and not again):
             output = self._run(batch, micro_batch, inputs)
         if self.loss is not None:
@@ -91,7 +99,7 @@ class Stage:
             result = Payload.of(output, flags)
             roots = [tensor for tensor in result.tensors if tensor.requires_grad]
         if batch.training:
-            self._kept[micro_batch] = _Kept(inputs, None if again else roots)
+            self._kept[micro_batch] = _Kept(inputs, None if again else roots, buffers)
         return result
 
     def backward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
@@ -131,15 +139,20 @@ class Stage:
 
     def _run(self, batch: Batch, micro_batch: int, inputs: Payload) -> Any:
         """The layers, and on the last stage the loss or the outputs' delivery. Random numbers depend on what, not on where."""
+        copies: list[Tensor] = []
+        if self._changes_input.get(batch.training, True):
+            # Autograd forbids changing a leaf in place, and nobody else may see such a change.
+            copies = [tensor.clone() for tensor in inputs.tensors]
+            inputs = inputs.with_tensors(copies)
         value = inputs.value()
-        if self._copies_input:
-            value = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
-        seeded = {layer.index for layer in self._drawing} if batch.training else set()
+        seeded = self._drawing if batch.training else set()
         with drawing(self.device) if seeded else nullcontext():
             for layer in self.layers:
                 if layer.index in seeded:
                     seed_generators(self.device, stream_seed(self.seed, batch.step, layer.index, micro_batch))
                 value = layer.module(value)
+        if batch.training not in self._changes_input:
+            self._changes_input[batch.training] = any(copy._version for copy in copies)
         return value if self.loss is None else self._deliver(batch, micro_batch, value)
 
     def _deliver(self, batch: Batch, micro_batch: int, value: Any) -> Any:
@@ -178,7 +191,7 @@ class Stage:
         if kept.roots is not None:
             roots = kept.roots
         else:
-            with torch.enable_grad(), self._buffers_kept():
+            with torch.enable_grad(), self._buffers.as_they_were(kept.buffers):
                 output = self._run(batch, micro_batch, kept.inputs)
             tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             if self.loss is None:
@@ -190,18 +203,6 @@ class Stage:
         if self.loss is not None:
             grads = [None] * len(roots)
         return leaves, roots, grads
-
-    @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
-        """A second forward leaves buffers (running statistics, counters) as the first left them."""
-        before = [(buffer, buffer.detach().clone()) for module in self.modules()
-                  for buffer in module._buffers.values() if buffer is not None]  # fmt: skip
-        yield
-        for buffer, content in before:
-            # Batch norm's kernels change their statistics behind autograd's version counters, while its graph has saved them:
-            # so contents are compared, and put back through `.data`, which is not counted as a change either.
-            if not torch.equal(buffer, content):
-                buffer.data.copy_(content)
 
 
 def _to(leaf: Tensor | None, device: torch.device) -> Tensor | None:

@@ -96,7 +96,7 @@ def load(path: str | Path | None, changes: dict[str, Any]) -> TrainConfig:
     """
     from pydantic import TypeAdapter, ValidationError
 
-    found: object = {}
+    found: Any = {}
     if path is not None:
         try:
             found = yaml.safe_load(Path(path).read_text())
@@ -114,7 +114,7 @@ def load(path: str | Path | None, changes: dict[str, Any]) -> TrainConfig:
             raise FileError(f"{path} has unknown settings: {', '.join(strange)}. Known: {', '.join(known)}")
     where = str(path) if path is not None else "the settings"
     try:
-        return TypeAdapter(TrainConfig).validate_python({**dict(found), **changes})
+        return TypeAdapter(TrainConfig).validate_python({**found, **changes})
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "a setting"

@@ -10,16 +10,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock.cluster.cluster import Cluster, cluster
-from penstock.cluster.device import Link
 from penstock.draw.compare import draw_pair
 from penstock.draw.draw import draw
-from penstock.errors import FileError, PlanError
+from penstock.errors import FileError, PlanError, SettingError
 from penstock.event import Timeline
-from penstock.measure.link import measure_link
 from penstock.measure.profile import profile
+from penstock.partition.catalogue import PARTITIONERS, check_lengths, check_stages
 from penstock.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.runtime.launch import launch
+from penstock.runtime.link import link_here
+from penstock.schedule.catalogue import schedule
 from penstock.search.catalogue import plan
 from penstock.simulate.plan_costs import simulate_plan
 from penstock.tracing.chain import TracedChain, chain
@@ -27,6 +28,7 @@ from penstock.training.baseline import plain_step_s
 from penstock.training.config import TrainConfig
 from penstock.training.rank import RankResult, train_rank
 from penstock.training.task import make_task
+from penstock.units import parse_bytes
 
 #: Told what is going on, in a line or a drawing.
 Say = Callable[[str], None]
@@ -82,13 +84,14 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
     task = make_task(config)
     traced = chain(task.model)
     ranks = _ranks(config)
+    _check_words(config, len(traced))
     say(f"{config.model}: {len(traced)} layers, {traced.parameter_count:,} parameters · {task.data.description}")
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // ranks)
     measured = _profile(config, traced, task.example(), threads, say)
     host = cluster(f"local:{ranks}")
     if ranks > 1:
-        link: Link = launch(measure_link, 2)[0]
+        link = link_here()
         host = host.with_links(inside=link)
         say(f"link between two processes: {link}")
     schedules = None if config.schedule is None else [config.schedule]
@@ -131,6 +134,22 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
         draw_pair(prepared.predicted, measured, folder / f"predicted-and-measured.{suffix}")
     (folder / "outcome.json").write_text(json.dumps({**asdict(outcome), "speed_up": outcome.speed_up}, indent=1) + "\n")
     return outcome, measured
+
+
+def _check_words(config: TrainConfig, layers: int) -> None:
+    """Refuse before anything is measured what would be refused after it."""
+    cut = config.lengths()
+    if isinstance(cut, list):
+        check_lengths(cut, layers, config.stages)
+    else:
+        PARTITIONERS.find(cut.partition(":")[0])
+        check_stages(layers, config.stages or 1)
+    if config.micro_batches is not None and config.micro_batches > config.batch:
+        raise SettingError(f"a batch of {config.batch} cannot be cut into {config.micro_batches} micro-batches")
+    if config.schedule is not None:
+        schedule(config.schedule, config.stages or 1, config.micro_batches or 1)
+    if config.memory_limit is not None:
+        parse_bytes(config.memory_limit)
 
 
 def _ranks(config: TrainConfig) -> int:

@@ -70,10 +70,10 @@ def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> Ra
             if metrics is not None:
                 metrics.write(result.steps, epoch=epoch + 1, test_loss=result.test_loss, test_accuracy=result.test_accuracy,
                               busy=[round(share, 4) for share in busy_shares(result.timeline)])  # fmt: skip
-            progress.epoch(epoch + 1, result.test_accuracy)
             done = config.target_accuracy is not None and result.test_accuracy >= config.target_accuracy
             if config.checkpoint == "epoch" or (config.checkpoint == "end" and (done or result.steps >= last_step)):
                 pipe.save(checkpoint)
+            progress.epoch(epoch + 1, result.test_accuracy)
             if done:
                 break
     result.seconds = time.monotonic() - started

@@ -50,7 +50,7 @@ def model(name: str, *, device: str | torch.device | None = None, **options: obj
     materialised one layer at a time.
 
     >>> model("mlp", device="meta", layers=2).fc2
-    Linear(in_features=64, out_features=10, bias=True)
+    NormalLinear(in_features=64, out_features=10, bias=True, std=0.125)
 
     Args:
         name: one of `models()`.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 from torch import nn
 
 from penstock.zoo.catalogue import check_counts, register
+from penstock.zoo.layers import NormalLinear
 
 
 @register("mlp", parameters=29_770, input="float (batch, features)", output="float (batch, classes)",
@@ -15,7 +17,8 @@ def mlp(*, features: int = 64, hidden: int = 64, layers: int = 8, classes: int =
     """Linear, ReLU, Linear, ..., Linear: `layers` linear maps in a chain of 2 x layers - 1.
 
     Layers are called `fc1`, `relu1`, ..., `fc<layers>`. With n = layers >= 2, h = hidden, the parameters are
-    (features + 1) h + (n - 2) (h + 1) h + (h + 1) classes: 29,770 at the defaults.
+    (features + 1) h + (n - 2) (h + 1) h + (h + 1) classes: 29,770 at the defaults. Weights start as He et al. 2015 say for
+    ReLU, N(0, 2 / width): with torch's own default, eight layers lose the signal and the network learns nothing for epochs.
 
     Args:
         features: numbers per sample; the defaults fit the 8 x 8 digits of scikit-learn. Input: (batch, features).
@@ -30,8 +33,8 @@ def mlp(*, features: int = 64, hidden: int = 64, layers: int = 8, classes: int =
     chain: OrderedDict[str, nn.Module] = OrderedDict()
     width = features
     for index in range(1, layers):
-        chain[f"fc{index}"] = nn.Linear(width, hidden)
+        chain[f"fc{index}"] = NormalLinear(width, hidden, std=math.sqrt(2 / width))
         chain[f"relu{index}"] = nn.ReLU()
         width = hidden
-    chain[f"fc{layers}"] = nn.Linear(width, classes)
+    chain[f"fc{layers}"] = NormalLinear(width, classes, std=math.sqrt(1 / width))
     return nn.Sequential(chain)

@@ -1,0 +1,23 @@
+"""The link between two processes of this host, measured."""
+
+from __future__ import annotations
+
+from penstock.cluster.device import Link
+from penstock.measure.link import measure_link
+from penstock.runtime.launch import launch
+from penstock.runtime.processes import join
+
+
+def link_here() -> Link:
+    """Start two ranks and time messages between them.
+
+    Raises:
+        RunError: they cannot be started, or cannot talk.
+    """
+    link: Link = launch(_measure, 2)[0]
+    return link
+
+
+def _measure() -> Link:
+    join()
+    return measure_link()

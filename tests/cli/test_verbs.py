@@ -1,0 +1,157 @@
+"""Every verb: right words, wrong words, JSON for machines."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+SMALL = ("--schedule", "1f1b", "--stages", 4, "--micro-batches", 8)
+
+
+def test_simulate_prints_the_contract_s_json(penstock):
+    """DESIGN section 3 promises these fields to scripts."""
+    ran = penstock("simulate", *SMALL, "--forward", 1, "--backward", 2, "--json")
+    facts = json.loads(ran.out)
+    assert ran.status == 0
+    assert facts["makespan"] == 33
+    assert facts["bubble_ratio"] == pytest.approx(3 / 11)
+    assert facts["peak_in_flight"] == [4, 3, 2, 1]
+
+
+def test_simulate_takes_costs_per_stage_and_per_boundary_with_units(penstock):
+    """Real stages are never equal."""
+    ran = penstock("simulate", "--schedule", "gpipe", "--stages", 2, "--micro-batches", 1, "--forward", "1s,2000ms",
+                   "--backward", "2,4", "--transfer", "500ms", "--json")  # fmt: skip
+    assert json.loads(ran.out)["makespan"] == pytest.approx(1 + 0.5 + 2 + 4 + 0.5 + 2)
+
+
+def test_simulate_without_json_is_for_people_and_draws_on_request(penstock):
+    """The first thing that somebody tries."""
+    plain = penstock("simulate", *SMALL)
+    assert "27.27%" in plain.out
+    assert "4 3 2 1" in plain.out
+    assert "rank 3 |" in penstock("simulate", *SMALL, "--draw").out
+
+
+def test_draw_prints_here_or_writes_a_file(penstock, tmp_path):
+    """A picture on the terminal needs no file name."""
+    assert "rank 0 |" in penstock("draw", *SMALL).out
+    target = tmp_path / "out.svg"
+    assert penstock("draw", target, *SMALL).status == 0
+    assert target.read_text().startswith("<svg")
+
+
+def test_verify_proves_a_named_schedule(penstock):
+    """In-flight peaks and staleness are what one asks for."""
+    facts = json.loads(penstock("verify", *SMALL, "--json").out)
+    assert facts["sound"] is True
+    assert facts["staleness_max"] == [0, 0, 0, 0]
+    assert facts["peak_in_flight"] == [4, 3, 2, 1]
+
+
+def test_verify_says_what_is_wrong_with_a_csv_and_fails(penstock, tmp_path):
+    """An unsound schedule is failed work (1), not wrong words (2)."""
+    path = tmp_path / "bad.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n1B0,1F0,1F1,1B1\n")
+    ran = penstock("verify", "--csv", path)
+    assert ran.status == 1
+    assert "rank 1 cannot start 1B0: it needs 1F0 on rank 1" in ran.err
+    facts = json.loads(penstock("verify", "--csv", path, "--json").out)
+    assert facts["sound"] is False
+    assert facts["findings"][0]["rule"] == "no cycle"
+
+
+def test_schedules_lists_all_with_their_sources(penstock):
+    """What there is, and where it comes from."""
+    facts = json.loads(penstock("schedules", "--json").out)
+    assert {"naive", "gpipe", "1f1b"} <= set(facts)
+    assert "DAPPLE" in penstock("schedules").out
+
+
+def test_partition_cuts_a_profile(penstock, profile_file):
+    """Method names, regular expressions and lengths all go through one flag."""
+    assert json.loads(penstock("partition", profile_file, "--stages", 2, "--json").out) == [3, 2]
+    assert json.loads(penstock("partition", profile_file, "--stages", 2, "--by", "type:conv", "--json").out) == [2, 3]
+    assert json.loads(penstock("partition", profile_file, "--by", "1,4", "--json").out) == [1, 4]
+    assert "layer0" in penstock("partition", profile_file, "--stages", 2).out
+    assert "bottleneck" in penstock("partition", "--list").out
+
+
+def test_plan_explains_itself_and_writes_what_it_found(penstock, profile_file, tmp_path):
+    """A plan is to be read, kept and used."""
+    target = tmp_path / "plan.json"
+    ran = penstock("plan", profile_file, "--cluster", "local:2", "--batch", 8, "--out", target)
+    assert ran.status == 0
+    assert "weighed, best first" in ran.out
+    assert json.loads(target.read_text())["batch"] == 8
+
+
+def test_profile_measures_and_writes(penstock, tmp_path):
+    """The file is what `partition` and `plan` take."""
+    target = tmp_path / "mlp.json"
+    ran = penstock("profile", "--model", "mlp", "--image", 8, "--batch", 8, "--repeats", 1, "--out", target)
+    assert ran.status == 0
+    assert "fc1" in ran.out
+    assert json.loads(penstock("partition", target, "--stages", 3, "--json").out)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("simulate", "--schedule", "1f1c", "--stages", 2), "Did you mean '1f1b'"),
+        (("simulate",), "say which schedule"),
+        (("simulate", "--schedule", "1f1b"), "say which schedule"),
+        (("simulate", *SMALL, "--forward", "1,2"), "forward has 2 entries, the schedule needs 4"),
+        (("simulate", *SMALL, "--forward", "fast"), "--forward fast"),
+        (("simulate", *SMALL, "--forward", "1", "--backward", "-1"), "--backward"),
+        (("simulate", "--schedule", "1f1b", "--stages", 0, "--micro-batches", 2), "at least 1 of stages"),
+        (("simulate", *SMALL, "--recompute", "maybe"), "recompute is one of never"),
+        (("simulate", "--csv", "nowhere.csv"), "cannot read the schedule nowhere.csv"),
+        (("simulate", "--csv", "x.csv", "--stages", 2), "--csv holds the whole schedule"),
+        (("draw", *SMALL, "out.bmp"), "no drawing format"),
+        (("draw", *SMALL, "no/such/folder/out.svg"), "no folder"),
+        (("partition",), "say which profile"),
+        (("partition", "nowhere.json", "--stages", 2), "cannot read the profile nowhere.json"),
+        (("plan", "nowhere.json"), "cannot read the profile nowhere.json"),
+        (("profile", "--model", "vgg12"), "no model called 'vgg12'"),
+        (("profile", "--sizes", "four"), "--sizes four"),
+        (("train", "nowhere.yaml"), "cannot read the configuration nowhere.yaml"),
+        (("train", "--model", "vgg11", "--data", "text"), "takes images"),
+        (("train", "--model", "mlp", "--schedule", "zigzag"), "no schedule called 'zigzag'"),
+        (("train", "--model", "mlp", "--partition", "3,4"), "sums to 7, but the model has 15"),
+        (("train", "--model", "mlp", "--partition", "hand"), "no partition method called 'hand'"),
+        (("train", "--model", "mlp", "--stages", 99), "cannot make 99 stages from 15 layers"),
+        (("train", "--micro-batches", 65), "a batch of 64 cannot be cut into 65"),
+        (("train", "--model-option", "layers"), "write name=value"),
+        (("train", "--memory-limit", "some", "--model", "mlp"), "'some' is not a quantity"),
+    ],
+)
+def test_wrong_words_get_one_message_and_exit_status_2(penstock, words, message):
+    """No traceback, nothing measured, nothing started."""
+    ran = penstock(*words)
+    assert ran.status == 2
+    assert message in " ".join(ran.err.split())
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("words", [("simulat",), ("simulate", "--stage", 2), ("train", "--epochs", "x")])
+def test_words_that_the_parser_refuses_exit_with_2(penstock, words):
+    """The parser's own errors keep the same status."""
+    assert penstock(*words).status == 2
+
+
+@pytest.mark.parametrize("verb", ["train", "profile", "partition", "plan", "simulate", "draw", "verify", "schedules", "doctor"])
+def test_every_verb_has_help_with_an_example(penstock, verb):
+    """An example says more than a list of flags."""
+    ran = penstock(verb, "--help")
+    assert ran.status == 0
+    assert f"Example: penstock {verb}" in " ".join(ran.out.replace("│", " ").split())
+
+
+def test_train_under_torchrun_says_that_it_starts_its_own_ranks(penstock, monkeypatch):
+    """Two launchers at once would start ranks squared."""
+    monkeypatch.setenv("RANK", "0")
+    ran = penstock("train", "--model", "mlp")
+    assert ran.status == 2
+    assert "starts its own ranks" in ran.err

@@ -1,0 +1,119 @@
+"""Law 1: every schedule, cut and way to recompute gives the losses, gradients and buffers of plain training, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from tests.conformance.models import CASES, lengths_of, made
+from tests.conformance.reference import PlainTraining, added_up, differences, gradients, in_order_of, layers_of
+
+import penstock as ps
+from penstock.errors import ScheduleError
+
+SYNCHRONOUS = [name for name, facts in ps.schedules().items() if facts.synchronous]
+
+
+@cache
+def expected(name, samples, micro_batches):
+    """Loss, gradients by micro-batch and buffers of two steps of plain training without updates."""
+    case = CASES[name]
+    model, x, y = made(case, samples)
+    plain = PlainTraining(model, case.loss)
+    steps = []
+    for _ in range(2):
+        loss, parts = plain.backward_in_parts(x, y, micro_batches)
+        steps.append((loss, parts, {key: value.clone() for key, value in model.named_buffers()}))
+    return steps
+
+
+def wrong_gradients(pipe, model, parts):
+    """Names of gradients that differ from plain training's, added up in the order of the programs."""
+    return differences(gradients(model), in_order_of(pipe.setting.schedule, pipe.setting.lengths, model, parts))
+
+
+def pipeline(name, schedule_name, stages, micro_batches, recompute, samples=10):
+    """The case's pipeline in this process, its model, and a batch."""
+    case = CASES[name]
+    model, x, y = made(case, samples)
+    try:
+        schedule = ps.schedule(schedule_name, stages, micro_batches)
+    except ScheduleError as error:
+        pytest.skip(str(error))
+    lengths = lengths_of(len(layers_of(model)), schedule.stages)
+    pipe = ps.Pipeline(model, loss=case.loss, balance=lengths, schedule=schedule, recompute=recompute, executor="threads")
+    return pipe, model, x, y
+
+
+def test_the_reference_itself_adds_up_as_autograd_does():
+    """Where a schedule changes the order of backwards, gradients by micro-batch are added up instead: the same to the bit."""
+    case = CASES["gpt"]
+    model, x, y = made(case)
+    loss, parts = PlainTraining(copy.deepcopy(model), case.loss).backward_in_parts(x, y, 3)
+    assert torch.equal(PlainTraining(model, case.loss).backward(x, y, 3), loss)
+    assert differences(gradients(model), added_up(parts, range(3))) == []
+
+
+@pytest.mark.parametrize("recompute", ["never", "except_last", "always"])
+@pytest.mark.parametrize("micro_batches", [1, 3, 8])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("schedule_name", SYNCHRONOUS)
+def test_losses_gradients_and_buffers_equal_plain_training_to_the_bit(schedule_name, name, stages, micro_batches, recompute):
+    """Splitting work over stages must not change what is learned; the second step shows that nothing is left of the first."""
+    pipe, model, x, y = pipeline(name, schedule_name, stages, micro_batches, recompute)
+    for loss, parts, buffers in expected(name, 10, micro_batches):
+        pipe.zero_grad()
+        assert torch.equal(pipe.train_batch(x, y), loss)
+        assert wrong_gradients(pipe, model, parts) == []
+        assert differences(dict(model.named_buffers()), buffers) == []
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.whole])
+@pytest.mark.parametrize("samples", [37, 16, 8])
+def test_gradients_equal_the_undivided_batch_to_float_tolerance(name, samples):
+    """Unequal micro-batches are weighed by their samples: 37 in 8 parts are five of 5 and three of 4."""
+    pipe, model, x, y = pipeline(name, "1f1b", 3, 8, "never", samples)
+    loss = pipe.train_batch(x, y)
+    whole, _, _ = made(CASES[name], samples)
+    undivided = CASES[name].loss(whole(x), y)
+    undivided.backward()
+    assert torch.allclose(loss, undivided.detach(), rtol=1e-6)
+    for key, parameter in whole.named_parameters():
+        error = (model.get_parameter(key).grad - parameter.grad).abs().max()
+        assert error <= 1e-5 * parameter.grad.abs().max(), key
+
+
+@pytest.mark.parametrize("schedule_name", SYNCHRONOUS)
+@pytest.mark.parametrize("samples", [37, 5, 1])
+def test_unequal_micro_batches_and_batches_smaller_than_m_are_exact(schedule_name, samples):
+    """The last batch of an epoch is as long as it is; with fewer samples than micro-batches each sample is one."""
+    pipe, model, x, y = pipeline("vgg", schedule_name, 3, 8, "except_last", samples)
+    loss, parts, _ = expected("vgg", samples, 8)[0]
+    assert torch.equal(pipe.train_batch(x, y), loss)
+    assert wrong_gradients(pipe, model, parts) == []
+
+
+def test_gpipe_in_torchgpipes_reverse_order_adds_gradients_up_in_that_order():
+    """Where a schedule turns the order of backwards round, sums do too: exact still, though not plain training's last bits."""
+    case = CASES["gpt"]
+    model, x, y = made(case)
+    schedule = ps.schedule("gpipe", 2, 8, backward_order="reverse")
+    pipe = ps.Pipeline(model, loss=case.loss, balance=[3, 2], schedule=schedule, executor="threads")
+    pipe.train_batch(x, y)
+    parts = expected("gpt", 10, 8)[0][1]
+    assert differences(gradients(model), added_up(parts, range(7, -1, -1))) == []
+    assert differences(gradients(model), added_up(parts, range(8))) != []
+
+
+def test_batches_of_changing_size_follow_one_another():
+    """A short batch runs a shorter program; nothing of it may stay for the next whole one."""
+    case = CASES["gpt"]
+    model, x, y = made(case, 16)
+    plain = PlainTraining(copy.deepcopy(model), case.loss)
+    pipe = ps.Pipeline(model, loss=case.loss, balance=[2, 2, 1], micro_batches=4, executor="threads")
+    for samples in (16, 3, 16, 7, 2):
+        assert torch.equal(pipe.train_batch(x[:samples], y[:samples]), plain.backward(x[:samples], y[:samples], 4))
+    assert differences(gradients(model), gradients(plain.model)) == []

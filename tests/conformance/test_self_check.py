@@ -1,0 +1,174 @@
+"""compare_with_one_device and timeline: what the pipeline says of itself is true."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.conformance.models import CASES, lengths_of, made
+from tests.conformance.reference import PlainTraining, differences, gradients, layers_of
+from torch import nn
+
+import penstock as ps
+from penstock.runtime.stage import Stage
+from penstock.transport.payload import Payload
+
+SYNCHRONOUS = [name for name, facts in ps.schedules().items() if facts.synchronous]
+
+
+def pipeline(name, stages=3, schedule="1f1b", **options):
+    """The case's pipeline, its model and a batch."""
+    case = CASES[name]
+    model, x, y = made(case)
+    lengths = lengths_of(len(layers_of(model)), stages)
+    options.setdefault("micro_batches", 4)
+    return ps.Pipeline(model, loss=case.loss, balance=lengths, schedule=schedule, executor="threads", **options), model, x, y
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_sound_pipeline_differs_by_nothing_from_one_device(name, recompute):
+    """Gradients and buffers to the bit, the loss to the rounding of its sum; every parameter and buffer is named."""
+    pipe, model, x, y = pipeline(name, recompute=recompute)
+    found = pipe.compare_with_one_device(x, y)
+    assert set(found.gradients) == {key for key, _ in model.named_parameters()}
+    assert set(found.buffers) == {key for key, _ in model.named_buffers()}
+    assert set(found.gradients.values()) == {0.0}
+    assert set(found.buffers.values()) <= {0.0}
+    assert found.loss <= 1e-6
+    assert found.worst[1] <= 1e-6
+    assert all(found.scale[key] > 0 for key in found.gradients if not key.endswith("qkv.bias"))
+
+
+def test_a_wrong_gradient_on_one_stage_is_found_and_named(monkeypatch):
+    """The check is only worth something if it fails when it should."""
+    pipe, _, x, y = pipeline("mlp")
+    right = Stage.backward
+
+    def wrong(self, batch, micro_batch, arrived):
+        sent = right(self, batch, micro_batch, arrived)
+        if self.index == 1 and micro_batch == 2:
+            return Payload.flat([1.01 * leaf for leaf in sent.leaves])
+        return sent
+
+    monkeypatch.setattr(Stage, "backward", wrong)
+    found = pipe.compare_with_one_device(x, y)
+    off = {name for name, error in found.gradients.items() if error}
+    assert off == {"fc1.weight", "fc1.bias"}
+    assert found.worst[0] in off
+    assert found.worst[1] > 1e-4 * found.scale["fc1.weight"]
+    assert found.loss <= 1e-6
+
+
+def test_a_wrong_forward_and_a_buffer_that_moves_twice_are_found(monkeypatch):
+    """A recomputed forward that moves running statistics again was the commonest bug of torchgpipe's kind."""
+    pipe, model, x, y = pipeline("resnet", recompute="always")
+    monkeypatch.setattr("penstock.runtime.buffers.Buffers.contents", lambda self: {})
+    found = pipe.compare_with_one_device(x, y)
+    assert {name for name, error in found.buffers.items() if error} == {name for name, _ in model.named_buffers()}
+    pipe, model, x, y = pipeline("mlp")
+    model[-1].register_forward_hook(lambda module, given, out: out * 1.5 if module.training else out)
+    pipe._interpreters[2].stages[2].layers[-1].module.register_forward_hook(lambda module, given, out: out)
+    assert pipe.compare_with_one_device(x, y).worst[1] <= 1e-6  # the model is what it is: both ways run the same modules
+
+
+@pytest.mark.parametrize("optimizer", [None, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)])
+def test_comparing_between_batches_changes_nothing_of_the_training(optimizer):
+    """It may be called in the middle of a run: weights, gradients, buffers, random numbers and the step are those without it."""
+    pipe, model, x, y = pipeline("resnet", optimizer=optimizer)
+    other, undisturbed, _, _ = pipeline("resnet", optimizer=optimizer)
+    for _ in range(3):
+        pipe.train_batch(x, y)
+        other.train_batch(x, y)
+        found = pipe.compare_with_one_device(x * 2, y)
+        assert found.worst[1] <= 1e-6
+        assert pipe.step == other.step
+        assert differences(gradients(model), gradients(undisturbed)) == []
+        assert differences(dict(model.state_dict()), dict(undisturbed.state_dict())) == []
+
+
+def test_a_model_from_the_meta_device_is_compared_too():
+    """Buffers that no checkpoint has, such as masks, exist on the one device as well."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(16, 16))
+            self.register_buffer("mask", torch.empty(16, 16), persistent=False)
+            self.reset_parameters()
+
+        def reset_parameters(self):
+            nn.init.normal_(self.weight)
+            self.mask.copy_(torch.ones(16, 16).tril())
+
+        def forward(self, x):
+            return x @ (self.weight * self.mask)
+
+    with torch.device("meta"):
+        model = nn.Sequential(Masked(), nn.Tanh(), Masked(), nn.Linear(16, 5))
+    pipe = ps.Pipeline(model, loss=nn.CrossEntropyLoss(), balance=[2, 2], micro_batches=3, executor="threads")
+    x, y = CASES["mlp"].data(10)
+    found = pipe.compare_with_one_device(x, y)
+    assert found.worst[1] <= 1e-6
+    assert len(found.gradients) == 4
+
+
+def test_frozen_and_unused_parameters_are_compared_as_zero():
+    """A parameter that no gradient reaches is no difference."""
+    case = CASES["mlp"]
+    model, x, y = made(case)
+    model[2].requires_grad_(False)
+    model[4].register_parameter("unused", nn.Parameter(torch.ones(3)))
+    pipe = ps.Pipeline(model, loss=case.loss, balance=[3, 2, 2], micro_batches=3, executor="threads")
+    found = pipe.compare_with_one_device(x, y)
+    assert found.worst[1] <= 1e-6
+    assert "fc3.unused" in found.gradients
+    assert not any(name.startswith("fc2") for name in found.gradients)
+
+
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+def test_the_timeline_has_every_op_of_every_program_in_order_with_times_that_fit(schedule):
+    """The same type as simulate gives; ops of a rank do not overlap, and none starts before what it needs has ended."""
+    pipe, _, x, y = pipeline("vgg", schedule=schedule, micro_batches=5)
+    pipe.train_batch(x, y)
+    timeline = pipe.timeline()
+    programs = pipe.setting.schedule.programs
+    assert timeline.source == "measured"
+    assert (timeline.ranks, timeline.stages) == (len(programs), 3)
+    ends = {event.op: event.end for event in timeline.events}
+    for rank, program in enumerate(programs):
+        own = [event for event in timeline.events if event.rank == rank]
+        assert tuple(event.op for event in own) == program
+        assert all(a.end <= b.start for a, b in zip(own, own[1:], strict=False))
+    for event in timeline.events:
+        if event.op.kind.value == "F" and event.op.stage:
+            assert ends[event.op._replace(stage=event.op.stage - 1)] <= event.start
+    assert min(event.start for event in timeline.events) == 0
+    assert 0 <= timeline.bubble_ratio < 1
+    assert timeline.peak_in_flight == ps.verify(pipe.setting.schedule).peak_in_flight
+
+
+def test_the_timeline_is_of_the_last_batch_whatever_it_was():
+    """A short batch has fewer ops, an evaluation only forwards."""
+    pipe, _, x, y = pipeline("mlp", micro_batches=4)
+    with pytest.raises(ps.PenstockError, match="there is no timeline yet: train a batch first"):
+        pipe.timeline()
+    pipe.train_batch(x, y)
+    assert len(pipe.timeline().events) == 3 * (2 * 4 + 1)
+    pipe.train_batch(x[:2], y[:2])
+    assert len(pipe.timeline().events) == 3 * (2 * 2 + 1)
+    pipe.forward(x)
+    assert len(pipe.timeline().events) == 3 * 4
+    pipe.compare_with_one_device(x, y)
+    assert len(pipe.timeline().events) == 3 * 2 * 4
+
+
+def test_the_plain_reference_of_these_tests_agrees_with_the_self_check():
+    """Two implementations of plain training, written apart, have one result."""
+    pipe, model, x, y = pipeline("vgg")
+    other = copy.deepcopy(model)
+    PlainTraining(other, CASES["vgg"].loss).backward(x, y, 4)
+    scale = pipe.compare_with_one_device(x, y).scale
+    for name, grad in gradients(other).items():
+        assert float(grad.abs().max()) == scale[name]

@@ -1,0 +1,112 @@
+"""`penstock train` as a user runs it: real processes, real data, a folder of results."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.plan import Plan
+from penstock.profile.profile import Profile
+from penstock.training.config import load
+from penstock.training.task import make_task
+
+TRAIN = (sys.executable, "-m", "penstock", "train", "--model", "mlp", "--data", "digits", "--image", "8", "--channels", "1",
+         "--batch", "128", "--lr", "0.1", "--stages", "2", "--micro-batches", "4", "--baseline-steps", "0")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    """A profile measured once, so that the other runs need not."""
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    words = ("profile", "--model", "mlp", "--image", "8", "--channels", "1", "--batch", "128", "--repeats", "1", "--out", path)
+    subprocess.run([sys.executable, "-m", "penstock", *map(str, words)], check=True, capture_output=True)
+    return path
+
+
+def test_a_run_trains_and_leaves_everything_in_its_folder(tmp_path):
+    """Whoever comes back the next day finds what was asked, planned, predicted, measured and learned."""
+    ran = subprocess.run(
+        [*TRAIN, "--epochs", "8", "--baseline-steps", "2", "--json"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    outcome = json.loads(ran.stdout)
+    folder = tmp_path / outcome["folder"]
+    assert outcome["test_accuracy"] > 0.85, "a net of this kind learns the digits"
+    assert outcome["speed_up"] > 0
+    assert outcome["steps"] == 8 * 12
+    config = load(folder / "config.yaml", {})
+    assert (config.model, config.stages, config.epochs) == ("mlp", 2, 8)
+    assert Plan.load(folder / "plan.json").stages == 2
+    assert len(Profile.load(folder / "profile.json")) == 15
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 97))
+    assert steps[-1]["loss"] == pytest.approx(outcome["loss"]) < steps[0]["loss"]
+    assert [line["epoch"] for line in lines if "epoch" in line] == list(range(1, 9))
+    for name in ("predicted.svg", "predicted.json", "measured.svg", "measured.json", "predicted-and-measured.svg"):
+        assert (folder / name).stat().st_size > 500
+    assert any((folder / "tensorboard").iterdir())
+    weights, task = load_file(folder / "weights.safetensors"), make_task(config)
+    model = task.model.to_empty(device="cpu")
+    model.load_state_dict(weights, strict=True)
+    right = (model(task.data.test_inputs).argmax(1) == task.data.test_targets).double().mean()
+    assert float(right) == pytest.approx(outcome["test_accuracy"]), "the weights are those that were tested"
+    again = subprocess.run([*TRAIN, "--out", str(folder)], capture_output=True, text=True, check=False)
+    assert again.returncode == 2
+    assert "already holds a run" in again.stderr, "a second run must not write over the first"
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, profile):
+    """A checkpoint has everything: weights, momentum, the place in the data. It is taken up under another cut here."""
+    common = [*TRAIN, "--profile", str(profile)]
+    subprocess.run([*common, "--epochs", "2", "--out", str(tmp_path / "whole")], check=True, capture_output=True)
+    part = tmp_path / "part"
+    subprocess.run([*common, "--limit-steps", "17", "--epochs", "2", "--out", str(part)], check=True, capture_output=True)
+    resumed = [*common, "--epochs", "2", "--out", str(part), "--resume", "--partition", "3,12", "--schedule", "gpipe"]
+    subprocess.run(resumed, check=True, capture_output=True)
+    whole, continued = (load_file(folder / "weights.safetensors") for folder in (tmp_path / "whole", part))
+    assert all(torch.equal(whole[name], continued[name]) for name in whole)
+
+
+def _started(tmp_path, profile):
+    """A run that would go on for ever, once its first epoch is over; and the processes of its ranks."""
+    command = [*TRAIN, "--epochs", "100000", "--profile", str(profile), "--out", str(tmp_path / "run")]
+    # A session of its own, so that a signal to it is not one to pytest.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    for line in process.stderr:
+        if line.startswith("epoch 1:"):
+            break
+    return process, psutil.Process(process.pid).children(recursive=True)
+
+
+def test_killing_a_rank_ends_the_run_and_says_who_died(tmp_path, profile):
+    """The kernel's out-of-memory killer leaves no word; nobody may be left waiting for the dead."""
+    process, ranks = _started(tmp_path, profile)
+    victim = next(rank for rank in ranks if rank.environ().get("RANK") == "1")
+    victim.send_signal(signal.SIGKILL)
+    _, errors = process.communicate(timeout=20)
+    gone, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
+    assert len(gone) == 2
+    assert process.returncode == 1
+    assert f"rank 1 (pid {victim.pid}) was killed by SIGKILL" in errors
+    assert "Traceback" not in errors
+
+
+def test_control_c_stops_all_ranks_and_keeps_the_checkpoint(tmp_path, profile):
+    """What was trained so far is not lost."""
+    process, ranks = _started(tmp_path, profile)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert not psutil.wait_procs(ranks, timeout=10)[1]
+    assert process.returncode == 130
+    assert errors.rstrip().endswith("stopped")
+    assert json.loads((tmp_path / "run" / "checkpoint" / "checkpoint.json").read_text())["step"] >= 12

@@ -1,0 +1,76 @@
+"""Every example is run, and what it prints is held against what it is known to print."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+def run(*command: str, cwd: Path) -> str:
+    """What a command prints, once it has ended well."""
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    result = subprocess.run([sys.executable, *command], cwd=cwd, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                            capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def expected(example: str) -> str:
+    """The output that is kept beside an example."""
+    return (EXAMPLES / example).with_suffix(".out").read_text(encoding="utf-8")
+
+
+def without_fractions(text: str) -> str:
+    """The text with a # for every decimal fraction, which another processor rounds otherwise."""
+    return re.sub(r"\d+\.\d+", "#", text)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_every_example_says_what_it_shows_tells_and_takes(path):
+    """Who opens an example wants to know first whether it is the right one."""
+    said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    assert [word for word in ("Shows:", "Story:", "Takes:") if not re.search(rf"^{word} \S", said, re.MULTILINE)] == []
+
+
+def test_simulating_prints_its_golden_output_without_torch(tmp_path):
+    """Planning answers at once and anywhere, to the last digit."""
+    script = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    assert run("-c", script, str(EXAMPLES / "01_simulate.py"), cwd=tmp_path) == expected("01_simulate.py")
+
+
+def test_training_in_threads_prints_its_golden_output_but_for_fractions(tmp_path):
+    """That no gradient differs, and that a checkpoint goes on under another cut, is printed as words and whole numbers."""
+    printed = run(str(EXAMPLES / "02_train_in_threads.py"), cwd=tmp_path)
+    assert without_fractions(printed) == without_fractions(expected("02_train_in_threads.py"))
+    first, last = re.search(r"loss (\S+) at first, (\S+) after", printed).groups()
+    assert float(last) < 0.1 < float(first)
+
+
+def test_training_with_launch_plans_and_learns_the_digits(tmp_path):
+    """The way from a model to a plan to processes that train, as a user goes it."""
+    printed = run(str(EXAMPLES / "03_train_with_launch.py"), cwd=tmp_path)
+    assert "on 2 of 2 ranks of local:2: 2 stages" in printed
+    right = [float(share) for share in re.findall(r"^epoch \d: loss \S+, test accuracy (\S+)%$", printed, re.MULTILINE)]
+    assert len(right) == 3
+    assert right[-1] > 90
+    assert re.search(r"^a step: \S+ ms predicted, \S+ ms the last one$", printed, re.MULTILINE)
+
+
+def test_training_under_torchrun_goes_on_with_another_number_of_processes(tmp_path):
+    """A checkpoint knows nothing of the cut, and torchrun finds ports of its own."""
+
+    def torchrun(processes: int, epochs: int) -> str:
+        return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+                   str(EXAMPLES / "train_torchrun.py"), "--epochs", str(epochs), "--folder", "kept", cwd=tmp_path)  # fmt: skip
+
+    assert re.findall(r"^epoch (\d)", torchrun(2, 1), re.MULTILINE) == ["0"]
+    assert re.findall(r"^epoch (\d)", torchrun(1, 2), re.MULTILINE) == ["1"]

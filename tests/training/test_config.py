@@ -1,0 +1,76 @@
+"""What a run is asked to do is checked before anything is measured or started."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import FileError, SettingError
+from penstock.training.config import TrainConfig, load
+
+
+def test_a_file_and_flags_make_one_configuration_and_flags_win(tmp_path):
+    """A configuration is shared; what one tries today is said on the command line."""
+    path = tmp_path / "run.yaml"
+    path.write_text("model: mlp\nbatch: 32\nlr: 0.1\n")
+    assert load(path, {"batch": 16}) == TrainConfig(model="mlp", batch=16, lr=0.1)
+
+
+def test_a_written_configuration_reads_back_the_same(tmp_path):
+    """A run's folder must say exactly how to run it again."""
+    config = TrainConfig(model="gpt", data="text", model_options={"layers": 2}, stages=3, partition="3,4,5", seed=7)
+    path = tmp_path / "config.yaml"
+    path.write_text(config.as_yaml())
+    assert load(path, {}) == config
+
+
+def test_an_empty_file_means_the_defaults(tmp_path):
+    """YAML reads an empty file as nothing, which is no mistake."""
+    path = tmp_path / "empty.yaml"
+    path.write_text("# only a comment\n")
+    assert load(path, {}) == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modle: mlp", "unknown settings: modle"),
+        ("- model", "must be a mapping"),
+        ("model: [", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused_by_name(tmp_path, text, words):
+    """A misspelt key that is silently ignored costs a night's training."""
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(FileError, match=words) as caught:
+        load(path, {})
+    assert "run.yaml" in str(caught.value)
+
+
+def test_a_missing_file_is_named():
+    """The first mistake that everybody makes."""
+    with pytest.raises(FileError, match=r"cannot read the configuration nowhere.yaml: No such file"):
+        load("nowhere.yaml", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch": 0}, "batch is 0; it must be 1 or more"),
+        ({"lr": 0.0}, "lr is 0.0; it must be above 0"),
+        ({"optimizer": "sdg"}, "optimizer: .*not 'sdg'"),
+        ({"epochs": "many"}, "epochs: .*not 'many'"),
+        ({"resume": True}, "resume needs out"),
+        ({"deadline_s": -1}, "deadline_s is -1"),
+    ],
+)
+def test_a_setting_out_of_its_range_is_refused(changes, words):
+    """The message names the setting and what it was."""
+    with pytest.raises(SettingError, match=words):
+        load(None, changes)
+
+
+def test_a_cut_is_a_name_or_numbers_with_commas():
+    """Both are written in one flag."""
+    assert TrainConfig(partition="type:conv").lengths() == "type:conv"
+    assert TrainConfig(partition="5, 6,4").lengths() == [5, 6, 4]
