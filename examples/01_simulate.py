@@ -20,9 +20,7 @@ for name in ("naive", "gpipe", "1f1b"):
     timeline = ps.simulate(schedule, COSTS)
     in_flight = " ".join(map(str, ps.verify(schedule).peak_in_flight))
     megabytes = timeline.peak_memory[0] / 2**20
-    print(
-        f"{name:<10}{timeline.makespan * 1000:>7.0f} ms{timeline.bubble_ratio:>9.1%}{in_flight:>13}{megabytes:>20.0f} MiB"
-    )
+    print(f"{name:<10}{timeline.makespan * 1000:>7.0f} ms{timeline.bubble_ratio:>9.1%}{in_flight:>13}{megabytes:>20.0f} MiB")
 
 print()
 print(ps.draw(timeline, width=100))

@@ -29,7 +29,9 @@ def main() -> None:
     """What every rank runs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path("runs/torchrun"), help="of checkpoints, on a disk that all ranks see")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/torchrun"), help="of checkpoints, on a disk that all ranks see"
+    )
     options = parser.parse_args()
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

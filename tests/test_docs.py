@@ -80,7 +80,9 @@ def play(path: Path, blocks: list[Block]) -> None:
             exec(code, space)
         found = tidy(printed.getvalue())
         for shown, wanted in ((block.output, "{}"), (block.excerpt, "...{}...")):
-            if shown is not None and not doctest.OutputChecker().check_output(wanted.format(tidy(shown)), found, doctest.ELLIPSIS):
+            if shown is not None and not doctest.OutputChecker().check_output(
+                wanted.format(tidy(shown)), found, doctest.ELLIPSIS
+            ):
                 pytest.fail(f"{path.name}:{block.line} prints\n{found}\nand the page shows\n{shown}")
 
 
@@ -124,9 +126,10 @@ def test_links_lead_to_files_and_headings_that_exist(path):
     for link in links_of(path.read_text(encoding="utf-8")):
         file, _, anchor = link.partition("#")
         target = (path.parent / file).resolve() if file else path
-        if not target.exists():
-            dead.append(link)
-        elif anchor and target.suffix == ".md" and anchor not in anchors_of(target.read_text(encoding="utf-8")):
+        found = target.exists()
+        if found and anchor and target.suffix == ".md":
+            found = anchor in anchors_of(target.read_text(encoding="utf-8"))
+        if not found:
             dead.append(link)
     assert dead == []
 
@@ -202,5 +205,20 @@ def test_the_page_reader_reads_pages():
 def test_output_that_differs_from_the_page_is_shown_beside_it(wrong):
     """Both texts, or the writer of the page has to run it by hand."""
     page = PAGE.replace(f"{wrong}\n```", f"5 {wrong}\n```")
-    with pytest.raises(pytest.fail.Exception, match=rf"page\.md:\d+ prints\n[^5]+and the page shows\n(of which\n)?5 {re.escape(wrong)}"):
+    with pytest.raises(
+        pytest.fail.Exception, match=rf"page\.md:\d+ prints\n[^5]+and the page shows\n(of which\n)?5 {re.escape(wrong)}"
+    ):
         play(Path("page.md"), blocks_of(page))
+
+
+def test_everything_that_is_found_by_name_stands_in_the_list_of_papers():
+    """Whoever meets a name in a plan wants to know whose idea it is, and what holds it to that."""
+    from penstock.partition.catalogue import PARTITIONERS
+    from penstock.schedule.catalogue import FAMILIES
+    from penstock.weights.catalogue import WEIGHT_RULES
+    from penstock.zoo.catalogue import MODELS
+
+    page = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"`([\w-]+)(?::[^`]*)?`", page))
+    names = {name.removesuffix("_bn") for kind in (FAMILIES, PARTITIONERS, WEIGHT_RULES, MODELS) for name in kind.entries()}
+    assert names - told == set()

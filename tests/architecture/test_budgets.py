@@ -19,7 +19,6 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
     ("arguments", "runtime/pipeline.py:_setting"): (7, "2026-11-21", "the same parts, handed on once"),
     ("arguments", "search/catalogue.py:plan"): (13, "2026-11-21", "front door: 3 arguments and 10 keyword-only settings"),
     ("arguments", "training/data/batches.py:batches"): (7, "2026-11-21", "four of them keyword-only"),
-    ("arguments", "training/rank.py:_run_epoch"): (7, "2026-11-21", "one call site, in the same file"),
 }
 
 

@@ -3,6 +3,7 @@
 Source: Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 2. The graph is walked once; where the path from the outputs
 to the inputs passes a node that also leads to weights, the gradient that arrives at that node is caught. The weight part starts
 from those nodes, each for its own weights alone, so that nothing but these nodes runs twice, and they only for what was left out.
+Hooks of the user's on tensors that such a node made run twice as well, with effect once on gradients (`retain_grad` counts twice).
 """
 
 from __future__ import annotations
@@ -17,11 +18,38 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 Grads = list[Tensor | None]
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Weights, the edges that lead to them, and the gradients that arrive there; `node` is where they were caught, if they were."""
+
+    edges: list[GradientEdge]
+    grads: list[Tensor]
+    weights: list[Tensor]
+    node: Node | None = None
+
+    def run(self, keep_graph: bool) -> None:
+        """Add to the weights' `.grad`."""
+        if self.node is None:
+            torch.autograd.backward(self.edges, self.grads, retain_graph=keep_graph, inputs=self.weights)
+            return
+        arrived = {edge.output_nr: grad for edge, grad in zip(self.edges, self.grads, strict=True)}
+
+        # Hooks of the user's on a tensor have changed what was caught, and now run again: the last hook puts it back.
+        def put_back(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+            return tuple(arrived.get(i) for i in range(len(grads)))
+
+        hook = self.node.register_prehook(put_back)
+        try:
+            torch.autograd.backward(self.edges, self.grads, retain_graph=keep_graph, inputs=self.weights)
+        finally:
+            hook.remove()
+
+
 @dataclass
 class PendingWeights:
-    """What the weight part needs: for groups of weights, the edges that lead to them and the gradients that arrived there."""
+    """What the weight part needs, group by group."""
 
-    groups: list[tuple[list[GradientEdge], list[Tensor], list[Tensor]]] = field(default_factory=list)
+    groups: list[_Group] = field(default_factory=list)
 
 
 def input_grad(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None],
@@ -30,13 +58,15 @@ def input_grad(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None],
 
     Args:
         outputs: tensors that require grad.
-        output_grads: one for each output, of its shape; None stands for no gradient (for one, if the output is a scalar).
+        output_grads: one for each output, of its shape; None stands for no gradient. A single output of no dimensions is taken
+            for a loss, and None for 1.
         inputs: leaves that require grad. Without any, all work is left for the weights.
 
     Returns:
         One gradient for each input (None where nothing depends on it), and the pending weight part.
     """
-    live = [(out, grad) for out, grad in zip(outputs, output_grads, strict=True) if grad is not None or out.dim() == 0]
+    loss = len(outputs) == 1 and outputs[0].dim() == 0
+    live = [(out, grad) for out, grad in zip(outputs, output_grads, strict=True) if grad is not None or loss]
     edges = [get_gradient_edge(out) for out, _ in live]
     filled = [torch.ones_like(out) if grad is None else grad for out, grad in live]
     roots = [edge.node for edge in edges]
@@ -65,19 +95,22 @@ def input_grad(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None],
     apart = {weight for root in roots if root not in on_path for weight in _weights([root])}
     # A weight that several nodes lead to would be met more than once on the way from the first: it takes the whole way, once.
     whole = list(apart | {weight for weight, nodes in owners.items() if len(nodes) > 1})
-    pending = PendingWeights([(edges, filled, whole)] if whole else [])
-    for node, arrived in caught.items():
-        own = [weight for weight, nodes in owners.items() if nodes == [node] and weight not in apart]
-        if own:
-            pending.groups.append(([GradientEdge(node, i) for i in arrived], list(arrived.values()), own))
+    pending = PendingWeights([_Group(edges, filled, whole)] if whole else [])
+    single: dict[Node, list[Tensor]] = {}
+    for weight, nodes in owners.items():
+        if len(nodes) == 1 and weight not in apart:
+            single.setdefault(nodes[0], []).append(weight)
+    for node, weights in single.items():
+        arrived = caught.get(node)
+        if arrived:  # a function of the user's may have returned None for a gradient: then there is none for these either
+            pending.groups.append(_Group([GradientEdge(node, i) for i in arrived], list(arrived.values()), weights, node))
     return found, pending
 
 
 def weight_grad(pending: PendingWeights) -> None:
     """Add the gradients of all weights to their `.grad`, as a whole backward would have. `pending` is used up."""
     while pending.groups:
-        edges, grads, weights = pending.groups.pop()
-        torch.autograd.backward(edges, grads, retain_graph=bool(pending.groups), inputs=weights)
+        pending.groups.pop().run(keep_graph=bool(pending.groups))
 
 
 def _weights(roots: list[Node]) -> list[Tensor]:

@@ -22,6 +22,7 @@ from penstock.grad.split import input_grad, weight_grad
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.tracing.chain import TracedChain, chain
 from penstock.tracing.materialise import materialise
+from penstock.tracing.randomness import drawing
 
 _PHASES = ("forward", "backward", "input_grad", "weight_grad")
 Progress = Callable[[int, int, str], None]
@@ -49,7 +50,8 @@ def profile(
     """Time every layer here and count its bytes.
 
     Each layer runs alone, on what the layers before it made of `example`: once or twice to warm up, then `repeats` times
-    (more for very short layers); medians and interquartile ranges are kept. The model itself is left as it was: copies run.
+    (more for very short layers); medians and interquartile ranges are kept. The model itself is left as it was: copies run. So are
+    torch's random numbers.
 
     Args:
         model: a chain, or anything that `chain` takes; on the meta device too.
@@ -62,7 +64,7 @@ def profile(
         progress: called with layers done, layers in all, and the layer's name.
 
     Raises:
-        SettingError: sizes or batch are below 1, or the example has no samples.
+        SettingError: batch, sizes, repeats or threads are below 1, or the example has no samples.
         LayerFailed: a layer raised; the message names it.
     """
     traced = model if isinstance(model, TracedChain) else chain(model)
@@ -70,13 +72,15 @@ def profile(
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
     if not tensors or any(tensor.dim() == 0 or tensor.shape[0] == 0 for tensor in tensors):
         raise SettingError("the example must be tensors with at least one sample in their first dimension")
-    batch = batch or int(tensors[0].shape[0])
+    batch = int(tensors[0].shape[0]) if batch is None else batch
     measured_sizes = tuple(sorted(set(sizes or (max(1, round(batch / parts)) for parts in (1, 4, 16)))))
-    if measured_sizes[0] < 1 or batch < 1 or repeats < 1:
-        raise SettingError(f"batch {batch}, sizes {list(measured_sizes)} and repeats {repeats} must be 1 or more")
+    if measured_sizes[0] < 1 or batch < 1 or repeats < 1 or (threads is not None and threads < 1):
+        raise SettingError(
+            f"batch {batch}, sizes {list(measured_sizes)}, repeats {repeats} and threads {threads} must be 1 or more"
+        )
     modules = _copies(traced, place)
     runs: list[list[_Measured]] = [[] for _ in modules]
-    with _threads(threads), torch.enable_grad():
+    with _threads(threads), torch.enable_grad(), drawing(place):
         for number, size in enumerate(measured_sizes):
             value = _samples(example, size, place)
             for index, module in enumerate(modules):
@@ -124,17 +128,18 @@ def _samples(example: Any, size: int, device: torch.device) -> Any:
 
 
 def _leaves(value: Any, wants_grad: bool) -> tuple[Any, list[Tensor]]:
-    """A copy of `value` whose float tensors are leaves that want gradients; and these."""
+    """A copy of `value`; and the leaves that its float tensors are copies of, if they want gradients."""
     flat, spec = pytree.tree_flatten(value)
     leaves: list[Tensor] = []
     made = []
     for item in flat:
         if isinstance(item, Tensor):
-            item = item.detach().clone()  # noqa: PLW2901 - layers may work in place
-            if wants_grad and item.is_floating_point():
-                leaves.append(item.requires_grad_())
-                item = item.view_as(item)  # noqa: PLW2901
-        made.append(item)
+            leaf = item.detach()
+            if wants_grad and leaf.is_floating_point():
+                leaves.append(leaf.requires_grad_())
+            made.append(leaf.clone())  # layers may work in place, which autograd forbids on a leaf
+        else:
+            made.append(item)
     return pytree.tree_unflatten(made, spec), leaves
 
 
@@ -167,7 +172,7 @@ def _run_once(module: nn.Module, value: Any, inner: bool, device: torch.device) 
     """Forward and whole backward; then forward again and the backward in two parts."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     times: dict[str, Any] = {}
-    given, leaves = _leaves(value, inner and not _works_in_place(module))
+    given, leaves = _leaves(value, inner)
     start = _now(device)
     output = module(given)
     times["forward"] = _now(device) - start
@@ -177,7 +182,7 @@ def _run_once(module: nn.Module, value: Any, inner: bool, device: torch.device) 
     if roots:
         torch.autograd.backward(roots, grads)
     times["backward"] = _now(device) - start
-    given, leaves = _leaves(value, inner and not _works_in_place(module))
+    given, leaves = _leaves(value, inner)
     roots = _roots(module(given))
     start = _now(device)
     _, pending = input_grad(roots, grads, leaves)
@@ -190,10 +195,6 @@ def _run_once(module: nn.Module, value: Any, inner: bool, device: torch.device) 
     return {**times, "output": output}
 
 
-def _works_in_place(module: nn.Module) -> bool:
-    return any(getattr(part, "inplace", False) for part in module.modules())
-
-
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -202,24 +203,23 @@ def _now(device: torch.device) -> float:
 
 def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> list[int]:
     """Per layer, bytes that autograd keeps for its backward, each storage at the first layer that keeps it."""
-    own = {t.untyped_storage().data_ptr() for module in modules for t in (*module.parameters(), *module.buffers())}
+    # Storages are told apart by address, so all that were met stay alive meanwhile: a freed one's address would be given again.
+    own = [t.untyped_storage() for module in modules for t in (*module.parameters(), *module.buffers())]
+    met = {storage.data_ptr(): storage for storage in own}
     counts = [0] * len(modules)
-    alive = []  # storages are told apart by address, so none may be freed meanwhile
     layer = 0
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            own.add(storage.data_ptr())
+        if storage.data_ptr() not in met:
+            met[storage.data_ptr()] = storage
             counts[layer] += storage.nbytes()
-        alive.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         for index, module in enumerate(modules):
             layer = index
             value = module(value)
-            alive.append(value)
     return counts
 
 

@@ -58,7 +58,14 @@ def cut(value: Any, parts: int) -> list[Any]:
 
 
 def join(values: list[Any]) -> Any:
-    """Put cut values together again."""
+    """Put cut values together again.
+
+    Raises:
+        SettingError: a tensor among them has no dimension, so that it cannot be of one sample or another.
+    """
+    if any(isinstance(leaf, Tensor) and leaf.dim() == 0 for leaf in pytree.tree_leaves(values[0])):
+        raise SettingError("the model's output has a tensor without a dimension: outputs of micro-batches are joined along their "
+                           "first one, which has the samples")  # fmt: skip
     leaves = [pytree.tree_leaves(value) for value in values]
     joined = [torch.cat(list(column)) if isinstance(column[0], Tensor) else column[0] for column in zip(*leaves, strict=True)]
     return pytree.tree_unflatten(joined, pytree.tree_structure(values[0]))

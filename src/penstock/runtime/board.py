@@ -6,6 +6,8 @@ import threading
 import time
 from typing import Protocol
 
+from penstock.errors import RunError
+
 
 class Board(Protocol):
     """One rank's view of the board."""
@@ -31,7 +33,7 @@ class SharedBoard:
     """The board of ranks that are threads of one process."""
 
     def __init__(self, ranks: int) -> None:
-        self.current: list[tuple[str, float]] = [("nothing yet", time.monotonic())] * ranks
+        self.current: list[tuple[str, float]] = [("has not begun", time.monotonic())] * ranks
         self.reason: str | None = None
         self._lock = threading.Lock()
 
@@ -43,6 +45,22 @@ class SharedBoard:
         """See `Board.fail`."""
         with self._lock:
             self.reason = self.reason or reason
+
+    def reset(self) -> None:
+        """Begin a run in which nothing has failed yet."""
+        self.reason = None
+        self.current[:] = [("has not begun", time.monotonic())] * len(self.current)
+
+    def latest(self) -> tuple[int, str, float]:
+        """The rank that has moved last, what it does, and for how many seconds."""
+        rank = max(range(len(self.current)), key=lambda rank: self.current[rank][1])
+        what, since = self.current[rank]
+        return rank, what, time.monotonic() - since
+
+    def line(self, rank: int) -> str:
+        """See `describe`."""
+        what, since = self.current[rank]
+        return describe(rank, what, time.monotonic() - since)
 
 
 class ThreadBoard:
@@ -66,12 +84,16 @@ class ThreadBoard:
 
     def elsewhere(self) -> list[str]:
         """See `Board.elsewhere`."""
-        now = time.monotonic()
-        return [
-            describe(rank, what, now - since) for rank, (what, since) in enumerate(self._shared.current) if rank != self._rank
-        ]
+        return [self._shared.line(rank) for rank in range(len(self._shared.current)) if rank != self._rank]
 
 
 def describe(rank: int, what: str, seconds: float) -> str:
     """`rank 1 is at 1F5 since 42 s`."""
     return f"rank {rank} {what} since {seconds:.0f} s"
+
+
+def reason_of(error: BaseException, rank: int | None = None) -> str:
+    """An error in words for the other ranks. Penstock's own name the rank themselves."""
+    if isinstance(error, RunError):
+        return str(error)
+    return ("" if rank is None else f"rank {rank}: ") + f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime import state
-from penstock.runtime.batch import Batch
+from penstock.runtime.batch import Batch, cut, join
 from penstock.runtime.stage import Loss
 from penstock.runtime.world import World
+from penstock.tracing.chain import TracedChain
+from penstock.tracing.materialise import materialise
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
 
 
@@ -91,10 +93,10 @@ def compare(world: World, placed: state.Placed, play: Callable[[], None], batch:
 
 def _one_device(placed: state.Placed, values: Mapping[str, Tensor]) -> list[nn.Module]:
     """A copy of the whole model on the CPU with these values."""
-    whole = copy.deepcopy(nn.ModuleList(placed.traced.modules))
-    if any(tensor.is_meta for tensor in whole.state_dict().values()):
-        whole = whole.to_empty(device="cpu")
-    modules = list(whole.to("cpu"))
+    copied = tuple(copy.deepcopy(nn.ModuleList(placed.traced.modules)))
+    # Layers from the meta device are initialised first, for the buffers that no state has.
+    modules = materialise(TracedChain(placed.traced.description, copied, placed.traced.aliases), range(len(copied)),
+                          torch.device("cpu"), seed=0)  # fmt: skip
     with torch.no_grad():
         for layer, module in zip(placed.traced.layers, modules, strict=True):
             module.zero_grad()
@@ -108,7 +110,8 @@ def _plain_training(modules: list[nn.Module], batch: Batch, loss: Loss, seed: in
     assert batch.targets is not None
     total = 0.0
     cpu = torch.device("cpu")
-    for m, (x, y, share) in enumerate(zip(batch.inputs, batch.targets, batch.shares, strict=True)):
+    inputs = cut(join(batch.inputs), batch.micro_batches)  # joined, they are a copy: a layer may work in place
+    for m, (x, y, share) in enumerate(zip(inputs, batch.targets, batch.shares, strict=True)):
         value = x
         with drawing(cpu):
             for index, module in enumerate(modules):

@@ -45,9 +45,6 @@ class Interpreter:
         arrivals: dict[Message, Arrival] = {}
         values: dict[Message, Payload] = {}
         try:
-            if batch.training:
-                for stage in self.stages.values():
-                    stage.update.begin()
             for action in program:
                 if isinstance(action, Transfer):
                     self._transfer(action, batch, arrivals, values)

@@ -140,6 +140,10 @@ class Pipeline:
 
         Returns:
             The mean loss of the batch, a float tensor, the same on every rank.
+
+        Raises:
+            RunError: an op failed, here or elsewhere; the message says which. With ranks in processes the run is over. With
+                threads it can go on: all gradients are dropped, but stages that had come to their update have had it.
         """
         batch = make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=True)
         self._play(batch, "train")
@@ -166,8 +170,9 @@ class Pipeline:
         """The model's output on `x`, with layers in evaluation mode, on every rank."""
         batch = make_batch(x, None, self.setting.schedule.micro_batches, step=self._step, training=False)
         self._play(batch, "evaluate")
-        output = join([batch.outputs[m] for m in sorted(batch.outputs)]) if batch.outputs else None
-        return self._world.broadcast(output, self._last_rank)
+        last = self._last_rank
+        joined = self._world.run(lambda rank: join([batch.outputs[m] for m in sorted(batch.outputs)]) if rank == last else None)
+        return self._world.broadcast(joined.get(last), last)
 
     @property
     def step(self) -> int:
@@ -185,6 +190,9 @@ class Pipeline:
         def job(rank: int) -> None:
             interpreter = self._interpreters[rank]
             program = lowered.programs[rank]
+            if mode == "train":
+                for stage in interpreter.stages.values():
+                    stage.update.begin()
             if mode != "evaluate":
                 interpreter.play(program, batch)
                 return
@@ -194,7 +202,13 @@ class Pipeline:
                 with torch.no_grad():
                     interpreter.play(program, batch)
 
-        self._world.run(job)
+        self._played = None
+        try:
+            self._world.run(job)
+        except BaseException:
+            if mode == "train":
+                self.zero_grad()
+            raise
         self._played = (batch.micro_batches, mode)
 
     def _lower(self, micro_batches: int, mode: str) -> LoweredSchedule:
@@ -260,24 +274,24 @@ class Pipeline:
         Raises:
             SettingError: a tensor is missing or has another shape.
         """
-        for stage in self._local_stages:
-            state.put(stage, tensors)
+        state.put(self._local_stages, tensors)
 
     def save(self, folder: str | Path) -> None:
         """Write weights, optimizer state and step into `folder`: one file per stage, readable under any other plan.
 
         Raises:
             FileError: the folder cannot be written.
+            SettingError: an optimizer keeps something that is neither tensor nor plain number.
         """
-        checkpoint.save(Path(folder), self._world, self._local_stages, self._step, self.chain.fingerprint)
+        checkpoint.save(Path(folder), self._world, self._placed, self._step)
 
     def load(self, folder: str | Path) -> None:
         """Go on from what `save` wrote, under this or any other plan for the same model.
 
         Raises:
-            FileError: there is no whole checkpoint, or it is of another model.
+            FileError: there is no whole checkpoint, or it is of another model. Nothing has changed then.
         """
-        self._step = checkpoint.load(Path(folder), self._local_stages, self.chain.fingerprint)
+        self._step = checkpoint.load(Path(folder), self._placed)
 
     def compare_with_one_device(self, x: Any, y: Any) -> Comparison:
         """Run one batch through the pipeline and through plain training, and compare. Nothing is updated.

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from penstock.errors import DeadlineExceeded, PeerFailed, RunError
+from penstock.runtime.board import reason_of
 from penstock.runtime.store_board import StoreBoard
 from penstock.schedule.lower import Link
 from penstock.transport.distributed import DistributedTransport, Wire
@@ -107,7 +108,7 @@ class DistributedWorld:
         try:
             return {self._rank: job(self._rank)}
         except BaseException as error:
-            self._board.fail(str(error))
+            self._board.fail(reason_of(error, self._rank))
             self._wire.abort()
             raise
 

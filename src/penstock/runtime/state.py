@@ -42,13 +42,14 @@ def own(stage: Stage) -> dict[str, Tensor]:
     return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
 
-def put(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
-    """Copy values into a stage.
+def put(stages: Sequence[Stage], tensors: Mapping[str, Tensor]) -> None:
+    """Copy values into some stages: into all, or if anything does not fit, into none.
 
     Raises:
         SettingError: a tensor is missing or has another shape.
     """
-    with torch.no_grad():
+    pairs = []
+    for stage in stages:
         for name, target in own(stage).items():
             source = tensors.get(name)
             if source is None:
@@ -57,6 +58,9 @@ def put(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
                 raise SettingError(
                     f"{name} has shape {tuple(source.shape)} in the state and {tuple(target.shape)} in the model"
                 )
+            pairs.append((target, source))
+    with torch.no_grad():
+        for target, source in pairs:
             target.copy_(source)
 
 

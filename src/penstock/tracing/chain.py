@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,21 +60,24 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
         The chain. A layer is named by its module's qualified name in `model`.
 
     Raises:
-        ChainError: `model` is something else, or has no layers.
+        ChainError: `model` is something else, or has no layers, or a layer's weights have no shape yet.
     """
     del example
     if isinstance(model, nn.Module):
         named = list(_flatten(model, ""))
         if len(named) == 1 and named[0][1] is model:
+            has = "has a forward or hooks of its own" if isinstance(model, nn.Sequential) else "is not an nn.Sequential"
             raise ChainError(
-                f"{type(model).__name__} is not an nn.Sequential, so where it may be cut is not known. "
+                f"{type(model).__name__} {has}, so where it may be cut is not known. "
                 "Give its layers in order: ps.chain([model.stem, *model.blocks, model.head])"
             )
     else:
+        if not isinstance(model, Iterable):
+            raise ChainError(f"a chain is made of an nn.Sequential or a list of modules, not {type(model).__name__}")
         parts = list(model)
-        wrong = next((part for part in parts if not isinstance(part, nn.Module)), None)
-        if wrong is not None:
-            raise ChainError(f"a chain is made of nn.Module objects, not {type(wrong).__name__}")
+        for part in parts:
+            if not isinstance(part, nn.Module):
+                raise ChainError(f"a chain is made of nn.Module objects, not {type(part).__name__}")
         named = [pair for index, part in enumerate(parts) for pair in _flatten(part, str(index))]
     if not named:
         raise ChainError("the model has no layers")
@@ -83,7 +86,7 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
 
 def _flatten(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """Layers with their names; an nn.Sequential with a forward or hooks of its own is one layer."""
-    own = type(module).forward is not nn.Sequential.forward
+    own = type(module).forward is not nn.Sequential.forward or "forward" in vars(module)
     if own or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         yield name, module
         return
@@ -109,6 +112,8 @@ def _names(named: Iterator[tuple[str, Tensor]], first_name: dict[int, str], alia
            facts: dict[str, TensorFacts]) -> tuple[str, ...]:  # fmt: skip
     names = []
     for name, tensor in named:
+        if nn.parameter.is_lazy(tensor):
+            raise ChainError(f"{name} has no shape yet: run the model once on an example before it is made a chain")
         canonical = first_name.setdefault(id(tensor), name)
         aliases[name] = canonical
         names.append(canonical)

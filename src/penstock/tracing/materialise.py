@@ -18,7 +18,7 @@ def materialise(traced: TracedChain, indices: Sequence[int], device: torch.devic
 
     Layers with real weights are moved and stay the user's own modules. Layers on the meta device are copied, get memory, and
     are initialised by their submodules' `reset_parameters()`, children first, with random numbers that depend on `seed` and
-    the layer's index alone.
+    the layer's index alone. What already has values, in them or shared with them, keeps these.
 
     Raises:
         ChainError: a submodule on the meta device has tensors of its own and no `reset_parameters`.
@@ -26,8 +26,13 @@ def materialise(traced: TracedChain, indices: Sequence[int], device: torch.devic
     modules = [traced.modules[index] for index in indices]
     if not any(tensor.is_meta for module in modules for tensor in _tensors(module)):
         return [module.to(device) for module in modules]
-    # One copy of all of them together keeps what they share shared; the copy is of descriptions and costs nothing.
-    modules = list(copy.deepcopy(nn.ModuleList(modules)))
+    # One copy of all of them together keeps what they share shared; of real tensors, and layers of these, no copy is made.
+    kept: dict[int, object] = {id(tensor): tensor for module in modules for tensor in _tensors(module) if not tensor.is_meta}
+    for module in modules:
+        tensors = list(_tensors(module))
+        if tensors and not any(tensor.is_meta for tensor in tensors):
+            kept[id(module)] = module
+    modules = list(copy.deepcopy(nn.ModuleList(modules), kept))
     made: dict[int, Tensor] = {}
     with drawing(device), torch.no_grad():
         for index, module in zip(indices, modules, strict=True):
@@ -49,8 +54,8 @@ def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
 
 
 def _fill(part: nn.Module, name: str, device: torch.device, made: dict[int, Tensor]) -> None:
-    """Give `part`'s own tensors memory and values; a tensor that an earlier module shares keeps the values it has."""
-    fresh = False
+    """Give `part`'s own tensors memory and values; those that had values before, or share an earlier module's, keep them."""
+    fresh: set[int] = set()
     for holder in (part._parameters, part._buffers):
         for key, tensor in holder.items():
             if tensor is None or not tensor.is_meta:
@@ -58,13 +63,19 @@ def _fill(part: nn.Module, name: str, device: torch.device, made: dict[int, Tens
             if id(tensor) not in made:
                 empty: Tensor = torch.empty_like(tensor, device=device)
                 made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-                fresh = True
+                fresh.add(id(made[id(tensor)]))
             holder[key] = made[id(tensor)]  # type: ignore[assignment]  # the dict's own kind goes back into it
-    if fresh:
-        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-        if reset is None:
-            raise ChainError(
-                f"{name} ({type(part).__name__}) is on the meta device and has weights of its own, but no reset_parameters() "
-                "to initialise them. Give the class one, or build the model on a real device"
-            )
-        reset()
+    if not fresh:
+        return
+    reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+    if reset is None:
+        raise ChainError(
+            f"{name} ({type(part).__name__}) is on the meta device and has weights of its own, but no reset_parameters() "
+            "to initialise them. Give the class one, or build the model on a real device"
+        )
+    # A head with a bias of its own and the embedding's weight, say: its reset draws both, and only the bias is to be drawn.
+    own = (*part._parameters.values(), *part._buffers.values())
+    settled = [(tensor, tensor.clone()) for tensor in own if tensor is not None and id(tensor) not in fresh]
+    reset()
+    for tensor, values in settled:
+        tensor.copy_(values)

@@ -13,8 +13,10 @@ from torch import nn
 _DRAW = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention,
          nn.modules.transformer.Transformer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # fmt: skip
 
-#: A subclass that only initialises its weights in another way runs one of these.
-_SILENT_FORWARDS = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward, nn.Embedding.forward)
+#: A subclass of one of these that only initialises its weights in another way draws nothing ...
+_SILENT = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+#: ... which is to say that it has left these as they were.
+_RUN = ("__call__", "forward", "_conv_forward", "weight", "bias")
 
 # Threads of one process share torch's generators: whoever seeds one must hold this until the layer has run.
 _GENERATORS = threading.RLock()
@@ -29,8 +31,12 @@ def may_draw(module: nn.Module) -> bool:
 
 
 def _part_may_draw(part: nn.Module) -> bool:
-    if not type(part).__module__.startswith("torch.nn.modules.") or part._forward_hooks or part._forward_pre_hooks:
-        return type(part).forward not in _SILENT_FORWARDS
+    kind = type(part)
+    if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
+        return True
+    if not kind.__module__.startswith("torch.nn.modules."):
+        base = next((base for base in _SILENT if issubclass(kind, base)), None)
+        return base is None or any(getattr(kind, name, None) is not getattr(base, name, None) for name in _RUN)
     if isinstance(part, nn.modules.dropout._DropoutNd):
         return part.p > 0
     return isinstance(part, _DRAW)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
 
+from penstock.errors import RunError
 from penstock.event import Timeline
 from penstock.plan import Plan
 from penstock.runtime.pipeline import Pipeline
@@ -49,33 +50,25 @@ class RankResult:
 
 
 def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> RankResult:
-    """Train as one rank of the plan; rank 0 writes the run's metrics and weights into `folder`."""
+    """Train as one rank of the plan; rank 0 writes the run's metrics and weights into `folder`.
+
+    Raises:
+        RunError: a rank failed, or the loss is no longer a number.
+    """
     task = make_task(config)
     pipe = Pipeline(task.model, plan, loss=task.loss, optimizer=optimizer_factory(config), seed=config.seed,
                     deadline_s=config.deadline_s, executor="processes")  # fmt: skip
     first = dist.get_rank() == 0
-    checkpoint = folder / "checkpoint"
     if config.resume:
-        pipe.load(checkpoint)
-    result = RankResult(steps=pipe.step)
+        pipe.load(folder / "checkpoint")
     per_epoch = count_batches(len(task.data.train_inputs), config.batch)
     last_step = min(config.epochs * per_epoch, config.limit_steps or sys.maxsize)
     started = time.monotonic()
     with Metrics(folder) if first else nullcontext() as metrics, Progress(last_step, not first or quiet) as progress:
-        while result.steps < last_step:
-            epoch = result.steps // per_epoch
-            _run_epoch(pipe, task, config, result, min(last_step, (epoch + 1) * per_epoch), metrics, progress)
-            result.timeline = pipe.timeline()
-            result.test_loss, result.test_accuracy = _evaluate(pipe, task, config)
-            if metrics is not None:
-                metrics.write(result.steps, epoch=epoch + 1, test_loss=result.test_loss, test_accuracy=result.test_accuracy,
-                              busy=[round(share, 4) for share in busy_shares(result.timeline)])  # fmt: skip
-            done = config.target_accuracy is not None and result.test_accuracy >= config.target_accuracy
-            if config.checkpoint == "epoch" or (config.checkpoint == "end" and (done or result.steps >= last_step)):
-                pipe.save(checkpoint)
-            progress.epoch(epoch + 1, result.test_accuracy)
-            if done:
-                break
+        training = _Training(config, task, pipe, folder, metrics, progress, RankResult(steps=pipe.step))
+        while training.result.steps < last_step and not training.reached_target():
+            training.epoch(per_epoch, last_step)
+    result = training.result
     result.seconds = time.monotonic() - started
     weights = pipe.state_dict()
     if first:
@@ -90,42 +83,66 @@ def busy_shares(timeline: Timeline) -> list[float]:
     return [seconds / timeline.makespan if timeline.makespan else 0.0 for seconds in timeline.busy]
 
 
-def _run_epoch(pipe: Pipeline, task: Task, config: TrainConfig, result: RankResult, until: int,
-               metrics: Metrics | None, progress: Progress) -> None:  # fmt: skip
-    """Train up to step `until`, at most to the end of the epoch that `result.steps` lies in."""
-    result.step_times = []
-    for x, y in _batches_from(task, config, result.steps):
-        if result.steps >= until:
-            break
-        start = time.perf_counter()
-        result.loss = float(pipe.train_batch(x, y))
-        seconds = time.perf_counter() - start
-        result.steps += 1
-        result.step_times.append(seconds)
-        busy = busy_shares(pipe.timeline()) if result.steps % _LOOK_EVERY == 1 else None
-        if metrics is not None:
-            metrics.write(result.steps, loss=result.loss, step_s=round(seconds, 6), samples_per_s=round(len(x) / seconds, 2))
-        progress.step(result.steps, result.loss, len(x) / seconds, busy)
-    result.step_s = statistics.median(result.step_times[1:] or result.step_times or [0.0])
+@dataclass
+class _Training:
+    """One rank's run while it goes on. `metrics` is rank 0's alone."""
 
+    config: TrainConfig
+    task: Task
+    pipe: Pipeline
+    folder: Path
+    metrics: Metrics | None
+    progress: Progress
+    result: RankResult
 
-def _batches_from(task: Task, config: TrainConfig, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of the epoch that `step` lies in, from that step on."""
-    per_epoch = count_batches(len(task.data.train_inputs), config.batch)
-    epoch, skipped = divmod(step, per_epoch)
-    for number, batch in enumerate(task.epoch(config, epoch)):
-        if number >= skipped:
-            yield batch
+    def reached_target(self) -> bool:
+        """Whether the accuracy that was asked for is there."""
+        return self.config.target_accuracy is not None and self.result.test_accuracy >= self.config.target_accuracy
 
+    def epoch(self, per_epoch: int, last_step: int) -> None:
+        """Train to the end of the epoch or to the last step, test, and write a checkpoint."""
+        result, number = self.result, self.result.steps // per_epoch
+        self._steps(per_epoch, min(last_step, (number + 1) * per_epoch))
+        result.timeline = self.pipe.timeline()
+        result.test_loss, result.test_accuracy = self._test()
+        if self.metrics is not None:
+            busy = [round(share, 4) for share in busy_shares(result.timeline)]
+            self.metrics.write(result.steps, epoch=number + 1, test_loss=result.test_loss,
+                               test_accuracy=result.test_accuracy, busy=busy)  # fmt: skip
+        done = self.reached_target() or result.steps >= last_step
+        if self.config.checkpoint == "epoch" or (self.config.checkpoint == "end" and done):
+            self.pipe.save(self.folder / "checkpoint")
+        self.progress.epoch(number + 1, result.test_accuracy)
 
-def _evaluate(pipe: Pipeline, task: Task, config: TrainConfig) -> tuple[float, float]:
-    """Mean loss and accuracy over the test part."""
-    loss = right = 0.0
-    inputs, targets = task.data.test_inputs, task.data.test_targets
-    for start in range(0, len(inputs), config.batch):
-        x, y = inputs[start : start + config.batch], targets[start : start + config.batch]
-        output = pipe.forward(x)
-        with torch.no_grad():
-            loss += float(task.loss(output, y.to(output.device))) * len(x)
-        right += accuracy(output, y) * len(x)
-    return loss / len(inputs), right / len(inputs)
+    def _steps(self, per_epoch: int, until: int) -> None:
+        """Train up to step `until`, within the epoch that the next step lies in."""
+        result = self.result
+        result.step_times = []
+        epoch, skipped = divmod(result.steps, per_epoch)
+        for x, y in islice(self.task.epoch(self.config, epoch), skipped, skipped + until - result.steps):
+            start = time.perf_counter()
+            result.loss = float(self.pipe.train_batch(x, y))
+            seconds = time.perf_counter() - start
+            result.steps += 1
+            if not math.isfinite(result.loss):
+                raise RunError(f"the loss is {result.loss} at step {result.steps}: the weights have run away. A learning rate "
+                               f"below {self.config.lr:g} may help. Checkpoints of earlier epochs are kept")  # fmt: skip
+            result.step_times.append(seconds)
+            busy = busy_shares(self.pipe.timeline()) if result.steps % _LOOK_EVERY == 1 else None
+            if self.metrics is not None:
+                self.metrics.write(result.steps, loss=result.loss, step_s=round(seconds, 6),
+                                   samples_per_s=round(len(x) / seconds, 2))  # fmt: skip
+            self.progress.step(result.steps, result.loss, len(x) / seconds, busy)
+        result.step_s = statistics.median(result.step_times[1:] or result.step_times)
+
+    def _test(self) -> tuple[float, float]:
+        """Mean loss and accuracy over the test part."""
+        loss = right = 0.0
+        inputs, targets = self.task.data.test_inputs, self.task.data.test_targets
+        for start in range(0, len(inputs), self.config.batch):
+            x, y = inputs[start : start + self.config.batch], targets[start : start + self.config.batch]
+            output = self.pipe.forward(x)
+            with torch.no_grad():
+                loss += float(self.task.loss(output, y.to(output.device))) * len(x)
+            right += accuracy(output, y) * len(x)
+        return loss / len(inputs), right / len(inputs)

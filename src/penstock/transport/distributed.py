@@ -147,17 +147,19 @@ class DistributedTransport:
             RunError: the payload's form differs from that of an earlier batch with the same signature, or it has too many tensors.
             TransportLost: the links are closed.
         """
+        tensors = _checked(payload, message)
         form, key = payload.form(), (signature, message)
         told = self._told.get(key)
         if told is None:
             self._told[key] = form
             self.wire.store.set(_name(key), payload.header())
         elif told != form:
-            raise RunError(f"{message.kind} of stage {message.stage} changed its form between batches whose inputs have the same "
-                           f"shapes: it was {told} and is {form}. Shapes that depend on the data are not supported yet")  # fmt: skip
+            made = f"{message.stage}{message.kind.value}{message.micro_batch}"
+            raise RunError(f"what {made} makes changed its form between batches whose inputs have the same shapes: it was {told} "
+                           f"and is {form}. Shapes that depend on the data are not supported yet")  # fmt: skip
         group = self.wire.group(Link(self.wire.rank, peer))
-        for number, tensor in enumerate(_checked(payload, message)):
-            ready = tensor.detach().contiguous()
+        for number, tensor in enumerate(tensors):
+            ready = tensor.detach().resolve_conj().resolve_neg().contiguous()  # what is in memory is what goes
             if self.wire.through_host:
                 ready = ready.cpu()
             try:

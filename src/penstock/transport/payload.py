@@ -6,7 +6,9 @@ Only tensors travel. The structure, shapes and which tensors want a gradient go 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -83,7 +85,7 @@ class Payload:
             return self.leaves[0]
         if self.structure == "*":
             return list(self.leaves)
-        return pytree.tree_unflatten(list(self.leaves), pytree.treespec_loads(self.structure))
+        return pytree.tree_unflatten(list(self.leaves), _spec(self.structure))
 
     def form(self) -> tuple[object, ...]:
         """All but the tensors' contents, cheap to make and to compare."""
@@ -132,8 +134,28 @@ class Header:
 
 
 def _structure(value: Any, spec: pytree.TreeSpec) -> str:
+    """The nesting as JSON, once it is certain to read back as it was."""
     try:
-        return str(pytree.treespec_dumps(spec))
-    except (NotImplementedError, ValueError, TypeError) as error:
+        text = str(pytree.treespec_dumps(spec))
+        same = _spec(text) == spec
+    except (NotImplementedError, ValueError, TypeError, AttributeError) as error:
         raise RunError(f"a {type(value).__name__} cannot cross a stage boundary ({error}): return tensors in nested tuples, "
                        "lists and dicts") from error  # fmt: skip
+    if not same:
+        raise RunError(f"a {type(value).__name__} cannot cross a stage boundary, because a key of a dict in it would change on the "
+                       "way: keys there may be strings and numbers")  # fmt: skip
+    return text
+
+
+@lru_cache(maxsize=256)
+def _spec(structure: str) -> pytree.TreeSpec:
+    """Read the nesting back."""
+    if "collections.defaultdict" in _kinds(json.loads(structure)[1]):  # torch would import whatever module its factory names
+        raise ValueError("a defaultdict has a function inside, which does not travel")
+    return pytree.treespec_loads(structure)
+
+
+def _kinds(tree: dict[str, Any]) -> Iterator[str | None]:
+    yield tree["type"]
+    for child in tree["children_spec"]:
+        yield from _kinds(child)

@@ -1,0 +1,104 @@
+"""CONTRIBUTING.md is followed: each file that it gives is written into a copy of the package, and must work with no other change."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+#: A line that tells where the block below it goes.
+PLACE = re.compile(r"^Write `(src/penstock/[\w/]+\.py)`:\s*\Z", re.MULTILINE)
+
+
+def blocks() -> tuple[dict[str, str], str, str]:
+    """The files by path, the code that uses them as one script, and the output that the last block shows."""
+    files: dict[str, str] = {}
+    script, shown = [], ""
+    for fence in FENCE.finditer(GUIDE):
+        place = PLACE.search(GUIDE[: fence.start()])
+        if place is not None:
+            files[place[1]] = fence[2]
+        elif fence[1] == "python":
+            script.append(fence[2])
+        elif fence[1] == "text":
+            shown += fence[2]
+    return files, "\n".join(script), shown
+
+
+FILES, SCRIPT, SHOWN = blocks()
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """A folder with the package, its settings, and the new files in their places."""
+    folder = tmp_path_factory.mktemp("contributed")
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for path, text in FILES.items():
+        (folder / path).write_text(text, encoding="utf-8")
+    return folder
+
+
+def run(copy: Path, *command: str, cwd: Path) -> str:
+    """What Python prints, given the copy of the package, once it has ended well."""
+    result = subprocess.run([sys.executable, *command], cwd=cwd, env={**os.environ, "PYTHONPATH": str(copy / "src")},
+                            capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def test_the_guide_gives_one_file_for_each_kind_and_none_is_taken():
+    """An example whose name the package has would show how to change something, not how to add it."""
+    assert [path.split("/")[2] for path in FILES] == ["schedule", "partition", "weights", "zoo"]
+    assert [path for path in FILES if (ROOT / path).exists()] == []
+
+
+def test_what_the_guide_adds_works_with_no_other_change(copy, tmp_path):
+    """Followed once by hand, a guide is right that day; followed by a test, it stays so."""
+    where = f"import penstock\nassert penstock.__file__.startswith({str(copy)!r}), penstock.__file__\n"
+    (tmp_path / "guide.py").write_text(where + SCRIPT, encoding="utf-8")
+    assert run(copy, "guide.py", cwd=tmp_path) == SHOWN
+
+
+def test_the_laws_adopt_what_the_guide_adds(copy, tmp_path):
+    """That nothing else needs to be told of a new schedule is the design's main promise; a weight rule is found likewise."""
+    tests = [str(ROOT / "tests" / path) for path in ("schedule/test_catalogue.py", "weights/test_catalogue.py")]
+    told = run(copy, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-vv", *tests, "--rootdir", str(ROOT),
+               "-k", "grouped-gpipe or capped-stash", cwd=tmp_path)  # fmt: skip
+    assert {"grouped-gpipe", "capped-stash"} <= set(re.findall(r"\[([\w-]+)\] PASSED", told))
+
+
+def test_doctests_of_what_the_guide_adds_pass(copy, tmp_path):
+    """The drawing in a docstring is the first thing that its reader believes."""
+    run(copy, "-m", "doctest", *(str(copy / path) for path in FILES), cwd=tmp_path)
+
+
+def test_what_the_guide_adds_is_in_the_house_style(copy):
+    """Whoever starts from a block should not be met by the linter."""
+    run(copy, "-m", "ruff", "check", "--no-cache", *FILES, cwd=copy)
+    run(copy, "-m", "ruff", "format", "--no-cache", "--check", *FILES, cwd=copy)
+
+
+def test_the_guide_lists_every_room_in_order():
+    """The list is how a newcomer finds the place of a change; a room that is not on it has no reader."""
+    source = (ROOT / "tests" / "architecture" / "test_imports.py").read_text(encoding="utf-8")
+    listed = re.search(r"^ORDER = \[(.*?)\]", source, re.MULTILINE | re.DOTALL)
+    package = ROOT / "src" / "penstock"
+    order = re.findall(r'"([a-z]\w*)"', listed[1])
+    table = re.findall(r"^\| (`.*?`) \|", GUIDE, re.MULTILINE)
+    told = [room for row in table for room in re.findall(r"`(\w+)`", row)]
+    assert told == [room for room in order if (package / room).is_dir() or (package / f"{room}.py").exists()]
+
+
+def test_the_guide_has_ten_rules_of_style():
+    """Eleven would not be read."""
+    assert re.findall(r"^(\d+)\. ", GUIDE, re.MULTILINE) == [str(number) for number in range(1, 11)]

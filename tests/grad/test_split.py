@@ -1,0 +1,529 @@
+"""The backward in two parts gives what the whole backward gives, to the bit, and does little of it twice."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from penstock.grad.split import input_grad, weight_grad
+from penstock.tracing.chain import chain
+from penstock.tracing.materialise import materialise
+from penstock.zoo.catalogue import model, models
+
+
+class Pair(nn.Module):
+    """Two linear maps of width 4, for `forward`s that are written where they are used."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+
+
+def random(*shape, seed=0):
+    """Numbers that depend on shape and seed alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tensors(output):
+    """What a stage returns, as a list."""
+    return list(output) if isinstance(output, (tuple, list)) else [output]
+
+
+@dataclass
+class Run:
+    """A module, its inputs as leaves, the roots of its graph, and their gradients."""
+
+    module: nn.Module
+    inputs: list[Tensor]
+    roots: list[Tensor]
+    grads: list[Tensor | None]
+
+    @classmethod
+    def of(cls, module, forward, inputs, keep=None):
+        """A forward of a copy of `module`, so that nothing is shared between runs; `keep` says which roots have a gradient."""
+        module = copy.deepcopy(module)
+        leaves = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
+        torch.manual_seed(7)
+        roots = [root for root in tensors(forward(module, *leaves)) if root.requires_grad]
+        grads: list[Tensor | None] = [random(*root.shape, seed=i) for i, root in enumerate(roots)]
+        if keep is not None:
+            grads = [grad if kept else None for grad, kept in zip(grads, keep, strict=True)]
+        return cls(module, [leaf for leaf in leaves if leaf.requires_grad], roots, grads)
+
+    def whole(self):
+        """The backward of autograd."""
+        live = [(root, grad) for root, grad in zip(self.roots, self.grads, strict=True) if grad is not None]
+        if live:
+            torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
+        return [leaf.grad for leaf in self.inputs]
+
+    def split(self):
+        """The backward in two parts."""
+        found, pending = input_grad(self.roots, self.grads, self.inputs)
+        assert all(leaf.grad is None for leaf in self.inputs)
+        weight_grad(pending)
+        return found
+
+    def weight_grads(self):
+        """Gradients of all parameters."""
+        return {name: parameter.grad for name, parameter in self.module.named_parameters()}
+
+
+def same(first, second):
+    """Whether two gradients are the same to the bit, or both missing."""
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first, second) if not first.is_sparse else torch.equal(first.to_dense(), second.to_dense())
+
+
+def assert_split_equals_whole(module, forward, inputs, keep=None):
+    """Gradients of inputs and weights, to the bit; returns the run in parts."""
+    whole, parts = Run.of(module, forward, inputs, keep), Run.of(module, forward, inputs, keep)
+    expected, found = whole.whole(), parts.split()
+    assert [i for i, pair in enumerate(zip(expected, found, strict=True)) if not same(*pair)] == []
+    ours, theirs = parts.weight_grads(), whole.weight_grads()
+    assert [name for name in theirs if not same(ours[name], theirs[name])] == []
+    return parts
+
+
+def call(module, *inputs):
+    """The module itself."""
+    return module(*inputs)
+
+
+# -- layers ---------------------------------------------------------------------------------------------------------------
+
+SMALL = {"gpt": {"layers": 2, "width": 16, "heads": 2, "tokens": 6, "vocabulary": 11, "dropout": 0.1}, "mlp": {"layers": 3}}
+
+
+@functools.cache
+def layers_of_the_zoo():
+    """Every layer of every small model that differs from all others in what it prints, with a name and its own real input."""
+    found = {}
+    for name in sorted(models()):
+        traced = chain(model(name, device="meta", **SMALL.get(name, {"classes": 3, "image": 32})))
+        shape = {"gpt": (2, 6), "mlp": (2, 64)}.get(name, (2, 3, 32, 32))
+        value = torch.empty(shape, dtype=torch.int64 if name == "gpt" else torch.float32, device="meta")
+        for index, (layer, module) in enumerate(zip(traced, traced.modules, strict=True)):
+            # The largest linear maps only differ by their sizes, and cost most of the time.
+            if not (isinstance(module, nn.Linear) and module.weight.numel() > 10**7):
+                found.setdefault(f"{module!r} of {tuple(value.shape)}", (f"{name}:{layer.name}", traced, index, value))
+            value = module(value)
+    return {name: (traced, index, value) for name, traced, index, value in found.values()}
+
+
+@pytest.mark.parametrize("name", sorted(layers_of_the_zoo()))
+def test_split_equals_whole_on_every_layer_of_the_zoo(name):
+    """Schedules that split the backward must train as those that do not."""
+    traced, index, value = layers_of_the_zoo()[name]
+    (module,) = materialise(traced, [index], torch.device("cpu"), 0)
+    given = random(*value.shape) if value.is_floating_point() else torch.arange(value.numel()).reshape(value.shape) % 11
+    assert_split_equals_whole(module, call, [given])
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[..., Any]]] = {
+    "linear": (lambda: nn.Linear(4, 3), (5, 4), call),
+    "linear of tokens": (lambda: nn.Linear(4, 3), (2, 5, 4), call),
+    "linear without bias": (lambda: nn.Linear(4, 3, bias=False), (5, 4), call),
+    "bilinear": (lambda: nn.Bilinear(4, 4, 3), (5, 4), lambda m, x: m(x, x.exp())),
+    "convolution": (lambda: nn.Conv2d(3, 4, 3, padding=1), (2, 3, 6, 6), call),
+    "grouped convolution": (lambda: nn.Conv2d(4, 4, 3, groups=2, stride=2), (2, 4, 7, 7), call),
+    "convolution of 1 dimension": (lambda: nn.Conv1d(3, 4, 3), (2, 3, 8), call),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(3, 4, 3), (2, 3, 4, 4), call),
+    "batch norm": (lambda: nn.BatchNorm2d(3), (2, 3, 4, 4), call),
+    "batch norm in evaluation": (lambda: nn.BatchNorm2d(3).eval(), (2, 3, 4, 4), call),
+    "layer norm": (lambda: nn.LayerNorm(4), (2, 3, 4), call),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (2, 4, 3, 3), call),
+    "RMS norm": (lambda: nn.RMSNorm(4), (2, 3, 4), call),
+    "PReLU": (lambda: nn.PReLU(4), (3, 4), call),
+    "embedding beside a path": (lambda: nn.Embedding(5, 4), (3, 4), lambda m, x: x * m(torch.tensor([1, 4, 1]))),
+    "sparse embedding": (lambda: nn.Embedding(5, 4, sparse=True), (3, 4), lambda m, x: x * m(torch.tensor([1, 4, 1]))),
+    "attention": (lambda: nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True), (2, 3, 4), lambda m, x: m(x, x, x)),
+    "fused attention": (lambda: nn.Linear(4, 12), (2, 5, 4),
+                        lambda m, x: functional.scaled_dot_product_attention(*m(x).unsqueeze(1).chunk(3, -1), is_causal=True)),
+    "transformer layer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), (2, 3, 4), call),
+    "LSTM": (lambda: nn.LSTM(4, 5, 2, batch_first=True), (2, 3, 4), lambda m, x: m(x)[0]),
+    "LSTM with its states": (lambda: nn.LSTM(4, 5, batch_first=True), (2, 3, 4), lambda m, x: (m(x)[0], *m(x)[1])),
+    "GRU both ways": (lambda: nn.GRU(4, 5, bidirectional=True), (3, 2, 4), lambda m, x: m(x)[0]),
+    "LSTM cell": (lambda: nn.LSTMCell(4, 4), (2, 4), lambda m, x: m(x)),
+    "weight norm": (lambda: weight_norm(nn.Linear(4, 3)), (2, 4), call),
+    "spectral norm": (lambda: spectral_norm(nn.Linear(4, 3)), (2, 4), call),
+    "no weights": (lambda: nn.Sequential(nn.Tanh(), nn.Dropout(0.3)), (3, 4), call),
+    "identity": (nn.Identity, (3, 4), call),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_split_equals_whole_on_layers_of_torch(name):
+    """Every kind of node has its own way to lead to weights: transposes, expansions, norms of weights, fused kernels."""
+    make, shape, forward = LAYERS[name]
+    torch.manual_seed(0)
+    assert_split_equals_whole(make(), forward, [random(*shape)])
+
+
+# -- graphs ---------------------------------------------------------------------------------------------------------------
+
+
+def in_place(m, x):
+    """Parts of an activation are overwritten, one of them by a weight."""
+    h = m.a(x).clone()
+    h[:, 1:3].mul_(2)
+    h[0].copy_(m.b.bias)
+    h[1].add_(m.b.bias)
+    return h.relu_()
+
+
+def doubled(m, x):
+    """Hooks on an activation and on the output change gradients on their way."""
+    h = m.a(x)
+    h.register_hook(lambda grad: 2 * grad)
+    out = m.b(h)
+    out.register_hook(lambda grad: 3 * grad)
+    return out
+
+
+class Scaled(torch.autograd.Function):
+    """x times a weight vector. Its context has a `variable`, as nodes that add to a leaf do."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        """x * weight."""
+        ctx.save_for_backward(x, weight)
+        ctx.variable = 3
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Both products."""
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class Cut(torch.autograd.Function):
+    """Lets no gradient through."""
+
+    @staticmethod
+    def forward(ctx, x):
+        """x."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Nothing."""
+
+
+def checkpointed(m, x):
+    """Two maps, a dropout between, that are run again in the backward."""
+    return checkpoint(lambda h: m.b(functional.dropout(m.a(h), 0.5)), x, use_reentrant=False)
+
+
+GRAPHS: dict[str, Callable[..., Any]] = {
+    "a residual": lambda m, x: x + m.b(m.a(x).relu()),
+    "residuals one in another": lambda m, x: (x + m.a(x)) * (x + m.b(x + m.a(x))),
+    "several outputs": lambda m, x: (m.a(x), m.b(x), x.exp()),
+    "an output twice": lambda m, x: (lambda h: (h, h))(m.a(x)),
+    "the input as output": lambda m, x: (x, m.a(x)),
+    "a view of the input as output": lambda m, x: (x.view(-1), m.a(x)),
+    "a weight as output": lambda m, x: (m.a.weight, m.a(x)),
+    "pieces": lambda m, x: (lambda p, q: p * q.exp())(*m.a(x).chunk(2, -1)),
+    "an unused piece": lambda m, x: m.a(x).chunk(2, -1)[1],
+    "an output that no input reaches": lambda m, x: (m.a(x), m.b(torch.ones(2, 4))),
+    "no output that an input reaches": lambda m, x: m.b(torch.ones(2, 4)),
+    "a sum with a weight of its own shape": lambda m, x: x[:4] + m.a.weight + m.b.weight,
+    "a weight made of weights": lambda m, x: functional.linear(x, m.a.weight @ m.b.weight, m.a.bias),
+    "works in place": in_place,
+    "hooks on activations": doubled,
+    "a function of the user's": lambda m, x: Scaled.apply(m.a(x), m.b.bias).exp(),
+    "a function that returns no gradient": lambda m, x: (Cut.apply(m.a(x)), m.b(x)),
+    "nothing but a function that returns no gradient": lambda m, x: Cut.apply(m.a(x)),
+    "checkpoints": checkpointed,
+    "QR, with two outputs": lambda m, x: torch.linalg.qr(m.a(x)),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_split_equals_whole_on_graphs_of_all_kinds(name):
+    """Users write whatever autograd allows inside a layer. Hooks on activations once took effect twice."""
+    torch.manual_seed(0)
+    assert_split_equals_whole(Pair(), GRAPHS[name], [random(6, 4)])
+
+
+@pytest.mark.parametrize("forward", [
+    lambda m, x: m.a(m.a(x).relu()),
+    lambda m, x: m.a(m.b(m.a(m.b(x)))),
+    lambda m, x: m.a(x) + m.a(2 * x),
+    lambda m, x: (m.a(x), m.a(x.exp())),
+    lambda m, x: functional.linear(m.a(x), m.a.weight.t(), m.b.bias),
+    lambda m, x: m.a(x) + m.a(torch.ones(6, 4)),
+], ids=["in series", "by turns", "side by side", "in two outputs", "and transposed", "on and off the path"])  # fmt: skip
+def test_a_weight_used_twice_gets_the_sum_of_both_uses(forward):
+    """Tied layers lie in one stage; the order of the sum may differ, so equality is to float tolerance."""
+    torch.manual_seed(0)
+    module = Pair()
+    whole, parts = (Run.of(module, forward, [random(6, 4)]) for _ in range(2))
+    for expected, found in zip(whole.whole(), parts.split(), strict=True):
+        assert torch.allclose(expected, found)
+    for name, grad in whole.weight_grads().items():
+        assert (grad is None) == (parts.weight_grads()[name] is None)
+        assert grad is None or torch.allclose(grad, parts.weight_grads()[name])
+
+
+@pytest.mark.parametrize("keep", [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("forward", [lambda m, x: (m.a(x), m.b(x)), lambda m, x: (m.a(x), m.b(x).sum()),
+                                     lambda m, x: (lambda h: (h, m.b(h)))(m.a(x))], ids=["apart", "a scalar", "in a row"])  # fmt: skip
+def test_outputs_that_nobody_used_have_no_part_in_the_backward(forward, keep):
+    """The next stage sends None for them. A scalar among them was once taken for a loss, with a gradient of 1."""
+    assert_split_equals_whole(Pair(), forward, [random(3, 4)], keep)
+
+
+def test_a_single_scalar_without_a_gradient_is_a_loss():
+    """The last stage's output is the loss, and nobody sends its gradient."""
+    module, x = Pair(), random(3, 4).requires_grad_()
+    twin, y = copy.deepcopy(module), x.detach().clone().requires_grad_()
+    module.b(module.a(x)).pow(2).mean().backward()
+    found, pending = input_grad([twin.b(twin.a(y)).pow(2).mean()], [None], [y])
+    weight_grad(pending)
+    assert torch.equal(found[0], x.grad)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), twin.parameters(), strict=True))
+
+
+def test_inputs_that_reach_no_output_have_no_gradient():
+    """A mask or an encoder's state may pass a stage by; None goes back for it, not zeros."""
+    run = assert_split_equals_whole(Pair(), lambda m, x, y, z: m.a(x) * z, [random(3, 4), random(3, 4, seed=1), random(3, 4, seed=2)])
+    found, _ = input_grad([run.module.a(run.inputs[0])], [torch.ones(3, 4)], run.inputs)
+    assert [grad is None for grad in found] == [False, True, True]
+
+
+def test_without_inputs_that_want_gradients_all_work_is_left_for_the_weights():
+    """The first stage takes data or tokens: its I has nothing to do, and its W does everything."""
+    module = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    run = Run.of(module, call, [torch.tensor([[1, 2, 6]])])
+    assert run.inputs == []
+    found, pending = input_grad(run.roots, run.grads, [])
+    assert found == []
+    assert set(run.weight_grads().values()) == {None}
+    weight_grad(pending)
+    whole = Run.of(module, call, [torch.tensor([[1, 2, 6]])])
+    whole.whole()
+    assert all(same(grad, whole.weight_grads()[name]) for name, grad in run.weight_grads().items())
+
+
+@pytest.mark.parametrize("frozen", [("a.weight",), ("a.bias", "b.bias"), ("b.weight", "b.bias"),
+                                    ("a.weight", "a.bias", "b.weight", "b.bias")])  # fmt: skip
+def test_frozen_weights_get_no_gradient(frozen):
+    """Fine-tuning trains some layers; the path goes through the others all the same."""
+    module = Pair()
+    for name in frozen:
+        module.get_parameter(name).requires_grad_(False)
+    run = assert_split_equals_whole(module, lambda m, x: m.b(m.a(x).relu()), [random(3, 4)])
+    assert {name for name, grad in run.weight_grads().items() if grad is None} == set(frozen)
+
+
+def test_the_input_part_leaves_all_weights_alone():
+    """W may come much later, after other micro-batches; until then `.grad` must not move."""
+    run = Run.of(Pair(), lambda m, x: m.b(m.a(x)), [random(3, 4)])
+    input_grad(run.roots, run.grads, run.inputs)
+    assert set(run.weight_grads().values()) == {None}
+
+
+def test_micro_batches_add_up_whatever_stands_between_their_two_parts():
+    """Zero-bubble schedules do W where there is room: behind the forward and I of later micro-batches, and out of order."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    twin = copy.deepcopy(module)
+    inputs = [random(3, 4, seed=m) for m in range(4)]
+    for x in inputs:
+        twin(x.requires_grad_()).pow(2).mean().backward()
+    pending, order = {}, []
+    for m, x in enumerate(inputs):
+        leaf = x.detach().clone().requires_grad_()
+        found, pending[m] = input_grad([module(leaf).pow(2).mean()], [None], [leaf])
+        assert torch.equal(found[0], x.grad)
+        if m % 2:
+            for earlier in (m - 1, m):
+                weight_grad(pending.pop(earlier))
+                order.append(earlier)
+    assert order == [0, 1, 2, 3]
+    for name, parameter in twin.named_parameters():
+        assert torch.equal(parameter.grad, module.get_parameter(name).grad), name
+
+
+def test_hooks_on_weights_run_once():
+    """Gradient clipping and sharding libraries hook the weights themselves; as often as in a whole backward, that is once."""
+    calls = []
+
+    def forward(m, x):
+        for name, parameter in m.named_parameters():
+            parameter.register_hook(lambda grad, name=name: calls.append(name) or 2 * grad)
+        return m.b(m.a(x))
+
+    assert_split_equals_whole(Pair(), forward, [random(3, 4)])
+    assert sorted(calls) == sorted(2 * ["a.weight", "a.bias", "b.weight", "b.bias"])
+
+
+def test_hooks_of_modules_take_effect_once():
+    """A full backward hook may change what it sees."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    module[0].register_full_backward_hook(lambda _module, given, _arrived: (2 * given[0],))
+    module[2].register_full_backward_pre_hook(lambda _module, arrived: (3 * arrived[0],))
+    assert_split_equals_whole(module, call, [random(3, 4)])
+
+
+def test_gradients_share_no_memory_with_each_other_or_with_what_arrived():
+    """`zero_` or an in-place clip of one gradient must change no other, nor what another rank still sends."""
+    run = Run.of(Pair(), lambda m, x: x + m.a.bias + m.b.bias + m.a.weight, [random(4, 4)])
+    run.split()
+    made = [grad for grad in (*run.weight_grads().values(), run.grads[0]) if grad is not None]
+    assert len({grad.untyped_storage().data_ptr() for grad in made}) == len(made) == 4
+
+
+# -- work and memory ------------------------------------------------------------------------------------------------------
+
+
+class Counted(torch.autograd.Function):
+    """The identity; counts its backward calls by name."""
+
+    @staticmethod
+    def forward(ctx, x, calls, name):
+        """x."""
+        ctx.calls, ctx.name = calls, name
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        """The gradient."""
+        ctx.calls[ctx.name] = ctx.calls.get(ctx.name, 0) + 1
+        return grad, None, None
+
+
+def test_no_node_between_weights_runs_twice():
+    """What I has done, W does not do again; otherwise a split backward would cost up to twice a whole one."""
+    calls: dict[str, int] = {}
+
+    def forward(m, x):
+        h = Counted.apply(x, calls, "first")
+        h = Counted.apply(m.a(h), calls, "between")
+        h = h + Counted.apply(m.b(h), calls, "in a branch")
+        return Counted.apply(h, calls, "last")
+
+    run = Run.of(Pair(), forward, [random(3, 4)])
+    _, pending = input_grad(run.roots, run.grads, run.inputs)
+    assert calls == {"first": 1, "between": 1, "in a branch": 1, "last": 1}
+    weight_grad(pending)
+    assert calls == {"first": 1, "between": 1, "in a branch": 1, "last": 1}
+
+
+def test_what_leads_to_weights_alone_runs_in_the_weight_part_alone():
+    """The way from a layer to a weight that is computed from others is work that I can put off."""
+    calls: dict[str, int] = {}
+
+    def forward(m, x):
+        weight = Counted.apply(m.a.weight * 2, calls, "weight")
+        return functional.linear(Counted.apply(x, calls, "input"), weight)
+
+    run = Run.of(Pair(), forward, [random(3, 4)])
+    _, pending = input_grad(run.roots, run.grads, run.inputs)
+    assert calls == {"input": 1}
+    weight_grad(pending)
+    assert calls == {"input": 1, "weight": 1}
+
+
+def test_the_input_part_leaves_the_weight_gradients_of_a_layer_undone():
+    """That is the point of the split: a linear layer's I is one product of matrices, its W the other."""
+
+    def products(job):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            result = job()
+        return sum(event.count for event in profiler.key_averages() if event.key == "aten::mm"), result
+
+    run = Run.of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), call, [random(3, 4)])
+    inputs, (_, pending) = products(lambda: input_grad(run.roots, run.grads, run.inputs))
+    weights, _ = products(lambda: weight_grad(pending))
+    assert (inputs, weights) == (2, 2)
+
+
+class Holder:
+    """Something that lives as long as the node that keeps it."""
+
+
+class Holding(torch.autograd.Function):
+    """The identity; its node keeps a `Holder`."""
+
+    @staticmethod
+    def forward(ctx, x, made):
+        """x."""
+        ctx.holder = Holder()
+        made.append(weakref.ref(ctx.holder))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        """The gradient."""
+        return grad, None
+
+
+@pytest.mark.parametrize("forward", [
+    lambda m, x, made: Holding.apply(m.b(Holding.apply(m.a(x), made)), made),
+    lambda m, x, made: Holding.apply(m.a(Holding.apply(m.a(x), made)), made),
+    lambda m, x, made: (Holding.apply(m.a(x), made), Holding.apply(m.b(torch.ones(2, 4)), made)),
+], ids=["in series", "used twice", "off the path"])  # fmt: skip
+@pytest.mark.parametrize("finished", [True, False], ids=["after W", "W never came"])
+def test_nothing_keeps_the_graph_once_the_weight_part_is_done_or_dropped(forward, finished):
+    """Activations are most of the memory; they must go by themselves, not when the garbage collector next comes by."""
+    made: list[weakref.ref[Holder]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        run = Run.of(Pair(), lambda m, x: forward(m, x, made), [random(3, 4)])
+        _, pending = input_grad(run.roots, run.grads, run.inputs)
+        run.roots.clear()
+        assert any(ref() is not None for ref in made)
+        if finished:
+            weight_grad(pending)
+            assert pending.groups == []
+        else:
+            del pending
+        assert [ref() is None for ref in made] == [True, True]
+    finally:
+        gc.enable()
+
+
+def test_an_error_in_the_backward_leaves_no_hook_behind():
+    """The step is lost, and the next one must see the graph as it was."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("this backward fails")
+
+    module, x = Pair(), random(3, 4).requires_grad_()
+    h = Fails.apply(x)
+    out = module.a(h)
+    with pytest.raises(ValueError, match="this backward fails"):
+        input_grad([out], [torch.ones(3, 4)], [x])
+    before = torch.autograd.grad(out, h, torch.ones(3, 4), retain_graph=True)[0]
+    assert torch.equal(before, torch.ones(3, 4) @ module.a.weight)
+
+
+def test_reentrant_checkpoints_are_refused_by_torch_with_the_way_out():
+    """They cannot run a part of a backward; torch says so, and names the other kind, which can."""
+    run = Run.of(Pair(), lambda m, x: checkpoint(lambda h: m.b(m.a(h)), x, use_reentrant=True), [random(3, 4)])
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        run.split()
