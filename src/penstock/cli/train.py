@@ -44,6 +44,7 @@ def train(
     resume: Annotated[bool | None, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="When to write one: epoch, end or never.")] = None,
     profile: Annotated[str | None, typer.Option(help="A profile to use instead of measuring.")] = None,
+    profile_repeats: Annotated[int | None, typer.Option(help="Timed runs of each layer.")] = None,
     baseline_steps: Annotated[int | None, typer.Option(help="Steps of plain training to compare with; 0: none.")] = None,
     deadline_s: Annotated[float | None, typer.Option(help="Seconds that a rank waits for another.")] = None,
     json: options.Json = False,

@@ -29,7 +29,7 @@ class TrainConfig:
         out: the run's folder; by default a new one in runs/.
         resume: go on from the last checkpoint in `out`.
         checkpoint: when to write one.
-        profile: a profile to use instead of measuring.
+        profile, profile_repeats: a profile to use instead of measuring; or how often each layer is timed.
         baseline_steps: steps of plain training in one process with one thread to compare with; 0 for none.
         deadline_s: seconds that a rank waits for another.
     """
@@ -60,12 +60,13 @@ class TrainConfig:
     resume: bool = False
     checkpoint: Literal["epoch", "end", "never"] = "epoch"
     profile: str | None = None
+    profile_repeats: int = 5
     baseline_steps: int = 5
     deadline_s: float = 300.0
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("epochs", 1), ("limit_steps", 1), ("ranks", 1), ("image", 1), ("channels", 1),
-                            ("tokens", 1), ("baseline_steps", 0)):  # fmt: skip
+                            ("tokens", 1), ("profile_repeats", 1), ("baseline_steps", 0)):  # fmt: skip
             number = getattr(self, name)
             if number is not None and number < least:
                 raise SettingError(f"{name} is {number}; it must be {least} or more")

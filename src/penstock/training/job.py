@@ -161,7 +161,7 @@ def _ranks(config: TrainConfig) -> int:
 def _profile(config: TrainConfig, traced: TracedChain, example: object, threads: int, say: Say) -> Profile:
     if config.profile is None:
         say(f"measuring {len(traced)} layers with {threads} thread{'s' * (threads > 1)} …")
-        return profile(traced, example, config.batch, threads=threads, device="cpu")
+        return profile(traced, example, config.batch, repeats=config.profile_repeats, threads=threads, device="cpu")
     found = Profile.load(config.profile)
     if found.fingerprint != traced.fingerprint:
         raise FileError(f"{config.profile} is the profile of another model: its layers and shapes have fingerprint "
