@@ -69,12 +69,14 @@ def test_what_the_guide_adds_works_with_no_other_change(copy, tmp_path):
     assert run(copy, "guide.py", cwd=tmp_path) == SHOWN
 
 
-def test_the_laws_adopt_what_the_guide_adds(copy, tmp_path):
+def test_the_laws_adopt_what_the_guide_adds(copy):
     """That nothing else needs to be told of a new schedule is the design's main promise; a weight rule is found likewise."""
-    tests = [str(ROOT / "tests" / path) for path in ("schedule/test_catalogue.py", "weights/test_catalogue.py")]
-    told = run(copy, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-vv", *tests, "--rootdir", str(ROOT),
-               "-k", "grouped-gpipe or capped-stash", cwd=tmp_path)  # fmt: skip
-    assert {"grouped-gpipe", "capped-stash"} <= set(re.findall(r"\[([\w-]+)\] PASSED", told))
+    tests = ["schedule/test_catalogue.py", "weights/test_catalogue.py", "conformance/test_exact_gradients.py"]
+    told = run(copy, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-vv", *(f"tests/{path}" for path in tests),
+               "-k", "grouped-gpipe or capped-stash", cwd=ROOT)  # fmt: skip
+    passed = re.findall(r"(\w+\.py)::\S*\[(grouped-gpipe|capped-stash)\S*\] PASSED", told)
+    assert {file for file, _ in passed} == {"test_catalogue.py", "test_exact_gradients.py"}
+    assert {name for _, name in passed} == {"grouped-gpipe", "capped-stash"}
 
 
 def test_doctests_of_what_the_guide_adds_pass(copy, tmp_path):

@@ -234,11 +234,11 @@ GRAPHS: dict[str, Callable[..., Any]] = {
     "a residual": lambda m, x: x + m.b(m.a(x).relu()),
     "residuals one in another": lambda m, x: (x + m.a(x)) * (x + m.b(x + m.a(x))),
     "several outputs": lambda m, x: (m.a(x), m.b(x), x.exp()),
-    "an output twice": lambda m, x: (lambda h: (h, h))(m.a(x)),
+    "an output twice": lambda m, x: [m.a(x)] * 2,
     "the input as output": lambda m, x: (x, m.a(x)),
     "a view of the input as output": lambda m, x: (x.view(-1), m.a(x)),
     "a weight as output": lambda m, x: (m.a.weight, m.a(x)),
-    "pieces": lambda m, x: (lambda p, q: p * q.exp())(*m.a(x).chunk(2, -1)),
+    "pieces": lambda m, x: torch.mul(*m.a(x).chunk(2, -1)).exp(),
     "an unused piece": lambda m, x: m.a(x).chunk(2, -1)[1],
     "an output that no input reaches": lambda m, x: (m.a(x), m.b(torch.ones(2, 4))),
     "no output that an input reaches": lambda m, x: m.b(torch.ones(2, 4)),
@@ -283,7 +283,7 @@ def test_a_weight_used_twice_gets_the_sum_of_both_uses(forward):
 
 @pytest.mark.parametrize("keep", [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("forward", [lambda m, x: (m.a(x), m.b(x)), lambda m, x: (m.a(x), m.b(x).sum()),
-                                     lambda m, x: (lambda h: (h, m.b(h)))(m.a(x))], ids=["apart", "a scalar", "in a row"])  # fmt: skip
+                                     lambda m, x: (h := m.a(x), m.b(h))], ids=["apart", "a scalar", "in a row"])  # fmt: skip
 def test_outputs_that_nobody_used_have_no_part_in_the_backward(forward, keep):
     """The next stage sends None for them. A scalar among them was once taken for a loss, with a gradient of 1."""
     assert_split_equals_whole(Pair(), forward, [random(3, 4)], keep)
@@ -302,7 +302,9 @@ def test_a_single_scalar_without_a_gradient_is_a_loss():
 
 def test_inputs_that_reach_no_output_have_no_gradient():
     """A mask or an encoder's state may pass a stage by; None goes back for it, not zeros."""
-    run = assert_split_equals_whole(Pair(), lambda m, x, y, z: m.a(x) * z, [random(3, 4), random(3, 4, seed=1), random(3, 4, seed=2)])
+    run = assert_split_equals_whole(
+        Pair(), lambda m, x, y, z: m.a(x) * z, [random(3, 4), random(3, 4, seed=1), random(3, 4, seed=2)]
+    )
     found, _ = input_grad([run.module.a(run.inputs[0])], [torch.ones(3, 4)], run.inputs)
     assert [grad is None for grad in found] == [False, True, True]
 

@@ -306,8 +306,11 @@ def test_a_form_that_changes_under_its_signature_is_refused_at_the_sender(report
 def test_more_tensors_than_a_tag_has_room_for_are_refused_before_anybody_is_told(report):
     """A header of 40 tensors would have the receiver post receives whose tags are other messages'."""
     (refused, told), arrived = report["too_many_tensors"]
-    assert refused == ("RunError", "stage 0 sends 40 tensors for micro-batch 0: at most 32 tensors, 1,024 stages and 16,384 "
-                                   "micro-batches fit a message's tag")  # fmt: skip
+    kind, text = refused
+    assert kind == "RunError"
+    assert text.startswith(
+        "stage 0 sends 40 tensors for micro-batch 0: at most 32 tensors, 1,024 stages and 16,384 micro-batches"
+    )
     assert not told
     assert arrived == [float(i) for i in range(32)]
 

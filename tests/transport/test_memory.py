@@ -35,7 +35,7 @@ def test_a_payload_arrives_as_it_was_sent_and_once():
     arrival = receiver.post(0, FIRST, "s")
     sender.send(1, FIRST, sent, "s")
     assert arrival.wait() is sent
-    with pytest.raises(TransportTimeout, match="^$"):
+    with pytest.raises(TransportTimeout, match=r"^$"):
         receiver.post(0, FIRST, "s").wait()
     sender.drain()
 
@@ -68,7 +68,7 @@ def test_who_waits_is_woken_by_the_send():
 def test_a_wait_ends_at_the_deadline():
     """A rank that loops for ever must not take the others with it."""
     _, receiver = ends(deadline_s=0.01)
-    with pytest.raises(TransportTimeout, match="^$"):
+    with pytest.raises(TransportTimeout, match=r"^$"):
         receiver.post(0, FIRST, "s").wait()
 
 
@@ -86,9 +86,9 @@ def test_closing_lets_all_go_who_wait_or_will_wait_and_says_why():
         begun.wait()
         sender.exchange.close("rank 0 failed")
         for future in futures:
-            with pytest.raises(TransportLost, match="^rank 0 failed$"):
+            with pytest.raises(TransportLost, match=r"^rank 0 failed$"):
                 future.result()
-    with pytest.raises(TransportLost, match="^rank 0 failed$"):
+    with pytest.raises(TransportLost, match=r"^rank 0 failed$"):
         receiver.post(0, BACK, "s").wait()
 
 
@@ -106,7 +106,7 @@ def test_reopening_forgets_the_failure_and_what_was_on_its_way():
     sender.send(1, FIRST, payload(3), "s")
     sender.exchange.close("rank 0 failed")
     sender.exchange.reopen()
-    with pytest.raises(TransportTimeout, match="^$"):
+    with pytest.raises(TransportTimeout, match=r"^$"):
         receiver.post(0, FIRST, "s").wait()
     sender.send(1, FIRST, payload(4), "s")
     assert receiver.post(0, FIRST, "s").wait().value().item() == 4

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -125,6 +124,8 @@ def _write(target: Path, stage: Stage) -> None:
 def _read(file: Path, wanted: set[str], prefixes: tuple[str, ...], tensors: dict[str, Tensor],
           facts: dict[str, _Facts]) -> None:  # fmt: skip
     """Add to `tensors` those that are wanted, and to `facts` all there are."""
+    from pydantic import TypeAdapter  # loaded here, as in the store: most runs begin without a checkpoint
+
     try:
         with safe_open(file, framework="pt") as content:
             facts.update(TypeAdapter(dict[str, _Facts]).validate_json((content.metadata() or {}).get("optimizer", "{}")))

@@ -26,11 +26,12 @@ _GRACE_S = 3.0
 
 
 class RankFailed(RunError):
-    """A rank raised; its own traceback is `remote_traceback`."""
+    """A rank raised; its own traceback is `remote_traceback`, and a note to this error's."""
 
     def __init__(self, rank: int, message: str, remote_traceback: str) -> None:
         self.rank, self.remote_traceback = rank, remote_traceback
         super().__init__(message)
+        self.add_note(f"on rank {rank}:\n{remote_traceback}")
 
 
 @dataclass
@@ -38,6 +39,21 @@ class _Child:
     rank: int
     process: subprocess.Popen[bytes]
     result: Path
+
+    def record(self) -> dict[str, Any] | None:
+        """What it has written down: its value, or its error; None if it has not, or not yet."""
+        return cloudpickle.loads(self.result.read_bytes()) if self.result.exists() else None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended otherwise than it should."""
+        status = self.process.poll()
+        return status is not None and (status != 0 or not self.result.exists())
+
+    @property
+    def silent(self) -> bool:
+        """Whether it has ended without a word."""
+        return self.failed and not self.result.exists()
 
 
 def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None = None) -> list[Any]:
@@ -58,15 +74,20 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
     Raises:
         RankFailed: a rank raised; the message is that of the first that did.
         RankDied: a rank's process ended without a word. The others are stopped in either case.
+        SettingError: `ranks` is below 1, or the function or its arguments do not pickle.
     """
     if ranks < 1:
         raise SettingError(f"launch starts 1 rank or more, not {ranks}")
+    try:
+        pickled = cloudpickle.dumps((fn, args))
+    except Exception as error:
+        raise SettingError(f"{getattr(fn, '__name__', fn)} or its arguments cannot be sent to the ranks: {error}") from error
     # The store lives here, so that it outlasts any rank and can say what became of the others.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     per_rank = threads or max(1, len(os.sched_getaffinity(0)) // ranks)
     with tempfile.TemporaryDirectory(prefix="penstock-launch-") as folder:
         job = Path(folder) / "job"
-        job.write_bytes(cloudpickle.dumps((fn, args)))
+        job.write_bytes(pickled)
         children: list[_Child] = []
         try:
             for rank in range(ranks):
@@ -77,11 +98,11 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
                     "OMP_NUM_THREADS": str(per_rank), "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
                 }  # fmt: skip
-                command = [sys.executable, "-P", "-m", "penstock.runtime.rank_process", str(job), str(result)]
+                command = [sys.executable, "-P", "-m", "penstock.runtime.rank_process", str(job), str(result), str(os.getpid())]
                 process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603 - our own program
                 children.append(_Child(rank, process, result))
             _watch(children, store)
-            return [cloudpickle.loads(child.result.read_bytes())["value"] for child in children]
+            return [(child.record() or {})["value"] for child in children]
         finally:
             _stop(children)
 
@@ -93,23 +114,19 @@ def _watch(children: list[_Child], store: TCPStore) -> None:
     for thread in waiting:
         thread.start()
     with ended:
-        while True:
-            failed = [child for child in children if child.process.poll() not in (None, 0)]
-            if failed:
-                break
+        while not (failed := [child for child in children if child.failed]):
             if all(child.process.poll() == 0 for child in children):
                 return
             ended.wait()
-    dead = failed[0]
-    if not dead.result.exists():
-        # Those who wait for it are told at once, and may still say something useful.
-        _tell(store, f"rank {dead.rank} (pid {dead.process.pid}) {_how(dead.process.returncode)}")
+    # Those who wait for it are told at once, and may still say something useful.
+    _tell(store, _words(failed[0]))
     until = time.monotonic() + _GRACE_S
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.process.wait(max(0.0, until - time.monotonic()))
+    error = _failure(failed[0], children)  # before the rest are stopped: they have not died by themselves
     _stop(children)
-    raise _failure(children, dead)
+    raise error
 
 
 def _announce(child: _Child, ended: threading.Condition) -> None:
@@ -127,16 +144,23 @@ def _tell(store: TCPStore, reason: str) -> None:
         prefix.compare_set("penstock/failure", "", json.dumps({"rank": -1, "reason": reason}))
 
 
-def _failure(children: list[_Child], dead: _Child) -> RunError:
-    """The first error that a rank wrote down, unless one died before any could."""
-    if not dead.result.exists():
+def _words(child: _Child) -> str:
+    """Why a rank has ended."""
+    record = child.record()
+    return record["error"] if record else f"rank {child.rank} (pid {child.process.pid}) {_how(child.process.returncode)}"
+
+
+def _failure(noticed: _Child, children: list[_Child]) -> RunError:
+    """What began it: the first error that a rank wrote down, or the silent death that is behind the others' errors."""
+    errors = [record for child in children if (record := child.record()) and "error" in record]
+    # Those who were let go because another failed have less to say than that other.
+    first = min(errors, key=lambda record: (record["consequence"], record["at"]), default=None)
+    dead = noticed if noticed.silent else next((child for child in children if child.silent), None)
+    if dead is not None and (dead is noticed or first is None or first["consequence"]):
         others = [str(child.rank) for child in children if child is not dead]
         also = f"; rank{'s' * (len(others) > 1)} {', '.join(others)} stopped" if others else ""
         return RankDied(dead.rank, dead.process.pid, _how(dead.process.returncode), also)
-    written = [cloudpickle.loads(child.result.read_bytes()) for child in children if child.result.exists()]
-    errors = [record for record in written if "error" in record]
-    # Those who were let go because another failed have less to say than that other.
-    first = min(errors, key=lambda record: (record["consequence"], record["at"]))
+    assert first is not None
     return RankFailed(first["rank"], first["error"], first["traceback"])
 
 

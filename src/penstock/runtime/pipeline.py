@@ -361,7 +361,8 @@ def _world(schedule: Schedule, executor: str | None, device: torch.device | None
         return ThreadWorld(schedule.ranks, alone, deadline_s)
     found = join_ranks()
     if found != schedule.ranks:
-        raise PlanError(f"the schedule is for {schedule.ranks} ranks and there are {found}: start {schedule.ranks} processes")
+        raise PlanError(f"the schedule is for {schedule.ranks} ranks and there {'is' if found == 1 else 'are'} {found}: "
+                        f"start {schedule.ranks} processes")  # fmt: skip
     links = {link for link, *_ in messages(schedule)}
     links |= {Link(link.target, link.source) for link in links}
     return DistributedWorld(device, deadline_s, links)

@@ -141,14 +141,14 @@ class DistributedWorld:
         """See `World.gather`."""
 
         def job(rank: int) -> dict[int, list[Tensor]]:
-            own = [tensor.detach().cpu().contiguous() for tensor in local[rank]]
+            own = [tensor.detach().cpu().contiguous() for tensor in local.get(rank, [])]
             if rank != 0:
                 for tensor in own:
                     self._wait(dist.isend(tensor, 0, group=self._wire.shared, tag=0), "rank 0")
                 return {}
             gathered = {0: [tensor.clone() for tensor in own]}
             for other in range(1, self.size):
-                gathered[other] = [form.empty() for form in forms[other]]
+                gathered[other] = [form.empty() for form in forms.get(other, [])]  # a rank may hold nothing
                 for tensor in gathered[other]:
                     self._wait(dist.irecv(tensor, other, group=self._wire.shared, tag=0), f"rank {other}")
             return gathered
@@ -161,6 +161,7 @@ class DistributedWorld:
 
     def close(self) -> None:
         """See `World.close`."""
+        atexit.unregister(self.close)
         self._board.close()
 
     def _share(self, tensor: Tensor, source: int) -> None:

@@ -150,6 +150,9 @@ class ThreadWorld:
 
 def _serve(jobs: _Jobs) -> None:
     """A rank's thread."""
+    # A fresh thread takes up torch's number of threads only when it asks, and kernels split their sums by that number:
+    # without this, ranks would differ in the last bits from the caller's own thread.
+    torch.get_num_threads()
     while (job := jobs.get()) is not None:
         job()
         del job  # it holds the batch

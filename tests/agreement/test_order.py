@@ -1,0 +1,52 @@
+"""What is simulated is what runs: the same ops in the same order on every rank, with the same micro-batches in flight."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.conformance.models import CASES, lengths_of, made
+from tests.conformance.random_programs import random_schedules
+from tests.conformance.reference import layers_of
+
+import penstock as ps
+
+SYNCHRONOUS = [name for name, facts in ps.schedules().items() if facts.synchronous]
+
+
+def orders(timeline):
+    """Every rank's ops in the order of their times."""
+    return [[str(event.op) for event in timeline.compute if event.rank == rank] for rank in range(timeline.ranks)]
+
+
+def check_agreement(schedule, recompute="never"):
+    """Run the schedule, simulate it, and hold the two timelines against each other."""
+    case = CASES["mlp"]
+    model, x, y = made(case)
+    pipe = ps.Pipeline(model, loss=case.loss, balance=lengths_of(len(layers_of(model)), schedule.stages), schedule=schedule,
+                       recompute=recompute, executor="threads")  # fmt: skip
+    try:
+        pipe.train_batch(x, y)
+        measured = pipe.timeline()
+    finally:
+        pipe.close()
+    simulated = ps.simulate(schedule, ps.Costs(forward=1.0, backward=2.0, update=0.1))
+    assert orders(measured) == orders(simulated)
+    assert measured.peak_in_flight == simulated.peak_in_flight
+    assert (measured.ranks, measured.stages) == (simulated.ranks, simulated.stages)
+    assert (measured.source, simulated.source) == ("measured", "simulated")
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 8])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_measured_order_equals_simulated_order(name, stages, micro_batches):
+    """The runtime plays the program it was given, op for op; so what the simulation says of the order is true."""
+    check_agreement(ps.schedule(name, stages, micro_batches))
+
+
+@given(random_schedules(), st.sampled_from(["never", "always"]))
+@settings(deadline=None, max_examples=30)
+def test_measured_order_equals_simulated_order_for_any_schedule(schedule, recompute):
+    """Also where nobody wrote a family for it."""
+    check_agreement(schedule, recompute)

@@ -1,0 +1,407 @@
+"""Measuring a model: what is counted is exact, what is timed is there, and nothing of the user's is touched. No test looks at a clock."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import LayerFailed, SettingError
+from penstock.measure import profile as measuring
+from penstock.measure.profile import profile
+from penstock.profile.profile import Profile, check_timing
+from penstock.tracing.chain import chain
+from penstock.zoo.catalogue import model
+
+PHASES = ("forward", "backward", "input_grad", "weight_grad")
+
+#: What layers of `Watched` saw: their label, their input, the number of threads. Copies of a module share it.
+SEEN: list[tuple[str, object, int]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen():
+    """Every test looks at its own layers."""
+    SEEN.clear()
+
+
+class Watched(nn.Module):
+    """The identity, with a note of what came in."""
+
+    def __init__(self, label):
+        super().__init__()
+        self.label = label
+
+    def forward(self, x):
+        """Note and return x."""
+        SEEN.append((self.label, copy.deepcopy(torch.utils._pytree.tree_map(torch.Tensor.detach, x)), torch.get_num_threads()))
+        return x
+
+
+def perceptron():
+    """Two linear maps with a ReLU and a dropout between."""
+    return nn.Sequential(
+        OrderedDict(fc1=nn.Linear(4, 8), relu=nn.ReLU(), drop=nn.Dropout(0.5), fc2=nn.Linear(8, 2, bias=False))
+    )
+
+
+def quick(made, example, **settings):
+    """A profile with as little timing as there can be."""
+    return profile(made, example, **{"sizes": (2,), "repeats": 1, "device": "cpu", **settings})
+
+
+def kept(found):
+    """Bytes per sample that each layer keeps for its backward."""
+    return [layer.activation_bytes_per_sample for layer in found]
+
+
+@pytest.fixture
+def split_inputs(monkeypatch):
+    """How many inputs the backward in parts was asked for gradients of, call by call."""
+    asked: list[int] = []
+    real = measuring.input_grad
+
+    def spy(outputs, output_grads, inputs):
+        asked.append(len(inputs))
+        return real(outputs, output_grads, inputs)
+
+    monkeypatch.setattr(measuring, "input_grad", spy)
+    return asked
+
+
+# -- what is counted ------------------------------------------------------------------------------------------------------
+
+
+def test_names_kinds_and_counts_are_those_of_the_layers():
+    """Planners add these up; bytes are exact, not estimates."""
+    found = quick(perceptron(), torch.ones(3, 4), sizes=(2, 6), batch=12)
+    assert [layer.name for layer in found] == ["fc1", "relu", "drop", "fc2"]
+    assert [layer.kind for layer in found] == ["Linear", "ReLU", "Dropout", "Linear"]
+    assert [layer.parameters for layer in found] == [40, 0, 0, 16]
+    assert [layer.parameter_bytes for layer in found] == [160, 0, 0, 64]
+    assert [layer.output_bytes_per_sample for layer in found] == [32, 32, 32, 8]
+    assert (found.input_bytes_per_sample, found.batch, found.sizes) == (16, 12, (2, 6))
+    assert found.fingerprint == chain(perceptron()).fingerprint
+    assert found.torch_version == torch.__version__
+    assert found.machine["device"].startswith("cpu: ")
+    assert found.update_s_per_byte > 0
+
+
+def test_every_phase_has_a_time_and_a_spread_at_every_size():
+    """Also those that do nothing: a ReLU has no weight gradient, and takes its some microseconds to find out."""
+    found = quick(perceptron(), torch.ones(3, 4), sizes=(6, 2, 2), repeats=3)
+    for layer in found:
+        for phase in PHASES:
+            timing = getattr(layer, phase)
+            check_timing(timing, layer.name)
+            assert timing.sizes == (2, 6)
+            assert len(timing.spread_s) == 2
+            assert min(timing.spread_s) >= 0
+    assert all(seconds > 0 for seconds in found.seconds("forward", 4))
+
+
+def test_a_parameter_that_two_layers_use_is_counted_at_the_first():
+    """Its memory is there once; the activations of both uses are two."""
+    shared = nn.Linear(4, 4)
+    head = nn.Linear(4, 4)
+    head.weight = shared.weight
+    found = quick(nn.Sequential(shared, nn.Tanh(), shared, head), torch.ones(2, 4))
+    assert [layer.parameters for layer in found] == [20, 0, 0, 4]
+    assert [layer.parameter_bytes for layer in found] == [80, 0, 0, 16]
+    assert kept(found) == [16, 16, 0, 16]
+
+
+def test_buffers_are_counted_apart_from_parameters():
+    """They take memory, and no optimizer state."""
+    found = quick(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), torch.ones(2, 4))
+    assert [layer.buffer_bytes for layer in found] == [0, 6 * 4 + 6 * 4 + 8]
+    assert [layer.parameter_bytes for layer in found] == [120, 48]
+
+
+FLOAT = 4
+CHAINS = {
+    # input for the weights; own result; mask; dropout's result
+    "linear maps": (perceptron, (4,), [16, 32, 32, 32]),
+    # ReLU keeps its result, and the linear map behind it needs that too: counted once
+    "a result that two layers need": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)), (4,), [16, 32, 0]),
+    # nobody needs a linear map's input if its weights are frozen
+    "frozen weights": (lambda: nn.Sequential(nn.Linear(4, 8).requires_grad_(False), nn.ReLU(), nn.Linear(8, 8)), (4,), [0, 0, 32]),
+    # in place: the storage that ReLU keeps is the one that the linear map made
+    "in place": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)), (4,), [16, 32, 0]),
+    "dropout of nothing": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.Tanh()), (4,), [16, 0, 32]),
+    "no weights": (lambda: nn.Sequential(nn.Flatten(), nn.Identity()), (4,), [0, 0]),
+    # input; result and, for the 2 samples together, 2 numbers per channel; result; int64 places of the maxima
+    "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)), (3, 4, 4),
+                    [3 * 16 * FLOAT, 8 * 16 * FLOAT + 2 * 8 * FLOAT / 2, 8 * 16 * FLOAT, 8 * 4 * 8]),
+    # the view has the storage of what it is a view of
+    "a view": (lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(8, 3)), (1, 2, 2), [16, 0, 32]),
+    "double precision": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh()).double(), (4,), [32, 64]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_activation_bytes_are_those_worked_out_by_hand(name):
+    """Memory limits decide plans; each storage counts once, at the first layer whose backward needs it."""
+    make, shape, expected = CHAINS[name]
+    made = make()
+    dtype = next((parameter.dtype for parameter in made.parameters()), torch.float32)
+    assert kept(quick(made, torch.rand(2, *shape, dtype=dtype))) == expected
+
+
+def vgg_bytes(traced, samples):
+    """What each layer of VGG with batch norm keeps per sample at 32 pixels, from the shapes alone."""
+    expected, before = {}, "input"
+    shape = (3, 32, 32)
+    for layer, module in zip(traced, traced.modules, strict=True):
+        size = math.prod(shape) * FLOAT
+        match layer.kind:
+            case "HeConv2d":
+                expected[layer.name] = 0 if before == "ReLU" else size
+                shape = (module.out_channels, *shape[1:])
+            case "BatchNorm2d":
+                expected[layer.name] = size + 2 * shape[0] * FLOAT / samples
+            case "ReLU" | "Dropout":
+                expected[layer.name] = size
+            case "MaxPool2d":
+                shape = (shape[0], shape[1] // 2, shape[2] // 2)
+                expected[layer.name] = math.prod(shape) * 8
+            case "Flatten":
+                expected[layer.name], shape = 0, (math.prod(shape),)
+            case "NormalLinear":
+                expected[layer.name] = size
+                shape = (module.out_features,)
+        before = layer.kind
+    return expected
+
+
+def test_activation_bytes_of_vgg_are_right_layer_by_layer():
+    """A model on meta with every common kind of layer. One run, which could not be repeated, had 0 for its dropouts."""
+    traced = chain(model("vgg11_bn", device="meta", image=32, classes=10))
+    found = quick(traced, torch.rand(2, 3, 32, 32))
+    expected = vgg_bytes(traced, 2)
+    assert {layer.name: layer.activation_bytes_per_sample for layer in found} == expected
+    assert expected["classifier.drop6"] == expected["classifier.drop7"] == 16384
+    assert sum(layer.parameters for layer in found) == traced.parameter_count
+
+
+def test_every_count_of_activation_bytes_is_the_same_again():
+    """Storages are told apart by address, and addresses are given again once their storage is freed."""
+    made = nn.Sequential(*(part for _ in range(12) for part in (nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh())))
+    modules = measuring._copies(chain(made), torch.device("cpu"))
+    counts = {tuple(measuring._activation_bytes(modules, torch.rand(4, 16))) for _ in range(50)}
+    assert counts == {(256, 256, 256) + (0, 256, 256) * 11}
+
+
+# -- how it is measured ---------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_a_batch_in_1_4_and_16_parts():
+    """What plans will use, without being told; a batch is as large as the example unless said."""
+    made = nn.Sequential(nn.Tanh())
+    assert quick(made, torch.ones(2, 4), sizes=None, batch=32).sizes == (2, 8, 32)
+    found = quick(made, torch.ones(3, 4), sizes=None)
+    assert (found.sizes, found.batch) == ((1, 3), 3)
+
+
+def test_an_example_is_repeated_or_cut_to_the_size():
+    """Two samples are enough to measure a batch of five hundred."""
+    quick(nn.Sequential(Watched("x")), torch.tensor([[1.0], [2.0]]), sizes=(1, 5))
+    assert {tuple(value.flatten().tolist()) for _, value, _ in SEEN} == {(1,), (1, 2, 1, 2, 1)}
+
+
+def test_the_first_layer_is_not_asked_for_an_input_gradient_and_all_others_are(split_inputs):
+    """Data needs no gradient; elsewhere the backward would seem cheaper than it is."""
+    quick(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.ones(2, 4))
+    third = len(split_inputs) // 3
+    assert split_inputs == [0] * third + [1] * third + [1] * third
+
+
+class Add(nn.Module):
+    """Works in place on what it is given, and says so nowhere."""
+
+    def forward(self, x):
+        """Add 1."""
+        return x.add_(1)
+
+
+class Block(nn.Sequential):
+    """One layer of several, as blocks of convolutions usually are."""
+
+    def forward(self, x):
+        """Run the parts."""
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.ReLU(inplace=True), lambda: nn.Dropout(0.5, inplace=True), Add,
+    lambda: Block(nn.Conv1d(1, 1, 1), nn.ReLU(inplace=True)), lambda: Block(Add(), nn.Conv1d(1, 1, 1)),
+], ids=["ReLU", "dropout", "in silence", "inside a block", "at a block's beginning"])  # fmt: skip
+def test_layers_that_work_in_place_are_measured_like_others(make, split_inputs):
+    """Autograd forbids it on a leaf; their input gradients, of whole blocks even, were once left out of the backward."""
+    found = quick(nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 4)), torch.ones(2, 1, 4))
+    third = len(split_inputs) // 3
+    assert split_inputs == [0] * third + [1] * third + [1] * third
+    assert len(found) == 3
+    quick(nn.Sequential(make(), nn.Linear(4, 4)), torch.ones(2, 1, 4))
+
+
+def test_a_layer_that_works_in_place_gets_the_same_input_every_time():
+    """Repeats that fed on their own results would soon measure infinities, or zeros that are faster."""
+    quick(nn.Sequential(nn.Linear(2, 2), Watched("given"), Add(), Watched("made")), torch.ones(2, 2), repeats=4)
+    given, made = ([value for label, value, _ in SEEN if label == which] for which in ("given", "made"))
+    assert all(torch.equal(value, given[0]) for value in given)
+    assert all(torch.equal(value, given[0] + 1) for value in made)
+
+
+class Fork(nn.Module):
+    """One tensor to nested ones: floats, tokens, nothing, a number."""
+
+    def forward(self, x):
+        """Nest."""
+        return {"pair": (x, [x.exp()]), "order": torch.arange(len(x)), "none": None, "scale": 2}
+
+
+class Merge(nn.Module):
+    """Nested tensors to one."""
+
+    def forward(self, value):
+        """Add what is there."""
+        first, (second,) = value["pair"]
+        return (first + second)[value["order"]] * value["scale"]
+
+
+def test_boundaries_of_nested_tensors_are_counted_and_measured_whole(split_inputs):
+    """Skips and masks travel beside activations, and all of them cost."""
+    found = quick(nn.Sequential(nn.Linear(4, 4), Fork(), Merge()), torch.ones(2, 4))
+    assert [layer.output_bytes_per_sample for layer in found] == [16, 16 + 16 + 8, 16]
+    third = len(split_inputs) // 3
+    assert split_inputs == [0] * third + [1] * third + [2] * third
+
+
+def test_examples_may_be_nested_too():
+    """A model's input may be tokens and a mask."""
+
+    class Masked(nn.Module):
+        def forward(self, value):
+            tokens, mask = value["tokens"], value["mask"]
+            return tokens.float() * mask
+
+    found = quick(
+        nn.Sequential(Masked(), nn.Linear(3, 1)), {"tokens": torch.ones(2, 3, dtype=torch.int64), "mask": torch.ones(2, 3) > 0}
+    )
+    assert found.input_bytes_per_sample == 3 * 8 + 3
+    assert kept(found) == [0, 12]
+
+
+def test_a_model_of_tokens_is_measured_from_end_to_end(split_inputs):
+    """GPT's input is integers, its first layer a table."""
+    options = {"layers": 1, "width": 8, "heads": 2, "tokens": 4, "vocabulary": 11, "dropout": 0.1}
+    found = quick(model("gpt", device="meta", **options), torch.randint(0, 11, (2, 4)))
+    assert [layer.name for layer in found] == ["embedding", "blocks.0", "norm", "head"]
+    assert [layer.output_bytes_per_sample for layer in found] == [4 * 8 * 4] * 3 + [4 * 11 * 4]
+    assert found.input_bytes_per_sample == 32
+    assert found.layers[0].activation_bytes_per_sample > 0
+    assert split_inputs[0] == 0
+    assert set(split_inputs) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "make", [perceptron, lambda: model("resnet18", device="meta", image=32, classes=3)], ids=["real", "meta"]
+)
+def test_the_model_is_left_as_it_was(make):
+    """Somebody measures a model that is half trained, and goes on; also in evaluation mode, and with gradients in it."""
+    made = make().eval()
+    if not next(made.parameters()).is_meta:
+        made(torch.ones(1, 4)).sum().backward()
+    tensors = {**dict(made.named_parameters()), **dict(made.named_buffers())}
+    before = {
+        name: (tensor, tensor._version, None if tensor.grad is None else tensor.grad.clone())
+        for name, tensor in tensors.items()
+    }
+    values = {name: tensor.clone() for name, tensor in tensors.items()}
+    quick(made, torch.ones(2, 4) if "fc1" in dict(made.named_children()) else torch.ones(2, 3, 32, 32))
+    for name, tensor in {**dict(made.named_parameters()), **dict(made.named_buffers())}.items():
+        same, version, grad = before[name]
+        assert tensor is same
+        assert tensor._version == version
+        assert tensor.is_meta or torch.equal(tensor, values[name])
+        assert (tensor.grad is None and grad is None) or torch.equal(tensor.grad, grad)
+    assert not any(module.training for module in made.modules())
+
+
+def test_dropouts_that_are_measured_draw_from_nobodys_random_numbers():
+    """A data loader behind a measurement must shuffle as without one."""
+    made = perceptron()
+    state = torch.get_rng_state()
+    quick(made, torch.ones(2, 4))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_layers_are_measured_in_training_mode_with_gradients_whatever_the_caller_does():
+    """In evaluation a dropout is free and keeps nothing; that is not what training costs."""
+    with torch.no_grad():
+        found = quick(perceptron().eval(), torch.ones(2, 4))
+    assert kept(found) == [16, 32, 32, 32]
+
+
+def test_progress_is_told_layer_by_layer():
+    """A bar that knows how much there is to do."""
+    told = []
+    quick(perceptron(), torch.ones(2, 4), sizes=(1, 2), progress=lambda done, total, name: told.append((done, total, name)))
+    names = ["fc1", "relu", "drop", "fc2"]
+    assert told == [(done, 8, names[(done - 1) % 4]) for done in range(1, 9)]
+
+
+def test_threads_are_as_told_and_afterwards_as_before():
+    """Ranks share a machine's cores; a profile taken with all of them would promise too much."""
+    found = quick(nn.Sequential(Watched("x")), torch.ones(2, 4), threads=2)
+    assert {threads for *_, threads in SEEN} == {2}
+    assert found.machine["threads"] == "2"
+    assert torch.get_num_threads() == 1
+    assert quick(nn.Sequential(Watched("x")), torch.ones(2, 4)).machine["threads"] == "1"
+
+
+def test_a_layer_that_fails_is_named_and_all_is_put_back():
+    """`mat1 and mat2 shapes cannot be multiplied` is said by any of fifty linear maps."""
+    made = nn.Sequential(
+        OrderedDict(first=nn.Linear(4, 8), body=nn.Sequential(OrderedDict(drop=nn.Dropout(), second=nn.Linear(9, 2))))
+    )
+    state = torch.get_rng_state()
+    with pytest.raises(
+        LayerFailed, match=r"^layer body\.second failed on the example: RuntimeError: mat1 and mat2 shapes"
+    ) as caught:
+        quick(made, torch.ones(2, 4), threads=2)
+    assert caught.value.layer == "body.second"
+    assert torch.get_num_threads() == 1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_measured_profile_comes_back_from_its_file_as_it_was(tmp_path):
+    """With all the digits of the times, and whatever this machine is called."""
+    found = quick(perceptron(), torch.ones(3, 4), sizes=(1, 3), repeats=2)
+    found.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == found
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"batch": 0}, r"^batch 0, sizes \[2\], repeats 1 and threads None must be 1 or more$"),
+    ({"batch": -3, "sizes": None}, r"^batch -3, sizes \[1\]"),
+    ({"sizes": (0, 2)}, r"^batch 2, sizes \[0, 2\], repeats 1"),
+    ({"repeats": 0}, r"repeats 0 and threads None must be 1 or more$"),
+    ({"threads": 0}, r"repeats 1 and threads 0 must be 1 or more$"),
+])  # fmt: skip
+def test_settings_below_1_are_refused(settings, message):
+    """0 once passed for 'as many as the example has'."""
+    with pytest.raises(SettingError, match=message):
+        quick(perceptron(), torch.ones(2, 4), **settings)
+
+
+@pytest.mark.parametrize("example", [torch.ones(0, 4), torch.tensor(3.0), [1, 2], {}, (torch.ones(2, 4), torch.tensor(1))])
+def test_an_example_without_samples_is_refused(example):
+    """There is nothing to repeat."""
+    with pytest.raises(SettingError, match=r"^the example must be tensors with at least one sample in their first dimension$"):
+        quick(perceptron(), example)

@@ -1,0 +1,134 @@
+"""The update of one stage: who builds the optimizer, over what, and how long gradients stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from penstock.errors import SettingError
+from penstock.optim.update import Update
+
+
+def parameters(*values):
+    """Parameters of one number each, with a gradient of 1."""
+    made = [nn.Parameter(torch.tensor([float(value)])) for value in values]
+    for parameter in made:
+        parameter.grad = torch.ones(1)
+    return made
+
+
+def sgd(found):
+    """Plain gradient descent."""
+    return SGD(found, lr=0.5)
+
+
+def test_a_step_moves_the_weights_by_the_optimizers_rule():
+    """U makes the next weight version."""
+    held = parameters(1, 2)
+    update = Update.make(held, sgd)
+    update.step()
+    assert [parameter.item() for parameter in held] == [0.5, 1.5]
+
+
+def test_gradients_stay_after_a_step_until_the_next_batch_begins():
+    """Between batches users look at them: norms, clipping, logs."""
+    held = parameters(1)
+    update = Update.make(held, sgd)
+    update.step()
+    assert held[0].grad is not None
+    update.begin()
+    assert held[0].grad is None
+
+
+def test_a_batch_that_begins_before_any_update_finds_the_gradients_there():
+    """Asynchronous schedules update in the middle, and users may have put a gradient there themselves."""
+    held = parameters(1)
+    update = Update.make(held, sgd)
+    update.begin()
+    assert held[0].grad is not None
+    update.step()
+    update.begin()
+    held[0].grad = torch.ones(1)
+    update.begin()
+    assert held[0].grad is not None
+
+
+def test_zero_drops_gradients_at_once_and_for_good():
+    """After it, the next batch has nothing to drop, and must not drop what was put there meanwhile."""
+    held = parameters(1, 2)
+    update = Update.make(held, sgd)
+    update.step()
+    update.zero()
+    assert [parameter.grad for parameter in held] == [None, None]
+    held[0].grad = torch.ones(1)
+    update.begin()
+    assert held[0].grad is not None
+
+
+def test_without_an_optimizer_gradients_add_up_and_nothing_moves():
+    """Whoever updates by hand decides when gradients go."""
+    held = parameters(1)
+    update = Update.make(held, None)
+    update.step()
+    update.begin()
+    assert (held[0].item(), held[0].grad.item()) == (1, 1)
+    assert update.optimizer is None
+    update.zero()
+    assert held[0].grad is None
+
+
+def test_the_optimizer_gets_the_parameters_that_want_gradients_in_a_list():
+    """Frozen weights in an optimizer would decay; a generator would be empty at its second reading."""
+    held = parameters(1, 2, 3)
+    held[1].requires_grad_(False)
+    given = []
+
+    def factory(found):
+        given.append(found)
+        return sgd(found)
+
+    update = Update.make(tuple(held), factory)
+    assert given == [[held[0], held[2]]]
+    assert isinstance(given[0], list)
+    assert update.parameters == [held[0], held[2]]
+    update.zero()
+    assert held[1].grad is not None
+
+
+@pytest.mark.parametrize("held", [[], [nn.Parameter(torch.ones(1), requires_grad=False)]], ids=["no weights", "frozen"])
+def test_a_stage_with_nothing_to_train_has_no_optimizer(held):
+    """Torch's optimizers refuse an empty list; a stage of ReLUs and pools is legal."""
+
+    def factory(found):
+        raise AssertionError(f"was called with {found}")
+
+    update = Update.make(held, factory)
+    assert (update.parameters, update.optimizer) == ([], None)
+    update.step()
+    update.begin()
+
+
+@pytest.mark.parametrize(("made", "kind"), [(None, "NoneType"), (SGD, "type"), ([], "list")])
+def test_what_is_no_optimizer_is_refused_with_its_kind(made, kind):
+    """`optimizer=lambda params: SGD` forgets the call, and would fail at the first update, on every rank."""
+    message = f"^optimizer= is a function from parameters to a torch.optim.Optimizer; this one returned {kind}$"
+    with pytest.raises(SettingError, match=message):
+        Update.make(parameters(1), lambda _: made)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda found: torch.optim.Adam(found, lr=0.1), lambda found: SGD(found, lr=0.1, momentum=0.9)]
+)
+def test_any_optimizer_of_torchs_keeps_its_state_from_step_to_step(make):
+    """Momentum is per stage, and must survive between batches."""
+    (held,), (alone,) = parameters(1), parameters(1)
+    update, plain = Update.make([held], make), make([alone])
+    for _ in range(3):
+        update.begin()
+        held.grad = torch.full((1,), 2.0)
+        alone.grad = torch.full((1,), 2.0)
+        update.step()
+        plain.step()
+    assert torch.equal(held, alone)

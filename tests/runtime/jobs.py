@@ -1,0 +1,128 @@
+"""What ranks run in the tests, and what the same does in one process. Loaded by name in every rank: nothing heavy here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.conformance.models import CASES, made
+from tests.runtime.failing import Trap
+from torch import nn
+from torch.nn import functional
+
+import penstock as ps
+from penstock.schedule.op import Schedule
+
+
+def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """With momentum, so that there is state to keep."""
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+class Plain(torch.optim.Optimizer):
+    """Momentum without torch's own constructor, which loads torch._dynamo: two seconds in every rank."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.param_groups = [{"params": params, "lr": 0.05}]
+        self.state: dict[Any, Any] = {}
+
+    def step(self) -> None:
+        """Step."""
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                held = self.state.setdefault(parameter, {"momentum": torch.zeros_like(parameter)})
+                held["momentum"].mul_(0.9).add_(parameter.grad)
+                parameter.data.sub_(held["momentum"], alpha=self.param_groups[0]["lr"])
+
+
+def everything(name: str, options: dict[str, Any], folder: Path | None, executor: str) -> dict[str, Any]:
+    """Train, evaluate, compare, save and look, in one go; the results are plain tensors."""
+    options = {"optimizer": Plain, **options}
+    case = CASES[name]
+    model, x, y = made(case, 37)
+    pipe = ps.Pipeline(model, loss=case.loss, executor=executor, seed=4, deadline_s=60, **options)
+    found: dict[str, Any] = {}
+    found["losses"] = [pipe.train_batch(x, y), pipe.train_batch(x[:16], y[:16]), pipe.train_batch(x[:2], y[:2])]
+    found["streamed"] = list(pipe.train([(x[:8], y[:8]), (x[8:16], y[8:16])]))
+    found["forward"] = pipe.forward(x)
+    found["evaluated"] = pipe.eval_batch(x[:5], y[:5])
+    comparison = pipe.compare_with_one_device(x, y)
+    found["compared"] = (sorted(comparison.gradients), comparison.worst[1] if comparison.gradients else 0.0)
+    if folder is not None:
+        pipe.save(folder / "ckpt")
+    state = pipe.state_dict()
+    found["loss before loading"] = pipe.train_batch(x, y)
+    timeline = pipe.timeline()
+    found["timeline"] = [tuple(str(e.op) for e in timeline.events if e.rank == rank) for rank in range(timeline.ranks)]
+    if folder is not None:
+        pipe.load(folder / "ckpt")
+        found["loss after loading"] = pipe.train_batch(x, y)
+    found["step"] = pipe.step
+    pipe.close()
+    return {**found, "state": state}
+
+
+class Spread(nn.Module):
+    """One tensor to several, of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        """Run the layer."""
+        out = self.linear(x)
+        return {"out": (out, [out.detach()]), "order": torch.arange(8).expand(len(x), 8), "mask": out > 0, "none": None, "two": 2}
+
+
+class Use(nn.Module):
+    """Takes and gives the same nested value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Run the layer."""
+        out, (still,) = value["out"]
+        moved = torch.gather(self.linear(out), 1, value["order"]) * value["mask"] + still
+        return {**value, "out": (moved, [still])}
+
+
+class Gather(nn.Module):
+    """The nested value back to one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 5)
+
+    def forward(self, value: dict[str, Any]) -> torch.Tensor:
+        """Run the layer."""
+        return self.linear(value["out"][0] / value["two"])
+
+
+def nested(programs: str, lengths: list[int], executor: str) -> dict[str, Any]:
+    """A model with nested boundaries and a frozen beginning, under a schedule given as text; recomputed in part."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), Spread(), Use(), nn.Identity(), Use(), Gather())
+        x, y = torch.randn(12, 16), torch.randint(0, 5, (12,))
+    model[0].requires_grad_(False)
+    pipe = ps.Pipeline(model, loss=functional.cross_entropy, balance=lengths, schedule=Schedule.parse(programs), optimizer=Plain,
+                       recompute="except_last", executor=executor, deadline_s=60)  # fmt: skip
+    losses = [pipe.train_batch(x, y) for _ in range(3)]
+    shorter = pipe.train_batch(x[:2], y[:2])
+    state = pipe.state_dict()
+    pipe.close()
+    return {"losses": [*losses, shorter], "state": state}
+
+
+def trapped(what: str, kind: str = "F", at: int = 1, deadline_s: float = 300.0) -> Trap:
+    """Two ranks train; the layer at the beginning of rank 1 does `what` in the second of its forwards or backwards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Trap(what, kind, at), nn.Linear(16, 4))
+    pipe = ps.Pipeline(model, loss=functional.cross_entropy, balance=[1, 2], micro_batches=4, deadline_s=deadline_s)
+    for _ in range(3):
+        pipe.train_batch(torch.randn(8, 16), torch.arange(8) % 4)
+    return model[1]
