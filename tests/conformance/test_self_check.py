@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -61,16 +62,12 @@ def test_a_wrong_gradient_on_one_stage_is_found_and_named(monkeypatch):
     assert found.loss <= 1e-6
 
 
-def test_a_wrong_forward_and_a_buffer_that_moves_twice_are_found(monkeypatch):
+def test_a_buffer_that_moves_twice_is_found(monkeypatch):
     """A recomputed forward that moves running statistics again was the commonest bug of torchgpipe's kind."""
     pipe, model, x, y = pipeline("resnet", recompute="always")
     monkeypatch.setattr("penstock.runtime.buffers.Buffers.contents", lambda self: {})
     found = pipe.compare_with_one_device(x, y)
     assert {name for name, error in found.buffers.items() if error} == {name for name, _ in model.named_buffers()}
-    pipe, model, x, y = pipeline("mlp")
-    model[-1].register_forward_hook(lambda module, given, out: out * 1.5 if module.training else out)
-    pipe._interpreters[2].stages[2].layers[-1].module.register_forward_hook(lambda module, given, out: out)
-    assert pipe.compare_with_one_device(x, y).worst[1] <= 1e-6  # the model is what it is: both ways run the same modules
 
 
 @pytest.mark.parametrize("optimizer", [None, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)])
@@ -140,7 +137,7 @@ def test_the_timeline_has_every_op_of_every_program_in_order_with_times_that_fit
     for rank, program in enumerate(programs):
         own = [event for event in timeline.events if event.rank == rank]
         assert tuple(event.op for event in own) == program
-        assert all(a.end <= b.start for a, b in zip(own, own[1:], strict=False))
+        assert all(a.end <= b.start for a, b in itertools.pairwise(own))
     for event in timeline.events:
         if event.op.kind.value == "F" and event.op.stage:
             assert ends[event.op._replace(stage=event.op.stage - 1)] <= event.start

@@ -17,7 +17,8 @@ OPTIMIZERS = {
     "sgd with momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adam": lambda params: torch.optim.Adam(params, lr=1e-2),
     "adamw, biases apart": lambda params: torch.optim.AdamW(
-        [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1}, {"params": [p for p in params if p.dim() < 2]}], lr=1e-2
+        [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1}, {"params": [p for p in params if p.dim() < 2]}],
+        lr=1e-2,
     ),
 }
 
@@ -32,7 +33,9 @@ def batches(case, count, samples=10):
 def pipeline(model, case, stages, optimizer=None, **options):
     """A pipeline of the case's model in this process."""
     lengths = lengths_of(len(layers_of(model)), stages)
-    return ps.Pipeline(model, loss=case.loss, balance=lengths, micro_batches=4, optimizer=optimizer, executor="threads", **options)
+    return ps.Pipeline(
+        model, loss=case.loss, balance=lengths, micro_batches=4, optimizer=optimizer, executor="threads", **options
+    )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -73,7 +73,13 @@ class Spread(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         """Run the layer."""
         out = self.linear(x)
-        return {"out": (out, [out.detach()]), "order": torch.arange(8).expand(len(x), 8), "mask": out > 0, "none": None, "two": 2}
+        return {
+            "out": (out, [out.detach()]),
+            "order": torch.arange(8).expand(len(x), 8),
+            "mask": out > 0,
+            "none": None,
+            "two": 2,
+        }
 
 
 class Use(nn.Module):

@@ -308,7 +308,9 @@ def test_optimizer_state_that_a_checkpoint_cannot_hold_is_refused_when_it_is_sav
                     self.state[parameter]["past"] = [parameter.detach().clone()]
 
     pipe = trained(1, "mlp", 2, optimizer=lambda params: Hoarder(params, lr=0.1))
-    with pytest.raises(SettingError, match=r"Hoarder keeps a list as 'past' of fc\d\.weight: a checkpoint can hold tensors and"):
+    with pytest.raises(
+        SettingError, match=r"Hoarder keeps a list as 'past' of fc\d\.weight: a checkpoint can hold tensors and"
+    ):
         pipe.save(tmp_path)
     assert not (tmp_path / "checkpoint.json").exists()
 

@@ -33,7 +33,11 @@ def nobody_stays() -> None:
 def is_rank(process):
     """Whether a process was started by launch."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE and "penstock.runtime.rank_process" in process.cmdline()
+        return (
+            process.is_running()
+            and process.status() != psutil.STATUS_ZOMBIE
+            and "penstock.runtime.rank_process" in process.cmdline()
+        )
     except psutil.Error:
         return False
 
@@ -41,7 +45,9 @@ def is_rank(process):
 @pytest.mark.parametrize(("kind", "op", "failed"), [("F", "1F1", "1F1"), ("B", "1B1", "1B1")])
 def test_a_layer_that_raises_ends_all_ranks_and_is_named(kind, op, failed):
     """The other rank waits for what will never come: it hears of the failure, and its own message is not the one that is told."""
-    with pytest.raises(RankFailed, match=rf"^rank 1 \(stage 1\) failed in {failed} of step 0: ValueError: a planted failure") as error:
+    with pytest.raises(
+        RankFailed, match=rf"^rank 1 \(stage 1\) failed in {failed} of step 0: ValueError: a planted failure"
+    ) as error:
         launch(trapped, 2, "raise", kind)
     assert error.value.rank == 1
     assert "in spring" in error.value.remote_traceback
@@ -110,7 +116,9 @@ def test_results_come_back_by_rank_or_it_is_said_why_not():
         return rank * factor + offset, os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"], os.environ["OMP_NUM_THREADS"]
 
     assert launch(job, 2, 5, threads=3) == [(10, "2", "0", "3"), None]
-    with pytest.raises(RankFailed, match=r"^rank 0: the lock that it returned cannot be sent back: cannot pickle '_thread.lock'"):
+    with pytest.raises(
+        RankFailed, match=r"^rank 0: the lock that it returned cannot be sent back: cannot pickle '_thread.lock'"
+    ):
         launch(job, 1, 0)
 
 

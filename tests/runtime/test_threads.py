@@ -113,7 +113,9 @@ def test_a_rank_that_waits_too_long_says_for_what_and_what_the_others_are_at(mon
     with pytest.raises(DeadlineExceeded, match=r"rank \d waits for \d[FB]\d since \d s, which is over its deadline") as error:
         pipe.train_batch(X, Y)
     assert "rank 1 is at 1F1 since 0 s" in str(error.value) or "rank 1 is at 1F1 since 1 s" in str(error.value)
-    with pytest.raises(RunError, match=r"cannot go on after a batch that failed: rank 1 is at 1F1 since \d s. Make a new Pipeline"):
+    with pytest.raises(
+        RunError, match=r"cannot go on after a batch that failed: rank 1 is at 1F1 since \d s. Make a new Pipeline"
+    ):
         pipe.train_batch(X, Y)
     trap.release.set()
 
@@ -144,7 +146,7 @@ def test_an_interrupt_stops_the_ranks_and_the_pipeline_can_go_on(monkeypatch):
         return waited(*args)
 
     monkeypatch.setattr(threads, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012, PT011
+    with pytest.raises(KeyboardInterrupt):
         pipe.train_batch(X, Y)
     monkeypatch.undo()
     assert stop_all(pipe) == []
@@ -222,7 +224,10 @@ def test_what_cannot_cross_a_boundary_is_named():
 
     pipe = ps.Pipeline(nn.Sequential(nn.Linear(16, 4), Strange(), Back()), loss=functional.cross_entropy, balance=[2, 1],
                        micro_batches=2, executor="threads")  # fmt: skip
-    with pytest.raises(RunError, match="a set cannot cross a stage boundary: layers there may return tensors and plain constants"):
+    with pytest.raises(
+        RunError,
+        match=r"^rank 0 \(stage 0\) failed in 0F0 of step 0: RunError: a set cannot cross a stage boundary: layers there may",
+    ):
         pipe.train_batch(X, Y)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.runtime.jobs import everything, trapped
+from tests.runtime.jobs import everything
 from torch import nn
 from torch.nn import functional
 
@@ -47,7 +47,9 @@ def test_a_script_under_torchrun_trains_as_threads_do(tmp_path):
     done = torchrun(tmp_path, "work")
     assert done.returncode == 0, done.stderr
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("found")).removeprefix("found "))
-    assert found == [float(loss) for loss in everything("mlp", {"balance": [3, 4], "micro_batches": 4}, None, "threads")["losses"]]
+    assert found == [
+        float(loss) for loss in everything("mlp", {"balance": [3, 4], "micro_batches": 4}, None, "threads")["losses"]
+    ]
 
 
 def test_a_failing_rank_ends_the_run_and_names_rank_stage_and_op(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -150,11 +151,11 @@ def a_new_signature_between_known_ones(transport, rank):
 def both_directions_at_once(transport, rank):
     """Four messages of 4 MiB each way, all sent before anybody waits."""
     other, count = 1 - rank, 4
+    sent, expected = [(Kind.F, 0), (Kind.B, count)][:: 1 if rank == 0 else -1]  # gradients of micro-batches that came before
     for m in range(count):
-        kind = Kind.F if rank == 0 else Kind.B
-        transport.send(other, Message(kind, rank, m), Payload.of(torch.full((2**20,), 10.0 * rank + m)), "large")
-    kind = Kind.B if rank == 0 else Kind.F
-    arrivals = [transport.post(other, Message(kind, other, m), "large") for m in range(count)]
+        message = Message(sent[0], rank, sent[1] + m)
+        transport.send(other, message, Payload.of(torch.full((2**20,), 10.0 * rank + m)), "large")
+    arrivals = [transport.post(other, Message(expected[0], other, expected[1] + m), "large") for m in range(count)]
     values = [arrival.wait().value() for arrival in arrivals]
     transport.drain()
     return [(value.numel(), value.unique().tolist()) for value in values]
@@ -351,3 +352,19 @@ def test_a_message_whose_number_has_no_room_in_a_tag_is_refused(message, text):
     transport = DistributedTransport(wire=None)
     with pytest.raises(RunError, match=text):
         transport.send(1, message, Payload.of(torch.ones(1)), "s")
+
+
+def test_an_activation_is_held_no_longer_than_until_its_gradient_is_back():
+    """A copy of every boundary tensor of a batch, kept to its end, would be memory that nobody planned for."""
+    waited = []
+    wire = SimpleNamespace(wait=waited.append)
+    transport = DistributedTransport(wire=wire)
+    for m in range(2):
+        transport._leaving[1, Message(Kind.F, 0, m)] = [(f"work {m}", torch.ones(1))]
+    transport.arrived(1, Message(Kind.F, 0, 0))
+    assert len(transport._leaving) == 2, "an activation says nothing of other activations"
+    transport.arrived(1, Message(Kind.B, 1, 0))
+    assert list(transport._leaving) == [(1, Message(Kind.F, 0, 1))]
+    transport.drain()
+    assert waited == ["work 0", "work 1"]
+    assert not transport._leaving

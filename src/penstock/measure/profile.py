@@ -57,7 +57,8 @@ def profile(
         model: a chain, or anything that `chain` takes; on the meta device too.
         example: inputs of the model, any number of samples in their first dimension; repeated to the sizes needed.
         batch: samples of a batch. By default as many as `example` has.
-        sizes: micro-batch sizes to measure; by default a batch in 1, 4 and 16 parts.
+        sizes: micro-batch sizes to measure; by default a batch in 1, 4 and 16 parts, of 2 samples at least: batch norm over
+            one sample may have nothing to normalise.
         repeats: timed runs of each phase.
         threads: torch threads meanwhile: what a rank will have. By default as many as now.
         device: where to measure, by default the CPU, or the GPU if there is one.
@@ -73,7 +74,7 @@ def profile(
     if not tensors or any(tensor.dim() == 0 or tensor.shape[0] == 0 for tensor in tensors):
         raise SettingError("the example must be tensors with at least one sample in their first dimension")
     batch = int(tensors[0].shape[0]) if batch is None else batch
-    measured_sizes = tuple(sorted(set(sizes or (max(1, round(batch / parts)) for parts in (1, 4, 16)))))
+    measured_sizes = tuple(sorted(set(sizes or (max(min(2, batch), round(batch / parts)) for parts in (1, 4, 16)))))
     if measured_sizes[0] < 1 or batch < 1 or repeats < 1 or (threads is not None and threads < 1):
         raise SettingError(
             f"batch {batch}, sizes {list(measured_sizes)}, repeats {repeats} and threads {threads} must be 1 or more"

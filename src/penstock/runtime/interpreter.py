@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from penstock.errors import DeadlineExceeded, PeerFailed, RunError, StageFailed
+from penstock.errors import DeadlineExceeded, PeerFailed, StageFailed
 from penstock.runtime.batch import Batch
 from penstock.runtime.board import Board
 from penstock.runtime.clock import Clock, Mark
@@ -85,8 +85,6 @@ class Interpreter:
         start = self.clock.mark()
         try:
             made = self._compute(op, batch, arrived)
-        except RunError:
-            raise
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             raise StageFailed(self.rank, op.stage, str(op), batch.step, cause) from error

@@ -325,7 +325,7 @@ def _setting(traced: TracedChain, plan: Plan | None, balance: Sequence[int] | No
         raise SettingError("a Pipeline needs a plan (ps.plan), or balance=[layers of each stage, …]")
     lengths = tuple(int(length) for length in balance)
     if not isinstance(schedule, Schedule):
-        schedule = make_schedule(schedule or "1f1b", len(lengths), micro_batches or 1)
+        schedule = make_schedule(schedule or "1f1b", len(lengths), 1 if micro_batches is None else micro_batches)
     elif micro_batches not in (None, schedule.micro_batches):
         raise SettingError(
             f"the schedule has {schedule.micro_batches} micro-batches, micro_batches={micro_batches} says otherwise"

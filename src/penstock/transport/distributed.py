@@ -125,6 +125,7 @@ class _Arrival:
         wire = self.transport.wire
         for work in works:
             wire.wait(work)
+        self.transport.arrived(self.peer, self.message)
         if wire.through_host:
             tensors = [tensor.to(wire.device) for tensor in tensors]
         return header.filled(tensors)
@@ -137,7 +138,7 @@ class DistributedTransport:
     wire: Wire
     _known: dict[tuple[str, Message], Header] = field(default_factory=dict)
     _told: dict[tuple[str, Message], tuple[object, ...]] = field(default_factory=dict)
-    _leaving: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    _leaving: dict[tuple[int, Message], list[tuple[dist.Work, Tensor]]] = field(default_factory=dict)
     _unposted: list[_Arrival] = field(default_factory=list)
 
     def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
@@ -158,6 +159,7 @@ class DistributedTransport:
             raise RunError(f"what {made} makes changed its form between batches whose inputs have the same shapes: it was {told} "
                            f"and is {form}. Shapes that depend on the data are not supported yet")  # fmt: skip
         group = self.wire.group(Link(self.wire.rank, peer))
+        leaving = self._leaving.setdefault((peer, message), [])
         for number, tensor in enumerate(tensors):
             ready = tensor.detach().resolve_conj().resolve_neg().contiguous()  # what is in memory is what goes
             if self.wire.through_host:
@@ -167,7 +169,7 @@ class DistributedTransport:
             except RuntimeError as error:
                 raise TransportLost(str(error)) from error
             if work is not None:
-                self._leaving.append((work, ready))
+                leaving.append((work, ready))
 
     def post(self, peer: int, message: Message, signature: str) -> _Arrival:
         """See `Transport.post`. The first batch of a signature learns its shapes when it waits."""
@@ -189,8 +191,16 @@ class DistributedTransport:
 
     def drain(self) -> None:
         """See `Transport.drain`."""
-        leaving, self._leaving = self._leaving, []
-        for work, _ in leaving:
+        for peer, message in list(self._leaving):
+            self._let_go(peer, message)
+
+    def arrived(self, peer: int, message: Message) -> None:
+        """A gradient has come: so the activation that it answers has left, and its copy here is needed no more."""
+        if message.kind is Kind.B:
+            self._let_go(peer, Message(Kind.F, message.target, message.micro_batch))
+
+    def _let_go(self, peer: int, message: Message) -> None:
+        for work, _ in self._leaving.pop((peer, message), ()):
             self.wire.wait(work)
 
     def _learn(self, message: Message, signature: str) -> Header:

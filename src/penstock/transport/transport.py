@@ -25,7 +25,11 @@ class Transport(Protocol):
     """One rank's end of all its links."""
 
     def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
-        """Hand the payload over and go on at once. Batches with the same `signature` have the same shapes."""
+        """Hand the payload over and go on at once. Batches with the same `signature` have the same shapes.
+
+        The gradient of a micro-batch is sent by who has taken its activation, as the rule table has it: transports may count
+        on that to let go of what has left.
+        """
         ...
 
     def post(self, peer: int, message: Message, signature: str) -> Arrival:
