@@ -153,6 +153,14 @@ def test_the_same_tensor_twice_in_one_output_gets_both_gradients(recompute, spli
     check_exact(nn.Sequential(Twice(), Product(), nn.Linear(16, 4)), recompute=recompute, split=split)
 
 
+@every_way
+@every_backward
+def test_a_stage_that_hands_on_what_it_was_given_hands_on_its_gradient(recompute, split):
+    """Identities stand where layers were taken out, and dropouts of 0."""
+    model = nn.Sequential(nn.Identity(), nn.Linear(16, 16), nn.Identity(), nn.Flatten(), nn.Dropout(0.0), nn.Linear(16, 4))
+    check_exact(model, recompute=recompute, split=split, stages=6)
+
+
 class InPlace(nn.Module):
     """Works on what it is given, and has no flag that says so."""
 

@@ -88,6 +88,19 @@ def test_modes_come_back_after_an_evaluation_that_failed(stages):
     pipe.train_batch(x, y)
 
 
+def test_one_dropout_that_stands_in_every_stage_is_switched_off_for_all_of_them():
+    """`act, drop = nn.ReLU(), nn.Dropout()`, used throughout, is one module: the stage that is done first must not switch it on."""
+    drop = nn.Dropout(0.5)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), drop)))
+    pipe = ps.Pipeline(model, loss=lambda out, _: out.mean(), balance=[2] * 4, micro_batches=6, executor="threads")
+    x = torch.randn(12, 16)
+    expected = copy.deepcopy(model).eval()(x)
+    for _ in range(20):
+        assert torch.allclose(pipe.forward(x), expected, atol=1e-6)
+        assert drop.training
+
+
 def test_nested_outputs_are_joined_in_the_order_of_the_batch():
     """What one micro-batch gave as a dict of tensors, the batch gives as one dict."""
 

@@ -149,6 +149,26 @@ def test_training_under_no_grad_has_gradients_all_the_same():
         assert differences(gradients(model), gradients(plain)) == []
 
 
+def test_autocast_around_a_batch_holds_for_all_its_stages():
+    """Ranks in threads must do what the caller's own thread would do: mixed precision included."""
+    case = CASES["mlp"]
+    model, x, y = made(case)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = PlainTraining(copy.deepcopy(model), case.loss).backward(x, y, 4)
+        for stages in (1, 3):
+            assert torch.equal(pipeline(copy.deepcopy(model), case, stages).train_batch(x, y), expected.float())
+    assert not torch.equal(pipeline(model, case, 3).train_batch(x, y), expected.float())
+
+
+def test_a_batch_without_targets_is_refused():
+    """A loss of nothing would be nothing, on some ranks only."""
+    model, x, _ = made(CASES["mlp"])
+    pipe = pipeline(model, CASES["mlp"], 2)
+    for run in (pipe.train_batch, pipe.eval_batch, pipe.compare_with_one_device):
+        with pytest.raises(ps.PenstockError, match="a batch needs targets for its loss, not None"):
+            run(x, None)
+
+
 def test_a_model_from_the_meta_device_has_the_same_weights_under_every_cut():
     """Ranks make only what they hold, so initial weights must not depend on who makes what before."""
     case = CASES["gpt"]

@@ -63,7 +63,7 @@ def test_a_rank_that_is_killed_in_mid_batch_is_named_with_its_signal():
 
 def test_a_stuck_op_is_told_by_who_waits_for_it_and_what_the_other_is_at():
     """Nothing fails when a layer hangs: only the deadline ends it, and only the board knows where everybody is."""
-    message = r"^rank 0 waits for 1B1 since 3 s, which is over its deadline\n  rank 1 is at 1F1 since [23] s\n"
+    message = r"^rank 0 waits for 1B1 since \d s, which is over its deadline\n  rank 1 is at 1F1 since \d s\n"
     with pytest.raises(RankFailed, match=message):
         launch(trapped, 2, "hang", "F", 1, 3.0)
 

@@ -25,7 +25,7 @@ def train(
         list[str] | None, typer.Option(help="An option of the model, such as layers=6; again for more.")
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Processes; by default one per stage, or per core.")] = None,
-    stages: Annotated[int | None, typer.Option(help="Number of stages; else the planner's choice.")] = None,
+    stages: Annotated[str | None, typer.Option(help="Number of stages, or cores; else the planner's choice.")] = None,
     schedule: Annotated[str | None, typer.Option(help="See `penstock schedules`; else the planner's choice.")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Parts of a batch; else the planner's choice.")] = None,
     partition: Annotated[str | None, typer.Option(help="A method, type:REGEX, or layers per stage: 5,6,4.")] = None,
@@ -55,6 +55,8 @@ def train(
     """
     flags = {name: value for name, value in locals().items() if name not in ("config", "json", "model_option")}
     changes = {name: value for name, value in flags.items() if value is not None}
+    if stages is not None and stages.isdigit():
+        changes["stages"] = int(stages)
     if model_option:
         changes["model_options"] = options.model_options(model_option)
     if "RANK" in os.environ:

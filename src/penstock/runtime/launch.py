@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -137,7 +138,7 @@ def _announce(child: _Child, ended: threading.Condition) -> None:
 
 def _tell(store: TCPStore, reason: str) -> None:
     """Write the reason on the board of every world that the ranks have made."""
-    for world in range(64):
+    for world in itertools.count():
         prefix = PrefixStore(f"penstock/{world}", store)
         if not prefix.check(["penstock/pid/0"]):
             break

@@ -145,7 +145,7 @@ class Pipeline:
             RunError: an op failed, here or elsewhere; the message says which. With ranks in processes the run is over. With
                 threads it can go on: all gradients are dropped, but stages that had come to their update have had it.
         """
-        batch = make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=True)
+        batch = self._batch(x, y, training=True)
         self._play(batch, "train")
         self._step += 1
         return self._mean_loss(batch)
@@ -162,7 +162,7 @@ class Pipeline:
 
     def eval_batch(self, x: Any, y: Any) -> Tensor:
         """The mean loss of a batch, with layers in evaluation mode. Weights, gradients, buffers and random state stay."""
-        batch = make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=False)
+        batch = self._batch(x, y, training=False)
         self._play(batch, "evaluate")
         return self._mean_loss(batch)
 
@@ -184,6 +184,11 @@ class Pipeline:
         for stage in self._local_stages:
             stage.update.zero()
 
+    def _batch(self, x: Any, y: Any, *, training: bool) -> Batch:
+        if y is None:
+            raise SettingError("a batch needs targets for its loss, not None: where the loss takes none, give the inputs again")
+        return make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=training)
+
     def _play(self, batch: Batch, mode: str) -> None:
         lowered = self._lowered(batch.micro_batches, mode)
 
@@ -193,18 +198,16 @@ class Pipeline:
             if mode == "train":
                 for stage in interpreter.stages.values():
                     stage.update.begin()
-            if mode != "evaluate":
+            with torch.set_grad_enabled(mode != "evaluate"):
                 interpreter.play(program, batch)
-                return
-            with contextlib.ExitStack() as modes:
-                for stage in interpreter.stages.values():
-                    modes.enter_context(stage.evaluating())
-                with torch.no_grad():
-                    interpreter.play(program, batch)
 
         self._played = None
         try:
-            self._world.run(job)
+            with contextlib.ExitStack() as modes:
+                # All stages before any begins: a module without weights may stand in several, which may run at the same time.
+                for stage in self._local_stages if mode == "evaluate" else ():
+                    modes.enter_context(stage.evaluating())
+                self._world.run(job)
         except BaseException:
             if mode == "train":
                 self.zero_grad()
@@ -299,7 +302,7 @@ class Pipeline:
         Returns:
             On rank 0 the largest error of each parameter's gradient, each buffer and the loss; elsewhere an empty comparison.
         """
-        batch = make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=True)
+        batch = self._batch(x, y, training=True)
         return compare(self._world, self._placed, lambda: self._play(batch, "compare"), batch, self._loss, self._seed)
 
     @property

@@ -66,7 +66,14 @@ class ThreadWorld:
             raise RunError(f"this pipeline cannot go on after a batch that failed: {self._given_up}. Make a new Pipeline")
         self._board.reset()
         errors: list[BaseException] = []
-        futures = {rank: self._start(job, rank, errors) for rank in self.local_ranks}
+        kind = self._device.type
+        mixed = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)  # the caller's, who sees no threads
+
+        def mixed_job(rank: int) -> T:
+            with torch.autocast(kind, enabled=mixed[0], dtype=mixed[1]):
+                return job(rank)
+
+        futures = {rank: self._start(mixed_job, rank, errors) for rank in self.local_ranks}
         try:
             self._watch(list(futures.values()))
         except BaseException as error:  # noqa: BLE001 - Ctrl-C, or nobody moves any more; raised below

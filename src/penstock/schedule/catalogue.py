@@ -56,4 +56,5 @@ def schedule(name: str, stages: int, micro_batches: int = 1, **options: object) 
         if not options:
             raise
         raise ScheduleError(f"{entry.name} does not take {', '.join(options)}: {error}") from error
-    return replace(made, name=entry.name, options=tuple(options.items()))
+    plain = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
+    return replace(made, name=entry.name, options=tuple(plain.items()))

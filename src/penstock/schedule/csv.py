@@ -12,6 +12,7 @@ from pathlib import Path
 
 from penstock.errors import FileError, ScheduleError
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.updates import with_updates
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -62,18 +63,8 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
             if op.kind is Kind.U:
                 raise FileError(f"row {row_number}, column {column}: {cell!r} is not one of torch's kinds F B I W")
             ops.append(op)
-        programs.append(_with_updates(ops))
+        programs.append(with_updates(ops))
     return Schedule(tuple(programs), name)
-
-
-def _with_updates(ops: list[Op]) -> tuple[Op, ...]:
-    last = {op.stage: i for i, op in enumerate(ops) if op.kind in (Kind.B, Kind.W)}
-    full = []
-    for i, op in enumerate(ops):
-        full.append(op)
-        if last.get(op.stage) == i:
-            full.append(Op(Kind.U, op.stage, 1))
-    return tuple(full)
 
 
 def read_csv(path: str | Path) -> Schedule:

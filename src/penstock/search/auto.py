@@ -161,6 +161,9 @@ class _Search:
         except ScheduleError as error:
             self.refusals[str(error)] = None
             return None
+        if made.ranks == 1 < made.stages:
+            self.refusals[f"{made.name} puts all {made.stages} stages on one rank, where one stage would do the same"] = None
+            return None
         if made.ranks > cluster.ranks:
             self.refusals[
                 f"{made.name} in {made.stages} stages needs {made.ranks} ranks, {cluster.name} has {cluster.ranks}"

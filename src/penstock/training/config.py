@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,8 @@ class TrainConfig:
         batch, epochs, limit_steps: samples in a batch; times through the data; or fewer steps.
         target_accuracy: stop after the epoch that reaches this test accuracy.
         ranks: processes to start; by default one per core, or as many as there are stages.
-        stages, schedule, micro_batches, partition, recompute: leave any to the planner with None (recompute: "auto").
+        stages, schedule, micro_batches, partition, recompute: leave any to the planner with None (recompute: "auto");
+            stages may be "cores", as many as this machine has.
         memory_limit: bytes per rank that the plan may use, such as "2 GiB".
         optimizer, lr, momentum, weight_decay: of the update.
         seed: of weights, dropout and the order of the data.
@@ -45,7 +47,7 @@ class TrainConfig:
     limit_steps: int | None = None
     target_accuracy: float | None = None
     ranks: int | None = None
-    stages: int | None = None
+    stages: int | Literal["cores"] | None = None
     schedule: str | None = None
     micro_batches: int | None = None
     partition: str = "bottleneck"
@@ -65,16 +67,23 @@ class TrainConfig:
     deadline_s: float = 300.0
 
     def __post_init__(self) -> None:
-        for name, least in (("batch", 1), ("epochs", 1), ("limit_steps", 1), ("ranks", 1), ("image", 1), ("channels", 1),
+        for name, least in (("batch", 1), ("epochs", 1), ("limit_steps", 1), ("ranks", 1), ("stages", 1), ("image", 1), ("channels", 1),
                             ("tokens", 1), ("profile_repeats", 1), ("baseline_steps", 0)):  # fmt: skip
             number = getattr(self, name)
-            if number is not None and number < least:
+            if isinstance(number, int) and number < least:
                 raise SettingError(f"{name} is {number}; it must be {least} or more")
         for name in ("lr", "deadline_s"):
             if not getattr(self, name) > 0:
                 raise SettingError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.resume and self.out is None:
             raise SettingError("resume needs out: the folder of the run to go on with")
+
+    def stage_count(self) -> int | None:
+        """Number of stages, or None where it is the planner's choice."""
+        cut = self.lengths()
+        if self.stages == "cores":
+            return len(os.sched_getaffinity(0))
+        return len(cut) if self.stages is None and isinstance(cut, list) else self.stages
 
     def lengths(self) -> str | list[int]:
         """The cut as `plan` takes it: a method's name, or layers per stage written `5,6,4`."""

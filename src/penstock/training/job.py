@@ -20,7 +20,7 @@ from penstock.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.runtime.launch import launch
 from penstock.runtime.link import link_here
-from penstock.schedule.catalogue import schedule
+from penstock.schedule.catalogue import FAMILIES
 from penstock.search.catalogue import plan
 from penstock.simulate.plan_costs import simulate_plan
 from penstock.tracing.chain import TracedChain, chain
@@ -95,7 +95,7 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
         host = host.with_links(inside=link)
         say(f"link between two processes: {link}")
     schedules = None if config.schedule is None else [config.schedule]
-    chosen = plan(measured, host, config.batch, schedules=schedules, stages=config.stages, recompute=config.recompute,
+    chosen = plan(measured, host, config.batch, schedules=schedules, stages=config.stage_count(), recompute=config.recompute,
                   micro_batches=config.micro_batches, memory_limit=config.memory_limit, partition=config.lengths())  # fmt: skip
     traced.description.stage_bounds(chosen.lengths)
     predicted = simulate_plan(chosen, measured, host)
@@ -140,22 +140,21 @@ def _check_words(config: TrainConfig, layers: int) -> None:
     """Refuse before anything is measured what would be refused after it."""
     cut = config.lengths()
     if isinstance(cut, list):
-        check_lengths(cut, layers, config.stages)
+        check_lengths(cut, layers, config.stage_count())
     else:
         PARTITIONERS.find(cut.partition(":")[0])
-        check_stages(layers, config.stages or 1)
+        check_stages(layers, config.stage_count() or 1)
     if config.micro_batches is not None and config.micro_batches > config.batch:
         raise SettingError(f"a batch of {config.batch} cannot be cut into {config.micro_batches} micro-batches")
     if config.schedule is not None:
-        schedule(config.schedule, config.stages or 1, config.micro_batches or 1)
+        FAMILIES.find(config.schedule)
     if config.memory_limit is not None:
         parse_bytes(config.memory_limit)
 
 
 def _ranks(config: TrainConfig) -> int:
     """Ranks to start: as asked, else one for each stage, else one for each core."""
-    cut = config.lengths()
-    return config.ranks or config.stages or (len(cut) if isinstance(cut, list) else len(os.sched_getaffinity(0)))
+    return config.ranks or config.stage_count() or len(os.sched_getaffinity(0))
 
 
 def _profile(config: TrainConfig, traced: TracedChain, example: object, threads: int, say: Say) -> Profile:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.schedule.families.laws import check_laws
 
+from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
@@ -30,9 +32,9 @@ def test_one_f_one_b_has_the_published_order():
         assert [str(op) for op in program] == [*(f"{stage}{op}" for op in ops.split()), f"{stage}U1"]
 
 
-@pytest.mark.parametrize("alias", ["dapple", "pipedream-flush"])
+@pytest.mark.parametrize("alias", ["dapple", "pipedream-flush", "1f1b-as", "1f1b-sno"])
 def test_the_other_published_names_make_the_same_schedule(alias):
-    """DAPPLE's policy A and PipeDream-Flush are 1F1B (LITERATURE 0.4)."""
+    """DAPPLE's policy A, PipeDream-Flush, BaPipe's 1F1B-AS and 1F1B-SNO are 1F1B (LITERATURE 0.4, 4.1)."""
     assert schedule(alias, 3, 5) == schedule("1f1b", 3, 5)
 
 
@@ -74,3 +76,74 @@ def test_one_f_one_b_pays_two_hops_for_all_but_one_micro_batch_in_p(p, f, b, c):
     for m in range(1, 40):
         expected = (m + p - 1) * (f + b) + (m + p - 2 - -(-(m - 1) // p)) * 2 * c
         assert simulate_schedule(schedule("1f1b", p, m), Costs(forward=f, backward=b, transfer=c)).makespan == expected, m
+
+
+def falling(most):
+    """Numbers of forwards ahead, from 1 to `most`, that never grow."""
+    return st.lists(st.integers(1, most), min_size=1, max_size=7).map(lambda numbers: sorted(numbers, reverse=True))
+
+
+@given(falling(12), st.integers(1, 9))
+@settings(deadline=None, max_examples=80)
+def test_any_warm_up_that_never_grows_is_sound_and_holds_as_many_as_it_says(warm_up, m):
+    """AvgPipe's advance forward propagation: memory for hidden hops, stage by stage."""
+    made = schedule("1f1b", len(warm_up), m, warm_up=warm_up)
+    assert check_laws(made).peak_in_flight == tuple(min(m, ahead) for ahead in warm_up)
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.data())
+@settings(deadline=None, max_examples=60)
+def test_more_forwards_ahead_than_p_minus_s_take_no_more_time_on_free_links(p, m, data):
+    """Warm-up buys nothing where hops are free, and costs no time either."""
+    extra = data.draw(st.lists(st.integers(0, 6), min_size=p, max_size=p))
+    made = schedule("1f1b", p, m, warm_up=[p - s + sum(extra[s:]) for s in range(p)])
+    assert simulate_schedule(made, Costs(forward=1, backward=2)).makespan == (m + p - 1) * 3
+
+
+@pytest.mark.parametrize("c", [0.5, 1, 1.5])
+def test_warm_up_between_plain_and_eager_interpolates(c):
+    """The knob for slow links (LITERATURE 4.1): every forward more ahead hides some of the hops, until there is none to hide."""
+    costs = Costs(forward=1, backward=2, transfer=c)
+    times = []
+    for more in range(4):
+        warm_up = [min(4 - s + more, 2 * (4 - s) - 1) for s in range(4)]
+        times.append(simulate_schedule(schedule("1f1b", 4, 16, warm_up=warm_up), costs).makespan)
+    assert times == sorted(times, reverse=True)
+    assert times[0] == simulate_schedule(schedule("1f1b", 4, 16), costs).makespan
+    assert times[-1] == simulate_schedule(schedule("eager-1f1b", 4, 16), costs).makespan < times[0]
+
+
+@given(st.integers(1, 6), st.integers(1, 9))
+@settings(deadline=None, max_examples=30)
+def test_one_parameter_makes_five_published_schedules(p, m):
+    """LITERATURE 13.3: naive, 1F1B, eager 1F1B and GPipe differ in how far each stage warms up, and in nothing else."""
+    for name, warm_up in (
+        ("naive", [1] * p),
+        ("1f1b", [p - s for s in range(p)]),
+        ("eager-1f1b", [2 * (p - s) - 1 for s in range(p)]),
+        ("gpipe", [m] * p),
+    ):
+        assert schedule("1f1b", p, m, warm_up=warm_up).programs == schedule(name, p, m).programs
+
+
+def test_a_warm_up_that_grows_is_refused_since_it_would_hang():
+    """Stage 2 would wait for a forward that stage 1 runs only after stage 2's backward."""
+    with pytest.raises(ScheduleError, match="1f1b would hang: stage 2 wants 3 forwards before its first backward, but stage 1 passes "
+                       "on 2 before it waits for that backward; let warm_up never grow from one stage to the next"):  # fmt: skip
+        schedule("1f1b", 3, 4, warm_up=(4, 2, 3))
+    assert schedule("1f1b", 3, 2, warm_up=(4, 2, 3)).programs == schedule("gpipe", 3, 2).programs
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "2", None])
+def test_a_warm_up_of_no_forward_is_refused_with_its_stage(wrong):
+    """A backward needs its forward."""
+    with pytest.raises(ScheduleError, match=r"1f1b runs at least 1 forward before the first backward, but .* for stage 1"):
+        schedule("1f1b", 3, 4, warm_up=(3, wrong, 1))
+
+
+def test_a_warm_up_of_another_length_is_refused():
+    """One number per stage, or it is not known whose they are."""
+    with pytest.raises(ScheduleError, match="1f1b in 3 stages takes a warm_up of 3 numbers, one per stage, not 2"):
+        schedule("1f1b", 3, 4, warm_up=(3, 2))
+    with pytest.raises(ScheduleError, match="1f1b does not take warm_up: object of type 'int' has no len"):
+        schedule("1f1b", 3, 4, warm_up=3)

@@ -2,32 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import register
 from penstock.schedule.op import Kind, Op, Schedule
 
 
-@register("1f1b", aliases=("dapple", "pipedream-flush"), synchronous=True, stages_per_rank="1", splits_backward=False,
-          source="Narayanan et al. 2021, PipeDream-Flush, section 3.4; Fan et al. 2021, DAPPLE, policy A")  # fmt: skip
-def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
-    """Stage s runs p - s forwards ahead, then one backward and one forward in turn, then the backwards left.
+@register("1f1b", aliases=("dapple", "pipedream-flush", "1f1b-as", "1f1b-sno"), synchronous=True, stages_per_rank="1",
+          splits_backward=False,
+          source="Narayanan et al. 2021, PipeDream-Flush, section 3.4; Fan et al. 2021, DAPPLE, policy A; Zhao et al. 2020, "
+          "BaPipe, 1F1B-AS and 1F1B-SNO; with warm_up: Chen et al. 2023, AvgPipe, advance forward propagation")  # fmt: skip
+def one_f_one_b(stages: int, micro_batches: int, warm_up: Sequence[int] | None = None) -> Schedule:
+    """Stage s runs K_s forwards ahead, then one backward and one forward in turn, then the backwards left.
+
+    K_s is p - s, or `warm_up[s]`. One parameter makes a family of it (LITERATURE 13.3):
+        K_s = 1                 naive
+        K_s = p - s             1F1B
+        K_s = 2(p - s) - 1      eager 1F1B, which hides the links' time: `eager-1f1b`
+        K_s = m                 GPipe
 
     Facts for equal costs f and b and free links, p stages, m micro-batches:
-        makespan            (m + p - 1)(f + b)
-        in flight           min(m, p - s) on stage s
+        makespan            (m + p - 1)(f + b), with any K_s of p - s or more
+        in flight           min(m, K_s) on stage s
+    With c seconds for every hop, and K_s = p - s (BaPipe's 1F1B-SNO):
+        makespan            (m + p - 1)(f + b) + (m + p - 2 - ceil((m - 1) / p)) 2c
 
     >>> print(one_f_one_b(3, 4))
     rank 0 | 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3 0U1
     rank 1 | 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3 1U1
     rank 2 | 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2U1
+    >>> print(one_f_one_b(3, 4, warm_up=(4, 2, 2)))
+    rank 0 | 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 0U1
+    rank 1 | 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3 1U1
+    rank 2 | 2F0 2F1 2B0 2F2 2B1 2F3 2B2 2B3 2U1
+
+    Args:
+        stages: number of stages.
+        micro_batches: micro-batches per batch.
+        warm_up: forwards that each stage runs before its first backward, at least 1, never more than on the stage before.
+            More than there are micro-batches counts as all of them.
+
+    Raises:
+        ScheduleError: `warm_up` has another length, or numbers with which no stage could go on.
     """
+    ahead = _ahead(stages, micro_batches, range(stages, 0, -1) if warm_up is None else warm_up)
 
     def program(stage: int) -> tuple[Op, ...]:
-        ahead = min(micro_batches, stages - stage)
-        ops = [Op(Kind.F, stage, m) for m in range(ahead)]
+        ops = [Op(Kind.F, stage, m) for m in range(ahead[stage])]
         for m in range(micro_batches):
             ops.append(Op(Kind.B, stage, m))
-            if ahead + m < micro_batches:
-                ops.append(Op(Kind.F, stage, ahead + m))
+            if ahead[stage] + m < micro_batches:
+                ops.append(Op(Kind.F, stage, ahead[stage] + m))
         return (*ops, Op(Kind.U, stage, 1))
 
     return Schedule(tuple(map(program, range(stages))))
+
+
+def _ahead(stages: int, micro_batches: int, warm_up: Sequence[int]) -> list[int]:
+    if len(warm_up) != stages:
+        raise ScheduleError(f"1f1b in {stages} stages takes a warm_up of {stages} numbers, one per stage, not {len(warm_up)}")
+    for stage, number in enumerate(warm_up):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ScheduleError(f"1f1b runs at least 1 forward before the first backward, but warm_up has {number!r} for "
+                                f"stage {stage}")  # fmt: skip
+    ahead = [min(micro_batches, number) for number in warm_up]
+    for stage in range(1, stages):
+        # Stage s - 1 runs forward K_{s-1} only after its first backward, which waits for the first of stage s.
+        if ahead[stage] > ahead[stage - 1]:
+            raise ScheduleError(f"1f1b would hang: stage {stage} wants {ahead[stage]} forwards before its first backward, but "
+                                f"stage {stage - 1} passes on {ahead[stage - 1]} before it waits for that backward; let "
+                                "warm_up never grow from one stage to the next")  # fmt: skip
+    return ahead

@@ -1,0 +1,55 @@
+"""Breadth-first: several stages on every rank, each of which runs all micro-batches before the next begins."""
+
+from __future__ import annotations
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import register
+from penstock.schedule.op import Kind, Op, Program, Schedule
+from penstock.schedule.placement import ranks_for, ring, stages_of
+from penstock.schedule.updates import with_updates
+
+
+@register("breadth-first", aliases=("looped-bfs",), synchronous=True, stages_per_rank="chunks", splits_backward=False,
+          source="Lamy-Poirier 2023, breadth-first pipeline parallelism; LoopedBFS of torch.distributed.pipelining")  # fmt: skip
+def breadth_first(stages: int, micro_batches: int, chunks: int = 2, backward_order: str = "forward") -> Schedule:
+    """GPipe over v stages on every rank: stages s, s + p, s + 2p … on rank s, one after the other, then back.
+
+    Every stage's weights are needed for one stretch forward and one backward: with sharded weights they are gathered, and their
+    gradients reduced, once per batch, beside the work of the other stages.
+
+    Facts for equal costs f and b per rank (f/v and b/v per stage) and free links, p ranks, m micro-batches, m >= p:
+        makespan            m(f + b) + (p - 1)(f + b)/v, in either backward order; below p micro-batches the ring runs dry, and
+                            it is ((v - 1)p + m + p - 1)(f + b)/v
+        in flight           mv on every rank, over all its stages
+
+    Backwards run in the order of the forwards, so that gradients add up in the order of plain accumulation, to the bit. torch
+    runs them in reverse: `backward_order="reverse"`.
+
+    >>> print(breadth_first(4, 3, chunks=2))
+    rank 0 | 0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 2U1 0B0 0B1 0B2 0U1
+    rank 1 | 1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 3U1 1B0 1B1 1B2 1U1
+
+    Args:
+        stages: number of stages, a multiple of `chunks`; there are p = stages / chunks ranks.
+        micro_batches: micro-batches per batch.
+        chunks: stages on every rank (v).
+        backward_order: "forward" or "reverse".
+
+    Raises:
+        ScheduleError: `chunks` does not divide the stages, or `backward_order` is another word.
+    """
+    if backward_order not in ("forward", "reverse"):
+        raise ScheduleError(f"breadth-first takes backward_order 'forward' or 'reverse', not {backward_order!r}")
+    ranks = ranks_for("breadth-first", stages, "chunks", chunks)
+    placement = ring(stages, ranks)
+    forward = range(micro_batches)
+    backward = forward if backward_order == "forward" else forward[::-1]
+
+    def program(rank: int) -> Program:
+        own = stages_of(placement, rank)
+        return with_updates([
+            *(Op(Kind.F, stage, m) for stage in own for m in forward),
+            *(Op(Kind.B, stage, m) for stage in reversed(own) for m in backward),
+        ])  # fmt: skip
+
+    return Schedule(tuple(map(program, range(ranks))))

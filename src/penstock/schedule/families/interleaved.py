@@ -1,0 +1,76 @@
+"""Interleaved 1F1B: several stages on every rank, so that the pipeline fills sooner."""
+
+from __future__ import annotations
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import register
+from penstock.schedule.op import Kind, Op, Program, Schedule
+from penstock.schedule.placement import ranks_for, ring, stages_of
+from penstock.schedule.updates import with_updates
+
+
+@register("interleaved", synchronous=True, stages_per_rank="chunks", splits_backward=False,
+          source="Narayanan et al. 2021, Megatron-LM, section 2.2; get_schedule_table of its schedules.py for the order")  # fmt: skip
+def interleaved(stages: int, micro_batches: int, chunks: int = 2, group: int | None = None) -> Schedule:
+    """1F1B over v stages on every rank, in groups of g micro-batches: stages s, s + p, s + 2p … on rank s.
+
+    A group passes a rank's first stage, then its second, and so on; backward likewise from the last. Rank r starts with
+    2(p - r - 1) + (v - 1)g forwards, then runs one forward and one backward in turn.
+
+    Facts for equal costs f and b per rank (f/v and b/v per stage) and free links, p ranks, m micro-batches:
+        makespan            m(f + b) + (p - 1)(f + b)/v
+        in flight           min(mv, 2(p - r - 1) + (v - 1)g + 1) on rank r, over all its stages
+    With v = 1 it is `eager-1f1b` (Megatron-LM itself then runs plain 1F1B).
+
+    >>> print(interleaved(4, 4, chunks=2))
+    rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 2U1 0B2 0B3 0U1
+    rank 1 | 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 3U1 1B2 1B3 1U1
+
+    Args:
+        stages: number of stages, a multiple of `chunks`; there are p = stages / chunks ranks.
+        micro_batches: micro-batches per batch, at least p.
+        chunks: stages on every rank (v).
+        group: micro-batches in a group (g), at least p; what is left for the last group must be nothing, or p or more. The least
+            such number if not given, which is p where p divides m. Megatron-LM: microbatch_group_size_per_vp_stage.
+
+    Raises:
+        ScheduleError: the numbers are others.
+    """
+    ranks = ranks_for("interleaved", stages, "chunks", chunks)
+    size = _group(ranks, micro_batches, group)
+    placement = ring(stages, ranks)
+    order = [
+        (chunk, m)
+        for first in range(0, micro_batches, size)
+        for chunk in range(chunks)
+        for m in range(first, min(first + size, micro_batches))
+    ]
+
+    def program(rank: int) -> Program:
+        own = stages_of(placement, rank)
+        forwards = [Op(Kind.F, own[chunk], m) for chunk, m in order]
+        backwards = [Op(Kind.B, own[-1 - chunk], m) for chunk, m in order]
+        ahead = 2 * (ranks - rank - 1) + (chunks - 1) * size
+        ops = forwards[:ahead]
+        for n, backward in enumerate(backwards, start=ahead):
+            ops += [*forwards[n : n + 1], backward]
+        return with_updates(ops)
+
+    return Schedule(tuple(map(program, range(ranks))))
+
+
+def _group(ranks: int, micro_batches: int, group: int | None) -> int:
+    """The size of a group; `ranks` or more for every group, or the ranks wait for each other in a circle or in vain."""
+    if micro_batches < ranks:
+        raise ScheduleError(f"interleaved on {ranks} ranks takes {ranks} or more micro-batches, not {micro_batches}")
+
+    def fits(size: int) -> bool:
+        return ranks <= size <= micro_batches and (micro_batches % size == 0 or micro_batches % size >= ranks)
+
+    known = filter(fits, range(ranks, micro_batches + 1))
+    if group is None:
+        return next(known)
+    if isinstance(group, bool) or not isinstance(group, int) or not fits(group):
+        raise ScheduleError(f"interleaved on {ranks} ranks cannot run {micro_batches} micro-batches in groups of {group!r}: every "
+                            f"group, the last too, needs {ranks} or more; groups of {', '.join(map(str, known))} do")  # fmt: skip
+    return group
