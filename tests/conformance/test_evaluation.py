@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tests.conformance.catalogue import EVERY
 from tests.conformance.models import CASES, lengths_of, made
 from tests.conformance.reference import layers_of
 from torch import nn
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 import penstock as ps
 
-SYNCHRONOUS = [name for name, facts in ps.schedules().items() if facts.synchronous]
+IN_THREE = {key: schedule for key, schedule in EVERY.items() if schedule.micro_batches == 3}
 
 
 def snapshot(model, optimizers):
@@ -28,15 +29,14 @@ def snapshot(model, optimizers):
     return held
 
 
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("schedule", IN_THREE)
 @pytest.mark.parametrize("name", CASES)
-def test_forward_and_eval_batch_equal_the_plain_model_in_evaluation_mode(name, stages, schedule):
+def test_forward_and_eval_batch_equal_the_plain_model_in_evaluation_mode(name, schedule):
     """Layers in evaluation mode, on the batch's micro-batches; outputs joined in the batch's order."""
     case = CASES[name]
     model, x, y = made(case)
-    pipe = ps.Pipeline(model, loss=case.loss, balance=lengths_of(len(layers_of(model)), stages), schedule=schedule,
-                       micro_batches=3, executor="threads")  # fmt: skip
+    lengths = lengths_of(len(layers_of(model)), IN_THREE[schedule].stages)
+    pipe = ps.Pipeline(model, loss=case.loss, balance=lengths, schedule=IN_THREE[schedule], executor="threads")
     plain = copy.deepcopy(model).eval()
     with torch.no_grad():
         parts = list(x.tensor_split(3))

@@ -32,7 +32,12 @@ def with_trap(stage, trap, optimizer=None, stages=3, **options):
     return ps.Pipeline(nn.Sequential(*layers), loss=functional.cross_entropy, balance=lengths, optimizer=optimizer, **options)
 
 
-def stop_all(pipe):
+def rank_threads():
+    """The threads of all pipelines in this process."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("penstock-rank")]
+
+
+def left_in(pipe):
     """Everything that stages keep between a forward and its backward."""
     return [kept for stage in pipe._local_stages for kept in (stage._kept, stage._pending) if kept]
 
@@ -67,14 +72,14 @@ def test_after_a_failed_batch_nothing_is_kept_and_the_next_is_exact(kind, stages
     fresh = with_trap(stage, Trap(kind="never"), optimizer, stages)
     with pytest.raises(SystemExit if what == "exit" else StageFailed, match="3" if what == "exit" else "a planted failure"):
         pipe.train_batch(X, Y)
-    assert stop_all(pipe) == []
+    assert left_in(pipe) == []
     assert pipe.step == 0
     assert all(not stage.update.parameters or stage.update.parameters[0].grad is None for stage in pipe._local_stages)
     with pytest.raises(RunError, match="there is no timeline yet"):
         pipe.timeline()
     trap.armed = False
     assert torch.equal(pipe.train_batch(X, Y), fresh.train_batch(X, Y))
-    assert stop_all(pipe) == []
+    assert left_in(pipe) == []
     found, expected = ({k: p.grad for p, k in zip(s.update.parameters, "wb", strict=True)} for s in
                        (pipe._local_stages[-1], fresh._local_stages[-1]))  # fmt: skip
     assert differences(found, expected) == []
@@ -149,22 +154,18 @@ def test_an_interrupt_stops_the_ranks_and_the_pipeline_can_go_on(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         pipe.train_batch(X, Y)
     monkeypatch.undo()
-    assert stop_all(pipe) == []
+    assert left_in(pipe) == []
     fresh = with_trap(0, Trap(kind="never"))
     assert torch.equal(pipe.train_batch(X, Y), fresh.train_batch(X, Y))
 
 
 def test_a_pipeline_that_is_dropped_ends_its_threads_and_frees_its_stages():
     """Notebooks make pipelines by the dozen, and nobody calls close()."""
-
-    def alive():
-        return [thread for thread in threading.enumerate() if thread.name.startswith("penstock-rank")]
-
     gc.collect()
-    before = set(alive())
+    before = set(rank_threads())
     pipe = with_trap(0, Trap(kind="never"))
     pipe.train_batch(X, Y)
-    ours = set(alive()) - before
+    ours = set(rank_threads()) - before
     assert len(ours) == 3
     stage = weakref.ref(pipe._local_stages[0])
     del pipe
@@ -177,9 +178,13 @@ def test_a_pipeline_that_is_dropped_ends_its_threads_and_frees_its_stages():
 
 def test_a_closed_pipeline_runs_again_when_it_is_asked_to():
     """close() lets go of threads, no more."""
+    gc.collect()  # pipelines of other tests
     pipe = with_trap(0, Trap(kind="never"))
     loss = pipe.eval_batch(X, Y)
     pipe.close()
+    for thread in rank_threads():
+        thread.join(10)
+    assert rank_threads() == []
     assert torch.equal(pipe.eval_batch(X, Y), loss)
     pipe.close()
     pipe.close()
@@ -198,6 +203,18 @@ def test_a_batch_and_its_outputs_are_freed_when_it_is_done():
     assert len(seen) == 4
     assert [reference for reference in seen if reference() is not None] == []
     assert pipe._world._exchange._payloads == {}
+
+
+def test_there_is_no_timeline_of_a_batch_that_failed():
+    """The times of the batch before would be taken for it."""
+    trap = Trap("raise", "F", at=5)
+    pipe = with_trap(1, trap)
+    pipe.train_batch(X, Y)
+    assert pipe.timeline().events
+    with pytest.raises(StageFailed, match="1F1"):
+        pipe.train_batch(X, Y)
+    with pytest.raises(RunError, match="there is no timeline yet"):
+        pipe.timeline()
 
 
 def test_messages_of_a_failed_batch_do_not_reach_the_next():

@@ -57,8 +57,7 @@ def profile(
         model: a chain, or anything that `chain` takes; on the meta device too.
         example: inputs of the model, any number of samples in their first dimension; repeated to the sizes needed.
         batch: samples of a batch. By default as many as `example` has.
-        sizes: micro-batch sizes to measure; by default a batch in 1, 4 and 16 parts, of 2 samples at least: batch norm over
-            one sample may have nothing to normalise.
+        sizes: micro-batch sizes to measure; by default a batch in 1, 4 and 16 parts, of 2 samples at least.
         repeats: timed runs of each phase.
         threads: torch threads meanwhile: what a rank will have. By default as many as now.
         device: where to measure, by default the CPU, or the GPU if there is one.
@@ -74,6 +73,7 @@ def profile(
     if not tensors or any(tensor.dim() == 0 or tensor.shape[0] == 0 for tensor in tensors):
         raise SettingError("the example must be tensors with at least one sample in their first dimension")
     batch = int(tensors[0].shape[0]) if batch is None else batch
+    # Of one sample, batch norm may have nothing to normalise.
     measured_sizes = tuple(sorted(set(sizes or (max(min(2, batch), round(batch / parts)) for parts in (1, 4, 16)))))
     if measured_sizes[0] < 1 or batch < 1 or repeats < 1 or (threads is not None and threads < 1):
         raise SettingError(
@@ -92,10 +92,9 @@ def profile(
                     progress(number * len(modules) + index + 1, len(measured_sizes) * len(modules), traced.layers[index].name)
         kept = _activation_bytes(modules, _samples(example, measured_sizes[0], place))
         update = _update_seconds_per_byte(place)
-        used_threads = torch.get_num_threads()
+        machine = machine_facts(place)
     layers = _layers(traced, measured_sizes, runs, [count / measured_sizes[0] for count in kept])
     input_bytes = sum(leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in tensors)
-    machine = {**machine_facts(place), "threads": str(used_threads)}
     return Profile(layers, traced.fingerprint, input_bytes, batch, machine, torch.__version__, update_s_per_byte=update)
 
 
@@ -108,7 +107,8 @@ def machine_facts(device: torch.device) -> dict[str, str]:
         name = models[0] if models else name
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    return {"device": f"{device.type}: {name}", "cores": str(len(os.sched_getaffinity(0))), "system": platform.platform()}
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    return {"device": f"{device.type}: {name}", "cores": str(cores), "threads": str(threads), "system": platform.platform()}
 
 
 def _copies(traced: TracedChain, device: torch.device) -> list[nn.Module]:

@@ -194,12 +194,10 @@ class Pipeline:
 
         def job(rank: int) -> None:
             interpreter = self._interpreters[rank]
-            program = lowered.programs[rank]
             if mode == "train":
                 for stage in interpreter.stages.values():
                     stage.update.begin()
-            with torch.set_grad_enabled(mode != "evaluate"):
-                interpreter.play(program, batch)
+            interpreter.play(lowered.programs[rank], batch)
 
         self._played = None
         try:

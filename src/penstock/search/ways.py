@@ -50,8 +50,10 @@ def _ways(request: PlanRequest) -> Iterator[Way]:
         least = forward + min(backward, inputs + weights)
         for facts in request.families():
             single = facts.stages_per_rank == "1"
-            most = min(ranks if single else ranks * STAGES_PER_RANK, layers)
-            for stages in range(1, most + 1) if request.stages is None else (request.stages,):
+            # "2" is all that is said where it is always two; elsewhere the family says by refusing.
+            pair = 2 if facts.stages_per_rank == "2" else 1
+            most = min(ranks if single else ranks * pair if pair > 1 else ranks * STAGES_PER_RANK, layers)
+            for stages in range(pair, most + 1, pair) if request.stages is None else (request.stages,):
                 used = min(stages, ranks)
                 estimate = (micro_batches + used - 1) * (forward + backward) / used
                 # All work, shared evenly. Only a schedule of one stage per rank surely has no more ranks than stages.

@@ -1,0 +1,58 @@
+"""Programs from a building block: filled, reordered within the memory of its repetition, squeezed."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.schedule.list_schedule import from_block
+from penstock.schedule.op import Kind, Schedule
+from penstock.schedule.updates import with_updates
+from penstock.verify.verify import verify
+
+
+def line_block(ranks, wait):
+    """One stage on every rank: F goes up slot by slot, I comes down, `wait` slots later than it could."""
+    return [{(Kind.F, rank): rank, (Kind.I, rank): 2 * ranks + wait - 1 - rank} for rank in range(ranks)]
+
+
+def clashes(block, interval):
+    """Whether two ops of a rank come to stand in one slot."""
+    return any(len({slot % interval for slot in rank.values()}) < len(rank) for rank in block)
+
+
+def test_w_fills_the_slots_that_the_block_leaves_free():
+    """One rank has nothing to wait for."""
+    assert [" ".join(map(str, row)) for row in from_block(line_block(1, 0), 3, 3)] == ["0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2"]
+
+
+def test_in_the_cool_down_w_makes_way_for_i():
+    """The ranks before wait for I, and nobody waits for W."""
+    assert [" ".join(map(str, row)) for row in from_block(line_block(2, 1), 3, 3)] == [
+        "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
+        "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2",
+    ]
+
+
+@given(st.integers(1, 7), st.integers(0, 8), st.integers(3, 5), st.integers(1, 24))
+@settings(deadline=None, max_examples=80)
+def test_any_block_makes_a_sound_schedule_in_the_memory_of_its_repetition(ranks, wait, interval, micro_batches):
+    """Its promise: lifespans / interval activations, however many micro-batches follow one another."""
+    block = line_block(ranks, wait)
+    if clashes(block, interval):
+        return
+    programs = from_block(block, interval, micro_batches)
+    verify(Schedule(tuple(map(with_updates, programs))))
+    peaks = [max(accumulate((op.kind is Kind.F) - (op.kind is Kind.W) for op in program)) for program in programs]
+    # A W stands at most an interval behind its I, wherever a slot is free.
+    longest = max(rank[Kind.I, stage] - rank[Kind.F, stage] for stage, rank in enumerate(block)) + interval
+    assert max(peaks) <= min(micro_batches, -(-longest // interval) + 1)
+
+
+def test_a_block_that_clashes_with_itself_is_our_own_bug():
+    """Offsets are written by a family's author, not by users."""
+    with pytest.raises(AssertionError, match="two ops in one slot"):
+        from_block([{(Kind.F, 0): 0, (Kind.I, 0): 3}], 3, 2)
