@@ -110,11 +110,17 @@ def main() -> None:
                                   "max_ms": round(max(times), 3)} for system, times in by_system.items()}  # fmt: skip
         for schedule in ("1f1b", "gpipe"):
             pairs = zip(by_system[f"penstock {schedule}"], by_system[f"torch {schedule}"], strict=True)
-            results[case][f"penstock / torch {schedule}"] = {"median_ratio": round(statistics.median(a / b for a, b in pairs), 3)}
+            results[case][f"penstock / torch {schedule}"] = {
+                "median_ratio": round(statistics.median(a / b for a, b in pairs), 3)
+            }
         print(case)
         for system, row in results[case].items():
             print(f"  {system:24} " + "  ".join(f"{key} {value}" for key, value in row.items()))
-    machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__, "python": platform.python_version()}
+    machine = {
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     given.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
 
 

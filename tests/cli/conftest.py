@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from typing import NamedTuple
 
 import pytest
 
 from penstock.cli.main import status
 
-Ran = namedtuple("Ran", "status out err")
+
+class Ran(NamedTuple):
+    """What a command left."""
+
+    status: int
+    out: str
+    err: str
 
 
 @pytest.fixture
