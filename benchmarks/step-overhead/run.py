@@ -69,10 +69,11 @@ def torch_step(name: str, schedule: str, lengths: list[int], micro_batches: int)
     return step
 
 
-def measure(name: str, stages: int, micro_batches: int, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Milliseconds per step of each system, by round; on every rank."""
+def measure(name: str, stages: int, micro_batches: int, rounds: int, steps: int, ahead: list[int]) -> dict[str, list[float]]:
+    """Milliseconds per step of each system, by round; on every rank. `ahead` has more ways to post receives to compare."""
     import gc
 
+    from penstock.runtime import pipeline
     from penstock.runtime.processes import join
 
     join()
@@ -81,6 +82,10 @@ def measure(name: str, stages: int, micro_batches: int, rounds: int, steps: int)
     makers = {"penstock": penstock_step, "torch": torch_step}
     systems = {f"{who} {schedule}": make(name, schedule, lengths, micro_batches)
                for schedule in ("1f1b", "gpipe") for who, make in makers.items()}  # fmt: skip
+    for ops in ahead:
+        pipeline.AHEAD = ops
+        systems[f"penstock 1f1b, ahead {ops}"] = penstock_step(name, "1f1b", lengths, micro_batches)
+        systems[f"penstock 1f1b, ahead {ops}"]()  # programs are lowered at the first step
     times: dict[str, list[float]] = {system: [] for system in systems}
     for _ in range(rounds):
         for system, step in systems.items():
@@ -101,10 +106,12 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--rounds", type=int, default=9)
     words.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
+    words.add_argument("--ahead", default="", help="compare receives posted so many ops early too, such as 0,1,2,4")
     given = words.parse_args()
+    ahead = [int(ops) for ops in given.ahead.split(",") if ops]
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name, stages, micro_batches, steps in (("mlp", 2, 16, 20), ("mlp", 4, 16, 10), ("gpt", 2, 4, 3), ("gpt", 2, 8, 3)):
-        by_system = ps.launch(measure, stages, name, stages, micro_batches, given.rounds, steps, threads=1)[0]
+        by_system = ps.launch(measure, stages, name, stages, micro_batches, given.rounds, steps, ahead, threads=1)[0]
         case = f"{name} S={stages} M={micro_batches}"
         results[case] = {system: {"median_ms": round(statistics.median(times), 3), "min_ms": round(min(times), 3),
                                   "max_ms": round(max(times), 3)} for system, times in by_system.items()}  # fmt: skip

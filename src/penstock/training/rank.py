@@ -35,7 +35,7 @@ _LOOK_EVERY = 10
 class RankResult:
     """What a rank brings back. All but `peak_rss_bytes` is the same on every rank.
 
-    `step_s` is the median step of the last epoch, its first step left out; `timeline` is of the last step.
+    `step_s` is the median step of the last epoch, its first step left out; `timeline` is of the last step with a whole batch.
     """
 
     steps: int = 0
@@ -103,7 +103,7 @@ class _Training:
         """Train to the end of the epoch or to the last step, test, and write a checkpoint."""
         result, number = self.result, self.result.steps // per_epoch
         self._steps(per_epoch, min(last_step, (number + 1) * per_epoch))
-        result.timeline = self.pipe.timeline()
+        assert result.timeline is not None
         result.test_loss, result.test_accuracy = self._test()
         if self.metrics is not None:
             busy = [round(share, 4) for share in busy_shares(result.timeline)]
@@ -119,6 +119,8 @@ class _Training:
         result = self.result
         result.step_times = []
         epoch, skipped = divmod(result.steps, per_epoch)
+        # The epoch's last batch may be a small one, which would not show a step as it was planned.
+        last_whole = epoch * per_epoch + len(self.task.data.train_inputs) // self.config.batch
         for x, y in islice(self.task.epoch(self.config, epoch), skipped, skipped + until - result.steps):
             start = time.perf_counter()
             result.loss = float(self.pipe.train_batch(x, y))
@@ -128,7 +130,12 @@ class _Training:
                 raise RunError(f"the loss is {result.loss} at step {result.steps}: the weights have run away. A learning rate "
                                f"below {self.config.lr:g} may help. Checkpoints of earlier epochs are kept")  # fmt: skip
             result.step_times.append(seconds)
-            busy = busy_shares(self.pipe.timeline()) if result.steps % _LOOK_EVERY == 1 else None
+            busy = None
+            if result.steps % _LOOK_EVERY == 1 or result.steps in (last_whole, until):
+                found = self.pipe.timeline()
+                busy = busy_shares(found)
+                if len(x) == self.config.batch or result.timeline is None:
+                    result.timeline = found
             if self.metrics is not None:
                 self.metrics.write(result.steps, loss=result.loss, step_s=round(seconds, 6),
                                    samples_per_s=round(len(x) / seconds, 2))  # fmt: skip
