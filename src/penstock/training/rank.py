@@ -133,9 +133,9 @@ class _Training:
             busy = None
             if result.steps % _LOOK_EVERY == 1 or result.steps in (last_whole, until):
                 found = self.pipe.timeline()
-                busy = busy_shares(found)
                 if len(x) == self.config.batch or result.timeline is None:
                     result.timeline = found
+                busy = busy_shares(result.timeline)
             if self.metrics is not None:
                 self.metrics.write(result.steps, loss=result.loss, step_s=round(seconds, 6),
                                    samples_per_s=round(len(x) / seconds, 2))  # fmt: skip
