@@ -43,7 +43,7 @@ def read_json(path: str | Path, kind: type[T], schema: int) -> T:
         text = Path(path).read_text(encoding="utf-8")
         found: Any = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"cannot read the {what} {path}: {error}") from error
+        raise FileError(f"cannot read the {what} {path}: {getattr(error, 'strerror', None) or error}") from error
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path} is not JSON: {error}") from error
     version = found.get("schema") if isinstance(found, dict) else None

@@ -196,7 +196,7 @@ def _from_file(path: Path) -> Cluster:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"cannot read the cluster {path}: {error}") from error
+        raise ClusterError(f"cannot read the cluster {path}: {getattr(error, 'strerror', None) or error}") from error
     except yaml.YAMLError as error:
         raise ClusterError(f"{path} is not YAML: {error}") from error
     return _describe(found, str(path), Presets.load())

@@ -77,5 +77,5 @@ def read_csv(path: str | Path) -> Schedule:
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"cannot read the schedule {file}: {error}") from error
+        raise FileError(f"cannot read the schedule {file}: {getattr(error, 'strerror', None) or error}") from error
     return from_csv(text, file.stem)

@@ -127,6 +127,6 @@ def load(path: str | Path | None, changes: dict[str, Any]) -> TrainConfig:
         return TypeAdapter(TrainConfig).validate_python({**found, **changes})
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])) or "a setting"
+        name = str(first["loc"][0]) if first["loc"] else "a setting"  # what follows says which type of several was tried
         given = f", not {first['input']!r}" if first["type"] != "value_error" else ""
         raise SettingError(f"{where}: {name}: {first['msg'].removeprefix('Value error, ')}{given}") from error

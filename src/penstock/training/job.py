@@ -150,6 +150,8 @@ def _check_words(config: TrainConfig, layers: int) -> None:
         FAMILIES.find(config.schedule)
     if config.memory_limit is not None:
         parse_bytes(config.memory_limit)
+    if config.out is not None:
+        _folder(config)
 
 
 def _ranks(config: TrainConfig) -> int:
