@@ -37,7 +37,7 @@ def test_an_op_prints_as_torch_spells_it_and_reads_back(op):
                                   "1SEND_F0", "(0F0;1B0)OVERLAP_F_B", f"0F{'9' * 5000}"])  # fmt: skip
 def test_text_that_is_no_op_is_refused_with_the_text_and_the_form(text):
     """Files come from outside: torch's pattern lets `2BW0` and trailing words pass, and int() has errors of its own."""
-    with pytest.raises(ScheduleError, match=r"is not an op: write stage, one of F B I W U, micro-batch, such as '2F0'"):
+    with pytest.raises(ScheduleError, match=r"is not an op: write stage, one of F B I W U E L, micro-batch, such as '2F0'"):
         Op.parse(text)
 
 

@@ -7,12 +7,12 @@ that it waits for has ended, so times are longest paths and need no clock.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
 from penstock.schedule.lower import Direction, Link, Message, Transfer, lower, messages
-from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.op import HANDING, Kind, Op, Schedule
 from penstock.schedule.rules import needs
 
 #: What happened, as an Event has it: rank, op, start, end, bytes, and the rank it goes to if it is a transfer.
@@ -21,11 +21,15 @@ Row = tuple[int, Op, float, float, int, int | None]
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes are the ops, rank by rank, then the transfers. `waits_for[n]` are the nodes that end before n starts."""
+    """Nodes are the ops, rank by rank, then the transfers. `waits_for[n]` are the nodes that end before n starts.
+
+    `paired[n]` is the first op of the pair whose second op is n, if it is one: they start and end together.
+    """
 
     ops: tuple[tuple[int, Op], ...]
     transfers: tuple[tuple[Link, Message, Op], ...]
     waits_for: tuple[tuple[int, ...], ...]
+    paired: Mapping[int, int] = field(default_factory=dict)
 
     def order(self) -> tuple[list[int], list[int]]:
         """Nodes in an order in which each comes after all it waits for, and the nodes on or behind a cycle."""
@@ -57,11 +61,20 @@ class Graph:
         """
         ends = [0.0] * len(self.waits_for)
         events: list[Row] = []
+        seconds_of = {first: second for second, first in self.paired.items()}
+        starts: dict[int, float] = {}
         for node in self.order()[0]:
             start = max((ends[other] for other in self.waits_for[node]), default=0.0)
-            if node < len(self.ops):
+            if node in self.paired:
+                rank, op = self.ops[node]
+                ends[node] = start
+                events.append((rank, op, starts[self.paired[node]], start, 0, None))
+            elif node < len(self.ops):
                 rank, op = self.ops[node]
                 ends[node] = start + op_seconds(rank, op)
+                if node in seconds_of:
+                    starts[node] = start
+                    ends[node] += op_seconds(*self.ops[seconds_of[node]])
                 events.append((rank, op, start, ends[node], 0, None))
             else:
                 link, message, op = self.transfers[node - len(self.ops)]
@@ -85,7 +98,7 @@ def build(schedule: Schedule, overlap: bool = True) -> Graph:
     for program in schedule.programs:
         first.append(first[-1] + len(program))
     waits: list[list[int]] = [[node - 1] if node > first[rank] else [] for node, (rank, _) in enumerate(ops)]
-    by_op = {op: node for node, (_, op) in enumerate(ops)}
+    by_op = {op: node for node, (_, op) in enumerate(ops) if op.kind not in HANDING}
     carried: dict[tuple[int, Op], int] = {}
     transfers: list[tuple[Link, Message, Op]] = []
     last_on: dict[Link, int] = {}
@@ -94,18 +107,27 @@ def build(schedule: Schedule, overlap: bool = True) -> Graph:
         node = len(ops) + len(transfers)
         waits.append([maker, last_on[link]] if link in last_on else [maker])
         last_on[link] = node
+        if message.kind in HANDING:
+            waits[first[link.target] + taken].append(node)
         carried[first[link.target] + taken, ops[maker][1]] = node
         transfers.append((link, message, ops[maker][1]))
-        if not overlap and made + 1 < len(schedule.programs[link.source]):
-            waits[maker + 1].append(node)
+        if not overlap:
+            sender = schedule.programs[link.source]
+            after = made + (2 if tuple(sender[made : made + 2]) in schedule.pairs else 1)
+            if after < len(sender):
+                waits[first[link.source] + after].append(node)
     for node, (rank, op) in enumerate(ops):
-        for group in needs(op, schedule.stages):
+        for group in needs(op, schedule.stages, schedule.slicing):
             found = [other for other in group if other in by_op]
             if not found:
                 raise ScheduleError(f"rank {rank}: {op} needs {' or '.join(map(str, group))}, which no rank runs")
             waits[node] += [carried.get((node, other), by_op[other]) for other in found]
     _meet(waits, ((node, rank, op) for node, (rank, op) in enumerate(ops)))
-    return Graph(ops, tuple(transfers), tuple(map(tuple, waits)))
+    paired = {node + 1: node for node in range(len(ops) - 1) if (ops[node][1], ops[node + 1][1]) in schedule.pairs}
+    for second, one in paired.items():
+        waits[one] += [other for other in waits[second] if other != one]
+        waits[second] = [one]
+    return Graph(ops, tuple(transfers), tuple(map(tuple, waits)), paired)
 
 
 def _meet(waits: list[list[int]], ops: Iterable[tuple[int, int, Op]]) -> None:

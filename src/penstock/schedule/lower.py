@@ -9,7 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.op import HANDING, Kind, Op, Schedule
 from penstock.schedule.rules import feeds
 
 
@@ -20,8 +20,13 @@ class Direction(str, Enum):
     RECV = "RECV"
 
 
+_TOWARDS = {Kind.F: 1, Kind.B: -1, Kind.E: 0, Kind.L: 0}
+
+
 class Message(NamedTuple):
-    """A value that crosses a boundary: an activation (F) or an input gradient (B), made by `stage`."""
+    """A value that crosses ranks: an activation (F) or an input gradient (B) made by `stage` for its neighbour, or what `stage`
+    keeps of a micro-batch, on its way to a partner (E) or back (L).
+    """
 
     kind: Kind
     stage: int
@@ -29,8 +34,8 @@ class Message(NamedTuple):
 
     @property
     def target(self) -> int:
-        """The stage that takes it."""
-        return self.stage + (1 if self.kind is Kind.F else -1)
+        """The stage that takes it; for E and L the one that it belongs to."""
+        return self.stage + _TOWARDS[self.kind]
 
 
 class Transfer(NamedTuple):
@@ -78,11 +83,19 @@ def messages(schedule: Schedule) -> Iterator[tuple[Link, Message, int, int]]:
 
     Raises:
         ScheduleError: nobody takes a value, or the op that takes it stands on another rank than its forward.
+        KeyError: an E or L lacks its other half; `verify` says which.
     """
     index = {(rank, op): i for rank, row in enumerate(schedule.programs) for i, op in enumerate(row)}
     takers = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I)}
+    partners = _partners(schedule)
     for rank, program in enumerate(schedule.programs):
         for i, op in enumerate(program):
+            if op.kind in HANDING:
+                ends = schedule.placement[op.stage, op.micro_batch], partners[op]
+                link = Link(*(ends if op.kind is Kind.E else ends[::-1]))
+                if rank == link.source:
+                    yield link, Message(*op), i, index[link.target, op]
+                continue
             fed = feeds(op, schedule.stages)
             if fed is None:
                 continue
@@ -95,6 +108,16 @@ def messages(schedule: Schedule) -> Iterator[tuple[Link, Message, int, int]]:
             if target is None or not found:
                 raise ScheduleError(f"rank {rank}: nobody takes what {op} makes for stage {stage}")
             yield Link(rank, target), Message(kind, op.stage, op.micro_batch), i, found[0]
+
+
+def _partners(schedule: Schedule) -> dict[Op, int]:
+    """For every E and L, the rank that takes the activations in."""
+    partners: dict[Op, int] = {}
+    for rank, program in enumerate(schedule.programs):
+        for op in program:
+            if op.kind in HANDING and schedule.placement.get((op.stage, op.micro_batch)) not in (None, rank):
+                partners[op] = rank
+    return partners
 
 
 def lower(schedule: Schedule, ahead: int = 1) -> LoweredSchedule:

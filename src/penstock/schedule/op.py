@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
+from penstock.schedule.slicing import Slicing
 
 
 class Kind(str, Enum):
@@ -20,6 +22,8 @@ class Kind(str, Enum):
     I = "I"  #: backward for the stage's input only  # noqa: E741 - the field's letter
     W = "W"  #: backward for the stage's weights only
     U = "U"  #: gradient synchronisation and optimizer step
+    E = "E"  #: evict: the activations of a micro-batch go to a partner rank
+    L = "L"  #: load: they come back
 
     # Enum's own hash is a Python call; programs hash millions of these.
     __hash__ = str.__hash__
@@ -29,11 +33,15 @@ class Kind(str, Enum):
 
 
 #: No more digits than a machine integer has: int() itself refuses thousands of them, in words of its own.
-_TEXT = re.compile(r"([0-9]{1,18})([FBIWU])([0-9]{1,18})")
+_TEXT = re.compile(r"([0-9]{1,18})([FBIWUEL])([0-9]{1,18})")
 
 
 class Op(NamedTuple):
-    """One unit of work. For U, `micro_batch` is the weight version that the op makes (1 is the first)."""
+    """One unit of work. For U, `micro_batch` is the weight version that the op makes (1 is the first).
+
+    In a schedule with a `Slicing`, `micro_batch` counts slices. E and L stand in two programs: that of the rank which holds the
+    micro-batch's activations and that of the partner which takes them in.
+    """
 
     kind: Kind
     stage: int
@@ -51,11 +59,14 @@ class Op(NamedTuple):
         """
         match = _TEXT.fullmatch(text.strip())
         if match is None:
-            raise ScheduleError(f"{text!r} is not an op: write stage, one of F B I W U, micro-batch, such as '2F0'")
+            raise ScheduleError(f"{text!r} is not an op: write stage, one of F B I W U E L, micro-batch, such as '2F0'")
         return cls(Kind(match[2]), int(match[1]), int(match[3]))
 
 
 Program = tuple[Op, ...]
+
+#: Kinds that hand activations from rank to rank and compute nothing.
+HANDING = (Kind.E, Kind.L)
 
 
 @dataclass(frozen=True)
@@ -64,20 +75,36 @@ class Schedule:
 
     `name` and `options` say how the schedule was made, for people; nothing decides by them.
 
-    >>> print(Schedule.parse("rank 0 | 0F0 0B0 0U1", name="mine"))
-    rank 0 | 0F0 0B0 0U1
+    >>> print(Schedule.parse("rank 0 | 0F0 0F1&0B0 0B1 0U1", name="mine"))
+    rank 0 | 0F0 0F1&0B0 0B1 0U1
+
+    Attributes:
+        programs: per rank, its ops in order.
+        synchronous: whether every stage updates once, after all its gradients.
+        pairs: ops that stand next to each other and run as one: both begin when all that either needs is there, both end
+            together. Written `0F1&0B0`. Executors may run them one after the other, which waits for less.
+        slicing: how micro-batches are cut further, if they are.
     """
 
     programs: tuple[Program, ...]
     name: str = "custom"
     synchronous: bool = True
     options: tuple[tuple[str, object], ...] = field(default=())
+    pairs: frozenset[tuple[Op, Op]] = frozenset()
+    slicing: Slicing | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "programs", tuple(tuple(program) for program in self.programs))
+        object.__setattr__(self, "pairs", frozenset(self.pairs))
 
     def __str__(self) -> str:
-        return "\n".join(f"rank {rank} | {' '.join(map(str, ops))}" for rank, ops in enumerate(self.programs))
+        return "\n".join(f"rank {rank} | {self._written(ops)}" for rank, ops in enumerate(self.programs))
+
+    def _written(self, ops: Program) -> str:
+        if not self.pairs:
+            return " ".join(map(str, ops))
+        text = "".join(f"{op}{'&' if pair in self.pairs else ' '}" for op, pair in zip(ops, pairwise(ops), strict=False))
+        return text + " ".join(map(str, ops[-1:]))
 
     @classmethod
     def parse(cls, text: str, name: str = "custom", synchronous: bool = True) -> Schedule:
@@ -87,14 +114,17 @@ class Schedule:
             ScheduleError: a word is no op, or a label's number is not that of its line.
         """
         programs: list[Program] = []
+        pairs: set[tuple[Op, Op]] = set()
         for line in filter(str.strip, text.splitlines()):
             label, bar, row = line.partition("|")
             number = re.search(r"[0-9]+", label)
             if bar and (number is None or number[0] != str(len(programs))):
                 raise ScheduleError(f"{label.strip()!r} labels the program of rank {len(programs)}: write one line per rank, "
                                     "in order from 'rank 0 |'")  # fmt: skip
-            programs.append(tuple(map(Op.parse, (row if bar else line).split())))
-        return cls(tuple(programs), name, synchronous)
+            words = [tuple(map(Op.parse, word.split("&"))) for word in (row if bar else line).split()]
+            pairs.update(pair for word in words for pair in pairwise(word))
+            programs.append(tuple(op for word in words for op in word))
+        return cls(tuple(programs), name, synchronous, pairs=frozenset(pairs))
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
@@ -113,8 +143,18 @@ class Schedule:
 
     @cached_property
     def micro_batches(self) -> int:
-        """Number of micro-batches: one more than the highest that a forward names."""
+        """Number of whole micro-batches."""
+        return self.slices if self.slicing is None else len(self.slicing.shares)
+
+    @cached_property
+    def slices(self) -> int:
+        """How many numbers forwards have: one more than the highest. That of micro-batches, unless those are cut."""
         return 1 + max((op.micro_batch for op in self.ops if op.kind is Kind.F), default=-1)
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """Per number that forwards have, its share of a micro-batch: 1, unless those are cut."""
+        return (1.0,) * self.slices if self.slicing is None else self.slicing.share
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -133,8 +173,8 @@ class Schedule:
 
     @cached_property
     def stages_of_rank(self) -> tuple[tuple[int, ...], ...]:
-        """The stages that each rank holds, ascending."""
-        return tuple(tuple(sorted({op.stage for op in program})) for program in self.programs)
+        """The stages that each rank holds, ascending. Who only takes in activations holds no stage by that."""
+        return tuple(tuple(sorted({op.stage for op in program if op.kind not in HANDING})) for program in self.programs)
 
     @cached_property
     def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
@@ -148,11 +188,18 @@ class Schedule:
     def first_micro_batches(self, count: int) -> Schedule:
         """The same order with only micro-batches 0..count-1: for a batch too small to fill all of them.
 
-        Taking a micro-batch out of a sound schedule leaves a sound one, since no micro-batch waits for another.
+        Taking a micro-batch out of a sound schedule leaves a sound one, since no micro-batch waits for another. Where they are
+        cut along samples, `count` is that of slices, which are small micro-batches and stay so.
         """
-        if count >= self.micro_batches:
+        slicing, numbers = self.slicing, count
+        if slicing is not None and slicing.along == "tokens":
+            slicing = replace(slicing, shares=slicing.shares[:count])
+            numbers = len(slicing.share)
+        if numbers >= self.slices:
             return self
-        return self._keep(lambda op: op.kind is Kind.U or op.micro_batch < count)
+        if slicing is not None and slicing.along == "samples":
+            slicing = None
+        return replace(self._keep(lambda op: op.kind is Kind.U or op.micro_batch < numbers), slicing=slicing)
 
     def forward_only(self) -> Schedule:
         """Only the forwards, in their order: for evaluation."""
@@ -163,4 +210,5 @@ class Schedule:
         return self._keep(lambda op: op.kind is not Kind.U)
 
     def _keep(self, wanted: Callable[[Op], bool]) -> Schedule:
-        return replace(self, programs=tuple(tuple(filter(wanted, program)) for program in self.programs))
+        programs = tuple(tuple(filter(wanted, program)) for program in self.programs)
+        return replace(self, programs=programs, pairs=frozenset(pair for pair in self.pairs if all(map(wanted, pair))))

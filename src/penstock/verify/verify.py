@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 
 from penstock.errors import Finding, ScheduleError
 from penstock.schedule.graph import build, channel_depth
-from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.op import HANDING, Kind, Op, Schedule
+from penstock.schedule.rules import needs
+from penstock.schedule.slicing import micro_batches_in
+
+#: The kinds that a micro-batch goes through on its rank, in order.
+_LIFE = (Kind.F, Kind.E, Kind.L, Kind.B, Kind.I, Kind.W)
+
+#: What adding shares of micro-batches as floats may be off by.
+_DUST = 1e-9
 
 #: A file of ten thousand stray ops lacks a hundred million others.
 _MOST_FINDINGS = 1000
@@ -21,14 +29,15 @@ class Report:
 
     `staleness_max` and `staleness_mean`: per stage, how many updates newer the weights are at the update than at the forward
     that produced the gradient. `peak_in_flight`: per stage, the most micro-batches on any of its ranks; `peak_on_rank`: per
-    rank, over all its stages. `channel_depth`: the least number of messages a blocking channel must buffer.
+    rank, over all its stages and what it has taken in from others. Both are fractions where micro-batches are cut.
+    `channel_depth`: the least number of messages a blocking channel must buffer.
     """
 
     schedule: str
     staleness_max: tuple[int, ...]
     staleness_mean: tuple[float, ...]
-    peak_in_flight: tuple[int, ...]
-    peak_on_rank: tuple[int, ...]
+    peak_in_flight: tuple[float, ...]
+    peak_on_rank: tuple[float, ...]
     channel_depth: int
 
 
@@ -42,7 +51,14 @@ def verify(schedule: Schedule, in_flight_limit: int | None = None) -> Report:
     Raises:
         ScheduleError: a rule is broken; each of its `findings` names the rule, the op and the rank.
     """
-    findings = [*islice(_completeness(schedule), _MOST_FINDINGS)] or [*_order(schedule)] or [*_updates(schedule)]
+    findings = (
+        [*islice(_completeness(schedule), _MOST_FINDINGS)]
+        or [*islice(_numbers(schedule), _MOST_FINDINGS)]
+        or [*islice(_handing(schedule), _MOST_FINDINGS)]
+        or [*_pairs(schedule)]
+        or [*_order(schedule)]
+        or [*_updates(schedule)]
+    )
     if not findings:
         stage_peaks, rank_peaks = _peaks(schedule)
         if in_flight_limit is not None:
@@ -69,7 +85,8 @@ def _completeness(schedule: Schedule) -> Iterator[Finding]:
     where: dict[Op, list[int]] = {}
     for rank, program in enumerate(schedule.programs):
         for op in program:
-            where.setdefault(op, []).append(rank)
+            if op.kind not in HANDING:
+                where.setdefault(op, []).append(rank)
     if not any(op.kind is Kind.F for op in where):
         yield Finding("one forward", "the schedule has no forward at all")
         return
@@ -102,6 +119,79 @@ def _completeness(schedule: Schedule) -> Iterator[Finding]:
                 if op in where and where[op][0] != home:
                     yield Finding("one rank", f"{op} stands on rank {where[op][0]}, but {forward} on rank {home} "
                                   "holds its activations", where[op][0], str(op))  # fmt: skip
+
+
+def _numbers(schedule: Schedule) -> Iterator[Finding]:
+    """With slices, ops number exactly those that there are, and the slices of a sequence stay on one rank of each stage."""
+    slicing = schedule.slicing
+    if slicing is None:
+        return
+    if schedule.slices != len(slicing.share):
+        yield Finding(
+            "slices", f"forwards number {schedule.slices} slices, the micro-batches are cut into {len(slicing.share)}"
+        )
+        return
+    if slicing.along == "samples":
+        return
+    for (stage, number), rank in schedule.placement.items():
+        before = slicing.neighbour(number, -1)
+        if before is not None and schedule.placement[stage, before] != rank:
+            yield Finding("slices", f"{stage}F{number} stands on rank {rank}, but {stage}F{before}, the slice before it of the same "
+                          f"micro-batch, on rank {schedule.placement[stage, before]}", rank, f"{stage}F{number}")  # fmt: skip
+
+
+def _handing(schedule: Schedule) -> Iterator[Finding]:
+    """Every E has its L, both on the rank of the forward and on one partner; on the former, F, E, L and backward come in that order."""
+    at: dict[Op, dict[int, int]] = defaultdict(dict)
+    for rank, program in enumerate(schedule.programs):
+        for i, op in enumerate(program):
+            if op.kind in HANDING and rank in at[op]:
+                yield Finding("evict and load", f"{op} stands twice on rank {rank}", rank, str(op))
+            if op.kind in HANDING:
+                at[op][rank] = i
+    for op in list(at):
+        _, stage, number = op
+        owner = schedule.placement.get((stage, number))
+        other = Op(Kind.L if op.kind is Kind.E else Kind.E, stage, number)
+        if owner not in at[op] or len(at[op]) != 2:
+            yield Finding("evict and load", f"{op} stands on ranks {', '.join(map(str, at[op]))}: it stands on two, that of "
+                          f"{stage}F{number} ({'none' if owner is None else owner}) and a partner", next(iter(at[op])), str(op))  # fmt: skip
+        elif at.get(other, {}).keys() != at[op].keys():
+            yield Finding("evict and load", f"{op} needs {other} on the same two ranks, {' and '.join(map(str, sorted(at[op])))}",
+                          owner, str(op))  # fmt: skip
+        elif op.kind is Kind.E:
+            yield from _in_turn(schedule, op, other, at)
+
+
+def _in_turn(schedule: Schedule, evict: Op, load: Op, at: dict[Op, dict[int, int]]) -> Iterator[Finding]:
+    """F, E, L, backward on the owner's rank; E, L on the partner's."""
+    _, stage, number = evict
+    owner = schedule.placement[stage, number]
+    around = [(i, op) for i, op in enumerate(schedule.programs[owner]) if op[1:] == (stage, number) and op.kind in _LIFE]
+    life = [op for _, op in around if op.kind is not Kind.W]
+    wanted = sorted(life, key=lambda op: _LIFE.index(op.kind))
+    if life != wanted:
+        yield Finding("evict and load", f"rank {owner} runs {' '.join(map(str, life))}: the order is "
+                      f"{' '.join(map(str, wanted))}", owner, str(evict))  # fmt: skip
+    for rank, place in at[evict].items():
+        if rank != owner and at[load][rank] < place:
+            yield Finding("evict and load", f"rank {rank} gives {load} back before it takes {evict} in", rank, str(load))
+
+
+def _pairs(schedule: Schedule) -> Iterator[Finding]:
+    """The ops of a pair stand next to each other, in no other pair, and neither needs the other."""
+    beside = {pair for program in schedule.programs for pair in pairwise(program)}
+    seen: set[Op] = set()
+    for first, second in sorted(schedule.pairs, key=str):
+        if (first, second) not in beside:
+            yield Finding(
+                "pair", f"{first}&{second} do not stand next to each other in that order on any rank", None, str(first)
+            )
+        elif any(first in group for group in needs(second, schedule.stages, schedule.slicing)):
+            yield Finding("pair", f"{first}&{second} cannot run as one: {second} needs {first}", None, str(second))
+        elif {first, second} & seen or {first.kind, second.kind} & {Kind.U, *HANDING}:
+            yield Finding("pair", f"{first}&{second}: an op of compute runs with one other, no more", None, str(first))
+        seen |= {first, second}
 
 
 def _order(schedule: Schedule) -> Iterator[Finding]:
@@ -165,28 +255,37 @@ def _staleness(schedule: Schedule) -> list[list[int]]:
     return ages
 
 
-def _over_limit(schedule: Schedule, rank_peaks: tuple[int, ...], limit: int) -> Iterator[Finding]:
+def _over_limit(schedule: Schedule, rank_peaks: tuple[float, ...], limit: int) -> Iterator[Finding]:
     """Every rank that holds too many micro-batches, fullest first, at the op with which it first does."""
     for rank in sorted(range(schedule.ranks), key=lambda rank: -rank_peaks[rank]):
-        held = 0
-        for op in schedule.programs[rank]:
-            held += (op.kind is Kind.F) - (op.kind in (Kind.B, Kind.W))
-            if held > limit:
+        for op, held in _held(schedule, rank):
+            if held > limit + _DUST:
                 yield Finding("in flight", f"rank {rank} holds {rank_peaks[rank]} micro-batches in flight, over the limit of "
                               f"{limit}, which {op} is the first to pass", rank, str(op))  # fmt: skip
                 break
 
 
-def _peaks(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _held(schedule: Schedule, rank: int, stage: int | None = None) -> Iterator[tuple[Op, float]]:
+    """After every op of the rank's program, the micro-batches whose activations are there: of one stage of its own, or all."""
+    held = 0.0
+    shares = schedule.shares
+    for op in schedule.programs[rank]:
+        kind, of, number = op
+        if stage is not None and (of != stage or (kind in HANDING and schedule.placement[of, number] != rank)):
+            continue
+        if kind in HANDING:
+            here = (kind is Kind.L) == (schedule.placement[of, number] == rank)
+            held += shares[number] if here else -shares[number]
+        elif kind is Kind.F:
+            held += shares[number]
+        elif kind in (Kind.B, Kind.W):
+            held -= shares[number]
+        yield op, held
+
+
+def _peaks(schedule: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """In-flight peaks per stage (over its ranks) and per rank (over its stages)."""
-    by_stage = [0] * schedule.stages
-    by_rank = []
-    for program in schedule.programs:
-        held: Counter[int] = Counter()
-        peak = 0
-        for op in program:
-            held[op.stage] += (op.kind is Kind.F) - (op.kind in (Kind.B, Kind.W))
-            by_stage[op.stage] = max(by_stage[op.stage], held[op.stage])
-            peak = max(peak, held.total())
-        by_rank.append(peak)
-    return tuple(by_stage), tuple(by_rank)
+    by_stage = [max((held for rank in ranks for _, held in _held(schedule, rank, stage)), default=0.0)
+                for stage, ranks in enumerate(schedule.ranks_of_stage)]  # fmt: skip
+    by_rank = [max((held for _, held in _held(schedule, rank)), default=0.0) for rank in range(schedule.ranks)]
+    return tuple(map(micro_batches_in, by_stage)), tuple(map(micro_batches_in, by_rank))
