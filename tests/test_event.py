@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.schedule.custom_schedules import custom_schedules
 
-from penstock.event import Event, Timeline
+from penstock.event import Event, MemoryCurve, Timeline
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Op
+from penstock.schedule.slicing import Slicing
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
@@ -101,3 +107,73 @@ def test_bubble_ratios_lie_between_0_and_1(made, forward, backward):
     assert 0 <= timeline.bubble_ratio < 1
     assert 0 <= timeline.span_bubble_ratio < 1
     assert timeline.ranks * timeline.makespan * (1 - timeline.bubble_ratio) == pytest.approx(sum(timeline.busy))
+
+
+def test_a_simulated_timeline_makes_its_events_when_they_are_asked_for():
+    """Eight million tuples take a hundred times as long as the times themselves, and most callers want the makespan."""
+    made = simulate_schedule(schedule("1f1b", 3, 4), Costs(transfer=0.5))
+    assert (made.makespan, made.busy, made.peak_in_flight) == (22.0, (12.0,) * 3, (3, 2, 1))
+    assert "events" not in vars(made)
+    assert made.events == tuple(sorted(made.events, key=lambda event: (event.start, event.end, event.rank)))
+    assert made.events is made.events
+    assert len(made.compute) == 3 * (2 * 4 + 1)
+
+
+def test_a_simulated_timeline_equals_one_made_of_its_events():
+    """One form, however it came about; figures are computed from either."""
+    made = simulate_schedule(schedule("zb-h1", 3, 5), Costs(transfer=0.5, activation_bytes=3))
+    again = Timeline(made.events, 3, 3, made.peak_memory, title=made.title)
+    assert again == made
+    assert hash(again) == hash(made)
+    for name in ("makespan", "busy", "bubble_ratio", "span_bubble_ratio", "peak_in_flight", "peak_on_rank"):
+        assert getattr(again, name) == getattr(made, name)
+    assert (again.memory, again.memory_holders) == (None, None)
+
+
+def test_a_timeline_can_be_copied_changed_and_pickled():
+    """Ranks send theirs to each other; drawings give theirs another title, and keep the memory's curves."""
+    made = simulate_schedule(schedule("1f1b", 2, 3), Costs(activation_bytes=3))
+    assert pickle.loads(pickle.dumps(made)) == made == copy.copy(made)
+    renamed = replace(made, title="other")
+    assert (renamed.title, renamed.events) == ("other", made.events)
+    assert renamed.memory is made.memory
+    with pytest.raises(AttributeError, match="a Timeline has no 'duration'"):
+        made.duration  # noqa: B018
+
+
+def test_ops_that_run_as_one_are_busy_once():
+    """The two events of a pair have one span; a rank can't be busy for more than all the time."""
+    made = line((0, "0F0", 0, 1), (0, "0F1", 1, 4), (0, "0B0", 1, 4), (0, "0B1", 4, 6), ranks=1, stages=1)
+    assert made.busy == (6.0,)
+    assert (made.bubble_ratio, made.span_bubble_ratio) == (0.0, 0.0)
+
+
+def test_evictions_are_not_in_the_span_nor_in_flight():
+    """They compute nothing, and what is away is not held; the partner holds it, for a stage that is not its own."""
+    made = line((0, "0F0", 0, 1), (0, "0E0", 1, 1), (0, "0F1", 1, 2), (0, "0B1", 2, 3), (0, "0L0", 5, 5), (0, "0B0", 5, 6),
+                (1, "0E0", 2, 2), (1, "0L0", 9, 9), stages=1)  # fmt: skip
+    assert made.peak_in_flight == (1,)
+    assert made.peak_on_rank == (1, 1)
+    assert made.span_bubble_ratio == 1 - 4 / (2 * 6)
+
+
+def test_a_rank_of_two_stages_holds_both_s_micro_batches():
+    """Per stage 1, on the rank 2: what memory follows is the rank's."""
+    made = line((0, "0F0", 0, 1), (0, "1F0", 1, 2), (0, "1B0", 2, 3), (0, "0B0", 3, 4), ranks=1)
+    assert made.peak_in_flight == (1, 1)
+    assert made.peak_on_rank == (2,)
+
+
+def test_slices_are_in_flight_as_the_shares_that_they_are():
+    """Memory is counted in micro-batches, whatever they are cut into; a whole number prints as one."""
+    made = line((0, "0F0", 0, 1), (0, "0F1", 1, 2), (0, "0F2", 2, 3), (0, "0B1", 3, 4), ranks=1, stages=1)
+    cut = replace(made, slicing=Slicing("samples", ((0.25, 0.75), (0.5, 0.5))))
+    assert (made.peak_in_flight, cut.peak_in_flight) == ((3,), (1.5,))
+    assert str(replace(made, slicing=Slicing("samples", ((0.25, 0.25, 0.5),))).peak_on_rank) == "(1,)"
+
+
+def test_a_memory_curve_knows_its_peak():
+    """The first of equal ones; nothing held is 0."""
+    curve = MemoryCurve(np.array([0.0, 1.0, 2.0, 3.0]), np.array([5, 9, 3, 9]))
+    assert (curve.peak, curve.peak_at) == (9, 1.0)
+    assert (MemoryCurve(np.zeros(0), np.zeros(0, int)).peak, MemoryCurve(np.zeros(0), np.zeros(0, int)).peak_at) == (0, 0.0)

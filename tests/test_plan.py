@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import FileError, PlanError
-from penstock.plan import Candidate, Plan, Prediction, program_lines
+from penstock.plan import Candidate, Plan, Prediction
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
+from penstock.schedule.slicing import Slicing
 
 
 def plan(made: Schedule = schedule("1f1b", 2, 4), lengths: tuple[int, ...] = (2, 1)) -> Plan:
@@ -19,7 +20,7 @@ def plan(made: Schedule = schedule("1f1b", 2, 4), lengths: tuple[int, ...] = (2,
         Candidate("gpipe", 2, 4, "never", lengths, 0.5001, 4000, "bubble"),
         Candidate("gpipe", 2, 8, "never", lengths, 0.4, 4 * 2**30, "needs 4.0 GiB, has 2.0 GiB on rank 1"),
     )
-    return Plan("abc", ("stem", "body", "head"), lengths, made.name, program_lines(made), made.micro_batches, 16, "local:2", 4,
+    return Plan("abc", ("stem", "body", "head"), lengths, made.name, made.lines, made.micro_batches, 16, "local:2", 4,
                 Prediction(0.5, 0.2, peaks, 32.0, 0.9), made.options, candidates=candidates)  # fmt: skip
 
 
@@ -117,3 +118,14 @@ def test_a_plan_of_nothing_prints_too():
     empty = replace(plan(), predicted=Prediction(0.0, 0.0, (0, 0), 0.0, 0.0))
     assert "1.00 times one device" in str(empty)
     assert empty.bounds == ((0, 2), (2, 3))
+
+
+def test_pairs_and_slices_are_kept(tmp_path):
+    """A program without them would be another one: ops that run as one, slices that number differently."""
+    made = Schedule.parse("0F0 0F1&0B0 0F2 0B2 0B1 0U1", "sliced")
+    made = replace(made, slicing=Slicing("samples", ((0.25, 0.75), (1.0,))))
+    kept = replace(plan(made, (3,)), slicing=made.slicing)
+    kept.save(tmp_path / "p.json")
+    again = Plan.load(tmp_path / "p.json")
+    assert again == kept
+    assert again.schedule == made

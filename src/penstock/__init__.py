@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from penstock.profile.profile import Profile as Profile
     from penstock.runtime.launch import launch as launch
     from penstock.runtime.pipeline import Pipeline as Pipeline
-    from penstock.schedule.catalogue import schedule as schedule
-    from penstock.schedule.catalogue import schedules as schedules
     from penstock.schedule.op import Op as Op
     from penstock.schedule.op import Schedule as Schedule
     from penstock.search.catalogue import plan as plan
+    from penstock.search.schedules import schedule as schedule
+    from penstock.search.schedules import schedules as schedules
     from penstock.simulate.costs import Costs as Costs
     from penstock.simulate.front import simulate as simulate
     from penstock.tracing.chain import chain as chain
-    from penstock.verify.verify import verify as verify
+    from penstock.verify.front import verify as verify
 
 __version__ = "0.1.0"
 
@@ -39,11 +39,11 @@ _HOMES = {
     "cluster": "cluster.cluster",
     "plan": "search.catalogue",
     "Plan": "plan",
-    "schedule": "schedule.catalogue",
-    "schedules": "schedule.catalogue",
+    "schedule": "search.schedules",
+    "schedules": "search.schedules",
     "Schedule": "schedule.op",
     "Op": "schedule.op",
-    "verify": "verify.verify",
+    "verify": "verify.front",
     "simulate": "simulate.front",
     "Costs": "simulate.costs",
     "Timeline": "event",

@@ -9,6 +9,7 @@ from typing import Literal, final
 
 from penstock.errors import FileError, PenstockError, PlanError
 from penstock.schedule.op import Schedule
+from penstock.schedule.slicing import Slicing
 from penstock.store import read_json, write_json
 from penstock.units import format_bytes, format_seconds
 from penstock.weights.catalogue import weight_rule
@@ -66,7 +67,8 @@ class Plan:
         layer_names: its layers, in order.
         lengths: layers in every stage.
         schedule_name, schedule_options, synchronous: how the schedule was made, for people.
-        programs: the schedule itself, one line of ops for every rank: what runs.
+        programs, slicing: the schedule itself, one line of ops for every rank: what runs; and how its micro-batches are cut
+            further, if they are.
         micro_batches, batch: parts of a batch, and samples in a batch.
         recompute: "never", "except_last" or "always" (see `simulate_schedule`).
         weights: name of the weight rule.
@@ -87,6 +89,7 @@ class Plan:
     predicted: Prediction
     schedule_options: tuple[tuple[str, Option], ...] = ()
     synchronous: bool = True
+    slicing: Slicing | None = None
     recompute: Recompute = "never"
     weights: str = "flush"
     candidates: tuple[Candidate, ...] = ()
@@ -116,7 +119,7 @@ class Plan:
         """
         text = "\n".join(f"rank {rank} | {ops}" for rank, ops in enumerate(self.programs))
         made = Schedule.parse(text, self.schedule_name, self.synchronous)
-        return replace(made, options=self.schedule_options)
+        return replace(made, options=self.schedule_options, slicing=self.slicing)
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -236,8 +239,3 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     return [
         "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
     ]
-
-
-def program_lines(schedule: Schedule) -> tuple[str, ...]:
-    """The programs as a plan keeps them: one line of ops for every rank."""
-    return tuple(" ".join(map(str, program)) for program in schedule.programs)

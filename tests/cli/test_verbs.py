@@ -34,6 +34,29 @@ def test_simulate_without_json_is_for_people_and_draws_on_request(penstock):
     assert "rank 3 |" in penstock("simulate", *SMALL, "--draw").out
 
 
+def test_simulate_takes_the_network_as_it_is_measured(penstock):
+    """Latency, bytes over bandwidth, and a medium that all share: 1 + (0.5 + 2) + 2 + 4 + (0.5 + 2) + 2."""
+    words = ("simulate", "--schedule", "gpipe", "--stages", 2, "--micro-batches", 1, "--forward", "1,2", "--backward", "2,4",
+             "--latency", "500ms", "--bandwidth", "1KiB/s", "--boundary-bytes", "2KiB")  # fmt: skip
+    assert json.loads(penstock(*words, "--json").out)["makespan"] == pytest.approx(14)
+    words = ("simulate", *SMALL, "--transfer", "1", "--json")
+    duplex, shared = (json.loads(penstock(*words, "--links", links).out)["makespan"] for links in ("duplex", "shared"))
+    assert duplex == 49
+    assert shared > duplex
+
+
+def test_simulate_tells_who_holds_the_memory_at_its_peak(penstock):
+    """A number of bytes alone does not say what to change."""
+    words = ("simulate", *SMALL, "--activation-bytes", "1GiB", "--weight-bytes", "2GiB,2GiB,2GiB,9GiB")
+    plain = penstock(*words).out
+    assert "peak memory     6.0 GiB, 5.0 GiB, 4.0 GiB, 10.0 GiB" in plain
+    assert "of rank 3     weights 9.0 GiB + activations 1.0 GiB" in plain
+    facts = json.loads(penstock(*words, "--json").out)
+    assert facts["peak_memory"] == [n * 2**30 for n in (6, 5, 4, 10)]
+    assert facts["memory_holders"][0]["activations"] == 4 * 2**30
+    assert facts["peak_on_rank"] == [4, 3, 2, 1]
+
+
 def test_draw_prints_here_or_writes_a_file(penstock, tmp_path):
     """A picture on the terminal needs no file name."""
     assert "rank 0 |" in penstock("draw", *SMALL).out
@@ -107,6 +130,11 @@ def test_profile_measures_and_writes(penstock, tmp_path):
         (("simulate", *SMALL, "--forward", "1", "--backward", "-1"), "--backward"),
         (("simulate", "--schedule", "1f1b", "--stages", 0, "--micro-batches", 2), "at least 1 of stages"),
         (("simulate", *SMALL, "--recompute", "maybe"), "recompute is one of never"),
+        (("simulate", *SMALL, "--transfer", 1, "--latency", 1), "give one of the two"),
+        (("simulate", *SMALL, "--bandwidth", "10GB"), "bandwidth says nothing without boundary_bytes"),
+        (("simulate", *SMALL, "--links", "fast"), "links are one of duplex"),
+        (("simulate", *SMALL, "--boundary-bytes", "1,2"), "boundary_bytes has 2 entries, the schedule needs 3"),
+        (("simulate", *SMALL, "--activation-bytes", "much"), "--activation-bytes much"),
         (("simulate", "--csv", "nowhere.csv"), "cannot read the schedule nowhere.csv"),
         (("simulate", "--csv", "x.csv", "--stages", 2), "--csv holds the whole schedule"),
         (("draw", *SMALL, "out.bmp"), "no drawing format"),
@@ -141,7 +169,9 @@ def test_words_that_the_parser_refuses_exit_with_2(penstock, words):
     assert penstock(*words).status == 2
 
 
-@pytest.mark.parametrize("verb", ["train", "profile", "partition", "plan", "simulate", "draw", "verify", "schedules", "doctor"])
+@pytest.mark.parametrize(
+    "verb", ["train", "profile", "partition", "plan", "simulate", "draw", "verify", "schedules", "export", "doctor"]
+)
 def test_every_verb_has_help_with_an_example(penstock, verb):
     """An example says more than a list of flags."""
     ran = penstock(verb, "--help")

@@ -8,27 +8,31 @@ import penstock as ps
 from penstock.errors import ScheduleError
 from penstock.schedule.op import Schedule
 
-SYNCHRONOUS = [name for name, facts in ps.schedules().items() if facts.synchronous]
+#: Those made to measure have their own tests.
+SYNCHRONOUS = [name for name, facts in ps.schedules().items() if facts.synchronous and not facts.needs_costs]
 
 
 def made_as(name: str, stages: int, micro_batches: int) -> Schedule | None:
-    """The schedule, or None if it does not take these numbers, or places a stage on several ranks, which cannot be run yet."""
+    """The schedule, or None if it does not take these numbers."""
     try:
-        schedule = ps.schedule(name, stages, micro_batches)
+        return ps.schedule(name, stages, micro_batches)
     except ScheduleError:
         return None
-    return schedule if all(len(ranks) == 1 for ranks in schedule.ranks_of_stage) else None
 
 
 #: Every schedule in stages 1, 2, 4 and micro-batches 1, 3, 8, as far as it goes, by name and sizes.
-EVERY = {
+MADE = {
     f"{name}-{stages}-{micro_batches}": schedule
     for name, stages, micro_batches in itertools.product(SYNCHRONOUS, (1, 2, 4), (1, 3, 8))
     if (schedule := made_as(name, stages, micro_batches)) is not None
 }
+#: Those whose micro-batches are cut equal parts of the batch, which any model takes, and those that cut them further.
+EVERY = {key: schedule for key, schedule in MADE.items() if schedule.slicing is None}
+SLICED = {key: schedule for key, schedule in MADE.items() if schedule.slicing is not None}
 
 
 def one_of_each(micro_batches: int) -> dict[str, Schedule]:
-    """Every schedule once, by name, in three stages, or else four, two, or one."""
+    """Every schedule that does not cut its micro-batches once, by name, in three stages, or else four, two, or one."""
     made = {name: [made_as(name, stages, micro_batches) for stages in (3, 4, 2, 1)] for name in SYNCHRONOUS}
-    return {name: next(filter(None, sizes)) for name, sizes in made.items() if any(sizes)}
+    whole = {name: [schedule for schedule in sizes if schedule and schedule.slicing is None] for name, sizes in made.items()}
+    return {name: sizes[0] for name, sizes in whole.items() if sizes}

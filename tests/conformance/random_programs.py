@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.rules import needs
+from penstock.schedule.slicing import Slicing
 
 
-def random_schedule(seed: int, stages: int, ranks: int, micro_batches: int) -> Schedule:
-    """A schedule with some backwards split into I and W; the same for the same arguments."""
+def random_schedule(seed: int, stages: int, ranks: int, micro_batches: int, slicing: Slicing | None = None) -> Schedule:
+    """A schedule with some backwards split into I and W; the same for the same arguments. `micro_batches` counts slices, if any."""
     rng = random.Random(seed)
     home = [rng.randrange(ranks) for _ in range(stages)]
     waiting = []
@@ -27,7 +28,7 @@ def random_schedule(seed: int, stages: int, ranks: int, micro_batches: int) -> S
     programs: list[list[Op]] = [[] for _ in range(ranks)]
     done: set[Op] = set()
     while waiting:
-        ready = [op for op in waiting if all(done & set(group) for group in needs(op, stages))]
+        ready = [op for op in waiting if all(done & set(group) for group in needs(op, stages, slicing))]
         ready.sort(key=lambda op: (op.kind is Kind.F, op.micro_batch, op.stage))
         op = ready[0] if rng.random() < eager else rng.choice(ready)
         waiting.remove(op)
@@ -36,10 +37,27 @@ def random_schedule(seed: int, stages: int, ranks: int, micro_batches: int) -> S
         left[op.stage] -= 1
         if left[op.stage] == 0:
             programs[home[op.stage]].append(Op(Kind.U, op.stage, 1))
-    return Schedule(tuple(map(tuple, programs)), f"random-{seed}")
+    return Schedule(tuple(map(tuple, programs)), f"random-{seed}", slicing=slicing)
 
 
 def random_schedules(most_stages: int = 5, most_ranks: int = 4, most_micro_batches: int = 5) -> st.SearchStrategy[Schedule]:
     """Schedules of up to these numbers."""
     return st.builds(random_schedule, st.integers(0, 2**32), st.integers(1, most_stages), st.integers(1, most_ranks),
                      st.integers(1, most_micro_batches))  # fmt: skip
+
+
+def random_slicings(along: str, most_slices: int = 3, most_micro_batches: int = 3) -> st.SearchStrategy[Slicing]:
+    """Micro-batches cut into up to so many slices, each its own way."""
+    weights = st.lists(st.integers(1, 4), min_size=1, max_size=most_slices)
+    rows = st.lists(
+        weights.map(lambda row: tuple(weight / sum(row) for weight in row)), min_size=1, max_size=most_micro_batches
+    )
+    return rows.map(lambda shares: Slicing(along, tuple(shares)))
+
+
+def random_sliced_schedules(along: str, most_stages: int = 5, most_ranks: int = 4) -> st.SearchStrategy[Schedule]:
+    """Schedules of up to these numbers that cut their micro-batches."""
+    seeds, stages, ranks = st.integers(0, 2**32), st.integers(1, most_stages), st.integers(1, most_ranks)
+    return random_slicings(along).flatmap(
+        lambda slicing: st.builds(random_schedule, seeds, stages, ranks, st.just(len(slicing.share)), st.just(slicing))
+    )

@@ -105,16 +105,19 @@ def added_up(parts: Sequence[dict[str, Tensor]], order: Iterable[int]) -> dict[s
 def in_order_of(
     schedule: Schedule, lengths: Sequence[int], model: nn.Module, parts: Sequence[dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Gradients added up as the programs say: every stage in the order of its own B and W."""
+    """Gradients added up as the programs say: every copy of a stage in the order of its own B and W, then the copies by rank."""
     layers = layers_of(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     total: dict[str, Tensor] = {}
     for stage, length in enumerate(lengths):
         own, layers = layers[:length], layers[length:]
-        order = [op.micro_batch for op in schedule.ops if op.stage == stage and op.kind in (Kind.B, Kind.W)]
         held = {names[parameter] for layer in own for parameter in layer.parameters()}
         kept = [{name: grad for name, grad in part.items() if name in held} for part in parts]
-        total |= added_up(kept, [m for m in order if m < len(parts)])
+        copies = []
+        for program in schedule.programs:
+            order = [op.micro_batch for op in program if op.stage == stage and op.kind in (Kind.B, Kind.W)]
+            copies.append(added_up(kept, [m for m in order if m < len(parts)]))
+        total |= added_up(copies, range(len(copies)))
     return total
 
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from penstock.draw.compare import difference, draw_pair
+from penstock.draw.compare import difference, differences, draw_pair
 from penstock.errors import SettingError
 from penstock.event import Timeline
 from penstock.schedule.catalogue import schedule
@@ -50,6 +50,7 @@ def test_every_format_that_draws_one_draws_two(tmp_path):
     assert page.count("<svg") == 1
     assert "measured takes 198.0 ms (10.0 % longer)" in page
     assert (tmp_path / "pair.html").read_text() == page
+    assert ET.fromstring(draw_pair(*pair, format="svg")).get("aria-label") == "1f1b, simulated; 1f1b, measured"
     trace = json.loads(draw_pair(*pair, format="json"))
     assert [panel["source"] for panel in trace["otherData"]["penstock"]] == ["simulated", "measured"]
     with pytest.raises(SettingError, match="no drawing format"):
@@ -66,4 +67,11 @@ def test_timelines_of_different_shapes_can_be_compared():
 def test_two_of_one_source_are_told_apart_by_title():
     """'simulated is longer than simulated' says nothing."""
     words = difference(timeline("gpipe"), timeline("naive"))
-    assert words.startswith("naive, simulated takes 360.0 ms (100.0 % longer) where gpipe, simulated takes 180.0 ms")
+    assert words.startswith("naive takes 360.0 ms (100.0 % longer) where gpipe takes 180.0 ms")
+
+
+def test_three_are_compared_with_the_first():
+    """The first is what is held against."""
+    words = differences([timeline("gpipe"), timeline("naive"), timeline("1f1b")])
+    assert [part.partition(" takes")[0] for part in words.split("; ") if " takes" in part] == ["naive", "1f1b"]
+    assert differences([timeline()]) == ""

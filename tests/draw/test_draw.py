@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.draw.draw import draw, unit_timeline
+from penstock.draw.draw import draw, picture, unit_timeline
 from penstock.errors import ScheduleError, SettingError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
@@ -17,7 +17,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
 
-@given(st.sampled_from(["gpipe", "1f1b", "naive"]), st.integers(1, 6), st.integers(1, 12))
+@given(st.sampled_from(["gpipe", "1f1b", "naive", "fbp-as", "seq1f1b", "autopipe", "bpipe"]), st.integers(2, 6), st.integers(1, 12))
 @settings(deadline=None, max_examples=30)
 def test_every_schedule_is_drawn_in_every_format(name, stages, micro_batches):
     """Drawing knows no schedule by name, so it may fail on none."""
@@ -53,5 +53,36 @@ def test_a_schedule_that_never_finishes_is_refused_with_the_op_that_never_starts
 
 def test_what_is_neither_timeline_nor_schedule_is_refused():
     """A list of ops is an easy mistake; its attribute errors from within would not say so."""
-    with pytest.raises(SettingError, match="draw takes a Timeline or a Schedule, not a list"):
+    with pytest.raises(SettingError, match="draw takes a Timeline or a Schedule, or a list of them, not a str"):
+        draw("0F0")  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="or a list of them, not a str"):
         draw(["0F0"])  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="draw got an empty list"):
+        draw([])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "chimera", "dualpipe-v", "fbp-as", "bpipe", "autopipe", "seq1f1b", "terapipe"])
+def test_unit_lengths_are_those_of_the_simulator_for_pairs_slices_and_evictions_too(name):
+    """Two rules for the length of an op would be one too many."""
+    made = schedule(name, stages=4, micro_batches=8)
+    drawn, simulated = unit_timeline(made), simulate_schedule(made, Costs(forward=1, backward=2, update=0))
+    assert drawn.slicing == simulated.slicing
+    assert drawn.compute == simulated.compute
+
+
+def test_several_are_drawn_one_above_the_other_with_what_differs():
+    """The one question that a schedule is drawn for is what is better about it."""
+    both = [schedule(name, stages=3, micro_batches=4) for name in ("1f1b", "zb-h1")]
+    drawing = draw(both)
+    assert sum(line.startswith("rank ") for line in drawing.splitlines()) == 6
+    assert "zb-h1 takes 14 (22.2 % shorter) where 1f1b takes 18" in " ".join(drawing.split())
+    assert draw(both[:1]) == draw(both[0])
+
+
+def test_a_notebook_shows_the_svg_or_the_text_where_there_is_none():
+    """A display that raises hides the value; one of a million boxes stops the browser."""
+    made = schedule("1f1b", stages=3, micro_batches=4)
+    assert picture(made) == draw(made, format="svg")
+    assert picture(unit_timeline(made)) == draw(made, format="svg")
+    assert picture(Schedule.parse("0B0 0F0 0U1")) is None
+    assert picture(schedule("1f1b", stages=10, micro_batches=6000)) is None

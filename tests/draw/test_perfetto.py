@@ -19,6 +19,7 @@ NEEDED = {
     "M": {"name", "pid", "args"},
     "s": {"name", "cat", "id", "ts", "pid", "tid"},
     "f": {"name", "cat", "id", "ts", "pid", "tid", "bp"},
+    "C": {"name", "pid", "ts", "args"},
 }
 
 
@@ -38,7 +39,7 @@ def of(found, phase):
 def test_every_entry_has_what_its_phase_needs(transfer):
     """Perfetto drops what it does not understand, silently."""
     found = entries(timeline(transfer=transfer, boundary_bytes=64))
-    assert {entry["ph"] for entry in found} == set(NEEDED)
+    assert {entry["ph"] for entry in found} == set(NEEDED) - {"C"}
     for entry in found:
         assert NEEDED[entry["ph"]] <= set(entry)
         assert entry["pid"] > 0  # 0 is the kernel's idle process there
@@ -113,3 +114,23 @@ def test_two_timelines_have_processes_and_arrows_of_their_own():
 def test_an_empty_timeline_is_a_trace_without_slices():
     """Before the first step there is nothing to show, and that is no error."""
     assert not of(entries(Timeline((), 2, 2, title='"<\x1b')), "X")
+
+
+def test_what_ranks_hold_is_a_counter_of_their_process():
+    """Perfetto draws it under the rank's ops."""
+    made = timeline(activation_bytes=1024)
+    counters = of(entries(made), "C")
+    assert all(NEEDED["C"] <= set(entry) for entry in counters)
+    assert [(entry["ts"], entry["args"]["bytes"]) for entry in counters if entry["pid"] == 3][:3] == [(0.0, 0), (4000.0, 1024), (10000.0, 1024)]
+    peaks = [max(entry["args"]["bytes"] for entry in counters if entry["pid"] == rank + 1) for rank in range(3)]
+    assert peaks == list(made.peak_memory)
+    assert not of(entries(timeline()), "C")
+
+
+def test_slices_say_their_micro_batch_and_which_they_are():
+    """`2F5` of a trace is nothing to somebody who knows five micro-batches."""
+    made = simulate_schedule(schedule("seq1f1b", stages=2, micro_batches=2, slices=2), Costs(transfer=0.1))
+    found = of(entries(made), "X")
+    last = next(entry for entry in found if entry["name"] == "1F1.1")
+    assert last["args"] == {"stage": 1, "micro_batch": 1, "slice": "1.1"}
+    assert {"send 0F0.0", "0B1.0", "0U1"} <= {entry["name"] for entry in found}

@@ -34,6 +34,12 @@ def boxes(root):
             for rect in group.findall(f"{NAMESPACE}rect")]  # fmt: skip
 
 
+def texts(root, rank):
+    """What stands in the boxes of a rank."""
+    groups = [group for group in root.iter(f"{NAMESPACE}g") if "box" in group.get("class", "").split()]
+    return [text.text for text in groups[rank].findall(f"{NAMESPACE}text")]
+
+
 def words(root):
     """Every text with its left and right edge and baseline, by a width of 0.6 em per character."""
     sizes = dict(re.findall(r"\.penstock \.(\w)\{font-size:([\d.]+)px", root.find(f"{NAMESPACE}style").text))
@@ -43,7 +49,7 @@ def words(root):
             classes = text.get("class").split()
             wide = 0.6 * float(sizes.get(classes[0], 11)) * len(text.text)
             x, y = float(text.get("x")), float(text.get("y")) + dy
-            left = x - (wide if "e" in classes else wide / 2 if {"n", "m", "c"} & set(classes) else 0)
+            left = x - (wide if "e" in classes else wide / 2 if {"n", "o", "m", "c"} & set(classes) else 0)
             found.append((text.text, left, left + wide, y))
     return found
 
@@ -160,3 +166,81 @@ def test_an_op_without_length_is_a_mark():
     (mark,) = boxes(root)
     assert mark.get("class") == "U z"
     assert float(mark.get("width")) == 2
+
+
+def test_every_number_is_written_at_eight_ranks_and_sixteen_micro_batches():
+    """The size at which schedules are compared; a figure without numbers shows colours only."""
+    for name in ("1f1b", "zb-h1", "bpipe"):
+        root = parsed(svg([timeline(name, 8, 16)]))
+        for rank in range(8):
+            counts = Counter(texts(root, rank))
+            assert all(counts[str(m)] >= 2 for m in range(16)), (name, rank)
+    assert float(root.get("width")) < 1300
+
+
+def test_the_ops_of_a_pair_share_their_span_one_above_the_other():
+    """Side by side they would be sequential, on top of each other one of them hidden."""
+    made = simulate_schedule(Schedule.parse("0F0 0F1&0B0 0B1 0U1"), Costs())
+    drawing = svg([made])
+    titles = {box.find(f"{NAMESPACE}title").text: box for box in boxes(parsed(drawing))}
+    upper, lower = titles["0F1: 3 at 1"], titles["0B0: 3 at 1"]
+    assert (upper.get("x"), upper.get("width")) == (lower.get("x"), lower.get("width"))
+    assert (upper.get("y"), float(lower.get("y"))) == (None, float(upper.get("height")))
+    assert float(titles["0F0: 1 at 0"].get("height")) == 2 * float(upper.get("height"))
+    assert "two ops run as one" in drawing
+
+
+def test_slices_are_written_with_their_micro_batch():
+    """Slice 5 of a schedule says nothing to who cuts micro-batches in two."""
+    made = simulate_schedule(schedule("seq1f1b", stages=2, micro_batches=3, slices=2), Costs())
+    root = parsed(svg([made]))
+    assert {"0.0", "0.1", "2.1"} <= set(texts(root, 0))
+    assert "1F2.1: 0.5 at 8" in {title.text for title in root.iter(f"{NAMESPACE}title")}
+
+
+def test_slices_stand_below_their_micro_batch_where_a_box_is_narrow():
+    """At eight ranks and sixteen micro-batches of two slices `15.1` does not fit side by side."""
+    root = parsed(svg([simulate_schedule(schedule("seq1f1b", stages=8, micro_batches=16, slices=2), Costs())]))
+    assert Counter(texts(root, 0))["15"] == 2
+    assert Counter(texts(root, 0))[".1"] == 16
+
+
+def test_evictions_and_loads_are_marks_of_their_own_colours():
+    """They take no time of a rank; where they stand is the whole schedule."""
+    root = parsed(svg([timeline("bpipe", 6, 12)]))
+    marks = Counter(box.get("class") for box in boxes(root) if box.get("class").endswith(" z"))
+    assert marks["E z"] == marks["L z"] > 0
+    assert any(text.startswith("E evict") for text, *_ in words(root))
+
+
+def test_what_a_rank_holds_stands_below_its_lane_on_one_scale():
+    """Time is half of a schedule's price; the fullest rank must look fullest, in every timeline of the figure."""
+    one, other = (timeline(name, 3, 4, activation_bytes=1024, weight_bytes=1024) for name in ("1f1b", "gpipe"))
+    root = parsed(svg([one, other]))
+    paths = [path for path in root.iter(f"{NAMESPACE}path") if path.get("class") == "held" and path.find(f"{NAMESPACE}title") is not None]
+    tall = [max(map(float, re.findall(r"V([\d.]+)", path.get("d")))) - min(map(float, re.findall(r"V([\d.]+)", path.get("d"))))
+            for path in paths]  # fmt: skip
+    assert tall == pytest.approx([tall[-1] * share for share in (4 / 5, 3 / 5, 2 / 5, 1, 1, 1)], abs=0.02)
+    assert paths[0].find(f"{NAMESPACE}title").text == "peak 4.0 KiB at 2: activations 3.0 KiB, weights 1.0 KiB"
+    assert "memory" not in svg([timeline("1f1b", 3, 4)])
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(4, 4000), (128, 100)])
+def test_too_many_ops_become_shares_of_time_and_the_figure_says_so(stages, micro_batches):
+    """A hundred thousand boxes stop a browser and show nothing that columns do not."""
+    drawing = svg([timeline("1f1b", stages, micro_batches, transfer=0.1)])
+    root = parsed(drawing)
+    assert not boxes(root)
+    assert len(drawing) < 8_000_000
+    assert "too many ops for a box each: heights are shares of time" in drawing
+    assert_words_inside(root)
+
+
+def test_summed_columns_are_as_high_as_their_shares():
+    """In the middle of a long 1F1B a rank is never idle: a third is forward."""
+    root = parsed(svg([timeline("1f1b", 2, 9000)]))
+    backward, forward = [path for path in root.findall(f"{NAMESPACE}path") if path.get("class") in ("F", "B", "U")][1:3]
+    assert (backward.get("class"), forward.get("class")) == ("B", "F")
+    base = float(re.match(r"M[\d.]+ ([\d.]+)V", forward.get("d"))[1])
+    heights = [base - float(place) for place in re.findall(r"V([\d.]+)", forward.get("d"))]
+    assert sorted(heights)[len(heights) // 2] == pytest.approx(28 / 3, abs=0.6)

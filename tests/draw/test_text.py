@@ -145,6 +145,27 @@ def test_seconds_are_written_where_ops_are_short_or_measured_and_units_elsewhere
     assert "makespan 18.0 s" in text([Timeline(made.events, 3, 3, source="measured")])
 
 
+def test_two_ops_that_run_as_one_are_joined_by_an_ampersand():
+    """`F1 B0` would be one after the other; a terminal has no half rows."""
+    drawing = text([simulate_schedule(Schedule.parse("0F0 0F1&0B0 0F2&0B1 0B2 0U1"), Costs())], 60)
+    assert rows(drawing) == ["rank 0 |F0░░░F1░░░░░░&B0▓▓▓▓F2░░░░░░&B1▓▓▓▓B2▓▓▓▓▓▓▓▓|"]
+    assert "& with the op before, as one" in drawing
+    assert "&" not in text([timeline("1f1b", 2, 2)], 60)
+
+
+def test_slices_are_written_with_their_micro_batch_in_plain_units():
+    """Half of a forward of 1 is not half a second."""
+    drawing = text([simulate_schedule(schedule("seq1f1b", stages=2, micro_batches=2, slices=2), Costs())], 90)
+    assert rows(drawing)[1] == "rank 1 |·····F0.0░F0.1░B0.1▓▓▓▓▓▓F1.0░B0.0▓▓▓▓▓▓F1.1░B1.1▓▓▓▓▓▓B1.0▓▓▓▓▓▓··········|"
+    assert "makespan 7.5," in drawing
+
+
+def test_the_fullest_rank_is_named_with_what_it_holds():
+    """Which tensor to shrink is the question behind every peak."""
+    drawing = text([timeline("1f1b", 2, 4, activation_bytes=1024, weight_bytes=512)])
+    assert "fullest is rank 0: activations 2.0 KiB, weights 512 B" in " ".join(drawing.split())
+
+
 def test_memory_is_listed_when_known():
     """The other half of every trade of pipelines is memory."""
     assert "peak memory 2.0 KiB / 1.0 KiB" in text([timeline("1f1b", 2, 4, activation_bytes=1024)])

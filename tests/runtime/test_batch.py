@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import SettingError
-from penstock.runtime.batch import cut, join, make_batch, sample_count
+from penstock.runtime.batch import cut, even_sizes, join, make_batch, sample_count, sizes_by_share
+from penstock.schedule.slicing import Slicing
 
 
 def batch(x, y=None, parts=2, *, step=0, training=True):
@@ -66,7 +67,7 @@ def nested(draw):
 @settings(deadline=None, max_examples=100)
 def test_what_was_cut_is_whole_again_when_joined(value, parts):
     """Outputs of micro-batches come back to the user as one, nested as the model made them; constants once."""
-    pieces = cut(value, parts)
+    pieces = cut(value, even_sizes(9, parts))
     assert len(pieces) == parts
     whole = join(pieces)
     assert pytree.tree_structure(whole) == pytree.tree_structure(value)
@@ -152,3 +153,134 @@ def test_an_output_without_samples_cannot_be_joined():
         SettingError, match="the model's output has a tensor without a dimension: outputs of micro-batches are joined"
     ):
         join([(torch.ones(2), torch.tensor(1.0)), (torch.ones(2), torch.tensor(2.0))])
+
+
+# -- slices -----------------------------------------------------------------------------------------------------------
+
+
+def sliced(x, y, slicing, **options):
+    """A batch of x in the micro-batches and slices of `slicing`."""
+    return make_batch(x, y, len(slicing.shares), step=0, training=True, slicing=slicing, **options)
+
+
+def text(samples, tokens):
+    """Tokens that can be told apart."""
+    return torch.arange(samples * tokens).reshape(samples, tokens)
+
+
+@given(
+    st.integers(1, 8).flatmap(lambda n: st.tuples(st.lists(st.floats(0.01, 1), min_size=n, max_size=n), st.integers(n, 400)))
+)
+@settings(deadline=None, max_examples=200)
+def test_sizes_by_share_add_up_and_none_is_further_from_its_share_than_it_must(drawn):
+    """Tokens must neither be lost nor be counted twice, and no slice may be empty."""
+    shares, total = drawn
+    sizes = sizes_by_share(total, shares)
+    assert sum(sizes) == total
+    assert min(sizes) >= 1
+    wanted = [total * share / sum(shares) for share in shares]
+    if min(wanted) >= 1:
+        assert all(abs(size - exact) < 1 + 1e-6 for size, exact in zip(sizes, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("total", "shares", "sizes"), [
+    (6, [1 / 6, 2 / 6, 3 / 6], [1, 2, 3]), (10, [1 / 3] * 3, [4, 3, 3]), (9, [1 / 3] * 3, [3, 3, 3]), (7, [0.5, 0.5], [4, 3]),
+    (2, [0.99, 0.01], [1, 1]), (4, [0.9, 0.05, 0.05], [2, 1, 1]), (5, [1.0], [5]), (2**24 + 1, [0.5, 0.5], [2**23 + 1, 2**23]),
+])  # fmt: skip
+def test_sizes_by_share_of_equals_make_the_first_larger(total, shares, sizes):
+    """As with micro-batches; shares that were a fraction of whole tokens give these back."""
+    assert sizes_by_share(total, shares) == sizes
+
+
+def test_sequences_are_cut_within_their_micro_batches():
+    """Numbers go through: all slices of micro-batch 0 first. A slice's share is that of its tokens in its micro-batch's samples."""
+    x = text(5, 8)
+    made = sliced({"tokens": x, "name": "a"}, (x + 1,), Slicing("tokens", ((0.5, 0.25, 0.25), (1.0,))))
+    assert [tuple(part["tokens"].shape) for part in made.inputs] == [(3, 4), (3, 2), (3, 2), (2, 8)]
+    assert torch.equal(made.inputs[1]["tokens"], x[:3, 4:6])
+    assert [part["name"] for part in made.inputs] == ["a"] * 4
+    assert all(torch.equal(target[0], part["tokens"] + 1) for target, part in zip(made.targets, made.inputs, strict=True))
+    assert made.shares == pytest.approx([0.3, 0.15, 0.15, 0.4])
+    assert (made.micro_batches, made.numbers, made.cuts_tokens) == (2, range(4), True)
+    assert [made.place(n) for n in made.numbers] == [(0, 2), (0, 2), (0, 2), (1, 2)]
+    assert [made.next_slice(n) for n in made.numbers] == [1, 2, None, None]
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(3, 12),
+    st.lists(st.sampled_from([(1.0,), (0.5, 0.5), (0.2, 0.5, 0.3)]), min_size=1, max_size=4),
+)
+@settings(deadline=None, max_examples=60)
+def test_cut_sequences_are_whole_again_when_joined(samples, tokens, shares):
+    """Outputs come back along tokens, then samples; and the self-check sees the sequences whole."""
+    x = text(samples, tokens)
+    made = sliced(x, x, Slicing("tokens", tuple(shares)))
+    assert torch.equal(made.joined(dict(enumerate(made.inputs))), x)
+    assert math.fsum(made.shares) == pytest.approx(1)
+    whole = made.with_whole_sequences()
+    assert torch.equal(torch.cat(whole.inputs), x)
+    assert torch.equal(torch.cat(whole.targets), x)
+    assert whole.shares == pytest.approx(batch(x, x, len(shares)).shares)
+    assert [len(part) for part in whole.inputs] == [len(part) for part in batch(x, x, len(shares)).inputs]
+
+
+def test_slices_of_samples_are_micro_batches_of_the_sizes_of_their_shares():
+    """AutoPipe's halves. They hand nothing on."""
+    made = sliced(rows(16), torch.arange(16), Slicing("samples", ((0.5, 0.5), (1.0,), (1.0,), (0.25, 0.75))))
+    assert [len(part) for part in made.inputs] == [2, 2, 4, 4, 1, 3]
+    assert made.shares == [size / 16 for size in (2, 2, 4, 4, 1, 3)]
+    assert (made.micro_batches, made.cuts_tokens) == (6, False)
+    assert [made.place(n) for n in made.numbers] == [(0, 4), (0, 4), (1, 4), (2, 4), (3, 4), (3, 4)]
+    assert [made.next_slice(n) for n in made.numbers] == [None] * 6
+    assert torch.equal(made.joined(dict(enumerate(made.inputs))), rows(16))
+
+
+def test_a_batch_too_small_for_its_slices_fills_the_first_of_them():
+    """Of samples: single samples. Of tokens: fewer micro-batches, cut as ever."""
+    made = sliced(rows(3), None, Slicing("samples", ((0.5, 0.5), (0.5, 0.5))))
+    assert [len(part) for part in made.inputs] == [1, 1, 1]
+    assert (made.micro_batches, made.slicing, made.place(2)) == (3, None, (2, 3))
+    made = sliced(text(2, 4), None, Slicing("tokens", ((0.5, 0.5), (0.25, 0.75), (1.0,))))
+    assert [tuple(part.shape) for part in made.inputs] == [(1, 2), (1, 2), (1, 1), (1, 3)]
+    assert (made.micro_batches, made.slicing.shares) == (2, ((0.5, 0.5), (0.25, 0.75)))
+
+
+def test_ways_of_slicing_have_signatures_of_their_own():
+    """Shapes between stages go by them."""
+    x = text(4, 8)
+    ways = [
+        ("tokens", ((0.5, 0.5),)),
+        ("tokens", ((0.25, 0.75),)),
+        ("samples", ((0.5, 0.5),)),
+        ("tokens", ((0.5, 0.5), (0.5, 0.5))),
+    ]
+    signatures = [sliced(x, None, Slicing(*way)).signature for way in ways]
+    assert len({*signatures, batch(x, None, 1).signature, batch(x, None, 2).signature}) == 6
+
+
+@pytest.mark.parametrize(("x", "y", "message"), [
+    (text(4, 2), None, r"^sequences of 2 tokens cannot be cut into 3 slices: take a schedule with at most 2, or longer sequences$"),
+    (torch.ones(4), None, r"^the schedule cuts sequences, so the inputs of a batch must be tensors with the same number of tokens, .* these have \(4,\)$"),
+    (torch.ones(4, 0), None, r"second dimension; these have \(4, 0\)$"),
+    ((text(4, 8), torch.ones(4)), None, r"the inputs of a batch must be .* these have \(4, 8\), \(4,\)$"),
+    ((text(4, 8), torch.ones(4, 1)), None, r"these have \(4, 8\), \(4, 1\)$"),
+    (text(4, 8), torch.arange(4), r"the targets of a batch must be .* these have \(4,\)$"),
+    (text(4, 8), text(4, 7), r"^the schedule cuts sequences: the inputs have 8 tokens each, the targets 7, and must have as many$"),
+])  # fmt: skip
+def test_sequences_that_cannot_be_cut_are_refused_with_their_shapes(x, y, message):
+    """What has no tokens has no slices: nothing can be left whole, for its share of the loss would be counted several times."""
+    with pytest.raises(SettingError, match=message):
+        sliced(x, y, Slicing("tokens", ((0.5, 0.25, 0.25),)))
+
+
+@pytest.mark.parametrize(
+    "output", [torch.ones(2), torch.ones(2, 5), torch.tensor(1.0)], ids=["no tokens", "others", "no samples"]
+)
+def test_outputs_of_slices_that_cannot_be_joined_are_refused(output):
+    """A pooled output of half a sequence is none of the whole one's."""
+    made = sliced(text(2, 8), None, Slicing("tokens", ((0.5, 0.5),)))
+    with pytest.raises(
+        SettingError, match=r"the model's output for a slice of 4 tokens has a tensor of \(.*\): outputs of slices are"
+    ):
+        made.joined({0: output, 1: output})

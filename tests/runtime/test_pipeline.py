@@ -83,11 +83,6 @@ def test_a_plan_for_another_model_and_a_plan_beside_ones_own_words_are_refused(p
             "mine with weights='flush' is asynchronous, which cannot be run yet",
         ),
         (
-            {"balance": [7], "schedule": Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0U1", "mine")},
-            PlanError,
-            "stage 0 has copies on ranks 0, 1, which cannot be run yet",
-        ),
-        (
             {"balance": [7], "schedule": Schedule.parse("0F0 0U1", "mine")},
             ScheduleError,
             r"mine is not sound\n  \[one backward\] 0B0",

@@ -10,11 +10,14 @@ import torch
 from tests.conformance.models import CASES
 from tests.conformance.random_programs import random_schedule
 from tests.conformance.reference import differences
+from tests.conformance.slice_programs import seq1f1b
 from tests.runtime.jobs import everything, nested, sgd
 
 import penstock as ps
 from penstock.errors import PlanError, RunError
 from penstock.runtime.launch import RankFailed, launch
+from penstock.schedule.op import Schedule
+from penstock.schedule.slicing import Slicing
 
 
 def check_equal(by_rank, expected):
@@ -54,6 +57,16 @@ def test_two_ranks_do_all_that_threads_do_and_checkpoints_pass_between_them(tmp_
     assert torch.equal(pipe.train_batch(x, y), expected["loss after loading"])
 
 
+#: Four copies of two stages: two pipelines in opposite directions, twice.
+COPIES = """rank 0 | 0F0 1F1 1B1 0F2 1F3 1B3 0B0 0B2 0U1 1U1
+rank 1 | 0F1 1F0 1B0 0F3 1F2 1B2 0B1 0B3 0U1 1U1
+rank 2 | 0F4 1F5 1B5 0F6 1F7 1B7 0B4 0B6 0U1 1U1
+rank 3 | 0F5 1F4 1B4 0F7 1F6 1B6 0B5 0B7 0U1 1U1"""
+#: Stage 0 hands micro-batches 2 and 3 to the rank of stage 3, stage 1 micro-batch 1 to that of stage 2.
+EVICT = """rank 0 | 0F0 0F1 0F2 0E2 0F3 0E3 0B0 0B1 0L2 0B2 0L3 0B3 0U1
+rank 1 | 1F0 1F1 1E1 1F2 1F3 1B0 1L1 1B1 1B2 1B3 1U1
+rank 2 | 2F0 1E1 2F1 2B0 1L1 2F2 2B1 2F3 2B2 2B3 2U1
+rank 3 | 3F0 3B0 0E2 0E3 3F1 3B1 0L2 3F2 0L3 3B2 3F3 3B3 3U1"""
 SCHEDULES = [str(random_schedule(seed, 4, 4, 3)) for seed in (5, 8)]
 
 
@@ -62,13 +75,21 @@ def four_ranks(tmp_path, executor):
     options = {"balance": [3, 2, 1, 3], "schedule": "gpipe", "micro_batches": 3}
     found = {"resnet": everything("resnet", options, tmp_path, executor)}
     found["gpt"] = everything("gpt", {"balance": [1, 2, 1, 1], "micro_batches": 4, "recompute": "always"}, None, executor)
+    found["copies"] = everything("vgg", {"balance": [7, 8], "schedule": Schedule.parse(COPIES)}, tmp_path, executor)
+    found["evict"] = everything("gpt", {"balance": [1, 2, 1, 1], "schedule": Schedule.parse(EVICT)}, None, executor)
+    sliced = seq1f1b(4, Slicing("tokens", ((0.5, 0.5), (0.25, 0.75), (0.5, 0.5))))
+    found["slices"] = everything(
+        "gpt", {"balance": [1, 2, 1, 1], "schedule": sliced, "recompute": "except_last"}, None, executor
+    )
     for number, programs in enumerate(SCHEDULES):
         found[f"nested {number}"] = nested(programs, [3, 1, 1, 2], executor)
     return found
 
 
 def test_four_ranks_agree_under_any_schedule_with_nested_boundaries_and_several_pipelines(tmp_path):
-    """Batch norm's buffers, integer tensors, None, frozen stages, split backwards, stages that share a rank, ranks without any."""
+    """Batch norm's buffers, integer tensors, None, frozen stages, split backwards, stages that share a rank, ranks without any,
+    stages on four ranks, activations that are handed to another rank, slices of sequences.
+    """
     by_rank = launch(four_ranks, 4, tmp_path, "processes", threads=1)
     (tmp_path / "alone").mkdir()
     expected = four_ranks(tmp_path / "alone", "threads")

@@ -12,7 +12,9 @@ from tests.schedule.custom_schedules import custom_schedules
 from penstock.errors import FileError, ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.csv import from_csv, read_csv, to_csv
+from penstock.schedule.csv_export import why_not
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.slicing import Slicing
 from penstock.verify.verify import verify
 
 
@@ -29,10 +31,10 @@ def test_a_family_comes_back_from_csv_as_it_was(name):
 
 @given(custom_schedules(synchronous=True))
 @settings(deadline=None, max_examples=80)
-def test_any_schedule_without_copies_comes_back_sound_from_csv(made):
+def test_any_schedule_that_torch_can_say_comes_back_sound_from_csv(made):
     """Ranks without ops, several stages on a rank and split backwards all have to survive."""
-    if any(len(ranks) > 1 for ranks in made.ranks_of_stage):
-        with pytest.raises(ScheduleError, match=r"stage \d has copies on ranks .*torch's CSV has each stage on one rank"):
+    if why_not(made) is not None:
+        with pytest.raises(ScheduleError, match=r"stage \d has copies on ranks .* on one rank|torch keeps losses in the order"):
             to_csv(made)
         return
     back = from_csv(to_csv(made))
@@ -46,21 +48,11 @@ def test_torch_reads_our_cells_as_we_mean_them(made):
     """The CSV is for torch; the words are its own, so its own parser is the judge."""
     from torch.distributed.pipelining.schedules import _Action  # here: planning's other tests need no torch
 
-    if any(len(ranks) > 1 for ranks in made.ranks_of_stage):
+    if why_not(made) is not None:
         return
     rows = [[_Action.from_str(cell) for cell in row] for row in csv.reader(io.StringIO(to_csv(made)))]
     read = [[(a.computation_type.value, a.stage_index, a.microbatch_index) for a in row if a is not None] for row in rows]
     assert read == [[tuple(op) for op in program] for program in without_updates(made)]
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "naive"])
-def test_torchs_own_validator_passes_our_families(name):
-    """The export is for its runtime, which checks order and placement by rules of its own."""
-    from torch.distributed.pipelining.schedules import _Action, _validate_schedule
-
-    made = schedule(name, 4, 6)
-    rows = [[_Action.from_str(cell) for cell in row] for row in csv.reader(io.StringIO(to_csv(made)))]
-    assert _validate_schedule(dict(enumerate(rows)), 4, 4, 6) == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
 def test_torchs_own_text_of_an_action_is_ours():
@@ -70,6 +62,21 @@ def test_torchs_own_text_of_an_action_is_ours():
     for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
         action = _Action(2, _ComputationType.from_str(kind.value), 13)
         assert Op.parse(repr(action)) == Op(kind, 2, 13)
+
+
+def test_a_pair_is_torchs_overlap_with_the_forward_first_and_comes_back_as_a_pair():
+    """What a user registers for OVERLAP_F_B takes the first half for the forward; whichever stands first here, both start at once."""
+    from torch.distributed.pipelining.schedules import OVERLAP_F_B, _Action
+
+    made = Schedule.parse("0F0 0F1 0F2&0B0 0B1 0B2 0U1\n1F0 1B0&1F1 1F2&1I1 1W1 1B2 1U1", "csv")
+    text = to_csv(made)
+    assert text == "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,(1F1;1B0)OVERLAP_F_B,(1F2;1I1)OVERLAP_F_B,1W1,1B2\n"
+    action = _Action.from_str("(0F2;0B0)OVERLAP_F_B")
+    assert (action.computation_type, repr(action)) == (OVERLAP_F_B, "(0F2;0B0)OVERLAP_F_B")
+    back = from_csv(text)
+    verify(back)
+    assert str(back) == str(made).replace("1B0&1F1", "1F1&1B0")
+    assert to_csv(back) == text
 
 
 def test_idle_slots_and_spaces_are_skipped():
@@ -91,33 +98,68 @@ def test_ranks_without_ops_keep_their_place():
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("0F0,2BW0", r"row 1, column 2: '2BW0' is not an op"),
-    ("0F0\n1F0,0F0garbage", r"row 2, column 2: '0F0garbage' is not an op"),
-    ("0F0,0SEND_F0", r"row 1, column 2: '0SEND_F0' is not an op.*Communication cells and overlaps are not read"),
-    ("0F0,0RECV_B0", r"row 1, column 2: '0RECV_B0' is not an op.*export the schedule as 'compute_only'"),
-    ("(0F0;1B0)OVERLAP_F_B", r"row 1, column 1: .*overlaps are not read"),
-    ("0UNSHARD", r"row 1, column 1: '0UNSHARD' is not an op"),
-    ("0F0,0B0,0U1", r"row 1, column 3: '0U1' is not one of torch's kinds F B I W"),
-    ("0F0;0B0", r"row 1, column 1: '0F0;0B0' is not an op"),
-    ("\ufeff0F0", r"row 1, column 1: '\\ufeff0F0' is not an op"),
+    ("0F0,2BW0", r"row 1, column 2: '2BW0' is of the dialect of torch 2\.4, in which BW was the whole backward"),
+    ("0F0\n1F0,0F0garbage", r"row 2, column 2: '0F0garbage' is no action of torch's: write stage, kind, micro-batch"),
+    ("0F0,0F", r"row 1, column 2: '0F' is no action of torch's"),
+    ("0F0,0SEND_F", r"row 1, column 2: '0SEND_F' is no action of torch's"),
+    ("0F0,0SEND_W0", r"row 1, column 2: '0SEND_W0' is no action of torch's"),
+    ("0F0,0UNSHARD0", r"row 1, column 2: '0UNSHARD0' is no action of torch's"),
+    ("0F0,0B0,0U1", r"row 1, column 3: '0U1' is no action of torch's"),
+    ("0F0,0E0", r"row 1, column 2: '0E0' is no action of torch's"),
+    ("0F0;0B0", r"row 1, column 1: '0F0;0B0' is no action of torch's"),
+    ("(0F0)OVERLAP_F_B", r"row 1, column 1: '\(0F0\)OVERLAP_F_B' is no action"),
+    ("(0F0;0F1)OVERLAP_F_B", r"row 1, column 1: '.*' overlaps no forward with a backward: write \(0F3;1B2\)OVERLAP_F_B"),
+    ("(0F0;0B1;0W0)OVERLAP_F_B", r"row 1, column 1: .* is no action"),
+    ("(0F0;0SEND_F0)OVERLAP_F_B", r"row 1, column 1: .* overlaps no forward with a backward"),
+    ("(0F1;0B0)", r"row 1, column 1: '\(0F1;0B0\)' is no action"),
+    ("\ufeff0F0", r"row 1, column 1: '\\ufeff0F0' is no action"),
     ("0F0,0B0\n\n1F0,1B0", r"row 2 is blank: take it out, or write \"\" for a rank without ops"),
-    ('0F0,"0B0\n1F0"', r"row 1, column 2: '0B0\\n1F0' is not an op"),
+    ('0F0,"0B0\n1F0"', r"row 1, column 2: '0B0\\n1F0' is no action"),
     ("", "the CSV has no ops"),
     ("\n\n", "the CSV has no ops"),
     (" , ,\n,", "the CSV has no ops"),
+    ("0UNSHARD,0SEND_F0", "the CSV has no ops"),
     ("0F0," + "9" * 200_000, "this is no CSV: field larger than field limit"),
-    (f"0F{'9' * 5000}", "row 1, column 1: '0F9+' is not an op"),
+    (f"0F{'9' * 5000}", r"row 1, column 1: '0F9+' … \(5002 characters\) is no action"),
 ])  # fmt: skip
-def test_what_is_no_compute_op_is_refused_with_its_place(text, message):
+def test_what_is_no_action_is_refused_with_its_place(text, message):
     """torch's own reader takes `2BW0` for `2B` and forgives trailing words; the run then does something else."""
-    with pytest.raises(FileError, match=message):
+    with pytest.raises(FileError, match=message) as caught:
         from_csv(text)
+    assert len(str(caught.value)) < 400
 
 
-def test_an_asynchronous_schedule_is_refused():
-    """Without optimizer steps and versions it would be another schedule."""
-    with pytest.raises(ScheduleError, match="mine is asynchronous: torch's CSV has no optimizer step and no weight versions"):
-        to_csv(Schedule.parse("0F0 0B0 0U1", "mine", synchronous=False))
+@pytest.mark.parametrize(
+    "content", ["\x00\x01\x02,;'\"" * 1_300_000, "SELECT * FROM ranks;\n" * 480_000, "0F0 0F1 " * 1_250_000, "\n" * 10**7]
+)
+def test_ten_megabytes_of_nonsense_are_one_short_message(content):
+    """A file of another kind, given by mistake: what is wrong must not fill the screen."""
+    with pytest.raises(FileError, match=r"row 1, column 1|this is no CSV|the CSV has no ops") as caught:
+        from_csv(content)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(("made", "message"), [
+    (Schedule.parse("0F0 0B0 0U1", "mine", synchronous=False),
+     "mine is asynchronous: torch's CSV has no optimizer step and no weight versions"),
+    (Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0U1", "copies"),
+     "stage 0 has copies on ranks 0, 1: torch's CSV has each stage on one rank"),
+    (Schedule.parse("0F0 0E0 0L0 0B0 0U1\n0E0 0L0", "handing"),
+     "0E0 on rank 0 hands activations to another rank: torch's CSV has no action for it"),
+    (Schedule(Schedule.parse("0F0 0F1 0B1 0B0 0U1").programs, "cut", slicing=Slicing("tokens", ((0.5, 0.5),))),
+     "cut cuts micro-batches along tokens: torch's CSV has whole micro-batches, all of one size, and no order between parts"),
+    (Schedule(Schedule.parse("0F0 0F1 0B1 0B0 0U1").programs, "cut", slicing=Slicing("samples", ((0.5, 0.5),))),
+     "cut cuts micro-batches along samples: torch's CSV has whole micro-batches"),
+    (Schedule.parse("0F0&0F1 0B0 0B1 0U1"), "0F0&0F1 run as one: torch's OVERLAP_F_B is of a forward and the backward"),
+    (Schedule.parse("0F0 0F1&0B0&0F2 0B1 0B2 0U1"), "share an op with another pair: torch's OVERLAP_F_B is of two ops"),
+    (Schedule.parse("0F0 0F1 0B0 0B1 0U1\n1F0 1F1 1B0 1B1 1U1".replace("F1", "Fx").replace("F0", "F1").replace("Fx", "F0")),
+     "the last stage runs 1F1 before 1F0: torch keeps losses in the order of these forwards"),
+])  # fmt: skip
+@pytest.mark.parametrize("communication", [False, True])
+def test_what_torch_cannot_say_is_refused_by_name(made, message, communication):
+    """An export that loads and means something else is worse than none."""
+    with pytest.raises(ScheduleError, match=message):
+        to_csv(made, communication)
 
 
 def test_a_file_is_named_after_its_name(tmp_path):

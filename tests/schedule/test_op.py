@@ -90,12 +90,6 @@ def test_taking_more_micro_batches_than_there_are_changes_nothing():
     assert made.first_micro_batches(9) is made
 
 
-def test_without_updates_everything_else_stays():
-    """Gradients alone: for comparing with another way to compute them."""
-    made = Schedule.parse("0F0 1F0 1I0 1W0 1U1 0B0 0U1").without_updates()
-    assert str(made) == "rank 0 | 0F0 1F0 1I0 1W0 0B0"
-
-
 def test_a_short_batch_keeps_the_order_and_the_update():
     """The last batch of an epoch updates the weights too."""
     made = schedule("1f1b", 3, 4).first_micro_batches(2)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.schedule.placement import linear, ranks_for, ring, stages_of, vee, zigzag
+from penstock.schedule.placement import both_ways, linear, ranks_for, ring, stages_of, vee, zigzag
 
 
 def test_the_drawing_at_the_top_of_the_file_is_right():
@@ -19,6 +19,8 @@ def test_the_drawing_at_the_top_of_the_file_is_right():
     assert [stages_of(vee(8, 4), rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
     waves = [(0, 7, 8, 15), (1, 6, 9, 14), (2, 5, 10, 13), (3, 4, 11, 12)]
     assert [stages_of(zigzag(16, 4), rank) for rank in range(4)] == waves
+    copies = [tuple(stages_of(way, rank)[0] for way in both_ways(4)) for rank in range(4)]
+    assert copies == [(0, 3), (1, 2), (2, 1), (3, 0)]
 
 
 @given(st.integers(1, 9), st.integers(1, 6))

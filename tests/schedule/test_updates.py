@@ -27,10 +27,10 @@ def test_with_a_split_backward_the_update_waits_for_the_weights_part():
 @settings(deadline=None, max_examples=40)
 def test_any_schedule_without_copies_is_sound_with_its_updates_put_back(made):
     """Every stage gets one, after all of its gradients."""
-    bare = made.without_updates()
-    back = dataclasses.replace(bare, programs=tuple(map(with_updates, bare.programs)))
+    bare = [[op for op in program if op.kind is not Kind.U] for program in made.programs]
+    back = dataclasses.replace(made, programs=tuple(map(with_updates, bare)))
     verify(back)
-    assert back.without_updates() == bare
+    assert [[op for op in program if op.kind is not Kind.U] for program in back.programs] == bare
 
 
 @pytest.mark.parametrize("name", ["interleaved", "breadth-first", "hanayo"])

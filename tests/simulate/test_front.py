@@ -4,7 +4,7 @@ import pytest
 
 from penstock.cluster.cluster import cluster
 from penstock.errors import SettingError
-from penstock.plan import Plan, Prediction, program_lines
+from penstock.plan import Plan, Prediction
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
 from penstock.simulate.costs import Costs
@@ -15,7 +15,7 @@ from penstock.simulate.simulate import simulate_schedule
 TIME = Timing((1,), (1.0,))
 PROFILE = Profile((LayerProfile("l", "L", TIME, TIME, TIME, TIME, 1, 1, 0, 1.0, 1.0),), "f", 1.0, 1)
 MADE = schedule("gpipe", 1, 1)
-PLAN = Plan("f", ("l",), (1,), "gpipe", program_lines(MADE), 1, 1, "x", 1, Prediction(2.0, 0.0, (1,), 0.5, 2.0))
+PLAN = Plan("f", ("l",), (1,), "gpipe", MADE.lines, 1, 1, "x", 1, Prediction(2.0, 0.0, (1,), 0.5, 2.0))
 
 
 def test_a_schedule_goes_with_costs_and_a_plan_with_profile_and_cluster():

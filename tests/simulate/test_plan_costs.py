@@ -6,11 +6,11 @@ import pytest
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PartitionError, PlanError
-from penstock.plan import Plan, Prediction, program_lines
+from penstock.plan import Plan, Prediction
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
-from penstock.simulate.plan_costs import place_costs, simulate_plan, stage_costs
+from penstock.simulate.plan_costs import place_costs, simulate_plan, slice_costs, stage_costs
 
 
 def timing(seconds: float) -> Timing:
@@ -89,6 +89,39 @@ def test_of_copies_the_slowest_link_counts():
     assert place_costs(costs, both_ways, FOUR).transfer == (SLOW.transfer_seconds(2000),)
 
 
+def test_copies_take_time_to_add_up_their_gradients():
+    """Two send each other all of it; of three, each gets two pieces of a third and sends two sums."""
+    costs = stage_costs(PROFILE, [4], 1, FOUR, micro_batches=3)
+    (alone,), (gradients,) = costs.spread("update", 1), costs.spread("gradient_bytes", 1)
+
+    def update(copies):
+        made = Schedule.parse("\n".join(f"rank {rank} | 0F{rank} 0B{rank} 0U1" for rank in range(copies)))
+        return place_costs(costs, made, FOUR).update[0] - alone
+
+    assert update(1) == 0
+    assert update(2) == pytest.approx(FOUR.transfer_seconds(gradients, 0, 1))
+    assert update(3) == pytest.approx(4 * max(FOUR.transfer_seconds(gradients / 3, 0, other) for other in (1, 2)))
+
+
+def test_activations_that_are_handed_over_take_the_links_time():
+    """Free, an evicting schedule would look better than it is."""
+    costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=3)
+    made = Schedule.parse("0F0 0F1 0E1 0F2 0B0 0L1 0B1 0B2 0U1\n1F0 0E1 1B0 1F1 0L1 1B1 1F2 1B2 1U1")
+    kept = costs.spread("activation_bytes", 2)
+    assert place_costs(costs, made, FOUR).evict == (FOUR.transfer_seconds(kept[0], 0, 1), 0)
+
+
+def test_a_slice_pays_the_fixed_cost_of_a_whole_call():
+    """Two halves of a micro-batch cost what two micro-batches of half the size do."""
+    profile = replace(PROFILE, layers=tuple(replace(layer, forward=Timing((1, 2), (1.0, 1.5))) for layer in PROFILE.layers))
+    halves = schedule("autopipe", 2, 1, sliced=1)
+    whole = stage_costs(profile, [2, 2], 2, FOUR, micro_batches=1)
+    costs = slice_costs(place_costs(whole, halves, FOUR), profile, [2, 2], 2, halves.slicing)
+    assert costs.forward == ((4.0,), (4.0,))  # two calls of two layers of 1 s each; the whole takes 3
+    assert whole.spread("forward", 2) == (3.0, 3.0)
+    assert costs.transfer == ((2 * FOUR.transfer_seconds(whole.spread("boundary_bytes", 1)[0] / 2, 0, 1),),)
+
+
 def test_a_schedule_of_more_ranks_than_the_cluster_is_refused():
     """There is no link to count."""
     costs = stage_costs(PROFILE, [1, 1, 1, 1], 1, cluster("local:2"), micro_batches=1)
@@ -99,7 +132,7 @@ def test_a_schedule_of_more_ranks_than_the_cluster_is_refused():
 def a_plan() -> Plan:
     """GPipe in two stages, two micro-batches of 1 sample."""
     made = schedule("gpipe", 2, 2)
-    return Plan("f", ("l0", "l1", "l2", "l3"), (2, 2), "gpipe", program_lines(made), 2, 2, "four", 4,
+    return Plan("f", ("l0", "l1", "l2", "l3"), (2, 2), "gpipe", made.lines, 2, 2, "four", 4,
                 Prediction(1.0, 0.0, (0, 0), 1.0, 1.0))  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 from penstock.errors import RunError
 from penstock.runtime.launch import launch
 from penstock.runtime.processes import join
-from penstock.schedule.lower import Message
+from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
 from penstock.transport.distributed import DistributedTransport, Wire, _name, _tag
 from penstock.transport.payload import Payload
@@ -204,7 +204,7 @@ def too_many_tensors(transport, rank):
     """40 tensors in one message: refused before the other side hears of them; 32 pass."""
     if rank == 0:
         refused = outcome(lambda: transport.send(1, forward(0), Payload.of([torch.ones(1)] * 40), "many"))
-        told = transport.wire.store.check([_name(("many", forward(0)))])
+        told = transport.wire.store.check([_name(("many", Link(0, 1), forward(0)))])
         transport.send(1, forward(0), Payload.of([torch.tensor(float(i)) for i in range(32)]), "many")
         transport.drain()
         return refused, told
@@ -310,7 +310,7 @@ def test_more_tensors_than_a_tag_has_room_for_are_refused_before_anybody_is_told
     kind, text = refused
     assert kind == "RunError"
     assert text.startswith(
-        "stage 0 sends 40 tensors for micro-batch 0: at most 32 tensors, 1,024 stages and 16,384 micro-batches"
+        "stage 0 sends 40 tensors for micro-batch 0: at most 32 tensors, 1,024 stages and 8,192 micro-batches"
     )
     assert not told
     assert arrived == [float(i) for i in range(32)]
@@ -320,7 +320,7 @@ def test_a_message_that_is_never_sent_ends_at_the_deadline(report):
     """And the error is that of lateness, so that the report names who waits for whom."""
     _, (kind, text) = report["a_message_that_is_never_sent"]
     assert kind == "TransportTimeout"
-    assert text == "penstock/header/never/0F9 is not in the store"
+    assert text == "penstock/header/never/0-1/0F9 is not in the store"
 
 
 def test_stopping_the_run_lets_go_whoever_waits_and_refuses_what_comes_later(report):
@@ -331,7 +331,8 @@ def test_stopping_the_run_lets_go_whoever_waits_and_refuses_what_comes_later(rep
     assert late == ["TransportLost", "TransportLost"]
 
 
-MESSAGES = st.builds(Message, st.sampled_from([Kind.F, Kind.B]), st.integers(0, 2**10 - 1), st.integers(0, 2**14 - 1))
+KINDS = [Kind.F, Kind.B, Kind.E, Kind.L, Kind.U]
+MESSAGES = st.builds(Message, st.sampled_from(KINDS), st.integers(0, 2**10 - 1), st.integers(0, 2**13 - 1))
 TAGGED = st.tuples(MESSAGES, st.integers(0, 31))
 
 
@@ -345,7 +346,7 @@ def test_tags_are_as_different_as_messages_and_fit_31_bits(first, second):
 
 @pytest.mark.parametrize(("message", "text"), [
     (Message(Kind.F, 2**10, 0), r"^stage 1024 sends 1 tensors for micro-batch 0: at most 32 tensors, 1,024 stages"),
-    (Message(Kind.B, 3, 2**14), r"^stage 3 sends 1 tensors for micro-batch 16384: at most 32"),
+    (Message(Kind.B, 3, 2**13), r"^stage 3 sends 1 tensors for micro-batch 8192: at most 32"),
 ])  # fmt: skip
 def test_a_message_whose_number_has_no_room_in_a_tag_is_refused(message, text):
     """Numbers that wrapped around would be another message's."""

@@ -54,6 +54,42 @@ def test_sequence_longer_than_the_context_is_refused_with_both_numbers():
         made(torch.zeros(1, 9, dtype=torch.int64))
 
 
+def in_slices(made, tokens, lengths):
+    """The model's output slice by slice, each layer handing on its past."""
+    outputs, pasts = [], {}
+    for part in tokens.split(lengths, dim=1):
+        value, pasts["embedding"] = made.embedding.forward_slice(part, pasts.get("embedding"))
+        for number, block in enumerate(made.blocks):
+            value, pasts[number] = block.forward_slice(value, pasts.get(number))
+        outputs.append(made.head(made.norm(value)))
+    return torch.cat(outputs, dim=1), pasts
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda lengths: sum(lengths) <= 8))
+def test_slices_of_a_sequence_give_what_the_whole_gives(lengths):
+    """Keys, values and positions of earlier tokens are handed on; cut anywhere, the logits and gradients stay."""
+    torch.manual_seed(0)
+    made = model("gpt", **TINY)
+    tokens = torch.randint(0, 13, (2, sum(lengths)))
+    whole = made(tokens)
+    sliced, pasts = in_slices(made, tokens, lengths)
+    assert torch.allclose(sliced, whole, atol=1e-6)
+    assert pasts["embedding"] == sum(lengths)
+    assert [tuple(tensor.shape) for tensor in pasts[0]] == [(2, 4, sum(lengths), 4)] * 2
+    weights = list(made.parameters())
+    grads = (torch.autograd.grad(out.square().sum(), weights) for out in (sliced, whole))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*grads, strict=True))
+
+
+def test_slices_count_against_the_context_length_together():
+    """Position 8 of a model with 8 positions is one too many, in whatever slice it comes."""
+    made = model("gpt", **TINY)
+    tokens = torch.zeros(1, 9, dtype=torch.int64)
+    with pytest.raises(SettingError, match="made with tokens=8, and the input has 9 per sequence: make it with tokens=9"):
+        in_slices(made, tokens, [6, 3])
+
+
 def test_later_tokens_do_not_change_earlier_logits():
     """A model that sees the token it shall predict learns nothing, with a splendid loss."""
     torch.manual_seed(0)

@@ -1,21 +1,35 @@
-"""`penstock draw`: a picture of a schedule."""
+"""`penstock draw`: a picture of a schedule, or of several."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli import options
-from penstock.cli.options import Boundary, CsvFile, MicroBatches, Recompute, ScheduleName, Seconds, Stages
+from penstock.cli.options import Boundary, Bytes, CsvFile, MicroBatches, Recompute, ScheduleName, Seconds, Stages
+
+if TYPE_CHECKING:
+    from penstock.schedule.op import Schedule
+    from penstock.simulate.costs import Costs
+
+#: Costs of a stage as a whole: what v stages in its place share.
+_OF_A_STAGE = ("forward", "backward", "input_grad", "weight_grad", "update", "pair", "activation_bytes", "weight_bytes")
+Against = Annotated[
+    list[str] | None,
+    typer.Option(help="Another schedule below it, for the same model on as many ranks: where it puts v stages on one, each costs "
+                 "a v-th. Again for more."),
+]  # fmt: skip
 
 
 def draw(
-    out: Annotated[Path | None, typer.Argument(help="Where to: .svg, .html, .txt or .json (Perfetto). Without: here.")] = None,
+    out: Annotated[Path | None, typer.Argument(help="Where to: .svg, .png, .html, .txt or .json (Perfetto). Without: here.")] = None,
     schedule: ScheduleName = None,
     stages: Stages = None,
     micro_batches: MicroBatches = None,
+    against: Against = None,
     csv: CsvFile = None,
     forward: Seconds = "1",
     backward: Seconds = None,
@@ -23,22 +37,36 @@ def draw(
     weight_grad: Seconds = None,
     update: Seconds = None,
     transfer: Boundary = None,
+    activation_bytes: Bytes = None,
+    weight_bytes: Bytes = None,
     recompute: Recompute = "never",
 ) -> None:
-    """Draw a schedule as it runs with given times.
+    """Draw a schedule as it runs with given times; with bytes, also what the ranks hold.
 
-    Example: penstock draw --schedule 1f1b --stages 4 --micro-batches 8 out.svg
+    Example: penstock draw --schedule 1f1b --stages 4 --micro-batches 8 --against zb-h1 out.html
     """
-    from penstock.draw.draw import draw as draw_timeline
+    from penstock.cli.comparison import fitted
+    from penstock.draw.draw import draw as draw_timelines
     from penstock.simulate.simulate import simulate_schedule
     from penstock.verify.verify import verify
 
     made = options.the_schedule(schedule, stages, micro_batches, csv)
-    verify(made)
-    costs = options.the_costs(forward, backward, input_grad, weight_grad, update, transfer)
-    timeline = simulate_schedule(made, costs, recompute=recompute)
+    flags = {"forward": forward, "backward": backward, "input_grad": input_grad, "weight_grad": weight_grad, "update": update,
+             "transfer": transfer, "activation_bytes": activation_bytes, "weight_bytes": weight_bytes}  # fmt: skip
+    costs = options.costs_given(flags, "duplex")
+    timelines = []
+    for each in (made, *(fitted(name, made.ranks, made.micro_batches) for name in against or ())):
+        verify(each)
+        timelines.append(simulate_schedule(each, _shared(costs, made, each), recompute=recompute))
     if out is None:
-        print(draw_timeline(timeline, width=options.columns(), colour=options.colour()))
+        print(draw_timelines(timelines, width=options.columns(), colour=options.colour()))
         return
-    draw_timeline(timeline, out)
+    draw_timelines(timelines, out)
     typer.echo(f"wrote {out}", err=True)
+
+
+def _shared(costs: Costs, first: Schedule, other: Schedule) -> Costs:
+    """The first schedule's costs for the same model in another number of stages; those given per stage cannot be shared out."""
+    share = first.stages / other.stages
+    parts: dict[str, Any] = {name: share * value for name in _OF_A_STAGE if isinstance(value := getattr(costs, name), int | float)}
+    return replace(costs, **parts) if share != 1 else costs

@@ -10,6 +10,7 @@ import typer
 
 from penstock.cli.doctor import doctor
 from penstock.cli.draw import draw
+from penstock.cli.export import export
 from penstock.cli.partition import partition
 from penstock.cli.plan import plan
 from penstock.cli.profile import profile
@@ -46,7 +47,7 @@ def _spoken(verb: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _verb in (train, profile, partition, plan, simulate, draw, verify, schedules, doctor):
+for _verb in (train, profile, partition, plan, simulate, draw, verify, schedules, export, doctor):
     app.command()(_spoken(_verb))
 
 

@@ -6,14 +6,14 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.errors import SettingError
-from penstock.units import parse_seconds
+from penstock.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from penstock.event import Timeline
@@ -30,6 +30,7 @@ ModelOption = Annotated[list[str] | None, typer.Option(help="An option of the mo
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Seconds = Annotated[str | None, typer.Option(help="One number for all stages, or one per stage: 1,2,1.5 or 3ms.")]
 Boundary = Annotated[str | None, typer.Option(help="One number for all boundaries, or one per boundary.")]
+Bytes = Annotated[str | None, typer.Option(help="Bytes, one number for all or one per stage or boundary: 64MiB or 1GB,2GB.")]
 Recompute = Annotated[str, typer.Option("--recompute", help="never, except_last or always.")]
 
 
@@ -52,16 +53,16 @@ def the_schedule(name: str | None, stages: int | None, micro_batches: int | None
     return schedule(name, stages, 1 if micro_batches is None else micro_batches)
 
 
-def numbers(flag: str, text: str | None) -> float | list[float] | None:
-    """Seconds from `1`, `2ms` or `1,2,3`.
+def numbers(flag: str, text: str | None, parse: Callable[[str], float] = parse_seconds) -> float | list[float] | None:
+    """Seconds from `1`, `2ms` or `1,2,3`; or what else `parse` reads.
 
     Raises:
-        SettingError: something among them is no quantity of seconds.
+        SettingError: something among them is no such quantity.
     """
     if text is None:
         return None
     try:
-        values = [parse_seconds(word) for word in text.split(",")]
+        values = [parse(word) for word in text.split(",")]
     except SettingError as error:
         raise SettingError(f"--{flag} {text}: {error}") from error
     return values[0] if len(values) == 1 else values
@@ -70,11 +71,28 @@ def numbers(flag: str, text: str | None) -> float | list[float] | None:
 def the_costs(forward: str | None, backward: str | None, input_grad: str | None, weight_grad: str | None,
               update: str | None, transfer: str | None) -> Costs:  # fmt: skip
     """The costs that the flags give; what is not given keeps its default (F = 1, B = 2 F, the rest 0)."""
-    from penstock.simulate.costs import Costs
-
     given = {"forward": forward, "backward": backward, "input_grad": input_grad, "weight_grad": weight_grad,
              "update": update, "transfer": transfer}  # fmt: skip
-    return Costs(**{name: numbers(name.replace("_", "-"), text) for name, text in given.items() if text is not None})
+    return costs_given(given, "duplex")
+
+
+def costs_given(flags: Mapping[str, str | None], links: str) -> Costs:
+    """The costs that the flags give, by the names of Costs' fields; those that end in `_bytes`, and bandwidth, are in bytes.
+
+    Raises:
+        SettingError: a text is no quantity, or the flags do not go together.
+    """
+    from penstock.simulate.costs import Costs
+
+    def bytes_per_second(word: str) -> float:
+        return parse_bytes(word.strip().removesuffix("/s"))
+
+    given: dict[str, Any] = {}
+    for name, text in flags.items():
+        parse = parse_bytes if name.endswith("_bytes") else bytes_per_second if name == "bandwidth" else parse_seconds
+        if text is not None:
+            given[name] = numbers(name.replace("_", "-"), text, parse)
+    return Costs(**given, links=links)
 
 
 def model_options(texts: list[str] | None) -> dict[str, object]:
@@ -105,7 +123,9 @@ def timeline_facts(timeline: Timeline) -> dict[str, object]:
         "span_bubble_ratio": timeline.span_bubble_ratio,
         "busy": list(timeline.busy),
         "peak_in_flight": list(timeline.peak_in_flight),
+        "peak_on_rank": list(timeline.peak_on_rank),
         "peak_memory": None if timeline.peak_memory is None else list(timeline.peak_memory),
+        "memory_holders": None if timeline.memory_holders is None else list(timeline.memory_holders),
     }
 
 

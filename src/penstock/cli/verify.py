@@ -24,11 +24,16 @@ def verify(
 
     Example: penstock verify --csv my_schedule.csv
     """
+    from penstock.schedule.csv import load_csv
+    from penstock.verify.lowered import verify_lowered
     from penstock.verify.verify import verify as prove
 
-    made = options.the_schedule(schedule, stages, micro_batches, csv)
+    if csv is None or schedule or stages or micro_batches:
+        made, lowered = options.the_schedule(schedule, stages, micro_batches, csv), None
+    else:
+        made, lowered = load_csv(csv)
     try:
-        report = prove(made, in_flight_limit)
+        report = prove(made, in_flight_limit) if lowered is None else verify_lowered(lowered, in_flight_limit, made)
     except ScheduleError as error:
         if json:
             options.print_json({"sound": False, "findings": [asdict(finding) for finding in error.findings]})

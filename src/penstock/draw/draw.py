@@ -1,9 +1,13 @@
-"""Draw a timeline or a schedule."""
+"""Draw timelines and schedules."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal, overload
 
+from penstock.draw.compare import differences
 from penstock.draw.output import Look, put
 from penstock.errors import ScheduleError, SettingError
 from penstock.event import Timeline
@@ -11,11 +15,24 @@ from penstock.schedule.graph import build
 from penstock.schedule.op import Kind, Op, Schedule
 
 #: Lengths of ops when a schedule is drawn without costs: the pipeline papers' habit of B = 2 F, halved when split.
-UNITS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.U: 0.0}
+UNITS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.U: 0.0, Kind.E: 0.0, Kind.L: 0.0}
+#: A notebook shows nothing larger by itself.
+_MOST_SHOWN = 100_000
+
+Drawn = Timeline | Schedule
 
 
-def draw(what: Timeline | Schedule, path: str | Path | None = None, *, format: str | None = None,  # noqa: A002 - contract
-         width: int = 100, colour: bool = False) -> str:  # fmt: skip
+@overload
+def draw(what: Drawn | Sequence[Drawn], path: None = None, *, format: Literal["txt", "svg", "html", "json"] | None = None,
+         width: int = 100, colour: bool = False) -> str: ...  # fmt: skip
+@overload
+def draw(what: Drawn | Sequence[Drawn], path: str | Path | None = None, *, format: Literal["png"],
+         width: int = 100, colour: bool = False) -> bytes: ...  # fmt: skip
+@overload
+def draw(what: Drawn | Sequence[Drawn], path: str | Path | None = None, *, format: str | None = None,
+         width: int = 100, colour: bool = False) -> str | bytes: ...  # fmt: skip
+def draw(what: Drawn | Sequence[Drawn], path: str | Path | None = None, *, format: str | None = None,  # noqa: A002 - contract
+         width: int = 100, colour: bool = False) -> str | bytes:  # fmt: skip
     """Draw what happened, or what a schedule would do with F = 1, B = 2, I = W = 1, U = 0 and free transfers.
 
     >>> from penstock.schedule.catalogue import schedule
@@ -30,25 +47,45 @@ def draw(what: Timeline | Schedule, path: str | Path | None = None, *, format: s
     F░ forward   B▓ backward   · idle
 
     Args:
-        what: a timeline, simulated or measured, or a schedule.
-        path: where to write the drawing, whole or not at all; its suffix is the format: .txt .svg .html .json (Perfetto).
-        format: "txt", "svg", "html" or "json", whatever the suffix.
+        what: a timeline, simulated or measured, or a schedule; or several, which are drawn one above the other on one time
+            scale, with a line that says how they differ.
+        path: where to write the drawing, whole or not at all; its suffix is the format: .txt .svg .png .html .json (Perfetto).
+        format: "txt", "svg", "png", "html" or "json", whatever the suffix.
         width: columns of text, at least 20.
         colour: text with SGR codes.
 
     Returns:
-        The drawing: what the file holds.
+        The drawing: what the file holds. Bytes if it is a PNG, else text.
 
     Raises:
         SettingError: `what` cannot be drawn, the format is unknown, the width too small.
-        ScheduleError: the schedule never finishes.
+        ScheduleError: a schedule never finishes.
+        MissingExtra: PNG needs Matplotlib.
         FileError: `path` cannot be written.
     """
+    panels = [_panel(what)] if isinstance(what, (Timeline, Schedule)) or not isinstance(what, (list, tuple)) else list(map(_panel, what))
+    if not panels:
+        raise SettingError("draw got an empty list: give it a Timeline or a Schedule, or several")
+    return put(panels, path, Look(format, width, colour), differences(panels))
+
+
+def _panel(what: object) -> Timeline:
+    if isinstance(what, Timeline):
+        return what
     if isinstance(what, Schedule):
-        what = unit_timeline(what)
-    elif not isinstance(what, Timeline):
-        raise SettingError(f"draw takes a Timeline or a Schedule, not a {type(what).__name__}")
-    return put([what], path, Look(format, width, colour))
+        return unit_timeline(what)
+    raise SettingError(f"draw takes a Timeline or a Schedule, or a list of them, not a {type(what).__name__}")
+
+
+def picture(what: Drawn) -> str | None:
+    """The SVG that a notebook shows of a value; None, for its text instead, if it is large or never finishes."""
+    ops = len(what.log.start) if isinstance(what, Timeline) else len(what.ops)
+    if ops > _MOST_SHOWN:
+        return None
+    try:
+        return draw(what, format="svg")
+    except ScheduleError:  # a notebook shows unsound schedules too, for `verify` to say what is wrong with them
+        return None
 
 
 def unit_timeline(schedule: Schedule) -> Timeline:
@@ -65,7 +102,7 @@ def unit_timeline(schedule: Schedule) -> Timeline:
                             f"{op} on rank {rank}. `verify` says which wait for each other")  # fmt: skip
 
     def op_seconds(_: int, op: Op) -> float:
-        return UNITS[op.kind]
+        return UNITS[op.kind] * (1.0 if op.kind is Kind.U else schedule.shares[op.micro_batch])
 
     events = graph.events(op_seconds, lambda _link, _message: 0.0)
-    return Timeline.of(events, schedule.ranks, schedule.stages, title=schedule.name)
+    return replace(Timeline.of(events, schedule.ranks, schedule.stages, title=schedule.name), slicing=schedule.slicing)

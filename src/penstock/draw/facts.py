@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
+from penstock.draw.memory import told
 from penstock.draw.scale import Clock, number
 from penstock.event import Timeline
-from penstock.schedule.op import Kind
+from penstock.schedule.op import HANDING, Kind, Op
 from penstock.units import format_bytes
 
 KIND_NAMES = {
@@ -16,6 +19,8 @@ KIND_NAMES = {
     Kind.I: "backward for the input",
     Kind.W: "backward for the weights",
     Kind.U: "update",
+    Kind.E: "evict: activations to a partner",
+    Kind.L: "load: activations back",
 }
 
 #: Control characters, lone surrogates and the two that are none: what XML 1.0 forbids, and the C1 controls.
@@ -35,17 +40,33 @@ def heading(panel: Timeline) -> str:
 
 
 def kinds(panels: Sequence[Timeline]) -> list[Kind]:
-    """The kinds of op that occur, in the order F, B, I, W, U."""
-    found = {event.op.kind for panel in panels for event in panel.compute}
-    return [kind for kind in Kind if kind in found]
+    """The kinds of op that occur, in the order F, B, I, W, U, E, L."""
+    found = {number for panel in panels for number in np.unique(panel.log.ops.kind).tolist()}
+    return [kind for kind in Kind if ord(kind.value) in found]
+
+
+def op_number(panel: Timeline, op: Op) -> str:
+    """What stands in an op's box: its micro-batch, with the slice where it is cut (`3.1`); of U the weight version."""
+    slicing = panel.slicing
+    if slicing is None or op.kind is Kind.U or op.micro_batch >= len(slicing.share):
+        return str(op.micro_batch)
+    return slicing.label(op.micro_batch)
+
+
+def op_name(panel: Timeline, op: Op) -> str:
+    """The op's text with its slice: `2F3.1`."""
+    return f"{op.stage}{op.kind}{op_number(panel, op)}"
 
 
 def stages_of_rank(panel: Timeline) -> list[list[int]]:
-    """The stages whose ops each rank ran, ascending."""
-    held: list[set[int]] = [set() for _ in range(panel.ranks)]
-    for event in panel.compute:
-        held[event.rank].add(event.op.stage)
-    return [sorted(stages) for stages in held]
+    """The stages whose ops each rank ran, ascending; keeping activations for another rank is none of them."""
+    ops = panel.log.ops
+    own = ~ops.of_kind(*HANDING)
+    count = max(ops.stages, 1)
+    held: list[list[int]] = [[] for _ in range(panel.ranks)]
+    for place in np.unique(ops.rank[own].astype(np.int64) * count + ops.stage[own]).tolist():
+        held[place // count].append(place % count)
+    return held
 
 
 def busy_shares(panel: Timeline) -> list[float]:
@@ -65,10 +86,13 @@ def figures(panel: Timeline, clock: Clock) -> list[str]:
         f"makespan {clock.exact(panel.makespan)}",
         f"bubble ratio {percent(panel.bubble_ratio)}",
         f"busy per rank {_listed(busy, list(map(float, busy)))}" + (" %" if busy else ""),
-        f"peak in flight {_listed(list(map(str, panel.peak_in_flight)), panel.peak_in_flight)}",
+        f"peak in flight {_listed([number(peak, 2) for peak in panel.peak_in_flight], panel.peak_in_flight)}",
     ]
     if panel.peak_memory is not None:
         words.append(f"peak memory {_listed(list(map(format_bytes, panel.peak_memory)), panel.peak_memory, ' / ')}")
+        if panel.memory_holders is not None and max(panel.peak_memory, default=0) > 0:
+            rank = panel.peak_memory.index(max(panel.peak_memory))
+            words.append(f"fullest is rank {rank}: {told(panel, rank)}")
     return words
 
 

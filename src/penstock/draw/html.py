@@ -1,37 +1,29 @@
-"""Timelines as one page: the SVG and the figures as tables. No script, nothing from the network, light and dark."""
+"""Timelines as one page: a figure that zooms, and the figures as tables. Nothing from the network, light and dark."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from importlib.resources import files
 
 from penstock.draw.facts import busy_shares, clean, heading, percent, stages_of_rank
+from penstock.draw.memory import told
 from penstock.draw.palette import dark_style
 from penstock.draw.scale import Clock, number
 from penstock.draw.svg import svg
+from penstock.draw.viewer import MOST_OPS, viewer
 from penstock.event import Timeline
 from penstock.units import format_bytes
 
-_STYLE = """
-:root{color-scheme:light dark;--ground:#fff;--ink:#1d2530;--soft:#4a5563;--line:#d3d8df;--bar:#7eb0e8}
-body{margin:0;background:var(--ground);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
-main{max-width:1680px;margin:0 auto;padding:24px}
-h1{font-size:22px;margin:0 0 12px;overflow-wrap:anywhere}h2{font-size:17px;margin:28px 0 8px;overflow-wrap:anywhere}
-figure{margin:16px 0;overflow-x:auto;border:1px solid var(--line);border-radius:8px;background:var(--ground)}figure svg{display:block}
-dl{display:flex;flex-wrap:wrap;gap:8px 32px;margin:0}dt{color:var(--soft);font-size:13px}dd{margin:0;font-size:18px}
-.tables>div{overflow-x:auto;max-width:100%}
-.tables{margin-top:16px;display:flex;flex-wrap:wrap;gap:16px 48px;align-items:flex-start}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}caption{text-align:left;color:var(--soft);padding:4px 0}
-th,td{padding:4px 16px 4px 0;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th{font-weight:600;color:var(--soft);font-size:13px}
-.bar{display:inline-block;width:96px;height:9px;margin-right:8px;border:1px solid var(--line)}
-.bar i{display:block;height:100%;background:var(--bar)}
-"""
-_DARK = ":root{--ground:#14181e;--ink:#e4e9f0;--soft:#a9b4c2;--line:#323b47;--bar:#4f86c6}"
+#: With more ops than this, a page for readers without scripts would be twice as long for a picture too fine to read.
+_MOST_STILL = 5_000
 
 
 def html(panels: Sequence[Timeline], note: str = "") -> str:
-    """A page with the timelines drawn above the other, and of each the figures per rank and per stage.
+    """A page with the timelines drawn one above the other, and of each the figures per rank and per stage.
+
+    The figure zooms and pans along time, tells the numbers of what is pointed at and marks the ops of the same micro-batch;
+    `#t=3,7` behind the page's address opens it at 3 to 7 s. With more than 300,000 ops it is a still picture of sums.
 
     Args:
         panels: the timelines.
@@ -43,14 +35,19 @@ def html(panels: Sequence[Timeline], note: str = "") -> str:
     body = [f"<h1>{title}</h1>"]
     if single:
         body.append(_key_figures(panels[0], clock))
-    body.append(f"<figure>{svg(panels, '', words=not single)}</figure>")
+    ops = sum(len(panel.log.start) for panel in panels)
+    if ops > MOST_OPS:
+        body.append(f'<figure class="still">{svg(panels, words=not single)}</figure><p>{ops:,} ops are too many for a figure '
+                    f"that zooms: heights are shares of time. Draw fewer micro-batches, or the trace for Perfetto.</p>")  # fmt: skip
+    else:
+        body.append(viewer(panels, title, svg(panels, words=not single) if ops <= _MOST_STILL else ""))
     if note:
         body.append(f"<p>{escape(clean(note))}</p>")
     for panel in panels:
         if not single:
             body += [f"<h2>{escape(heading(panel))}</h2>", _key_figures(panel, clock)]
         body.append(f'<div class="tables">{_rank_table(panel, clock)}{_stage_table(panel)}</div>')
-    style = f"{_STYLE}@media (prefers-color-scheme:dark){{{_DARK}{dark_style('main')}}}"
+    style = f"{_sheet('page.css')}@media (prefers-color-scheme:dark){{{_sheet('page_dark.css')}{dark_style('main')}}}"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
@@ -60,6 +57,10 @@ def html(panels: Sequence[Timeline], note: str = "") -> str:
     )
 
 
+def _sheet(name: str) -> str:
+    return files("penstock.draw").joinpath(name).read_text(encoding="utf-8")
+
+
 def _key_figures(panel: Timeline, clock: Clock) -> str:
     entries = (
         ("makespan", clock.exact(panel.makespan)),
@@ -67,7 +68,7 @@ def _key_figures(panel: Timeline, clock: Clock) -> str:
         ("bubble ratio of the longest rank's span", percent(panel.span_bubble_ratio)),
         ("ranks", str(panel.ranks)),
         ("stages", str(panel.stages)),
-        ("ops", str(len(panel.compute))),
+        ("ops", str(len(panel.log.start))),
     )
     return "<dl>" + "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in entries) + "</dl>"
 
@@ -83,6 +84,11 @@ def _rank_table(panel: Timeline, clock: Clock) -> str:
         names.append("peak memory")
         for row, held in zip(rows, panel.peak_memory, strict=True):
             row.append(format_bytes(held))
+    curves, holders = panel.memory, panel.memory_holders
+    if curves is not None and holders is not None:
+        names += ["peak at", "held by, at the peak"]
+        for rank, (row, curve) in enumerate(zip(rows, curves, strict=True)):
+            row += [clock.exact(curve.peak_at), escape(clean(told(panel, rank)))]
     return _table("per rank", names, rows)
 
 
@@ -92,7 +98,7 @@ def _stage_table(panel: Timeline) -> str:
         for stage in stages:
             ranks[stage].append(rank)
     rows = [
-        [str(stage), ", ".join(map(str, ranks[stage])) or "none", str(peak)] for stage, peak in enumerate(panel.peak_in_flight)
+        [str(stage), ", ".join(map(str, ranks[stage])) or "none", number(peak, 2)] for stage, peak in enumerate(panel.peak_in_flight)
     ]
     return _table("per stage", ["stage", "ranks", "peak in flight"], rows)
 

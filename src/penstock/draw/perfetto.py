@@ -1,7 +1,7 @@
 """Timelines as trace-event JSON for ui.perfetto.dev and chrome://tracing.
 
 Format: "Trace Event Format" (Google; the document that Perfetto's own manual names for JSON traces): complete events X, metadata
-M, flows s and f; `ts` and `dur` in microseconds.
+M, flows s and f, counters C; `ts` and `dur` in microseconds.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from penstock.draw.facts import clean, heading
+from penstock.draw.facts import clean, heading, op_name, op_number
 from penstock.event import Event, Timeline
-from penstock.schedule.op import Op
+from penstock.schedule.op import Kind, Op
 from penstock.schedule.rules import needs
 
 #: The thread of a rank's ops; that of its link to rank r is r + 2. Neither a process nor a thread is 0, which Perfetto takes for
@@ -22,7 +22,7 @@ _OPS = 1
 def perfetto(panels: Sequence[Timeline]) -> str:
     """Draw timelines as a trace: a process per rank, with a thread for its ops and one for every link that starts there.
 
-    Arrows go from the op that made a value to the op that took it, or to the transfer's end where no op is known to have.
+    Where it is known what the ranks hold, each has a counter of bytes. Arrows go from the op that made a value to the op that took it, or to the transfer's end where no op is known to have.
 
     Args:
         panels: the timelines; of several, every process says whose it is.
@@ -31,7 +31,8 @@ def perfetto(panels: Sequence[Timeline]) -> str:
     for index, panel in enumerate(panels):
         first = 1 + sum(before.ranks for before in panels[:index])
         entries += _processes(panel, first, f", {heading(panel)}" if len(panels) > 1 else "")
-        entries += [_slice(event, first) for event in panel.events]
+        entries += [_slice(panel, event, first) for event in panel.events]
+        entries += _counters(panel, first)
         entries += _flows(panel, first, sum(len(before.events) for before in panels[:index]))
     about = {"penstock": [{"title": clean(panel.title), "source": clean(panel.source), "makespan_s": panel.makespan,
                            "bubble_ratio": panel.bubble_ratio} for panel in panels]}  # fmt: skip
@@ -58,13 +59,15 @@ def _place(event: Event, first: int) -> dict[str, int]:
     return {"pid": first + event.rank, "tid": _OPS if event.to_rank is None else event.to_rank + 2}
 
 
-def _slice(event: Event, first: int) -> dict[str, object]:
+def _slice(panel: Timeline, event: Event, first: int) -> dict[str, object]:
     args: dict[str, object] = {"stage": event.op.stage, "micro_batch": event.op.micro_batch}
     if event.bytes:
         args["bytes"] = event.bytes
-    name, kind = str(event.op), event.op.kind.value
+    if panel.slicing is not None and event.op.kind is not Kind.U:
+        args |= {"micro_batch": panel.slicing.micro_batch_of[event.op.micro_batch], "slice": op_number(panel, event.op)}
+    name, kind = op_name(panel, event.op), event.op.kind.value
     if event.to_rank is not None:
-        name, kind = f"send {event.op}", "transfer"
+        name, kind = f"send {name}", "transfer"
         args["to_rank"] = event.to_rank
     start, end = _microseconds(event.start), _microseconds(event.end)
     return {
@@ -78,12 +81,22 @@ def _slice(event: Event, first: int) -> dict[str, object]:
     }
 
 
+def _counters(panel: Timeline, first: int) -> list[dict[str, object]]:
+    """What every rank holds; of several changes at a time the last, which is what it holds from then on."""
+    entries: list[dict[str, object]] = []
+    for rank, curve in enumerate(panel.memory or ()):
+        held = dict(zip(map(_microseconds, curve.seconds.tolist()), curve.bytes.tolist(), strict=True))
+        entries += [{"ph": "C", "name": "memory", "pid": first + rank, "ts": moment, "args": {"bytes": count}}
+                    for moment, count in held.items()]  # fmt: skip
+    return entries
+
+
 def _flows(panel: Timeline, first: int, number: int) -> list[dict[str, object]]:
     """One arrow per transfer, numbered on from `number`: Perfetto reads ids that are text as hexadecimal."""
     made = {(event.rank, event.op): event for event in panel.compute}
     taken: dict[tuple[int, Op], Event] = {}
     for event in panel.compute:
-        for group in needs(event.op, panel.stages):
+        for group in needs(event.op, panel.stages, panel.slicing):
             for op in group:
                 taken.setdefault((event.rank, op), event)
     entries: list[dict[str, object]] = []

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from penstock.event import Timeline
+from penstock.schedule.arrays import Array
 from penstock.schedule.op import Kind
 from penstock.units import format_seconds
 
@@ -14,6 +17,8 @@ _STEPS = (1.0, 2.0, 5.0)
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 #: The shortest op may be this many times the unit of a timeline that is drawn unit by unit.
 _LONGEST_SHORTEST = 12
+#: Ops of whole units may be cut in so many parts, as slices of micro-batches are, and stages of a rank.
+_SMALLEST_PART = 24
 
 
 @dataclass(frozen=True)
@@ -25,13 +30,12 @@ class Clock:
 
     @classmethod
     def of(cls, panels: Sequence[Timeline]) -> Clock:
-        """Seconds for what was measured or has ops below one second, plain units for all else, such as F = 1 and B = 2.
-
-        Updates do not count: they are often the one short op of a timeline in units.
-        """
-        work = [e.end - e.start for panel in panels for e in panel.compute if e.op.kind is not Kind.U and e.end > e.start]
-        if all(panel.source != "measured" for panel in panels) and min(work, default=1.0) > 1 - 1e-6:
-            return cls(1.0, "")
+        """Seconds for what was measured or has short ops, plain units for all else, such as F = 1 and B = 2, and parts of them."""
+        if all(panel.source != "measured" for panel in panels):
+            shortest = min(work_seconds(panels).tolist(), default=1.0)
+            unit = None if shortest > 1 - 1e-6 else common_unit(panels)
+            if shortest > 1 - 1e-6 or (unit is not None and any(_is_whole(unit * parts) for parts in range(1, _SMALLEST_PART + 1))):
+                return cls(1.0, "")
         whole = horizon(panels)
         return next((cls(factor, unit) for unit, factor in _UNITS if whole >= factor), cls(1.0, "s"))
 
@@ -73,18 +77,33 @@ def horizon(panels: Sequence[Timeline]) -> float:
     return max((panel.makespan for panel in panels), default=0.0)
 
 
+def _is_whole(value: float) -> bool:
+    return round(value) >= 1 and abs(value - round(value)) < 1e-6
+
+
+def work_seconds(panels: Sequence[Timeline]) -> Array:
+    """The lengths of all ops that take time, updates left out: they are often the one short op of a timeline in units."""
+    logs = [panel.log for panel in panels]
+    lengths = [(log.end - log.start)[~log.ops.of_kind(Kind.U)] for log in logs]
+    found = np.concatenate(lengths) if lengths else np.zeros(0)
+    return found[found > 0]
+
+
 def common_unit(panels: Sequence[Timeline]) -> float | None:
     """The largest length in seconds of which every op's start and end is a whole multiple, if ops are small multiples of one.
 
     With F = 2 and B = 3 it is 1; a measured timeline has none. Rounding errors of the simulator's sums pass.
     """
-    moments = [moment for panel in panels for event in panel.compute for moment in (event.start, event.end)]
-    lengths = [event.end - event.start for panel in panels for event in panel.compute if event.end > event.start]
-    if not lengths:
+    if not panels:
         return None
-    shortest = min(lengths)
+    moments = np.concatenate([each for panel in panels for each in (panel.log.start, panel.log.end)])
+    lengths = np.concatenate([panel.log.end - panel.log.start for panel in panels])
+    lengths = lengths[lengths > 0]
+    if not len(lengths):
+        return None
+    shortest = float(lengths.min())
     for parts in range(1, _LONGEST_SHORTEST + 1):
         unit = shortest / parts
-        if all(abs(moment / unit - round(moment / unit)) < 1e-6 for moment in moments):
+        if (np.abs(moments / unit - np.rint(moments / unit)) < 1e-6).all():
             return unit
     return None

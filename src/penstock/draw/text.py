@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from penstock.draw.facts import KIND_NAMES, clean, figures, heading, kinds, stages_of_rank
+import numpy as np
+
+from penstock.draw.columns import Spans, shares
+from penstock.draw.facts import KIND_NAMES, clean, figures, heading, kinds, op_number
+from penstock.draw.pairs import by_rank, side_by_side
 from penstock.draw.scale import Clock, common_unit, horizon
+from penstock.draw.ways import Ways
 from penstock.errors import SettingError
 from penstock.event import Event, Timeline
 from penstock.schedule.op import Kind
 
 NARROWEST = 20
 IDLE = "·"
+#: Before the second op of two that run as one: `F3░&B1▓` is one span, cut in the middle for want of height.
+JOIN = "&"
 #: What fills a cell behind its letter and number: darker for more work, so that a whole B stands out from an F.
-FILL = {Kind.F: "░", Kind.B: "▓", Kind.I: "▒", Kind.W: "═", Kind.U: "█"}
+FILL = {Kind.F: "░", Kind.B: "▓", Kind.I: "▒", Kind.W: "═", Kind.U: "█", Kind.E: "→", Kind.L: "←"}
 #: Background and foreground by kind, of the 256 colours: the families of the SVG.
-_SGR = {Kind.F: "48;5;111;30", Kind.B: "48;5;29;97", Kind.I: "48;5;150;30", Kind.W: "48;5;214;30", Kind.U: "48;5;54;97"}
+_SGR = {Kind.F: "48;5;111;30", Kind.B: "48;5;29;97", Kind.I: "48;5;150;30", Kind.W: "48;5;214;30", Kind.U: "48;5;54;97",
+        Kind.E: "48;5;88;97", Kind.L: "48;5;217;30"}  # fmt: skip
 #: In a timeline of whole units the shortest op takes at most so many columns: more adds no information.
 _WIDEST_SHORTEST = 8
+#: With more ops than this per column, none has room for its name.
+_MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,8 @@ class _Columns:
     def of(cls, panels: Sequence[Timeline], room: int) -> _Columns:
         whole, unit = horizon(panels), common_unit(panels)
         if unit is not None and (units := round(whole / unit)) <= room:
-            shortest = min(event.end - event.start for panel in panels for event in panel.compute if event.end > event.start)
+            lengths = np.concatenate([panel.log.end - panel.log.start for panel in panels])
+            shortest = float(lengths[lengths > 0].min())
             each = max(1, min(room // units, _WIDEST_SHORTEST // round(shortest / unit)))
             return cls(units * each, unit / each, True)
         return cls(room, whole / room or 1.0, False)
@@ -49,6 +59,7 @@ def text(panels: Sequence[Timeline], width: int = 100, colour: bool = False, not
     column shows what filled most of it, idle (`·`) included; where many ops share a column, kinds take turns from one column
     to the next in proportion to their time. A cell has its letter and micro-batch where there is room, with the stage first
     (`2F0`) on a rank that holds several; where every op takes whole columns, a lone digit in one is the micro-batch of an F.
+    Slices are written `F3.1`. Two ops that run as one have half of their span each, with `&` between: `F3░&B1▓`.
 
     Args:
         panels: the timelines.
@@ -65,17 +76,17 @@ def text(panels: Sequence[Timeline], width: int = 100, colour: bool = False, not
     gutter = len("rank  |") + digits
     clock, columns = Clock.of(panels), _Columns.of(panels, width - gutter - 1)
     lines: list[str] = []
+    joined = False
     for panel in panels:
         lines += _wrapped([heading(panel)], width)
-        several = [len(stages) > 1 for stages in stages_of_rank(panel)]
-        of_rank: list[list[Event]] = [[] for _ in range(panel.ranks)]
-        for event in panel.compute:
-            of_rank[event.rank].append(event)
-        for rank, events in enumerate(of_rank):
-            lines.append(f"rank {rank:>{digits}} |{_row(events, columns, several[rank], colour)}|")
+        rows, pairs = _rows(panel, columns, colour)
+        lines += [f"rank {rank:>{digits}} |{row}|" for rank, row in enumerate(rows)]
+        joined |= pairs
         lines.append("time".ljust(gutter) + _axis(clock, columns, horizon(panels)))
         lines += _wrapped(_flowing([(words, words) for words in figures(panel, clock)], ", ", width), width)
     legend = _legend(panels, colour)
+    if joined:
+        legend.append((f"{JOIN} with the op before, as one",) * 2)
     if not columns.whole and horizon(panels):
         legend.append((f"column = {clock.exact(columns.seconds)}",) * 2)
     lines += _flowing(legend, "   ", width)
@@ -101,49 +112,81 @@ def _wrapped(lines: list[str], width: int) -> list[str]:
     return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="  ")]
 
 
-def _row(events: list[Event], columns: _Columns, several: bool, colour: bool) -> str:
-    kinds_there = _filled(events, columns)
-    cells = [IDLE if kind is None else " " if colour else FILL[kind] for kind in kinds_there]
-    for event in events:
+@dataclass(frozen=True)
+class _Cell:
+    """An op in a row: its letter and number, whether its stage has to be told, whether it is the second of a pair."""
+
+    event: Event
+    name: str
+    staged: bool
+    second: bool
+
+    def labels(self, room: int, whole: bool) -> list[str]:
+        """What may stand in a cell of `room` columns, best first."""
+        labels = [self.name]
+        if self.staged:
+            labels.insert(0, f"{self.event.op.stage}{self.name}")
+        if self.second:
+            return [label for label in (*(JOIN + label for label in labels), JOIN) if len(label) <= room]
+        if self.event.op.kind is Kind.F and room == 1 and whole:
+            # Two digits do not fit here and have no place elsewhere, so digits side by side are as many ops.
+            labels.append(self.name[1:])
+        return [label for label in labels if len(label) <= room]
+
+
+def _rows(panel: Timeline, columns: _Columns, colour: bool) -> tuple[list[str], bool]:
+    """A row per rank, and whether any shows a pair."""
+    names = kinds([panel])
+    shown = [_filled(Spans.of(panel, rank, columns.seconds), names, columns) for rank in range(panel.ranks)]
+    if len(panel.log.start) > _MOST_NAMED * columns.count * max(1, panel.ranks):
+        return [_joined([None] * columns.count, kinds_there, colour) for kinds_there in shown], False
+    ways, rows, pairs = Ways.of(panel), [], False
+    for rank, (events, kinds_there) in enumerate(zip(by_rank(panel), shown, strict=True)):
+        apart, second = side_by_side(events, columns.seconds)
+        pairs |= bool(second)
+        several = len(ways.stages[rank]) > 1
+        cells = [
+            _Cell(event, f"{event.op.kind}{op_number(panel, event.op)}", several and ways.named(rank, event.op.stage), place in second)
+            for place, event in enumerate(apart)
+        ]
+        rows.append(_joined(_letters(cells, kinds_there, columns), kinds_there, colour))
+    return rows, pairs
+
+
+def _letters(cells: list[_Cell], kinds_there: list[Kind | None], columns: _Columns) -> list[str | None]:
+    """Per column the letter or digit of an op's name, if one stands there."""
+    letters: list[str | None] = [None] * columns.count
+    for cell in cells:
         # Both ends are rounded alike, so the end of one op is the start of the next.
-        first, last = round(event.start / columns.seconds), min(columns.count, round(event.end / columns.seconds))
-        for label in _labels(event, several, last - first, columns.whole):
-            if all(kind is event.op.kind for kind in kinds_there[first : first + len(label)]):
-                cells[first : first + len(label)] = label
+        first = round(cell.event.start / columns.seconds)
+        last = min(columns.count, round(cell.event.end / columns.seconds))
+        for label in cell.labels(last - first, columns.whole):
+            if all(kind is cell.event.op.kind for kind in kinds_there[first : first + len(label)]):
+                letters[first : first + len(label)] = label
                 break
+    return letters
+
+
+def _joined(letters: list[str | None], kinds_there: list[Kind | None], colour: bool) -> str:
+    """A row of letters, and where there are none the shades of what is there."""
+    row = [letter or (IDLE if kind is None else " " if colour else FILL[kind])
+           for letter, kind in zip(letters, kinds_there, strict=True)]  # fmt: skip
     if not colour:
-        return "".join(cells)
-    row = ""
-    for kind, run in groupby(range(columns.count), key=kinds_there.__getitem__):
-        row += _painted("".join(cells[column] for column in run), kind)
-    return row
+        return "".join(row)
+    painted = ""
+    for kind, run in groupby(range(len(row)), key=kinds_there.__getitem__):
+        painted += _painted("".join(row[column] for column in run), kind)
+    return painted
 
 
-def _labels(event: Event, several: bool, room: int, whole: bool) -> list[str]:
-    """What may stand in a cell of `room` columns, best first."""
-    kind, _, micro_batch = event.op
-    labels = [f"{kind}{micro_batch}"]
-    if several:
-        labels.insert(0, str(event.op))
-    if kind is Kind.F and room == 1 and whole:
-        # Two digits do not fit here and have no place elsewhere, so digits side by side are as many ops.
-        labels.append(str(micro_batch))
-    return [label for label in labels if len(label) <= room]
-
-
-def _filled(events: list[Event], columns: _Columns) -> list[Kind | None]:
+def _filled(spans: Spans, names: list[Kind], columns: _Columns) -> list[Kind | None]:
     """Per column the kind of op, or None for idle, that it shows."""
-    work: list[dict[Kind | None, float]] = [{} for _ in range(columns.count)]
-    longest = [0.0] * columns.count
-    for event in events:
-        first, last = event.start / columns.seconds, event.end / columns.seconds
-        for column in range(int(first + 1e-6), min(columns.count, math.ceil(last - 1e-6))):
-            share = min(last, column + 1) - max(first, column)
-            work[column][event.op.kind] = work[column].get(event.op.kind, 0.0) + share
-            longest[column] = max(longest[column], share)
+    work, longest = shares(spans, names, columns.count, columns.seconds)
+    done = list(zip(*(column.tolist() for column in work.values()), strict=True)) or [()] * columns.count
     shown: list[Kind | None] = []
     owed: dict[Kind | None, float] = {}
-    for there, most in zip(work, longest, strict=True):
+    for most, each in zip(longest.tolist(), done, strict=True):
+        there: dict[Kind | None, float] = {kind: share for kind, share in zip(work, each, strict=True) if share > 0}
         idle = 1.0 - sum(there.values())
         if max(most, idle) >= 0.5:
             shown.append(None if idle > 0.5 else max(there, key=there.__getitem__))
@@ -172,10 +215,11 @@ def _axis(clock: Clock, columns: _Columns, whole: float) -> str:
 
 def _legend(panels: Sequence[Timeline], colour: bool) -> list[tuple[str, str]]:
     """Sign and name of every kind, plain and as written; kinds that took no time are not to be seen and left out."""
-    seen = {event.op.kind for panel in panels for event in panel.compute if event.end > event.start}
+    logs = [panel.log for panel in panels]
+    seen = {number for log in logs for number in np.unique(log.ops.kind[log.end > log.start]).tolist()}
     entries = []
     for kind in kinds(panels):
-        if kind in seen:
+        if ord(kind.value) in seen:
             sign = f"{kind}{' ' if colour else FILL[kind]}"
             entries.append((f"{sign} {KIND_NAMES[kind]}", f"{_painted(sign, kind) if colour else sign} {KIND_NAMES[kind]}"))
     return [*entries, (f"{IDLE} idle", f"{IDLE} idle")]

@@ -1,9 +1,10 @@
-"""A batch on its way: cut into micro-batches, the same on every rank."""
+"""A batch on its way: cut into micro-batches, and these into slices where a schedule says so, the same on every rank."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,13 +12,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import SettingError
+from penstock.schedule.slicing import Slicing
 
 
 @dataclass
 class Batch:
-    """Micro-batches of inputs and targets, and the results that ops leave behind.
+    """Micro-batches of inputs and targets, and the results that ops leave behind, all by the numbers that ops have.
 
-    `shares[m]` is micro-batch m's share of the batch's samples: the mean loss weighs samples, not micro-batches.
+    `shares[n]` is the share of micro-batch n in the batch's samples, and in their tokens where those are cut: the mean loss weighs
+    samples and tokens, not micro-batches. `slicing` is how those micro-batches that this batch fills are cut.
     """
 
     step: int
@@ -28,11 +31,65 @@ class Batch:
     training: bool
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+    slicing: Slicing | None = None
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches there are."""
-        return len(self.inputs)
+        """How many micro-batches there are. Slices of samples count each, as in `Schedule.first_micro_batches`."""
+        return len(self.slicing.shares) if self.slicing is not None and self.cuts_tokens else len(self.inputs)
+
+    @property
+    def numbers(self) -> range:
+        """The numbers that ops on this batch have."""
+        return range(len(self.inputs))
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether ops work on slices of sequences, which hand something on to each other."""
+        return self.slicing is not None and self.slicing.along == "tokens"
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Which whole micro-batch `number` belongs to, and how many of those there are."""
+        if self.slicing is None:
+            return number, len(self.inputs)
+        return self.slicing.micro_batch_of[number], len(self.slicing.shares)
+
+    def next_slice(self, number: int) -> int | None:
+        """The slice of the same sequences that comes after `number`, if they are cut and there is one."""
+        return self.slicing.neighbour(number, +1) if self.slicing is not None and self.cuts_tokens else None
+
+    def rows(self) -> list[list[int]]:
+        """The numbers of each micro-batch's slices of sequences; where none are cut, each number alone."""
+        if self.slicing is None or not self.cuts_tokens:
+            return [[number] for number in self.numbers]
+        return [
+            [first + i for i in range(len(row))] for first, row in zip(self.slicing.first_of, self.slicing.shares, strict=True)
+        ]
+
+    def with_whole_sequences(self) -> Batch:
+        """The same samples in the same micro-batches, with no sequence cut."""
+        rows = self.rows()
+        inputs, targets = (
+            [join([values[n] for n in row], dim=1) for row in rows] for values in (self.inputs, self.targets or self.inputs)
+        )
+        shares = [sum(self.shares[n] for n in row) for row in rows]
+        return Batch(self.step, inputs, None if self.targets is None else targets, shares, self.signature, self.training)
+
+    def joined(self, outputs: Mapping[int, Any]) -> Any:
+        """Outputs by number as those of the whole batch.
+
+        Raises:
+            SettingError: an output has no samples, or not the tokens of its slice.
+        """
+        if self.slicing is None or not self.cuts_tokens:
+            return join([outputs[number] for number in sorted(outputs)])
+        for number, output in outputs.items():
+            tokens = token_count(self.inputs[number], "the inputs of a slice")
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor) and (leaf.dim() < 2 or leaf.shape[1] != tokens):
+                    raise SettingError(f"the model's output for a slice of {tokens} tokens has a tensor of {tuple(leaf.shape)}: outputs "
+                                       "of slices are joined along their second dimension, which has the tokens")  # fmt: skip
+        return join([join([outputs[number] for number in row], dim=1) for row in self.rows()])
 
 
 def sample_count(value: Any, what: str) -> int:
@@ -41,23 +98,37 @@ def sample_count(value: Any, what: str) -> int:
     Raises:
         SettingError: there is none, or the tensors differ.
     """
+    return _extent(value, 0, f"{what} must be tensors with the same number of samples, at least 1, in their first dimension")
+
+
+def token_count(value: Any, what: str) -> int:
+    """The common second extent of all tensors in `value`.
+
+    Raises:
+        SettingError: there is none, or the tensors differ.
+    """
+    return _extent(value, 1, f"the schedule cuts sequences, so {what} must be tensors with the same number of tokens, at least 1, "
+                   "in their second dimension")  # fmt: skip
+
+
+def _extent(value: Any, dim: int, otherwise: str) -> int:
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    counts = {int(tensor.shape[0]) if tensor.dim() else 0 for tensor in tensors}
+    counts = {int(tensor.shape[dim]) if tensor.dim() > dim else 0 for tensor in tensors}
     if len(counts) != 1 or 0 in counts:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensors"
-        raise SettingError(f"{what} must be tensors with the same number of samples, at least 1, in their first dimension; "
-                           f"these have {shapes}")  # fmt: skip
+        raise SettingError(f"{otherwise}; these have {shapes}")
     return counts.pop()
 
 
-def cut(value: Any, parts: int) -> list[Any]:
-    """`value` in `parts` parts along the first dimension of its tensors, equal or nearly equal, larger ones first."""
+def cut(value: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
+    """`value` in parts of these sizes along one dimension of its tensors."""
     leaves, spec = pytree.tree_flatten(value)
-    pieces = [list(torch.tensor_split(leaf, parts)) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
+    parts = len(sizes)
+    pieces = [list(torch.split(leaf, list(sizes), dim)) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
     return [pytree.tree_unflatten([piece[part] for piece in pieces], spec) for part in range(parts)]
 
 
-def join(values: list[Any]) -> Any:
+def join(values: list[Any], dim: int = 0) -> Any:
     """Put cut values together again.
 
     Raises:
@@ -67,23 +138,82 @@ def join(values: list[Any]) -> Any:
         raise SettingError("the model's output has a tensor without a dimension: outputs of micro-batches are joined along their "
                            "first one, which has the samples")  # fmt: skip
     leaves = [pytree.tree_leaves(value) for value in values]
-    joined = [torch.cat(list(column)) if isinstance(column[0], Tensor) else column[0] for column in zip(*leaves, strict=True)]
+    joined = [
+        torch.cat(list(column), dim) if isinstance(column[0], Tensor) else column[0] for column in zip(*leaves, strict=True)
+    ]
     return pytree.tree_unflatten(joined, pytree.tree_structure(values[0]))
 
 
-def make_batch(x: Any, y: Any, micro_batches: int, *, step: int, training: bool) -> Batch:
-    """Cut a batch into `micro_batches` parts, or into single samples if there are fewer.
+def even_sizes(total: int, parts: int) -> list[int]:
+    """`total` in equal or nearly equal parts, larger ones first."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+def sizes_by_share(total: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers above 0 that add up to `total`, each as near to its share as that allows; of equals the first is larger.
+
+    >>> sizes_by_share(10, [1 / 3, 1 / 3, 1 / 3]), sizes_by_share(4, [0.9, 0.05, 0.05])
+    ([4, 3, 3], [2, 1, 1])
+
+    Args:
+        total: at least as many as there are shares.
+        shares: above 0; only how large they are to each other counts.
+    """
+    whole = sum(shares)
+    wanted = [round(total * share / whole, 9) for share in shares]  # rounded, for shares such as 1/3 are not exact
+    sizes = [max(1, int(size)) for size in wanted]
+    while left := total - sum(sizes):
+        step = 1 if left > 0 else -1
+        able = [i for i, size in enumerate(sizes) if size + step >= 1]
+        sizes[max(able, key=lambda i: (step * (wanted[i] - sizes[i]), -i))] += step
+    return sizes
+
+
+def make_batch(x: Any, y: Any, micro_batches: int, *, step: int, training: bool, slicing: Slicing | None = None) -> Batch:
+    """Cut a batch into `micro_batches` parts, or into single samples if there are fewer; with `slicing`, into its slices.
 
     Raises:
-        SettingError: inputs and targets have no samples, or not the same number.
+        SettingError: inputs and targets have no samples, or not the same number; or sequences are to be cut, and they are not the
+            second dimension of everything, or are shorter than they have slices.
     """
     samples = sample_count(x, "the inputs of a batch")
     if y is not None and sample_count(y, "the targets of a batch") != samples:
         raise SettingError(f"a batch has {samples} inputs and {sample_count(y, 'the targets')} targets")
-    parts = min(micro_batches, samples)
-    sizes = [samples // parts + (part < samples % parts) for part in range(parts)]
+    if slicing is not None and slicing.along == "samples" and samples >= len(slicing.share):
+        sizes = sizes_by_share(samples, slicing.share)
+    elif slicing is not None and slicing.along == "samples":
+        sizes, slicing = [1] * samples, None
+    else:
+        sizes = even_sizes(samples, min(micro_batches, samples))
+    shares = [size / samples for size in sizes]
+    inputs, targets = cut(x, sizes), None if y is None else cut(y, sizes)
+    if slicing is not None and slicing.along == "tokens":
+        slicing = replace(slicing, shares=slicing.shares[: len(sizes)])
+        lengths = _slice_lengths(x, y, slicing)
+        tokens = sum(lengths[0])
+        inputs = _sliced(inputs, lengths)
+        targets = None if targets is None else _sliced(targets, lengths)
+        shares = [length / tokens * share for share, row in zip(shares, lengths, strict=True) for length in row]
     forms = [(tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in pytree.tree_leaves(x)]
-    text = repr((training, y is not None, parts, forms, str(pytree.tree_structure(x))))
+    text = repr((training, y is not None, len(sizes), forms, str(pytree.tree_structure(x))))
+    if slicing is not None:
+        text += repr(slicing)
     signature = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Batch(step, cut(x, parts), None if y is None else cut(y, parts), [size / samples for size in sizes], signature,
-                 training)  # fmt: skip
+    return Batch(step, inputs, targets, shares, signature, training, slicing=slicing)
+
+
+def _slice_lengths(x: Any, y: Any, slicing: Slicing) -> list[list[int]]:
+    """Per micro-batch, how many tokens its slices have."""
+    tokens = token_count(x, "the inputs of a batch")
+    if y is not None and token_count(y, "the targets of a batch") != tokens:
+        raise SettingError(f"the schedule cuts sequences: the inputs have {tokens} tokens each, the targets "
+                           f"{token_count(y, 'the targets')}, and must have as many")  # fmt: skip
+    most = max(map(len, slicing.shares))
+    if tokens < most:
+        raise SettingError(f"sequences of {tokens} tokens cannot be cut into {most} slices: take a schedule with at most {tokens}, "
+                           "or longer sequences")  # fmt: skip
+    return [sizes_by_share(tokens, row) for row in slicing.shares]
+
+
+def _sliced(micro_batches: list[Any], lengths: list[list[int]]) -> list[Any]:
+    return [part for value, row in zip(micro_batches, lengths, strict=True) for part in cut(value, row, dim=1)]

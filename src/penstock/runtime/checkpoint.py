@@ -61,7 +61,7 @@ def save(folder: Path, world: World, placed: Placed, step: int) -> None:
     names = [f"step-{step:08d}-stage-{stage:04d}-{token:016x}.safetensors" for stage in range(len(placed.lengths))]
 
     def write(rank: int) -> None:
-        for stage in placed.local:
+        for stage in placed.at_home:
             if placed.home[stage.index] == rank:
                 _write(folder / names[stage.index], stage)
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from penstock.runtime import state
-from penstock.runtime.batch import Batch, cut, join
+from penstock.runtime.batch import Batch
 from penstock.runtime.stage import Loss
 from penstock.runtime.world import World
 from penstock.tracing.chain import TracedChain
 from penstock.tracing.materialise import materialise
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
+from penstock.tracing.slices import has_past
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Comparison:
         return name, everything[name]
 
 
-def compare(world: World, placed: state.Placed, play: Callable[[], None], batch: Batch, loss: Loss, seed: int) -> Comparison:
+def compare(world: World, placed: state.Placed, play: Callable[[], Tensor], batch: Batch, loss: Loss, seed: int) -> Comparison:
     """Play a batch without updates and hold gradients, buffers and loss against plain training on rank 0.
 
     Gradients and buffers of the stages are afterwards as they were before.
@@ -47,7 +50,7 @@ def compare(world: World, placed: state.Placed, play: Callable[[], None], batch:
     Args:
         world: the ranks.
         placed: where layers are.
-        play: runs the batch's program without updates and leaves the losses in `batch`.
+        play: runs the batch's program without updates and returns its mean loss.
         batch: the batch.
         loss: the loss function.
         seed: the pipeline's seed, for dropout.
@@ -59,7 +62,7 @@ def compare(world: World, placed: state.Placed, play: Callable[[], None], batch:
     for parameter, _ in grads:
         parameter.grad = None
     try:
-        play()
+        found_loss = play()
         found_grads, found_state = state.collect_grads(world, placed), state.collect(world, placed)
     finally:
         for parameter, grad in grads:
@@ -67,13 +70,15 @@ def compare(world: World, placed: state.Placed, play: Callable[[], None], batch:
         with torch.no_grad():
             for buffer, content in buffers:
                 buffer.copy_(content)
-    last = placed.home[-1]
-    total = torch.stack([batch.losses[m] for m in sorted(batch.losses)]).sum() if batch.losses else None
-    found_loss = world.broadcast(total, last)
     if 0 not in world.local_ranks:
         return Comparison()
     modules = _one_device(placed, before)
-    plain_loss = _plain_training(modules, batch, loss, seed)
+    # Sequences that the schedule cuts stay whole here, which checks the layers' `forward_slice` against their `forward`; but where
+    # layers draw random numbers, these go by slice.
+    plain_loss, drew = _plain_training(modules, batch.with_whole_sequences() if batch.cuts_tokens else batch, loss, seed)
+    if drew and batch.cuts_tokens:
+        modules = _one_device(placed, before)
+        plain_loss, _ = _plain_training(modules, batch, loss, seed)
     plain_grads: dict[str, Tensor] = {}
     plain_state: dict[str, Tensor] = {}
     for layer, module in zip(placed.traced.layers, modules, strict=True):
@@ -105,23 +110,45 @@ def _one_device(placed: state.Placed, values: Mapping[str, Tensor]) -> list[nn.M
     return modules
 
 
-def _plain_training(modules: list[nn.Module], batch: Batch, loss: Loss, seed: int) -> float:
-    """Forward and backward of all micro-batches in turn, gradients accumulated; the mean loss."""
+def _plain_training(modules: list[nn.Module], batch: Batch, loss: Loss, seed: int) -> tuple[float, bool]:
+    """Forward and backward of all micro-batches in turn, gradients accumulated, slices of one in one graph.
+
+    Returns:
+        The mean loss, and whether any layer has drawn random numbers.
+    """
     assert batch.targets is not None
     total = 0.0
+    drew = False
+    for row in batch.rows():
+        parts = []
+        pasts: dict[int, Any] = {}
+        for n in row:
+            value, drawn = _plain_forward(modules, batch, n, seed, pasts)
+            parts.append(loss(value, batch.targets[n]) * batch.shares[n])
+            drew = drew or drawn
+        torch.autograd.backward(parts)
+        total += sum(float(part.detach()) for part in parts)
+    return total, drew
+
+
+def _plain_forward(modules: list[nn.Module], batch: Batch, n: int, seed: int, pasts: dict[int, Any]) -> tuple[Any, bool]:
+    """The model's output for one micro-batch, or slice, and whether a layer has drawn random numbers; `pasts` moves on."""
+    value = pytree.tree_map(
+        lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch.inputs[n]
+    )  # for work in place
     cpu = torch.device("cpu")
-    inputs = cut(join(batch.inputs), batch.micro_batches)  # joined, they are a copy: a layer may work in place
-    for m, (x, y, share) in enumerate(zip(inputs, batch.targets, batch.shares, strict=True)):
-        value = x
-        with drawing(cpu):
-            for index, module in enumerate(modules):
-                if may_draw(module):
-                    seed_generators(cpu, stream_seed(seed, batch.step, index, m))
+    drew = False
+    with drawing(cpu):
+        for index, module in enumerate(modules):
+            if may_draw(module):
+                seed_generators(cpu, stream_seed(seed, batch.step, index, n))
+            state = torch.get_rng_state()
+            if batch.cuts_tokens and has_past(module):
+                value, pasts[index] = module.forward_slice(value, pasts.get(index))  # type: ignore[operator]
+            else:
                 value = module(value)
-        part = loss(value, y) * share
-        part.backward()  # type: ignore[no-untyped-call]
-        total += float(part.detach())
-    return total
+            drew = drew or not torch.equal(state, torch.get_rng_state())
+    return value, drew
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

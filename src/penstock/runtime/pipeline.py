@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,45 +19,29 @@ from penstock.event import Event, Timeline
 from penstock.optim.update import OptimizerFactory, Update
 from penstock.plan import Plan
 from penstock.runtime import checkpoint, state
-from penstock.runtime.batch import Batch, join, make_batch
+from penstock.runtime.batch import Batch, make_batch
 from penstock.runtime.clock import clock_for
 from penstock.runtime.compare import Comparison, compare
+from penstock.runtime.copies import Copies
 from penstock.runtime.interpreter import Interpreter
 from penstock.runtime.processes import DistributedWorld, started
 from penstock.runtime.processes import join as join_ranks
+from penstock.runtime.results import mean_loss, outputs
+from penstock.runtime.setting import check, setting_of
 from penstock.runtime.stage import Loss, Stage, StageLayer
 from penstock.runtime.threads import ThreadWorld
 from penstock.runtime.world import World
-from penstock.schedule.catalogue import schedule as make_schedule
 from penstock.schedule.lower import Link, LoweredSchedule, lower, messages
-from penstock.schedule.op import Op, Schedule
-from penstock.simulate.simulate import recomputes
+from penstock.schedule.op import Kind, Op, Schedule
 from penstock.tracing.chain import TracedChain, chain
 from penstock.tracing.materialise import materialise
+from penstock.tracing.slices import check_slices
 from penstock.transport.payload import TensorForm
-from penstock.verify.verify import verify
-from penstock.weights.catalogue import weight_rule
 
 #: How many ops before it is needed a receive is posted. Two, because gloo's threads then have the message in hand while the rank
 #: computes. Milliseconds per step with 0, 1, 2 and 4 ops: MLP on 2 ranks 15.7, 21.9, 17.4, 18.1; on 4 ranks 40.8, 39.9, 34.0,
 #: 31.0; GPT on 2 ranks 90.6, 87.0, 83.7, 83.9 (benchmarks/step-overhead, `--ahead 0,1,2,4`). Every op more costs a buffer.
 AHEAD = 2
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a run does, whether a plan or the caller said it."""
-
-    lengths: tuple[int, ...]
-    schedule: Schedule
-    recompute: str
-    weights: str
-
-    @classmethod
-    def of_plan(cls, plan: Plan, traced: TracedChain) -> Setting:
-        """What the plan says, once it fits the model."""
-        plan.check_fits(traced.fingerprint, plan.ranks)
-        return cls(tuple(plan.lengths), plan.schedule, plan.recompute, plan.weights)
 
 
 class Pipeline:
@@ -106,9 +92,10 @@ class Pipeline:
         if getattr(loss, "reduction", "mean") != "mean":
             raise SettingError(f"the loss reduces by {getattr(loss, 'reduction', None)!r}; it must be the mean over the samples "
                                "it is given, so that micro-batches can be weighed by their sizes")  # fmt: skip
-        self.setting = _setting(self.chain, plan, balance, schedule, micro_batches, recompute, weights)
+        self.setting = setting_of(self.chain, plan, balance, schedule, micro_batches, recompute, weights)
         bounds = self.chain.description.stage_bounds(self.setting.lengths)
-        _check(self.setting)
+        check(self.setting)
+        check_slices(self.chain, self.setting.schedule)
         self._lowered = lru_cache(maxsize=32)(self._lower)
         chosen = None if device is None else torch.device(device)
         self._world = _world(self.setting.schedule, executor, chosen, deadline_s)
@@ -119,20 +106,40 @@ class Pipeline:
         self._interpreters: dict[int, Interpreter] = {}
         for rank in self._world.local_ranks:
             stages = {
-                index: self._stage(index, range(*bounds[index]), self._world.device(rank), seed, optimizer)
+                index: self._stage(rank, index, range(*bounds[index]), optimizer)
                 for index in self.setting.schedule.stages_of_rank[rank]
             }
             self._interpreters[rank] = Interpreter(rank, stages, len(bounds), self._world.transport(rank),
                                                    self._world.board(rank), clock_for(self._world.device(rank)))  # fmt: skip
+            self._join_copies(self._interpreters[rank])
+        if any(len(ranks) > 1 for ranks in self.setting.schedule.ranks_of_stage):
+            self._world.run(lambda rank: self._share_weights(self._interpreters[rank]))
 
-    def _stage(self, index: int, layers: range, device: torch.device, seed: int,
-               optimizer: OptimizerFactory | None) -> Stage:  # fmt: skip
-        modules = materialise(self.chain, layers, device, seed)
+    def _stage(self, rank: int, index: int, layers: range, optimizer: OptimizerFactory | None) -> Stage:
+        device, schedule = self._world.device(rank), self.setting.schedule
+        modules = materialise(self.chain, layers, device, self._seed)
+        if rank != schedule.ranks_of_stage[index][0] and len(self._world.local_ranks) > 1:
+            modules = list(copy.deepcopy(nn.ModuleList(modules)))  # the first copy has the user's own
         parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
         last = index == len(self.setting.lengths) - 1
         held = [StageLayer(i, self.chain.layers[i].name, module) for i, module in zip(layers, modules, strict=True)]
-        return Stage(index, held, device, Update.make(parameters, optimizer), seed, self.setting.recompute,
-                     self._loss if last else None)  # fmt: skip
+        evicted = {op.micro_batch for op in schedule.programs[rank] if op.kind is Kind.E and op.stage == index}
+        return Stage(index, held, device, Update.make(parameters, optimizer), self._seed, self.setting.recompute,
+                     self._loss if last else None, evicted)  # fmt: skip
+
+    def _join_copies(self, interpreter: Interpreter) -> None:
+        """Let the rank's stages that others hold too know of those."""
+        holders = self.setting.schedule.ranks_of_stage
+        interpreter.copies = {
+            index: Copies(stage, holders[index], interpreter.rank, interpreter.transport, interpreter.guard)
+            for index, stage in interpreter.stages.items()
+            if len(holders[index]) > 1
+        }
+
+    @staticmethod
+    def _share_weights(interpreter: Interpreter) -> None:
+        for copies in interpreter.copies.values():
+            copies.share_weights()
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -173,11 +180,10 @@ class Pipeline:
 
     def forward(self, x: Any) -> Any:
         """The model's output on `x`, with layers in evaluation mode, on every rank."""
-        batch = make_batch(x, None, self.setting.schedule.micro_batches, step=self._step, training=False)
+        batch = make_batch(x, None, self.setting.schedule.micro_batches, step=self._step, training=False,
+                           slicing=self.setting.schedule.slicing)  # fmt: skip
         self._play(batch, "evaluate")
-        last = self._last_rank
-        joined = self._world.run(lambda rank: join([batch.outputs[m] for m in sorted(batch.outputs)]) if rank == last else None)
-        return self._world.broadcast(joined.get(last), last)
+        return outputs(self._world, self.setting.schedule, batch)
 
     @property
     def step(self) -> int:
@@ -192,7 +198,8 @@ class Pipeline:
     def _batch(self, x: Any, y: Any, *, training: bool) -> Batch:
         if y is None:
             raise SettingError("a batch needs targets for its loss, not None: where the loss takes none, give the inputs again")
-        return make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=training)
+        return make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=training,
+                          slicing=self.setting.schedule.slicing)  # fmt: skip
 
     def _play(self, batch: Batch, mode: str) -> None:
         lowered = self._lowered(batch.micro_batches, mode)
@@ -202,7 +209,10 @@ class Pipeline:
             if mode == "train":
                 for stage in interpreter.stages.values():
                     stage.update.begin()
-            interpreter.play(lowered.programs[rank], batch)
+            if mode != "evaluate":
+                for copies in interpreter.copies.values():
+                    copies.begin()
+            interpreter.play(lowered.programs[rank], batch, update=mode == "train")
 
         self._played = None
         try:
@@ -221,20 +231,10 @@ class Pipeline:
         schedule = self.setting.schedule.first_micro_batches(micro_batches)
         if mode == "evaluate":
             schedule = schedule.forward_only()
-        elif mode == "compare":
-            schedule = schedule.without_updates()
         return lower(schedule, AHEAD)
 
     def _mean_loss(self, batch: Batch) -> Tensor:
-        total = None
-        if batch.losses:
-            total = torch.stack([batch.losses[m] for m in sorted(batch.losses)]).sum().float()
-        result: Tensor = self._world.broadcast(total, self._last_rank, TensorForm((), "float32", wants_grad=False))
-        return result
-
-    @property
-    def _last_rank(self) -> int:
-        return self.setting.schedule.ranks_of_stage[-1][0]
+        return mean_loss(self._world, self.setting.schedule, batch)
 
     @property
     def _local_stages(self) -> list[Stage]:
@@ -262,7 +262,9 @@ class Pipeline:
         table = self._world.broadcast(table, 0, TensorForm((count, 2), "float64", wants_grad=False))
         spans = iter(table.tolist())
         events = [Event(rank, op, *next(spans)) for rank, ops in rows.items() for op in ops]
-        return Timeline.of(events, len(rows), len(self.setting.lengths), source="measured", title=self.setting.schedule.name)
+        schedule = self.setting.schedule
+        timeline = Timeline.of(events, len(rows), len(self.setting.lengths), source="measured", title=schedule.name)
+        return replace(timeline, slicing=schedule.first_micro_batches(self._played[0]).slicing)
 
     def _timed_rows(self) -> dict[int, list[Op]]:
         """The ops that every rank ran last, in order."""
@@ -306,54 +308,23 @@ class Pipeline:
             On rank 0 the largest error of each parameter's gradient, each buffer and the loss; elsewhere an empty comparison.
         """
         batch = self._batch(x, y, training=True)
-        return compare(self._world, self._placed, lambda: self._play(batch, "compare"), batch, self._loss, self._seed)
+
+        def play() -> Tensor:
+            self._play(batch, "compare")
+            return self._mean_loss(batch)
+
+        return compare(self._world, self._placed, play, batch, self._loss, self._seed)
 
     @property
     def _placed(self) -> state.Placed:
-        ranks = self.setting.schedule.ranks_of_stage
-        return state.Placed(self.chain, self.setting.lengths, tuple(holders[0] for holders in ranks), self._local_stages)
+        home = tuple(holders[0] for holders in self.setting.schedule.ranks_of_stage)
+        at_home = [stage for rank, interpreter in self._interpreters.items() for stage in interpreter.stages.values()
+                   if home[stage.index] == rank]  # fmt: skip
+        return state.Placed(self.chain, self.setting.lengths, home, self._local_stages, at_home)
 
     def close(self) -> None:
         """Let go of links and threads."""
         self._world.close()
-
-
-def _setting(traced: TracedChain, plan: Plan | None, balance: Sequence[int] | None, schedule: str | Schedule | None,
-             micro_batches: int | None, recompute: str | None, weights: str | None) -> Setting:  # fmt: skip
-    """What to do, from a plan or from the caller's own words, never from a mix of both."""
-    own = {"balance": balance, "schedule": schedule, "micro_batches": micro_batches, "recompute": recompute, "weights": weights}
-    if plan is not None:
-        doubled = [name for name, value in own.items() if value is not None]
-        if doubled:
-            raise SettingError(f"the plan already says {', '.join(doubled)}: give a plan, or these, not both")
-        return Setting.of_plan(plan, traced)
-    if balance is None:
-        raise SettingError("a Pipeline needs a plan (ps.plan), or balance=[layers of each stage, …]")
-    lengths = tuple(int(length) for length in balance)
-    if not isinstance(schedule, Schedule):
-        schedule = make_schedule(schedule or "1f1b", len(lengths), 1 if micro_batches is None else micro_batches)
-    elif micro_batches not in (None, schedule.micro_batches):
-        raise SettingError(
-            f"the schedule has {schedule.micro_batches} micro-batches, micro_batches={micro_batches} says otherwise"
-        )
-    return Setting(lengths, schedule, recompute or "never", weights or "flush")
-
-
-def _check(setting: Setting) -> None:
-    """Refuse what cannot run, before anything starts."""
-    schedule = setting.schedule
-    verify(schedule)
-    recomputes(setting.recompute, 0, 1)
-    rule = weight_rule(setting.weights)
-    if schedule.stages != len(setting.lengths):
-        raise PlanError(
-            f"the schedule has {schedule.stages} stages, the balance {list(setting.lengths)} has {len(setting.lengths)}"
-        )
-    if not (schedule.synchronous and rule.synchronous):
-        raise PlanError(f"{schedule.name} with weights={setting.weights!r} is asynchronous, which cannot be run yet")
-    for stage, ranks in enumerate(schedule.ranks_of_stage):
-        if len(ranks) > 1:
-            raise PlanError(f"stage {stage} has copies on ranks {', '.join(map(str, ranks))}, which cannot be run yet")
 
 
 def _world(schedule: Schedule, executor: str | None, device: torch.device | None, deadline_s: float) -> World:
@@ -371,4 +342,5 @@ def _world(schedule: Schedule, executor: str | None, device: torch.device | None
                         f"start {schedule.ranks} processes")  # fmt: skip
     links = {link for link, *_ in messages(schedule)}
     links |= {Link(link.target, link.source) for link in links}
-    return DistributedWorld(device, deadline_s, links)
+    copies = {Link(*pair) for ranks in schedule.ranks_of_stage for pair in itertools.permutations(ranks, 2)}
+    return DistributedWorld(device, deadline_s, links, copies)

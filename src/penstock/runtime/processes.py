@@ -57,7 +57,8 @@ def _leave() -> None:
 class DistributedWorld:
     """See `World`."""
 
-    def __init__(self, device: torch.device | None, deadline_s: float, links: Collection[Link]) -> None:
+    def __init__(self, device: torch.device | None, deadline_s: float, links: Collection[Link],
+                 copies: Collection[Link] = ()) -> None:  # fmt: skip
         self.size = join()
         self._rank = dist.get_rank()
         self.local_ranks: tuple[int, ...] = (self._rank,)
@@ -68,8 +69,9 @@ class DistributedWorld:
         assert shared is not None
         groups = {}
         if self._nccl_everywhere(shared):
-            groups = {link: dist.new_group([link.source, link.target], timeout, "nccl") for link in sorted(links)}
-            groups = {link: group for link, group in groups.items() if self._rank in link}
+            keys = sorted([(link, False) for link in links] + [(link, True) for link in copies])
+            groups = {(link, meets): dist.new_group(list(link), timeout, "nccl") for link, meets in keys}
+            groups = {(link, meets): group for (link, meets), group in groups.items() if self._rank in link}
         self._wire = Wire(self._rank, self._device, store, deadline_s, shared, groups)
         self._board = StoreBoard(store, self._rank, self.size, self._wire.abort)
         self._transport = DistributedTransport(self._wire)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +16,11 @@ from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.optim.update import Update
 from penstock.runtime.batch import Batch
 from penstock.runtime.buffers import Buffers, Contents
+from penstock.runtime.eviction import Saved
+from penstock.runtime.past import Past, Pasts, tensors_of
 from penstock.simulate.simulate import recomputes
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
+from penstock.tracing.slices import has_past
 from penstock.transport.payload import Payload
 
 Loss = Callable[[Any, Any], Tensor]
@@ -34,19 +37,22 @@ class StageLayer:
 
 @dataclass
 class _Kept:
-    """What one micro-batch keeps on a stage: its inputs as leaves, and the roots of its graph.
+    """What one micro-batch keeps on a stage: its inputs as leaves, and the roots of its graph, its outputs and then its past.
 
-    Without `roots` it will be recomputed, from these inputs and the buffers that its forward saw.
+    Without `roots` it will be recomputed, from these inputs and the buffers that its forward saw. `found` has more leaves, where it
+    is a slice: what it found of the slices before.
     """
 
     inputs: Payload
+    found: dict[int, Any]
     roots: list[Tensor] | None
     buffers: Contents
+    saved: Saved | None = None
 
 
 @dataclass
 class Stage:
-    """Runs ops of one stage. Knows nothing of schedules, ranks or links."""
+    """Runs ops of one stage. Knows nothing of schedules, ranks or links. `evicted`: micro-batches that `evict` will be asked for."""
 
     index: int
     layers: Sequence[StageLayer]
@@ -55,11 +61,14 @@ class Stage:
     seed: int
     recompute: str = "never"
     loss: Loss | None = None
+    evicted: Collection[int] = ()
     _kept: dict[int, _Kept] = field(default_factory=dict)
     _pending: dict[int, PendingWeights] = field(default_factory=dict)
+    _pasts: Pasts = field(default_factory=Pasts)
 
     def __post_init__(self) -> None:
         self._drawing = {layer.index for layer in self.layers if may_draw(layer.module)}
+        self._handing_on = {layer.index for layer in self.layers if has_past(layer.module)}
         self._buffers = Buffers(list(self.modules()))
         # By training or not, whether the layers change what they are given. Not known before they have run once: the flag
         # `inplace` tells only of some of torch's own, and a layer may hand on its input, or a view of it, to one that does.
@@ -75,7 +84,7 @@ class Stage:
 
         Args:
             batch: the batch; its inputs feed the first stage, its targets the loss of the last.
-            micro_batch: which one.
+            micro_batch: which one, or which slice of one.
             arrived: what the stage before sent; None on the first stage.
 
         Returns:
@@ -87,10 +96,13 @@ class Stage:
         for leaf, wanted in zip(leaves, wants, strict=True):
             leaf.requires_grad_(wanted)
         inputs = source.with_tensors(leaves)
-        again = batch.training and recomputes(self.recompute, micro_batch, batch.micro_batches)
+        again = batch.training and recomputes(self.recompute, *batch.place(micro_batch))
         buffers = self._buffers.contents() if again else {}
-        with torch.set_grad_enabled(batch.training and not again):
-            output = self._run(batch, micro_batch, inputs)
+        after = batch.next_slice(micro_batch)
+        past = Past(self._pasts.waiting.pop(micro_batch, {}), keeps=after is not None)
+        saved = Saved(self._weights()) if batch.training and not again and micro_batch in self.evicted else None
+        with torch.set_grad_enabled(batch.training and not again), saved.saving() if saved else nullcontext():
+            output = self._run(batch, micro_batch, inputs, past)
         if self.loss is not None:
             result = None
             roots = [output] if isinstance(output, Tensor) and output.requires_grad else []
@@ -98,32 +110,57 @@ class Stage:
             flags = self._grad_flags(output, inputs) if again else None
             result = Payload.of(output, flags)
             roots = [tensor for tensor in result.tensors if tensor.requires_grad]
+        if after is not None:
+            left = tensors_of(past.left)
+            roots += [tensor for tensor in left if tensor.requires_grad]
+            flags = self._grad_flags(left, inputs) if again else tuple(tensor.requires_grad for tensor in left)
+            self._pasts.leave(after, past.left, flags)
         if batch.training:
-            self._kept[micro_batch] = _Kept(inputs, None if again else roots, buffers)
+            self._kept[micro_batch] = _Kept(inputs, past.found, None if again else roots, buffers, saved)
         return result
 
     def backward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
         """B: gradients of weights and inputs. Takes the gradients of what `forward` returned, returns those of what it took."""
-        leaves, roots, grads = self._roots(batch, micro_batch, arrived)
-        live = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None or self.loss is not None]
+        leaves, past, roots, grads = self._roots(batch, micro_batch, arrived)
+        live = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
         if live:
             torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
+        self._pasts.give_back(micro_batch, [leaf.grad for leaf in past])
         return Payload.flat([leaf.grad for leaf in leaves])
 
     def input_grad(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
         """I: gradients of the inputs only; W has to follow."""
-        leaves, roots, grads = self._roots(batch, micro_batch, arrived)
-        found, self._pending[micro_batch] = input_grad(roots, grads, leaves)
-        return Payload.flat(found)
+        leaves, past, roots, grads = self._roots(batch, micro_batch, arrived)
+        found, self._pending[micro_batch] = input_grad(roots, grads, [*leaves, *past])
+        self._pasts.give_back(micro_batch, found[len(leaves) :])
+        return Payload.flat(found[: len(leaves)])
 
     def weight_grad(self, micro_batch: int) -> None:
         """W: gradients of the weights, from what I left."""
         weight_grad(self._pending.pop(micro_batch))
 
+    def evict(self, micro_batch: int) -> Payload:
+        """E: give what the forward has saved away. What will be recomputed has saved nothing."""
+        saved = self._kept[micro_batch].saved
+        content = torch.empty(0, dtype=torch.uint8) if saved is None else saved.take_out()
+        return Payload.of(content, (False,))
+
+    def load(self, micro_batch: int, arrived: Payload) -> None:
+        """L: take it back."""
+        saved = self._kept[micro_batch].saved
+        if saved is not None:
+            saved.put_back(arrived.tensors[0])
+
     def forget(self) -> None:
         """Drop what an unfinished batch has kept."""
         self._kept.clear()
         self._pending.clear()
+        self._pasts.clear()
+
+    def _weights(self) -> frozenset[int]:
+        """Where the memory of parameters and buffers begins."""
+        tensors = (t for module in self.modules() for t in (*module._parameters.values(), *module._buffers.values()))
+        return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -137,7 +174,7 @@ class Stage:
             for module, training in modes:
                 module.training = training
 
-    def _run(self, batch: Batch, micro_batch: int, inputs: Payload) -> Any:
+    def _run(self, batch: Batch, micro_batch: int, inputs: Payload, past: Past) -> Any:
         """The layers, and on the last stage the loss or the outputs' delivery. Random numbers depend on what, not on where."""
         copies: list[Tensor] = []
         if self._changes_input.get(batch.training, True):
@@ -150,7 +187,11 @@ class Stage:
             for layer in self.layers:
                 if layer.index in seeded:
                     seed_generators(self.device, stream_seed(self.seed, batch.step, layer.index, micro_batch))
-                value = layer.module(value)
+                if batch.cuts_tokens and layer.index in self._handing_on:
+                    value = past.run(layer.index, layer.name, layer.module, value)
+                else:
+                    value = layer.module(value)
+        past.check_unchanged()
         if batch.training not in self._changes_input:
             self._changes_input[batch.training] = any(copy._version for copy in copies)
         return value if self.loss is None else self._deliver(batch, micro_batch, value)
@@ -183,26 +224,33 @@ class Stage:
 
     def _roots(
         self, batch: Batch, micro_batch: int, arrived: Payload | None
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
-        """Input leaves that want gradients, the graph's roots, and the roots' gradients; recomputes the graph if needed."""
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor | None]]:
+        """Leaves that want gradients, among the inputs and in the past that was found; the graph's roots, and their gradients.
+
+        Recomputes the graph if needed.
+        """
         kept = self._kept.pop(micro_batch)
         leaves = [leaf for leaf in kept.inputs.tensors if leaf.requires_grad]
+        past_leaves = [leaf for leaf in tensors_of(kept.found) if leaf.requires_grad]
         grads: list[Tensor | None] = [] if arrived is None else [_to(leaf, self.device) for leaf in arrived.leaves]
+        after = batch.next_slice(micro_batch)
+        grads_of_past = self._pasts.take_back(after)
         if kept.roots is not None:
             roots = kept.roots
         else:
+            past = Past(kept.found, keeps=after is not None)
             with torch.enable_grad(), self._buffers.as_they_were(kept.buffers):
-                output = self._run(batch, micro_batch, kept.inputs)
-            tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+                output = self._run(batch, micro_batch, kept.inputs, past)
+            roots = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             if self.loss is None:
                 flags = self._grad_flags(output, kept.inputs)
-                pairs = list(zip((t for t, flag in zip(tensors, flags, strict=True) if flag), grads, strict=True))
-                grads = [grad for root, grad in pairs if root.requires_grad]
-                tensors = [root for root, _ in pairs]
-            roots = [root for root in tensors if root.requires_grad]
+                roots = [root for root, flag in zip(roots, flags, strict=True) if flag]
+            left = tensors_of(past.left)
+            roots += [root for root, flag in zip(left, self._grad_flags(left, kept.inputs), strict=True) if flag]
         if self.loss is not None:
-            grads = [None] * len(roots)
-        return leaves, roots, grads
+            grads = [torch.ones_like(root) for root in roots[: len(roots) - len(grads_of_past)]]
+        pairs = [(root, grad) for root, grad in zip(roots, [*grads, *grads_of_past], strict=True) if root.requires_grad]
+        return leaves, past_leaves, [root for root, _ in pairs], [grad for _, grad in pairs]
 
 
 def _to(leaf: Tensor | None, device: torch.device) -> Tensor | None:

@@ -17,12 +17,16 @@ from penstock.transport.payload import TensorForm
 
 @dataclass(frozen=True)
 class Placed:
-    """Which rank holds which layers, and the stages that are held here."""
+    """Which rank holds which layers, and the stages that are held here. A stage with copies counts as its first rank's: `home`.
+
+    `local` are all stages held here, `at_home` those of them that are not copies of another rank's.
+    """
 
     traced: TracedChain
     lengths: tuple[int, ...]
     home: tuple[int, ...]
     local: Sequence[Stage]
+    at_home: Sequence[Stage]
 
     def layers_of_rank(self) -> dict[int, list[int]]:
         """Layer indices by the rank that holds them, ascending."""
@@ -68,7 +72,7 @@ def collect(world: World, placed: Placed) -> dict[str, Tensor]:
     """All stages' tensors on rank 0, in the order of the chain; elsewhere nothing."""
     described = _described(placed)
     local: dict[int, list[Tensor]] = {rank: [] for rank in world.local_ranks}
-    for stage in placed.local:
+    for stage in placed.at_home:
         local[placed.home[stage.index]] += own(stage).values()
     return _named(world.gather(local, {rank: list(forms.values()) for rank, forms in described.items()}), described)
 
@@ -81,7 +85,7 @@ def collect_grads(world: World, placed: Placed) -> dict[str, Tensor]:
         facts = [placed.traced.description.tensor(name) for name in names]
         described[rank] = {fact.name: TensorForm(fact.shape, fact.dtype, wants_grad=False) for fact in facts if fact.trainable}
     local: dict[int, list[Tensor]] = {rank: [] for rank in world.local_ranks}
-    for stage in placed.local:
+    for stage in placed.at_home:
         rank = placed.home[stage.index]
         local[rank] += [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in stage.update.parameters

@@ -1,70 +1,60 @@
-"""To and from the CSV of torch.distributed.pipelining (`_PipelineScheduleRuntime._load_csv`, format "compute_only").
+"""To and from the CSV of torch.distributed.pipelining (`_PipelineScheduleRuntime._load_csv`), in both of its forms.
 
-One row per rank, one cell per op in the form `2F0`, an empty cell for an idle slot. torch's own reader lets much pass (its
-pattern is not anchored, an old dialect's `2BW0` reads as `2B`); this one refuses what it does not know.
+One row per rank, one cell per action. "compute_only" has F, B, I, W and overlaps, and empty cells for idle slots; torch adds the
+transfers. "compute_comms" has everything, and torch plays it as it stands, unchecked: two receives in the wrong order bring
+wrong gradients and no error. So a file of this form is checked when it is read. Files are parsed, never executed.
+
+What torch cannot say is refused on writing (see `csv_export`); what is not torch's on reading (see `csv_cells`).
 """
 
 from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.errors import FileError, ScheduleError
-from penstock.schedule.op import Kind, Op, Schedule
+from penstock.errors import FileError
+from penstock.schedule.csv_cells import Cell, Communication, Compute, Gathering, parse_cell
+from penstock.schedule.csv_export import communication_rows, compute_rows, refuse_unsayable
+from penstock.schedule.lower import Action, Direction, LoweredSchedule, Transfer
+from penstock.schedule.op import Kind, Op, Program, Schedule
+from penstock.schedule.transfers import transfer_findings, unsound
 from penstock.schedule.updates import with_updates
 
 
-def to_csv(schedule: Schedule) -> str:
-    """The schedule in torch's form. U ops are left out: torch has none, the user steps the optimizer after each batch.
+def to_csv(schedule: Schedule, communication: bool = False) -> str:
+    """The schedule in torch's form. torch steps no optimizer: U ops are left out, or with communication say where a stage's
+    gradients are reduced.
+
+    Args:
+        schedule: a sound schedule (see `verify`).
+        communication: with transfers, for `format="compute_comms"`; else for `format="compute_only"`.
 
     Raises:
-        ScheduleError: torch cannot express it: a stage with copies on several ranks, or an asynchronous schedule.
+        ScheduleError: torch cannot express it: copies of a stage, an asynchronous schedule, slices of micro-batches,
+            activations handed over, pairs of other ops than a forward and a backward, a last stage that takes micro-batches
+            out of order; with communication also a rank without ops, and programs that never finish.
     """
-    if not schedule.synchronous:
-        raise ScheduleError(f"{schedule.name} is asynchronous: torch's CSV has no optimizer step and no weight versions")
-    for stage, ranks in enumerate(schedule.ranks_of_stage):
-        if len(ranks) > 1:
-            raise ScheduleError(f"stage {stage} has copies on ranks {', '.join(map(str, ranks))}: "
-                                "torch's CSV has each stage on one rank")  # fmt: skip
+    refuse_unsayable(schedule)
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    for program in schedule.programs:
-        # A rank without ops is one idle slot: a blank line would be lost at the end of the file.
-        writer.writerow([str(op) for op in program if op.kind is not Kind.U] or [""])
+    # A rank without ops is one idle slot: a blank line would be lost at the end of the file.
+    rows = communication_rows(schedule) if communication else [row or [""] for row in compute_rows(schedule)]
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule in `text`. Every stage gets its U right after its last backward. Run `verify` on the result.
+    """The schedule in `text`, of either form, without its transfers. Run `verify` on the result.
 
     Raises:
-        FileError: a cell is not a compute op; the message names row, column and cell.
+        FileError: a cell is not torch's; the message names row, column and cell.
+        ScheduleError: its transfers do not carry what the ops need; `findings` has every one that is wrong.
     """
-    programs = []
-    try:
-        rows = list(csv.reader(io.StringIO(text.strip("\r\n"), newline="")))
-    except csv.Error as error:
-        raise FileError(f"this is no CSV: {error}") from error
-    if not any(cell.strip() for row in rows for cell in row):
-        raise FileError("the CSV has no ops: one row per rank, with cells such as 2F0, is needed")
-    for row_number, row in enumerate(rows, start=1):
-        if not row:
-            raise FileError(f'row {row_number} is blank: take it out, or write "" for a rank without ops')
-        ops: list[Op] = []
-        for column, cell in enumerate(row, start=1):
-            if not cell.strip():
-                continue
-            try:
-                op = Op.parse(cell)
-            except ScheduleError as error:
-                raise FileError(f"row {row_number}, column {column}: {error}. Communication cells and overlaps are not "
-                                "read: export the schedule as 'compute_only'") from error  # fmt: skip
-            if op.kind is Kind.U:
-                raise FileError(f"row {row_number}, column {column}: {cell!r} is not one of torch's kinds F B I W")
-            ops.append(op)
-        programs.append(with_updates(ops))
-    return Schedule(tuple(programs), name)
+    schedule, lowered = parse_csv(text, name)
+    if lowered is not None and (findings := transfer_findings(schedule, lowered)):
+        raise unsound(name, findings)
+    return schedule
 
 
 def read_csv(path: str | Path) -> Schedule:
@@ -72,10 +62,93 @@ def read_csv(path: str | Path) -> Schedule:
 
     Raises:
         FileError: the file is missing or not of that form.
+        ScheduleError: its transfers do not carry what the ops need.
     """
     file = Path(path)
+    return from_csv(_text_of(file), file.stem)
+
+
+def load_csv(path: str | Path) -> tuple[Schedule, LoweredSchedule | None]:
+    """As `parse_csv`, of the file at `path`, for whoever checks the transfers: `verify_lowered` tells more than `read_csv`.
+
+    Raises:
+        FileError: the file is missing or not of that form.
+    """
+    file = Path(path)
+    return parse_csv(_text_of(file), file.stem)
+
+
+def _text_of(file: Path) -> str:
     try:
-        text = file.read_text()
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(f"cannot read the schedule {file}: {getattr(error, 'strerror', None) or error}") from error
-    return from_csv(text, file.stem)
+
+
+def parse_csv(text: str, name: str = "csv") -> tuple[Schedule, LoweredSchedule | None]:
+    """The schedule in `text`, and where the file has more than compute actions also its ops and transfers as they stand.
+
+    A stage's U stands where its gradients are reduced, or right after its last backward if the file says nothing of that.
+    `UNSHARD` and `RESHARD` are passed over: where FSDP gathers and frees parameters changes no schedule.
+
+    Raises:
+        FileError: a cell is not torch's; the message names row, column and cell.
+    """
+    rows = list(_rows(text))
+    cells = [cell for row in rows for cell in row]
+    computes = [cell for cell in cells if isinstance(cell, Compute)]
+    if not computes:
+        raise FileError("the CSV has no ops: one row per rank, with cells such as 2F0, is needed")
+    home = {op.stage: rank for rank, row in enumerate(rows) for cell in row if isinstance(cell, Compute) for op in cell.ops}
+    programs = [[action for cell in row for action in _actions(cell, home)] for row in rows]
+    ops = [[action for action in program if isinstance(action, Op)] for program in programs]
+    if not any(op.kind is Kind.U for program in ops for op in program):
+        updated = [with_updates(program) for program in ops]
+        programs = [_with_transfers(*both) for both in zip(updated, programs, strict=True)]
+        ops = [list(program) for program in updated]
+    pairs = frozenset((cell.ops[0], cell.ops[1]) for cell in computes if len(cell.ops) == 2)
+    schedule = Schedule(tuple(map(tuple, ops)), name, pairs=pairs)
+    return schedule, None if len(computes) == len(cells) else LoweredSchedule(tuple(map(tuple, programs)))
+
+
+def _rows(text: str) -> Iterator[list[Cell]]:
+    """The cells of every row that are not empty."""
+    reader = csv.reader(io.StringIO(text.strip("\r\n"), newline=""))
+    try:
+        for number, row in enumerate(reader, start=1):
+            if not row:
+                raise FileError(f'row {number} is blank: take it out, or write "" for a rank without ops')
+            cells = []
+            for column, cell in enumerate(row, start=1):
+                try:
+                    cells += [parse_cell(cell)] if cell.strip() else []
+                except FileError as error:
+                    raise FileError(f"row {number}, column {column}: {error}") from error
+            yield cells
+    except csv.Error as error:
+        raise FileError(f"this is no CSV: {error}") from error
+
+
+def _actions(cell: Cell, home: dict[int, int]) -> tuple[Action, ...]:
+    """What a cell is among ops and transfers. `home` has the rank of every stage; without one there is no peer, which is -1."""
+    if isinstance(cell, Compute):
+        return cell.ops
+    if isinstance(cell, Communication):
+        other = cell.message.target if cell.direction is Direction.SEND else cell.message.stage
+        return (Transfer(cell.direction, cell.message, home.get(other, -1)),)
+    return (Op(Kind.U, cell.stage, 1),) if cell.what is Gathering.REDUCE_GRAD else ()
+
+
+def _with_transfers(ops: Program, actions: list[Action]) -> list[Action]:
+    """`actions`, with the updates that `ops` have besides theirs."""
+    merged: list[Action] = []
+    rest = iter(ops)
+    following = next(rest, None)
+    for action in actions:
+        merged.append(action)
+        if action == following and isinstance(action, Op):
+            following = next(rest, None)
+        while following is not None and following.kind is Kind.U:
+            merged.append(following)
+            following = next(rest, None)
+    return merged

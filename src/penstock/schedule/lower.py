@@ -87,7 +87,7 @@ def messages(schedule: Schedule) -> Iterator[tuple[Link, Message, int, int]]:
     """
     index = {(rank, op): i for rank, row in enumerate(schedule.programs) for i, op in enumerate(row)}
     takers = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I)}
-    partners = _partners(schedule)
+    partners = partners_of(schedule)
     for rank, program in enumerate(schedule.programs):
         for i, op in enumerate(program):
             if op.kind in HANDING:
@@ -110,7 +110,7 @@ def messages(schedule: Schedule) -> Iterator[tuple[Link, Message, int, int]]:
             yield Link(rank, target), Message(kind, op.stage, op.micro_batch), i, found[0]
 
 
-def _partners(schedule: Schedule) -> dict[Op, int]:
+def partners_of(schedule: Schedule) -> dict[Op, int]:
     """For every E and L, the rank that takes the activations in."""
     partners: dict[Op, int] = {}
     for rank, program in enumerate(schedule.programs):

@@ -98,9 +98,14 @@ class Schedule:
         object.__setattr__(self, "pairs", frozenset(self.pairs))
 
     def __str__(self) -> str:
-        return "\n".join(f"rank {rank} | {self._written(ops)}" for rank, ops in enumerate(self.programs))
+        return "\n".join(f"rank {rank} | {line}" for rank, line in enumerate(self.lines))
 
-    def _written(self, ops: Program) -> str:
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Every rank's program in words, as `parse` reads it."""
+        return tuple(map(self._line, self.programs))
+
+    def _line(self, ops: Program) -> str:
         if not self.pairs:
             return " ".join(map(str, ops))
         text = "".join(f"{op}{'&' if pair in self.pairs else ' '}" for op, pair in zip(ops, pairwise(ops), strict=False))
@@ -204,10 +209,6 @@ class Schedule:
     def forward_only(self) -> Schedule:
         """Only the forwards, in their order: for evaluation."""
         return self._keep(lambda op: op.kind is Kind.F)
-
-    def without_updates(self) -> Schedule:
-        """All but the updates: for gradients alone."""
-        return self._keep(lambda op: op.kind is not Kind.U)
 
     def _keep(self, wanted: Callable[[Op], bool]) -> Schedule:
         programs = tuple(tuple(filter(wanted, program)) for program in self.programs)

@@ -5,9 +5,10 @@
     ring, 8 stages       0 4        1 5        2 6         3 7           the last rank feeds the first
     vee, 8 stages        0 7        1 6        2 5         3 4           no hop where the pipeline turns
     zigzag, 16 stages    0 7 8 15   1 6 9 14   2 5 10 13   3 4 11 12     nor at its other turns
+    both ways, 4 stages  0 3        1 2        2 1         3 0           two copies: one pipeline down the ranks, one up
 
 Source: ring, Narayanan et al. 2021 (Megatron-LM), section 2.2; vee, Qi et al. 2024 (zero bubble), section 6; zigzag, Liu et al.
-2023 (Hanayo).
+2023 (Hanayo); both ways, Li and Hoefler 2021 (Chimera), section 3.1.
 """
 
 from __future__ import annotations
@@ -71,6 +72,15 @@ def vee(stages: int, ranks: int) -> tuple[int, ...]:
     (0, 1, 2, 2, 1, 0)
     """
     return zigzag(stages, ranks)
+
+
+def both_ways(stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Two copies of every stage: of the pipeline down the ranks stage s is on rank s, of the one up on rank `stages` - 1 - s.
+
+    >>> both_ways(3)
+    ((0, 1, 2), (2, 1, 0))
+    """
+    return linear(stages), linear(stages)[::-1]
 
 
 def stages_of(placement: tuple[int, ...], rank: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from penstock.errors import PlanError, ScheduleError
-from penstock.plan import Candidate, Option, Plan, Prediction, Recompute, program_lines
+from penstock.plan import Candidate, Option, Plan, Prediction, Recompute
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
 from penstock.search.catalogue import register
@@ -20,7 +20,7 @@ from penstock.search.request import PlanRequest
 from penstock.search.ways import Balance, Way, cut, least_s, ways
 from penstock.search.why import bound_by
 from penstock.simulate.costs import Costs
-from penstock.simulate.plan_costs import place_costs
+from penstock.simulate.plan_costs import place_costs, slice_costs
 from penstock.simulate.simulate import RECOMPUTE, peak_memory, simulate_schedule
 from penstock.units import format_bytes
 
@@ -176,7 +176,11 @@ class _Search:
 
     def _run(self, laid: _Laid) -> None:
         """Find out whether it fits, with as little recomputing as will do, and how long it takes."""
-        laid = replace(laid, costs=place_costs(laid.costs, laid.made, self.request.cluster))
+        costs = place_costs(laid.costs, laid.made, self.request.cluster)
+        if laid.made.slicing is not None:
+            micro_batch = self.request.batch / laid.made.micro_batches
+            costs = slice_costs(costs, self.request.profile, laid.lengths, micro_batch, laid.made.slicing)
+        laid = replace(laid, costs=costs)
         tried = RECOMPUTE if self.request.recompute == "auto" else (self.request.recompute,)
         for recompute in cast("tuple[Recompute, ...]", tried):
             memory = peak_memory(laid.made, laid.costs, recompute) or ()
@@ -211,7 +215,8 @@ class _Search:
             lengths=chosen.laid.lengths,
             schedule_name=made.name,
             schedule_options=cast("tuple[tuple[str, Option], ...]", made.options),
-            programs=program_lines(made),
+            programs=made.lines,
+            slicing=made.slicing,
             micro_batches=made.micro_batches,
             batch=request.batch,
             recompute=chosen.recompute,

@@ -64,7 +64,9 @@ class PlanRequest:
         self.families()
 
     def families(self) -> tuple[ScheduleFacts, ...]:
-        """The schedules to weigh: those asked for, in that order and each once, or all synchronous ones.
+        """The schedules to weigh: those asked for, in that order and each once, or all synchronous ones that any model can run.
+
+        Slices of sequences need a causal model, which a profile does not tell: they are weighed when asked for.
 
         Raises:
             PlanError: one that was asked for is asynchronous, or the list is empty.
@@ -72,7 +74,7 @@ class PlanRequest:
         """
         known = schedules()
         if self.schedules is None:
-            return tuple(facts for facts in known.values() if facts.synchronous)
+            return tuple(facts for facts in known.values() if facts.synchronous and not facts.causal)
         asked = tuple(known[name] for name in dict.fromkeys(FAMILIES.find(name).name for name in self.schedules))
         late = [facts.name for facts in asked if not facts.synchronous]
         if late:

@@ -97,12 +97,13 @@ def least_s(made: Schedule, costs: Costs) -> float:
     down = list(map(min, seconds[Kind.B], seconds[Kind.I]))
     least = 0.0
     for program in made.programs:
-        work = [(op, seconds[op.kind][op.stage]) for op in program if op.kind in seconds]
+        work = [(op, seconds[op.kind][op.stage] * made.shares[op.micro_batch]) for op in program if op.kind in seconds]
         turns = [i for i, (op, _) in enumerate(work) if op.kind in (Kind.B, Kind.I)]
         if not turns:
             continue
-        fill = sum(seconds[Kind.F][: work[0][0].stage])
+        first, last = work[0][0], work[turns[-1]][0]
+        fill = sum(seconds[Kind.F][: first.stage]) * made.shares[first.micro_batch]
         whole = fill + sum(each for _, each in work)
-        drained = fill + sum(each for _, each in work[: turns[-1] + 1]) + sum(down[: work[turns[-1]][0].stage])
+        drained = fill + sum(each for _, each in work[: turns[-1] + 1]) + sum(down[: last.stage]) * made.shares[last.micro_batch]
         least = max(least, whole, drained)
     return least

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError
@@ -12,7 +13,9 @@ from penstock.event import Timeline
 from penstock.partition.catalogue import check_lengths
 from penstock.plan import Plan
 from penstock.profile.profile import Phase, Profile
+from penstock.schedule.lower import partners_of
 from penstock.schedule.op import Schedule
+from penstock.schedule.slicing import Slicing
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
@@ -65,12 +68,18 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
         weight_bytes=[
             sum(layer.parameter_bytes * (2 + optimizer_states) + layer.buffer_bytes for layer in each) for each in layers
         ],
+        gradient_bytes=[sum(layer.parameter_bytes for layer in each) for each in layers],
+        optimizer_bytes=[sum(layer.parameter_bytes * optimizer_states for layer in each) for each in layers],
         boundary_bytes=[micro_batch * per_sample for per_sample in out],
+        boundary_buffers=False,  # planners choose by `peak_memory`, which has none: a prediction must be what was chosen by
     )
 
 
 def place_costs(costs: Costs, schedule: Schedule, cluster: Cluster) -> Costs:
     """`costs` with the transfers that the schedule's placement makes: where copies of a stage differ, the slowest counts.
+
+    Activations that are handed to a partner take that link's time. The update of a stage with copies takes what it takes them to add up their gradients, besides: each owns a piece, gets it
+    from every other, and sends every other the sum; two send each other all.
 
     Raises:
         PlanError: the schedule has more ranks than the cluster.
@@ -82,10 +91,49 @@ def place_costs(costs: Costs, schedule: Schedule, cluster: Cluster) -> Costs:
         for stage in range(schedule.stages - 1)
     ]
     crossing = costs.spread("boundary_bytes", schedule.stages - 1) or ()
+    counts = [len(row) for row in schedule.slicing.shares] if schedule.slicing else [1]
     seconds = [
-        max(cluster.transfer_seconds(count, *pair) for pair in found) for count, found in zip(crossing, pairs, strict=True)
+        # A slice takes its share of what stands here, so that this much is right for it.
+        [parts * max(cluster.transfer_seconds(count / parts, *pair) for pair in found) for parts in counts]
+        for count, found in zip(crossing, pairs, strict=True)
     ]
-    return replace(costs, transfer=seconds)
+    update = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
+    gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
+    met = [
+        own + _meeting_seconds(ranks, held, cluster)
+        for own, ranks, held in zip(update, schedule.ranks_of_stage, gradients, strict=True)
+    ]
+    held = costs.spread("activation_bytes", schedule.stages) or (0.0,) * schedule.stages
+    handed = [0.0] * schedule.stages
+    for op, partner in partners_of(schedule).items():
+        pair = schedule.placement[op.stage, op.micro_batch], partner
+        handed[op.stage] = max(handed[op.stage], cluster.transfer_seconds(held[op.stage], *pair))
+    return replace(costs, transfer=seconds if schedule.slicing else [row[0] for row in seconds], update=met, evict=handed)
+
+
+def slice_costs(costs: Costs, profile: Profile, lengths: Sequence[int], micro_batch: float, slicing: Slicing) -> Costs:
+    """`costs` with the seconds that slices really take: each call's fixed cost is not cut with its micro-batch.
+
+    Slices of one micro-batch are taken for equally long.
+    """
+    ends = [sum(lengths[: s + 1]) for s in range(len(lengths))]
+    parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+    def seconds(phase: Phase) -> list[list[float]]:
+        at = {count: profile.seconds(phase, micro_batch / count) for count in {len(row) for row in slicing.shares}}
+        return [[len(row) * sum(at[len(row)][part]) for row in slicing.shares] for part in parts]
+
+    return replace(costs, forward=seconds("forward"), backward=seconds("backward"), input_grad=seconds("input_grad"),
+                   weight_grad=seconds("weight_grad"))  # fmt: skip
+
+
+def _meeting_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluster) -> float:
+    """How long copies of a stage on these ranks take to add up their gradients, over the slowest of their links."""
+    pairs = list(permutations(ranks, 2))
+    if len(ranks) == 2:
+        return max(cluster.transfer_seconds(gradient_bytes, *pair) for pair in pairs)
+    rounds = 2 * (len(ranks) - 1)
+    return rounds * max((cluster.transfer_seconds(gradient_bytes / len(ranks), *pair) for pair in pairs), default=0.0)
 
 
 def simulate_plan(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
@@ -100,4 +148,6 @@ def simulate_plan(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
     micro_batch = plan.batch / plan.micro_batches
     costs = stage_costs(profile, plan.lengths, micro_batch, cluster, micro_batches=plan.micro_batches)
     placed = place_costs(costs, plan.schedule, cluster)
+    if plan.slicing is not None:
+        placed = slice_costs(placed, profile, plan.lengths, micro_batch, plan.slicing)
     return simulate_schedule(plan.schedule, placed, recompute=plan.recompute)

@@ -24,6 +24,7 @@ from penstock.transport.payload import Header, Payload
 from penstock.transport.transport import TransportLost, TransportTimeout
 
 _LEAVES = 32  # tags have room for this many tensors in one message
+_KINDS = (Kind.F, Kind.B, Kind.E, Kind.L, Kind.U)
 
 
 @dataclass
@@ -31,8 +32,9 @@ class Wire:
     """What all transports of a rank share: process groups, the store, the deadline.
 
     `groups` holds one process group for each directed link under NCCL, whose transfers match in order per communicator: with
-    one for each direction, two ranks that send to each other at once do not wait for one another. Under gloo all links share
-    one group, where tags keep messages apart.
+    one for each direction, two ranks that send to each other at once do not wait for one another. Links between copies of a stage
+    have one more (True) for what they exchange at a U, whose receives are not posted in one order with the programs' own. Under
+    gloo all links share one group, where tags keep messages apart.
     """
 
     rank: int
@@ -40,12 +42,12 @@ class Wire:
     store: Store
     deadline_s: float
     shared: dist.ProcessGroup
-    groups: Mapping[Link, dist.ProcessGroup] = field(default_factory=dict)
+    groups: Mapping[tuple[Link, bool], dist.ProcessGroup] = field(default_factory=dict)
     lost: bool = False
 
-    def group(self, link: Link) -> dist.ProcessGroup:
-        """The process group that carries a link."""
-        return self.groups.get(link, self.shared)
+    def group(self, link: Link, message: Message) -> dist.ProcessGroup:
+        """The process group that carries a message over a link."""
+        return self.groups.get((link, message.kind is Kind.U), self.shared)
 
     @property
     def through_host(self) -> bool:
@@ -107,6 +109,9 @@ class Wire:
                 return
 
 
+#: What has one form for good: a message of a batch signature on a link. Copies of a stage send each other messages of one name.
+_Key = tuple[str, Link, Message]
+
 _Posted = tuple[Header, list[Tensor], list[dist.Work]]
 
 
@@ -119,6 +124,10 @@ class _Arrival:
     message: Message
     signature: str
     posted: _Posted | None
+
+    def of_channel(self, peer: int, message: Message) -> bool:
+        """Whether it is received in one order with `message` from `peer`: what copies exchange is in no order with the rest."""
+        return self.peer == peer and (self.message.kind is Kind.U) == (message.kind is Kind.U)
 
     def wait(self) -> Payload:
         header, tensors, works = self.posted or self.transport.catch_up(self)
@@ -136,8 +145,8 @@ class DistributedTransport:
     """One rank's end of all its links."""
 
     wire: Wire
-    _known: dict[tuple[str, Message], Header] = field(default_factory=dict)
-    _told: dict[tuple[str, Message], tuple[object, ...]] = field(default_factory=dict)
+    _known: dict[_Key, Header] = field(default_factory=dict)
+    _told: dict[_Key, tuple[object, ...]] = field(default_factory=dict)
     _leaving: dict[tuple[int, Message], list[tuple[dist.Work, Tensor]]] = field(default_factory=dict)
     _unposted: list[_Arrival] = field(default_factory=list)
 
@@ -149,7 +158,8 @@ class DistributedTransport:
             TransportLost: the links are closed.
         """
         tensors = _checked(payload, message)
-        form, key = payload.form(), (signature, message)
+        link = Link(self.wire.rank, peer)
+        form, key = payload.form(), (signature, link, message)
         told = self._told.get(key)
         if told is None:
             self._told[key] = form
@@ -158,7 +168,7 @@ class DistributedTransport:
             made = f"{message.stage}{message.kind.value}{message.micro_batch}"
             raise RunError(f"what {made} makes changed its form between batches whose inputs have the same shapes: it was {told} "
                            f"and is {form}. Shapes that depend on the data are not supported yet")  # fmt: skip
-        group = self.wire.group(Link(self.wire.rank, peer))
+        group = self.wire.group(link, message)
         leaving = self._leaving.setdefault((peer, message), [])
         for number, tensor in enumerate(tensors):
             ready = tensor.detach().resolve_conj().resolve_neg().contiguous()  # what is in memory is what goes
@@ -173,8 +183,8 @@ class DistributedTransport:
 
     def post(self, peer: int, message: Message, signature: str) -> _Arrival:
         """See `Transport.post`. The first batch of a signature learns its shapes when it waits."""
-        header = self._known.get((signature, message))
-        if header is not None and not any(arrival.peer == peer for arrival in self._unposted):
+        header = self._known.get((signature, Link(peer, self.wire.rank), message))
+        if header is not None and not any(arrival.of_channel(peer, message) for arrival in self._unposted):
             return _Arrival(self, peer, message, signature, self._receive(peer, message, header))
         arrival = _Arrival(self, peer, message, signature, None)
         self._unposted.append(arrival)
@@ -183,9 +193,9 @@ class DistributedTransport:
     def catch_up(self, awaited: _Arrival) -> _Posted:
         """Post the receives that had to wait for their shapes, up to the awaited one, in the order of the sends."""
         while awaited.posted is None:
-            arrival = next(arrival for arrival in self._unposted if arrival.peer == awaited.peer)
+            arrival = next(arrival for arrival in self._unposted if arrival.of_channel(awaited.peer, awaited.message))
             self._unposted.remove(arrival)
-            header = self._learn(arrival.message, arrival.signature)
+            header = self._learn((arrival.signature, Link(arrival.peer, self.wire.rank), arrival.message))
             arrival.posted = self._receive(arrival.peer, arrival.message, header)
         return awaited.posted
 
@@ -195,24 +205,25 @@ class DistributedTransport:
             self._let_go(peer, message)
 
     def arrived(self, peer: int, message: Message) -> None:
-        """A gradient has come: so the activation that it answers has left, and its copy here is needed no more."""
+        """An answer has come: so what it answers has left, and its copy here is needed no more."""
         if message.kind is Kind.B:
             self._let_go(peer, Message(Kind.F, message.target, message.micro_batch))
+        elif message.kind is Kind.L:
+            self._let_go(peer, Message(Kind.E, message.stage, message.micro_batch))
 
     def _let_go(self, peer: int, message: Message) -> None:
         for work, _ in self._leaving.pop((peer, message), ()):
             self.wire.wait(work)
 
-    def _learn(self, message: Message, signature: str) -> Header:
+    def _learn(self, key: _Key) -> Header:
         """The header of a message, from the store."""
-        key = (signature, message)
         if key not in self._known:
             self._known[key] = Header.parse(self.wire.fetch(_name(key)))
         return self._known[key]
 
     def _receive(self, peer: int, message: Message, header: Header) -> _Posted:
         """Post receives into fresh buffers."""
-        group = self.wire.group(Link(peer, self.wire.rank))
+        group = self.wire.group(Link(peer, self.wire.rank), message)
         buffers = [form.empty() if self.wire.through_host else form.empty().to(self.wire.device) for form in header.forms]
         works = []
         for number, buffer in enumerate(buffers):
@@ -223,20 +234,20 @@ class DistributedTransport:
         return header, buffers, [work for work in works if work is not None]
 
 
-def _name(key: tuple[str, Message]) -> str:
-    signature, (kind, stage, micro_batch) = key
-    return f"penstock/header/{signature}/{stage}{kind.value}{micro_batch}"
+def _name(key: _Key) -> str:
+    signature, (source, target), (kind, stage, micro_batch) = key
+    return f"penstock/header/{signature}/{source}-{target}/{stage}{kind.value}{micro_batch}"
 
 
 def _tag(message: Message, leaf: int) -> int:
-    """A tag of 30 bits: stage 10, micro-batch 14, kind 1, tensor 5."""
+    """A tag of 31 bits: stage 10, micro-batch 13, kind 3, tensor 5."""
     kind, stage, micro_batch = message
-    return (((stage << 14 | micro_batch) << 1) | (kind is Kind.B)) << 5 | leaf
+    return (((stage << 13 | micro_batch) << 3) | _KINDS.index(kind)) << 5 | leaf
 
 
 def _checked(payload: Payload, message: Message) -> list[Tensor]:
     tensors = payload.tensors
-    if len(tensors) > _LEAVES or message.stage >= 1 << 10 or message.micro_batch >= 1 << 14:
+    if len(tensors) > _LEAVES or message.stage >= 1 << 10 or message.micro_batch >= 1 << 13:
         raise RunError(f"stage {message.stage} sends {len(tensors)} tensors for micro-batch {message.micro_batch}: at most "
-                       f"{_LEAVES} tensors, 1,024 stages and 16,384 micro-batches fit a message's tag")  # fmt: skip
+                       f"{_LEAVES} tensors, 1,024 stages and 8,192 micro-batches fit a message's tag")  # fmt: skip
     return tensors

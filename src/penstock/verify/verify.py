@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
-from penstock.errors import Finding, ScheduleError
+from penstock.errors import Finding
 from penstock.schedule.graph import build, channel_depth
 from penstock.schedule.op import HANDING, Kind, Op, Schedule
 from penstock.schedule.rules import needs
 from penstock.schedule.slicing import micro_batches_in
+from penstock.schedule.transfers import unsound
 
 #: The kinds that a micro-batch goes through on its rank, in order.
 _LIFE = (Kind.F, Kind.E, Kind.L, Kind.B, Kind.I, Kind.W)
@@ -64,11 +65,7 @@ def verify(schedule: Schedule, in_flight_limit: int | None = None) -> Report:
         if in_flight_limit is not None:
             findings += _over_limit(schedule, rank_peaks, in_flight_limit)
     if findings:
-        many = "" if len(findings) == 1 else f" ({len(findings)} findings, worst first)"
-        lines = [f"{schedule.name} is not sound{many}", *(f"[{f.rule}] {f.message}" for f in findings[:12])]
-        if len(findings) > 12:
-            lines.append(f"… and {len(findings) - 12} more")
-        raise ScheduleError("\n  ".join(lines), findings)
+        raise unsound(schedule.name, findings)
     staleness = _staleness(schedule)
     return Report(
         schedule.name,

@@ -34,13 +34,17 @@ class TokenEmbedding(nn.Module):
         Raises:
             SettingError: the sequences are longer than the model has positions. On a GPU the look-up itself would not say so.
         """
-        length, limit = tokens.shape[-1], self.position.num_embeddings
+        return self.forward_slice(tokens, None)[0]
+
+    def forward_slice(self, tokens: Tensor, past: int | None) -> tuple[Tensor, int]:
+        """Run the layer on the next tokens of sequences of which it has seen `past`; also returns how many it has seen then."""
+        start = past or 0
+        length, limit = start + tokens.shape[-1], self.position.num_embeddings
         if length > limit:
             raise SettingError(f"gpt was made with tokens={limit}, and the input has {length} per sequence: "
                                f"make it with tokens={length}, or shorten the input")  # fmt: skip
-        positions = torch.arange(length, device=tokens.device)
-        out: Tensor = self.dropout(self.token(tokens) + self.position(positions))
-        return out
+        positions = torch.arange(start, length, device=tokens.device)
+        return self.dropout(self.token(tokens) + self.position(positions)), length
 
 
 @final
@@ -60,14 +64,28 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the attention."""
+        return self.forward_slice(x, None)[0]
+
+    def forward_slice(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Run the attention on the next tokens. `past`: keys and values of all before, (batch, heads, t so far, width / heads) each.
+
+        Also returns keys and values with those of these tokens.
+        """
         batch, length, width = x.shape
         # (batch, t, 3 width) -> 3 of (batch, heads, t, width / heads)
         qkv: Tensor = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
         share = self.attention_dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=share, is_causal=True)
+        mask = None
+        if past is not None:
+            key, value = torch.cat([past[0], key], dim=2), torch.cat([past[1], value], dim=2)
+            # Row i is token t + i of its sequence. Torch's causal_lower_right would need no memory for this on a GPU; it is a
+            # prototype as yet, and loads torch._dynamo: a second at the start of every rank.
+            before = key.shape[2] - length
+            mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=x.device).tril(before)
+        mixed = functional.scaled_dot_product_attention(query, key, value, mask, share, is_causal=past is None)
         out: Tensor = self.dropout(self.projection(mixed.transpose(1, 2).reshape(batch, length, width)))
-        return out
+        return out, (key, value)
 
 
 @final
@@ -96,6 +114,12 @@ class TransformerBlock(nn.Module):
         x = x + self.attention(self.norm1(x))
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
+
+    def forward_slice(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Run the block on the next tokens; the past is the attention's."""
+        mixed, past = self.attention.forward_slice(self.norm1(x), past)
+        x = x + mixed
+        return x + self.mlp(self.norm2(x)), past
 
 
 @register("gpt", parameters=9_772_544, input="int64 (batch, t <= tokens), below vocabulary", output="float (batch, t, vocabulary)",

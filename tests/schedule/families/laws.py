@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 
-from penstock.schedule.op import Kind, Schedule
+from penstock.event import Timeline
+from penstock.schedule.graph import build
+from penstock.schedule.op import HANDING, Kind, Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import Report, verify
@@ -40,3 +44,54 @@ def check_row(made: Schedule, each: int, makespan: float, ratio: float, peaks: t
     assert line.makespan == pytest.approx(makespan, rel=1e-12)
     assert line.bubble_ratio == pytest.approx(ratio, abs=5e-5)
     assert whole_stage_peaks(verify(made), each) == pytest.approx(peaks)
+
+
+def without_updates(made: Schedule) -> list[list[str]]:
+    """The programs in words, U left out, as the papers print them."""
+    return [[str(op) for op in program if op.kind is not Kind.U] for program in made.programs]
+
+
+def rows_of(made: Schedule) -> list[str]:
+    """The same, a line per rank."""
+    return [" ".join(row) for row in without_updates(made)]
+
+
+def played(made: Schedule, f: float = 1, b: float = 2, i: float | None = None, w: float | None = None, u: float = 0,
+           handing: float = 0) -> Timeline:  # fmt: skip
+    """The timeline where a whole micro-batch takes these seconds on every stage, a slice its share; links are free.
+
+    Args:
+        f, b, i, w: i and w are half of b each if they are not given.
+        u: of an update.
+        handing: of the links that carry an E or L.
+    """
+    seconds = {Kind.F: f, Kind.B: b, Kind.I: b / 2 if i is None else i, Kind.W: b / 2 if w is None else w}
+    shares = made.shares
+    events = build(made).events(
+        lambda _, op: u if op.kind is Kind.U else seconds.get(op.kind, 0) * shares[op.micro_batch],
+        lambda _, message: handing if message.kind in HANDING else 0,
+    )
+    return Timeline.of(events, made.ranks, made.stages)
+
+
+def check_copies(made: Schedule) -> Report:
+    """Sound, synchronous, its text reads back; on every rank a stage's gradients come in plain order; copies meet in one order.
+
+    Returns:
+        What `verify` found.
+    """
+    report = verify(made)
+    assert report.staleness_max == (0,) * made.stages
+    back = Schedule.parse(str(made))
+    assert (back.programs, back.pairs) == (made.programs, made.pairs)
+    for program in made.programs:
+        done = defaultdict(list)
+        for op in program:
+            if op.kind in (Kind.B, Kind.W):
+                done[op.stage].append(op.micro_batch)
+        assert all(numbers == sorted(numbers) for numbers in done.values())
+    for ranks in made.ranks_of_stage:
+        meetings = {tuple(op for op in made.programs[rank] if op.kind is Kind.U) for rank in ranks}
+        shared = set.intersection(*map(set, meetings))
+        assert len({tuple(op for op in row if op in shared) for row in meetings}) == 1
+    return report

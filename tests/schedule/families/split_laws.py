@@ -40,11 +40,6 @@ def longest_span(line: Timeline) -> float:
     return max(max(times) - min(times) for times in spans.values())
 
 
-def rows_of(made: Schedule) -> list[str]:
-    """The programs as the papers print them."""
-    return [" ".join(map(str, program)) for program in made.without_updates().programs]
-
-
 def check_gradients(made: Schedule) -> None:
     """Run on all ranks, as threads: loss and gradients are, to the bit, those of one stage with whole backwards."""
     import torch  # here: planning's other tests need none of it

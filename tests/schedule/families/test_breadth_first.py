@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.laws import check_laws, check_row
+from tests.schedule.families.laws import check_laws, check_row, without_updates
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
@@ -45,8 +45,8 @@ def test_breadth_first_takes_interleaveds_time_where_the_ring_is_full(p, v, m, f
 @pytest.mark.parametrize("order", ["forward", "reverse"])
 def test_every_stage_works_in_one_stretch_forward_and_one_backward(order):
     """The point of the order: sharded weights are gathered once for each, and gradients reduced once."""
-    for program in schedule("breadth-first", 12, 5, chunks=3, backward_order=order).without_updates().programs:
-        stretches = [key for key, _ in groupby((op.kind, op.stage) for op in program)]
+    for program in schedule("breadth-first", 12, 5, chunks=3, backward_order=order).programs:
+        stretches = [key for key, _ in groupby((op.kind, op.stage) for op in program if op.kind is not Kind.U)]
         assert len(stretches) == 6
 
 
@@ -71,10 +71,9 @@ def test_torchs_own_looped_bfs_has_the_same_order():
 
     for p, v, m in ((2, 2, 2), (2, 3, 4), (4, 2, 8), (3, 2, 1)):
         theirs = SimpleNamespace(_stages=range(v), pp_group_size=p, _n_microbatches=m)
-        ours = schedule("breadth-first", p * v, m, chunks=v, backward_order="reverse").without_updates()
-        for rank, program in enumerate(ours.programs):
+        for rank, row in enumerate(without_updates(schedule("breadth-first", p * v, m, chunks=v, backward_order="reverse"))):
             actions = ScheduleLoopedBFS._calculate_single_rank_operations(theirs, rank)
-            assert [str(action) for action in actions if action is not None] == [str(op) for op in program]
+            assert [str(action) for action in actions if action is not None] == row
 
 
 def test_looped_bfs_is_another_name():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.laws import check_row
-from tests.schedule.families.split_laws import check_gradients, check_split, longest_span, rows_of, simulated
+from tests.schedule.families.laws import check_row, rows_of
+from tests.schedule.families.split_laws import check_gradients, check_split, longest_span, simulated
 
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import register
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.replicas import round_robin, start_up
 
 
 @register("1f1b", aliases=("dapple", "pipedream-flush", "1f1b-as", "1f1b-sno"), synchronous=True, stages_per_rank="1",
           splits_backward=False,
           source="Narayanan et al. 2021, PipeDream-Flush, section 3.4; Fan et al. 2021, DAPPLE, policy A; Zhao et al. 2020, "
-          "BaPipe, 1F1B-AS and 1F1B-SNO; with warm_up: Chen et al. 2023, AvgPipe, advance forward propagation")  # fmt: skip
-def one_f_one_b(stages: int, micro_batches: int, warm_up: Sequence[int] | None = None) -> Schedule:
+          "BaPipe, 1F1B-AS and 1F1B-SNO; with warm_up: Chen et al. 2023, AvgPipe, advance forward propagation; with replicas per "
+          "stage: Narayanan et al. 2019, PipeDream, section 3.2, 1F1B-RR, with a flush")  # fmt: skip
+def one_f_one_b(stages: int, micro_batches: int, warm_up: Sequence[int] | None = None,
+                replicas: Sequence[int] | None = None) -> Schedule:  # fmt: skip
     """Stage s runs K_s forwards ahead, then one backward and one forward in turn, then the backwards left.
 
     K_s is p - s, or `warm_up[s]`. One parameter makes a family of it (LITERATURE 13.3):
@@ -37,16 +40,27 @@ def one_f_one_b(stages: int, micro_batches: int, warm_up: Sequence[int] | None =
     rank 1 | 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3 1U1
     rank 2 | 2F0 2F1 2B0 2F2 2B1 2F3 2B2 2B3 2U1
 
+    With k ranks for stage s, which take its micro-batches in turn (PipeDream's 1F1B-RR), K_s is PipeDream's start-up rule:
+    k(w + 1), w = floor((R - 1 - ranks before) / k) of R ranks, so that each rank runs w + 1 ahead.
+
+    >>> print(one_f_one_b(2, 4, replicas=(2, 1)))
+    rank 0 | 0F0 0F2 0B0 0B2 0U1
+    rank 1 | 0F1 0F3 0B1 0B3 0U1
+    rank 2 | 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1U1
+
     Args:
         stages: number of stages.
         micro_batches: micro-batches per batch.
         warm_up: forwards that each stage runs before its first backward, at least 1, never more than on the stage before.
-            More than there are micro-batches counts as all of them.
+            More than there are micro-batches counts as all of them. With `replicas`, those of its ranks together.
+        replicas: ranks that each stage has; one if not given.
 
     Raises:
         ScheduleError: `warm_up` has another length, or numbers with which no stage could go on.
     """
-    ahead = _ahead(stages, micro_batches, range(stages, 0, -1) if warm_up is None else warm_up)
+    if warm_up is None:
+        warm_up = start_up(replicas or (1,) * stages)
+    ahead = _ahead(stages, micro_batches, warm_up)
 
     def program(stage: int) -> tuple[Op, ...]:
         ops = [Op(Kind.F, stage, m) for m in range(ahead[stage])]
@@ -56,7 +70,8 @@ def one_f_one_b(stages: int, micro_batches: int, warm_up: Sequence[int] | None =
                 ops.append(Op(Kind.F, stage, ahead[stage] + m))
         return (*ops, Op(Kind.U, stage, 1))
 
-    return Schedule(tuple(map(program, range(stages))))
+    made = Schedule(tuple(map(program, range(stages))), "1f1b")
+    return made if replicas is None else round_robin(made, replicas)
 
 
 def _ahead(stages: int, micro_batches: int, warm_up: Sequence[int]) -> list[int]:

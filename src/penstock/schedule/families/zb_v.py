@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from penstock.schedule.catalogue import register
 from penstock.schedule.op import Program, Schedule
-from penstock.schedule.v_shape import VProgram, ranks_of_v
+from penstock.schedule.two_ways import TwoWays
+from penstock.schedule.updates import with_updates
+from penstock.schedule.v_shape import ranks_of_v, stages_of_v
 
 
 @register("zb-v", synchronous=True, stages_per_rank="2", splits_backward=True,
@@ -35,7 +37,7 @@ def zb_v(stages: int, micro_batches: int) -> Schedule:
 
     def program(rank: int) -> Program:
         whole = max(2 * ranks - 1, micro_batches)
-        line = VProgram(rank, ranks)
+        line = TwoWays(stages_of_v(rank, ranks))
         line.write(2 * (ranks - rank) - 1, "F0")
         line.write(rank, "F1 F0")
         line.write(ranks - rank, "F1 I1 W1")
@@ -44,6 +46,6 @@ def zb_v(stages: int, micro_batches: int) -> Schedule:
         line.write(ranks - rank, "I0 W0")
         line.write(whole - line.count("W1"), "W1")
         line.write(whole - line.count("W0"), "W0")
-        return line.ops(micro_batches)
+        return with_updates(line.ops(micro_batches))
 
     return Schedule(tuple(map(program, range(ranks))))

@@ -1,0 +1,167 @@
+"""How fast the simulator is: ops per second of one schedule, first and again; of many cost vectors at once; the largest; a cold start."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Schedule
+from penstock.simulate.costs import Costs
+from penstock.simulate.engine import load_compiled
+from penstock.simulate.front import simulate
+from penstock.simulate.many import simulate_many
+
+SIZES = [
+    ("1f1b", 16, 64),
+    ("1f1b", 64, 512),
+    ("zb-h1", 64, 512),
+    ("interleaved", 64, 256),
+    ("1f1b", 256, 1024),
+    ("1f1b", 512, 2048),
+]
+BATCHES = [("1f1b", 8, 32, 5000), ("1f1b", 16, 64, 2000), ("zb-h1", 16, 64, 2000), ("1f1b", 64, 256, 200)]
+LARGEST = (1024, 4096)
+
+Row = dict[str, float | int | str]
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """How long one call takes."""
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def ops_of(made: Schedule) -> int:
+    """Number of ops."""
+    return sum(map(len, made.programs))
+
+
+def anew(made: Schedule) -> Schedule:
+    """The same schedule with nothing kept of earlier simulations."""
+    return Schedule(made.programs, made.name)
+
+
+def one_schedule(name: str, stages: int, micro_batches: int, rounds: int) -> Row:
+    """First call on a new Schedule (conversion and structure), further calls, and calls that read every figure."""
+    made = schedule(name, stages, micro_batches)
+    rng = np.random.default_rng(0)
+    costs = Costs(forward=rng.random(made.stages), backward=rng.random(made.stages), transfer=0.1)
+    ops = ops_of(made)
+    simulate(made, costs)
+    first = [seconds_of(lambda: simulate(anew(made), costs).makespan) for _ in range(max(rounds // 3, 1))]
+    again = [seconds_of(lambda: simulate(made, costs).makespan) for _ in range(rounds)]
+
+    def figures() -> None:
+        line = simulate(made, costs)
+        _ = line.makespan, line.bubble_ratio, line.span_bubble_ratio, line.peak_in_flight
+
+    reading = [seconds_of(figures) for _ in range(rounds)]
+    return {"schedule": f"{name} {stages} x {micro_batches}", "ops": ops, "first_ms": 1e3 * statistics.median(first),
+            "again_ms": 1e3 * statistics.median(again), "first_mops_per_s": ops / statistics.median(first) / 1e6,
+            "mops_per_s": ops / statistics.median(again) / 1e6,
+            "with_all_figures_mops_per_s": ops / statistics.median(reading) / 1e6}  # fmt: skip
+
+
+def many_vectors(name: str, stages: int, micro_batches: int, vectors: int, rounds: int) -> Row:
+    """Vectors per second: one by one, as a list of Costs, as arrays."""
+    made = schedule(name, stages, micro_batches)
+    rng = np.random.default_rng(0)
+    arrays = {"forward": rng.random((vectors, made.stages)), "backward": rng.random((vectors, made.stages)),
+              "transfer": rng.random((vectors, made.stages - 1))}  # fmt: skip
+    costs = [Costs(**{field: array[i] for field, array in arrays.items()}) for i in range(vectors)]
+    simulate_many(made, arrays)
+    alone = [seconds_of(lambda: [simulate(made, each).makespan for each in costs]) for _ in range(max(rounds // 3, 1))]
+    listed = [seconds_of(lambda: simulate_many(made, costs)) for _ in range(rounds)]
+    stacked = [seconds_of(lambda: simulate_many(made, arrays)) for _ in range(rounds)]
+    medians = [statistics.median(each) for each in (alone, listed, stacked)]
+    return {"schedule": f"{name} {stages} x {micro_batches}", "ops": ops_of(made), "vectors": vectors,
+            "one_by_one_per_s": vectors / medians[0], "list_per_s": vectors / medians[1], "arrays_per_s": vectors / medians[2],
+            "arrays_mops_per_s": ops_of(made) * vectors / medians[2] / 1e6, "speed_up": medians[0] / medians[2]}  # fmt: skip
+
+
+def largest(stages: int, micro_batches: int) -> Row:
+    """In this process: time and memory of 1F1B at full size; Numba's loops are on disk already."""
+    begin = time.perf_counter()
+    made = schedule("1f1b", stages, micro_batches)
+    built = time.perf_counter() - begin
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    costs = Costs(forward=1, transfer=0.1)
+    first = seconds_of(lambda: simulate(made, costs).makespan)
+    again = statistics.median(seconds_of(lambda: simulate(made, costs).makespan) for _ in range(5))
+    ops = ops_of(made)
+    return {"schedule": f"1f1b {stages} x {micro_batches}", "ops": ops, "schedule_s": built, "schedule_gib": held / 2**30,
+            "first_s": first, "again_s": again, "first_mops_per_s": ops / first / 1e6, "mops_per_s": ops / again / 1e6,
+            "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30}  # fmt: skip
+
+
+def cold_start() -> dict[str, float]:
+    """Seconds of `penstock simulate` in a fresh process, with an empty cache of Numba's."""
+    found = {}
+    for stages, micro_batches in ((4, 8), (16, 64), (64, 256)):
+        words = [sys.executable, "-m", "penstock", "simulate", "--schedule", "1f1b", "--stages", str(stages), "--micro-batches",
+                 str(micro_batches), "--json"]  # fmt: skip
+        taken = []
+        for _ in range(3):
+            with tempfile.TemporaryDirectory() as empty:
+                environment = {**os.environ, "NUMBA_CACHE_DIR": empty}
+                taken.append(seconds_of(lambda: subprocess.run(words, check=True, capture_output=True, env=environment)))  # noqa: B023
+        found[f"{stages} x {micro_batches}"] = statistics.median(taken)
+    return found
+
+
+def table(rows: list[Row]) -> None:
+    """Print rows under their names."""
+    names = list(rows[0])
+    cells = [names, *([f"{row[n]:.3g}" if isinstance(row[n], float) else str(row[n]) for n in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    print()
+
+
+def main() -> None:
+    """Print all medians and write results.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--largest-only", action="store_true", help="only the largest, as JSON: run so by this script itself")
+    chosen = parser.parse_args()
+    if chosen.largest_only:
+        print(json.dumps(largest(*LARGEST)))
+        return
+    if load_compiled() is None:
+        raise SystemExit("Numba is not installed: these would be the figures of plain Python")
+    singles = [one_schedule(*size, chosen.rounds) for size in SIZES]
+    table(singles)
+    batches = [many_vectors(*batch, chosen.rounds) for batch in BATCHES]
+    table(batches)
+    ran = subprocess.run([sys.executable, __file__, "--largest-only"], check=True, capture_output=True, text=True)
+    most = json.loads(ran.stdout)
+    table([most])
+    start = cold_start()
+    print("cold start of `penstock simulate`, seconds:", ", ".join(f"{size} {taken:.2f}" for size, taken in start.items()))
+    machine = {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+    results = {"machine": machine, "one_schedule": singles, "many_vectors": batches, "largest": most, "cold_start_s": start}
+    Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

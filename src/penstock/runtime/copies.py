@@ -1,0 +1,166 @@
+"""Copies of a stage on several ranks: they begin with the same weights, and at every U they add up their gradients.
+
+The sum is made in the order of the ranks, so that it is the same to the bit wherever and whenever it is made. Two copies send
+each other all they have. More of them make an all-reduce out of two rounds: each copy owns a piece of the gradients, gets that
+piece from all others, adds them up, and hands the sum round (2 (k - 1) / k of the gradients sent by each of k copies, as little as
+any all-reduce needs: Rabenseifner 2004).
+
+Buffers, such as the running statistics of batch norm, are those of the first copy: it alone sees its micro-batches in them, as in
+torch's DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.stage import Stage
+from penstock.schedule.lower import Message
+from penstock.schedule.op import Kind
+from penstock.transport.payload import Payload
+from penstock.transport.transport import Transport
+
+#: Runs what may wait for a rank, and turns what a transport raises into what happened.
+Guard = Callable[[int, Callable[[], Payload | None]], Payload | None]
+
+
+class Round(IntEnum):
+    """Messages of one meeting."""
+
+    GRADIENTS = 0
+    SUMS = 1
+    BUFFERS = 2
+    WEIGHTS = 3
+
+
+@dataclass
+class Copies:
+    """One rank's copy of a stage among the others.
+
+    Attributes:
+        stage: the copy that is held here.
+        ranks: who holds one, ascending.
+        rank: this one.
+        transport: its links.
+        guard: see `Guard`.
+    """
+
+    stage: Stage
+    ranks: tuple[int, ...]
+    rank: int
+    transport: Transport
+    guard: Guard
+    _before: list[Tensor | None] | None = None
+
+    def begin(self) -> None:
+        """Before a batch: gradients of earlier ones, which no update has used, are set aside: they have been added up."""
+        parameters = self.stage.update.parameters
+        self._before = [parameter.grad for parameter in parameters] if self._before is None else self._before
+        for parameter in parameters:
+            parameter.grad = None
+
+    def forget(self) -> None:
+        """Drop what was set aside."""
+        self._before = None
+
+    def meet(self, signature: str) -> None:
+        """Add up the gradients of all copies, and take the first one's buffers.
+
+        Every copy must come here, in the same order on ranks that share several stages; until they have, this waits.
+        """
+        parameters = self.stage.update.parameters
+        if parameters:
+            here = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+            own = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+            flags, total = self._all_sum(here, own, signature)
+            before = self._before or [None] * len(parameters)
+            for parameter, there, summed, earlier in zip(parameters, flags.tolist(), total, before, strict=True):
+                found = summed if there else None
+                parameter.grad = found if earlier is None else earlier if found is None else earlier + found
+            self._before = None
+        self._share(Round.BUFFERS, self._buffers(), signature)
+
+    def share_weights(self) -> None:
+        """Let all copies begin with the first one's parameters and buffers."""
+        tensors = [tensor for module in self.stage.modules() for tensor in module._parameters.values() if tensor is not None]
+        self._share(Round.WEIGHTS, [*tensors, *self._buffers()], "weights")
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for module in self.stage.modules() for buffer in module._buffers.values() if buffer is not None]
+
+    def _all_sum(self, flags: Tensor, tensors: list[Tensor], signature: str) -> tuple[Tensor, list[Tensor]]:
+        """Flags and tensors added up over the copies, in the order of the ranks."""
+        flat = _flat(tensors)
+        if len(self.ranks) == 2:
+            found = self._exchange(Round.GRADIENTS, [[flags, *flat]] * 2, signature)
+            flags = _sum([row[0] for row in found])
+            return flags, _unflat([_sum(column) for column in zip(*(row[1:] for row in found), strict=True)], tensors)
+        pieces = list(zip(*(part.tensor_split(len(self.ranks)) for part in flat), strict=True))
+        found = self._exchange(Round.GRADIENTS, [[flags, *piece] for piece in pieces], signature)
+        flags = _sum([row[0] for row in found])
+        own = [_sum(column) for column in zip(*(row[1:] for row in found), strict=True)]
+        handed = self._exchange(Round.SUMS, [own] * len(self.ranks), signature)
+        return flags, _unflat([torch.cat(column) for column in zip(*handed, strict=True)], tensors)
+
+    def _exchange(self, number: Round, rows: Sequence[Sequence[Tensor]], signature: str) -> list[list[Tensor]]:
+        """Send `rows[n]` to the n-th copy; what the copies have sent here, in the order of the ranks, the own row among them."""
+        message = Message(Kind.U, self.stage.index, number)
+        others = [rank for rank in self.ranks if rank != self.rank]
+        arrivals = {rank: self.transport.post(rank, message, signature) for rank in others}
+        for rank, row in zip(self.ranks, rows, strict=True):
+            if rank != self.rank:
+                self.transport.send(rank, message, Payload.of(list(row), (False,) * len(row)), signature)
+        found: list[list[Tensor]] = []
+        for rank, row in zip(self.ranks, rows, strict=True):
+            arrived = self.guard(rank, arrivals[rank].wait) if rank != self.rank else None
+            found.append(list(row) if arrived is None else arrived.tensors)
+        return found
+
+    def _share(self, number: Round, tensors: list[Tensor], signature: str) -> None:
+        """Let the tensors of all copies be the first one's."""
+        if not tensors:
+            return
+        message = Message(Kind.U, self.stage.index, number)
+        first, *others = self.ranks
+        if self.rank == first:
+            flat = _flat(tensors)  # copies: the next batch may change the tensors before they have left
+            for rank in others:
+                self.transport.send(rank, message, Payload.of(flat, (False,) * len(flat)), signature)
+            return
+        arrived = self.guard(first, self.transport.post(first, message, signature).wait)
+        assert arrived is not None
+        with torch.no_grad():
+            for tensor, value in zip(tensors, _unflat(arrived.tensors, tensors), strict=True):
+                tensor.copy_(value)
+
+
+def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """One flat tensor for every dtype and device among them."""
+    return [torch.cat([tensor.detach().reshape(-1) for tensor in group]) for group in _groups(tensors).values()]
+
+
+def _unflat(flat: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `_flat`."""
+    found: dict[int, Tensor] = {}
+    for whole, group in zip(flat, _groups(like).values(), strict=True):
+        parts = torch.split(whole, [tensor.numel() for tensor in group])
+        found.update({id(tensor): part.reshape(tensor.shape) for tensor, part in zip(group, parts, strict=True)})
+    return [found[id(tensor)] for tensor in like]
+
+
+def _groups(tensors: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return groups
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term.to(total.device)
+    return total

@@ -1,0 +1,72 @@
+"""What every op of every stage takes, as numbers to look up: costs without their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import SettingError
+from penstock.simulate.amounts import Amounts
+from penstock.simulate.costs import Costs
+
+#: By stage or boundary, then by micro-batch.
+Seconds = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of every F, I and W, and of every transfer up to the next stage and back down; as `simulate` counts them."""
+
+    forward: Seconds
+    input_grad: Seconds
+    weight_grad: Seconds
+    up: Seconds
+    down: Seconds
+
+    @classmethod
+    def of(cls, costs: Costs, micro_batches: int) -> StageSeconds:
+        """The seconds of as many stages as `costs.forward` has entries, every default filled in.
+
+        Raises:
+            SettingError: `costs.forward` is not one entry per stage, or others of the costs are for another number of stages.
+        """
+        stages = stages_of(costs)
+        amounts = Amounts.of([costs], stages, range(micro_batches))
+        forward, inputs, weights = (amounts.get(name) for name in ("forward", "input_grad", "weight_grad"))
+        assert forward is not None
+        whole = amounts.get("backward")
+        if whole is None:
+            whole = 2 * forward if inputs is None or weights is None else inputs + weights
+        if inputs is None:
+            inputs = whole / 2 if weights is None else np.maximum(whole - weights, 0.0)
+        if weights is None:
+            weights = np.maximum(whole - inputs, 0.0)
+        up = amounts.get("transfer")
+        if up is None:
+            up = amounts.known("boundary_bytes") / amounts.known("bandwidth", np.inf)
+        down = amounts.get("transfer_back")
+        latency = amounts.known("latency")
+
+        def rows(array: NDArray[np.float64], count: int) -> Seconds:
+            return tuple(map(tuple, np.broadcast_to(array[0], (count, micro_batches)).tolist()))
+
+        return cls(
+            rows(forward, stages),
+            rows(inputs, stages),
+            rows(weights, stages),
+            rows(up + latency, stages - 1),
+            rows((up if down is None else down) + latency, stages - 1),
+        )
+
+
+def stages_of(costs: Costs) -> int:
+    """The number of entries in `costs.forward`.
+
+    Raises:
+        SettingError: it does not have one entry per stage.
+    """
+    if not isinstance(costs.forward, tuple):
+        raise SettingError(f"costs: forward is {costs.forward!r}; it must have one entry per stage, as spread_forward makes it")
+    return len(costs.forward)

@@ -1,0 +1,1 @@
+"""The search for the shortest program: list scheduling, local search, bounds, and proof."""

@@ -1,0 +1,190 @@
+"""The shortest program for given costs: bounds, the zoo, the search, and if asked for the proof."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+from penstock.errors import ScheduleError
+from penstock.schedule.op import Kind, Schedule
+from penstock.search.synthesis.bound import lower_bound
+from penstock.search.synthesis.problem import PLACEMENTS, Limit, Problem, Room, StageCosts, problem_for
+from penstock.search.synthesis.zoo import candidates
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
+
+#: A schedule that is longer than the bound by no more than this part of it is proved: seconds that are no whole ticks, and sums
+#: of floats, leave so much open.
+PROVED = 1e-6
+#: The part of the budget for the search when the rest is for the proof.
+BEFORE_PROOF = 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to search; see `synthesised` for what each means."""
+
+    memory_limit: Limit = None
+    placement: str = "linear"
+    ranks: int | None = None
+    split: bool = True
+    exact: bool = False
+    budget_s: float = 5.0
+    max_rounds: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.budget_s, bool) or not isinstance(self.budget_s, (int, float)) or not self.budget_s >= 0:
+            raise ScheduleError(f"synthesised takes a budget_s of 0 seconds or more, not {self.budget_s!r}")
+        for name in ("max_rounds", "seed"):
+            number = getattr(self, name)
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
+                raise ScheduleError(f"synthesised takes a {name} of 0 or more, not {number!r}")
+        if self.placement not in (*PLACEMENTS, "any"):
+            raise ScheduleError(f"synthesised knows no placement {self.placement!r}: take one of {', '.join(PLACEMENTS)}, any")
+
+    def room(self, placement: str) -> Room:
+        """Where the programs may stand."""
+        return Room(placement, self.memory_limit, self.ranks, self.split)
+
+
+@dataclass(frozen=True)
+class Synthesis:
+    """What the search found.
+
+    Attributes:
+        schedule: the shortest schedule found.
+        makespan: its simulated seconds.
+        lower_bound: seconds that no schedule with this placement and limit undercuts.
+        gap: makespan / lower_bound - 1.
+        proved: whether the schedule is as short as any, to a part in a million.
+        placement: where its stages stand; tells which, where any was asked for.
+        zoo: the best schedule of the zoo that fits, by name; None if none does.
+        zoo_makespan: its simulated seconds; infinite if there is none.
+        rounds: rounds of search.
+    """
+
+    schedule: Schedule
+    makespan: float
+    lower_bound: float
+    gap: float
+    proved: bool
+    placement: str
+    zoo: str | None
+    zoo_makespan: float
+    rounds: int
+
+    def facts(self) -> tuple[tuple[str, object], ...]:
+        """What the schedule carries in its `options`."""
+        names = ("placement", "makespan", "lower_bound", "gap", "proved", "zoo", "zoo_makespan")
+        return tuple((name, getattr(self, name)) for name in names)
+
+
+def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = None) -> Synthesis:
+    """Search for the shortest schedule; `synthesised` says how, and what the settings mean.
+
+    Args:
+        costs: with an entry for every stage in `forward`.
+        micro_batches: at least 1.
+        settings: how to search.
+
+    Raises:
+        ScheduleError: nothing fits, or the placement cannot have so many stages, ranks and micro-batches.
+        SettingError: the costs do not fit together, or a limit is a text that is no amount of bytes.
+        MissingExtra: `exact` without OR-Tools.
+    """
+    wish = settings or Settings()
+    begun = time.monotonic()
+    if wish.exact:
+        from penstock.search.synthesis.exact import load
+
+        load()
+    if not isinstance(costs.forward, tuple):
+        raise ScheduleError("the costs do not tell the number of stages: give forward as one number per stage")
+    table = StageCosts.of(costs, len(costs.forward))
+    tasks = [_Task(problem, costs, wish) for problem in _problems(table, micro_batches, wish)]
+    for i, task in enumerate(tasks):
+        # Placements share the budget; what one leaves is for the next.
+        end = begun + wish.budget_s * (i + 1) / len(tasks)
+        task.run(end - (1 - BEFORE_PROOF) * max(0.0, end - time.monotonic()) * wish.exact)
+        if wish.exact and not task.proved:
+            task.prove(end)
+    best = min(tasks, key=lambda task: task.makespan)
+    least = min(best.makespan, *(task.least for task in tasks))  # sums of floats may pass each other
+    gap = best.makespan / least - 1 if least else 0.0
+    found = Synthesis(
+        best.schedule, best.makespan, least, gap, best.makespan <= least * (1 + PROVED), best.problem.placement, best.zoo,
+        best.zoo_makespan, sum(task.rounds for task in tasks),
+    )  # fmt: skip
+    return replace(found, schedule=replace(found.schedule, name="synthesised", options=found.facts()))
+
+
+def _problems(costs: StageCosts, micro_batches: int, wish: Settings) -> list[Problem]:
+    """The problem of the placement, or of all that can have so many stages and that the limit allows."""
+    if wish.placement != "any":
+        return [problem_for(costs, micro_batches, wish.room(wish.placement))]
+    problems, reasons = [], []
+    for placement in PLACEMENTS:
+        try:
+            problems.append(problem_for(costs, micro_batches, wish.room(placement)))
+        except ScheduleError as error:
+            reasons.append(error)
+    if not problems:
+        raise ScheduleError("no placement will do:\n  " + "\n  ".join(map(str, reasons)))
+    return problems
+
+
+class _Task:
+    """The search on one placement."""
+
+    def __init__(self, problem: Problem, costs: Costs, wish: Settings) -> None:
+        self.problem, self.costs, self.wish = problem, costs, wish
+        self.least = lower_bound(problem)
+        self.schedule, self.makespan = Schedule(()), math.inf
+        self.zoo: str | None = None
+        self.zoo_makespan = math.inf
+        self.rounds = 0
+
+    @property
+    def proved(self) -> bool:
+        """Whether nothing shorter is left to find."""
+        return self.makespan <= self.least * (1 + PROVED)
+
+    def offer(self, schedule: Schedule) -> float:
+        """Keep the schedule if it is the shortest so far. Returns its makespan."""
+        seconds = simulate_schedule(schedule, self.costs).makespan
+        if seconds < self.makespan or (seconds == self.makespan and len(schedule.ops) < len(self.schedule.ops)):
+            self.schedule, self.makespan = schedule, seconds
+        return seconds
+
+    def run(self, until_s: float) -> None:
+        """The zoo, then the search."""
+        from penstock.search.synthesis.local import Search
+
+        search = Search(self.problem, self.least, self.wish.seed)
+        for candidate in candidates(self.problem):
+            seconds = self.offer(candidate)
+            if seconds < self.zoo_makespan:
+                self.zoo, self.zoo_makespan = candidate.name, seconds
+            search.start(candidate)
+        if any(op.kind not in _WORDS for op in self.schedule.ops):
+            # The zoo's best hands activations to other ranks, which the search does not: limits bind it less.
+            self.least = min(self.least, lower_bound(self.problem, evicts=True))
+        search.run(until_s, self.wish.max_rounds)
+        self.rounds = search.rounds
+        self.offer(search.schedule())
+
+    def prove(self, until_s: float) -> None:
+        """By CP-SAT, from what the search found."""
+        from penstock.search.synthesis.exact import prove
+
+        if any(op.kind not in _WORDS for op in self.schedule.ops):
+            return
+        proof = prove(self.problem, self.schedule, self.makespan, until_s, self.wish.seed)
+        if proof.schedule is not None:
+            self.offer(proof.schedule)
+        self.least = max(self.least, min(proof.lower_bound, self.makespan))
+
+
+_WORDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})

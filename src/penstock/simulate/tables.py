@@ -1,0 +1,203 @@
+"""Seconds and bytes of every op and transfer, as tables that the loops look up.
+
+Where nothing differs by micro-batch a table has one row of stages for each of these blocks, the same for all micro-batches:
+
+    F  B  I  W  U  B again  I again  up  down  E, L      "again": with the forward that recompute runs before it
+
+Else, and where micro-batches are cut or ops paired, it has an entry for every op, and behind them one for every op's message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from penstock.errors import SettingError
+from penstock.schedule.arrays import Array
+from penstock.schedule.op import Kind
+from penstock.simulate.amounts import Amounts
+from penstock.simulate.structure import Structure
+
+RECOMPUTE = ("never", "except_last", "always")
+
+_UP, _DOWN, _EVICT = 7, 8, 9
+_BLOCKS = 11  #: the last is all 0
+_WORK = {"F": 0, "B": 1, "I": 2, "W": 3, "U": 4, "E": 10, "L": 10}
+_HOP = {"F": _UP, "B": _DOWN, "I": _DOWN, "W": 10, "U": 10, "E": _EVICT, "L": _EVICT}
+_AGAIN = 4  #: from the blocks of B and I to those of the recomputed
+
+
+def recomputes(recompute: str, micro_batch: int, micro_batches: int) -> bool:
+    """Whether this micro-batch's forward runs again before its backward (torchgpipe's `checkpoint`)."""
+    if recompute not in RECOMPUTE:
+        raise SettingError(f"recompute is one of {', '.join(RECOMPUTE)}, not {recompute!r}")
+    return recompute == "always" or (recompute == "except_last" and micro_batch != micro_batches - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """How a schedule looks up its costs.
+
+    Attributes:
+        made: the schedule's structure.
+        amounts: the costs.
+        recompute: "never", "except_last" or "always".
+    """
+
+    made: Structure
+    amounts: Amounts
+    recompute: str = "never"
+
+    @cached_property
+    def detailed(self) -> bool:
+        """Whether there is an entry for every op."""
+        ops = self.made.ops
+        return self.amounts.by_micro_batch or ops.slicing is not None or len(self.made.pairs) > 0
+
+    @cached_property
+    def work(self) -> Array:
+        """Per op, the place of its seconds."""
+        if self.detailed:
+            return np.arange(len(self.made.ops), dtype=np.int32)
+        return self._cached("work", self.recompute)
+
+    @cached_property
+    def hop(self) -> Array:
+        """Per op, the place of its message's seconds and bytes."""
+        if self.detailed:
+            return np.arange(len(self.made.ops), 2 * len(self.made.ops), dtype=np.int32)
+        return self._cached("hop", "never")
+
+    @cached_property
+    def seconds(self) -> Array:
+        """Per vector and place, seconds."""
+        blocks = dict(self._work_blocks())
+        blocks[_UP], blocks[_DOWN] = self._crossing()
+        blocks[_EVICT] = self.amounts.known("evict")
+        table = self._table(blocks)
+        latency = self.amounts.get("latency")
+        if latency is not None:  # no smaller for a slice
+            back = self.amounts.get("transfer_back")
+            table = table + self._table({_UP: latency} if back is not None else {_UP: latency, _DOWN: latency}, whole=True)
+        if len(self.made.pairs):
+            self._join_pairs(table, blocks[0])
+        return table
+
+    @cached_property
+    def message_bytes(self) -> Array:
+        """Per vector and place, what crosses; the places are those of `hop`."""
+        crossing = self.amounts.known("boundary_bytes")
+        return self._table({_UP: crossing, _DOWN: crossing, _EVICT: self.amounts.known("activation_bytes")})
+
+    @cached_property
+    def again(self) -> Array:
+        """Per op, whether its micro-batch is recomputed."""
+        numbers = self.made.numbers
+        last = int(numbers.max(initial=-1)) + 1
+        return np.take(np.array([recomputes(self.recompute, int(m), last) for m in numbers], bool), self.made.column)
+
+    def of_ops(self, name: str, rows: Array) -> Array:
+        """One field for each of these ops, its slice's share of it; of the first vector."""
+        found: Array = self._gathered(self.amounts.known(name), rows)[0]
+        return found
+
+    def _cached(self, what: str, recompute: str) -> Array:
+        """Places in a table of blocks: they depend on the schedule alone."""
+        cache = self.made.cache
+        if (what, recompute) not in cache:
+            cache[what, recompute] = self._places(_WORK if what == "work" else _HOP)
+        return cache[what, recompute]
+
+    def _places(self, block_of: dict[str, int]) -> Array:
+        ops, stages = self.made.ops, self.made.stages
+        blocks = np.full(256, _BLOCKS - 1, np.int32)
+        for letter, block in block_of.items():
+            blocks[ord(letter)] = block
+        places = blocks[ops.kind]
+        if block_of is _WORK and self.recompute != "never":
+            places[ops.of_kind(Kind.B, Kind.I) & self.again] += _AGAIN
+        places *= stages
+        places += ops.stage.astype(np.int32)
+        if block_of is _HOP:
+            places[ops.of_kind(Kind.B, Kind.I)] -= 1  # boundary s is below stage s + 1
+            np.maximum(places, 0, out=places)
+        return places
+
+    def _work_blocks(self) -> Iterator[tuple[int, Array]]:
+        """Seconds of every kind of op, every default filled in."""
+        get = self.amounts.get
+        forward, backward, inputs, weights = get("forward"), get("backward"), get("input_grad"), get("weight_grad")
+        if forward is None:
+            raise SettingError("costs: forward is needed")
+        if backward is None:
+            backward = 2 * forward if inputs is None or weights is None else inputs + weights
+        if inputs is None:
+            inputs = backward / 2 if weights is None else np.maximum(backward - weights, 0.0)
+        if weights is None:
+            weights = np.maximum(backward - inputs, 0.0)
+        yield from enumerate(
+            (forward, backward, inputs, weights, self.amounts.known("update"), backward + forward, inputs + forward)
+        )
+
+    def _crossing(self) -> tuple[Array, Array]:
+        """Seconds on a link, without its latency: up the chain and down."""
+        get = self.amounts.get
+        up, bandwidth, back = get("transfer"), get("bandwidth"), get("transfer_back")
+        if up is not None and (bandwidth is not None or get("latency") is not None):
+            raise SettingError(
+                "costs: transfer says what a message takes, and so do latency and bandwidth: give one of the two"
+            )
+        if bandwidth is not None and not bandwidth.all():
+            raise SettingError("costs: bandwidth is 0 bytes/s somewhere: nothing would ever arrive")
+        if up is None:
+            up = np.zeros((1, 1, 1)) if bandwidth is None else self.amounts.known("boundary_bytes") / bandwidth
+        return up, up if back is None else back
+
+    def _join_pairs(self, table: Array, forward: Array) -> None:
+        """The ops of a pair both take the seconds of the pair."""
+        made = self.made
+        first, second = made.pairs, made.pairs + 1
+        both = table[:, first] + table[:, second]
+        given = self.amounts.get("pair")
+        if given is not None:
+            kinds = made.ops.kind
+            upper = np.where(kinds[first] == ord("F"), first, second)
+            lower = first + second - upper
+            is_both = (kinds[upper] == ord("F")) & (kinds[lower] == ord("B"))
+            upper, lower = upper[is_both], lower[is_both]
+            again = np.where(self.again[lower], self._gathered(forward, lower), 0.0)
+            both = np.broadcast_to(both, (len(table), len(first))).copy()
+            both[:, is_both] = self._gathered(given, upper) + again
+        table[:, first] = table[:, second] = both
+
+    def _table(self, blocks: Mapping[int, Array], whole: bool = False) -> Array:
+        """Every block in its places; `whole` leaves slices their micro-batch's amounts."""
+        made = self.made
+        vectors = max(map(len, blocks.values()))
+        if not self.detailed:
+            stages = made.stages
+            table = np.zeros((vectors, _BLOCKS * stages))
+            for block, array in blocks.items():
+                width = stages - 1 if block in (_UP, _DOWN) else stages
+                if width > 0:
+                    table[:, block * stages : block * stages + width] = array[:, :, 0]
+            return table
+        table = np.zeros((vectors, 2 * len(made.ops)))
+        for start, places in ((0, self._places(_WORK)), (len(made.ops), self._places(_HOP))):
+            block_of = places // max(made.stages, 1)
+            for block, array in blocks.items():
+                last = made.stages - 1 if block in (_UP, _DOWN) else made.stages
+                rows = np.flatnonzero((block_of == block) & (places - block * made.stages < last))
+                table[:, start + rows] = self._gathered(array, rows, places[rows] - block * made.stages, whole)
+        return table
+
+    def _gathered(self, array: Array, rows: Array, stage: Array | None = None, whole: bool = False) -> Array:
+        """Per vector, the entry of each of these ops, its slice's share of it."""
+        made = self.made
+        stage = made.ops.stage[rows] if stage is None else stage
+        found = array[:, stage if array.shape[1] > 1 else np.zeros_like(stage), made.column[rows] if array.shape[2] > 1 else 0]
+        share = made.ops.share
+        return found if share is None or whole else found * share[rows]

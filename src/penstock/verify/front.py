@@ -1,0 +1,33 @@
+"""The front door of this room: a schedule of ops, or one whose transfers stand in it."""
+
+from __future__ import annotations
+
+from penstock.errors import SettingError
+from penstock.schedule.lower import LoweredSchedule
+from penstock.schedule.op import Schedule
+from penstock.verify.lowered import verify_lowered
+from penstock.verify.verify import Report
+from penstock.verify.verify import verify as verify_schedule
+
+
+def verify(what: Schedule | LoweredSchedule, in_flight_limit: int | None = None) -> Report:
+    """Prove that the programs are sound, or say all that is wrong.
+
+    >>> from penstock.schedule.op import Schedule
+    >>> verify(Schedule.parse("0F0 0B0 0U1")).peak_in_flight
+    (1,)
+
+    Args:
+        what: any schedule, ours or a user's; with its transfers, as `lower` and a CSV with communication have them, these are
+            checked too: every send has its receive, in time, and between two ranks in the order of the sends.
+        in_flight_limit: the most micro-batches that a rank may hold, over all its stages.
+
+    Raises:
+        ScheduleError: a rule is broken; each of its `findings` names the rule, the op and the rank.
+        SettingError: `what` is neither.
+    """
+    if isinstance(what, LoweredSchedule):
+        return verify_lowered(what, in_flight_limit)
+    if not isinstance(what, Schedule):
+        raise SettingError(f"verify takes a Schedule or a LoweredSchedule, not {type(what).__name__}; of a plan, give plan.schedule")
+    return verify_schedule(what, in_flight_limit)

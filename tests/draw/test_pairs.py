@@ -1,0 +1,27 @@
+"""Two ops with one span."""
+
+from __future__ import annotations
+
+from penstock.draw.pairs import halves, side_by_side
+from penstock.event import Event
+from penstock.schedule.op import Kind, Op
+
+
+def event(kind, start, end):
+    return Event(0, Op(kind, 0, 0), start, end)
+
+
+ROW = [event(Kind.F, 0, 1), event(Kind.F, 1, 4), event(Kind.B, 1, 4), event(Kind.E, 4, 4), event(Kind.L, 4, 4), event(Kind.B, 4, 6)]
+
+
+def test_only_neighbours_of_one_span_that_takes_time_are_a_pair():
+    """Marks of no length at one moment are no pair."""
+    assert halves(ROW) == {1: 0, 2: 1}
+
+
+def test_a_line_shows_a_pair_as_two_halves_of_its_span():
+    """A terminal has no half rows."""
+    apart, second = side_by_side(ROW)
+    assert [(e.start, e.end) for e in apart[1:3]] == [(1, 2.5), (2.5, 4)]
+    assert second == {2}
+    assert apart[:1] + apart[3:] == ROW[:1] + ROW[3:]

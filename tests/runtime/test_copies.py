@@ -1,0 +1,98 @@
+"""Copies of a stage: equal from the first batch on, their gradients added up in the order of the ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.conformance.models import CASES, made
+from tests.conformance.reference import PlainTraining, added_up, differences, gradients
+from tests.runtime.jobs import sgd
+
+import penstock as ps
+
+#: Two pipelines of two stages in opposite directions.
+BOTH_WAYS = """rank 0 | 0F0 1F1 1B1 0F2 1F3 1B3 0B0 0B2 0U1 1U1
+rank 1 | 0F1 1F0 1B0 0F3 1F2 1B2 0B1 0B3 0U1 1U1"""
+#: The same stage three times: data parallelism.
+THREE = "\n".join(f"rank {rank} | 0F{rank} 0F{rank + 3} 0B{rank} 0B{rank + 3} 0U1" for rank in range(3))
+
+
+def pipeline(name, programs, lengths, **options):
+    """A pipeline in this process, and its model and data."""
+    case = CASES[name]
+    model, x, y = made(case, 12)
+    options = {"executor": "threads", **options}
+    return ps.Pipeline(model, loss=case.loss, balance=lengths, schedule=ps.Schedule.parse(programs), **options), model, x, y
+
+
+def test_three_copies_add_up_by_rank_to_the_bit():
+    """Two rounds of pieces instead of one of everything; the sum does not depend on who makes it."""
+    pipe, model, x, y = pipeline("gpt", THREE, [5])
+    loss, parts = PlainTraining(copy.deepcopy(model), CASES["gpt"].loss).backward_in_parts(x, y, 6)
+    assert torch.equal(pipe.train_batch(x, y), loss)
+    by_rank = [added_up(parts, (rank, rank + 3)) for rank in range(3)]
+    assert differences(gradients(model), added_up(by_rank, range(3))) == []
+
+
+def test_every_copy_steps_to_the_same_weights():
+    """Momentum too is kept in every copy; after three steps none has drifted."""
+    pipe, model, x, y = pipeline("vgg", BOTH_WAYS, [7, 8], optimizer=sgd)
+    for _ in range(3):
+        pipe.train_batch(x, y)
+    own = {name: value for stage in pipe._local_stages for name, value in _weights(stage)}
+    for stage in pipe._local_stages:
+        assert differences(dict(_weights(stage)), {name: own[name] for name, _ in _weights(stage)}) == []
+    assert differences(dict(model.state_dict()), pipe.state_dict()) == []
+
+
+def _weights(stage):
+    return [(name, value) for layer in stage.layers for name, value in layer.module.state_dict(prefix=f"{layer.name}.").items()]
+
+
+def test_gradients_that_no_update_used_add_up_once_over_two_batches():
+    """Without an optimizer gradients are the user's; what was added up before must not be added up again."""
+    pipe, model, x, y = pipeline("mlp", BOTH_WAYS, [3, 4])
+    pipe.train_batch(x, y)
+    once = gradients(model)
+    pipe.train_batch(x, y)
+    assert differences(gradients(model), {name: grad + grad for name, grad in once.items()}) == []
+
+
+def test_buffers_are_those_of_the_first_copy():
+    """Batch norm's statistics: what the first copy has seen, on all copies, as in DistributedDataParallel."""
+    pipe, model, x, y = pipeline("resnet", THREE, [9])
+    plain = PlainTraining(copy.deepcopy(model), CASES["resnet"].loss)
+    pipe.train_batch(x, y)
+    plain.model(torch.tensor_split(x, 6)[0])
+    plain.model(torch.tensor_split(x, 6)[3])
+    expected = dict(plain.model.named_buffers())
+    for stage in pipe._local_stages:
+        held = {name: value for name, value in _weights(stage) if name in expected}
+        assert differences(held, expected) == []
+
+
+def test_a_copy_without_micro_batches_still_meets_the_others():
+    """A batch of one sample is one micro-batch: the other pipeline has nothing to do, and gets the same update."""
+    pipe, model, x, y = pipeline("gpt", BOTH_WAYS, [2, 3], optimizer=sgd)
+    plain = PlainTraining(copy.deepcopy(model), CASES["gpt"].loss)
+    optimizer = sgd(list(plain.model.parameters()))
+    assert torch.equal(pipe.train_batch(x[:1], y[:1]), plain.backward(x[:1], y[:1], 4))
+    optimizer.step()
+    assert differences(dict(model.state_dict()), dict(plain.model.state_dict())) == []
+
+
+def test_outputs_and_losses_come_from_all_copies_of_the_last_stage():
+    """In the order of the samples, whoever made them."""
+    pipe, model, x, y = pipeline("mlp", BOTH_WAYS, [3, 4])
+    assert torch.equal(pipe.forward(x), torch.cat([model(part) for part in torch.tensor_split(x, 4)]))
+    assert torch.allclose(pipe.eval_batch(x, y), CASES["mlp"].loss(model(x), y))
+
+
+def test_the_self_check_adds_copies_up_and_changes_nothing():
+    """Gradients of all copies are what one device has; the weights are left alone."""
+    pipe, model, x, y = pipeline("vgg", BOTH_WAYS, [7, 8], optimizer=sgd)
+    before = copy.deepcopy(model.state_dict())
+    assert pipe.compare_with_one_device(x, y).worst[1] == pytest.approx(0, abs=1e-6)
+    assert differences(dict(model.state_dict()), dict(before)) == []

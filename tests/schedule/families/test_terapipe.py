@@ -1,0 +1,76 @@
+"""TeraPipe: slices of sequences through GPipe, their orders, time and memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.schedule.families.laws import played, rows_of
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import schedule, schedules
+from penstock.verify.verify import verify
+
+
+def shares_of(numbers):
+    """Shares in the ratio of these numbers."""
+    return tuple(number / sum(numbers) for number in numbers)
+
+
+def test_terapipe_runs_slices_forward_in_order_and_backward_in_reverse():
+    """A token's gradient is made of those of all tokens that looked back to it."""
+    made = schedule("terapipe", 2, 2, slices=3)
+    assert rows_of(made)[0] == "0F0 0F1 0F2 0F3 0F4 0F5 0B2 0B1 0B0 0B5 0B4 0B3"
+    assert made.slicing.along == "tokens"
+    assert (made.micro_batches, made.slices) == (2, 6)
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 4))
+@settings(deadline=None, max_examples=60)
+def test_terapipe_keeps_its_formula_for_any_shares(p, m, numbers, b):
+    """Per direction the sum of all slices and p - 1 times the largest (Li et al. 2021, section 3.3)."""
+    shares = shares_of(numbers)
+    made = schedule("terapipe", p, m, slice_shares=shares)
+    assert played(made, 1, b).makespan == pytest.approx((m + (p - 1) * max(shares)) * (1 + b))
+    assert verify(made).peak_on_rank == (m,) * p
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 6))
+@settings(deadline=None, max_examples=40)
+def test_equal_slices_divide_the_bubble_of_gpipe(p, m, k):
+    """(p - 1)(f + b)/k."""
+    made = schedule("terapipe", p, m, slices=k)
+    assert played(made).makespan == pytest.approx(3 * m + 3 * (p - 1) / k)
+    assert schedule("terapipe", p, m, slice_shares=[1 / k] * k).programs == made.programs
+
+
+def test_one_slice_is_gpipe():
+    """Nothing is cut, and nothing changes but that it says so."""
+    assert schedule("terapipe", 3, 4, slices=1).programs == schedule("gpipe", 3, 4).programs
+
+
+@pytest.mark.parametrize("name", ["terapipe", "seq1f1b"])
+def test_slices_that_are_none_are_refused(name):
+    """Both families take the same options."""
+    with pytest.raises(ScheduleError, match=f"{name} needs at least 1 of slices and got 0"):
+        schedule(name, 2, 2, slices=0)
+    with pytest.raises(ScheduleError, match=rf"{name} got slices=3 and slice_shares for 2: one of them is enough"):
+        schedule(name, 2, 2, slices=3, slice_shares=[0.5, 0.5])
+    with pytest.raises(
+        ScheduleError, match=r"slices of micro-batch 0 have shares \(0.5, 0.6\): they are above 0 and add up to 1"
+    ):
+        schedule(name, 2, 2, slice_shares=[0.5, 0.6])
+
+
+@pytest.mark.parametrize("name", ["terapipe", "seq1f1b"])
+def test_the_catalogue_says_that_the_model_must_be_causal(name):
+    """A planner must not offer it for a convolutional network."""
+    assert schedules()[name].causal
+    assert not schedules()["gpipe"].causal
+
+
+@pytest.mark.parametrize("name", ["terapipe", "seq1f1b"])
+def test_options_make_the_same_schedule_again(name):
+    """A plan stores name, numbers and options, and no programs."""
+    made = schedule(name, 3, 2, slice_shares=[0.5, 0.25, 0.25])
+    assert schedule(made.name, made.stages, made.micro_batches, **dict(made.options)) == made

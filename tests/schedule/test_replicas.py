@@ -1,0 +1,188 @@
+"""Copies of pipelines and of stages: where micro-batches go, that all stays sound, and that time goes down."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.schedule.custom_schedules import custom_schedules
+from tests.schedule.families.laws import played
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import schedule, schedules
+from penstock.schedule.op import HANDING, Kind, Op, Schedule
+from penstock.schedule.replicas import pipelines, round_robin, start_up
+from penstock.verify.verify import verify
+
+
+@pytest.mark.parametrize("name", sorted(schedules()))
+def test_every_schedule_can_stand_there_several_times(name):
+    """Data parallelism on top of any: sound, every micro-batch once, m mod R on pipeline m mod R, and made again by its options."""
+    tried = 0
+    for stages, micro_batches, replicas in ((2, 8, 2), (4, 16, 2), (2, 9, 3), (1, 5, 2), (4, 17, 2), (3, 7, 3)):
+        try:
+            made = schedule(name, stages, micro_batches, replicas=replicas)
+        except ScheduleError:
+            continue
+        verify(made)
+        each = made.ranks // replicas
+        assert (made.stages, made.micro_batches) == (stages, micro_batches)
+        numbers = made.slicing.micro_batch_of if made.slicing else range(micro_batches)
+        assert all(rank // each == numbers[number] % replicas for (_, number), rank in made.placement.items())
+        assert schedule(made.name, made.stages, made.micro_batches, **dict(made.options)) == made
+        tried += 1
+    assert tried > 0
+
+
+@pytest.mark.parametrize("name", sorted(schedules()))
+def test_every_pipeline_plays_the_familys_own_programs(name):
+    """Twice the batch on twice the ranks takes the same time."""
+    one = next(filter(None, (_made(name, stages, 8) for stages in (4, 2, 1))))
+    two = schedule(name, one.stages, 16, replicas=2)
+    assert len(two.pairs) == 2 * len(one.pairs)
+    for replica in range(2):
+        programs = two.programs[replica * one.ranks : (replica + 1) * one.ranks]
+        assert [[op[:2] for op in program] for program in programs] == [[op[:2] for op in program] for program in one.programs]
+    assert played(two, u=1).makespan == pytest.approx(played(one, u=1).makespan)
+    assert verify(two).peak_on_rank == verify(one).peak_on_rank * 2
+
+
+def _made(name, stages, micro_batches, **options):
+    try:
+        return schedule(name, stages, micro_batches, **options)
+    except ScheduleError:
+        return None
+
+
+@given(custom_schedules(synchronous=True), st.integers(1, 3), st.data())
+@settings(deadline=None, max_examples=80)
+def test_any_sound_schedule_stays_sound_several_times(made, replicas, data):
+    """Copies of stages and split backwards too, and with batches that do not divide."""
+    most = replicas * made.micro_batches
+    micro_batches = data.draw(st.integers(max(most - replicas + 1, replicas), most))
+    several = pipelines(made, replicas, micro_batches)
+    verify(several)
+    assert several.micro_batches == micro_batches
+
+
+def test_slices_pairs_and_evictions_are_renumbered():
+    """All that a schedule can say stays with its micro-batch."""
+    sliced = schedule("autopipe", 2, 5, sliced=2, replicas=2)
+    assert sliced.slicing.shares == ((0.5, 0.5),) * 4 + ((1.0,),)
+    assert str(sliced).splitlines() == [
+        "rank 0 | 0F0 0F1 0F4 0F5 0B0 0B1 0F8 0B4 0B5 0B8 0U1",
+        "rank 1 | 1F0 1F1 1B0 1B1 1F4 1F5 1B4 1B5 1F8 1B8 1U1",
+        "rank 2 | 0F2 0F3 0F6 0F7 0B2 0B3 0B6 0B7 0U1",
+        "rank 3 | 1F2 1F3 1B2 1B3 1F6 1F7 1B6 1B7 1U1",
+    ]
+    paired = schedule("fbp-as", 1, 5, replicas=2)
+    assert str(paired) == "rank 0 | 0F0 0F2&0B0 0F4&0B2 0B4 0U1\nrank 1 | 0F1 0F3&0B1 0B3 0U1"
+    handed = schedule("bpipe", 4, 8, replicas=2)
+    evicted = {rank: [str(op) for op in program if op.kind in HANDING] for rank, program in enumerate(handed.programs)}
+    assert {rank: words for rank, words in evicted.items() if words} == {
+        0: ["0E4", "0L4"], 3: ["0E4", "0L4"], 4: ["0E5", "0L5"], 7: ["0E5", "0L5"],
+    }  # fmt: skip
+
+
+def test_in_one_stage_it_is_plain_data_parallelism():
+    """No pipeline at all: everybody has the model."""
+    made = schedule("gpipe", 1, 4, replicas=4)
+    assert [" ".join(map(str, program)) for program in made.programs] == [f"0F{m} 0B{m} 0U1" for m in range(4)]
+
+
+@pytest.mark.parametrize(("replicas", "ahead"), [
+    ((1, 1, 1, 1), (3, 2, 1, 0)), ((3, 1), (1, 0)), ((2, 1, 1), (1, 1, 0)), ((15, 1), (1, 0)), ((2, 2), (1, 0)),
+])  # fmt: skip
+def test_the_start_up_of_replicated_stages_is_pipedreams(replicas, ahead):
+    """LITERATURE 3.1, from PipeDream's own code: forwards of a rank before it begins to alternate, forward first."""
+    made = schedule("1f1b", len(replicas), 32, replicas=replicas)
+    verify(made)
+    assert start_up(replicas) == tuple(number * (w + 1) for number, w in zip(replicas, ahead, strict=True))
+    expected = [w + 1 for number, w in zip(replicas, ahead, strict=True) for _ in range(number)]
+    firsts = [next(i for i, op in enumerate(program) if op.kind is Kind.B) for program in made.programs]
+    assert firsts == expected == list(verify(made).peak_on_rank)
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    st.integers(0, 12),
+    st.sampled_from(["1f1b", "gpipe", "zb-h1", "naive"]),
+)
+@settings(deadline=None, max_examples=60)
+def test_unevenly_replicated_stages_are_sound_and_take_micro_batches_in_turn(replicas, more, name):
+    """1F1B-RR: micro-batch n is on replica n mod k of a stage, forward and backward."""
+    micro_batches = max(replicas) + more
+    made = schedule(name, len(replicas), micro_batches, replicas=replicas)
+    verify(made)
+    before = [sum(replicas[:stage]) for stage in range(len(replicas))]
+    assert made.placement == {(s, m): before[s] + m % replicas[s] for s in range(len(replicas)) for m in range(micro_batches)}
+    assert schedule(made.name, made.stages, made.micro_batches, **dict(made.options)) == made
+
+
+def test_a_slow_stage_on_more_ranks_is_no_longer_in_the_way():
+    """What it is for: 3 ranks for a stage of three times the work are all busy but for start and end."""
+    made = schedule("1f1b", 2, 24, replicas=(3, 1))
+
+    def seconds(_, op):
+        return {Kind.F: 1, Kind.B: 2}.get(op.kind, 0) * (3 if op.stage == 0 else 1)
+
+    from penstock.schedule.graph import build
+
+    assert max(row[3] for row in build(made).events(seconds, lambda *_: 0)) == 24 * 3 + 9
+    assert all(len(program) == 2 * 8 + 1 for program in made.programs[:3])
+
+
+def test_the_start_up_is_cut_where_a_stage_gets_no_more():
+    """Seven ranks after one: their own rule would have them wait for micro-batches that the first holds back."""
+    assert start_up((1, 7, 2)) == (10, 10, 2)
+    verify(schedule("1f1b", 3, 20, replicas=(1, 7, 2)))
+
+
+def test_a_warm_up_that_is_given_counts_for_a_stages_ranks_together():
+    """The two may be said together."""
+    made = schedule("1f1b", 2, 6, replicas=(2, 1), warm_up=(2, 1))
+    assert str(made).splitlines()[0] == "rank 0 | 0F0 0B0 0F2 0B2 0F4 0B4 0U1"
+
+
+@pytest.mark.parametrize(("replicas", "message"), [
+    (0, "1f1b needs at least 1 of replicas and got 0"),
+    (True, "1f1b needs at least 1 of replicas and got True"),
+    ("2", "1f1b needs at least 1 of replicas and got '2'"),
+    (1.5, "1f1b needs at least 1 of replicas and got 1.5"),
+    ((2, 0), "1f1b needs at least 1 of replicas and got 0"),
+    ((2,), "1f1b in 2 stages takes one number of replicas, or 2, one per stage, not 1"),
+    (5, "1f1b with replicas=5 needs 5 micro-batches or more, one for each, and got 4"),
+    ((5, 1), "stage 0 has 5 replicas, but there are only 4 micro-batches: every replica needs one"),
+])  # fmt: skip
+def test_replicas_that_cannot_be_are_refused(replicas, message):
+    """Each says what would do."""
+    with pytest.raises(ScheduleError, match=message):
+        schedule("1f1b", 2, 4, replicas=replicas)
+
+
+@pytest.mark.parametrize(("name", "stages", "message"), [
+    ("interleaved", 4, "several stages on a rank, or copies: only replicas for all stages alike go with it, such as replicas=2"),
+    ("chimera", 4, "chimera has several stages on a rank, or copies"),
+    ("seq1f1b", 4, "seq1f1b cuts, pairs or hands on micro-batches: only replicas for all stages alike go with it"),
+    ("fbp-as", 4, "fbp-as cuts, pairs or hands on micro-batches"),
+    ("bpipe", 4, "bpipe cuts, pairs or hands on micro-batches"),
+])  # fmt: skip
+def test_uneven_replicas_of_other_forms_are_refused(name, stages, message):
+    """Micro-batches in turn would tear pairs apart, or a rank's stages."""
+    with pytest.raises(ScheduleError, match=message):
+        schedule(name, stages, 8, replicas=[2, 1, 1, 1])
+
+
+def test_a_family_that_refuses_the_share_of_a_pipeline_says_so():
+    """The number in its message is not the one the user gave."""
+    with pytest.raises(
+        ScheduleError, match=r"even number of them and got 3; .* \(with replicas=2, 3 of the 6 go to the first\)"
+    ):
+        schedule("chimera", 4, 6, replicas=2)
+
+
+def test_handmade_schedules_can_be_replicated_too():
+    """The passes know no names."""
+    made = Schedule.parse("0F0 0F1 0B1 0B0 0U1\n1F0 1F1 1B1 1B0 1U1", "mine")
+    verify(pipelines(made, 2, 4))
+    assert round_robin(made, (1, 2)).programs[1] == tuple(map(Op.parse, ["1F0", "1B0", "1U1"]))

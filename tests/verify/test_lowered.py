@@ -1,0 +1,163 @@
+"""Verify with transfers: what `lower` adds passes, and every planted fault is found and named."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.schedule.custom_schedules import custom_schedules
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.csv import parse_csv
+from penstock.schedule.lower import Direction, LoweredSchedule, Transfer, lower
+from penstock.schedule.op import Schedule
+from penstock.verify.lowered import verify_lowered
+from penstock.verify.verify import verify
+
+
+def lowered_from(text):
+    """Rows of cells with spaces between."""
+    made, lowered = parse_csv("\n".join(",".join(row.split()) for row in text.splitlines()), "mine")
+    return made, lowered
+
+
+@given(custom_schedules(synchronous=True), st.integers(0, 3))
+@settings(deadline=None, max_examples=100)
+def test_what_lower_adds_to_any_sound_schedule_passes(made, ahead):
+    """The runtime plays this very form: a verifier that refused it would be wrong, or the runtime would. Receives that wait for
+    nothing need no deeper channels than those that wait where they stand.
+    """
+    report = verify_lowered(lower(made, ahead))
+    alone = verify(made)
+    assert report.peak_on_rank == alone.peak_on_rank
+    assert report.channel_depth <= alone.channel_depth
+
+
+@given(custom_schedules(synchronous=True), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=150)
+def test_a_transfer_that_lacks_or_stands_twice_or_elsewhere_is_found_whatever_the_schedule(made, rng):
+    """Whatever the schedule, the fault is named: the transfer and its rank."""
+    programs = [list(program) for program in lower(made).programs]
+    places = [(rank, i) for rank, row in enumerate(programs) for i, action in enumerate(row) if isinstance(action, Transfer)]
+    if not places:
+        return
+    rank, i = rng.choice(places)
+    transfer = programs[rank].pop(i)
+    for extra, message in (([], "is missing on rank"), ([transfer, transfer], "stands 2 times, on ranks")):
+        planted = [row[:i] + extra + row[i:] if r == rank else row for r, row in enumerate(programs)]
+        with pytest.raises(ScheduleError, match=rf"\[one transfer\] {transfer} {message}") as caught:
+            verify_lowered(LoweredSchedule(tuple(map(tuple, planted))))
+        assert (rank, str(transfer)) in [(finding.rank, finding.op) for finding in caught.value.findings]
+    if made.ranks > 1:
+        other = rng.choice([r for r in range(made.ranks) if r != rank])
+        planted = [[*row, transfer] if r == other else row for r, row in enumerate(programs)]
+        with pytest.raises(ScheduleError, match=rf"\[one transfer\] {transfer} stands on rank {other}, but") as caught:
+            verify_lowered(LoweredSchedule(tuple(map(tuple, planted))))
+        assert (other, str(transfer)) in [(finding.rank, finding.op) for finding in caught.value.findings]
+
+
+@given(custom_schedules(synchronous=True), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=150)
+def test_two_receives_of_one_link_in_each_others_places_are_found_whatever_the_schedule(made, rng):
+    """Messages have no names on the way: each receive would get the other's numbers, and nobody would notice."""
+    programs = [list(program) for program in lower(made, ahead=made.micro_batches * made.stages * 3).programs]
+    by_link = {}
+    for rank, row in enumerate(programs):
+        for i, action in enumerate(row):
+            if isinstance(action, Transfer) and action.direction is Direction.RECV:
+                by_link.setdefault((action.peer, rank), []).append(i)
+    links = [link for link, places in by_link.items() if len(places) > 1]
+    if not links:
+        return
+    source, target = rng.choice(links)
+    one, other = sorted(rng.sample(by_link[source, target], 2))
+    row = programs[target]
+    row[one], row[other] = row[other], row[one]
+    with pytest.raises(
+        ScheduleError, match=rf"\[receive order\] message \d+ from rank {source} to rank {target} is sent as"
+    ) as caught:
+        verify_lowered(LoweredSchedule(tuple(map(tuple, programs))))
+    (finding,) = caught.value.findings
+    assert (finding.rule, finding.rank, finding.op) == ("receive order", target, str(row[one]))
+
+
+SOUND = """\
+0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1"""
+
+
+def test_a_sound_file_passes_with_the_depth_of_its_own_transfers():
+    """What a channel must buffer depends on where the receives stand."""
+    made, lowered = lowered_from(SOUND)
+    assert verify_lowered(lowered, schedule=made).channel_depth == 0
+    sends_first = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
+    made, lowered = lowered_from(sends_first)
+    assert verify_lowered(lowered, schedule=made).channel_depth == 1  # each would wait for the other to come to its receive
+
+
+@pytest.mark.parametrize(("old", "new", "finding", "message"), [
+    ("1RECV_F0 1F0 1RECV_F1 1F1", "1RECV_F1 1RECV_F0 1F0 1F1", ("receive order", 1, "1RECV_F1"),
+     (r"message 1 from rank 0 to rank 1 is sent as 0SEND_F0 and received as 1RECV_F1: between two ranks messages are received in "
+     r"the order in which they are sent, and 1RECV_F1 would get the numbers of 0SEND_F0")),
+    ("1B0 1SEND_B0 1B1 1SEND_B1", "1B0 1B1 1SEND_B1 1SEND_B0", ("receive order", 0, "0RECV_B0"),
+     "message 1 from rank 1 to rank 0 is sent as 1SEND_B1 and received as 0RECV_B0"),
+    ("0SEND_F1 ", "", ("one transfer", 0, "0SEND_F1"), "0SEND_F1 is missing on rank 0: 1F1 on rank 1 would wait for it for ever"),
+    ("1RECV_F1 ", "", ("one transfer", 1, "1RECV_F1"), "1RECV_F1 is missing on rank 1: 1F1 needs it from rank 0"),
+    ("1RECV_F1 1F1", "1F1 1RECV_F1", ("one transfer", 1, "1RECV_F1"), "1RECV_F1 on rank 1 comes after 1F1, which needs it"),
+    ("0F1 0SEND_F1", "0SEND_F1 0F1", ("one transfer", 0, "0SEND_F1"), "0SEND_F1 on rank 0 stands before 0F1, which makes its value"),
+    ("0F0 0SEND_F0", "0F0 0SEND_F0 0SEND_F0", ("one transfer", 0, "0SEND_F0"), "0SEND_F0 stands 2 times, on ranks 0, 0"),
+    ("0RECV_B0 0B0", "0B0", ("one transfer", 0, "0RECV_B0"), "0RECV_B0 is missing on rank 0: 0B0 needs it from rank 1"),
+    ("0F0 0SEND_F0", "0RECV_F0 0F0 0SEND_F0", ("one transfer", 0, "0RECV_F0"),
+     "0RECV_F0 on rank 0 receives what no op makes or no op takes: F of micro-batch 0 from stage -1 to 0"),
+    ("1F1 1B0", "1F1 1SEND_F1 1B0", ("one transfer", 1, "1SEND_F1"), "1SEND_F1 on rank 1 sends what no op makes or no op takes"),
+    ("0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0", "0F1 0RECV_B0 0B0 0SEND_F0 0SEND_F1", ("no cycle", 0, "0B0"),
+     "rank 0 cannot start 0B0: it needs 1SEND_B0 on rank 1"),
+    ("0B1", "", ("one backward", 0, "0B1"), "0B1 is missing for 0F1 on rank 0"),
+    ("1F1 1B0", "1B0", ("one forward", None, "1F1"), "1F1 is missing"),
+])  # fmt: skip
+def test_a_planted_fault_is_found_and_named(old, new, finding, message):
+    """Rule, rank and transfer are the whole diagnosis; torch plays most of these files, with wrong numbers or for ever."""
+    assert old in SOUND
+    made, lowered = lowered_from(SOUND.replace(old, new, 1))
+    with pytest.raises(ScheduleError, match=message) as caught:
+        verify_lowered(lowered, schedule=made)
+    assert finding in [(f.rule, f.rank, f.op) for f in caught.value.findings]
+
+
+def test_a_transfer_between_stages_of_one_rank_is_needless():
+    """torch hands tensors over within a rank; the transfer would go from the rank to itself."""
+    made, lowered = lowered_from("0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0")
+    with pytest.raises(ScheduleError, match="0SEND_F0 on rank 0 carries what stays there: stages 0 and 1 both stand on rank 0"):
+        verify_lowered(lowered, schedule=made)
+
+
+def test_a_transfer_for_another_rank_than_holds_the_stage_is_found():
+    """Files name no ranks; programs made in code do."""
+    programs = [list(program) for program in lower(schedule("1f1b", 3, 2)).programs]
+    place = next(i for i, action in enumerate(programs[0]) if isinstance(action, Transfer))
+    programs[0][place] = programs[0][place]._replace(peer=2)
+    with pytest.raises(ScheduleError, match=r"0SEND_F0 on rank 0 is for rank 2, but 1F0 stands on rank 1"):
+        verify_lowered(LoweredSchedule(tuple(map(tuple, programs))))
+
+
+def test_the_limit_in_flight_holds_with_transfers_too():
+    """One option of the command line, for every file."""
+    made, lowered = lowered_from(SOUND)
+    with pytest.raises(ScheduleError, match="holds 2 micro-batches in flight, over the limit of 1"):
+        verify_lowered(lowered, 1, made)
+
+
+def test_handed_over_activations_are_transfers_like_others():
+    """BPipe's messages go between any two ranks, not only to neighbours."""
+    made = Schedule.parse("0F0 0F1 0E1 0B0 0L1 0B1 0U1\n1F0 0E1 1B0 0L1 1F1 1B1 1U1")
+    report = verify(made)
+    assert verify_lowered(lower(made, ahead=0)).peak_on_rank == report.peak_on_rank
+
+
+def test_a_file_of_stray_transfers_ends_after_a_thousand_findings():
+    """Told are twelve; nobody reads more."""
+    made, lowered = lowered_from("0F0 0B0 " + " ".join(f"{n}SEND_F{n}" for n in range(1, 3000)))
+    with pytest.raises(ScheduleError, match=r"mine is not sound \(1000 findings, worst first\)") as caught:
+        verify_lowered(lowered, schedule=made)
+    assert str(caught.value).splitlines()[-1] == "  … and 988 more"
