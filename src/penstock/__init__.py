@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from penstock.notebook import Shown
+
 if TYPE_CHECKING:
     from penstock.cluster.cluster import cluster as cluster
     from penstock.draw.draw import draw as draw
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.search.schedules import schedules as schedules
     from penstock.simulate.costs import Costs as Costs
     from penstock.simulate.front import simulate as simulate
+    from penstock.simulate.many import simulate_many as simulate_many
     from penstock.tracing.chain import chain as chain
     from penstock.verify.front import verify as verify
 
@@ -45,6 +48,7 @@ _HOMES = {
     "Op": "schedule.op",
     "verify": "verify.front",
     "simulate": "simulate.front",
+    "simulate_many": "simulate.many",
     "Costs": "simulate.costs",
     "Timeline": "event",
     "draw": "draw.draw",
@@ -62,6 +66,14 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605 - one table serves both
 for _room in ("profile", "cluster", "plan", "schedule", "verify", "simulate", "draw", "partition"):
     importlib.import_module(f"penstock.{_room}")
     del globals()[_room]
+
+
+def _picture(value: object) -> str | None:
+    shown: str | None = importlib.import_module("penstock.draw.draw").picture(value)
+    return shown
+
+
+Shown.drawn_by = staticmethod(_picture)  # whoever imports anything of the package has come through here
 
 
 def __getattr__(name: str) -> object:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from penstock.notebook import Shown
 from penstock.schedule.arrays import Array, OpArrays, runs
 from penstock.schedule.graph import Row
 from penstock.schedule.op import HANDING, Kind, Op
@@ -143,7 +144,7 @@ def _unknown() -> None:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Shown):
     """The events of one step, in order of start. Seconds count from the first event.
 
     Attributes:

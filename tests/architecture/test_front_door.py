@@ -10,7 +10,8 @@ import penstock as ps
 
 NAMES = [
     "Costs", "Op", "PenstockError", "Pipeline", "Plan", "Profile", "Schedule", "ScheduleError", "Timeline", "chain", "cluster",
-    "draw", "launch", "partition", "plan", "profile", "schedule", "schedules", "simulate", "verify",
+    "draw", "launch", "partition", "plan", "profile", "schedule", "schedules", "simulate", "simulate_many",
+    "verify",
 ]  # fmt: skip
 
 

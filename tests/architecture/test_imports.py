@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "penstock"
 #: other against the order either. The front door, penstock/__init__.py, names everything above it, lazily; only the command
 #: line stands below it.
 ORDER = [
-    "errors", "units", "registry", "store",
+    "errors", "units", "registry", "store", "notebook",
     "model", "profile", "cluster",
     "partition", "schedule", "weights", "plan", "event",
     "draw", "verify", "simulate", "search", "export",

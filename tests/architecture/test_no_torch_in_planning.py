@@ -9,7 +9,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src"
 
 #: DESIGN.md, section 2: all rooms above the line, those to come included.
-ABOVE = ("errors", "units", "registry", "store", "model", "profile", "cluster", "partition", "schedule", "weights", "plan", "event",
+ABOVE = ("errors", "units", "registry", "store", "notebook", "model", "profile", "cluster", "partition", "schedule", "weights", "plan", "event",
          "draw", "verify", "simulate", "search", "export")  # fmt: skip
 
 SCRIPT = """

@@ -63,7 +63,7 @@ class PlainSlices:
         with torch.random.fork_rng(devices=[]):
             for index, layer in enumerate(layers_of(model)):
                 if may_draw(layer):
-                    torch.manual_seed(stream_seed(self.seed, self.step, index, number))
+                    torch.default_generator.manual_seed(stream_seed(self.seed, self.step, index, number))
                 if pasts is not None and hasattr(layer, "forward_slice"):
                     x, pasts[index] = layer.forward_slice(x, pasts.get(index))
                 else:

@@ -17,7 +17,9 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
 
-@given(st.sampled_from(["gpipe", "1f1b", "naive", "fbp-as", "seq1f1b", "autopipe", "bpipe"]), st.integers(2, 6), st.integers(1, 12))
+@given(
+    st.sampled_from(["gpipe", "1f1b", "naive", "fbp-as", "seq1f1b", "autopipe", "bpipe"]), st.integers(2, 6), st.integers(1, 12)
+)
 @settings(deadline=None, max_examples=30)
 def test_every_schedule_is_drawn_in_every_format(name, stages, micro_batches):
     """Drawing knows no schedule by name, so it may fail on none."""

@@ -11,7 +11,14 @@ def event(kind, start, end):
     return Event(0, Op(kind, 0, 0), start, end)
 
 
-ROW = [event(Kind.F, 0, 1), event(Kind.F, 1, 4), event(Kind.B, 1, 4), event(Kind.E, 4, 4), event(Kind.L, 4, 4), event(Kind.B, 4, 6)]
+ROW = [
+    event(Kind.F, 0, 1),
+    event(Kind.F, 1, 4),
+    event(Kind.B, 1, 4),
+    event(Kind.E, 4, 4),
+    event(Kind.L, 4, 4),
+    event(Kind.B, 4, 6),
+]
 
 
 def test_only_neighbours_of_one_span_that_takes_time_are_a_pair():

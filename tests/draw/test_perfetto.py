@@ -121,7 +121,11 @@ def test_what_ranks_hold_is_a_counter_of_their_process():
     made = timeline(activation_bytes=1024)
     counters = of(entries(made), "C")
     assert all(NEEDED["C"] <= set(entry) for entry in counters)
-    assert [(entry["ts"], entry["args"]["bytes"]) for entry in counters if entry["pid"] == 3][:3] == [(0.0, 0), (4000.0, 1024), (10000.0, 1024)]
+    assert [(entry["ts"], entry["args"]["bytes"]) for entry in counters if entry["pid"] == 3][:3] == [
+        (0.0, 0),
+        (4000.0, 1024),
+        (10000.0, 1024),
+    ]
     peaks = [max(entry["args"]["bytes"] for entry in counters if entry["pid"] == rank + 1) for rank in range(3)]
     assert peaks == list(made.peak_memory)
     assert not of(entries(timeline()), "C")

@@ -64,7 +64,9 @@ def test_the_same_timeline_gives_the_same_bytes(tmp_path):
 def test_without_matplotlib_the_message_says_what_to_install(monkeypatch):
     """The extra is optional; the words of an import error are not its users'."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtra, match=r"a drawing as \.png needs matplotlib; install it with: pip install 'penstock\[draw\]'"):
+    with pytest.raises(
+        MissingExtra, match=r"a drawing as \.png needs matplotlib; install it with: pip install 'penstock\[draw\]'"
+    ):
         png([MADE])
 
 

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options
-from penstock.cli.options import Boundary, Bytes, CsvFile, MicroBatches, Recompute, ScheduleName, Seconds, Stages
+from penstock.cli.options import (
+    Boundary,
+    Bytes,
+    CsvFile,
+    MicroBatches,
+    Recompute,
+    ScheduleName,
+    ScheduleOption,
+    Seconds,
+    Stages,
+)
 
 if TYPE_CHECKING:
     from penstock.schedule.op import Schedule
@@ -25,12 +35,15 @@ Against = Annotated[
 
 
 def draw(
-    out: Annotated[Path | None, typer.Argument(help="Where to: .svg, .png, .html, .txt or .json (Perfetto). Without: here.")] = None,
+    out: Annotated[
+        Path | None, typer.Argument(help="Where to: .svg, .png, .html, .txt or .json (Perfetto). Without: here.")
+    ] = None,
     schedule: ScheduleName = None,
     stages: Stages = None,
     micro_batches: MicroBatches = None,
     against: Against = None,
     csv: CsvFile = None,
+    option: ScheduleOption = None,
     forward: Seconds = "1",
     backward: Seconds = None,
     input_grad: Seconds = None,
@@ -50,10 +63,10 @@ def draw(
     from penstock.simulate.simulate import simulate_schedule
     from penstock.verify.verify import verify
 
-    made = options.the_schedule(schedule, stages, micro_batches, csv)
     flags = {"forward": forward, "backward": backward, "input_grad": input_grad, "weight_grad": weight_grad, "update": update,
              "transfer": transfer, "activation_bytes": activation_bytes, "weight_bytes": weight_bytes}  # fmt: skip
     costs = options.costs_given(flags, "duplex")
+    made = options.the_schedule(schedule, stages, micro_batches, csv, option, costs)
     timelines = []
     for each in (made, *(fitted(name, made.ranks, made.micro_batches) for name in against or ())):
         verify(each)
@@ -68,5 +81,7 @@ def draw(
 def _shared(costs: Costs, first: Schedule, other: Schedule) -> Costs:
     """The first schedule's costs for the same model in another number of stages; those given per stage cannot be shared out."""
     share = first.stages / other.stages
-    parts: dict[str, Any] = {name: share * value for name in _OF_A_STAGE if isinstance(value := getattr(costs, name), int | float)}
+    parts: dict[str, Any] = {
+        name: share * value for name in _OF_A_STAGE if isinstance(value := getattr(costs, name), int | float)
+    }
     return replace(costs, **parts) if share != 1 else costs

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli import options
-from penstock.cli.options import CsvFile, MicroBatches, ScheduleName, Stages
+from penstock.cli.options import CsvFile, MicroBatches, ScheduleName, ScheduleOption, Stages
 from penstock.errors import RunError
 
 
@@ -17,6 +17,7 @@ def export(
     stages: Stages = None,
     micro_batches: MicroBatches = None,
     csv: CsvFile = None,
+    option: ScheduleOption = None,
     to: Annotated[Path | None, typer.Option(help="File to write, .csv. Without: here.")] = None,
     communication: Annotated[
         bool, typer.Option("--communication", help="With transfers: torch's 'compute_comms' instead of 'compute_only'.")
@@ -29,7 +30,7 @@ def export(
     from penstock.schedule.csv import to_csv
     from penstock.verify.verify import verify
 
-    made = options.the_schedule(schedule, stages, micro_batches, csv)
+    made = options.the_schedule(schedule, stages, micro_batches, csv, option)
     verify(made)
     text = to_csv(made, communication)
     if to is None:

@@ -27,6 +27,10 @@ CsvFile = Annotated[
     Path | None, typer.Option("--csv", help="A schedule in torch.distributed.pipelining's CSV instead of a named one.")
 ]
 ModelOption = Annotated[list[str] | None, typer.Option(help="An option of the model, such as layers=6; again for more.")]
+ScheduleOption = Annotated[
+    list[str] | None,
+    typer.Option("--option", help="An option of the schedule, such as slices=4 or replicas=2; again for more."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Seconds = Annotated[str | None, typer.Option(help="One number for all stages, or one per stage: 1,2,1.5 or 3ms.")]
 Boundary = Annotated[str | None, typer.Option(help="One number for all boundaries, or one per boundary.")]
@@ -34,23 +38,29 @@ Bytes = Annotated[str | None, typer.Option(help="Bytes, one number for all or on
 Recompute = Annotated[str, typer.Option("--recompute", help="never, except_last or always.")]
 
 
-def the_schedule(name: str | None, stages: int | None, micro_batches: int | None, csv: Path | None) -> Schedule:
-    """The schedule that the flags name.
+def the_schedule(name: str | None, stages: int | None, micro_batches: int | None, csv: Path | None,
+                 option: list[str] | None = None, costs: Costs | None = None) -> Schedule:  # fmt: skip
+    """The schedule that the flags name; `costs` are for schedules that are made to measure.
 
     Raises:
         SettingError: both or neither of a name and a file are given, or the number of stages is missing.
+        ScheduleError: the schedule does not take these numbers or options.
     """
     if csv is not None:
-        if name or stages or micro_batches:
-            raise SettingError("--csv holds the whole schedule: leave out --schedule, --stages and --micro-batches")
+        if name or stages or micro_batches or option:
+            raise SettingError("--csv holds the whole schedule: leave out --schedule, --stages, --micro-batches and --option")
         from penstock.schedule.csv import read_csv
 
         return read_csv(csv)
-    if name is None or stages is None:
-        raise SettingError("say which schedule: --schedule 1f1b --stages 4 --micro-batches 8, or --csv FILE")
-    from penstock.schedule.catalogue import schedule
+    from penstock.search.schedules import schedule, schedules
 
-    return schedule(name, stages, 1 if micro_batches is None else micro_batches)
+    measured = name is not None and name in (known := schedules()) and known[name].needs_costs
+    if name is None or (stages is None and not measured):
+        raise SettingError("say which schedule: --schedule 1f1b --stages 4 --micro-batches 8, or --csv FILE")
+    if measured and costs is None:
+        raise SettingError(f"{name} is made for costs: `penstock simulate` and `penstock draw` take them, --forward 1,2,1")
+    chosen = named_values("option", option) | ({"costs": costs} if measured else {})
+    return schedule(name, stages, 1 if micro_batches is None else micro_batches, **chosen)
 
 
 def numbers(flag: str, text: str | None, parse: Callable[[str], float] = parse_seconds) -> float | list[float] | None:
@@ -66,14 +76,6 @@ def numbers(flag: str, text: str | None, parse: Callable[[str], float] = parse_s
     except SettingError as error:
         raise SettingError(f"--{flag} {text}: {error}") from error
     return values[0] if len(values) == 1 else values
-
-
-def the_costs(forward: str | None, backward: str | None, input_grad: str | None, weight_grad: str | None,
-              update: str | None, transfer: str | None) -> Costs:  # fmt: skip
-    """The costs that the flags give; what is not given keeps its default (F = 1, B = 2 F, the rest 0)."""
-    given = {"forward": forward, "backward": backward, "input_grad": input_grad, "weight_grad": weight_grad,
-             "update": update, "transfer": transfer}  # fmt: skip
-    return costs_given(given, "duplex")
 
 
 def costs_given(flags: Mapping[str, str | None], links: str) -> Costs:
@@ -95,7 +97,7 @@ def costs_given(flags: Mapping[str, str | None], links: str) -> Costs:
     return Costs(**given, links=links)
 
 
-def model_options(texts: list[str] | None) -> dict[str, object]:
+def named_values(flag: str, texts: list[str] | None) -> dict[str, Any]:
     """`["layers=6"]` as `{"layers": 6}`; values are read as YAML reads them.
 
     Raises:
@@ -103,11 +105,11 @@ def model_options(texts: list[str] | None) -> dict[str, object]:
     """
     import yaml
 
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise SettingError(f"--model-option {text}: write name=value, such as layers=6")
+            raise SettingError(f"--{flag} {text}: write name=value, such as layers=6")
         found[name.strip().replace("-", "_")] = yaml.safe_load(value)
     return found
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli import options
-from penstock.cli.options import Json, ModelOption, model_options
+from penstock.cli.options import Json, ModelOption, named_values
 from penstock.errors import SettingError
 from penstock.units import format_bytes, format_seconds
 
@@ -47,7 +47,7 @@ def profile(
         raise SettingError(f"--sizes {sizes}: write whole numbers with commas, such as 4,16,64") from error
     known = models()
     fitting = "text" if model in known and "vocabulary" in known[model].options else "digits"
-    config = TrainConfig(model=model, model_options=model_options(model_option), data=data or fitting, image=image,
+    config = TrainConfig(model=model, model_options=named_values("model-option", model_option), data=data or fitting, image=image,
                          channels=channels, tokens=tokens, batch=batch)  # fmt: skip
     task = make_task(config)
     console = Console(stderr=True)

@@ -33,7 +33,9 @@ _EXPLAINED = (
 
 
 def schedules(
-    stages: Annotated[int | None, typer.Option(help="Compare all on so many ranks, of one stage each or more; 4 if not said.")] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Compare all on so many ranks, of one stage each or more; 4 if not said.")
+    ] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Parts that a batch is cut into; 8 if not said.")] = None,
     sort: Annotated[str | None, typer.Option(help="bubble, span, makespan, in-flight, weights or name.")] = None,
     gallery: Annotated[Path | None, typer.Option(help="Draw all into this folder, with a page that shows them.")] = None,

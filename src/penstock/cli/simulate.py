@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli import options
-from penstock.cli.options import Boundary, Bytes, CsvFile, Json, MicroBatches, Recompute, ScheduleName, Seconds, Stages
+from penstock.cli.options import (
+    Boundary,
+    Bytes,
+    CsvFile,
+    Json,
+    MicroBatches,
+    Recompute,
+    ScheduleName,
+    ScheduleOption,
+    Seconds,
+    Stages,
+)
 
 if TYPE_CHECKING:
     from penstock.event import Timeline
@@ -25,6 +36,7 @@ def simulate(
     stages: Stages = None,
     micro_batches: MicroBatches = None,
     csv: CsvFile = None,
+    option: ScheduleOption = None,
     forward: Seconds = "1",
     backward: Seconds = None,
     input_grad: Seconds = None,
@@ -53,13 +65,15 @@ def simulate(
     from penstock.simulate.simulate import simulate_schedule
     from penstock.verify.verify import verify
 
-    made = options.the_schedule(schedule, stages, micro_batches, csv)
-    verify(made)
     flags = {"forward": forward, "backward": backward, "input_grad": input_grad, "weight_grad": weight_grad, "update": update,
              "pair": pair, "evict": evict, "transfer": transfer, "transfer_back": transfer_back, "latency": latency,
              "bandwidth": bandwidth, "boundary_bytes": boundary_bytes, "activation_bytes": activation_bytes,
              "input_bytes": input_bytes, "weight_bytes": weight_bytes}  # fmt: skip
-    timeline = simulate_schedule(made, options.costs_given(flags, links), overlap=overlap, recompute=recompute)
+    costs = options.costs_given(flags, links)
+    made = options.the_schedule(schedule, stages, micro_batches, csv, option, costs)
+    if csv is not None:  # what the catalogue makes is sound
+        verify(made)
+    timeline = simulate_schedule(made, costs, overlap=overlap, recompute=recompute)
     if json:
         options.print_json(options.timeline_facts(timeline))
         return

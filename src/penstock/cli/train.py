@@ -58,7 +58,7 @@ def train(
     if stages is not None and stages.isdigit():
         changes["stages"] = int(stages)
     if model_option:
-        changes["model_options"] = options.model_options(model_option)
+        changes["model_options"] = options.named_values("model-option", model_option)
     if "RANK" in os.environ:
         raise SettingError("penstock train starts its own ranks: call it without torchrun. For several hosts, write a script "
                            "with ps.Pipeline and start that with torchrun")  # fmt: skip

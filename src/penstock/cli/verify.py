@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli import options
-from penstock.cli.options import CsvFile, Json, MicroBatches, ScheduleName, Stages
+from penstock.cli.options import CsvFile, Json, MicroBatches, ScheduleName, ScheduleOption, Stages
 from penstock.errors import ScheduleError
 
 
@@ -17,6 +17,7 @@ def verify(
     stages: Stages = None,
     micro_batches: MicroBatches = None,
     csv: CsvFile = None,
+    option: ScheduleOption = None,
     in_flight_limit: Annotated[int | None, typer.Option(help="Most micro-batches that a rank may hold.")] = None,
     json: Json = False,
 ) -> None:
@@ -28,8 +29,8 @@ def verify(
     from penstock.verify.lowered import verify_lowered
     from penstock.verify.verify import verify as prove
 
-    if csv is None or schedule or stages or micro_batches:
-        made, lowered = options.the_schedule(schedule, stages, micro_batches, csv), None
+    if csv is None or schedule or stages or micro_batches or option:
+        made, lowered = options.the_schedule(schedule, stages, micro_batches, csv, option), None
     else:
         made, lowered = load_csv(csv)
     try:

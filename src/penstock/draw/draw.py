@@ -63,7 +63,11 @@ def draw(what: Drawn | Sequence[Drawn], path: str | Path | None = None, *, forma
         MissingExtra: PNG needs Matplotlib.
         FileError: `path` cannot be written.
     """
-    panels = [_panel(what)] if isinstance(what, (Timeline, Schedule)) or not isinstance(what, (list, tuple)) else list(map(_panel, what))
+    panels = (
+        [_panel(what)]
+        if isinstance(what, (Timeline, Schedule)) or not isinstance(what, (list, tuple))
+        else list(map(_panel, what))
+    )
     if not panels:
         raise SettingError("draw got an empty list: give it a Timeline or a Schedule, or several")
     return put(panels, path, Look(format, width, colour), differences(panels))

@@ -98,7 +98,8 @@ def _stage_table(panel: Timeline) -> str:
         for stage in stages:
             ranks[stage].append(rank)
     rows = [
-        [str(stage), ", ".join(map(str, ranks[stage])) or "none", number(peak, 2)] for stage, peak in enumerate(panel.peak_in_flight)
+        [str(stage), ", ".join(map(str, ranks[stage])) or "none", number(peak, 2)]
+        for stage, peak in enumerate(panel.peak_in_flight)
     ]
     return _table("per stage", ["stage", "ranks", "peak in flight"], rows)
 

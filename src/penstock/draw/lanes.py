@@ -144,7 +144,9 @@ class _Lanes:
                     f"<title>{op_name(self.panel, op)}: {self._span(event)}</title></rect>"
                 )
                 stage = f"s{op.stage}" if op.kind in staged and self.ways.named(rank, op.stage) else ""
-                label = _label(op_number(self.panel, op), stage, (x, top, width, height), size[op.kind], dark=FILLS[op.kind][odd] in DARK)
+                label = _label(
+                    op_number(self.panel, op), stage, (x, top, width, height), size[op.kind], dark=FILLS[op.kind][odd] in DARK
+                )
                 if label:
                     after += label
                     self.page.numbered.add(op.kind)
@@ -167,7 +169,9 @@ class _Lanes:
                 for place, run in groupby(map(n, (base - self.height * np.minimum(stacked, 1.0)).tolist())):
                     column += len(list(run))
                     steps += f"V{place}H{n(self.page.x(column * seconds))}"
-                layers.append(f'<path class="{fill_class(kind, odd=False)}" d="M{n(self.page.left)} {n(base)}{steps}V{n(base)}Z"/>')
+                layers.append(
+                    f'<path class="{fill_class(kind, odd=False)}" d="M{n(self.page.left)} {n(base)}{steps}V{n(base)}Z"/>'
+                )
             self.page.parts += reversed(layers)  # each layer stands before the higher one behind it
 
     def _wide(self, event: Event) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 
 #: Widths in ems. DejaVu Sans, the widest of the usual sans-serif fonts, has 0.64 for digits and 0.99 for a W.
-_POINT, _NARROW, _USUAL, _CAPITAL, _BROAD, _FULL = 0.33, 0.42, 0.65, 0.79, 1.0, 1.1
+_NARROW, _USUAL, _CAPITAL, _BROAD, _FULL = 0.42, 0.65, 0.79, 1.0, 1.1
 
 
 def text_width(words: str, size: float) -> float:
@@ -14,13 +14,11 @@ def text_width(words: str, size: float) -> float:
 
 
 def _ems(character: str) -> float:
-    if character == ".":
-        return _POINT
     if character in "WM@%mw…—":
         return _BROAD
     if unicodedata.east_asian_width(character) in "WF" or ord(character) > 0x2E7F:
         return _FULL
-    if character in " ,:;|!'ijl()[]":
+    if character in " .,:;|!'ijl()[]":
         return _NARROW
     return _CAPITAL if character.isupper() or character in "+<>=~#&" else _USUAL
 

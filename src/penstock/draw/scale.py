@@ -34,7 +34,9 @@ class Clock:
         if all(panel.source != "measured" for panel in panels):
             shortest = min(work_seconds(panels).tolist(), default=1.0)
             unit = None if shortest > 1 - 1e-6 else common_unit(panels)
-            if shortest > 1 - 1e-6 or (unit is not None and any(_is_whole(unit * parts) for parts in range(1, _SMALLEST_PART + 1))):
+            if shortest > 1 - 1e-6 or (
+                unit is not None and any(_is_whole(unit * parts) for parts in range(1, _SMALLEST_PART + 1))
+            ):
                 return cls(1.0, "")
         whole = horizon(panels)
         return next((cls(factor, unit) for unit, factor in _UNITS if whole >= factor), cls(1.0, "s"))

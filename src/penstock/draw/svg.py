@@ -58,7 +58,9 @@ def _legend(page: Page, panels: Sequence[Timeline]) -> None:
     entries = [(_swatch(kind, twice), f"{kind} {KIND_NAMES[kind]}") for kind in kinds(panels)]
     entries.append(('<rect class="lane" width="18" height="12"/>', "idle"))
     if page.paired:
-        entries.append(('<rect class="F" width="18" height="6"/><rect class="B" y="6" width="18" height="6"/>', "two ops run as one"))
+        entries.append(
+            ('<rect class="F" width="18" height="6"/><rect class="B" y="6" width="18" height="6"/>', "two ops run as one")
+        )
     if any(panel.memory for panel in panels):
         entries.append(('<path class="held" d="M0 12V7H6V2H12V9H18V12Z"/>', "memory, its peak on the left"))
     if not page.summed:
@@ -69,8 +71,9 @@ def _legend(page: Page, panels: Sequence[Timeline]) -> None:
             if key in sent:
                 entries.append((f'<path class="{classes}" d="M0 6H17" marker-end="url(#penstock-{head})"/>', name))
     if page.numbered:
+        cut = ".slice" * any(panel.slicing is not None for panel in panels)
         versions = ", of U the weight version" if Kind.U in page.numbered else ""
-        entries.append(("", f"numbers: micro-batch{versions}{', s: stage' if twice else ''}"))
+        entries.append(("", f"numbers: micro-batch{cut}{versions}{', s: stage' if twice else ''}"))
     if twice:
         both = any(each.arrows for each in ways)
         entries.append(("", "shades: the ways down and up the ranks" if both else "shades: a rank's stages in turn"))

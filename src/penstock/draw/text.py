@@ -146,7 +146,12 @@ def _rows(panel: Timeline, columns: _Columns, colour: bool) -> tuple[list[str], 
         pairs |= bool(second)
         several = len(ways.stages[rank]) > 1
         cells = [
-            _Cell(event, f"{event.op.kind}{op_number(panel, event.op)}", several and ways.named(rank, event.op.stage), place in second)
+            _Cell(
+                event,
+                f"{event.op.kind}{op_number(panel, event.op)}",
+                several and ways.named(rank, event.op.stage),
+                place in second,
+            )
             for place, event in enumerate(apart)
         ]
         rows.append(_joined(_letters(cells, kinds_there, columns), kinds_there, colour))

@@ -36,7 +36,10 @@ def viewer(panels: Sequence[Timeline], label: str, still: str) -> str:
         label: what the figure shows, escaped.
         still: a picture for readers whose viewer runs no scripts; may be empty.
     """
-    buttons = "".join(f'<button type="button" data-do="{do}" title="{name}" aria-label="{name}">{sign}</button>' for do, sign, name in _BUTTONS)
+    buttons = "".join(
+        f'<button type="button" data-do="{do}" title="{name}" aria-label="{name}">{sign}</button>'
+        for do, sign, name in _BUTTONS
+    )
     hint = "wheel or + \N{MINUS SIGN} 0: zoom · drag, shift + wheel or ← →: move · point at a box for its numbers"
     script = files("penstock.draw").joinpath("viewer.js").read_text(encoding="utf-8")
     return (
@@ -59,11 +62,14 @@ def _legend(panels: Sequence[Timeline]) -> str:
         entries.append((f'<i style="background:{ground}"></i>', f"{kind} {KIND_NAMES[kind]}"))
     entries.append(('<i style="background:var(--lane)"></i>', "idle"))
     if any(panel.memory for panel in panels):
-        entries.append(('<i style="background:var(--held);border-bottom:1px solid var(--edge)"></i>', "memory, its peak before it"))
+        entries.append(
+            ('<i style="background:var(--held);border-bottom:1px solid var(--edge)"></i>', "memory, its peak before it")
+        )
     if twice:
         both = any(each.arrows for each in ways)
         entries.append(("", "shades: the ways down and up the ranks" if both else "shades: a rank's stages in turn"))
-    entries.append(("", f"numbers: micro-batch{', s: stage' if twice else ''}"))
+    cut = ".slice" * any(panel.slicing is not None for panel in panels)
+    entries.append(("", f"numbers: micro-batch{cut}{', s: stage' if twice else ''}"))
     if any(halves(row) for panel in panels for row in by_rank(panel)):
         entries.append(("", "half boxes: two ops that run as one"))
     return "".join(f"<span>{sign}{escape(name)}</span>" for sign, name in entries)

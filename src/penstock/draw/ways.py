@@ -79,7 +79,8 @@ def _ways(panel: Timeline) -> list[list[tuple[int, int]]]:
     ranks[number, stage] = ops.rank[forward]
     _, first = np.unique(ranks, axis=0, return_index=True)
     return [
-        [(int(stages[place]), int(rank)) for place, rank in enumerate(ranks[row].tolist()) if rank >= 0] for row in sorted(first)
+        [(int(stages[place]), int(rank)) for place, rank in enumerate(ranks[row].tolist()) if rank >= 0]
+        for row in sorted(first)
     ]
 
 

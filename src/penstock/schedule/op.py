@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
+from penstock.notebook import Shown
 from penstock.schedule.slicing import Slicing
 
 
@@ -70,7 +71,7 @@ HANDING = (Kind.E, Kind.L)
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Shown):
     """The programs of all ranks. Where an op stands is its placement.
 
     `name` and `options` say how the schedule was made, for people; nothing decides by them.

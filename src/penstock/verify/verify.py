@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 
 from penstock.errors import Finding
+from penstock.schedule.arrays import op_arrays
 from penstock.schedule.graph import build, channel_depth
 from penstock.schedule.op import HANDING, Kind, Op, Schedule
 from penstock.schedule.rules import needs
-from penstock.schedule.slicing import micro_batches_in
 from penstock.schedule.transfers import unsound
 
 #: The kinds that a micro-batch goes through on its rank, in order.
@@ -61,7 +61,7 @@ def verify(schedule: Schedule, in_flight_limit: int | None = None) -> Report:
         or [*_updates(schedule)]
     )
     if not findings:
-        stage_peaks, rank_peaks = _peaks(schedule)
+        stage_peaks, rank_peaks = op_arrays(schedule).in_flight
         if in_flight_limit is not None:
             findings += _over_limit(schedule, rank_peaks, in_flight_limit)
     if findings:
@@ -262,14 +262,12 @@ def _over_limit(schedule: Schedule, rank_peaks: tuple[float, ...], limit: int) -
                 break
 
 
-def _held(schedule: Schedule, rank: int, stage: int | None = None) -> Iterator[tuple[Op, float]]:
-    """After every op of the rank's program, the micro-batches whose activations are there: of one stage of its own, or all."""
+def _held(schedule: Schedule, rank: int) -> Iterator[tuple[Op, float]]:
+    """After every op of the rank's program, the micro-batches whose activations are there."""
     held = 0.0
     shares = schedule.shares
     for op in schedule.programs[rank]:
         kind, of, number = op
-        if stage is not None and (of != stage or (kind in HANDING and schedule.placement[of, number] != rank)):
-            continue
         if kind in HANDING:
             here = (kind is Kind.L) == (schedule.placement[of, number] == rank)
             held += shares[number] if here else -shares[number]
@@ -278,11 +276,3 @@ def _held(schedule: Schedule, rank: int, stage: int | None = None) -> Iterator[t
         elif kind in (Kind.B, Kind.W):
             held -= shares[number]
         yield op, held
-
-
-def _peaks(schedule: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """In-flight peaks per stage (over its ranks) and per rank (over its stages)."""
-    by_stage = [max((held for rank in ranks for _, held in _held(schedule, rank, stage)), default=0.0)
-                for stage, ranks in enumerate(schedule.ranks_of_stage)]  # fmt: skip
-    by_rank = [max((held for _, held in _held(schedule, rank)), default=0.0) for rank in range(schedule.ranks)]
-    return tuple(map(micro_batches_in, by_stage)), tuple(map(micro_batches_in, by_rank))

@@ -22,13 +22,14 @@ def bpipe(stages: int, micro_batches: int, ratio: float = 2.0) -> Schedule:
 
     `0E4` hands the activations of micro-batch 4 over (evict), `0L4` takes them back (load); each stands in both programs. An evictor
     that is full evicts, before it runs a forward or loads, the micro-batch whose backward is last, and loads right before the
-    backward. The partner takes in a forward and a backward after that moment and gives back as long before, so that either way
-    one micro-batch travels meanwhile: the moments are those of f = 1, b = `ratio` and free links.
+    backward. The partner takes in half a period, (f + b)/2, after that moment and gives back as long before, so that one
+    micro-batch travels meanwhile: the moments are those of f = 1, b = `ratio` and free links.
 
     Facts for equal costs f and b = `ratio` f and free links, p stages, m micro-batches:
-        makespan            (m + p - 1)(f + b), that of 1F1B; made for `ratio` 2 also where f <= b <= 3f, for up to 8 stages;
+        makespan            (m + p - 1)(f + b), that of 1F1B; made for `ratio` 2 also where 1.5f <= b <= 3f, for up to 8 stages;
                             and where E and L take (f + b)/2 each, for up to 8 stages
         in flight           min(m, p - x, ceil((p + 2)/2)) on an evictor, no more than ceil((p + 2)/2) on its partner
+        memory              that and one micro-batch that travels, for `ratio` up to 2
     Below 4 stages the bound is no less than what 1F1B holds: it is `1f1b` then.
 
     >>> print(bpipe(4, 5))
@@ -55,7 +56,7 @@ def bpipe(stages: int, micro_batches: int, ratio: float = 2.0) -> Schedule:
     bound = -(-(stages + 2) // 2)
     for stage in range(stages // 2):
         programs[stage] = _evicting(plain.programs[stage], bound)
-        programs[-1 - stage] = _accepting(plain.programs[-1 - stage], programs[stage], times, 1 + ratio)
+        programs[-1 - stage] = _accepting(plain.programs[-1 - stage], programs[stage], times, (1 + ratio) / 2)
     return Schedule(tuple(programs))
 
 

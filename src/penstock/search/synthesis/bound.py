@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 
@@ -29,23 +30,17 @@ from penstock.search.synthesis.problem import Problem
 Job = tuple[float, float, float]
 
 
-def lower_bound(problem: Problem, evicts: bool = False) -> float:
-    """The bound; where micro-batches go two ways, the least over all numbers of each.
-
-    Args:
-        problem: the problem.
-        evicts: True for programs that hand activations to other ranks: limits then bound nothing.
-    """
-    limits = (math.inf,) * problem.ranks if evicts else problem.limits
+def lower_bound(problem: Problem) -> float:
+    """The bound; where micro-batches go two ways, the least over all numbers of each."""
     m = problem.micro_batches
     if len(problem.routes) == 1:
-        return seconds_of(problem, limits, (m,))
+        return seconds_of(problem, (m,))
     splits = sorted((_busiest(problem, (n, m - n)), n) for n in range(1, m))
     least = math.inf
     for busiest, n in splits:
         if busiest >= least:
             break
-        least = min(least, seconds_of(problem, limits, (n, m - n)))
+        least = min(least, seconds_of(problem, (n, m - n)))
     return least
 
 
@@ -60,9 +55,9 @@ def _busiest(problem: Problem, counts: tuple[int, ...]) -> float:
     return max(work)
 
 
-def seconds_of(problem: Problem, limits: Sequence[float], counts: tuple[int, ...]) -> float:
+def seconds_of(problem: Problem, counts: tuple[int, ...]) -> float:
     """The bound for so many micro-batches on each route."""
-    ways = [Way(problem, limits, counts, route) for route in range(len(counts))]
+    ways = [Way(problem, counts, route) for route in range(len(counts))]
     stages, least = problem.stages, _busiest(problem, counts)
     for rank, copies in enumerate(problem.held_on):
         jobs: list[Job] = [job for copy in copies for job in ways[copy // stages].jobs(copy % stages)]
@@ -70,7 +65,7 @@ def seconds_of(problem: Problem, limits: Sequence[float], counts: tuple[int, ...
         held = sum(ways[copy // stages].held(copy % stages) for copy in copies)
         first = min(float(ways[copy // stages].head_f[copy % stages, 0]) for copy in copies)
         last = min(problem.costs.update[copy % stages] for copy in copies)
-        least = max(least, preemptive(jobs), first + held / limits[rank] + last)
+        least = max(least, preemptive(jobs), first + held / problem.limits[rank] + last)
     return least
 
 
@@ -97,15 +92,15 @@ class _Machine:
 class Way:
     """Heads and tails of one route, by stage and micro-batch."""
 
-    def __init__(self, problem: Problem, limits: Sequence[float], counts: tuple[int, ...], route: int) -> None:
+    def __init__(self, problem: Problem, counts: tuple[int, ...], route: int) -> None:
         c, homes = problem.costs, problem.routes[route]
         self.count, self.stages, self.homes = counts[route], problem.stages, homes
         self.f, self.turn, self.hold, self.update = c.forward, c.turn, c.hold, c.update
         self.rest = tuple(back - turn for back, turn in zip(c.back, c.turn, strict=True))
-        apart = [a != b for a, b in zip(homes, homes[1:], strict=False)]
+        apart = [a != b for a, b in pairwise(homes)]
         self.up = [seconds * far for seconds, far in zip(c.up, apart, strict=True)]
         self.down = [seconds * far for seconds, far in zip(c.down, apart, strict=True)]
-        self.room = [self._room(limits[home], c.hold[s]) for s, home in enumerate(homes)]
+        self.room = [self._room(problem.limits[home], c.hold[s]) for s, home in enumerate(homes)]
         self.beside = [[q for q in range(self.stages) if homes[q] == home] for home in homes]
         shape = self.stages, self.count
         self.head_f, self.head_i, self.tail_f, self.tail_i = (np.zeros(shape) for _ in range(4))

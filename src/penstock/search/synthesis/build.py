@@ -40,10 +40,9 @@ def build(spec: Spec, rule: Rule, words: Words, work: Work) -> float:
     """Write the words that the rule makes. Returns their makespan, or -1 where the rule's cap lets nothing go on."""
     reset(spec, work)
     codes, lengths, copies, cost, copies_of = words.codes, words.lengths, spec.copies, spec.cost, spec.copies_of
-    dues, patience, whole = rule.due, rule.patience[0], rule.whole
+    dues, whole = rule.due, rule.whole
     arrive, done, link, free = work.arrive, work.done, work.link, work.free
-    ranks, stages = len(lengths), len(copies) // len(spec.counts)
-    far = _far(spec, rule.cap)
+    ranks, stages, far = len(lengths), len(copies) // len(spec.counts), _far(spec, rule.cap)
     # Per copy and kind when the next could begin; per rank when one could begin, and when one could end.
     begin, soon = np.empty((len(copies), 3)), np.empty((2, ranks))
     look, looks, left = np.empty(2, np.int64), ranks, 0
@@ -72,15 +71,14 @@ def build(spec: Spec, rule: Rule, words: Words, work: Work) -> float:
             rank = other if soon[1, other] < soon[1, rank] else rank
         if soon[1, rank] == np.inf:
             break
-        until = soon[0, rank] + patience * (soon[1, rank] - soon[0, rank])
+        until = soon[0, rank] + rule.patience[0] * (soon[1, rank] - soon[0, rank])
         best, copy, kind = np.inf, -1, -1
         for j in range(copies_of.shape[1]):
             other = copies_of[rank, j]
             for what in range(3 if other >= 0 else 0):
                 if begin[other, what] <= until and dues[other, what, done[other, what]] < best:
                     best, copy, kind = dues[other, what, done[other, what]], other, what
-        k = done[copy, kind]
-        code = 3 if kind == 1 and whole[copy, k] else kind
+        code = 3 if kind == 1 and whole[copy, done[copy, 1]] else kind
         codes[rank, lengths[rank]] = 4 * copy + code
         lengths[rank] += 1
         end = free[rank] = begin[copy, kind] + cost[copy, code]
@@ -94,7 +92,7 @@ def build(spec: Spec, rule: Rule, words: Words, work: Work) -> float:
             if target != rank:
                 end = link[rank, target] = max(end, link[rank, target]) + cost[copy, UP + kind]
                 look[1], looks = target, 2
-            arrive[kind, taker, k] = end
+            arrive[kind, taker, done[copy, kind] - 1] = end
         if far:  # an op anywhere may make room for one anywhere
             looks = ranks
     return -1.0 if left else ended(spec, work)
@@ -131,7 +129,7 @@ def _fits(spec: Spec, cap: Floats, done: Ints, copy: int, far: bool) -> bool:
     if len(spec.counts) == 1 and (spec.copies_of.shape[1] == 1 or most <= cap[rank]):
         return True
     if len(spec.counts) > 1 and not far:
-        return own <= cap[rank]
+        return bool(own <= cap[rank])
     done[copy, 0] += 1
     free = _way_out(spec, cap, done) if far else _way_out_of_rank(spec, cap, done, rank)
     done[copy, 0] -= 1
@@ -178,7 +176,7 @@ def _way_out(spec: Spec, cap: Floats, done: Ints) -> bool:
             while out[route] < done[route * stages, 0] and _can_finish(spec, cap, done, out, route):
                 out[route] += 1
                 moved = True
-    return out[0] >= done[0, 0] and out[1] >= done[stages, 0]
+    return bool(out[0] >= done[0, 0] and out[1] >= done[stages, 0])
 
 
 @compiled

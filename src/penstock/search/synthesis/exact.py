@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import combinations, pairwise
-from typing import Any
+from itertools import combinations, pairwise, product
+from typing import Any, NamedTuple
 
 from penstock.errors import MissingExtra
 from penstock.schedule.op import Kind, Op, Schedule
@@ -68,7 +68,7 @@ def prove(problem: Problem, best: Schedule, most: float, until_s: float, seed: i
     found, bounds = None, []
     top = round(simulate_schedule(best, whole.costs.costs()).makespan)
     for counts in splits:
-        low = math.ceil(seconds_of(whole, whole.limits, counts) - 1e-6)
+        low = math.ceil(seconds_of(whole, counts) - 1e-6)
         left = until_s - time.monotonic()
         if low < top and left > 0:
             made, low = _Model(cp, whole, counts, top).solve(low, left, seed)
@@ -89,9 +89,10 @@ def ticks_per_second(costs: StageCosts, most: float) -> Fraction:
 
 def in_ticks(costs: StageCosts, ticks: Fraction) -> StageCosts:
     """The same costs in whole ticks, rounded down."""
-    names = ("forward", "inputs", "weights", "whole", "update", "up", "down")
-    rows = (tuple(float(math.floor(Fraction(repr(number)) * ticks)) for number in row) for row in costs.seconds)
-    return replace(costs, **dict(zip(names, rows, strict=True)))
+    f, i, w, b, u, up, down = (
+        tuple(float(math.floor(Fraction(repr(number)) * ticks)) for number in row) for row in costs.seconds
+    )
+    return StageCosts(f, i, w, b, u, up, down, costs.hold, costs.in_bytes)
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,15 @@ class _Turn:
     turned: Any
     released: Any
     whole: Any
+
+
+class _Message(NamedTuple):
+    """A value on its way: variables of the start and end of the op that makes it, and of when it leaves; its ticks on the link."""
+
+    begin: Any
+    made: Any
+    leaves: Any
+    seconds: int
 
 
 class _Model:
@@ -126,7 +136,7 @@ class _Model:
 
     def _route(self, route: int) -> list[list[_Turn]]:
         """The ops of a route's micro-batches, by stage and number."""
-        way = Way(self.problem, self.problem.limits, self.counts, route)
+        way = Way(self.problem, self.counts, route)
         first = sum(self.counts[:route])
         rows = [[self._turn(way, s, n, first) for n in range(way.count)] for s in range(way.stages)]
         for row in rows:
@@ -142,12 +152,14 @@ class _Model:
         f, i, w, b, update = (int(each[s]) for each in (c.forward, c.inputs, c.weights, c.whole, c.update))
         forward = self._var(way.head_f[s, n], f + way.tail_f[s, n])
         back = self._var(way.head_i[s, n], min(i, b) + way.tail_i[s, n])
-        turned = self._var(way.head_i[s, n] + min(i, b), way.tail_i[s, n])
+        # A whole backward ends with its weights' part, which the tail of an I still has before it.
+        halves = self.problem.split and i + w <= b
+        turned = self._var(way.head_i[s, n] + min(i, b), way.tail_i[s, n] if halves else update)
         weights = self._var(way.head_i[s, n] + min(i, b), update)
         released = self._var(way.head_i[s, n] + min(i + w, b), update)
         rank.append(model.new_fixed_size_interval_var(forward, f, ""))
         whole = None
-        if self.problem.split and i + w <= b:
+        if halves:
             rank.append(model.new_interval_var(back, i, turned, ""))
             rank.append(model.new_interval_var(weights, w, released, ""))
         else:
@@ -166,34 +178,34 @@ class _Model:
 
     def _messages(self) -> None:
         """An op that takes a value starts when it has come; each link carries its messages one at a time, as they are sent."""
-        links: dict[tuple[int, int], list[list[tuple[Any, Any, int]]]] = {}
+        c, model = self.problem.costs, self.model
+        links: dict[tuple[int, int], list[list[_Message]]] = {}
         for route, homes in enumerate(self.problem.routes):
             for s, (home, above) in enumerate(pairwise(homes)):
                 here, there = self.turns[route][s], self.turns[route][s + 1]
-                f, up, down = (int(each[s]) for each in (self.problem.costs.forward, self.problem.costs.up, self.problem.costs.down))
-                ways = [([(a.forward + f, b.forward) for a, b in zip(here, there, strict=True)], (home, above), up),
-                        ([(b.turned, a.back) for a, b in zip(here, there, strict=True)], (above, home), down)]  # fmt: skip
-                for pairs, link, seconds in ways:
+                f, up, down = (int(each[s]) for each in (c.forward, c.up, c.down))
+                rising = [(a.forward, a.forward + f, b.forward) for a, b in zip(here, there, strict=True)]
+                falling = [(b.back, b.turned, a.back) for a, b in zip(here, there, strict=True)]
+                for values, link, seconds in (rising, (home, above), up), (falling, (above, home), down):
                     if home == above:
-                        for made, taken in pairs:
-                            self.model.add(taken >= made)
-                    else:
-                        sent = [(made, self.model.new_int_var(0, self.most, ""), seconds) for made, _ in pairs]
-                        for (made, start, _), (_, taken) in zip(sent, pairs, strict=True):
-                            self.model.add(start >= made)
-                            self.model.add(taken >= start + seconds)
-                        for (_, start, _), (_, other, _) in pairwise(sent):
-                            self.model.add(other >= start + seconds)
-                        links.setdefault(link, []).append(sent)
+                        for _, made, taken in values:
+                            model.add(taken >= made)
+                        continue
+                    sent = [_Message(begin, made, self._var(0, 0), seconds) for begin, made, _ in values]
+                    links.setdefault(link, []).append(sent)
+                    for message, (*_, taken) in zip(sent, values, strict=True):
+                        model.add(message.leaves >= message.made)
+                        model.add(taken >= message.leaves + seconds)
+                    for one, other in pairwise(sent):
+                        model.add(other.leaves >= one.leaves + seconds)
         for kinds in links.values():
-            for one, other in combinations(kinds, 2):
-                for made, start, seconds in one if any(row[0][2] for row in (one, other)) else ():
-                    for then, later, more in other:
-                        before = self.model.new_bool_var("")
-                        self.model.add(made <= then).only_enforce_if(before)
-                        self.model.add(later >= start + seconds).only_enforce_if(before)
-                        self.model.add(then <= made).only_enforce_if(~before)
-                        self.model.add(start >= later + more).only_enforce_if(~before)
+            for rows in combinations(kinds, 2):
+                for one, other in product(*rows) if any(row[0].seconds for row in rows) else ():
+                    first = model.new_bool_var("")
+                    model.add(one.made <= other.begin).only_enforce_if(first)
+                    model.add(other.leaves >= one.leaves + one.seconds).only_enforce_if(first)
+                    model.add(other.made <= one.begin).only_enforce_if(~first)
+                    model.add(one.leaves >= other.leaves + other.seconds).only_enforce_if(~first)
 
     def _memory(self) -> None:
         """No rank holds more than its limit, from the start of F to the end of B or W."""
@@ -268,5 +280,5 @@ class _Model:
             for home in {homes[s] for homes in p.routes}:
                 end = begin + int(p.costs.update[s])
                 rows[home].append((begin, end, p.micro_batches + s, 0, Op(Kind.U, s, 1)))
-        return Schedule(tuple(tuple(op for *_, op in sorted(row, key=lambda each: each[:4])) for row in rows), "synthesised")
-
+        programs = (sorted(row, key=lambda each: each[:4]) for row in rows)
+        return Schedule(tuple(tuple(op for *_, op in program) for program in programs), "synthesised")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,10 +17,10 @@ from penstock.search.synthesis.problem import Problem
 from penstock.search.synthesis.rules import Shape, as_played, known, near, wholes
 from penstock.search.synthesis.words import counts_of, joined, schedule_of, words_of
 
-#: Ops that a round of annealing plays, in about a fiftieth of a second; and rules of a round of list scheduling, times what each
+#: Ops that a round of annealing plays, in about a twentieth of a second; and rules of a round of list scheduling, times what each
 #: costs, in ops. On random costs with tight limits annealing finds what is ten times nearer to the best than rules do.
-OPS_A_ROUND = 1_500_000
-BUILT_A_ROUND = 40_000
+OPS_A_ROUND = 3_000_000
+BUILT_A_ROUND = 80_000
 ROUNDS_A_CLIMB = 6
 #: The best programs that annealing starts from.
 POOL = 6
@@ -107,12 +108,12 @@ class Search:
             if seconds >= 0:
                 self.keep(Found(seconds, case, words))
 
-    def schedule(self) -> Schedule:
-        """The best, with halves of a backward that stand together joined where that costs nothing."""
-        best = self.pool[0]
-        words = Words(best.words.codes.copy(), best.words.lengths.copy())
-        joined(best.case.spec, words, best.case.work)
-        return schedule_of(self.problem, best.case.spec, words, best.case.work)
+    def schedules(self) -> Iterator[Schedule]:
+        """The pool, shortest first, with halves of a backward that stand together joined where that costs nothing."""
+        for found in self.pool:
+            words = Words(found.words.codes.copy(), found.words.lengths.copy())
+            joined(found.case.spec, words, found.case.work)
+            yield schedule_of(self.problem, found.case.spec, words, found.case.work)
 
     def splits(self) -> list[tuple[int, ...]]:
         """Numbers of micro-batches on the routes that are tried: about half each way."""
@@ -160,7 +161,7 @@ class Search:
         case = start.case
         words = Words(start.words.codes.copy(), start.words.lengths.copy())
         mean = float(case.spec.cost[:, :3].mean()) or 1.0
-        heat = mean * 10 ** self.luck.uniform(-1.5, 0.5)
+        heat = mean * 10 ** self.luck.uniform(-1.0, 0.8)
         joins = case.split and bool((case.spec.cost[:, 3] < case.spec.cost[:, 1] + case.spec.cost[:, 2]).any())
         knobs = Knobs(
             np.array([max(200, OPS_A_ROUND // case.ops)]), np.array([heat, heat * 0.02]), np.array([self.goal * (1 + 1e-12)]),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add, truediv
 
 import numpy as np
 
@@ -61,7 +62,7 @@ class StageCosts:
         if inputs is None:
             inputs = tuple(b / 2 if weights is None else max(b - weights[s], 0.0) for s, b in enumerate(whole))
         weights = weights or tuple(max(b - i, 0.0) for b, i in zip(whole, inputs, strict=True))
-        up = costs.spread("transfer", stages - 1) or (0.0,) * (stages - 1)
+        up = _hops(costs, stages - 1)
         held = costs.spread("activation_bytes", stages)
         return cls(
             forward, inputs, weights, whole, costs.spread("update", stages) or (0.0,) * stages, up,
@@ -93,9 +94,25 @@ class StageCosts:
         """Whether a whole backward is anywhere cheaper than its halves."""
         return any(b < (i + w) * (1 - 1e-12) for i, w, b in zip(self.inputs, self.weights, self.whole, strict=True))
 
+    def with_pairs(self, seconds: tuple[float, ...]) -> StageCosts:
+        """The least that ops can be said to take where an F and a B together take so many seconds, by the stage of the F."""
+        least, most = min(seconds), max(self.whole)
+        forward = tuple(max(0.0, min(f, pair - most)) for f, pair in zip(self.forward, seconds, strict=True))
+        return replace(self, forward=forward, inputs=tuple(min(i, least) for i in self.inputs),
+                       whole=tuple(min(b, least) for b in self.whole))  # fmt: skip
+
     def unsplit(self) -> StageCosts:
         """The same for programs without I and W."""
         return replace(self, inputs=self.whole, weights=(0.0,) * len(self.whole))
+
+
+def _hops(costs: Costs, boundaries: int) -> tuple[float, ...]:
+    """Seconds of a message up each boundary."""
+    whole, latency = costs.spread("transfer", boundaries), costs.spread("latency", boundaries)
+    if whole is None:
+        rates, crossing = costs.spread("bandwidth", boundaries), costs.spread("boundary_bytes", boundaries)
+        whole = tuple(map(truediv, crossing, rates)) if rates and crossing and all(rates) else (0.0,) * boundaries
+    return tuple(map(add, whole, latency)) if latency else whole
 
 
 @dataclass(frozen=True)
@@ -200,7 +217,9 @@ def limits_of(memory_limit: Limit, ranks: int, costs: StageCosts) -> tuple[float
         return (math.inf,) * ranks
     each = memory_limit if isinstance(memory_limit, Sequence) and not isinstance(memory_limit, str) else (memory_limit,) * ranks
     if len(each) != ranks:
-        raise ScheduleError(f"memory_limit has {len(each)} entries, but there are {ranks} ranks: give one number, or one per rank")
+        raise ScheduleError(
+            f"memory_limit has {len(each)} entries, but there are {ranks} ranks: give one number, or one per rank"
+        )
     limits = []
     for given in each:
         if isinstance(given, str) and not costs.in_bytes:
@@ -253,7 +272,9 @@ def problem_for(costs: StageCosts, micro_batches: int, room: Room) -> Problem:
     """
     routes = routes_of(room.placement, len(costs.forward), room.ranks)
     if len(routes) > micro_batches:
-        raise ScheduleError(f"placement {room.placement!r} sends micro-batches both ways: it takes 2 or more, not {micro_batches}")
+        raise ScheduleError(
+            f"placement {room.placement!r} sends micro-batches both ways: it takes 2 or more, not {micro_batches}"
+        )
     limits = limits_of(room.memory_limit, 1 + max(map(max, routes)), costs)
     problem = Problem(room.placement, costs if room.split else costs.unsplit(), micro_batches, routes, limits, room.split)
     check_fits(problem)

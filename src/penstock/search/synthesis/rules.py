@@ -42,12 +42,15 @@ class Shape:
                     tail[copy, I] = tail[copy - 1, I] + cost[copy - 1, I] + cost[copy, DOWN]
                 tail[copy, I] = max(tail[copy, I], cost[copy, W])
             for copy in reversed(row):
-                last = copy == row[-1]
-                head[copy, I] = head[copy, F] + cost[copy, F] if last else head[copy + 1, I] + cost[copy + 1, I] + cost[copy + 1, DOWN]
-                tail[copy, F] = tail[copy, I] + cost[copy, I] if last else tail[copy + 1, F] + cost[copy + 1, F] + cost[copy, UP]
+                if copy == row[-1]:
+                    head[copy, I] = head[copy, F] + cost[copy, F]
+                    tail[copy, F] = tail[copy, I] + cost[copy, I]
+                else:
+                    head[copy, I] = head[copy + 1, I] + cost[copy + 1, I] + cost[copy + 1, DOWN]
+                    tail[copy, F] = tail[copy + 1, F] + cost[copy + 1, F] + cost[copy, UP]
                 head[copy, W] = head[copy, I] + cost[copy, I]
         held = [[copy for copy in row if copy >= 0] for row in spec.copies_of]
-        pace = max(float(cost[row, : W + 1].sum()) for row in held) / len(spec.counts)
+        pace = max(float(cost[row, : W + 1].sum()) for row in held) / len(spec.counts) or 1.0
         need = [cost[row, HOLD].sum() if len(spec.counts) == 1 else cost[row, HOLD].max() for row in held]
         return cls(head, tail, pace, np.array(need))
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from penstock.errors import ScheduleError
 from penstock.schedule.op import Kind, Schedule
 from penstock.search.synthesis.bound import lower_bound
 from penstock.search.synthesis.problem import PLACEMENTS, Limit, Problem, Room, StageCosts, problem_for
+from penstock.search.synthesis.updates import with_early_updates
 from penstock.search.synthesis.zoo import candidates
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
@@ -19,6 +21,9 @@ from penstock.simulate.simulate import simulate_schedule
 PROVED = 1e-6
 #: The part of the budget for the search when the rest is for the proof.
 BEFORE_PROOF = 0.3
+
+#: What the search makes programs of.
+_WORDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,16 +156,20 @@ class _Task:
         """Whether nothing shorter is left to find."""
         return self.makespan <= self.least * (1 + PROVED)
 
+    def seconds(self, schedule: Schedule) -> float:
+        """Its simulated makespan."""
+        return simulate_schedule(schedule, self.costs).makespan
+
     def offer(self, schedule: Schedule) -> float:
         """Keep the schedule if it is the shortest so far. Returns its makespan."""
-        seconds = simulate_schedule(schedule, self.costs).makespan
+        seconds = self.seconds(schedule)
         if seconds < self.makespan or (seconds == self.makespan and len(schedule.ops) < len(self.schedule.ops)):
             self.schedule, self.makespan = schedule, seconds
         return seconds
 
     def run(self, until_s: float) -> None:
         """The zoo, then the search."""
-        from penstock.search.synthesis.local import Search
+        from penstock.search.synthesis.local import POOL, Search
 
         search = Search(self.problem, self.least, self.wish.seed)
         for candidate in candidates(self.problem):
@@ -168,23 +177,32 @@ class _Task:
             if seconds < self.zoo_makespan:
                 self.zoo, self.zoo_makespan = candidate.name, seconds
             search.start(candidate)
-        if any(op.kind not in _WORDS for op in self.schedule.ops):
-            # The zoo's best hands activations to other ranks, which the search does not: limits bind it less.
-            self.least = min(self.least, lower_bound(self.problem, evicts=True))
         search.run(until_s, self.wish.max_rounds)
         self.rounds = search.rounds
-        self.offer(search.schedule())
+        several = any(self.problem.costs.update) and max(map(len, self.problem.held_on)) > 1
+        for made in islice(search.schedules(), POOL if several else 1):
+            self.offer(with_early_updates(made, self.seconds) if several else made)
+        if not self._plain():
+            self.least = min(self.least, self._bound_of_others())
+
+    def _plain(self) -> bool:
+        """Whether the best is of what the search makes: each op on its own, every activation on its rank."""
+        paired = bool(self.schedule.pairs) and self.costs.pair is not None
+        return not paired and all(op.kind in _WORDS for op in self.schedule.ops)
+
+    def _bound_of_others(self) -> float:
+        """What a schedule of the zoo does not undercut that hands activations to other ranks, or whose pairs are cheap."""
+        pair = self.costs.spread("pair", self.problem.stages)
+        costs = self.problem.costs if pair is None else self.problem.costs.with_pairs(pair)
+        return lower_bound(replace(self.problem, costs=costs, limits=(math.inf,) * self.problem.ranks))
 
     def prove(self, until_s: float) -> None:
         """By CP-SAT, from what the search found."""
         from penstock.search.synthesis.exact import prove
 
-        if any(op.kind not in _WORDS for op in self.schedule.ops):
+        if not self._plain():
             return
-        proof = prove(self.problem, self.schedule, self.makespan, until_s, self.wish.seed)
+        proof = prove(self.problem, replace(self.schedule, pairs=frozenset()), self.makespan, until_s, self.wish.seed)
         if proof.schedule is not None:
             self.offer(proof.schedule)
         self.least = max(self.least, min(proof.lower_bound, self.makespan))
-
-
-_WORDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})

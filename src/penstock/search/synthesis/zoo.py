@@ -33,11 +33,11 @@ def candidates(problem: Problem) -> Iterator[Schedule]:
                 yield made
 
 
-def _options(name: str, problem: Problem) -> list[dict[str, object]]:
+def _options(name: str, problem: Problem) -> list[dict[str, int]]:
     """Ways to call a family: as it comes, and with as many stages on a rank as the problem has."""
     takes = inspect.signature(catalogue.FAMILIES.find(name).make).parameters
     each = problem.stages // problem.ranks
-    ways: list[dict[str, object]] = [{}]
+    ways: list[dict[str, int]] = [{}]
     if "chunks" in takes and each > 1:
         ways.append({"chunks": each})
     if "waves" in takes and each > 2 and each % 2 == 0:
@@ -50,9 +50,7 @@ def fits(problem: Problem, schedule: Schedule) -> bool:
 
     A micro-batch is held from its F to its B or W by the rank of its stage; between an E and its L by the rank that has no F of it.
     """
-    return all(
-        peak <= limit * (1 + 1e-12) for peak, limit in zip(held_most(problem, schedule), problem.limits, strict=True)
-    )
+    return all(peak <= limit * (1 + 1e-12) for peak, limit in zip(held_most(problem, schedule), problem.limits, strict=True))
 
 
 def held_most(problem: Problem, schedule: Schedule) -> tuple[float, ...]:

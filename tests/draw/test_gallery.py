@@ -1,0 +1,51 @@
+"""A folder of drawings with its two pages."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from penstock.draw.draw import draw, unit_timeline
+from penstock.draw.gallery import Exhibit, Show, gallery
+from penstock.errors import FileError
+from penstock.schedule.catalogue import schedule
+
+SHOW = Show("All <of> them", ("Before & after.",), ("bubble", "in flight"), ("Not shown: x.",))
+
+
+def exhibits():
+    return [
+        Exhibit(name, "<paper>", unit_timeline(schedule(name, stages=2, micro_batches=2)), ("1 %", "2"))
+        for name in ("gpipe", "naive")
+    ]
+
+
+def test_every_exhibit_has_a_file_and_stands_on_both_pages(tmp_path):
+    """The files go into papers, the pages are for choosing."""
+    written = gallery(tmp_path / "new", SHOW, exhibits())
+    assert [path.name for path in written] == ["gpipe.svg", "naive.svg", "index.html", "README.md"]
+    assert (tmp_path / "new" / "gpipe.svg").read_text() == draw(schedule("gpipe", stages=2, micro_batches=2), format="svg")
+    page, read_me = ((tmp_path / "new" / name).read_text() for name in ("index.html", "README.md"))
+    HTMLParser().feed(page)
+    assert page.count("<svg") == 2
+    assert page.count('<a href="#') == 2
+    assert "All &lt;of&gt; them" in page
+    assert not re.search(r"<link|src=|@import|fetch\(", page)
+    assert "| [gpipe](#gpipe) | 1 % | 2 |" in read_me
+    assert "![naive](naive.svg)" in read_me
+
+
+def test_a_folder_that_is_there_keeps_its_other_files(tmp_path):
+    """It may be a documentation's."""
+    (tmp_path / "mine.txt").write_text("mine")
+    gallery(tmp_path, SHOW, exhibits())
+    gallery(tmp_path, SHOW, exhibits())
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    """A typing error in a path should not grow a tree."""
+    with pytest.raises(FileError, match=r"cannot make the folder .*a/b: No such file"):
+        gallery(tmp_path / "a" / "b", SHOW, exhibits())
