@@ -185,3 +185,47 @@ def test_train_under_torchrun_says_that_it_starts_its_own_ranks(penstock, monkey
     ran = penstock("train", "--model", "mlp")
     assert ran.status == 2
     assert "starts its own ranks" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("words", "makespan"),
+    [
+        (("--schedule", "seq1f1b", "--stages", 4, "--micro-batches", 8, "--option", "slices=4"), 8 * 3 + 3 * 3 / 4),
+        (("--schedule", "1f1b", "--stages", 2, "--micro-batches", 8, "--option", "replicas=2"), (4 + 1) * 3),
+        (("--schedule", "1f1b", "--stages", 2, "--micro-batches", 4, "--option", "warm_up=[4, 1]"), (4 + 1) * 3),
+        (("--schedule", "zb-2p", "--forward", "1,1", "--backward", "2,2", "--micro-batches", 4), 13),
+    ],
+)
+def test_a_schedule_takes_options_and_if_it_is_made_to_measure_the_costs(penstock, words, makespan):
+    """All that Python can ask for."""
+    assert json.loads(penstock("simulate", *words, "--json").out)["makespan"] == pytest.approx(makespan)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("simulate", "--option", "slices"), "--option slices: write name=value"),
+        (("simulate", "--option", "slice=4"), "1f1b does not take slice"),
+        (("verify", "--option", "replicas=0"), "replicas"),
+        (("export", "--option", "replicas=2"), "copies"),
+    ],
+)
+def test_an_option_that_does_not_fit_is_refused(penstock, words, message):
+    """By its name, with what to write instead."""
+    verb, *rest = words
+    ran = penstock(verb, "--schedule", "1f1b", "--stages", 2, "--micro-batches", 4, *rest)
+    assert ran.status in (1, 2)
+    assert message in ran.err
+
+
+def test_a_schedule_made_to_measure_is_not_verified_without_costs(penstock):
+    """`verify` has no flags for them; it says who has."""
+    ran = penstock("verify", "--schedule", "zb-1p", "--stages", 2)
+    assert ran.status in (1, 2)
+    assert "penstock simulate" in ran.err
+
+
+def test_long_rows_are_cut_in_the_middle(penstock):
+    """A thousand numbers in a terminal help nobody."""
+    out = penstock("simulate", "--schedule", "gpipe", "--stages", 50, "--micro-batches", 2).out
+    assert "peak in flight  2 2 2 2 2 2 … 41 more … 2 2 2" in out

@@ -26,8 +26,16 @@ MADE = {
     for name, stages, micro_batches in itertools.product(SYNCHRONOUS, (1, 2, 4), (1, 3, 8))
     if (schedule := made_as(name, stages, micro_batches)) is not None
 }
-#: Those whose micro-batches are cut equal parts of the batch, which any model takes, and those that cut them further.
-EVERY = {key: schedule for key, schedule in MADE.items() if schedule.slicing is None}
+#: Data parallelism on top: whole pipelines, split backwards, several stages per rank, bidirectional ones, and single stages.
+REPLICATED = {
+    f"{name}-{stages}-{micro_batches}-x{str(replicas).strip('()').replace(', ', '+')}": ps.schedule(name, stages, micro_batches, replicas=replicas)
+    for name, stages, micro_batches, replicas in (
+        ("1f1b", 1, 3, 3), ("zb-h1", 2, 8, 2), ("interleaved", 4, 8, 2), ("chimera", 2, 8, 2), ("1f1b", 2, 8, (2, 1)),
+        ("gpipe", 4, 8, (1, 3, 2, 1)),
+    )
+}  # fmt: skip
+#: Those whose micro-batches are equal parts of the batch, which any model takes, and those that cut them further.
+EVERY = {key: schedule for key, schedule in (MADE | REPLICATED).items() if schedule.slicing is None}
 SLICED = {key: schedule for key, schedule in MADE.items() if schedule.slicing is not None}
 
 

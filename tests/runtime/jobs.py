@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,13 @@ def trapped(what: str, kind: str = "F", at: int = 1, deadline_s: float = 300.0) 
     for _ in range(3):
         pipe.train_batch(torch.randn(8, 16), torch.arange(8) % 4)
     return model[1]
+
+
+def trapped_copy(what: str, deadline_s: float = 300.0) -> None:
+    """Two copies of one stage train; the one on rank 1 does `what` in its second backward, when the other has come to their U."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Trap(what if os.environ["RANK"] == "1" else "pass", "B", 1), nn.Linear(16, 4))
+    pipe = ps.Pipeline(model, loss=functional.cross_entropy, balance=[3], deadline_s=deadline_s, schedule=Schedule.parse(
+        "rank 0 | 0F0 0B0 0U1\nrank 1 | 0F1 0B1 0F2 0B2 0U1"))  # fmt: skip
+    for _ in range(3):
+        pipe.train_batch(torch.randn(9, 16), torch.arange(9) % 4)

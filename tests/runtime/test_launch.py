@@ -12,7 +12,7 @@ import time
 
 import psutil
 import pytest
-from tests.runtime.jobs import trapped
+from tests.runtime.jobs import trapped, trapped_copy
 
 from penstock.errors import RankDied, SettingError
 from penstock.runtime.launch import RankFailed, launch
@@ -66,6 +66,19 @@ def test_a_stuck_op_is_told_by_who_waits_for_it_and_what_the_other_is_at():
     message = r"^rank 0 waits for 1B1 since \d s, which is over its deadline\n  rank 1 is at 1F1 since \d s\n"
     with pytest.raises(RankFailed, match=message):
         launch(trapped, 2, "hang", "F", 1, 3.0)
+
+
+def test_a_copy_that_is_killed_lets_go_of_the_one_that_waits_to_meet_it():
+    """Gradient synchronisation is where copies wait longest for each other."""
+    with pytest.raises(RankDied, match=r"^rank 1 \(pid \d+\) was killed by SIGKILL; rank 0 stopped$"):
+        launch(trapped_copy, 2, "kill")
+
+
+def test_a_stuck_copy_is_told_by_the_one_that_waits_to_meet_it():
+    """Who waits for whom, and where."""
+    message = r"^rank 0 waits for rank 1 since \d s, which is over its deadline\n  rank 1 is at 0B2 since \d s\n"
+    with pytest.raises(RankFailed, match=message):
+        launch(trapped_copy, 2, "hang", 3.0)
 
 
 def test_leaving_the_program_from_a_layer_is_a_failure_that_is_named():

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,6 +36,10 @@ Seconds = Annotated[str | None, typer.Option(help="One number for all stages, or
 Boundary = Annotated[str | None, typer.Option(help="One number for all boundaries, or one per boundary.")]
 Bytes = Annotated[str | None, typer.Option(help="Bytes, one number for all or one per stage or boundary: 64MiB or 1GB,2GB.")]
 Recompute = Annotated[str, typer.Option("--recompute", help="never, except_last or always.")]
+
+
+#: Longer rows of numbers are cut in the middle.
+_LONG = 32
 
 
 def the_schedule(name: str | None, stages: int | None, micro_batches: int | None, csv: Path | None,
@@ -144,6 +148,12 @@ def colour() -> bool:
 def columns() -> int:
     """Columns of the terminal, or 100 where there is none."""
     return max(20, shutil.get_terminal_size((100, 24)).columns)
+
+
+def row(values: Iterable[object], between: str = " ") -> str:
+    """Values in a line; of many, the first and the last."""
+    words = list(map(str, values))
+    return between.join(words if len(words) <= _LONG else [*words[:6], f"… {len(words) - 9} more …", *words[-3:]])
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

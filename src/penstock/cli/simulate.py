@@ -93,12 +93,12 @@ def _print_figures(timeline: Timeline) -> None:
     whole = timeline.makespan or 1.0
     print(f"makespan        {timeline.makespan:g} s ({format_seconds(timeline.makespan)})")
     print(f"bubble ratio    {timeline.bubble_ratio:.2%} of all ranks' time; by stage span {timeline.span_bubble_ratio:.2%}")
-    print(f"busy per rank   {' '.join(f'{seconds / whole:.0%}' for seconds in timeline.busy)}")
-    print(f"peak in flight  {' '.join(map(str, timeline.peak_in_flight))}")
+    print(f"busy per rank   {options.row([f'{seconds / whole:.0%}' for seconds in timeline.busy])}")
+    print(f"peak in flight  {options.row(timeline.peak_in_flight)}")
     if timeline.peak_on_rank != timeline.peak_in_flight:
-        print(f"  on each rank  {' '.join(map(str, timeline.peak_on_rank))}")
+        print(f"  on each rank  {options.row(timeline.peak_on_rank)}")
     if timeline.peak_memory is not None and timeline.memory_holders is not None:
-        print(f"peak memory     {', '.join(map(format_bytes, timeline.peak_memory))}")
+        print(f"peak memory     {options.row(map(format_bytes, timeline.peak_memory), ', ')}")
         fullest = max(range(timeline.ranks), key=timeline.peak_memory.__getitem__)
         held = sorted(timeline.memory_holders[fullest].items(), key=lambda item: -item[1])
         words = " + ".join(f"{name} {format_bytes(count)}" for name, count in held if count)

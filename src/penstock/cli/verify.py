@@ -45,10 +45,8 @@ def verify(
         options.print_json({"sound": True, **asdict(report)})
         return
     print(f"{made.name} is sound: {made.stages} stages on {made.ranks} ranks, {made.micro_batches} micro-batches")
-    print(f"staleness per stage       max {_row(report.staleness_max)}, mean {_row(report.staleness_mean)}")
-    print(f"peak in flight per stage  {_row(report.peak_in_flight)}, per rank {_row(report.peak_on_rank)}")
+    print(
+        f"staleness per stage       max {options.row(report.staleness_max)}, mean {options.row(f'{mean:g}' for mean in report.staleness_mean)}"
+    )
+    print(f"peak in flight per stage  {options.row(report.peak_in_flight)}, per rank {options.row(report.peak_on_rank)}")
     print(f"channel depth             {report.channel_depth} (messages a blocking channel must buffer)")
-
-
-def _row(values: tuple[float, ...]) -> str:
-    return " ".join(f"{value:g}" for value in values)

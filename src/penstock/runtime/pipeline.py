@@ -51,7 +51,8 @@ class Pipeline:
         model: an `nn.Sequential`, a list of modules, or a chain from `ps.chain`. Modules with real weights are trained in
             place. Modules on the meta device are made on the ranks that hold them, from `seed` and their place in the chain.
         plan: from `ps.plan`; or say it yourself with the next four.
-        loss: `loss(output, target)` to one number: the mean over the samples it is given.
+        loss: `loss(output, target)` to one number: the mean over the samples it is given (and their tokens, where a schedule cuts
+            sequences: x and y then have the tokens in their second dimension).
         optimizer: from a list of parameters to an optimizer; called once for every stage. Without it gradients add up in
             `.grad` and nothing is updated.
         balance: layers per stage.

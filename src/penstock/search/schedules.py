@@ -79,7 +79,9 @@ def _made_to_measure(name: str, costs: Costs, stages: int | None, micro_batches:
             raise
         raise ScheduleError(f"{name} does not take {', '.join(options)}: {error}") from error
     plain = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
-    return replace(made, name=name, options=tuple(plain.items()))
+    # What the maker found out, such as a lower bound, stands behind what it was asked for.
+    found = tuple((key, value) for key, value in made.options if key not in plain)
+    return replace(made, name=name, options=(*plain.items(), *found))
 
 
 def spread_forward(costs: Costs, stages: int | None, micro_batches: int) -> Costs:

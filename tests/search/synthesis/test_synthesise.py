@@ -212,3 +212,11 @@ def test_preemptive_bound_is_that_of_the_fullest_subset(jobs):
     subsets = [[job for i, job in enumerate(jobs) if mask >> i & 1 and job[1]] for mask in range(1, 2 ** len(jobs))]
     found = [min(h for h, _, _ in some) + sum(p for _, p, _ in some) + min(t for *_, t in some) for some in subsets if some]
     assert preemptive(jobs) == max(found, default=0)
+
+
+def test_the_bound_is_one_for_a_zoo_schedule_that_hands_activations_to_partners():
+    """`bpipe` holds less than any other in its time: where it wins, limits bind it less, and the bound must not call that wrong."""
+    costs = Costs(forward=(1.0,) * 8, backward=(2.0,) * 8, input_grad=(2.0,) * 8, weight_grad=(2.0,) * 8)
+    found = synthesise(costs, 16, Settings(memory_limit=5, budget_s=1000, max_rounds=0))
+    bpipe = simulate_schedule(schedule("bpipe", 8, 16), costs).makespan
+    assert found.lower_bound <= found.makespan <= bpipe

@@ -22,7 +22,7 @@ def synthesised(costs: Costs, micro_batches: int, **settings: object) -> Schedul
 
     >>> made = synthesised(Costs(forward=[1, 3, 1]), 3, max_rounds=0)
     >>> print(dict(made.options)["makespan"])
-    29.0
+    28.0
 
     Args:
         costs: seconds per stage and boundary, `forward` with an entry for every stage.

@@ -81,17 +81,20 @@ def prove(problem: Problem, best: Schedule, most: float, until_s: float, seed: i
 def ticks_per_second(costs: StageCosts, most: float) -> Fraction:
     """Ticks in which all seconds are whole numbers if `most` then has less than `MOST_TICKS`, else so many that it has these."""
     numbers = {number for row in costs.seconds for number in row if number}
-    exact = [Fraction(repr(number)) for number in numbers]
+    exact = [_decimal(number) for number in numbers]
     bottom = math.lcm(*(each.denominator for each in exact))
     ticks = Fraction(bottom, math.gcd(*(each.numerator * (bottom // each.denominator) for each in exact)) or 1)
     return ticks if most * ticks <= MOST_TICKS else Fraction(MOST_TICKS) / Fraction(repr(most))
 
 
+def _decimal(number: float) -> Fraction:
+    """What was meant: 0.3 for 0.1 + 0.2."""
+    return Fraction(f"{number:.12g}")
+
+
 def in_ticks(costs: StageCosts, ticks: Fraction) -> StageCosts:
     """The same costs in whole ticks, rounded down."""
-    f, i, w, b, u, up, down = (
-        tuple(float(math.floor(Fraction(repr(number)) * ticks)) for number in row) for row in costs.seconds
-    )
+    f, i, w, b, u, up, down = (tuple(float(math.floor(_decimal(number) * ticks)) for number in row) for row in costs.seconds)
     return StageCosts(f, i, w, b, u, up, down, costs.hold, costs.in_bytes)
 
 

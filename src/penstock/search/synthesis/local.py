@@ -70,6 +70,7 @@ class Search:
     def __post_init__(self) -> None:
         self.luck = np.random.default_rng(self.seed)
         self.cases: dict[tuple[int, ...], Case] = {}
+        self.best_of: dict[int, Found] = {}
         self.rounds = 0
 
     def case(self, counts: tuple[int, ...]) -> Case:
@@ -94,6 +95,9 @@ class Search:
             each.seconds == found.seconds and np.array_equal(each.words.codes, found.words.codes) for each in self.pool
         ):
             return
+        split = int(found.case.spec.counts[0])
+        if split not in self.best_of or found.seconds < self.best_of[split].seconds:
+            self.best_of[split] = found
         self.pool = sorted([*self.pool, found], key=lambda each: each.seconds)[:POOL]
 
     def start(self, schedule: Schedule) -> None:
@@ -156,8 +160,10 @@ class Search:
                 least, rule = tried.seconds, tried.rule
 
     def _anneal(self) -> None:
-        """Annealing of one of the pool, from a heat that luck decides."""
+        """Annealing of one of the pool, or of the best of some split of the micro-batches, from a heat that luck decides."""
         start = self.pool[min(int(self.luck.exponential(1.5)), len(self.pool) - 1)]
+        if len(self.best_of) > 1 and self.luck.random() < 0.4:
+            start = list(self.best_of.values())[self.luck.integers(len(self.best_of))]
         case = start.case
         words = Words(start.words.codes.copy(), start.words.lengths.copy())
         mean = float(case.spec.cost[:, :3].mean()) or 1.0

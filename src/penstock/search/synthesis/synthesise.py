@@ -109,10 +109,13 @@ def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = Non
         raise ScheduleError("the costs do not tell the number of stages: give forward as one number per stage")
     table = StageCosts.of(costs, len(costs.forward))
     tasks = [_Task(problem, costs, wish) for problem in _problems(table, micro_batches, wish)]
-    for i, task in enumerate(tasks):
-        # Placements share the budget; what one leaves is for the next.
-        end = begun + wish.budget_s * (i + 1) / len(tasks)
-        task.run(end - (1 - BEFORE_PROOF) * max(0.0, end - time.monotonic()) * wish.exact)
+    # Placements share what is left of the budget, the most promising first; what cannot win any more gets nothing.
+    for i, task in enumerate(sorted(tasks, key=lambda task: task.least)):
+        if i and task.least >= min(other.makespan for other in tasks):
+            continue
+        left = max(0.0, begun + wish.budget_s - time.monotonic()) / (len(tasks) - i)
+        end = time.monotonic() + left
+        task.run(end - (1 - BEFORE_PROOF) * left * wish.exact)
         if wish.exact and not task.proved:
             task.prove(end)
     best = min(tasks, key=lambda task: task.makespan)
@@ -141,7 +144,7 @@ def _problems(costs: StageCosts, micro_batches: int, wish: Settings) -> list[Pro
 
 
 class _Task:
-    """The search on one placement."""
+    """One placement: the best of its zoo, and the search from there."""
 
     def __init__(self, problem: Problem, costs: Costs, wish: Settings) -> None:
         self.problem, self.costs, self.wish = problem, costs, wish
@@ -150,6 +153,12 @@ class _Task:
         self.zoo: str | None = None
         self.zoo_makespan = math.inf
         self.rounds = 0
+        self.starts = [*candidates(problem)]
+        for candidate in self.starts:
+            seconds = self.offer(candidate)
+            if seconds < self.zoo_makespan:
+                self.zoo, self.zoo_makespan = candidate.name, seconds
+        self._bound_it()
 
     @property
     def proved(self) -> bool:
@@ -168,33 +177,31 @@ class _Task:
         return seconds
 
     def run(self, until_s: float) -> None:
-        """The zoo, then the search."""
+        """From the zoo's."""
         from penstock.search.synthesis.local import POOL, Search
 
         search = Search(self.problem, self.least, self.wish.seed)
-        for candidate in candidates(self.problem):
-            seconds = self.offer(candidate)
-            if seconds < self.zoo_makespan:
-                self.zoo, self.zoo_makespan = candidate.name, seconds
+        for candidate in self.starts:
             search.start(candidate)
         search.run(until_s, self.wish.max_rounds)
         self.rounds = search.rounds
         several = any(self.problem.costs.update) and max(map(len, self.problem.held_on)) > 1
         for made in islice(search.schedules(), POOL if several else 1):
             self.offer(with_early_updates(made, self.seconds) if several else made)
-        if not self._plain():
-            self.least = min(self.least, self._bound_of_others())
+        self._bound_it()
 
     def _plain(self) -> bool:
         """Whether the best is of what the search makes: each op on its own, every activation on its rank."""
         paired = bool(self.schedule.pairs) and self.costs.pair is not None
         return not paired and all(op.kind in _WORDS for op in self.schedule.ops)
 
-    def _bound_of_others(self) -> float:
-        """What a schedule of the zoo does not undercut that hands activations to other ranks, or whose pairs are cheap."""
-        pair = self.costs.spread("pair", self.problem.stages)
-        costs = self.problem.costs if pair is None else self.problem.costs.with_pairs(pair)
-        return lower_bound(replace(self.problem, costs=costs, limits=(math.inf,) * self.problem.ranks))
+    def _bound_it(self) -> None:
+        """Make the bound one for the best, which may hand activations to other ranks, or have pairs that are cheap."""
+        if not self._plain():
+            pair = self.costs.spread("pair", self.problem.stages)
+            costs = self.problem.costs if pair is None else self.problem.costs.with_pairs(pair)
+            free = replace(self.problem, costs=costs, limits=(math.inf,) * self.problem.ranks)
+            self.least = min(self.least, lower_bound(free))
 
     def prove(self, until_s: float) -> None:
         """By CP-SAT, from what the search found."""
