@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +16,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from penstock.grad.split import input_grad, weight_grad
+from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.zoo.catalogue import model as zoo_model
+
+#: glibc gives freed memory back to the system and fetches it again, page by page; or it keeps it.
+ALLOCATORS = {
+    "as it comes": {},
+    "memory kept": {
+        "MALLOC_MMAP_THRESHOLD_": "4000000000",
+        "MALLOC_TRIM_THRESHOLD_": "8000000000",
+        "MALLOC_TOP_PAD_": "500000000",
+    },
+}
 
 
 def stages() -> dict[str, tuple[nn.Sequential, Tensor]]:
@@ -37,37 +50,66 @@ def milliseconds(action: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def one_round(stage: nn.Sequential, entering: Tensor) -> tuple[float, float, float]:
-    """B, I and W of one micro-batch, each on a fresh graph."""
+def graph(stage: nn.Sequential, entering: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A fresh forward: what enters, what leaves, and a gradient for it."""
+    leaf = entering.detach().requires_grad_()
+    out = stage(leaf)
+    return leaf, out, torch.ones_like(out)
 
-    def graph() -> tuple[Tensor, Tensor, Tensor]:
-        leaf = entering.detach().requires_grad_()
-        out = stage(leaf)
-        return leaf, out, torch.ones_like(out)
 
-    leaf, out, grad = graph()
-    whole = milliseconds(lambda: out.backward(grad))
-    leaf, out, grad = graph()
-    pending = []
+def whole(stage: nn.Sequential, entering: Tensor) -> float:
+    """B of one micro-batch."""
+    _, out, grad = graph(stage, entering)
+    return milliseconds(lambda: out.backward(grad))
+
+
+def halves(stage: nn.Sequential, entering: Tensor) -> tuple[float, float]:
+    """I and W of one micro-batch."""
+    leaf, out, grad = graph(stage, entering)
+    pending: list[PendingWeights] = []
     first = milliseconds(lambda: pending.append(input_grad([out], [grad], [leaf])[1]))
-    return whole, first, milliseconds(lambda: weight_grad(pending[0]))
+    return first, milliseconds(lambda: weight_grad(pending[0]))
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60)
-    rounds = parser.parse_args().rounds
+def one_round(stage: nn.Sequential, entering: Tensor, halves_first: bool) -> tuple[float, float, float]:
+    """B, I and W; in turn, so that neither is always the one that finds warm caches."""
+    if halves_first:
+        first, second = halves(stage, entering)
+        return whole(stage, entering), first, second
+    return whole(stage, entering), *halves(stage, entering)
+
+
+def measure(rounds: int) -> dict[str, dict[str, float]]:
+    """Medians over the rounds, and of the ratios round by round."""
     torch.set_num_threads(1)
     results: dict[str, dict[str, float]] = {}
     for name, (stage, entering) in stages().items():
-        found = [one_round(stage, entering) for _ in range(rounds)][rounds // 6 :]
-        whole, first, second = (statistics.median(column) for column in zip(*found, strict=True))
-        ratio = statistics.median((i + w) / b for b, i, w in found)
-        results[name] = {"b_ms": round(whole, 3), "i_ms": round(first, 3), "w_ms": round(second, 3), "ratio": round(ratio, 3)}
-        print(f"{name:44} B {whole:8.2f} ms   I {first:8.2f}   W {second:8.2f}   (I + W) / B {ratio:.3f}")
+        found = [one_round(stage, entering, bool(n % 2)) for n in range(rounds)][rounds // 6 :]
+        b, i, w = (statistics.median(column) for column in zip(*found, strict=True))
+        ratio = statistics.median((one + two) / both for both, one, two in found)
+        results[name] = {"b_ms": round(b, 3), "i_ms": round(i, 3), "w_ms": round(w, 3), "ratio": round(ratio, 3)}
+    return results
+
+
+def main() -> None:
+    """Measure under both settings of glibc's allocator, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=120)
+    parser.add_argument("--here", action="store_true", help="measure in this process and print JSON")
+    words = parser.parse_args()
+    if words.here:
+        print(json.dumps(measure(words.rounds)))
+        return
+    results = {}
+    for setting, variables in ALLOCATORS.items():
+        command = [sys.executable, __file__, "--here", "--rounds", str(words.rounds)]
+        ran = subprocess.run(command, env={**os.environ, **variables}, check=True, capture_output=True, text=True)
+        results[setting] = json.loads(ran.stdout.splitlines()[-1])
+        for name, row in results[setting].items():
+            print(f"{setting:14} {name:42} B {row['b_ms']:7.2f} ms  I {row['i_ms']:7.2f}  W {row['w_ms']:7.2f}  "
+                  f"(I + W) / B {row['ratio']:.3f}")  # fmt: skip
     machine = {"machine": platform.machine(), "torch": torch.__version__, "python": platform.python_version()}
-    text = json.dumps({"machine": machine, "rounds": rounds, "results": results}, indent=1)
+    text = json.dumps({"machine": machine, "rounds": words.rounds, "results": results}, indent=1)
     (Path(__file__).parent / "results.json").write_text(text + "\n")
 
 

@@ -56,7 +56,7 @@ def measure(case: tuple[int, int, str, int | None], seeds: int, budget_s: float)
         costs = costs_of(stages, seed)
         found, took = timed(costs, micro_batches, Settings(placement=placement, memory_limit=limit, budget_s=budget_s))
         ps.verify(found.schedule)
-        rows.append((found.gap, 1 - found.makespan / found.zoo_makespan if found.zoo else math.nan, took, found.zoo))
+        rows.append((found.gap, 1 - found.makespan / found.zoo_makespan if found.zoo_makespan else math.nan, took, found.zoo))
         if 3 * stages * micro_batches <= PROVED_OPS:
             best, _ = timed(costs, micro_batches, Settings(placement=placement, memory_limit=limit, budget_s=60, exact=True))
             over_optimum.append(found.makespan / best.makespan - 1 if best.proved else math.nan)

@@ -1,8 +1,13 @@
 """`synthesised` by name."""
 
+import copy
+
 import pytest
+from tests.conformance.models import CASES, lengths_of, made
+from tests.conformance.reference import PlainTraining, differences, gradients, in_order_of, layers_of
 
 from penstock.errors import ScheduleError
+from penstock.runtime.pipeline import Pipeline
 from penstock.search.schedules import schedule, schedules
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
@@ -14,16 +19,16 @@ COSTS = Costs(forward=[1, 3, 1, 2], transfer=0.25)
 def test_it_is_found_by_name_and_takes_costs():
     """Whoever lists schedules learns that this one needs costs."""
     assert schedules()["synthesised"].needs_costs
-    made = schedule("synthesised", costs=COSTS, micro_batches=6, memory_limit=3, max_rounds=2)
-    assert made.name == "synthesised"
-    assert max(verify(made).peak_on_rank) <= 3
+    found = schedule("synthesised", costs=COSTS, micro_batches=6, memory_limit=3, max_rounds=2)
+    assert found.name == "synthesised"
+    assert max(verify(found).peak_on_rank) <= 3
 
 
 def test_the_schedule_tells_its_makespan_bound_and_gap():
     """A schedule on its own says how far it may be from the best."""
-    made = schedule("synthesised", costs=COSTS, micro_batches=6, max_rounds=2)
-    told = dict(made.options)
-    assert told["makespan"] == simulate_schedule(made, COSTS).makespan
+    found = schedule("synthesised", costs=COSTS, micro_batches=6, max_rounds=2)
+    told = dict(found.options)
+    assert told["makespan"] == simulate_schedule(found, COSTS).makespan
     assert told["lower_bound"] <= told["makespan"]
     assert told["gap"] == pytest.approx(told["makespan"] / told["lower_bound"] - 1)
     assert isinstance(told["proved"], bool)
@@ -33,3 +38,15 @@ def test_options_it_does_not_know_are_refused():
     """A misspelt setting must not be ignored."""
     with pytest.raises(ScheduleError, match="does not take memory"):
         schedule("synthesised", costs=COSTS, micro_batches=6, memory=3)
+
+
+@pytest.mark.parametrize("placement", ["linear", "interleaved", "v", "bidirectional"])
+def test_gradients_are_those_of_plain_training_to_the_bit(placement):
+    """It is a program like any other: it runs. Whole backwards and halves, several stages on a rank, copies of them."""
+    case = CASES["gpt"]
+    model, x, y = made(case)
+    found = schedule("synthesised", costs=COSTS, micro_batches=6, placement=placement, memory_limit=4, max_rounds=2)
+    _, parts = PlainTraining(copy.deepcopy(model), case.loss).backward_in_parts(x, y, 6)
+    lengths = lengths_of(len(layers_of(model)), 4)
+    Pipeline(model, loss=case.loss, balance=lengths, schedule=found, executor="threads").train_batch(x, y)
+    assert differences(gradients(model), in_order_of(found, lengths, model, parts)) == []

@@ -38,7 +38,8 @@ def synthesised(costs: Costs, micro_batches: int, **settings: object) -> Schedul
             split: whether backwards may be split into I and W.
             exact: prove the optimum by OR-Tools' CP-SAT, in what is left of the budget. If it does not get there, the best
                 program found and CP-SAT's bound are returned, and `proved` is False.
-            budget_s: seconds after which the search ends; 5 unless given. It ends earlier when the lower bound is reached.
+            budget_s: seconds after which the search ends; 5 unless given. It ends earlier when the lower bound is reached. The
+                first search on a machine compiles its loops for some seconds, and has at least a quarter of its budget then.
             max_rounds: rounds after which it ends too. Where rounds end it, the same seed gives the same schedule.
             seed: of the random numbers.
 

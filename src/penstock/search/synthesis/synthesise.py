@@ -66,7 +66,7 @@ class Synthesis:
         proved: whether the schedule is as short as any, to a part in a million.
         placement: where its stages stand; tells which, where any was asked for.
         zoo: the best schedule of the zoo that fits, by name; None if none does.
-        zoo_makespan: its simulated seconds; infinite if there is none.
+        zoo_makespan: its simulated seconds; None if there is none.
         rounds: rounds of search.
     """
 
@@ -77,7 +77,7 @@ class Synthesis:
     proved: bool
     placement: str
     zoo: str | None
-    zoo_makespan: float
+    zoo_makespan: float | None
     rounds: int
 
     def facts(self) -> tuple[tuple[str, object], ...]:
@@ -108,12 +108,15 @@ def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = Non
     if not isinstance(costs.forward, tuple):
         raise ScheduleError("the costs do not tell the number of stages: give forward as one number per stage")
     table = StageCosts.of(costs, len(costs.forward))
+    if wish.budget_s and wish.max_rounds != 0:
+        _compile()
+    end_s = max(begun + wish.budget_s, time.monotonic() + wish.budget_s / 4)
     tasks = [_Task(problem, costs, wish) for problem in _problems(table, micro_batches, wish)]
     # Placements share what is left of the budget, the most promising first; what cannot win any more gets nothing.
     for i, task in enumerate(sorted(tasks, key=lambda task: task.least)):
         if i and task.least >= min(other.makespan for other in tasks):
             continue
-        left = max(0.0, begun + wish.budget_s - time.monotonic()) / (len(tasks) - i)
+        left = max(0.0, end_s - time.monotonic()) / (len(tasks) - i)
         end = time.monotonic() + left
         task.run(end - (1 - BEFORE_PROOF) * left * wish.exact)
         if wish.exact and not task.proved:
@@ -123,9 +126,16 @@ def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = Non
     gap = best.makespan / least - 1 if least else 0.0
     found = Synthesis(
         best.schedule, best.makespan, least, gap, best.makespan <= least * (1 + PROVED), best.problem.placement, best.zoo,
-        best.zoo_makespan, sum(task.rounds for task in tasks),
+        best.zoo_makespan if best.zoo else None, sum(task.rounds for task in tasks),
     )  # fmt: skip
     return replace(found, schedule=replace(found.schedule, name="synthesised", options=found.facts()))
+
+
+def _compile() -> None:
+    """Let the search's loops be compiled, which takes some seconds once on a machine, by a small search that has to try them all."""
+    costs = Costs(forward=[1, 1.2, 1, 0.8], input_grad=[1, 1.3, 1, 0.9], weight_grad=[0.8, 1, 0.7, 0.6], transfer=0.5)
+    wish = Settings(memory_limit=4, max_rounds=2)
+    _Task(problem_for(StageCosts.of(costs, 4), 8, wish.room("linear")), costs, wish).run(math.inf)
 
 
 def _problems(costs: StageCosts, micro_batches: int, wish: Settings) -> list[Problem]:
