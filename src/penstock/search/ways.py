@@ -104,6 +104,7 @@ def least_s(made: Schedule, costs: Costs) -> float:
         first, last = work[0][0], work[turns[-1]][0]
         fill = sum(seconds[Kind.F][: first.stage]) * made.shares[first.micro_batch]
         whole = fill + sum(each for _, each in work)
-        drained = fill + sum(each for _, each in work[: turns[-1] + 1]) + sum(down[: last.stage]) * made.shares[last.micro_batch]
+        behind = sum(down[: last.stage]) * made.shares[last.micro_batch]
+        drained = fill + sum(each for _, each in work[: turns[-1] + 1]) + behind
         least = max(least, whole, drained)
     return least

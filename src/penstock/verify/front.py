@@ -29,5 +29,7 @@ def verify(what: Schedule | LoweredSchedule, in_flight_limit: int | None = None)
     if isinstance(what, LoweredSchedule):
         return verify_lowered(what, in_flight_limit)
     if not isinstance(what, Schedule):
-        raise SettingError(f"verify takes a Schedule or a LoweredSchedule, not {type(what).__name__}; of a plan, give plan.schedule")
+        raise SettingError(
+            f"verify takes a Schedule or a LoweredSchedule, not {type(what).__name__}; of a plan, give plan.schedule"
+        )
     return verify_schedule(what, in_flight_limit)
