@@ -90,6 +90,15 @@ def test_all_synchronous_schedules_are_weighed_unless_some_are_named(profile_of)
     assert {row.schedule for row in only.candidates} == {"gpipe"}
 
 
+def test_copies_of_stages_and_slices_of_sequences_are_weighed_when_they_are_named(profile_of):
+    """The first needs more to be known of the hosts than a link's speed, the second a causal model."""
+    profile = profile_of([1.0] * 4)
+    free = plan(profile, cluster_of(2), batch=8)
+    assert {row.schedule for row in free.candidates}.isdisjoint({"chimera", "gems", "dualpipe", "seq1f1b", "terapipe"})
+    for name in ("chimera", "seq1f1b"):
+        assert plan(profile, cluster_of(2), batch=8, schedules=[name], stages=2).schedule_name == name
+
+
 def test_the_plan_predicts_what_simulating_it_gives(profile_of):
     """The prediction is written into the plan: it must be of the plan, not of a relative."""
     profile, cluster = profile_of([1.0, 2.0, 3.0, 1.0], output=1e3), cluster_of(3, 1e-3, 1e6)

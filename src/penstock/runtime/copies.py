@@ -24,6 +24,10 @@ from penstock.schedule.op import Kind
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Transport
 
+#: Numbers from which on a tensor travels by itself, and how many of those one message takes.
+_LARGE = 1 << 16
+_MOST_LARGE = 24
+
 #: Runs what may wait for a rank, and turns what a transport raises into what happened.
 Guard = Callable[[int, Callable[[], Payload | None]], Payload | None]
 
@@ -94,11 +98,17 @@ class Copies:
 
     def _all_sum(self, flags: Tensor, tensors: list[Tensor], signature: str) -> tuple[Tensor, list[Tensor]]:
         """Flags and tensors added up over the copies, in the order of the ranks."""
-        flat = _flat(tensors)
         if len(self.ranks) == 2:
-            found = self._exchange(Round.GRADIENTS, [[flags, *flat]] * 2, signature)
-            flags = _sum([row[0] for row in found])
-            return flags, _unflat([_sum(column) for column in zip(*(row[1:] for row in found), strict=True)], tensors)
+            packed = _Packed.of(tensors)
+            found = self._exchange(Round.GRADIENTS, [[flags, *packed.parts]] * 2, signature)
+            mine = self.ranks.index(self.rank)
+            own, theirs = found[mine], found[1 - mine]
+            # In place where nobody else has what has arrived: a fresh tensor of that size costs as much time as its sum.
+            sums = [
+                there + here if self.transport.shares else there.add_(here) for here, there in zip(own, theirs, strict=True)
+            ]
+            return sums[0], packed.unpacked(sums[1:])
+        flat = _flat(tensors)
         pieces = list(zip(*(part.tensor_split(len(self.ranks)) for part in flat), strict=True))
         found = self._exchange(Round.GRADIENTS, [[flags, *piece] for piece in pieces], signature)
         flags = _sum([row[0] for row in found])
@@ -136,6 +146,30 @@ class Copies:
         with torch.no_grad():
             for tensor, value in zip(tensors, _unflat(arrived.tensors, tensors), strict=True):
                 tensor.copy_(value)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Tensors in few parts: the large ones as they are, since copies cost time, the small ones flat and in a row."""
+
+    parts: list[Tensor]
+    large: list[int]
+    small: list[Tensor]
+    count: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> _Packed:
+        """Pack them."""
+        by_size = sorted(range(len(tensors)), key=lambda i: -tensors[i].numel())
+        large = sorted(i for i in by_size[:_MOST_LARGE] if tensors[i].numel() >= _LARGE)
+        small = [tensor for i, tensor in enumerate(tensors) if i not in set(large)]
+        return cls([*(tensors[i].detach() for i in large), *_flat(small)], large, small, len(tensors))
+
+    def unpacked(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Others' parts, laid out as the tensors were."""
+        found: dict[int, Tensor] = dict(zip(self.large, parts[: len(self.large)], strict=True))
+        rest = iter(_unflat(parts[len(self.large) :], self.small))
+        return [found[i] if i in found else next(rest) for i in range(self.count)]
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:

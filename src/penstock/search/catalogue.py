@@ -28,7 +28,8 @@ def plan(profile: Profile, cluster: Cluster, batch: int, *, planner: str = "auto
         cluster: what to run on. The plan may use fewer ranks than it has.
         batch: samples in a batch.
         planner: name of a planner.
-        schedules: names of the schedules to weigh; None is all synchronous ones.
+        schedules: names of the schedules to weigh; None is all synchronous ones but those with copies of stages or slices of
+            sequences, which are weighed when they are named.
         asynchronous: weigh asynchronous schedules too; not possible yet.
         memory_limit: bytes that every rank may hold, or a text such as "2 GiB", besides the limit of its device.
         max_replicas: most copies of a stage; more than 1 is not possible yet.

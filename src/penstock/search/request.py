@@ -66,7 +66,8 @@ class PlanRequest:
     def families(self) -> tuple[ScheduleFacts, ...]:
         """The schedules to weigh: those asked for, in that order and each once, or all synchronous ones that any model can run.
 
-        Slices of sequences need a causal model, which a profile does not tell: they are weighed when asked for.
+        Slices of sequences need a causal model, which a profile does not tell: they are weighed when asked for; so are schedules
+        with copies of stages.
 
         Raises:
             PlanError: one that was asked for is asynchronous, or the list is empty.

@@ -145,6 +145,7 @@ class DistributedTransport:
     """One rank's end of all its links."""
 
     wire: Wire
+    shares: bool = False
     _known: dict[_Key, Header] = field(default_factory=dict)
     _told: dict[_Key, tuple[object, ...]] = field(default_factory=dict)
     _leaving: dict[tuple[int, Message], list[tuple[dist.Work, Tensor]]] = field(default_factory=dict)

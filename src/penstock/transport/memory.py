@@ -64,6 +64,7 @@ class MemoryTransport:
     rank: int
     exchange: Exchange
     deadline_s: float
+    shares: bool = True
 
     def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
         """See `Transport.send`; the tensors are handed over, not copied."""

@@ -24,6 +24,11 @@ class Arrival(Protocol):
 class Transport(Protocol):
     """One rank's end of all its links."""
 
+    @property
+    def shares(self) -> bool:
+        """Whether what arrives is the sender's own tensor, not a copy."""
+        ...
+
     def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
         """Hand the payload over and go on at once. Batches with the same `signature` have the same shapes.
 
