@@ -34,19 +34,8 @@ class StageSeconds:
         """
         stages = stages_of(costs)
         amounts = Amounts.of([costs], stages, range(micro_batches))
-        forward, inputs, weights = (amounts.get(name) for name in ("forward", "input_grad", "weight_grad"))
-        assert forward is not None
-        whole = amounts.get("backward")
-        if whole is None:
-            whole = 2 * forward if inputs is None or weights is None else inputs + weights
-        if inputs is None:
-            inputs = whole / 2 if weights is None else np.maximum(whole - weights, 0.0)
-        if weights is None:
-            weights = np.maximum(whole - inputs, 0.0)
-        up = amounts.get("transfer")
-        if up is None:
-            up = amounts.known("boundary_bytes") / amounts.known("bandwidth", np.inf)
-        down = amounts.get("transfer_back")
+        forward, _, inputs, weights = amounts.work()
+        up, down = amounts.crossing()
         latency = amounts.known("latency")
 
         def rows(array: NDArray[np.float64], count: int) -> Seconds:
@@ -57,7 +46,7 @@ class StageSeconds:
             rows(inputs, stages),
             rows(weights, stages),
             rows(up + latency, stages - 1),
-            rows((up if down is None else down) + latency, stages - 1),
+            rows(down + latency, stages - 1),
         )
 
 

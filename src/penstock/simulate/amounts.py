@@ -86,6 +86,40 @@ class Amounts:
         found = self.given.get(name)
         return np.full((1, 1, 1), default) if found is None else found
 
+    def work(self) -> tuple[Array, Array, Array, Array]:
+        """Seconds of F, B, I and W, every default filled in.
+
+        Raises:
+            SettingError: forward is not given.
+        """
+        forward, backward, inputs, weights = map(self.get, ("forward", "backward", "input_grad", "weight_grad"))
+        if forward is None:
+            raise SettingError("costs: forward is needed")
+        if backward is None:
+            backward = 2 * forward if inputs is None or weights is None else inputs + weights
+        if inputs is None:
+            inputs = backward / 2 if weights is None else np.maximum(backward - weights, 0.0)
+        if weights is None:
+            weights = np.maximum(backward - inputs, 0.0)
+        return forward, backward, inputs, weights
+
+    def crossing(self) -> tuple[Array, Array]:
+        """Seconds on a link, without its latency: up the chain and down.
+
+        Raises:
+            SettingError: fields of links do not go together.
+        """
+        up, bandwidth, back = map(self.get, ("transfer", "bandwidth", "transfer_back"))
+        if up is not None and (bandwidth is not None or self.get("latency") is not None):
+            raise SettingError(
+                "costs: transfer says what a message takes, and so do latency and bandwidth: give one of the two"
+            )
+        if bandwidth is not None and not bandwidth.all():
+            raise SettingError("costs: bandwidth is 0 bytes/s somewhere: nothing would ever arrive")
+        if up is None:
+            up = np.zeros((1, 1, 1)) if bandwidth is None else self.known("boundary_bytes") / bandwidth
+        return up, up if back is None else back
+
     def vector(self, number: int) -> Amounts:
         """One vector's alone."""
         return Amounts(

@@ -75,7 +75,7 @@ class Tables:
     def seconds(self) -> Array:
         """Per vector and place, seconds."""
         blocks = dict(self._work_blocks())
-        blocks[_UP], blocks[_DOWN] = self._crossing()
+        blocks[_UP], blocks[_DOWN] = self.amounts.crossing()
         blocks[_EVICT] = self.amounts.known("evict")
         table = self._table(blocks)
         latency = self.amounts.get("latency")
@@ -128,33 +128,10 @@ class Tables:
 
     def _work_blocks(self) -> Iterator[tuple[int, Array]]:
         """Seconds of every kind of op, every default filled in."""
-        get = self.amounts.get
-        forward, backward, inputs, weights = get("forward"), get("backward"), get("input_grad"), get("weight_grad")
-        if forward is None:
-            raise SettingError("costs: forward is needed")
-        if backward is None:
-            backward = 2 * forward if inputs is None or weights is None else inputs + weights
-        if inputs is None:
-            inputs = backward / 2 if weights is None else np.maximum(backward - weights, 0.0)
-        if weights is None:
-            weights = np.maximum(backward - inputs, 0.0)
+        forward, backward, inputs, weights = self.amounts.work()
         yield from enumerate(
             (forward, backward, inputs, weights, self.amounts.known("update"), backward + forward, inputs + forward)
         )
-
-    def _crossing(self) -> tuple[Array, Array]:
-        """Seconds on a link, without its latency: up the chain and down."""
-        get = self.amounts.get
-        up, bandwidth, back = get("transfer"), get("bandwidth"), get("transfer_back")
-        if up is not None and (bandwidth is not None or get("latency") is not None):
-            raise SettingError(
-                "costs: transfer says what a message takes, and so do latency and bandwidth: give one of the two"
-            )
-        if bandwidth is not None and not bandwidth.all():
-            raise SettingError("costs: bandwidth is 0 bytes/s somewhere: nothing would ever arrive")
-        if up is None:
-            up = np.zeros((1, 1, 1)) if bandwidth is None else self.amounts.known("boundary_bytes") / bandwidth
-        return up, up if back is None else back
 
     def _join_pairs(self, table: Array, forward: Array) -> None:
         """The ops of a pair both take the seconds of the pair."""
