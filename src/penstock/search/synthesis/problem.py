@@ -6,17 +6,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import add, truediv
 
 import numpy as np
 
-from penstock.errors import ScheduleError, SettingError
+from penstock.errors import ScheduleError
+from penstock.schedule.arrays import Array
 from penstock.schedule.placement import linear, ring, vee
 from penstock.search.synthesis.arrays import Spec
+from penstock.simulate.amounts import Amounts
 from penstock.simulate.costs import Costs
 from penstock.units import parse_bytes
 
 PLACEMENTS = ("linear", "interleaved", "v", "bidirectional")
+
+#: Fields that are read here, per stage and per boundary.
+_BY_STAGE = ("forward", "backward", "input_grad", "weight_grad", "update", "activation_bytes")
+_BY_BOUNDARY = ("transfer", "transfer_back", "latency", "bandwidth", "boundary_bytes")
 
 Limit = float | str | Sequence[float | str] | None
 
@@ -49,25 +54,17 @@ class StageCosts:
         Raises:
             SettingError: they are for another number, or have no forward.
         """
-        forward = costs.spread("forward", stages)
-        whole = costs.spread("backward", stages)
-        inputs, weights = costs.spread("input_grad", stages), costs.spread("weight_grad", stages)
-        if forward is None:
-            raise SettingError("costs: forward is needed")
-        if whole is None:
-            if inputs is None or weights is None:
-                whole = tuple(2 * seconds for seconds in forward)
-            else:
-                whole = tuple(i + w for i, w in zip(inputs, weights, strict=True))
-        if inputs is None:
-            inputs = tuple(b / 2 if weights is None else max(b - weights[s], 0.0) for s, b in enumerate(whole))
-        weights = weights or tuple(max(b - i, 0.0) for b, i in zip(whole, inputs, strict=True))
-        up = _hops(costs, stages - 1)
+        for name in _BY_STAGE:  # refuses what differs by micro-batch
+            costs.spread(name, stages)
+        for name in _BY_BOUNDARY:
+            costs.spread(name, stages - 1)
+        amounts = Amounts.of([costs], stages, range(1))
+        forward, whole, inputs, weights = (_row(each, stages) for each in amounts.work())
+        latency = amounts.known("latency")
+        up, down = (_row(each + latency, stages - 1) for each in amounts.crossing())
         held = costs.spread("activation_bytes", stages)
-        return cls(
-            forward, inputs, weights, whole, costs.spread("update", stages) or (0.0,) * stages, up,
-            costs.spread("transfer_back", stages - 1) or up, held or (1.0,) * stages, held is not None,
-        )  # fmt: skip
+        update = _row(amounts.known("update"), stages)
+        return cls(forward, inputs, weights, whole, update, up, down, held or (1.0,) * stages, held is not None)
 
     @property
     def turn(self) -> tuple[float, ...]:
@@ -106,13 +103,9 @@ class StageCosts:
         return replace(self, inputs=self.whole, weights=(0.0,) * len(self.whole))
 
 
-def _hops(costs: Costs, boundaries: int) -> tuple[float, ...]:
-    """Seconds of a message up each boundary."""
-    whole, latency = costs.spread("transfer", boundaries), costs.spread("latency", boundaries)
-    if whole is None:
-        rates, crossing = costs.spread("bandwidth", boundaries), costs.spread("boundary_bytes", boundaries)
-        whole = tuple(map(truediv, crossing, rates)) if rates and crossing and all(rates) else (0.0,) * boundaries
-    return tuple(map(add, whole, latency)) if latency else whole
+def _row(array: Array, count: int) -> tuple[float, ...]:
+    """One number per stage or boundary."""
+    return tuple(np.broadcast_to(array[0, :, 0], count).tolist())
 
 
 @dataclass(frozen=True)
