@@ -69,3 +69,9 @@ def test_printed_bytes_read_back_within_the_last_digit(count):
 def test_printed_seconds_read_back_within_the_last_digit(seconds):
     """The same for durations."""
     assert parse_seconds(format_seconds(seconds)) == pytest.approx(seconds, rel=0.06)
+
+
+def test_a_number_may_begin_with_its_point():
+    """People write .8 for 0.8."""
+    assert parse_seconds(".8") == 0.8
+    assert parse_seconds(".5ms") == 0.0005
