@@ -10,9 +10,11 @@ from typing import Literal, final
 from penstock.errors import FileError, PenstockError, PlanError
 from penstock.schedule.op import Schedule
 from penstock.schedule.slicing import Slicing
+from penstock.schedule.stream import Stream
 from penstock.store import read_json, write_json
 from penstock.units import format_bytes, format_seconds
-from penstock.weights.catalogue import weight_rule
+from penstock.weights.choice import rule_of
+from penstock.weights.long_run import long_run
 
 SCHEMA = 1
 
@@ -27,6 +29,7 @@ Option = bool | int | float | str | tuple[int, ...] | None
 class Prediction:
     """What simulation says of a plan. Seconds are of one step, bytes of the fullest moment of every rank.
 
+    A step of an asynchronous plan is one batch in the steady state, between filling and draining; so is its bubble.
     `one_device_s` is a step of plain training, the whole batch at once on one device that has room for it.
     """
 
@@ -45,7 +48,10 @@ class Prediction:
 @final
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run that the planner weighed. `why` is what bounds its time, or what it lacks; `peak_bytes` is of the fullest rank."""
+    """A way to run that the planner weighed. `why` is what bounds its time, or what it lacks; `peak_bytes` is of the fullest rank.
+
+    `step_s` is as `Prediction` has it, `weights` the name of the weight rule.
+    """
 
     schedule: str
     stages: int
@@ -55,6 +61,7 @@ class Candidate:
     step_s: float
     peak_bytes: int
     why: str
+    weights: str = "flush"
 
 
 @final
@@ -69,9 +76,10 @@ class Plan:
         schedule_name, schedule_options, synchronous: how the schedule was made, for people.
         programs, slicing: the schedule itself, one line of ops for every rank: what runs; and how its micro-batches are cut
             further, if they are.
+        stream: of an asynchronous schedule, how it goes on: the programs are then a stretch of it, which repeats itself.
         micro_batches, batch: parts of a batch, and samples in a batch.
         recompute: "never", "except_last" or "always" (see `simulate_schedule`).
-        weights: name of the weight rule.
+        weights, weights_options: name of the weight rule, and what it is given besides its defaults.
         cluster, cluster_ranks: name and size of the cluster it was made for.
         predicted: time and memory.
         candidates: what was weighed, one for each schedule and number of stages, best first; the first is this plan.
@@ -90,8 +98,10 @@ class Plan:
     schedule_options: tuple[tuple[str, Option], ...] = ()
     synchronous: bool = True
     slicing: Slicing | None = None
+    stream: Stream | None = None
     recompute: Recompute = "never"
     weights: str = "flush"
+    weights_options: tuple[tuple[str, float], ...] = ()
     candidates: tuple[Candidate, ...] = ()
     schema: int = SCHEMA
 
@@ -119,7 +129,7 @@ class Plan:
         """
         text = "\n".join(f"rank {rank} | {ops}" for rank, ops in enumerate(self.programs))
         made = Schedule.parse(text, self.schedule_name, self.synchronous)
-        return replace(made, options=self.schedule_options, slicing=self.slicing)
+        return replace(made, options=self.schedule_options, slicing=self.slicing, stream=self.stream)
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -132,8 +142,9 @@ class Plan:
 
         Raises:
             PlanError: it is so; the message names the part.
-            ScheduleError: a program has a word that is not an op.
+            ScheduleError: a program has a word that is not an op, or the weight rule cannot go with the programs.
             UnknownName: there is no such weight rule.
+            SettingError: the weight rule has no such option.
         """
         if any(length < 1 for length in self.lengths) or sum(self.lengths) != self.layers:
             raise PlanError(f"stage lengths {list(self.lengths)} must be positive and sum to the {self.layers} layers")
@@ -148,8 +159,14 @@ class Plan:
             raise PlanError(
                 f"memory is predicted for {len(self.predicted.peak_memory)} ranks, the programs are for {self.ranks}"
             )
-        if weight_rule(self.weights).synchronous != self.synchronous:
-            raise PlanError(f"weight rule {self.weights!r} does not go with {_flow(self.synchronous)} schedule")
+        if self.synchronous is not (self.stream is None):
+            raise PlanError("a synchronous plan has no stream, an asynchronous one has: synchronous is "
+                            f"{self.synchronous}, stream is {self.stream}")  # fmt: skip
+        if self.stream is not None and found.slices != found.batches * found.micro_batches:
+            raise PlanError(
+                f"{found.batches} batches of {found.micro_batches} are not the {found.slices} micro-batches of the programs"
+            )
+        rule_of(found, self.weights, dict(self.weights_options))
 
     def check_fits(self, chain_fingerprint: str, ranks: int) -> None:
         """Refuse a model or a number of ranks that this plan was not made for.
@@ -191,18 +208,36 @@ class Plan:
 
     def __str__(self) -> str:
         expected = self.predicted
+        parts = f"{self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"
         what = (
             f"{self.schedule_name} on {self.ranks} of {self.cluster_ranks} ranks of {self.cluster}: {self.stages} stages, "
-            f"batch {self.batch} in {self.micro_batches} micro-batches, recompute {self.recompute}, weights {self.weights}"
+            f"batch {self.batch} in {parts}, recompute {self.recompute}, weights {self.weights}"
         )
-        time = (f"  predicted: {format_seconds(expected.step_s)} a step, {expected.samples_per_s:.4g} samples/s, "
+        step = "a step" if self.synchronous else "a batch once it is full"
+        time = (f"  predicted: {format_seconds(expected.step_s)} {step}, {expected.samples_per_s:.4g} samples/s, "
                 f"{expected.speed_up:.2f} times one device, bubble {expected.bubble_ratio:.0%}")  # fmt: skip
-        lines = [what, time]
+        lines = [what, time] if self.synchronous else [what, time, self._asynchrony()]
         lines += _table(("stage", "rank", "layers", "from", "to", "peak memory of rank"), self._stage_rows())
         if self.candidates:
             lines.append("  weighed, best first:")
-            lines += _table(("schedule", "stages", "M", "recompute", "step", "", "peak memory", "why"), self._candidate_rows())
+            head = ("schedule", "stages", "M", "recompute", "step", "", "peak memory", "why")
+            rules = [each.weights for each in self.candidates]
+            if set(rules) == {"flush"}:
+                lines += _table(head, self._candidate_rows())
+            else:  # which of them are asynchronous
+                rows = zip(rules, self._candidate_rows(), strict=True)
+                lines += _table((head[0], "weights", *head[1:]), [(row[0], rule, *row[1:]) for rule, row in rows])
         return "\n".join(lines)
+
+    def _asynchrony(self) -> str:
+        """How old gradients get, and what that takes."""
+        rule = rule_of(self.schedule, self.weights)
+        given = "".join(f", {name} {value:g}" for name, value in self.weights_options)
+        found = long_run(self.schedule, rule)
+        versions, oldest = max(found.versions), max(map(max, found.ages))
+        kept = "1 version" if versions == 1 else f"up to {versions} versions"
+        more = f" and {rule.extra:g} more of their size" if rule.extra else ""
+        return f"  asynchronous: weights {rule.name}{given}, staleness at most {oldest}, {kept}{more}"
 
     def _stage_rows(self) -> list[tuple[str, ...]]:
         held, peaks = self.schedule.ranks_of_stage, self.predicted.peak_memory
@@ -223,10 +258,6 @@ class Plan:
             )
             for i, each in enumerate(self.candidates)
         ]  # fmt: skip
-
-
-def _flow(synchronous: bool) -> str:
-    return "a synchronous" if synchronous else "an asynchronous"
 
 
 def _against(seconds: float, best: float) -> str:

@@ -66,7 +66,7 @@ def test_a_plan_for_another_model_and_a_plan_beside_ones_own_words_are_refused(p
             SettingError,
             "recompute is one of never, except_last, always, not 'sometimes'",
         ),
-        ({"balance": [3, 4], "weights": "stash"}, UnknownName, "no weight rule called 'stash'"),
+        ({"balance": [3, 4], "weights": "stush"}, UnknownName, "no weight rule called 'stush'"),
         (
             {"balance": [3, 4], "schedule": ps.schedule("1f1b", 2, 4), "micro_batches": 8},
             SettingError,
@@ -79,8 +79,8 @@ def test_a_plan_for_another_model_and_a_plan_beside_ones_own_words_are_refused(p
         ),
         (
             {"balance": [7], "schedule": Schedule.parse("0F0 0U1 0F1 0B0 0B1 0U2", "mine", synchronous=False)},
-            PlanError,
-            "mine with weights='flush' is asynchronous, which cannot be run yet",
+            ScheduleError,
+            "mine is asynchronous and does not say how it goes on from batch to batch: give it a stream",
         ),
         (
             {"balance": [7], "schedule": Schedule.parse("0F0 0U1", "mine")},

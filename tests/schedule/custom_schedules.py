@@ -7,10 +7,13 @@ follows. U of a stage goes to all its copies at once. Stages may share a rank, h
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.stream import Stream, Waves
+from penstock.schedule.updates import met_by
 
 
 class _Builder:
@@ -87,3 +90,67 @@ def custom_schedules(synchronous: bool | None = None, most: int = 5) -> st.Searc
         micro_batches=st.integers(1, most),
         synchronous=st.booleans() if synchronous is None else st.just(synchronous),
     )
+
+
+class _StreamBuilder(_Builder):
+    """The same for a stream: batch t is on copy t mod `copies` of every stage, each copy on ranks of its own."""
+
+    def __init__(self, rng: random.Random, stages: int, ranks: int, stream: Stream, size: int) -> None:
+        self.copies = 1 if stream.waves is None else rng.randint(1, 4)
+        super().__init__(rng, stages, ranks * self.copies, stream.batches * self.copies * size)
+        self.stream, self.size = replace(stream, batches=stream.batches * self.copies), size
+        own = [rng.randrange(ranks) for _ in range(stages)]
+        self.home = {(s, m): m // size % self.copies * ranks + own[s] for s, m in self.home}
+        self.hosts = [[copy * ranks + own[s] for copy in range(self.copies)] for s in range(stages)]
+        self.updated: set[tuple[int, Op]] = set()
+
+    def in_turn(self, op: Op) -> bool:
+        """Whether the batch before a gradient's on its copy has had its update; and of a forward that of a wave before."""
+        waves, place = self.stream.waves, op.micro_batch // self.size // self.copies
+        behind = 0 if op.kind is not Kind.F else waves.length - 1 if waves else place
+        host = self.hosts[op.stage][op.micro_batch // self.size % self.copies]
+        return place - behind < 1 or (host, Op(Kind.U, op.stage, place - behind)) in self.updated
+
+    def meetings(self) -> list[tuple[Op, list[int]]]:
+        """The updates that could stand next, with the ranks on which they must."""
+        found = []
+        for stage, hosts in enumerate(self.hosts):
+            due = [(rank, Op(Kind.U, stage, batch // self.copies + 1)) for batch in range(self.stream.batches)
+                   for rank in [hosts[batch % self.copies]] if self.finished(stage, batch)]  # fmt: skip
+            for rank, update in (place for place in due if place not in self.updated):
+                met = met_by(update, self.stream)
+                if met == update and all((host, update) in due for host in hosts):
+                    found.append((update, hosts))
+                elif met is None or (met != update and all((host, met) in self.updated for host in hosts)):
+                    found.append((update, [rank]))
+        return found
+
+    def finished(self, stage: int, batch: int) -> bool:
+        """Whether all gradients of a batch are there."""
+        numbers = range(batch * self.size, (batch + 1) * self.size)
+        return all(Op(Kind.W if self.split[stage, m] else Kind.B, stage, m) in self.done for m in numbers)
+
+
+def build_stream(seed: int, stages: int, ranks: int, size: int, waves: bool) -> Schedule:
+    """A sound stream of a few batches of `size` micro-batches, with copies if it has waves; in general it repeats nothing."""
+    rng = random.Random(seed)
+    stream = Stream(rng.randint(1, 5), "hetpipe" if waves else "stash", waves=Waves(rng.randint(1, 2), rng.randint(0, 2)) if waves else None)
+    builder = _StreamBuilder(rng, stages, ranks, stream, size)
+    eager = rng.random()
+    while (ready := [op for op in builder.ready() if builder.in_turn(op)]) or builder.meetings():
+        meetings = builder.meetings()
+        if meetings and (not ready or rng.random() < 0.5):
+            update, hosts = rng.choice(meetings)
+            for rank in hosts:
+                builder.programs[rank].append(update)
+                builder.updated.add((rank, update))
+            continue
+        ready.sort(key=lambda op: (op.kind is Kind.F, op.micro_batch, op.stage))
+        builder.place(ready[0] if rng.random() < eager else rng.choice(ready))
+    return Schedule(tuple(map(tuple, builder.programs)), "custom", synchronous=False, stream=builder.stream)
+
+
+def custom_streams(waves: bool | None = None, most: int = 3) -> st.SearchStrategy[Schedule]:
+    """Sound streams of up to `most` stages, ranks per copy and micro-batches per batch; of both kinds unless `waves` says which."""
+    numbers = st.integers(1, most)
+    return st.builds(build_stream, st.integers(0, 2**32), numbers, numbers, numbers, st.booleans() if waves is None else st.just(waves))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
-from tests.schedule.custom_schedules import build_custom
+from tests.schedule.custom_schedules import build_custom, build_stream
 
 from penstock.errors import ScheduleError
 from penstock.schedule.op import Kind, Op, Schedule
@@ -66,13 +66,32 @@ class Slow:
             return [("evicted", stage, m)]
         if letter == "L" and rank == owner:
             return [("loaded", stage, m)]
+        if letter == "U" and not self.meets(m):
+            return [("wave", other, stage, m - self.behind()) for other in self.awaited(rank, stage, m)]
         return []
+
+    def behind(self):
+        """How many versions the others may be behind when a wave ends."""
+        return self.schedule.stream.waves.length * self.schedule.stream.waves.distance
+
+    def meets(self, version):
+        """Whether copies of a stage start the U of this version together."""
+        waves = self.schedule.stream and self.schedule.stream.waves
+        return not waves or (version % waves.length == 0 and waves.distance == 0)
+
+    def awaited(self, rank, stage, version):
+        """Whose earlier U the last U of a wave waits for."""
+        if version % self.schedule.stream.waves.length or version <= self.behind():
+            return []
+        held = ("U", stage, version - self.behind())
+        return [other for other, program in enumerate(self.programs) if other != rank and held in program]
 
     def outputs(self, rank, op):
         """What an op makes: values that stay, and (name, rank) of the one that leaves."""
         letter, stage, m = op
         owner = self.home.get((stage, m))
-        stays = {"F": [("F", stage, m)], "B": [("grad", stage, m)], "I": [("grad", stage, m)]}.get(letter, [])
+        stays = {"F": [("F", stage, m)], "B": [("grad", stage, m)], "I": [("grad", stage, m)],
+                 "U": [("wave", rank, stage, m)]}.get(letter, [])  # fmt: skip
         if letter == "F" and stage < self.top:
             return stays, (("up", stage + 1, m), self.home[stage + 1, m])
         if letter in "BI" and stage > 0:
@@ -121,7 +140,7 @@ class Slow:
         unit = self.units[rank][at[rank]]
         ops = [self.programs[rank][index] for index in unit]
         together = {rank: unit}
-        if ops[0][0] == "U":
+        if ops[0][0] == "U" and self.meets(ops[0][2]):
             together = {other: [program.index(ops[0])] for other, program in enumerate(self.programs) if ops[0] in program}
             for other, (index,) in together.items():
                 if waiting_for.get(other) or at[other] == len(self.units[other]) or self.units[other][at[other]] != [index]:
@@ -140,9 +159,11 @@ class Slow:
 
 
 def rich_schedule(seed: int, size: int, cut: str) -> Schedule:
-    """A sound schedule with pairs, evictions and slices put into a random one, as many as it bears."""
+    """A sound schedule with pairs, evictions and slices put into a random one, as many as it bears; or a random stream."""
     rng = random.Random(seed)
     stages, ranks, micro_batches = (rng.randint(1, size) for _ in range(3))
+    if cut in ("stream", "waves"):
+        return build_stream(seed, stages, min(ranks, 2), min(micro_batches, 2), waves=cut == "waves")
     made = build_custom(seed, stages, ranks, micro_batches, rng.random() < 0.5)
     if cut == "samples":
         made = bearing(made, replace(made, slicing=slicing_of(rng, cut, made.slices)))
@@ -212,4 +233,4 @@ def evicted(rng, made):
 
 def rich_schedules(size: int = 4) -> st.SearchStrategy[Schedule]:
     """Schedules of up to so many stages, ranks and micro-batches or slices."""
-    return st.builds(rich_schedule, st.integers(0, 2**32), st.just(size), st.sampled_from(["", "", "samples", "tokens"]))
+    return st.builds(rich_schedule, st.integers(0, 2**32), st.just(size), st.sampled_from(["", "", "samples", "tokens", "stream", "waves"]))

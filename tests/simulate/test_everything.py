@@ -26,7 +26,8 @@ def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
 
     def field(count, amounts=amounts):
         shape = draw(st.sampled_from(["stage", "stage", "micro-batch", "function"]))
-        row = st.lists(amounts, min_size=made.micro_batches, max_size=made.micro_batches)
+        count_of_all = made.micro_batches * made.batches
+        row = st.lists(amounts, min_size=count_of_all, max_size=count_of_all)
         rows = draw(st.lists(row if shape != "stage" else amounts, min_size=count, max_size=count))
         return (lambda stage, m: rows[stage][m]) if shape == "function" else rows
 
@@ -42,7 +43,8 @@ def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
     return Costs(forward=field(made.stages), backward=field(made.stages), input_grad=field(made.stages),
                  weight_grad=field(made.stages), update=draw(per_stage), evict=field(made.stages), pair=some(made.stages),
                  boundary_bytes=field(boundaries), activation_bytes=field(made.stages, amounts.map(lambda x: x + 4)),
-                 input_bytes=field(made.stages), weight_bytes=draw(per_stage), links=draw(st.sampled_from(links)), **given)  # fmt: skip
+                 input_bytes=field(made.stages), weight_bytes=draw(per_stage), links=draw(st.sampled_from(links)),
+                 weight_versions=None if made.stream is None else 1.0, **given)  # fmt: skip
 
 
 def at(value, stage, m):
@@ -66,7 +68,7 @@ class Prices:
 
     def again(self, number):
         """Whether it is recomputed."""
-        last = self.share(number)[0] == self.made.micro_batches - 1
+        last = self.share(number)[0] % self.made.micro_batches == self.made.micro_batches - 1  # of its batch
         return self.recompute == "always" or (self.recompute == "except_last" and not last)
 
     def amount(self, name, stage, number):

@@ -2,7 +2,7 @@
 
 A rank has F = 1, B = 2, I = W = 1 for a micro-batch, whatever share of the model it holds: where a schedule puts v stages on each
 of S ranks there are v S stages, and each costs a v-th. What is in flight is counted likewise, in micro-batches through all that a
-rank holds. Transfers and updates are free.
+rank holds. Transfers and updates are free. An asynchronous schedule is held against the others by one batch once it is full.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _MOST_PER_RANK = 4
 
 @dataclass(frozen=True)
 class Compared:
-    """One schedule's figures. `in_flight`: micro-batches on the fullest rank. `weights`: copies of the model on all ranks."""
+    """One schedule's figures. `in_flight`: micro-batches on the fullest rank. `weights`: copies of the model on all ranks, in all
+    versions. `makespan` is of one batch; of an asynchronous schedule that and the bubble are those of the steady state.
+    """
 
     name: str
     ranks: int
@@ -43,7 +45,7 @@ class Compared:
 
 
 def fitted(name: str, ranks: int, micro_batches: int) -> Schedule:
-    """The schedule called `name` on so many ranks, with as many stages on each as it takes.
+    """The schedule called `name` on so many ranks, with as many stages on each as it takes; or with as many copies of each stage.
 
     Raises:
         UnknownName: no schedule has that name.
@@ -51,19 +53,21 @@ def fitted(name: str, ranks: int, micro_batches: int) -> Schedule:
     """
     from penstock.schedule.catalogue import schedule
 
-    def tried(per_rank: int, count: int) -> Schedule | ScheduleError:
+    def tried(stages: int, count: int) -> Schedule | ScheduleError:
         try:
-            return schedule(name, per_rank * ranks, count)
+            return schedule(name, stages, count)
         except ScheduleError as error:
             return error
 
-    found = [tried(per_rank, micro_batches) for per_rank in range(1, _MOST_PER_RANK + 1)]
+    numbers = [per_rank * ranks for per_rank in range(1, _MOST_PER_RANK + 1)]
+    numbers += [ranks // copies for copies in range(2, ranks + 1) if ranks % copies == 0]
+    found = [tried(stages, micro_batches) for stages in numbers]
     for made in found:
         if not isinstance(made, ScheduleError) and made.ranks == ranks:
             return made
     # Of the refusals that counts which would fit these ranks, if there were more micro-batches.
-    for per_rank, refusal in enumerate(found, start=1):
-        more = tried(per_rank, 8 * ranks)
+    for stages, refusal in zip(numbers, found, strict=True):
+        more = tried(stages, 8 * ranks)
         if isinstance(refusal, ScheduleError) and not isinstance(more, ScheduleError) and more.ranks == ranks:
             raise refusal
     raise next((each for each in found if isinstance(each, ScheduleError)),
@@ -89,20 +93,24 @@ def compare(ranks: int, micro_batches: int) -> tuple[list[Compared], dict[str, s
 def _compared(facts: ScheduleFacts, made: Schedule, ranks: int) -> Compared:
     from penstock.simulate.costs import Costs
     from penstock.simulate.simulate import simulate_schedule
+    from penstock.simulate.steady import steady
+    from penstock.simulate.versions import versions_held
     from penstock.verify.verify import verify
 
     verify(made)
     share = ranks / made.stages
-    timeline = simulate_schedule(made, Costs(forward=share, backward=2 * share, input_grad=share, weight_grad=share))
+    costs = Costs(forward=share, backward=2 * share, input_grad=share, weight_grad=share)
+    found, timeline = steady(made, costs), simulate_schedule(made, costs)
+    held = versions_held(made)
     return Compared(
         name=facts.name,
         ranks=made.ranks,
         stages=made.stages,
-        makespan=round(timeline.makespan, 9),
-        bubble_ratio=round(timeline.bubble_ratio, 9),
-        span_bubble_ratio=round(timeline.span_bubble_ratio, 9),
+        makespan=round(found.seconds_per_batch, 9),
+        bubble_ratio=round(found.bubble_ratio, 9),
+        span_bubble_ratio=round(found.bubble_ratio if made.stream else timeline.span_bubble_ratio, 9),
         in_flight=round(share * max(timeline.peak_on_rank), 9),
-        weights=round(sum(map(len, made.stages_of_rank)) / made.stages, 9),
+        weights=round(sum(held[stage] for stages in made.stages_of_rank for stage in stages) / made.stages, 9),
         splits_backward=made.splits_backward,
         source=facts.source,
         timeline=timeline,

@@ -10,6 +10,7 @@ import typer
 
 from penstock.cli import options
 from penstock.cli.options import (
+    Batches,
     Boundary,
     Bytes,
     CsvFile,
@@ -19,6 +20,7 @@ from penstock.cli.options import (
     ScheduleOption,
     Seconds,
     Stages,
+    Weights,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ def draw(
     against: Against = None,
     csv: CsvFile = None,
     option: ScheduleOption = None,
+    batches: Batches = None,
+    weights: Weights = None,
     forward: Seconds = "1",
     backward: Seconds = None,
     input_grad: Seconds = None,
@@ -61,16 +65,25 @@ def draw(
     from penstock.cli.comparison import fitted
     from penstock.draw.draw import draw as draw_timelines
     from penstock.simulate.simulate import simulate_schedule
+    from penstock.simulate.versions import with_versions
     from penstock.verify.verify import verify
+    from penstock.weights.choice import rule_of
 
     flags = {"forward": forward, "backward": backward, "input_grad": input_grad, "weight_grad": weight_grad, "update": update,
              "transfer": transfer, "activation_bytes": activation_bytes, "weight_bytes": weight_bytes}  # fmt: skip
     costs = options.costs_given(flags, "duplex")
-    made = options.the_schedule(schedule, stages, micro_batches, csv, option, costs)
+    name = options.for_weights(schedule, csv, weights)
+    made = options.the_schedule(name, stages, micro_batches, csv, option, costs)
+    all_made = [made, *(fitted(name, made.ranks, made.micro_batches) for name in against or ())]
+    if not any(each.stream for each in all_made):
+        options.shown(made, batches)  # refuses the number
     timelines = []
-    for each in (made, *(fitted(name, made.ranks, made.micro_batches) for name in against or ())):
-        verify(each)
-        timelines.append(simulate_schedule(each, _shared(costs, made, each), recompute=recompute))
+    for each, asked in zip(all_made, [weights, *[None] * len(all_made)], strict=False):
+        verify(each, weights=asked)
+        # Of the whole schedule: how many versions a stream keeps shows only where it is full.
+        own = with_versions(_shared(costs, made, each), each, rule_of(each, asked))
+        cut = options.shown(each, batches) if each.stream else each
+        timelines.append(simulate_schedule(cut, own, recompute=recompute))
     if out is None:
         print(draw_timelines(timelines, width=options.columns(), colour=options.colour()))
         return

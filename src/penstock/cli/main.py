@@ -16,6 +16,7 @@ from penstock.cli.plan import plan
 from penstock.cli.profile import profile
 from penstock.cli.schedules import schedules
 from penstock.cli.simulate import simulate
+from penstock.cli.study import study
 from penstock.cli.train import train
 from penstock.cli.verify import verify
 from penstock.errors import PenstockError, RunError
@@ -47,7 +48,7 @@ def _spoken(verb: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _verb in (train, profile, partition, plan, simulate, draw, verify, schedules, export, doctor):
+for _verb in (train, profile, partition, plan, simulate, draw, verify, schedules, export, study, doctor):
     app.command()(_spoken(_verb))
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.event import Timeline
     from penstock.schedule.op import Schedule
     from penstock.simulate.costs import Costs
+    from penstock.weights.catalogue import WeightRule
 
 ScheduleName = Annotated[str | None, typer.Option("--schedule", help="Name of a schedule; see `penstock schedules`.")]
 Stages = Annotated[int | None, typer.Option("--stages", help="Number of stages.")]
@@ -31,6 +32,14 @@ ScheduleOption = Annotated[
     list[str] | None,
     typer.Option("--option", help="An option of the schedule, such as slices=4 or replicas=2; again for more."),
 ]
+Weights = Annotated[
+    str | None, typer.Option("--weights", help="A weight rule instead of the schedule's own, such as stash or none.")
+]
+WeightsOption = Annotated[
+    list[str] | None,
+    typer.Option("--weights-option", help="A number that the weight rule takes, such as decay=0.2; again for more."),
+]
+Batches = Annotated[int | None, typer.Option("--batches", help="Of an asynchronous schedule: how many batches to show.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Seconds = Annotated[str | None, typer.Option(help="One number for all stages, or one per stage: 1,2,1.5 or 3ms.")]
 Boundary = Annotated[str | None, typer.Option(help="One number for all boundaries, or one per boundary.")]
@@ -65,6 +74,51 @@ def the_schedule(name: str | None, stages: int | None, micro_batches: int | None
         raise SettingError(f"{name} is made for costs: `penstock simulate` and `penstock draw` take them, --forward 1,2,1")
     chosen = named_values("option", option) | ({"costs": costs} if measured else {})
     return schedule(name, stages, 1 if micro_batches is None else micro_batches, **chosen)
+
+
+def for_weights(name: str | None, csv: Path | None, weights: str | None) -> str | None:
+    """The schedule's name, or where only a weight rule is named, that of the schedule it runs with.
+
+    Raises:
+        UnknownName: there is no such rule.
+    """
+    if name is not None or csv is not None or weights is None:
+        return name
+    from penstock.weights.choice import schedule_for
+
+    return schedule_for(weights)
+
+
+def shown(made: Schedule, batches: int | None) -> Schedule:
+    """The schedule with so many batches, if it goes on from batch to batch.
+
+    Raises:
+        SettingError: it does not, or there is no batch.
+    """
+    if batches is None:
+        return made
+    if made.stream is None:
+        raise SettingError(
+            f"--batches {batches}: {made.name} is synchronous, every batch of it is the same. Leave --batches out"
+        )
+    if batches < 1:
+        raise SettingError(f"--batches {batches}: there is at least 1")
+    from penstock.schedule.period import prolonged
+
+    return prolonged(made, batches)
+
+
+def numbers_named(flag: str, texts: list[str] | None) -> dict[str, float]:
+    """`["decay=0.2"]` as `{"decay": 0.2}`.
+
+    Raises:
+        SettingError: a text has no name, or its value is no number.
+    """
+    found = named_values(flag, texts)
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise SettingError(f"--{flag} {name}={value}: write a number, such as {name}=0.5")
+    return {name: float(value) for name, value in found.items()}
 
 
 def numbers(flag: str, text: str | None, parse: Callable[[str], float] = parse_seconds) -> float | list[float] | None:
@@ -132,6 +186,31 @@ def timeline_facts(timeline: Timeline) -> dict[str, object]:
         "peak_on_rank": list(timeline.peak_on_rank),
         "peak_memory": None if timeline.peak_memory is None else list(timeline.peak_memory),
         "memory_holders": None if timeline.memory_holders is None else list(timeline.memory_holders),
+    }
+
+
+def stream_facts(made: Schedule, rule: WeightRule, costs: Costs, recompute: str, overlap: bool) -> dict[str, object]:  # fmt: skip
+    """What a schedule takes for a batch once it is full, and what that does to the weights, as JSON has it.
+
+    `seconds_per_batch` and `steady_bubble_ratio` of a synchronous schedule are those of its one batch; of a stream that does not
+    repeat itself they are None.
+    """
+    from penstock.errors import ScheduleError
+    from penstock.simulate.steady import steady
+    from penstock.weights.long_run import long_run
+
+    try:
+        found = steady(made, costs, recompute, overlap=overlap)
+    except ScheduleError:
+        found = None
+    read = long_run(made, rule)
+    return {
+        "seconds_per_batch": None if found is None else found.seconds_per_batch,
+        "steady_bubble_ratio": None if found is None else found.bubble_ratio,
+        "weights": rule.name,
+        "staleness_max": [max(ages, default=0) for ages in read.ages],
+        "versions": list(read.versions),
+        "more_weights": rule.extra,
     }
 
 

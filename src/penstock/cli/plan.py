@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli import options
-from penstock.cli.options import Json, MicroBatches, ScheduleName, Stages
+from penstock.cli.options import Json, MicroBatches, ScheduleName, Stages, Weights, WeightsOption
 from penstock.errors import SettingError
 
 
@@ -21,6 +21,9 @@ def plan(
     micro_batches: MicroBatches = None,
     recompute: Annotated[str, typer.Option(help="auto, never, except_last or always.")] = "auto",
     memory_limit: Annotated[str | None, typer.Option(help="Bytes that a rank may hold, such as '2 GiB'.")] = None,
+    asynchronous: Annotated[bool, typer.Option("--asynchronous", help="Weigh schedules without a flush too.")] = False,
+    weights: Weights = None,
+    weights_option: WeightsOption = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     json: Json = False,
 ) -> None:
@@ -39,7 +42,9 @@ def plan(
         raise SettingError(f"--recompute is auto, never, except_last or always, not {recompute!r}")
     costs, target = Profile.load(profile), describe(cluster)
     found = search(costs, target, batch or costs.batch, schedules=None if schedule is None else [schedule], stages=stages,
-                   micro_batches=micro_batches, memory_limit=memory_limit, recompute=recompute)  # type: ignore[arg-type]  # fmt: skip
+                   micro_batches=micro_batches, memory_limit=memory_limit, recompute=recompute,  # type: ignore[arg-type]
+                   asynchronous=asynchronous, weights=weights,
+                   weights_options=options.numbers_named("weights-option", weights_option))  # fmt: skip
     if out is not None:
         found.save(out)
         typer.echo(f"wrote {out}", err=True)

@@ -28,7 +28,8 @@ HEAD = ("stages", "bubble ratio", "by span", "makespan", "in flight", "weights h
 _EXPLAINED = (
     "A rank's share of the model costs F = 1, B = 2, I = W = 1 for a micro-batch, be it one stage or several; transfers and updates are "
     "free. Bubble ratio: idle time of all ranks / (ranks x makespan); by span: idle share of the longest time from a rank's first op to its "
-    "last, as the zero-bubble papers count. In flight: micro-batches on the fullest rank. Weights held: copies of the model on all ranks."
+    "last, as the zero-bubble papers count. In flight: micro-batches on the fullest rank. Weights held: copies of the model on all ranks, in "
+    "all versions. Asynchronous schedules do not drain between batches: bubble ratio and makespan are those of one batch once they are full."
 )
 
 
@@ -111,13 +112,14 @@ def _sources(json: bool) -> None:
         (
             name,
             "yes" if each.synchronous else "no",
+            each.weights,
             each.stages_per_rank,
             "yes" if each.splits_backward else "no",
             each.source,
         )
         for name, each in facts.items()
     ]
-    print(table(("schedule", "synchronous", "stages per rank", "splits backward", "source"), rows))
+    print(table(("schedule", "synchronous", "weights", "stages per rank", "splits backward", "source"), rows))
     for name, each in facts.items():
         if each.aliases:
             print(f"{', '.join(each.aliases)}: other names of {name}")

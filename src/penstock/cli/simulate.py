@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli import options
 from penstock.cli.options import (
+    Batches,
     Boundary,
     Bytes,
     CsvFile,
@@ -18,6 +19,7 @@ from penstock.cli.options import (
     ScheduleOption,
     Seconds,
     Stages,
+    Weights,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ def simulate(
     micro_batches: MicroBatches = None,
     csv: CsvFile = None,
     option: ScheduleOption = None,
+    batches: Batches = None,
+    weights: Weights = None,
     forward: Seconds = "1",
     backward: Seconds = None,
     input_grad: Seconds = None,
@@ -58,32 +62,43 @@ def simulate(
     draw: Annotated[bool, typer.Option("--draw", help="Draw the timeline too.")] = False,
     json: Json = False,
 ) -> None:
-    """Simulate a schedule: makespan, bubble, busy shares, micro-batches in flight, memory.
+    """Simulate a schedule: makespan, bubble, busy shares, micro-batches in flight, memory. Of one that goes on from batch to batch,
+    also what a batch takes once it is full, and which versions of the weights it keeps.
 
     Example: penstock simulate --schedule 1f1b --stages 4 --micro-batches 8 --forward 1 --backward 2 --json
     """
     from penstock.simulate.simulate import simulate_schedule
+    from penstock.simulate.versions import with_versions
     from penstock.verify.verify import verify
+    from penstock.weights.choice import rule_of
 
     flags = {"forward": forward, "backward": backward, "input_grad": input_grad, "weight_grad": weight_grad, "update": update,
              "pair": pair, "evict": evict, "transfer": transfer, "transfer_back": transfer_back, "latency": latency,
              "bandwidth": bandwidth, "boundary_bytes": boundary_bytes, "activation_bytes": activation_bytes,
              "input_bytes": input_bytes, "weight_bytes": weight_bytes}  # fmt: skip
     costs = options.costs_given(flags, links)
-    made = options.the_schedule(schedule, stages, micro_batches, csv, option, costs)
+    name = options.for_weights(schedule, csv, weights)
+    whole = options.the_schedule(name, stages, micro_batches, csv, option, costs)
     if csv is not None:  # what the catalogue makes is sound
-        verify(made)
+        verify(whole)
+    made, rule = options.shown(whole, batches), rule_of(whole, weights)
+    costs = with_versions(costs, whole, rule)
     timeline = simulate_schedule(made, costs, overlap=overlap, recompute=recompute)
+    stream = options.stream_facts(whole, rule, costs, recompute, overlap)
     if json:
-        options.print_json(options.timeline_facts(timeline))
+        options.print_json({**options.timeline_facts(timeline), "batches": made.batches, **stream})
         return
     if draw:
         from penstock.draw.draw import draw as draw_timeline
 
         print(draw_timeline(timeline, width=options.columns(), colour=options.colour()))
         return
-    print(f"{made.name}: {made.stages} stages on {made.ranks} ranks, {made.micro_batches} micro-batches")
+    parts = f"{made.micro_batches} micro-batch{'es' * (made.micro_batches != 1)}"
+    print(f"{made.name}: {made.stages} stages on {made.ranks} ranks, {parts}"
+          + (f" a batch, {made.batches} batches shown" if made.stream else ""))  # fmt: skip
     _print_figures(timeline)
+    if made.stream:
+        _print_stream(stream)
 
 
 def _print_figures(timeline: Timeline) -> None:
@@ -103,3 +118,20 @@ def _print_figures(timeline: Timeline) -> None:
         held = sorted(timeline.memory_holders[fullest].items(), key=lambda item: -item[1])
         words = " + ".join(f"{name} {format_bytes(count)}" for name, count in held if count)
         print(f"  of rank {fullest}     {words}")
+
+
+def _print_stream(facts: dict[str, Any]) -> None:
+    """What a stream does in the long run, for people."""
+    from penstock.units import format_seconds
+
+    seconds = facts["seconds_per_batch"]
+    if seconds is None:
+        print("once full       not known: the schedule does not repeat itself from batch to batch")
+    else:
+        print(
+            f"once full       {seconds:g} s a batch ({format_seconds(seconds)}), bubble ratio {facts['steady_bubble_ratio']:.2%}"
+        )
+    print(f"weights         rule {facts['weights']}, per stage")
+    print(f"  staleness     at most {options.row(facts['staleness_max'])} updates")
+    more = f", and {facts['more_weights']:g} more of their size" if facts["more_weights"] else ""
+    print(f"  versions      {options.row(facts['versions'])}{more}")

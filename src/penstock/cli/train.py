@@ -30,6 +30,11 @@ def train(
     micro_batches: Annotated[int | None, typer.Option(help="Parts of a batch; else the planner's choice.")] = None,
     partition: Annotated[str | None, typer.Option(help="A method, type:REGEX, or layers per stage: 5,6,4.")] = None,
     recompute: Annotated[str | None, typer.Option(help="auto, never, except_last or always.")] = None,
+    weights: options.Weights = None,
+    weights_option: options.WeightsOption = None,
+    asynchronous: Annotated[
+        bool | None, typer.Option("--asynchronous", help="Let the planner choose schedules without a flush too.")
+    ] = None,
     memory_limit: Annotated[str | None, typer.Option(help="Bytes that a rank may hold, such as '2 GiB'.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples in a batch.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Times through the data.")] = None,
@@ -53,12 +58,16 @@ def train(
 
     Example: penstock train --model vgg11_bn --data digits --stages 2 --schedule 1f1b --micro-batches 4 --epochs 3
     """
-    flags = {name: value for name, value in locals().items() if name not in ("config", "json", "model_option")}
+    flags = {
+        name: value for name, value in locals().items() if name not in ("config", "json", "model_option", "weights_option")
+    }
     changes = {name: value for name, value in flags.items() if value is not None}
     if stages is not None and stages.isdigit():
         changes["stages"] = int(stages)
     if model_option:
         changes["model_options"] = options.named_values("model-option", model_option)
+    if weights_option:
+        changes["weights_options"] = options.numbers_named("weights-option", weights_option)
     if "RANK" in os.environ:
         raise SettingError("penstock train starts its own ranks: call it without torchrun. For several hosts, write a script "
                            "with ps.Pipeline and start that with torchrun")  # fmt: skip
@@ -84,14 +93,22 @@ def train(
         options.print_json({**asdict(outcome), "speed_up": outcome.speed_up})
         return
     say(draw_pair(prepared.predicted, measured, width=width, colour=colour))
+    stream = not prepared.plan.synchronous
     rows = [
-        ("step", format_seconds(outcome.predicted_step_s), format_seconds(outcome.measured_step_s)),
+        (
+            "a batch, once full" if stream else "step",
+            format_seconds(outcome.predicted_step_s),
+            format_seconds(outcome.measured_step_s),
+        ),
         ("bubble ratio", f"{outcome.predicted_bubble_ratio:.1%}", f"{outcome.measured_bubble_ratio:.1%}"),
         *(
             (f"memory of rank {rank}", format_bytes(expected), f"{format_bytes(found)} (whole process)")
             for rank, (expected, found) in enumerate(zip(outcome.predicted_peak_memory, outcome.measured_peak_rss, strict=True))
         ),
     ]
+    if stream:
+        expected, found = map(options.row, (outcome.predicted_weight_versions, outcome.measured_weight_versions))
+        rows.append(("weight versions by stage", expected, found))
     say(options.table(("", "predicted", "measured"), rows))
     say(f"{outcome.steps} steps, loss {outcome.loss:.4f}, test accuracy {outcome.test_accuracy:.2%}")
     if outcome.one_thread_step_s is not None:

@@ -18,6 +18,7 @@ def verify(
     micro_batches: MicroBatches = None,
     csv: CsvFile = None,
     option: ScheduleOption = None,
+    weights: Annotated[str | None, typer.Option(help="Weight rule; else the one that the schedule is made for.")] = None,
     in_flight_limit: Annotated[int | None, typer.Option(help="Most micro-batches that a rank may hold.")] = None,
     json: Json = False,
 ) -> None:
@@ -34,7 +35,10 @@ def verify(
     else:
         made, lowered = load_csv(csv)
     try:
-        report = prove(made, in_flight_limit) if lowered is None else verify_lowered(lowered, in_flight_limit, made)
+        if lowered is None:
+            report = prove(made, in_flight_limit, weights)
+        else:
+            report = verify_lowered(lowered, in_flight_limit, made, weights)
     except ScheduleError as error:
         if json:
             options.print_json({"sound": False, "findings": [asdict(finding) for finding in error.findings]})
@@ -44,9 +48,14 @@ def verify(
     if json:
         options.print_json({"sound": True, **asdict(report)})
         return
-    print(f"{made.name} is sound: {made.stages} stages on {made.ranks} ranks, {made.micro_batches} micro-batches")
+    batches = "" if made.stream is None else f" a batch, {made.batches} batches"
+    print(f"{made.name} is sound: {made.stages} stages on {made.ranks} ranks, {made.micro_batches} micro-batches{batches}")
+    means = (f"{mean:.4g}" for mean in report.staleness_mean)
     print(
-        f"staleness per stage       max {options.row(report.staleness_max)}, mean {options.row(f'{mean:g}' for mean in report.staleness_mean)}"
+        f"staleness per stage       max {options.row(report.staleness_max)}, mean {options.row(means)}, by weights {report.weights}"
     )
+    if any(report.staleness_across):
+        print(f"lacking of other copies   {options.row(report.staleness_across)} batches at most")
+    print(f"weight versions per stage {options.row(report.versions)}")
     print(f"peak in flight per stage  {options.row(report.peak_in_flight)}, per rank {options.row(report.peak_on_rank)}")
     print(f"channel depth             {report.channel_depth} (messages a blocking channel must buffer)")

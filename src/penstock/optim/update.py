@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from penstock.errors import SettingError
@@ -19,6 +20,7 @@ class Update:
 
     parameters: list[nn.Parameter]
     optimizer: Optimizer | None
+    factory: OptimizerFactory | None = None
     _spent: bool = False
 
     @classmethod
@@ -31,11 +33,16 @@ class Update:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         if factory is None or not trainable:
             return cls(trainable, None)
-        optimizer = factory(trainable)
-        if not isinstance(optimizer, Optimizer):
-            raise SettingError(f"optimizer= is a function from parameters to a torch.optim.Optimizer; this one returned "
-                               f"{type(optimizer).__name__}")  # fmt: skip
-        return cls(trainable, optimizer)
+        return cls(trainable, _made(factory, trainable), factory)
+
+    def another(self) -> Optimizer:
+        """One more optimizer over the same parameters, with a state of its own.
+
+        Raises:
+            SettingError: the factory returned something else than an optimizer.
+        """
+        assert self.factory is not None
+        return _made(self.factory, list(self.parameters))
 
     def begin(self) -> None:
         """Before a batch: gradients that the last update used are dropped. Until then they can be looked at."""
@@ -53,3 +60,23 @@ class Update:
         if self.optimizer is not None:
             self.optimizer.step()
             self._spent = True
+
+    def advance(self, optimizer: Optimizer | None = None) -> None:
+        """Make the next weight version in mid-stream, by the stage's own optimizer unless told, and drop the gradients.
+
+        Autograd is not told that the weights have changed: whoever calls this has seen to it that graphs in flight find in them
+        what they are meant to.
+        """
+        stepping = optimizer or self.optimizer
+        if stepping is not None:
+            with _unsafe_preserve_version_counter(tuple(self.parameters)):
+                stepping.step()
+            self.zero()
+
+
+def _made(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:
+    optimizer = factory(parameters)
+    if not isinstance(optimizer, Optimizer):
+        raise SettingError(f"optimizer= is a function from parameters to a torch.optim.Optimizer; this one returned "
+                           f"{type(optimizer).__name__}")  # fmt: skip
+    return optimizer

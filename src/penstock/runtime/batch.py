@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,6 +48,11 @@ class Batch:
     def cuts_tokens(self) -> bool:
         """Whether ops work on slices of sequences, which hand something on to each other."""
         return self.slicing is not None and self.slicing.along == "tokens"
+
+    @cached_property
+    def forms(self) -> list[str]:
+        """By number, a name for the form of what stages pass on: what has the same name has the same shapes."""
+        return [f"{self.signature}.{number}" for number in self.numbers]
 
     def place(self, number: int) -> tuple[int, int]:
         """Which whole micro-batch `number` belongs to, and how many of those there are."""

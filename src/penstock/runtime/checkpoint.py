@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.optim import Optimizer
 
 from penstock.errors import FileError, SettingError
+from penstock.optim.stage_weights import StageWeights
 from penstock.runtime import state
+from penstock.runtime.own_state import Facts, names_of, optimizer_state, restore_optimizer, restore_rule, rule_state
 from penstock.runtime.stage import Stage
 from penstock.runtime.state import Placed
 from penstock.runtime.world import World
 from penstock.store import read_json, write_json
 from penstock.transport.payload import TensorForm
+
+T = TypeVar("T")
 
 SCHEMA = 1
 _INDEX = "checkpoint.json"
@@ -42,15 +45,38 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class _Facts:
-    """Of one parameter: the options of its group, and what its optimizer keeps besides tensors."""
+class Versioned:
+    """A stage that is held here with what stands behind its weights.
 
-    options: dict[str, Any]
-    state: dict[str, Any]
+    `copy` says which it is of the copies of the stage that have optimizers of their own, from 0.
+    """
+
+    rank: int
+    stage: Stage
+    weights: StageWeights
+    copy: int = 0
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its own state begin with."""
+        return f"copy-{self.copy}/" if self.copy else ""
+
+    def own_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and facts of optimizer and weight rule."""
+        tensors, facts = optimizer_state(self.stage, self.prefix)
+        return tensors | rule_state(self.stage, self.weights, self.prefix), facts
 
 
-def save(folder: Path, world: World, placed: Placed, step: int) -> None:
+def save(folder: Path, world: World, placed: Placed, step: int, versioned: Sequence[Versioned] = (), copies: int = 1) -> None:
     """Write the stages held here; rank 0 completes the checkpoint when all have written, and removes the one before.
+
+    Args:
+        folder: where to.
+        world: the ranks.
+        placed: which holds what.
+        step: batches trained so far.
+        versioned: of a stream, the stages held here.
+        copies: how many of each stage have optimizers of their own.
 
     Raises:
         FileError: the folder cannot be written.
@@ -58,18 +84,25 @@ def save(folder: Path, world: World, placed: Placed, step: int) -> None:
     """
     # Names are new each time: files of an earlier checkpoint, or of another run, stay what they are until the index is replaced.
     token = int(world.broadcast(torch.tensor(time.time_ns()), 0, TensorForm((), "int64", wants_grad=False)))
-    names = [f"step-{step:08d}-stage-{stage:04d}-{token:016x}.safetensors" for stage in range(len(placed.lengths))]
+    names = {(stage, copy): f"step-{step:08d}-stage-{stage:04d}{f'-copy-{copy}' if copy else ''}-{token:016x}.safetensors"
+             for stage in range(len(placed.lengths)) for copy in range(copies)}  # fmt: skip
 
     def write(rank: int) -> None:
+        of_rank = {(each.stage.index, each.copy): each for each in versioned if each.rank == rank}
         for stage in placed.at_home:
             if placed.home[stage.index] == rank:
-                _write(folder / names[stage.index], stage)
+                own = of_rank.pop((stage.index, 0), None)
+                tensors, facts = optimizer_state(stage, "") if own is None else own.own_state()
+                model = {f"model/{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in state.own(stage).items()}
+                _write(folder / names[stage.index, 0], model | tensors, facts)
+        for place, each in of_rank.items():
+            _write(folder / names[place], *each.own_state())
 
     def complete(rank: int) -> None:
         if rank == 0:
-            write_json(folder / _INDEX, Checkpoint(step, placed.traced.fingerprint, tuple(names)))
+            write_json(folder / _INDEX, Checkpoint(step, placed.traced.fingerprint, tuple(names.values())))
             for old in folder.glob("step-*"):
-                if old.name not in names and old.suffix in (".safetensors", ".partial"):
+                if old.name not in names.values() and old.suffix in (".safetensors", ".partial"):
                     old.unlink(missing_ok=True)
 
     world.run(write)
@@ -78,8 +111,14 @@ def save(folder: Path, world: World, placed: Placed, step: int) -> None:
     world.barrier()
 
 
-def load(folder: Path, placed: Placed) -> int:
+def load(folder: Path, placed: Placed, versioned: Callable[[], Sequence[Versioned]] = tuple) -> int:
     """Fill the stages held here and return the step at which the checkpoint was taken. Gradients are dropped.
+
+    Args:
+        folder: where `save` wrote.
+        placed: which holds what.
+        versioned: of a stream, lets the stages held here begin anew from the parameters as they are, and returns them; asked again
+            when those are loaded.
 
     Raises:
         FileError: there is no whole checkpoint in the folder, or it is of another model. Nothing has changed then.
@@ -91,115 +130,54 @@ def load(folder: Path, placed: Placed) -> int:
         raise FileError(f"{folder} is a checkpoint of another model: its layers and shapes have fingerprint "
                         f"{index.fingerprint}, this model's have {placed.traced.fingerprint}")  # fmt: skip
     tensors: dict[str, Tensor] = {}
-    facts: dict[str, _Facts] = {}
-    wanted = {f"model/{name}" for stage in placed.local for name in state.own(stage)}
-    prefixes = tuple(f"optimizer/{name}/" for stage in placed.local for name in _names(stage).values())
+    facts: dict[str, Facts] = {}
+    prefixes = {id(each.stage): each.prefix for each in versioned()}
+    parts = {f"model/{name}" for stage in placed.local for name in state.own(stage)}
+    trained = {name for stage in placed.local for name in names_of(stage).values()}
+    parts |= {f"{own}{kind}/{name}" for own in {"", *prefixes.values()} for kind in ("optimizer", "weights")
+              for name in trained}  # fmt: skip
     for name in index.files:
-        _read(folder / Path(name).name, wanted, prefixes, tensors, facts)
-    weights = {key.removeprefix("model/"): tensor for key, tensor in tensors.items()}
+        _read(folder / Path(name).name, parts, tensors, facts)
     try:
-        state.put(placed.local, weights)
+        state.put(placed.local, _below("model/", tensors))
     except SettingError as error:
         raise FileError(f"the checkpoint {folder} does not fit: {error}") from error
     for stage in placed.local:
         stage.update.zero()
+        prefix = prefixes.get(id(stage), "")
         if stage.update.optimizer is not None:
-            _restore_optimizer(stage.update.optimizer, _names(stage), tensors, facts)
+            own = prefix if any(key.startswith(f"{prefix}optimizer/") for key in tensors) else ""
+            restore_optimizer(stage.update.optimizer, names_of(stage), _below(f"{own}optimizer/", tensors), _below(own, facts))
+    for each in versioned():
+        restore_rule(each.stage, each.weights, _below(f"{each.prefix}weights/", tensors))
     return index.step
 
 
-def _write(target: Path, stage: Stage) -> None:
-    """One stage's file, whole or not at all."""
-    tensors = {f"model/{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in state.own(stage).items()}
-    extra, facts = _optimizer_state(stage)
+def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+    return {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
+
+
+def _write(target: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """One file, whole or not at all."""
     partial = target.with_suffix(".partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        save_file({**tensors, **extra}, partial, metadata={"optimizer": json.dumps(facts)})
+        save_file(dict(tensors), partial, metadata={"optimizer": json.dumps(facts)})
         partial.rename(target)
     except (OSError, SafetensorError) as error:
         raise FileError(f"cannot write the checkpoint {target.parent}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _read(file: Path, wanted: set[str], prefixes: tuple[str, ...], tensors: dict[str, Tensor],
-          facts: dict[str, _Facts]) -> None:  # fmt: skip
-    """Add to `tensors` those that are wanted, and to `facts` all there are."""
+def _read(file: Path, parts: Collection[str], tensors: dict[str, Tensor], facts: dict[str, Facts]) -> None:
+    """Add to `tensors` those whose names, or all but the last part of them, are asked for, and rules' numbers; all facts there are."""
     from pydantic import TypeAdapter  # loaded here, as in the store: most runs begin without a checkpoint
 
     try:
         with safe_open(file, framework="pt") as content:
-            facts.update(TypeAdapter(dict[str, _Facts]).validate_json((content.metadata() or {}).get("optimizer", "{}")))
-            tensors.update({key: content.get_tensor(key) for key in content.keys()  # noqa: SIM118 - it is no dict
-                            if key in wanted or key.startswith(prefixes)})  # fmt: skip
+            facts.update(TypeAdapter(dict[str, Facts]).validate_json((content.metadata() or {}).get("optimizer", "{}")))
+            for key in content.keys():  # noqa: SIM118 - it is no dict
+                whole = key.rpartition("/")[0]
+                if key in parts or whole in parts or whole.endswith("weights"):
+                    tensors[key] = content.get_tensor(key)
     except (OSError, SafetensorError, ValueError) as error:
         raise FileError(f"cannot read {file.name} of the checkpoint {file.parent}: {error}") from error
-
-
-def _names(stage: Stage) -> dict[Tensor, str]:
-    """The stage's trainable parameters by their first name."""
-    names: dict[Tensor, str] = {}
-    for layer in stage.layers:
-        for name, parameter in layer.module.named_parameters(layer.name):
-            names.setdefault(parameter, name)
-    return {parameter: names[parameter] for parameter in stage.update.parameters}
-
-
-def _optimizer_state(stage: Stage) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by `optimizer/<parameter>/<key>`; by parameter, plain state and the options of its group."""
-    optimizer = stage.update.optimizer
-    if optimizer is None:
-        return {}, {}
-    tensors: dict[str, Tensor] = {}
-    facts: dict[str, Any] = {}
-    names = _names(stage)
-    for group in optimizer.param_groups:
-        options = {key: value.item() if _is_number(value) else value for key, value in group.items() if key != "params"}
-        options = {key: value for key, value in options.items() if _plain(value)}
-        for parameter in group["params"]:
-            name = names[parameter]
-            kept: dict[str, Any] = {}
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer/{name}/{key}"] = value.detach().cpu().contiguous().clone()
-                elif _plain(value):
-                    kept[key] = value
-                else:
-                    raise SettingError(f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {name}: a "
-                                       "checkpoint can hold tensors and plain numbers")  # fmt: skip
-            facts[name] = {"options": options, "state": kept}
-    return tensors, facts
-
-
-def _restore_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor],
-                       facts: Mapping[str, _Facts]) -> None:  # fmt: skip
-    """Options and state as they were saved; a parameter that had no state then has none."""
-    kept: dict[str, dict[str, Tensor]] = {}
-    for path, tensor in tensors.items():
-        name, _, key = path.rpartition("/")
-        kept.setdefault(name.removeprefix("optimizer/"), {})[key] = tensor
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state.pop(parameter, None)
-            found = facts.get(names[parameter])
-            if found is None:
-                continue
-            # Lists stand where tuples were; an optimizer reads both alike.
-            for key in found.options.keys() & group.keys() - {"params"}:
-                group[key] = torch.full_like(group[key], found.options[key]) if _is_number(group[key]) else found.options[key]
-            on_device = group.get("capturable") or group.get("fused")
-            held: dict[str, Any] = dict(found.state)
-            for key, value in kept.get(names[parameter], {}).items():
-                # Counters stay on the CPU, where optimizers keep them; everything shaped like the parameter goes with it.
-                held[key] = value.to(parameter.device) if value.dim() or on_device else value
-            if held:
-                optimizer.state[parameter] = held
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
-
-
-def _plain(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))

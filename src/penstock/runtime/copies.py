@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +31,10 @@ _MOST_LARGE = 24
 
 #: Runs what may wait for a rank, and turns what a transport raises into what happened.
 Guard = Callable[[int, Callable[[], Payload | None]], Payload | None]
+
+
+#: Numbers of messages with waves begin here, after those of meetings.
+_WAVES, _MOST_WAVES = 16, 4096
 
 
 class Round(IntEnum):
@@ -71,7 +76,7 @@ class Copies:
         """Drop what was set aside."""
         self._before = None
 
-    def meet(self, signature: str) -> None:
+    def meet(self) -> None:
         """Add up the gradients of all copies, and take the first one's buffers.
 
         Every copy must come here, in the same order on ranks that share several stages; until they have, this waits.
@@ -80,27 +85,27 @@ class Copies:
         if parameters:
             here = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
             own = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
-            flags, total = self._all_sum(here, own, signature)
+            flags, total = self._all_sum(here, own)
             before = self._before or [None] * len(parameters)
             for parameter, there, summed, earlier in zip(parameters, flags.tolist(), total, before, strict=True):
                 found = summed if there else None
                 parameter.grad = found if earlier is None else earlier if found is None else earlier + found
             self._before = None
-        self._share(Round.BUFFERS, self._buffers(), signature)
+        self._share(Round.BUFFERS, self._buffers())
 
     def share_weights(self) -> None:
         """Let all copies begin with the first one's parameters and buffers."""
         tensors = [tensor for module in self.stage.modules() for tensor in module._parameters.values() if tensor is not None]
-        self._share(Round.WEIGHTS, [*tensors, *self._buffers()], "weights")
+        self._share(Round.WEIGHTS, [*tensors, *self._buffers()])
 
     def _buffers(self) -> list[Tensor]:
         return [buffer for module in self.stage.modules() for buffer in module._buffers.values() if buffer is not None]
 
-    def _all_sum(self, flags: Tensor, tensors: list[Tensor], signature: str) -> tuple[Tensor, list[Tensor]]:
+    def _all_sum(self, flags: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Flags and tensors added up over the copies, in the order of the ranks."""
         if len(self.ranks) == 2:
             packed = _Packed.of(tensors)
-            found = self._exchange(Round.GRADIENTS, [[flags, *packed.parts]] * 2, signature)
+            found = self._exchange(Round.GRADIENTS, [[flags, *packed.parts]] * 2)
             mine = self.ranks.index(self.rank)
             own, theirs = found[mine], found[1 - mine]
             # In place where nobody else has what has arrived: a fresh tensor of that size costs as much time as its sum.
@@ -110,27 +115,27 @@ class Copies:
             return sums[0], packed.unpacked(sums[1:])
         flat = _flat(tensors)
         pieces = list(zip(*(part.tensor_split(len(self.ranks)) for part in flat), strict=True))
-        found = self._exchange(Round.GRADIENTS, [[flags, *piece] for piece in pieces], signature)
+        found = self._exchange(Round.GRADIENTS, [[flags, *piece] for piece in pieces])
         flags = _sum([row[0] for row in found])
         own = [_sum(column) for column in zip(*(row[1:] for row in found), strict=True)]
-        handed = self._exchange(Round.SUMS, [own] * len(self.ranks), signature)
+        handed = self._exchange(Round.SUMS, [own] * len(self.ranks))
         return flags, _unflat([torch.cat(column) for column in zip(*handed, strict=True)], tensors)
 
-    def _exchange(self, number: Round, rows: Sequence[Sequence[Tensor]], signature: str) -> list[list[Tensor]]:
+    def _exchange(self, number: Round, rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """Send `rows[n]` to the n-th copy; what the copies have sent here, in the order of the ranks, the own row among them."""
         message = Message(Kind.U, self.stage.index, number)
         others = [rank for rank in self.ranks if rank != self.rank]
-        arrivals = {rank: self.transport.post(rank, message, signature) for rank in others}
+        arrivals = {rank: self.transport.post(rank, message, number.name) for rank in others}
         for rank, row in zip(self.ranks, rows, strict=True):
             if rank != self.rank:
-                self.transport.send(rank, message, Payload.of(list(row), (False,) * len(row)), signature)
+                self.transport.send(rank, message, Payload.of(list(row), (False,) * len(row)), number.name)
         found: list[list[Tensor]] = []
         for rank, row in zip(self.ranks, rows, strict=True):
             arrived = self.guard(rank, arrivals[rank].wait) if rank != self.rank else None
             found.append(list(row) if arrived is None else arrived.tensors)
         return found
 
-    def _share(self, number: Round, tensors: list[Tensor], signature: str) -> None:
+    def _share(self, number: Round, tensors: list[Tensor]) -> None:
         """Let the tensors of all copies be the first one's."""
         if not tensors:
             return
@@ -139,13 +144,42 @@ class Copies:
         if self.rank == first:
             flat = _flat(tensors)  # copies: the next batch may change the tensors before they have left
             for rank in others:
-                self.transport.send(rank, message, Payload.of(flat, (False,) * len(flat)), signature)
+                self.transport.send(rank, message, Payload.of(flat, (False,) * len(flat)), number.name)
             return
-        arrived = self.guard(first, self.transport.post(first, message, signature).wait)
+        arrived = self.guard(first, self.transport.post(first, message, number.name).wait)
         assert arrived is not None
         with torch.no_grad():
             for tensor, value in zip(tensors, _unflat(arrived.tensors, tensors), strict=True):
                 tensor.copy_(value)
+
+
+@dataclass(frozen=True)
+class WaveMessages:
+    """What copies of a stage that do not meet at every U hand on to each other (see `penstock.optim.stage_weights.WaveExchange`)."""
+
+    copies: Copies
+
+    def hand_on(self, wave: int, tensors: list[Tensor]) -> None:
+        """Send a wave's sum to the other copies, and go on at once. Nobody may change the tensors afterwards."""
+        own = self.copies
+        for rank in own.ranks:
+            if rank != own.rank:
+                payload = Payload.of(list(tensors), (False,) * len(tensors))
+                own.guard(rank, partial(own.transport.send, rank, self._message(wave), payload, "wave"))
+
+    def take_in(self, wave: int, ranks: Sequence[int]) -> list[list[Tensor]]:
+        """What these ranks have handed on for a wave, waited for."""
+        own = self.copies
+        arrivals = [own.transport.post(rank, self._message(wave), "wave") for rank in ranks]
+        found = []
+        for rank, arrival in zip(ranks, arrivals, strict=True):
+            arrived = own.guard(rank, arrival.wait)
+            assert arrived is not None
+            found.append(list(arrived.tensors))
+        return found
+
+    def _message(self, wave: int) -> Message:
+        return Message(Kind.U, self.copies.stage.index, _WAVES + wave % _MOST_WAVES)
 
 
 @dataclass(frozen=True)

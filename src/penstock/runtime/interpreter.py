@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from penstock.errors import DeadlineExceeded, PeerFailed, StageFailed
+from penstock.optim.stage_weights import StageWeights
 from penstock.runtime.batch import Batch
 from penstock.runtime.board import Board
 from penstock.runtime.clock import Clock, Mark
 from penstock.runtime.copies import Copies
 from penstock.runtime.stage import Stage
+from penstock.runtime.under_way import UnderWay
 from penstock.schedule.lower import Action, Direction, Message, Transfer
 from penstock.schedule.op import HANDING, Kind, Op
 from penstock.schedule.rules import feeds, takes
@@ -24,7 +26,11 @@ T = TypeVar("T")
 
 @dataclass
 class Interpreter:
-    """One rank: its stages, its end of the links, its place on the board. `copies`: those of its stages that others hold too."""
+    """One rank: its stages, its end of the links, its place on the board.
+
+    `copies`: those of its stages that others hold too and that meet them at every U. `weights`: in a stream, what lets its stages
+    read the versions that they should. `told`: called when a micro-batch's loss is there.
+    """
 
     rank: int
     stages: Mapping[int, Stage]
@@ -33,12 +39,17 @@ class Interpreter:
     board: Board
     clock: Clock
     copies: Mapping[int, Copies] = field(default_factory=dict)
-    marks: list[tuple[Op, Mark, Mark]] = field(default_factory=list)
+    weights: Mapping[int, StageWeights] = field(default_factory=dict)
+    told: Callable[[Batch], None] | None = None
+    marks: dict[Op, tuple[Mark, Mark]] = field(default_factory=dict)
+    _arrivals: dict[Message, Arrival] = field(default_factory=dict)
+    _values: dict[Message, Payload] = field(default_factory=dict)
     _taken_in: dict[tuple[int, int], Payload] = field(default_factory=dict)
     _updating: bool = True
+    _step: int = 0
 
     def play(self, program: Sequence[Action], batch: Batch, *, update: bool = True) -> None:
-        """Run the program on a batch; without `update`, a U adds up the gradients of copies and leaves the weights.
+        """Run the program on one batch; without `update`, a U adds up the gradients of copies and leaves the weights.
 
         Raises:
             StageFailed: an op raised.
@@ -46,24 +57,39 @@ class Interpreter:
             DeadlineExceeded: it did not come in time.
         """
         self.marks.clear()
-        self._taken_in.clear()
-        arrivals: dict[Message, Arrival] = {}
-        values: dict[Message, Payload] = {}
         self._updating = update
+        self.go_on(program, UnderWay.alone(batch))
+        self.finish()
+
+    def go_on(self, actions: Sequence[Action], batches: UnderWay) -> None:
+        """Run some more of a program, of which all batches that it names have come. Raises as `play`."""
         try:
-            for action in program:
+            for action in actions:
                 if isinstance(action, Transfer):
-                    self._transfer(action, batch, arrivals, values)
+                    self._transfer(action, batches)
                 else:
-                    self._op(action, batch, arrivals, values)
-            self._guard("its sends to leave", self.transport.drain)
+                    self._op(action, batches)
         except BaseException:
-            for stage in self.stages.values():
-                stage.forget()
-            for copies in self.copies.values():
-                copies.forget()
+            self.forget()
             raise
         self.board.doing("is between batches")
+
+    def finish(self) -> None:
+        """Stand until all that was sent has left: nothing is under way any more. Raises as `play`."""
+        try:
+            self._guard("its sends to leave", self.transport.drain)
+        except BaseException:
+            self.forget()
+            raise
+
+    def forget(self) -> None:
+        """Drop what unfinished batches have left."""
+        for held in (self._arrivals, self._values, self._taken_in):
+            held.clear()
+        for stage in self.stages.values():
+            stage.forget()
+        for copies in self.copies.values():
+            copies.forget()
 
     def guard(self, rank: int, action: Callable[[], T]) -> T:
         """Do what may wait for `rank`.
@@ -73,78 +99,115 @@ class Interpreter:
         """
         return self._guard(f"rank {rank}", action)
 
-    def seconds(self) -> list[tuple[float, float]]:
-        """Start and end of the ops of the last batch, in program order."""
-        return [(self.clock.seconds(start), self.clock.seconds(end)) for _, start, end in self.marks]
+    def seconds(self, ops: Sequence[Op]) -> list[tuple[float, float]]:
+        """Start and end of some ops that have been run."""
+        return [(self.clock.seconds(start), self.clock.seconds(end)) for start, end in map(self.marks.__getitem__, ops)]
 
-    def _transfer(self, action: Transfer, batch: Batch, arrivals: dict[Message, Arrival],
-                  values: dict[Message, Payload]) -> None:  # fmt: skip
+    def _transfer(self, action: Transfer, batches: UnderWay) -> None:
         message, peer = action.message, action.peer
+        found = batches.find(message.micro_batch)
+        if found is None:
+            return
+        batch, number = found
+        form = batch.forms[number]
         if action.direction is Direction.RECV:
-            arrivals[message] = self._guard(f"rank {peer}", lambda: self.transport.post(peer, message, batch.signature))
+            self._arrivals[message] = self._guard(f"rank {peer}", lambda: self.transport.post(peer, message, form))
         else:
-            payload = values.pop(message)
-            self._guard(f"rank {peer}", lambda: self.transport.send(peer, message, payload, batch.signature))
+            payload = self._values.pop(message)
+            self._guard(f"rank {peer}", lambda: self.transport.send(peer, message, payload, form))
 
-    def _op(self, op: Op, batch: Batch, arrivals: dict[Message, Arrival], values: dict[Message, Payload]) -> None:
-        arrived: Payload | None = None
-        taken = (op.kind, op.stage) if op.kind in HANDING else takes(op, self.stage_count)
-        if taken is not None:
-            message = Message(*taken, op.micro_batch)
-            if message in values:
-                arrived = values.pop(message)
-            elif op.kind not in HANDING or message in arrivals:
-                maker = f"{taken[1]}{taken[0].value}{op.micro_batch}"
-                self.board.doing(f"waits for {maker}")
-                arrived = self._guard(maker, arrivals.pop(message).wait)
-        self.board.doing(f"is at {op}")
-        start = self.clock.mark()
-        try:
-            made = self._compute(op, batch, arrived)
-        except (PeerFailed, DeadlineExceeded):
-            raise
-        except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
-            raise StageFailed(self.rank, op.stage, str(op), batch.step, cause) from error
-        self.marks.append((op, start, self.clock.mark()))
+    def _op(self, op: Op, batches: UnderWay) -> None:
+        if op.kind is Kind.U:
+            self._timed(op, lambda: self._update(op))
+            return
+        found = batches.find(op.micro_batch)
+        if found is None:
+            return
+        batch, number = found
+        self._step = batch.step
+        arrived = self._arrived(op)
+        made = self._timed(op, lambda: self._compute(op, batch, number, arrived))
         if made is None:
             return
         fed = (op.kind, op.stage) if op.kind in HANDING else feeds(op, self.stage_count)
         if fed is not None:
-            values[Message(fed[0], op.stage, op.micro_batch)] = made
+            self._values[Message(fed[0], op.stage, op.micro_batch)] = made
 
-    def _compute(self, op: Op, batch: Batch, arrived: Payload | None) -> Payload | None:
+    def _arrived(self, op: Op) -> Payload | None:
+        """What the op takes from another stage or rank, waited for."""
+        taken = (op.kind, op.stage) if op.kind in HANDING else takes(op, self.stage_count)
+        if taken is None:
+            return None
+        message = Message(*taken, op.micro_batch)
+        if message in self._values:
+            return self._values.pop(message)
+        if op.kind in HANDING and message not in self._arrivals:
+            return None
+        maker = f"{taken[1]}{taken[0].value}{op.micro_batch}"
+        self.board.doing(f"waits for {maker}")
+        return self._guard(maker, self._arrivals.pop(message).wait)
+
+    def _timed(self, op: Op, action: Callable[[], T]) -> T:
+        self.board.doing(f"is at {op}")
+        start = self.clock.mark()
+        try:
+            made = action()
+        except (PeerFailed, DeadlineExceeded):
+            raise
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise StageFailed(self.rank, op.stage, str(op), self._step, cause) from error
+        self.marks[op] = start, self.clock.mark()
+        return made
+
+    def _compute(self, op: Op, batch: Batch, number: int, arrived: Payload | None) -> Payload | None:
         if op.kind in HANDING:
-            return self._hand(op, arrived)
-        stage = self.stages[op.stage]
-        match op.kind:
-            case Kind.F:
-                return stage.forward(batch, op.micro_batch, arrived)
-            case Kind.B:
-                return stage.backward(batch, op.micro_batch, arrived)
-            case Kind.I:
-                return stage.input_grad(batch, op.micro_batch, arrived)
-            case Kind.W:
-                stage.weight_grad(op.micro_batch)
-            case Kind.U:
-                if op.stage in self.copies:
-                    self.board.doing(f"waits for the other copies at {op}")
-                    self.copies[op.stage].meet(batch.signature)
-                if self._updating:
-                    stage.update.step()
-        return None
+            return self._hand(op, batch, number, arrived)
+        stage, weights = self.stages[op.stage], self.weights.get(op.stage)
+        if op.kind is Kind.F:
+            if weights is not None:
+                weights.before_forward(op.micro_batch)
+            made = stage.forward(batch, number, arrived)
+            if self.told is not None and stage.loss is not None:
+                told = self.told
+                self._guard("its loss to leave", lambda: told(batch))
+            return made
+        if weights is not None:
+            weights.before_backward(op.micro_batch)
+        result: Payload | None = None
+        if op.kind is Kind.B:
+            result = stage.backward(batch, number, arrived)
+        elif op.kind is Kind.I:
+            result = stage.input_grad(batch, number, arrived)
+        else:
+            stage.weight_grad(batch, number)
+        if weights is not None and op.kind is not Kind.I:
+            weights.finished(op.micro_batch)
+        return result
 
-    def _hand(self, op: Op, arrived: Payload | None) -> Payload | None:
+    def _update(self, op: Op) -> None:
+        if op.stage in self.copies:
+            self.board.doing(f"waits for the other copies at {op}")
+            self.copies[op.stage].meet()
+        if not self._updating:
+            return
+        weights = self.weights.get(op.stage)
+        if weights is not None:
+            weights.update(op.micro_batch)
+        else:
+            self.stages[op.stage].update.step()
+
+    def _hand(self, op: Op, batch: Batch, number: int, arrived: Payload | None) -> Payload | None:
         """Evict and load, on either side: who gets nothing gives."""
         place = op.stage, op.micro_batch
         if op.kind is Kind.E:
             if arrived is None:
-                return self.stages[op.stage].evict(op.micro_batch)
+                return self.stages[op.stage].evict(batch, number)
             self._taken_in[place] = arrived
         elif arrived is None:
             return self._taken_in.pop(place)
         else:
-            self.stages[op.stage].load(op.micro_batch, arrived)
+            self.stages[op.stage].load(batch, number, arrived)
         return None
 
     def _guard(self, waited_for: str, action: Callable[[], T]) -> T:

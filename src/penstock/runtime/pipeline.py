@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PlanError, RunError, SettingError
-from penstock.event import Event, Timeline
-from penstock.optim.update import OptimizerFactory, Update
+from penstock.event import Timeline
+from penstock.optim.update import OptimizerFactory
 from penstock.plan import Plan
 from penstock.runtime import checkpoint, state
+from penstock.runtime.assembly import Training, assemble
 from penstock.runtime.batch import Batch, make_batch
-from penstock.runtime.clock import clock_for
 from penstock.runtime.compare import Comparison, compare
-from penstock.runtime.copies import Copies
-from penstock.runtime.interpreter import Interpreter
 from penstock.runtime.processes import DistributedWorld, started
 from penstock.runtime.processes import join as join_ranks
 from penstock.runtime.results import mean_loss, outputs
-from penstock.runtime.setting import check, setting_of
-from penstock.runtime.stage import Loss, Stage, StageLayer
+from penstock.runtime.setting import Words, check, setting_of
+from penstock.runtime.stage import Loss, Stage
+from penstock.runtime.streaming import Streaming
 from penstock.runtime.threads import ThreadWorld
+from penstock.runtime.timing import measured
 from penstock.runtime.world import World
 from penstock.schedule.lower import Link, LoweredSchedule, lower, messages
-from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.op import Op, Schedule
+from penstock.schedule.period import prolonged
+from penstock.schedule.portions import Portions
 from penstock.tracing.chain import TracedChain, chain
-from penstock.tracing.materialise import materialise
 from penstock.tracing.slices import check_slices
-from penstock.transport.payload import TensorForm
 
 #: How many ops before it is needed a receive is posted. Two, because gloo's threads then have the message in hand while the rank
 #: computes. Milliseconds per step with 0, 1, 2 and 4 ops: MLP on 2 ranks 15.7, 21.9, 17.4, 18.1; on 4 ranks 40.8, 39.9, 34.0,
@@ -59,7 +58,8 @@ class Pipeline:
         schedule: a schedule, or the name of one.
         micro_batches: parts that a batch is cut into. A batch with fewer samples is cut into single samples.
         recompute: "never", "except_last" or "always": run a micro-batch's forward again before its backward.
-        weights: name of the weight rule.
+        weights: name of the weight rule; by default the one that the schedule is made for.
+        weights_options: numbers that the rule takes; its own page says which.
         seed: of initial weights and dropout. Both depend on it and the layer (dropout also on step and micro-batch), never on
             the cut.
         device: where this process computes; by default a GPU if there is one for every rank of the host.
@@ -84,6 +84,7 @@ class Pipeline:
         micro_batches: int | None = None,
         recompute: str | None = None,
         weights: str | None = None,
+        weights_options: Mapping[str, float] | None = None,
         seed: int = 0,
         device: str | torch.device | None = None,
         deadline_s: float = 300.0,
@@ -93,8 +94,9 @@ class Pipeline:
         if getattr(loss, "reduction", "mean") != "mean":
             raise SettingError(f"the loss reduces by {getattr(loss, 'reduction', None)!r}; it must be the mean over the samples "
                                "it is given, so that micro-batches can be weighed by their sizes")  # fmt: skip
-        self.setting = setting_of(self.chain, plan, balance, schedule, micro_batches, recompute, weights)
-        bounds = self.chain.description.stage_bounds(self.setting.lengths)
+        words = Words(balance, schedule, micro_batches, recompute, weights, weights_options)
+        self.setting = setting_of(self.chain, plan, words)
+        self.chain.description.stage_bounds(self.setting.lengths)
         check(self.setting)
         check_slices(self.chain, self.setting.schedule)
         self._lowered = lru_cache(maxsize=32)(self._lower)
@@ -104,48 +106,17 @@ class Pipeline:
         self._loss = loss
         self._seed = seed
         self._played: tuple[int, str] | None = None
-        self._interpreters: dict[int, Interpreter] = {}
-        for rank in self._world.local_ranks:
-            stages = {
-                index: self._stage(rank, index, range(*bounds[index]), optimizer)
-                for index in self.setting.schedule.stages_of_rank[rank]
-            }
-            self._interpreters[rank] = Interpreter(rank, stages, len(bounds), self._world.transport(rank),
-                                                   self._world.board(rank), clock_for(self._world.device(rank)))  # fmt: skip
-            self._join_copies(self._interpreters[rank])
-        if any(len(ranks) > 1 for ranks in self.setting.schedule.ranks_of_stage):
-            self._world.run(lambda rank: self._share_weights(self._interpreters[rank]))
-
-    def _stage(self, rank: int, index: int, layers: range, optimizer: OptimizerFactory | None) -> Stage:
-        device, schedule = self._world.device(rank), self.setting.schedule
-        modules = materialise(self.chain, layers, device, self._seed)
-        if rank != schedule.ranks_of_stage[index][0] and len(self._world.local_ranks) > 1:
-            modules = list(copy.deepcopy(nn.ModuleList(modules)))  # the first copy has the user's own
-        parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
-        last = index == len(self.setting.lengths) - 1
-        held = [StageLayer(i, self.chain.layers[i].name, module) for i, module in zip(layers, modules, strict=True)]
-        evicted = {op.micro_batch for op in schedule.programs[rank] if op.kind is Kind.E and op.stage == index}
-        return Stage(index, held, device, Update.make(parameters, optimizer), self._seed, self.setting.recompute,
-                     self._loss if last else None, evicted)  # fmt: skip
-
-    def _join_copies(self, interpreter: Interpreter) -> None:
-        """Let the rank's stages that others hold too know of those."""
-        holders = self.setting.schedule.ranks_of_stage
-        interpreter.copies = {
-            index: Copies(stage, holders[index], interpreter.rank, interpreter.transport, interpreter.guard)
-            for index, stage in interpreter.stages.items()
-            if len(holders[index]) > 1
-        }
-
-    @staticmethod
-    def _share_weights(interpreter: Interpreter) -> None:
-        for copies in interpreter.copies.values():
-            copies.share_weights()
+        self._made = assemble(self.chain, self.setting, self._world, Training(loss, optimizer, seed))
+        self._made.share_weights()
+        self._stream: Streaming | None = None
+        if self.setting.schedule.stream is not None:
+            self._made.let_read()
+            self._stream = Streaming(self._made, Portions(self.setting.schedule, AHEAD))
 
     # -- running ------------------------------------------------------------------------------------------------------
 
     def train_batch(self, x: Any, y: Any) -> Tensor:
-        """Run the schedule on one batch and update the weights.
+        """Run the schedule on one batch and update the weights. An asynchronous schedule drains afterwards: drive it by `train`.
 
         Args:
             x: inputs, nested tensors with the samples in their first dimension.
@@ -159,18 +130,54 @@ class Pipeline:
                 threads it can go on: all gradients are dropped, but stages that had come to their update have had it.
         """
         batch = self._batch(x, y, training=True)
+        if self._stream is not None:
+            self._feed(self._stream, batch)
+            self.flush()
+            return self._stream.ready.pop()[1]
         self._play(batch, "train")
         self._step += 1
         return self._mean_loss(batch)
 
     def train(self, loader: Iterable[tuple[Any, Any]]) -> Iterator[Tensor]:
-        """Train on every batch of `loader`; yields the losses in batch order."""
+        """Train on every batch of `loader`; yields the losses in batch order.
+
+        An asynchronous schedule stays full from batch to batch, so the loss of a batch comes when later batches have been
+        taken from the loader, at the same place on every rank. It drains at the end of the loader, and for `flush`, evaluation,
+        `save`, `state_dict` and their like; it then fills anew.
+
+        Raises:
+            RunError: see `train_batch`.
+        """
+        first = self._step
         for x, y in loader:
-            yield self.train_batch(x, y)
+            if self._stream is None:
+                yield self.train_batch(x, y)
+                continue
+            self._feed(self._stream, self._batch(x, y, training=True))
+            yield from self._taken(self._stream, first)
         self.flush()
+        if self._stream is not None:
+            yield from self._taken(self._stream, first)
+
+    def _feed(self, stream: Streaming, batch: Batch) -> None:
+        self._played = None
+        stream.feed(batch)
+        self._step += 1
+        if self._step <= self.setting.weights_options.get("warm_up", 0):
+            stream.flush()
+
+    @staticmethod
+    def _taken(stream: Streaming, first: int) -> Iterator[Tensor]:
+        """The losses that are there, of the batches from step `first` on: those before were somebody's who has stopped asking."""
+        while stream.ready:
+            step, loss = stream.ready.popleft()
+            if step >= first:
+                yield loss
 
     def flush(self) -> None:
         """Let everything under way finish. A synchronous schedule has nothing under way between batches."""
+        if self._stream is not None:
+            self._stream.flush()
         self._world.barrier()
 
     def eval_batch(self, x: Any, y: Any) -> Tensor:
@@ -184,7 +191,7 @@ class Pipeline:
         batch = make_batch(x, None, self.setting.schedule.micro_batches, step=self._step, training=False,
                            slicing=self.setting.schedule.slicing)  # fmt: skip
         self._play(batch, "evaluate")
-        return outputs(self._world, self.setting.schedule, batch)
+        return outputs(self._world, self._one_batch, batch)
 
     @property
     def step(self) -> int:
@@ -202,11 +209,22 @@ class Pipeline:
         return make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=training,
                           slicing=self.setting.schedule.slicing)  # fmt: skip
 
+    @cached_property
+    def _one_batch(self) -> Schedule:
+        """The schedule as it is for one batch alone."""
+        schedule = self.setting.schedule
+        return schedule if schedule.stream is None else prolonged(schedule, 1)
+
+    def _drain(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+
     def _play(self, batch: Batch, mode: str) -> None:
+        self._drain()
         lowered = self._lowered(batch.micro_batches, mode)
 
         def job(rank: int) -> None:
-            interpreter = self._interpreters[rank]
+            interpreter = self._made.interpreters[rank]
             if mode == "train":
                 for stage in interpreter.stages.values():
                     stage.update.begin()
@@ -229,17 +247,17 @@ class Pipeline:
         self._played = (batch.micro_batches, mode)
 
     def _lower(self, micro_batches: int, mode: str) -> LoweredSchedule:
-        schedule = self.setting.schedule.first_micro_batches(micro_batches)
+        schedule = self._one_batch.first_micro_batches(micro_batches)
         if mode == "evaluate":
             schedule = schedule.forward_only()
         return lower(schedule, AHEAD)
 
     def _mean_loss(self, batch: Batch) -> Tensor:
-        return mean_loss(self._world, self.setting.schedule, batch)
+        return mean_loss(self._world, self._one_batch, batch)
 
     @property
     def _local_stages(self) -> list[Stage]:
-        return [stage for interpreter in self._interpreters.values() for stage in interpreter.stages.values()]
+        return self._made.stages
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -251,30 +269,24 @@ class Pipeline:
         Raises:
             RunError: no batch has been trained or evaluated yet.
         """
-        if not self._played:
-            raise RunError("there is no timeline yet: train a batch first")
         rows = self._timed_rows()
-        local = {rank: [torch.tensor(interpreter.seconds(), dtype=torch.float64).reshape(-1, 2)]
-                 for rank, interpreter in self._interpreters.items()}  # fmt: skip
-        forms = {rank: [TensorForm((len(ops), 2), "float64", wants_grad=False)] for rank, ops in rows.items()}
-        gathered = self._world.gather(local, forms)
-        count = sum(map(len, rows.values()))
-        table = torch.cat([gathered[rank][0] for rank in rows]) if gathered else None
-        table = self._world.broadcast(table, 0, TensorForm((count, 2), "float64", wants_grad=False))
-        spans = iter(table.tolist())
-        events = [Event(rank, op, *next(spans)) for rank, ops in rows.items() for op in ops]
-        schedule = self.setting.schedule
-        timeline = Timeline.of(events, len(rows), len(self.setting.lengths), source="measured", title=schedule.name)
-        return replace(timeline, slicing=schedule.first_micro_batches(self._played[0]).slicing)
+        if not any(rows.values()):
+            raise RunError("there is no timeline yet: train a batch first")
+        timeline = measured(self._world, self.setting.schedule, self._made.interpreters, rows)
+        if self._played is None:
+            return timeline
+        return replace(timeline, slicing=self.setting.schedule.first_micro_batches(self._played[0]).slicing)
 
-    def _timed_rows(self) -> dict[int, list[Op]]:
-        """The ops that every rank ran last, in order."""
-        assert self._played is not None
+    def _timed_rows(self) -> dict[int, list[tuple[Op, Op]]]:
+        """The ops that every rank ran last, in order: as the timeline shows them, and as they were run."""
+        if self._played is None:
+            return {} if self._stream is None else self._stream.window()
         programs = self._lowered(*self._played).programs
-        return {rank: [action for action in row if isinstance(action, Op)] for rank, row in enumerate(programs)}
+        return {rank: [(action, action) for action in row if isinstance(action, Op)] for rank, row in enumerate(programs)}
 
     def state_dict(self) -> dict[str, Tensor]:
         """On rank 0: parameters and buffers of the whole model, on the CPU, under the model's own names. Elsewhere empty."""
+        self._drain()
         return state.collect(self._world, self._placed)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
@@ -284,6 +296,13 @@ class Pipeline:
             SettingError: a tensor is missing or has another shape.
         """
         state.put(self._local_stages, tensors)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Let a stream start from the parameters as they are now."""
+        if self._stream is not None:
+            self._stream.begin_anew()
+            self._made.let_read()
 
     def save(self, folder: str | Path) -> None:
         """Write weights, optimizer state and step into `folder`: one file per stage, readable under any other plan.
@@ -292,7 +311,11 @@ class Pipeline:
             FileError: the folder cannot be written.
             SettingError: an optimizer keeps something that is neither tensor nor plain number.
         """
-        checkpoint.save(Path(folder), self._world, self._placed, self._step)
+        self._drain()
+        stream = self.setting.schedule.stream
+        apart = stream is not None and stream.waves is not None
+        copies = max(map(len, self.setting.schedule.ranks_of_stage)) if apart else 1
+        checkpoint.save(Path(folder), self._world, self._placed, self._step, self._made.versioned(), copies)
 
     def load(self, folder: str | Path) -> None:
         """Go on from what `save` wrote, under this or any other plan for the same model.
@@ -300,7 +323,11 @@ class Pipeline:
         Raises:
             FileError: there is no whole checkpoint, or it is of another model. Nothing has changed then.
         """
-        self._step = checkpoint.load(Path(folder), self._placed)
+        if self._stream is None:
+            self._step = checkpoint.load(Path(folder), self._placed)
+        else:
+            self._stream.begin_anew()
+            self._step = checkpoint.load(Path(folder), self._placed, self._made.let_read)
 
     def compare_with_one_device(self, x: Any, y: Any) -> Comparison:
         """Run one batch through the pipeline and through plain training, and compare. Nothing is updated.
@@ -319,7 +346,7 @@ class Pipeline:
     @property
     def _placed(self) -> state.Placed:
         home = tuple(holders[0] for holders in self.setting.schedule.ranks_of_stage)
-        at_home = [stage for rank, interpreter in self._interpreters.items() for stage in interpreter.stages.values()
+        at_home = [stage for rank, interpreter in self._made.interpreters.items() for stage in interpreter.stages.values()
                    if home[stage.index] == rank]  # fmt: skip
         return state.Placed(self.chain, self.setting.lengths, home, self._local_stages, at_home)
 

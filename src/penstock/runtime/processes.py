@@ -20,7 +20,7 @@ from penstock.errors import DeadlineExceeded, PeerFailed, RunError
 from penstock.runtime.board import reason_of
 from penstock.runtime.store_board import StoreBoard
 from penstock.schedule.lower import Link
-from penstock.transport.distributed import DistributedTransport, Wire
+from penstock.transport.distributed import TOLD_TAG, DistributedTransport, Wire
 from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.transport.transport import TransportLost, TransportTimeout
 
@@ -75,6 +75,7 @@ class DistributedWorld:
         self._wire = Wire(self._rank, self._device, store, deadline_s, shared, groups)
         self._board = StoreBoard(store, self._rank, self.size, self._wire.abort)
         self._transport = DistributedTransport(self._wire)
+        self._told: list[tuple[dist.Work, Tensor]] = []
         atexit.register(self.close)
 
     def _nccl_everywhere(self, shared: dist.ProcessGroup) -> bool:
@@ -156,6 +157,29 @@ class DistributedWorld:
             return gathered
 
         return self.run(job)[self._rank]
+
+    def tell(self, numbers: Tensor) -> None:
+        """See `World.tell`."""
+        self._told = [each for each in self._told if not each[0].is_completed()]
+        for other in range(self.size):
+            if other != self._rank:
+                try:
+                    work = dist.isend(numbers, other, group=self._wire.shared, tag=TOLD_TAG)
+                except RuntimeError as error:
+                    raise TransportLost(str(error)) from error
+                if work is not None:
+                    self._told.append((work, numbers))
+
+    def hear(self, source: int, count: int) -> Callable[[], Tensor]:
+        """See `World.hear`."""
+        numbers = torch.empty(count, dtype=torch.float64)
+        work = self.run(lambda _: dist.irecv(numbers, source, group=self._wire.shared, tag=TOLD_TAG))[self._rank]
+
+        def heard() -> Tensor:
+            self.run(lambda _: self._wait(work, f"rank {source}"))
+            return numbers
+
+        return heard
 
     def barrier(self) -> None:
         """See `World.barrier`."""

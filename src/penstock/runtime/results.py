@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,8 +62,60 @@ def _from_copies(world: World, schedule: Schedule, batch: Batch) -> Tensor | Non
     local = {rank: [_numbers(batch, held)] for rank, held in own.items() if rank in world.local_ranks}
     gathered = world.gather(local, {rank: [TensorForm((1 + len(held),), "float64", wants_grad=False)]
                                     for rank, held in own.items()})  # fmt: skip
-    if not gathered:
-        return None
-    numbers = {m: number for rank, held in own.items() for m, number in zip(held, gathered[rank][0][1:], strict=True)}
-    dtype = _DTYPES[int(gathered[min(own)][0][0])]
+    return _mean([(held, gathered[rank][0]) for rank, held in own.items()]) if gathered else None
+
+
+def _mean(parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
+    """The mean loss of some ranks' micro-batches, from their `_numbers`."""
+    dtype = _DTYPES[int(parts[0][1][0])]
+    numbers = {m: number for held, row in parts for m, number in zip(held, row[1:], strict=True)}
     return torch.stack([numbers[m].to(dtype) for m in sorted(numbers)]).sum().float()
+
+
+class StreamLosses:
+    """Losses of a stream's batches: told by the ranks that hold the last stage as soon as they are there, asked for later.
+
+    Args:
+        world: the ranks.
+        schedule: as many batches of the stream as it takes to come back to the same ranks.
+    """
+
+    def __init__(self, world: World, schedule: Schedule) -> None:
+        self._world = world
+        self._here = len(world.local_ranks) == world.size
+        self._own = next(iter(world.local_ranks))
+        self._period, size = schedule.batches, schedule.micro_batches
+        self._homes = [[schedule.placement[schedule.stages - 1, index * size + m] for m in range(size)]
+                       for index in range(schedule.batches)]  # fmt: skip
+        self._to_tell: dict[int, list[int]] = {}
+        self._heard: dict[int, list[tuple[list[int], Callable[[], Tensor]]]] = {}
+
+    def expect(self, index: int, batch: Batch) -> None:
+        """A batch begins."""
+        if self._here:
+            return
+        held: dict[int, list[int]] = {}
+        for m in batch.numbers:
+            held.setdefault(self._homes[index % self._period][m], []).append(m)
+        own = held.pop(self._own, None)
+        if own is not None:
+            self._to_tell[batch.step] = own
+        self._heard[batch.step] = [(numbers, self._world.hear(rank, 1 + len(numbers))) for rank, numbers in held.items()]
+
+    def tell(self, batch: Batch) -> None:
+        """Let the others hear of a batch's losses when all of this rank are there."""
+        own = self._to_tell.get(batch.step)
+        if own is not None and all(m in batch.losses for m in own):
+            del self._to_tell[batch.step]
+            self._world.tell(_numbers(batch, own))
+
+    def mean(self, batch: Batch) -> Tensor:
+        """The mean loss of a batch that is done, a float tensor."""
+        parts = [(numbers, heard()) for numbers, heard in self._heard.pop(batch.step, ())]
+        own = sorted(batch.losses)
+        return _mean([*parts, (own, _numbers(batch, own))] if own else parts)
+
+    def clear(self) -> None:
+        """Nothing is expected any more."""
+        self._to_tell.clear()
+        self._heard.clear()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from penstock.errors import PlanError, SettingError
+from penstock.errors import PlanError, ScheduleError, SettingError
 from penstock.plan import Plan
 from penstock.schedule.catalogue import schedule as make_schedule
-from penstock.schedule.op import Schedule
+from penstock.schedule.op import HANDING, Schedule
 from penstock.simulate.simulate import recomputes
 from penstock.tracing.chain import TracedChain
 from penstock.verify.verify import verify
-from penstock.weights.catalogue import weight_rule
+from penstock.weights.choice import rule_of, schedule_for
 
 
 @dataclass(frozen=True)
@@ -23,38 +23,53 @@ class Setting:
     schedule: Schedule
     recompute: str
     weights: str
+    weights_options: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of_plan(cls, plan: Plan, traced: TracedChain) -> Setting:
         """What the plan says, once it fits the model."""
         plan.check_fits(traced.fingerprint, plan.ranks)
-        return cls(tuple(plan.lengths), plan.schedule, plan.recompute, plan.weights)
+        return cls(tuple(plan.lengths), plan.schedule, plan.recompute, plan.weights, dict(plan.weights_options))
 
 
-def setting_of(traced: TracedChain, plan: Plan | None, balance: Sequence[int] | None, schedule: str | Schedule | None,
-               micro_batches: int | None, recompute: str | None, weights: str | None) -> Setting:  # fmt: skip
-    """What to do, from a plan or from the caller's own words, never from a mix of both.
+@dataclass(frozen=True)
+class Words:
+    """What a caller may say instead of giving a plan."""
+
+    balance: Sequence[int] | None = None
+    schedule: str | Schedule | None = None
+    micro_batches: int | None = None
+    recompute: str | None = None
+    weights: str | None = None
+    weights_options: Mapping[str, float] | None = None
+
+
+def setting_of(traced: TracedChain, plan: Plan | None, words: Words) -> Setting:
+    """What to do, from a plan or from the caller's own words, never from a mix of both. Where nothing is said of the schedule, it is
+    the one made for the weight rule; where nothing is said of the rule, it is the one that the schedule is made for.
 
     Raises:
         SettingError: both are given, or neither.
         PlanError: the plan is for another model.
     """
-    own = {"balance": balance, "schedule": schedule, "micro_batches": micro_batches, "recompute": recompute, "weights": weights}
     if plan is not None:
-        doubled = [name for name, value in own.items() if value is not None]
+        doubled = [name for name, value in vars(words).items() if value is not None]
         if doubled:
             raise SettingError(f"the plan already says {', '.join(doubled)}: give a plan, or these, not both")
         return Setting.of_plan(plan, traced)
-    if balance is None:
+    if words.balance is None:
         raise SettingError("a Pipeline needs a plan (ps.plan), or balance=[layers of each stage, …]")
-    lengths = tuple(int(length) for length in balance)
+    lengths = tuple(int(length) for length in words.balance)
+    schedule, micro_batches = words.schedule, words.micro_batches
     if not isinstance(schedule, Schedule):
-        schedule = make_schedule(schedule or "1f1b", len(lengths), 1 if micro_batches is None else micro_batches)
+        name = schedule or schedule_for(words.weights or "flush")
+        schedule = make_schedule(name, len(lengths), 1 if micro_batches is None else micro_batches)
     elif micro_batches not in (None, schedule.micro_batches):
         raise SettingError(
             f"the schedule has {schedule.micro_batches} micro-batches, micro_batches={micro_batches} says otherwise"
         )
-    return Setting(lengths, schedule, recompute or "never", weights or "flush")
+    weights = words.weights or ("flush" if schedule.stream is None else schedule.stream.weights)
+    return Setting(lengths, schedule, words.recompute or "never", weights, dict(words.weights_options or {}))
 
 
 def check(setting: Setting) -> None:
@@ -64,12 +79,15 @@ def check(setting: Setting) -> None:
         ScheduleError, SettingError, PlanError: the schedule is not sound, or does not go with the rest.
     """
     schedule = setting.schedule
-    verify(schedule)
+    if not schedule.synchronous and schedule.stream is None:
+        raise ScheduleError(f"{schedule.name} is asynchronous and does not say how it goes on from batch to batch: give it a stream, "
+                            "such as Schedule(programs, synchronous=False, stream=Stream(batches=8))")  # fmt: skip
+    if schedule.stream is not None and (schedule.slicing is not None or any(op.kind in HANDING for op in schedule.ops)):
+        raise ScheduleError(f"{schedule.name} cuts micro-batches or hands them to other ranks, which streams cannot do yet")
+    rule_of(schedule, setting.weights, setting.weights_options)
+    verify(schedule) if schedule.stream is None else verify(schedule, weights=setting.weights)
     recomputes(setting.recompute, 0, 1)
-    rule = weight_rule(setting.weights)
     if schedule.stages != len(setting.lengths):
         raise PlanError(
             f"the schedule has {schedule.stages} stages, the balance {list(setting.lengths)} has {len(setting.lengths)}"
         )
-    if not (schedule.synchronous and rule.synchronous):
-        raise PlanError(f"{schedule.name} with weights={setting.weights!r} is asynchronous, which cannot be run yet")

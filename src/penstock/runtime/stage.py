@@ -25,6 +25,9 @@ from penstock.transport.payload import Payload
 
 Loss = Callable[[Any, Any], Tensor]
 
+#: Step and micro-batch: several batches may be under way.
+_Key = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class StageLayer:
@@ -62,8 +65,8 @@ class Stage:
     recompute: str = "never"
     loss: Loss | None = None
     evicted: Collection[int] = ()
-    _kept: dict[int, _Kept] = field(default_factory=dict)
-    _pending: dict[int, PendingWeights] = field(default_factory=dict)
+    _kept: dict[_Key, _Kept] = field(default_factory=dict)
+    _pending: dict[_Key, PendingWeights] = field(default_factory=dict)
     _pasts: Pasts = field(default_factory=Pasts)
 
     def __post_init__(self) -> None:
@@ -116,7 +119,7 @@ class Stage:
             flags = self._grad_flags(left, inputs) if again else tuple(tensor.requires_grad for tensor in left)
             self._pasts.leave(after, past.left, flags)
         if batch.training:
-            self._kept[micro_batch] = _Kept(inputs, past.found, None if again else roots, buffers, saved)
+            self._kept[batch.step, micro_batch] = _Kept(inputs, past.found, None if again else roots, buffers, saved)
         return result
 
     def backward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
@@ -131,28 +134,28 @@ class Stage:
     def input_grad(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
         """I: gradients of the inputs only; W has to follow."""
         leaves, past, roots, grads = self._roots(batch, micro_batch, arrived)
-        found, self._pending[micro_batch] = input_grad(roots, grads, [*leaves, *past])
+        found, self._pending[batch.step, micro_batch] = input_grad(roots, grads, [*leaves, *past])
         self._pasts.give_back(micro_batch, found[len(leaves) :])
         return Payload.flat(found[: len(leaves)])
 
-    def weight_grad(self, micro_batch: int) -> None:
+    def weight_grad(self, batch: Batch, micro_batch: int) -> None:
         """W: gradients of the weights, from what I left."""
-        weight_grad(self._pending.pop(micro_batch))
+        weight_grad(self._pending.pop((batch.step, micro_batch)))
 
-    def evict(self, micro_batch: int) -> Payload:
+    def evict(self, batch: Batch, micro_batch: int) -> Payload:
         """E: give what the forward has saved away. What will be recomputed has saved nothing."""
-        saved = self._kept[micro_batch].saved
+        saved = self._kept[batch.step, micro_batch].saved
         content = torch.empty(0, dtype=torch.uint8) if saved is None else saved.take_out()
         return Payload.of(content, (False,))
 
-    def load(self, micro_batch: int, arrived: Payload) -> None:
+    def load(self, batch: Batch, micro_batch: int, arrived: Payload) -> None:
         """L: take it back."""
-        saved = self._kept[micro_batch].saved
+        saved = self._kept[batch.step, micro_batch].saved
         if saved is not None:
             saved.put_back(arrived.tensors[0])
 
     def forget(self) -> None:
-        """Drop what an unfinished batch has kept."""
+        """Drop what unfinished batches have kept."""
         self._kept.clear()
         self._pending.clear()
         self._pasts.clear()
@@ -229,7 +232,7 @@ class Stage:
 
         Recomputes the graph if needed.
         """
-        kept = self._kept.pop(micro_batch)
+        kept = self._kept.pop((batch.step, micro_batch))
         leaves = [leaf for leaf in kept.inputs.tensors if leaf.requires_grad]
         past_leaves = [leaf for leaf in tensors_of(kept.found) if leaf.requires_grad]
         grads: list[Tensor | None] = [] if arrived is None else [_to(leaf, self.device) for leaf in arrived.leaves]

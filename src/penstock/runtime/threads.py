@@ -146,6 +146,13 @@ class ThreadWorld:
         del forms
         return {rank: [tensor.detach().cpu().clone() for tensor in tensors] for rank, tensors in local.items()}
 
+    def tell(self, numbers: Tensor) -> None:
+        """See `World.tell`: there is no other process."""
+
+    def hear(self, source: int, count: int) -> Callable[[], Tensor]:
+        """See `World.hear`: there is no other process."""
+        raise NotImplementedError
+
     def barrier(self) -> None:
         """See `World.barrier`: one process is always together."""
 

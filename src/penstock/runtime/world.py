@@ -46,6 +46,18 @@ class World(Protocol):
         """The tensors of all ranks on rank 0's process, on the CPU; elsewhere nothing. `forms` describes all ranks' tensors."""
         ...
 
+    def tell(self, numbers: Tensor) -> None:
+        """Called by one rank: let all other processes `hear` some doubles, in the order of telling, and go on at once.
+
+        Raises:
+            TransportLost: the links are closed.
+        """
+        ...
+
+    def hear(self, source: int, count: int) -> Callable[[], Tensor]:
+        """Expect that many doubles from rank `source` of another process; what is returned waits for them."""
+        ...
+
     def barrier(self) -> None:
         """Go on when all have come here."""
         ...

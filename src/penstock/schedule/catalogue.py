@@ -28,6 +28,8 @@ class ScheduleFacts:
     needs_costs: bool = False
     #: Whether it takes models only in which no token depends on a later one.
     causal: bool = False
+    #: The weight rule that the order of its ops is made for.
+    weights: str = "flush"
 
 
 def schedules() -> dict[str, ScheduleFacts]:
@@ -93,4 +95,7 @@ def _made(entry: Registered[Callable[..., Schedule]], stages: int, micro_batches
         if replicas == 1:
             raise
         raise ScheduleError(f"{error} (with replicas={replicas}, {each} of the {micro_batches} go to the first)") from error
-    return made if replicas == 1 else pipelines(made, replicas, micro_batches)
+    if replicas > 1 and made.stream is not None and micro_batches % replicas:
+        raise ScheduleError(f"{entry.name} goes on from batch to batch, so with replicas={replicas} every one of them needs as many "
+                            f"micro-batches of a batch as the others: {micro_batches} is no multiple of {replicas}")  # fmt: skip
+    return made if replicas == 1 else pipelines(made, replicas, micro_batches * made.batches)

@@ -14,6 +14,8 @@ from penstock.errors import ScheduleError
 from penstock.schedule.lower import Direction, Link, Message, Transfer, lower, messages
 from penstock.schedule.op import HANDING, Kind, Op, Schedule
 from penstock.schedule.rules import needs
+from penstock.schedule.stream import Stream
+from penstock.schedule.updates import met_by
 
 #: What happened, as an Event has it: rank, op, start, end, bytes, and the rank it goes to if it is a transfer.
 Row = tuple[int, Op, float, float, int, int | None]
@@ -122,7 +124,7 @@ def build(schedule: Schedule, overlap: bool = True) -> Graph:
             if not found:
                 raise ScheduleError(f"rank {rank}: {op} needs {' or '.join(map(str, group))}, which no rank runs")
             waits[node] += [carried.get((node, other), by_op[other]) for other in found]
-    _meet(waits, ((node, rank, op) for node, (rank, op) in enumerate(ops)))
+    _meet(waits, ((node, rank, op) for node, (rank, op) in enumerate(ops)), schedule.stream)
     paired = {node + 1: node for node in range(len(ops) - 1) if (ops[node][1], ops[node + 1][1]) in schedule.pairs}
     for second, one in paired.items():
         waits[one] += [other for other in waits[second] if other != one]
@@ -130,16 +132,21 @@ def build(schedule: Schedule, overlap: bool = True) -> Graph:
     return Graph(ops, tuple(transfers), tuple(map(tuple, waits)), paired)
 
 
-def _meet(waits: list[list[int]], ops: Iterable[tuple[int, int, Op]]) -> None:
-    """Let every U wait until all copies of its stage have come to theirs: gradient synchronisation is a meeting."""
-    meetings: dict[Op, dict[int, int]] = defaultdict(dict)
+def _meet(waits: list[list[int]], ops: Iterable[tuple[int, int, Op]], stream: Stream | None) -> None:
+    """Let every U wait for those of its stage's other copies that it meets or follows (see `met_by`)."""
+    standing: dict[Op, dict[int, int]] = defaultdict(dict)
     for node, rank, op in ops:
         if op.kind is Kind.U:
-            meetings[op].setdefault(rank, node)
-    for copies in meetings.values():
-        before = sorted({other for node in copies.values() for other in waits[node]})
-        for node in copies.values() if len(copies) > 1 else ():
-            waits[node] = before
+            standing[op].setdefault(rank, node)
+    for op, copies in standing.items():
+        met = met_by(op, stream)
+        if met == op:
+            before = sorted({other for node in copies.values() for other in waits[node]})
+            for node in copies.values() if len(copies) > 1 else ():
+                waits[node] = before
+        elif met is not None:
+            for rank, node in copies.items():
+                waits[node] += [other for home, other in standing.get(met, {}).items() if home != rank]
 
 
 def channel_depth(schedule: Schedule) -> int:
@@ -161,7 +168,7 @@ def channel_depth(schedule: Schedule) -> int:
             elif action.kind is Kind.U:
                 updates.append((len(waits), rank, action))
             waits.append([len(waits) - 1] if i else [])
-    _meet(waits, updates)
+    _meet(waits, updates, schedule.stream)
 
     def finishes(depth: int) -> bool:
         bounded = [list(before) for before in waits]

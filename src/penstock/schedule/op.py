@@ -13,6 +13,7 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.notebook import Shown
 from penstock.schedule.slicing import Slicing
+from penstock.schedule.stream import Stream
 
 
 class Kind(str, Enum):
@@ -85,6 +86,7 @@ class Schedule(Shown):
         pairs: ops that stand next to each other and run as one: both begin when all that either needs is there, both end
             together. Written `0F1&0B0`. Executors may run them one after the other, which waits for less.
         slicing: how micro-batches are cut further, if they are.
+        stream: of an asynchronous schedule, how it goes on from batch to batch. Without it the programs are those of one batch.
     """
 
     programs: tuple[Program, ...]
@@ -93,6 +95,7 @@ class Schedule(Shown):
     options: tuple[tuple[str, object], ...] = field(default=())
     pairs: frozenset[tuple[Op, Op]] = frozenset()
     slicing: Slicing | None = None
+    stream: Stream | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "programs", tuple(tuple(program) for program in self.programs))
@@ -147,14 +150,21 @@ class Schedule(Shown):
         """Number of stages: one more than the highest stage named."""
         return 1 + max((op.stage for op in self.ops), default=-1)
 
+    @property
+    def batches(self) -> int:
+        """Number of batches that the programs run."""
+        return 1 if self.stream is None else self.stream.batches
+
     @cached_property
     def micro_batches(self) -> int:
-        """Number of whole micro-batches."""
-        return self.slices if self.slicing is None else len(self.slicing.shares)
+        """Number of whole micro-batches of one batch."""
+        if self.slicing is not None:
+            return len(self.slicing.shares)
+        return -(-self.slices // self.batches)
 
     @cached_property
     def slices(self) -> int:
-        """How many numbers forwards have: one more than the highest. That of micro-batches, unless those are cut."""
+        """How many numbers forwards have: one more than the highest. That of micro-batches of all batches, unless those are cut."""
         return 1 + max((op.micro_batch for op in self.ops if op.kind is Kind.F), default=-1)
 
     @cached_property

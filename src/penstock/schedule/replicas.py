@@ -19,6 +19,7 @@ from itertools import accumulate
 from penstock.errors import ScheduleError
 from penstock.schedule.op import HANDING, Kind, Op, Program, Schedule
 from penstock.schedule.slicing import Slicing
+from penstock.schedule.updates import with_updates_of_batches
 
 
 def pipelines(made: Schedule, replicas: int, micro_batches: int) -> Schedule:
@@ -34,8 +35,13 @@ def pipelines(made: Schedule, replicas: int, micro_batches: int) -> Schedule:
     Args:
         made: sound, and of as many micro-batches as the busiest pipeline has.
         replicas: at least 1.
-        micro_batches: of all pipelines together: those of `made` for each, or for the last of them one less.
+        micro_batches: of all pipelines together: those of `made` for each, or for the last of them one less; of a stream, those
+            of all its batches.
+
+    Raises:
+        ScheduleError: the copies of `made` do not add up their gradients.
     """
+    _refuse_waves(made)
     cut = made.slicing
     slicing = None
     if cut is not None:
@@ -65,10 +71,17 @@ def _renumbered(op: Op, new: dict[int, int]) -> Op:
     return op if op.kind is Kind.U else op._replace(micro_batch=new[op.micro_batch])
 
 
+def _refuse_waves(made: Schedule) -> None:
+    if made.stream is not None and made.stream.waves is not None:
+        raise ScheduleError(f"{made.name} has copies of its own, which do not add up their gradients: it takes no replicas, but "
+                            "more virtual workers")  # fmt: skip
+
+
 def round_robin(made: Schedule, replicas: Sequence[int]) -> Schedule:
     r"""`made` with stage s on `replicas[s]` ranks, which take its micro-batches in turn (PipeDream's 1F1B-RR).
 
-    Each runs its own in the order in which the stage ran all. Ops left out of a sound schedule leave a sound one.
+    Each runs its own in the order in which the stage ran all. Ops left out of a sound schedule leave a sound one. In a stream each
+    copy's U stands right after its own last backward of the batch.
 
     >>> print(round_robin(Schedule.parse("0F0 0F1 0B0 0B1 0U1\n1F0 1B0 1F1 1B1 1U1"), (2, 1)))
     rank 0 | 0F0 0B0 0U1
@@ -79,11 +92,12 @@ def round_robin(made: Schedule, replicas: Sequence[int]) -> Schedule:
 
     Args:
         made: sound, with one stage on every rank, and stage s on rank s.
-        replicas: per stage, at least 1 and at most as many as there are micro-batches.
+        replicas: per stage, at least 1 and at most as many as there are micro-batches; of a stream each divides those of a batch.
 
     Raises:
         ScheduleError: the schedule is of another form, or the replicas are others.
     """
+    _refuse_waves(made)
     name = made.name
     if any(stages != (rank,) for rank, stages in enumerate(made.stages_of_rank)):
         raise ScheduleError(f"{name} has several stages on a rank, or copies: only replicas for all stages alike go with it, "
@@ -95,11 +109,17 @@ def round_robin(made: Schedule, replicas: Sequence[int]) -> Schedule:
         if number > made.micro_batches:
             raise ScheduleError(f"stage {stage} has {number} replicas, but there are only {made.micro_batches} micro-batches: "
                                 "every replica needs one")  # fmt: skip
-    programs = [
-        tuple(op for op in made.programs[stage] if op.kind is Kind.U or op.micro_batch % number == replica)
-        for stage, number in enumerate(replicas)
-        for replica in range(number)
-    ]
+        if made.stream is not None and made.micro_batches % number:
+            raise ScheduleError(f"{name} goes on from batch to batch, so every replica of a stage needs as many micro-batches of a "
+                                f"batch as the others: stage {stage} has {number} replicas, but {made.micro_batches} is no multiple "
+                                f"of {number}")  # fmt: skip
+    programs = []
+    for stage, number in enumerate(replicas):
+        for replica in range(number):
+            own = tuple(op for op in made.programs[stage] if op.kind is Kind.U or op.micro_batch % number == replica)
+            if made.stream is not None:
+                own = with_updates_of_batches([op for op in own if op.kind is not Kind.U], made.micro_batches)
+            programs.append(own)
     return replace(made, programs=tuple(programs))
 
 

@@ -1,4 +1,4 @@
-"""The default planner: every synchronous schedule, number of stages and number of micro-batches, cut exactly, simulated in full.
+"""The default planner: every schedule asked for, number of stages and number of micro-batches, cut exactly, simulated in full.
 
 Most are never simulated: a way whose lower bound is above the best time found cannot win. Those with the best estimates come
 first, so that the bound is sharp from the start, and a search that is stopped has seen the promising ones.
@@ -21,8 +21,11 @@ from penstock.search.ways import Balance, Way, cut, least_s, ways
 from penstock.search.why import bound_by
 from penstock.simulate.costs import Costs
 from penstock.simulate.plan_costs import place_costs, slice_costs
-from penstock.simulate.simulate import RECOMPUTE, peak_memory, simulate_schedule
+from penstock.simulate.simulate import RECOMPUTE, peak_memory
+from penstock.simulate.steady import steady
 from penstock.units import format_bytes
+from penstock.weights.catalogue import WeightRule
+from penstock.weights.choice import rule_of
 
 #: Times this close, relatively, count as equal: then memory decides, then the number of micro-batches.
 CLOSE = 1e-3
@@ -33,7 +36,8 @@ ROWS, MISFITS = 12, 4
 
 @register("auto", source="Penstock: enumeration with lower bounds, exact cuts, full simulation")
 def auto(request: PlanRequest) -> Plan:
-    """The fastest plan that fits; of those within 0.1 % of it the leanest, then the one with the fewest micro-batches.
+    """The fastest plan that fits; of those within 0.1 % of it a synchronous one, then the leanest, then the one with the fewest
+    micro-batches.
 
     Every way is cut by `bottleneck` at its micro-batch size, over the slowest link that it uses. Only if nothing fits that is
     cut for time, everything is tried again cut for memory.
@@ -66,9 +70,10 @@ def _kind(name: str, stages: int) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class _Laid:
-    """A way with its schedule and cut. No step of it is shorter than `bound_s`."""
+    """A way with its schedule, weight rule and cut. No step of it is shorter than `bound_s`."""
 
     made: Schedule
+    rule: WeightRule
     lengths: tuple[int, ...]
     costs: Costs
     bound_s: float
@@ -92,7 +97,7 @@ class _Found:
         """What the plan tells of it."""
         made = self.laid.made
         return Candidate(made.name, made.stages, made.micro_batches, self.recompute, self.laid.lengths, self.step_s,
-                         max(self.memory), self.lack or self.why)  # fmt: skip
+                         max(self.memory), self.lack or self.why, self.laid.rule.name)  # fmt: skip
 
     @property
     def kind(self) -> tuple[str, int]:
@@ -100,15 +105,16 @@ class _Found:
         return _kind(self.laid.made.name, self.laid.made.stages)
 
     @property
-    def preference(self) -> tuple[int, int, int, float, str, str]:
+    def preference(self) -> tuple[bool, int, int, int, float, str, str]:
         """Smallest first, among those whose times count as equal."""
         made = self.laid.made
-        return max(self.memory), made.micro_batches, made.stages, self.step_s, made.name, self.recompute
+        return not made.synchronous, max(self.memory), made.micro_batches, made.stages, self.step_s, made.name, self.recompute
 
     def simulated(self) -> _Found:
         """The same with its time."""
-        timeline = simulate_schedule(self.laid.made, self.laid.costs, recompute=self.recompute)
-        return replace(self, step_s=timeline.makespan, bubble_ratio=timeline.bubble_ratio, why=bound_by(timeline))
+        found = steady(self.laid.made, self.laid.costs, self.recompute)
+        why = bound_by(found.timeline, found.batches * found.seconds_per_batch)
+        return replace(self, step_s=found.seconds_per_batch, bubble_ratio=found.bubble_ratio, why=why)
 
 
 class _Search:
@@ -158,6 +164,7 @@ class _Search:
         cluster, numbers = self.request.cluster, (way.stages, way.micro_batches)
         try:
             made = schedule(way.schedule, *numbers)
+            rule = rule_of(made, self.request.weights, dict(self.request.weights_options))
         except ScheduleError as error:
             self.refusals[str(error)] = None
             return None
@@ -177,11 +184,15 @@ class _Search:
         if numbers not in self._cuts:
             self._cuts[numbers] = cut(self.request, *numbers, self.balance)
         lengths, costs = self._cuts[numbers]
-        return _Laid(made, lengths, costs, least_s(made, costs))
+        return _Laid(made, rule, lengths, costs, least_s(made, costs))
 
     def _run(self, laid: _Laid) -> None:
         """Find out whether it fits, with as little recomputing as will do, and how long it takes."""
-        costs = place_costs(laid.costs, laid.made, self.request.cluster)
+        try:
+            costs = place_costs(laid.costs, laid.made, self.request.cluster, laid.rule)
+        except ScheduleError as error:  # a weight rule that cannot say what some micro-batch reads
+            self.refusals[str(error)] = None
+            return
         if laid.made.slicing is not None:
             micro_batch = self.request.batch / laid.made.micro_batches
             costs = slice_costs(costs, self.request.profile, laid.lengths, micro_batch, laid.made.slicing)
@@ -220,11 +231,15 @@ class _Search:
             lengths=chosen.laid.lengths,
             schedule_name=made.name,
             schedule_options=cast("tuple[tuple[str, Option], ...]", made.options),
+            synchronous=made.synchronous,
             programs=made.lines,
             slicing=made.slicing,
+            stream=made.stream,
             micro_batches=made.micro_batches,
             batch=request.batch,
             recompute=chosen.recompute,
+            weights=chosen.laid.rule.name,
+            weights_options=request.weights_options,
             cluster=request.cluster.name,
             cluster_ranks=request.cluster.ranks,
             predicted=Prediction(chosen.step_s, chosen.bubble_ratio, chosen.memory,

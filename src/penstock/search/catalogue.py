@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from penstock.cluster.cluster import Cluster
@@ -20,7 +20,8 @@ register = PLANNERS.register
 def plan(profile: Profile, cluster: Cluster, batch: int, *, planner: str = "auto", schedules: Sequence[str] | str | None = None,
          asynchronous: bool = False, memory_limit: int | str | None = None, max_replicas: int | None = None,
          recompute: Recompute | Literal["auto"] = "auto", budget_s: float = 10.0, stages: int | None = None,
-         micro_batches: int | None = None, partition: str | Sequence[int] = "bottleneck") -> Plan:  # fmt: skip
+         micro_batches: int | None = None, partition: str | Sequence[int] = "bottleneck", weights: str | None = None,
+         weights_options: Mapping[str, float] | None = None, optimizer: str | None = None) -> Plan:  # fmt: skip
     """The best plan that the planner finds; print it to see what it weighed.
 
     Args:
@@ -30,7 +31,8 @@ def plan(profile: Profile, cluster: Cluster, batch: int, *, planner: str = "auto
         planner: name of a planner.
         schedules: names of the schedules to weigh; None is all synchronous ones but those with copies of stages or slices of
             sequences, which are weighed when they are named.
-        asynchronous: weigh asynchronous schedules too; not possible yet.
+        asynchronous: weigh asynchronous schedules too, which train by other rules: an update may use gradients of older weights.
+            They count by their seconds per batch between filling and draining. Not needed for those that are named.
         memory_limit: bytes that every rank may hold, or a text such as "2 GiB", besides the limit of its device.
         max_replicas: most copies of a stage; more than 1 is not possible yet.
         recompute: "never", "except_last", "always", or "auto": only where memory does not suffice without.
@@ -39,18 +41,25 @@ def plan(profile: Profile, cluster: Cluster, batch: int, *, planner: str = "auto
         stages: number of stages; None leaves it to the planner.
         micro_batches: parts of a batch; None leaves it to the planner.
         partition: how to cut: a method's name, or the number of layers in every stage.
+        weights: name of the weight rule; by default each schedule's own. Where no schedule is named, an asynchronous rule brings the
+            schedule that is made for it.
+        weights_options: numbers that the weight rule takes.
+        optimizer: name of torch's class that will be used, such as "Adam": rules that have no formula for it are left out, and
+            refused if they are named. Memory is that of SGD with momentum all the same.
 
     Raises:
-        PlanError: nothing fits the memory, a number is out of its range, or something is asked that no planner can do yet.
-        UnknownName: no planner or schedule has such a name.
-        SettingError: `memory_limit` is a text that is no amount of bytes.
+        PlanError: nothing fits the memory, a number is out of its range, the weight rule does not go with a schedule, or something
+            is asked that no planner can do yet.
+        UnknownName: no planner, schedule or weight rule has such a name.
+        SettingError: `memory_limit` is a text that is no amount of bytes, or the weight rule has no such option or no formula
+            for the optimizer.
     """
     entry = PLANNERS.find(planner)
-    if asynchronous:
-        raise PlanError("asynchronous=True cannot be planned yet: leave it out to weigh the synchronous schedules")
     if max_replicas is not None and max_replicas > 1:
         raise PlanError(f"max_replicas={max_replicas} cannot be planned yet: every stage has 1 copy. Leave it out, or give 1")
     names = (schedules,) if isinstance(schedules, str) else None if schedules is None else tuple(schedules)
     by = partition if isinstance(partition, str) else tuple(partition)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
-    return entry.make(PlanRequest(profile, cluster, batch, names, limit, recompute, budget_s, stages, micro_batches, by))
+    options = tuple((name, float(value)) for name, value in (weights_options or {}).items())
+    return entry.make(PlanRequest(profile, cluster, batch, names, limit, recompute, budget_s, stages, micro_batches, by,
+                                  asynchronous, weights, options, optimizer))  # fmt: skip

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from penstock.cluster.cluster import Cluster
-from penstock.errors import PlanError
+from penstock.errors import PlanError, SettingError
 from penstock.plan import Recompute
 from penstock.profile.profile import Profile
 from penstock.schedule.catalogue import FAMILIES, ScheduleFacts, schedules
 from penstock.simulate.simulate import RECOMPUTE
+from penstock.weights.catalogue import WeightRule, weight_rule
+from penstock.weights.choice import does_not_go, schedule_for
 
 
 @final
@@ -19,11 +21,14 @@ class PlanRequest:
     """A model, a cluster, a batch, and what the plan may and must be. None leaves the planner free.
 
     `memory_limit` is in bytes for every rank, besides what its device has. `recompute` is one of `RECOMPUTE`, or "auto".
-    `by` says how to cut: a partition method's name, or the lengths of the stages (`stages` is then their number).
+    `by` says how to cut: a partition method's name, or the lengths of the stages (`stages` is then their number). `asynchronous`
+    says to weigh asynchronous schedules too. `weights` is the weight rule, where it is not to be each schedule's own, and
+    `weights_options` is what that is given. `optimizer` is the name of torch's class, where it is known.
 
     Raises:
-        PlanError: a number is out of its range, or a schedule is asynchronous.
-        UnknownName: no schedule has such a name.
+        PlanError: a number is out of its range, or the weight rule does not go with the schedules.
+        UnknownName: no schedule or weight rule has such a name.
+        SettingError: the weight rule has no such option, or no formula for the optimizer.
     """
 
     profile: Profile
@@ -36,6 +41,10 @@ class PlanRequest:
     stages: int | None = None
     micro_batches: int | None = None
     by: str | tuple[int, ...] = "bottleneck"
+    asynchronous: bool = False
+    weights: str | None = None
+    weights_options: tuple[tuple[str, float], ...] = ()
+    optimizer: str | None = None
 
     def __post_init__(self) -> None:
         layers = len(self.profile)
@@ -61,28 +70,47 @@ class PlanRequest:
             raise PlanError(f"recompute is {self.recompute!r}; it must be one of auto, {', '.join(RECOMPUTE)}")
         if not self.budget_s >= 0:
             raise PlanError(f"budget_s is {self.budget_s!r}; it must be 0 s or more")
-        self.families()
+        for facts in self.families():
+            rule = weight_rule(self.weights or facts.weights)
+            rule.with_defaults(dict(self.weights_options))
+            if rule.synchronous != facts.synchronous:
+                raise PlanError(does_not_go(rule.name, facts.name, facts.synchronous))
+            if not self._has_formula(rule):
+                raise SettingError(f"weight rule {rule.name!r} has no formula for {self.optimizer}: {rule.because}; it goes with "
+                                   f"{', '.join(rule.optimizers)}")  # fmt: skip
 
     def families(self) -> tuple[ScheduleFacts, ...]:
-        """The schedules to weigh: those asked for, in that order and each once, or all synchronous ones that any model can run.
+        """The schedules to weigh: those asked for, in that order and each once; or all that any model can run, asynchronous ones
+        only where those are asked for, and with a weight rule only such as it goes with.
 
         Slices of sequences need a causal model, which a profile does not tell: they are weighed when asked for; so are schedules
         with copies of stages.
 
         Raises:
-            PlanError: one that was asked for is asynchronous, or the list is empty.
-            UnknownName: there is no such schedule.
+            PlanError: the list is empty.
+            UnknownName: there is no such schedule or weight rule.
         """
         known = schedules()
-        if self.schedules is None:
-            return tuple(facts for facts in known.values() if facts.synchronous and not facts.causal)
-        asked = tuple(known[name] for name in dict.fromkeys(FAMILIES.find(name).name for name in self.schedules))
-        late = [facts.name for facts in asked if not facts.synchronous]
-        if late:
-            raise PlanError(f"{', '.join(late)}: asynchronous schedules cannot be planned yet; name synchronous ones")
-        if not asked:
-            raise PlanError("schedules is empty: name at least one, or leave it out to weigh all")
-        return asked
+        if self.schedules is not None:
+            if not self.schedules:
+                raise PlanError("schedules is empty: name at least one, or leave it out to weigh all")
+            return tuple(known[name] for name in dict.fromkeys(FAMILIES.find(name).name for name in self.schedules))
+        kinds = {True, not self.asynchronous}
+        if self.weights is not None:
+            kinds = {weight_rule(self.weights).synchronous}
+            if kinds == {False} and not self.asynchronous:
+                return (known[schedule_for(self.weights)],)
+        return tuple(
+            facts
+            for facts in known.values()
+            if facts.synchronous in kinds
+            and not facts.causal
+            and (self.weights or self._has_formula(weight_rule(facts.weights)))
+        )
+
+    def _has_formula(self, rule: WeightRule) -> bool:
+        """Whether the rule's paper covers the optimizer, as far as that is known."""
+        return self.optimizer is None or not rule.optimizers or self.optimizer in rule.optimizers
 
     def memory_bytes(self, rank: int) -> int:
         """What rank `rank` may hold."""

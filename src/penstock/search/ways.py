@@ -9,6 +9,7 @@ from typing import Literal
 
 from penstock.partition.catalogue import partition
 from penstock.schedule.op import Kind, Schedule
+from penstock.schedule.period import period_of
 from penstock.search.request import PlanRequest
 from penstock.simulate.costs import Costs
 from penstock.simulate.plan_costs import stage_costs
@@ -55,7 +56,8 @@ def _ways(request: PlanRequest) -> Iterator[Way]:
             most = min(ranks if single else ranks * pair if pair > 1 else ranks * STAGES_PER_RANK, layers)
             for stages in range(pair, most + 1, pair) if request.stages is None else (request.stages,):
                 used = min(stages, ranks)
-                estimate = (micro_batches + used - 1) * (forward + backward) / used
+                ramp = used - 1 if facts.synchronous else 0
+                estimate = (micro_batches + ramp) * (forward + backward) / used
                 # All work, shared evenly. Only a schedule of one stage per rank surely has no more ranks than stages.
                 yield Way(facts.name, stages, micro_batches, estimate, micro_batches * least / (used if single else ranks))
 
@@ -84,27 +86,32 @@ def cut(request: PlanRequest, stages: int, micro_batches: int, balance: Balance)
 
 
 def least_s(made: Schedule, costs: Costs) -> float:
-    """Seconds that no step of this schedule undercuts, transfers counted as free.
+    """Seconds that no step of this schedule undercuts, transfers and updates counted as free; of a stream, no batch.
 
     For every rank:
 
         stages before that of its first op, forward  |  its own work up to its last backward  |  the backwards before that
 
     The sum is valid since a rank is sequential, and its first forward and last backward have those stages before and after them.
+    A stream is full: of a rank only its own work counts, in as many batches as it takes until all comes again.
     """
     names = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input_grad", Kind.W: "weight_grad"}
     seconds = {kind: costs.spread(name, made.stages) or () for kind, name in names.items()}
+    if made.stream is not None:
+        period = period_of(made)
+        work = (sum(seconds[op.kind][op.stage] for op in loop if op.kind in seconds) for loop in period.loops)
+        return max(work, default=0.0) / period.batches
     down = list(map(min, seconds[Kind.B], seconds[Kind.I]))
     least = 0.0
     for program in made.programs:
-        work = [(op, seconds[op.kind][op.stage] * made.shares[op.micro_batch]) for op in program if op.kind in seconds]
-        turns = [i for i, (op, _) in enumerate(work) if op.kind in (Kind.B, Kind.I)]
+        todo = [(op, seconds[op.kind][op.stage] * made.shares[op.micro_batch]) for op in program if op.kind in seconds]
+        turns = [i for i, (op, _) in enumerate(todo) if op.kind in (Kind.B, Kind.I)]
         if not turns:
             continue
-        first, last = work[0][0], work[turns[-1]][0]
+        first, last = todo[0][0], todo[turns[-1]][0]
         fill = sum(seconds[Kind.F][: first.stage]) * made.shares[first.micro_batch]
-        whole = fill + sum(each for _, each in work)
+        whole = fill + sum(each for _, each in todo)
         behind = sum(down[: last.stage]) * made.shares[last.micro_batch]
-        drained = fill + sum(each for _, each in work[: turns[-1] + 1]) + behind
+        drained = fill + sum(each for _, each in todo[: turns[-1] + 1]) + behind
         least = max(least, whole, drained)
     return least

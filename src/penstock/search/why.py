@@ -10,13 +10,18 @@ from penstock.event import Timeline
 BUSY = 2 / 3
 
 
-def bound_by(timeline: Timeline) -> str:
+def bound_by(timeline: Timeline, seconds: float | None = None) -> str:
     """`"compute of stage 2"`, `"link 0→1"` or `"bubble"`, with the share of the step that it takes.
 
     The busiest link (both directions together) bounds it if it is busier than the busiest rank; else that rank's compute, unless
     it waits more than a third of the time, which is bubble: filling, draining, and latencies.
+
+    Args:
+        timeline: of the step.
+        seconds: what the step takes, where that is not all from the first event to the last: other batches of a stream run beside
+            these.
     """
-    whole = timeline.makespan
+    whole = timeline.makespan if seconds is None else seconds
     if not whole:
         return "nothing: it takes no time"
     stages: defaultdict[tuple[int, int], float] = defaultdict(float)
@@ -33,6 +38,6 @@ def bound_by(timeline: Timeline) -> str:
     if carried > work:
         return f"link {low}→{high}, {carried:.0%} of the step"
     if work < BUSY:
-        return f"bubble, {timeline.bubble_ratio:.0%} of the step"
+        return f"bubble, {1 - sum(timeline.busy) / (timeline.ranks * whole):.0%} of the step"
     stage = max((key for key in stages if key[0] == busiest), key=lambda key: stages[key])[1]
     return f"compute of stage {stage}, {work:.0%} of the step"

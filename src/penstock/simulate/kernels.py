@@ -21,7 +21,8 @@ class Waits(NamedTuple):
 
     `takes`, `also_takes`: the ops whose values it takes from elsewhere. `taker`, `also_taker`: the same, seen from the maker.
     `after`: the next op of its rank (of a pair's ops, the one after both). `leader`, `following`: its group. `link`: what its
-    value leaves by. `order`: the ops, each after all it waits for.
+    value leaves by. `order`: the ops, each after all it waits for. `beside`: who takes from an op takes from the next beside it too, and
+    so on, and who is told that a value is there tells the next beside it; empty where nobody does.
     """
 
     rank: Numbers
@@ -33,6 +34,7 @@ class Waits(NamedTuple):
     leader: Numbers
     following: Numbers
     link: Numbers
+    beside: Numbers
     order: Numbers
 
 
@@ -75,7 +77,7 @@ def order_ops(waits: Waits, missing: Numbers, order: Numbers) -> int:
     First in, first out: neighbours in the order stand on different ranks, and what an op takes was made shortly before.
     """
     after, taker, also_taker = waits.after, waits.taker, waits.also_taker
-    leader, following = waits.leader, waits.following
+    leader, following, beside = waits.leader, waits.following, waits.beside
     count = 0
     for op in range(len(order)):
         if leader[op] == op and missing[op] == 0:
@@ -90,22 +92,23 @@ def order_ops(waits: Waits, missing: Numbers, order: Numbers) -> int:
         done += 1
         for way in range(3):
             other = after[op] if way == 0 else taker[op] if way == 1 else also_taker[op]
-            if other >= 0:
-                other = leader[other]
-                missing[other] -= 1
-                if missing[other] == 0:
-                    member = other
+            while other >= 0:
+                first = leader[other]
+                missing[first] -= 1
+                if missing[first] == 0:
+                    member = first
                     while member >= 0:
                         order[count] = member
                         count += 1
                         member = following[member]
+                other = beside[other] if way == 1 and len(beside) > 0 else -1
     return count
 
 
 def timed(waits: Waits, price: Price, free: Numbers, link_free: Numbers, times: Times) -> None:
     """Fill `times`. A link carries its messages in the order of sending, which is that of its sender's program."""
     order, rank, takes, also_takes = waits.order, waits.rank, waits.takes, waits.also_takes
-    following, link = waits.following, waits.link
+    following, link, beside = waits.following, waits.link, waits.beside
     work, hop, table, overlap = price.work, price.hop, price.table, price.overlap
     start, end, sent, arrived = times.start, times.end, times.sent, times.arrived
     place = 0
@@ -115,8 +118,10 @@ def timed(waits: Waits, price: Price, free: Numbers, link_free: Numbers, times: 
         op = order[place]
         while op >= 0:
             begin = max(begin, free[rank[op]])
-            if takes[op] >= 0:
-                begin = max(begin, arrived[takes[op]])
+            source = takes[op]
+            while source >= 0:
+                begin = max(begin, arrived[source])
+                source = beside[source] if len(beside) > 0 else -1
             if also_takes[op] >= 0:
                 begin = max(begin, arrived[also_takes[op]])
             op = following[op]
@@ -147,7 +152,7 @@ def contended(waits: Waits, price: Price, missing: Numbers, ready: Numbers, free
     the earlier in its program. `missing` counts what each group waits for, `ready` is when it can start as far as that is known.
     """
     after, taker, also_taker = waits.after, waits.taker, waits.also_taker
-    leader, following, medium = waits.leader, waits.following, waits.link
+    leader, following, medium, beside = waits.leader, waits.following, waits.link, waits.beside
     work, hop, table = price.work, price.hop, price.table
     start, end, sent, arrived = times.start, times.end, times.sent, times.arrived
     heap = [
@@ -173,23 +178,24 @@ def contended(waits: Waits, price: Price, missing: Numbers, ready: Numbers, free
         arrived[op] = gone
         for way in range(3):
             other = after[op] if way == 0 else taker[op] if way == 1 else also_taker[op]
-            if other >= 0:
-                other = leader[other]
-                ready[other] = max(ready[other], now if way == 0 and price.overlap else gone)
-                missing[other] -= 1
-                if missing[other] == 0:
-                    member = other
+            while other >= 0:
+                first = leader[other]
+                ready[first] = max(ready[first], now if way == 0 and price.overlap else gone)
+                missing[first] -= 1
+                if missing[first] == 0:
+                    member = first
                     while member >= 0:
-                        start[member] = ready[other]
-                        end[member] = ready[other] + table[work[member]]
+                        start[member] = ready[first]
+                        end[member] = ready[first] + table[work[member]]
                         heapq.heappush(heap, (end[member], member + 0))
                         member = following[member]
+                other = beside[other] if way == 1 and len(beside) > 0 else -1
 
 
 def lanes(waits: Waits, price: Price, free: Numbers, link_free: Numbers, arrived: Numbers, sums: Sums) -> None:
     """As `timed` for many cost vectors side by side: everything has a lane for each (`free` a row more, to work in)."""
     order, rank, takes, also_takes = waits.order, waits.rank, waits.takes, waits.also_takes
-    following, link = waits.following, waits.link
+    following, link, beside = waits.following, waits.link, waits.beside
     work, hop, table, overlap = price.work, price.hop, price.table, price.overlap
     mark, makespan, first, last = sums.mark, sums.makespan, sums.first, sums.last
     begin = free[len(free) - 1]
@@ -205,6 +211,12 @@ def lanes(waits: Waits, price: Price, free: Numbers, link_free: Numbers, arrived
             other = arrived[also_takes[op]] if also_takes[op] >= 0 else own
             for lane in range(width):
                 begin[lane] = max(begin[lane], own[lane], value[lane], other[lane])
+            source = beside[takes[op]] if len(beside) > 0 and takes[op] >= 0 else -1
+            while source >= 0:
+                value = arrived[source]
+                for lane in range(width):
+                    begin[lane] = max(begin[lane], value[lane])
+                source = beside[source]
             op = following[op]
             after += 1
         for at in range(place, after):

@@ -20,6 +20,7 @@ from penstock.simulate.memory import Memory, peaks_in_order
 from penstock.simulate.simulate import times_of
 from penstock.simulate.structure import Structure, numbered, structure
 from penstock.simulate.tables import Tables, recomputes
+from penstock.simulate.versions import weighed
 
 #: Lanes of a chunk, least and most, and the numbers that it may keep (512 MiB). Wide is fast: with 64 lanes 1F1B 64 x 256 took
 #: 0.4 times as long per vector as with 8.
@@ -80,7 +81,7 @@ def simulate_many(schedule: Schedule, costs: Sequence[Costs] | Mapping[str, Arra
     """
     recomputes(recompute, 0, 1)
     made = structure(schedule)
-    parts = tuple(_batches(made, costs, _Way(overlap, recompute)))
+    parts = tuple(_batches(schedule, costs, _Way(overlap, recompute)))
     count = sum(len(places) for places, _ in parts)
     makespan, span, busy = np.zeros(count), np.zeros(count), np.zeros((count, made.ranks))
     for places, batch in parts:
@@ -88,16 +89,17 @@ def simulate_many(schedule: Schedule, costs: Sequence[Costs] | Mapping[str, Arra
     return Outcomes(makespan, busy, span, parts)
 
 
-def _batches(made: Structure, costs: Sequence[Costs] | Mapping[str, ArrayLike | str | bool],
+def _batches(schedule: Schedule, costs: Sequence[Costs] | Mapping[str, ArrayLike | str | bool],
              way: _Way) -> Iterator[tuple[Array, _Batch]]:  # fmt: skip
     """The vectors, together where they give the same fields."""
+    made = structure(schedule)
     numbers = made.numbers.tolist()
     if isinstance(costs, Mapping):
         links, buffers = str(costs.get("links", "duplex")), bool(costs.get("boundary_buffers", True))
         if links not in LINKS:
             raise SettingError(f"costs: links are one of {', '.join(LINKS)}, not {links!r}")
         given = {name: value for name, value in costs.items() if name not in ("links", "boundary_buffers")}
-        amounts = Amounts.batched(given, made.stages, numbers)
+        amounts = weighed(Amounts.batched(given, made.stages, numbers), schedule)
         yield np.arange(amounts.vectors), _Batch(Tables(made, amounts, way.recompute), way, links, buffers)
         return
     alike: dict[tuple[object, ...], list[int]] = {}
@@ -108,7 +110,7 @@ def _batches(made: Structure, costs: Sequence[Costs] | Mapping[str, ArrayLike | 
         raise SettingError("simulate_many needs at least one Costs")
     for places in alike.values():
         one = costs[places[0]]
-        amounts = Amounts.of([costs[place] for place in places], made.stages, numbers)
+        amounts = weighed(Amounts.of([costs[place] for place in places], made.stages, numbers), schedule)
         yield np.array(places), _Batch(Tables(made, amounts, way.recompute), way, one.links, one.boundary_buffers)
 
 
@@ -230,8 +232,10 @@ def _in_order(waits: Waits) -> Waits:
         return np.where(others >= 0, place[others], -1).astype(np.int32)
 
     takes, also_takes, following = map(moved, (waits.takes, waits.also_takes, waits.following))
+    beside = moved(waits.beside) if len(waits.beside) else waits.beside
     return waits._replace(rank=waits.rank[waits.order], takes=takes, also_takes=also_takes, following=following,
-                          link=waits.link[waits.order], order=np.arange(len(place), dtype=np.int32))  # fmt: skip
+                          link=waits.link[waits.order], beside=beside,
+                          order=np.arange(len(place), dtype=np.int32))  # fmt: skip
 
 
 def _idle(work: Array, longest: Array, ranks: int) -> Array:

@@ -18,6 +18,9 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.slicing import Slicing
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
+from penstock.simulate.versions import with_versions
+from penstock.weights.catalogue import WeightRule
+from penstock.weights.choice import rule_of
 
 
 def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cluster: Cluster, *, micro_batches: int,
@@ -75,11 +78,14 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
     )
 
 
-def place_costs(costs: Costs, schedule: Schedule, cluster: Cluster) -> Costs:
+def place_costs(costs: Costs, schedule: Schedule, cluster: Cluster, rule: WeightRule | None = None) -> Costs:
     """`costs` with the transfers that the schedule's placement makes: where copies of a stage differ, the slowest counts.
 
-    Activations that are handed to a partner take that link's time. The update of a stage with copies takes what it takes them to add up their gradients, besides: each owns a piece, gets it
-    from every other, and sends every other the sum; two send each other all.
+    Activations that are handed to a partner take that link's time. The update of a stage with copies takes what it takes them to
+    add up their gradients, besides: each owns a piece, gets it from every other, and sends every other the sum; two send each other
+    all. Where copies meet once in a wave, each update takes its share of that.
+
+    With a weight rule, stages hold the versions that it keeps in a stream.
 
     Raises:
         PlanError: the schedule has more ranks than the cluster.
@@ -87,7 +93,7 @@ def place_costs(costs: Costs, schedule: Schedule, cluster: Cluster) -> Costs:
     if schedule.ranks > cluster.ranks:
         raise PlanError(f"{schedule.name} runs on {schedule.ranks} ranks, cluster {cluster.name} has {cluster.ranks}")
     pairs = [
-        sorted({(schedule.placement[stage, m], schedule.placement[stage + 1, m]) for m in range(schedule.micro_batches)})
+        sorted({(schedule.placement[stage, m], schedule.placement[stage + 1, m]) for m in range(schedule.slices)})
         for stage in range(schedule.stages - 1)
     ]
     crossing = costs.spread("boundary_bytes", schedule.stages - 1) or ()
@@ -99,8 +105,9 @@ def place_costs(costs: Costs, schedule: Schedule, cluster: Cluster) -> Costs:
     ]
     update = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
     gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
+    waves = None if schedule.stream is None else schedule.stream.waves
     met = [
-        own + _meeting_seconds(ranks, held, cluster)
+        own + _meeting_seconds(ranks, held, cluster) / (1 if waves is None else waves.length)
         for own, ranks, held in zip(update, schedule.ranks_of_stage, gradients, strict=True)
     ]
     held = costs.spread("activation_bytes", schedule.stages) or (0.0,) * schedule.stages
@@ -108,7 +115,8 @@ def place_costs(costs: Costs, schedule: Schedule, cluster: Cluster) -> Costs:
     for op, partner in partners_of(schedule).items():
         pair = schedule.placement[op.stage, op.micro_batch], partner
         handed[op.stage] = max(handed[op.stage], cluster.transfer_seconds(held[op.stage], *pair))
-    return replace(costs, transfer=seconds if schedule.slicing else [row[0] for row in seconds], update=met, evict=handed)
+    placed = replace(costs, transfer=seconds if schedule.slicing else [row[0] for row in seconds], update=met, evict=handed)
+    return placed if rule is None else with_versions(placed, schedule, rule)
 
 
 def slice_costs(costs: Costs, profile: Profile, lengths: Sequence[int], micro_batch: float, slicing: Slicing) -> Costs:
@@ -137,7 +145,17 @@ def _meeting_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Clust
 
 
 def simulate_plan(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
-    """When every op and transfer of one step of `plan` starts and ends on `cluster`.
+    """When every op and transfer of one step of `plan` starts and ends on `cluster`; if it is asynchronous, of its whole stretch of
+    the stream, which fills and drains (`steady` says what a batch takes between).
+
+    Raises:
+        PlanError: the profile is of another model, or the cluster has fewer ranks than the plan.
+    """
+    return simulate_schedule(plan.schedule, costs_of_plan(plan, profile, cluster), recompute=plan.recompute)
+
+
+def costs_of_plan(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
+    """What every op of `plan` costs on `cluster`.
 
     Raises:
         PlanError: the profile is of another model, or the cluster has fewer ranks than the plan.
@@ -147,7 +165,7 @@ def simulate_plan(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
                         f"{profile.fingerprint}: profile that model, or plan anew")  # fmt: skip
     micro_batch = plan.batch / plan.micro_batches
     costs = stage_costs(profile, plan.lengths, micro_batch, cluster, micro_batches=plan.micro_batches)
-    placed = place_costs(costs, plan.schedule, cluster)
+    placed = place_costs(costs, plan.schedule, cluster, rule_of(plan.schedule, plan.weights))
     if plan.slicing is not None:
         placed = slice_costs(placed, profile, plan.lengths, micro_batch, plan.slicing)
-    return simulate_schedule(plan.schedule, placed, recompute=plan.recompute)
+    return placed

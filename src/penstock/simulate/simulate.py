@@ -13,6 +13,7 @@ from penstock.simulate.kernels import Price, Times
 from penstock.simulate.memory import Memory, peaks_in_order
 from penstock.simulate.structure import Structure, structure
 from penstock.simulate.tables import RECOMPUTE, Tables, recomputes
+from penstock.simulate.versions import weighed
 
 __all__ = ["RECOMPUTE", "peak_memory", "recomputes", "simulate_schedule"]
 
@@ -70,7 +71,7 @@ def peak_memory(schedule: Schedule, costs: Costs, recompute: str = "never") -> t
 def tables_of(schedule: Schedule, costs: Costs, recompute: str) -> Tables:
     """What these costs are for this schedule."""
     made = structure(schedule)
-    return Tables(made, Amounts.of([costs], made.stages, made.numbers.tolist()), recompute)
+    return Tables(made, weighed(Amounts.of([costs], made.stages, made.numbers.tolist()), schedule), recompute)
 
 
 def times_of(tables: Tables, seconds: Array, overlap: bool, links: str) -> Times:

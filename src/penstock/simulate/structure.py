@@ -11,6 +11,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.arrays import Array, OpArrays, op_arrays, runs
 from penstock.schedule.op import HANDING, Kind, Op, Schedule
 from penstock.schedule.rules import RULES, SLICE_RULES, feeds, needs
+from penstock.schedule.updates import met_by
 from penstock.simulate.engine import run
 from penstock.simulate.kernels import Waits
 
@@ -30,6 +31,7 @@ class Structure:
         source: per op, the op that makes the value it takes from the neighbour stage, wherever that stands; or -1.
         pairs: the first ops of all pairs; the second stands behind it.
         column: per op, the place of its micro-batch (uncut) among `numbers`, those of all.
+        micro_batches: of one batch.
         effort: ops walked in simulations so far; says when Numba pays.
         cache: what others derive from this and the costs' form.
     """
@@ -42,6 +44,7 @@ class Structure:
     pairs: Array
     column: Array
     numbers: Array
+    micro_batches: int
     effort: int = 0
     cache: dict[object, Array] = field(default_factory=dict)
 
@@ -110,15 +113,17 @@ class _Builder:
         after[self.pairs] = after[self.pairs + 1]
         missing = (self.takes >= 0).astype(np.int32) + (self.also_takes >= 0)
         missing += np.bincount(after[after >= 0], minlength=len(ops)).astype(np.int32)
+        beside = self._waves(taker, missing)
         followers = np.flatnonzero(leader != np.arange(len(ops)))
         np.add.at(missing, leader[followers], missing[followers])
         waits = Waits(
-            ops.rank, self.takes, self.also_takes, taker, also_taker, after, leader, following, self.link, self._none()
-        )
+            ops.rank, self.takes, self.also_takes, taker, also_taker, after, leader, following, self.link, beside,
+            self._none(),
+        )  # fmt: skip
         column, numbers = self.column, self.numbers
         if ops.slicing is not None:
             column, numbers = np.array(ops.slicing.micro_batch_of)[column], np.arange(len(ops.slicing.shares))
-        made = Structure(ops, waits, missing, links, self.source, self.pairs, column, numbers)
+        made = Structure(ops, waits, missing, links, self.source, self.pairs, column, numbers, self.schedule.micro_batches)
         if run("order_ops", len(ops), 0, waits, missing.copy(), waits.order) < len(ops):
             self._stuck(waits.order)
         return made
@@ -244,15 +249,40 @@ class _Builder:
         leader, following = np.arange(len(self.ops), dtype=np.int32), self._none()
         leader[self.pairs + 1] = self.pairs
         following[self.pairs] = self.pairs + 1
-        updates = self.kinds[Kind.U]
-        updates = updates[np.lexsort((self.ops.rank[updates], self.ops.micro_batch[updates], self.ops.stage[updates]))]
-        starts = runs(self.ops.stage[updates]) if len(updates) else updates
-        starts = np.union1d(starts, runs(self.ops.micro_batch[updates])) if len(updates) else updates
-        for copies in np.split(updates, starts[1:]):  # gradient synchronisation is a meeting of a stage's copies
-            if len(copies) > 1:
+        for update, copies in self._updates(least=2).items():
+            if met_by(update, self.schedule.stream) == update:
                 leader[copies] = copies[0]
                 following[copies[:-1]] = copies[1:]
         return leader, following
+
+    def _updates(self, least: int) -> dict[Op, Array]:
+        """Where every U stands that has at least so many copies, by rank."""
+        updates = self.kinds[Kind.U]
+        updates = updates[np.lexsort((self.ops.rank[updates], self.ops.micro_batch[updates], self.ops.stage[updates]))]
+        starts = np.union1d(runs(self.ops.stage[updates]), runs(self.ops.micro_batch[updates]))
+        ends = np.append(starts[1:], len(updates)) if len(starts) else starts
+        many = ends - starts >= least
+        return {self.ops.op(updates[low]): updates[low:high] for low, high in zip(starts[many], ends[many], strict=True)}
+
+    def _waves(self, taker: Array, missing: Array) -> Array:
+        """Let the last U of every wave wait for those of earlier waves on all ranks; returns who stands beside whom.
+
+        It waits for its own copy's too, which its place says already: so all of them wait for the same ops.
+        """
+        stream = self.schedule.stream
+        if stream is None or stream.waves is None or stream.waves.distance == 0:
+            return np.zeros(0, np.int32)
+        beside = self._none()
+        standing = self._updates(least=1)
+        for copies in standing.values():
+            beside[copies[:-1]] = copies[1:]
+        for update, copies in standing.items():
+            met = met_by(update, stream)
+            if met in standing:
+                self.takes[copies] = standing[met][0]
+                taker[standing[met]] = copies[0]
+                missing[copies] += len(standing[met])
+        return beside
 
     def lacking(self) -> NoReturn:
         """Say which op or taker is missing: slowly, op by op, since the answer is an error."""

@@ -94,10 +94,9 @@ class Tables:
 
     @cached_property
     def again(self) -> Array:
-        """Per op, whether its micro-batch is recomputed."""
-        numbers = self.made.numbers
-        last = int(numbers.max(initial=-1)) + 1
-        return np.take(np.array([recomputes(self.recompute, int(m), last) for m in numbers], bool), self.made.column)
+        """Per op, whether its micro-batch is recomputed: of a stream too, the last one of every batch is its last."""
+        numbers, count = self.made.numbers, self.made.micro_batches
+        return np.take(np.array([recomputes(self.recompute, int(m) % count, count) for m in numbers], bool), self.made.column)
 
     def of_ops(self, name: str, rows: Array) -> Array:
         """One field for each of these ops, its slice's share of it; of the first vector."""

@@ -25,6 +25,9 @@ class TrainConfig:
         ranks: processes to start; by default one per core, or as many as there are stages.
         stages, schedule, micro_batches, partition, recompute: leave any to the planner with None (recompute: "auto");
             stages may be "cores", as many as this machine has.
+        weights, weights_options: the weight rule, and numbers that it takes; by default the schedule's own. Where no schedule is
+            named, an asynchronous rule brings the one that is made for it.
+        asynchronous: let the planner choose among asynchronous schedules too.
         memory_limit: bytes per rank that the plan may use, such as "2 GiB".
         optimizer, lr, momentum, weight_decay: of the update.
         seed: of weights, dropout and the order of the data.
@@ -52,6 +55,9 @@ class TrainConfig:
     micro_batches: int | None = None
     partition: str = "bottleneck"
     recompute: Literal["auto", "never", "except_last", "always"] = "auto"
+    weights: str | None = None
+    weights_options: dict[str, float] = field(default_factory=dict)
+    asynchronous: bool = False
     memory_limit: str | None = None
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: float = 0.05

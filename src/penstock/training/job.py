@@ -12,23 +12,24 @@ from pathlib import Path
 from penstock.cluster.cluster import Cluster, cluster
 from penstock.draw.compare import draw_pair
 from penstock.draw.draw import draw
-from penstock.errors import FileError, PlanError, SettingError
+from penstock.errors import FileError, PlanError
 from penstock.event import Timeline
 from penstock.measure.profile import profile
-from penstock.partition.catalogue import PARTITIONERS, check_lengths, check_stages
+from penstock.optim.catalogue import kind_of
 from penstock.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.runtime.launch import launch
 from penstock.runtime.link import link_here
-from penstock.schedule.catalogue import FAMILIES
 from penstock.search.catalogue import plan
 from penstock.simulate.plan_costs import simulate_plan
 from penstock.tracing.chain import TracedChain, chain
 from penstock.training.baseline import plain_step_s
+from penstock.training.checks import an_optimizer, check_words, known_schedule
 from penstock.training.config import TrainConfig
 from penstock.training.rank import RankResult, train_rank
 from penstock.training.task import make_task
-from penstock.units import parse_bytes
+from penstock.weights.choice import rule_of
+from penstock.weights.long_run import long_run
 
 #: Told what is going on, in a line or a drawing.
 Say = Callable[[str], None]
@@ -36,9 +37,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run, beside what was predicted. Seconds are of one step.
+    """What came of a run, beside what was predicted. Seconds are of one step; of an asynchronous plan of one batch while the
+    pipeline is full, and so is the bubble.
 
-    `one_thread_step_s` is plain training in one process with one thread, measured in the same run; None if that was left out.
+    `predicted_weight_versions` and the measured ones: per stage, the most versions of the weights that are kept. `one_thread_step_s` is plain training in one process with one thread, measured in the same run; None if that was left out.
     `idle_on` has the shares of the measured step in which each rank stood still.
     """
 
@@ -55,6 +57,9 @@ class Outcome:
     measured_peak_rss: tuple[int, ...]
     training_s: float
     one_thread_step_s: float | None
+    weights: str = "flush"
+    predicted_weight_versions: tuple[int, ...] = ()
+    measured_weight_versions: tuple[int, ...] = ()
 
     @property
     def speed_up(self) -> float | None:
@@ -83,8 +88,10 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
     """
     task = make_task(config)
     traced = chain(task.model)
+    check_words(config, len(traced))
+    if config.out is not None:
+        _folder(config)
     ranks = _ranks(config)
-    _check_words(config, len(traced))
     say(f"{config.model}: {len(traced)} layers, {traced.parameter_count:,} parameters · {task.data.description}")
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // ranks)
@@ -94,9 +101,11 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
         link = link_here()
         host = host.with_links(inside=link)
         say(f"link between two processes: {link}")
-    schedules = None if config.schedule is None else [config.schedule]
-    chosen = plan(measured, host, config.batch, schedules=schedules, stages=config.stage_count(), recompute=config.recompute,
-                  micro_batches=config.micro_batches, memory_limit=config.memory_limit, partition=config.lengths())  # fmt: skip
+    named = None if config.schedule is None else [config.schedule]
+    chosen = plan(measured, host, config.batch, schedules=named, stages=config.stage_count(), recompute=config.recompute,
+                  micro_batches=config.micro_batches, memory_limit=config.memory_limit, partition=config.lengths(),
+                  asynchronous=config.asynchronous, weights=config.weights, weights_options=config.weights_options,
+                  optimizer=kind_of(an_optimizer(config)))  # fmt: skip
     traced.description.stage_bounds(chosen.lengths)
     predicted = simulate_plan(chosen, measured, host)
     folder = _folder(config)
@@ -124,10 +133,14 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
     if config.baseline_steps:
         say(f"plain training in one process with one thread, {config.baseline_steps} steps, to compare …")
         plain = statistics.median(launch(plain_step_s, 1, config, threads=1))
+    chosen = prepared.plan
+    bubble = measured.bubble_ratio if chosen.synchronous else 1.0 - statistics.mean(first.busy)
     outcome = Outcome(
         str(folder), first.steps, first.loss, first.test_loss, first.test_accuracy,
-        prepared.predicted.makespan, first.step_s, prepared.predicted.bubble_ratio, measured.bubble_ratio,
-        prepared.plan.predicted.peak_memory, tuple(result.peak_rss_bytes for result in results), first.seconds, plain,
+        chosen.predicted.step_s, first.step_s, chosen.predicted.bubble_ratio, bubble,
+        chosen.predicted.peak_memory, tuple(result.peak_rss_bytes for result in results), first.seconds, plain,
+        chosen.weights, long_run(chosen.schedule, rule_of(chosen.schedule, chosen.weights)).versions,
+        first.weight_versions or (1,) * chosen.stages,
     )  # fmt: skip
     for suffix in ("svg", "json"):
         draw(measured, folder / f"measured.{suffix}")
@@ -136,26 +149,11 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
     return outcome, measured
 
 
-def _check_words(config: TrainConfig, layers: int) -> None:
-    """Refuse before anything is measured what would be refused after it."""
-    cut = config.lengths()
-    if isinstance(cut, list):
-        check_lengths(cut, layers, config.stage_count())
-    else:
-        PARTITIONERS.find(cut.partition(":")[0])
-        check_stages(layers, config.stage_count() or 1)
-    if config.micro_batches is not None and config.micro_batches > config.batch:
-        raise SettingError(f"a batch of {config.batch} cannot be cut into {config.micro_batches} micro-batches")
-    if config.schedule is not None:
-        FAMILIES.find(config.schedule)
-    if config.memory_limit is not None:
-        parse_bytes(config.memory_limit)
-    if config.out is not None:
-        _folder(config)
-
-
 def _ranks(config: TrainConfig) -> int:
-    """Ranks to start: as asked, else one for each stage, else one for each core."""
+    """Ranks to start: as asked, else those of the schedule if it is known, else one for each stage, else one for each core."""
+    made = None if config.ranks else known_schedule(config)
+    if made is not None:
+        return max(made.ranks, made.stages)
     return config.ranks or config.stage_count() or len(os.sched_getaffinity(0))
 
 

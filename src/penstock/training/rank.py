@@ -7,14 +7,15 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.event import Timeline
@@ -25,7 +26,9 @@ from penstock.training.data.batches import count_batches
 from penstock.training.metrics import Metrics
 from penstock.training.optimizer import optimizer_factory
 from penstock.training.progress import Progress
-from penstock.training.task import Task, accuracy, make_task
+from penstock.training.stream import Feed, Pace, steady_of
+from penstock.training.task import Task, make_task
+from penstock.training.testing import test
 
 #: Steps between looks at how busy the stages are.
 _LOOK_EVERY = 10
@@ -35,7 +38,9 @@ _LOOK_EVERY = 10
 class RankResult:
     """What a rank brings back. All but `peak_rss_bytes` is the same on every rank.
 
-    `step_s` is the median step of the last epoch, its first step left out; `timeline` is of the last step with a whole batch.
+    `step_s` is the median step of the last epoch, its first step left out; `timeline` is of the last step with a whole batch. Of an
+    asynchronous plan it is the mean time per batch while the pipeline was full, and `timeline` is of the last batches. `busy` has
+    the shares of that time in which the ranks worked; `weight_versions`, per stage, the most versions that were kept.
     """
 
     steps: int = 0
@@ -44,6 +49,8 @@ class RankResult:
     test_accuracy: float = 0.0
     step_s: float = 0.0
     timeline: Timeline | None = None
+    busy: list[float] = field(default_factory=list)
+    weight_versions: tuple[int, ...] = ()
     peak_rss_bytes: int = 0
     seconds: float = 0.0
     step_times: list[float] = field(default_factory=list)
@@ -65,7 +72,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> Ra
     last_step = min(config.epochs * per_epoch, config.limit_steps or sys.maxsize)
     started = time.monotonic()
     with Metrics(folder) if first else nullcontext() as metrics, Progress(last_step, not first or quiet) as progress:
-        training = _Training(config, task, pipe, folder, metrics, progress, RankResult(steps=pipe.step))
+        training = _Training(config, task, pipe, folder, metrics, progress, RankResult(steps=pipe.step), plan.synchronous)
         while training.result.steps < last_step and not training.reached_target():
             training.epoch(per_epoch, last_step)
     result = training.result
@@ -73,14 +80,20 @@ def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> Ra
     weights = pipe.state_dict()
     if first:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "weights.safetensors")
-    result.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    result.peak_rss_bytes = peak_rss_bytes()
     pipe.close()
     return result
 
 
-def busy_shares(timeline: Timeline) -> list[float]:
-    """Per rank, the share of the step in which it worked."""
-    return [seconds / timeline.makespan if timeline.makespan else 0.0 for seconds in timeline.busy]
+def busy_shares(timeline: Timeline, whole: float | None = None) -> list[float]:
+    """Per rank, the share of the step in which it worked; or of `whole` seconds, if the step's are not all that there was."""
+    whole = timeline.makespan if whole is None else whole
+    return [min(seconds / whole, 1.0) if whole else 0.0 for seconds in timeline.busy]
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass
@@ -94,6 +107,7 @@ class _Training:
     metrics: Metrics | None
     progress: Progress
     result: RankResult
+    synchronous: bool
 
     def reached_target(self) -> bool:
         """Whether the accuracy that was asked for is there."""
@@ -102,54 +116,80 @@ class _Training:
     def epoch(self, per_epoch: int, last_step: int) -> None:
         """Train to the end of the epoch or to the last step, test, and write a checkpoint."""
         result, number = self.result, self.result.steps // per_epoch
-        self._steps(per_epoch, min(last_step, (number + 1) * per_epoch))
-        assert result.timeline is not None
-        result.test_loss, result.test_accuracy = self._test()
+        result.step_times = []
+        until = min(last_step, (number + 1) * per_epoch)
+        skipped = result.steps - number * per_epoch
+        batches = islice(self.task.epoch(self.config, number), skipped, skipped + until - result.steps)
+        if self.synchronous:
+            # The epoch's last batch may be a small one, which would not show a step as it was planned.
+            last_whole = number * per_epoch + len(self.task.data.train_inputs) // self.config.batch
+            self._steps(batches, {last_whole, until})
+        else:
+            self._stream(batches)
+        result.test_loss, result.test_accuracy = test(self.pipe, self.task, self.config.batch)
         if self.metrics is not None:
-            busy = [round(share, 4) for share in busy_shares(result.timeline)]
+            found: dict[str, object] = {"busy": [round(share, 4) for share in result.busy]}
+            if not self.synchronous:
+                found |= {"weight_versions": result.weight_versions, "peak_rss_bytes": peak_rss_bytes()}
             self.metrics.write(result.steps, epoch=number + 1, test_loss=result.test_loss,
-                               test_accuracy=result.test_accuracy, busy=busy)  # fmt: skip
+                               test_accuracy=result.test_accuracy, **found)  # fmt: skip
         done = self.reached_target() or result.steps >= last_step
         if self.config.checkpoint == "epoch" or (self.config.checkpoint == "end" and done):
             self.pipe.save(self.folder / "checkpoint")
         self.progress.epoch(number + 1, result.test_accuracy)
 
-    def _steps(self, per_epoch: int, until: int) -> None:
-        """Train up to step `until`, within the epoch that the next step lies in."""
+    def _steps(self, batches: Iterator[tuple[Tensor, Tensor]], looks: set[int]) -> None:
+        """Train on the batches, one after the other; look at the timeline now and then, and after the steps in `looks`."""
         result = self.result
-        result.step_times = []
-        epoch, skipped = divmod(result.steps, per_epoch)
-        # The epoch's last batch may be a small one, which would not show a step as it was planned.
-        last_whole = epoch * per_epoch + len(self.task.data.train_inputs) // self.config.batch
-        for x, y in islice(self.task.epoch(self.config, epoch), skipped, skipped + until - result.steps):
+        for x, y in batches:
             start = time.perf_counter()
-            result.loss = float(self.pipe.train_batch(x, y))
+            loss = float(self.pipe.train_batch(x, y))
             seconds = time.perf_counter() - start
-            result.steps += 1
-            if not math.isfinite(result.loss):
-                raise RunError(f"the loss is {result.loss} at step {result.steps}: the weights have run away. A learning rate "
-                               f"below {self.config.lr:g} may help. Checkpoints of earlier epochs are kept")  # fmt: skip
-            result.step_times.append(seconds)
-            busy = None
-            if result.steps % _LOOK_EVERY == 1 or result.steps in (last_whole, until):
+            step = result.steps + 1
+            look = step % _LOOK_EVERY == 1 or step in looks
+            if look:
                 found = self.pipe.timeline()
                 if len(x) == self.config.batch or result.timeline is None:
                     result.timeline = found
-                busy = busy_shares(result.timeline)
-            if self.metrics is not None:
-                self.metrics.write(result.steps, loss=result.loss, step_s=round(seconds, 6),
-                                   samples_per_s=round(len(x) / seconds, 2))  # fmt: skip
-            self.progress.step(result.steps, result.loss, len(x) / seconds, busy)
+                result.busy = busy_shares(result.timeline)
+            self._trained(loss, len(x), seconds, look)
         result.step_s = statistics.median(result.step_times[1:] or result.step_times)
 
-    def _test(self) -> tuple[float, float]:
-        """Mean loss and accuracy over the test part."""
-        loss = right = 0.0
-        inputs, targets = self.task.data.test_inputs, self.task.data.test_targets
-        for start in range(0, len(inputs), self.config.batch):
-            x, y = inputs[start : start + self.config.batch], targets[start : start + self.config.batch]
-            output = self.pipe.forward(x)
-            with torch.no_grad():
-                loss += float(self.task.loss(output, y.to(output.device))) * len(x)
-            right += accuracy(output, y) * len(x)
-        return loss / len(inputs), right / len(inputs)
+    def _stream(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+        """Train on the batches as a stream, to where it has drained."""
+        result, feed = self.result, Feed(batches)
+        pace = Pace(feed, self.config.batch)
+        for loss, seconds in pace.losses(self.pipe.train(feed)):
+            size = feed.sizes.popleft()
+            # What is left behind by a drain would be taken for the steady state, and a small batch for one as it was planned.
+            look = not feed.over and size == self.config.batch and (result.steps + 1) % _LOOK_EVERY == 1
+            if look or (feed.over and not feed.sizes and result.timeline is None):
+                result.timeline = self.pipe.timeline()
+                result.busy = self._busy(result.timeline, pace)
+            self._trained(float(loss), size, seconds, look)
+        result.step_s = pace.seconds_per_batch
+        if result.timeline is not None:
+            result.busy = self._busy(result.timeline, pace)
+        result.weight_versions = tuple(getattr(self.pipe, "weight_versions", ()))
+
+    def _busy(self, timeline: Timeline, pace: Pace) -> list[float]:
+        """Per rank, the share of the time in which it works, the pipeline being full."""
+        found = steady_of(timeline, pace.seconds_per_batch, self.pipe.setting.schedule.micro_batches)
+        return busy_shares(timeline, found.batches * found.seconds_per_batch)
+
+    def _trained(self, loss: float, samples: int, seconds: float, looked: bool) -> None:
+        """Write down a step that has been trained.
+
+        Raises:
+            RunError: its loss is no number.
+        """
+        result = self.result
+        result.loss = loss
+        result.steps += 1
+        if not math.isfinite(loss):
+            raise RunError(f"the loss is {loss} at step {result.steps}: the weights have run away. A learning rate "
+                           f"below {self.config.lr:g} may help. Checkpoints of earlier epochs are kept")  # fmt: skip
+        result.step_times.append(seconds)
+        if self.metrics is not None:
+            self.metrics.write(result.steps, loss=loss, step_s=round(seconds, 6), samples_per_s=round(samples / seconds, 2))
+        self.progress.step(result.steps, loss, samples / seconds, result.busy if looked else None)

@@ -1,6 +1,6 @@
 """Transport over torch.distributed: gloo for CPU tensors, NCCL for tensors on GPUs of their own.
 
-A payload's header goes through the store, once for every message of a batch signature; from then on receives are posted
+A payload's header goes through the store, once for every form that messages of a stage have; from then on receives are posted
 straight into buffers of the known shapes. Sends never wait: their tensors are held until they have left.
 """
 
@@ -24,7 +24,12 @@ from penstock.transport.payload import Header, Payload
 from penstock.transport.transport import TransportLost, TransportTimeout
 
 _LEAVES = 32  # tags have room for this many tensors in one message
+_NUMBERS = 1 << 13  # and for this many micro-batches
+_MANY = 64  # messages that may have left unnoticed before somebody looks
 _KINDS = (Kind.F, Kind.B, Kind.E, Kind.L, Kind.U)
+
+#: A tag that no message has.
+TOLD_TAG = 7 << 5
 
 
 @dataclass
@@ -109,8 +114,8 @@ class Wire:
                 return
 
 
-#: What has one form for good: a message of a batch signature on a link. Copies of a stage send each other messages of one name.
-_Key = tuple[str, Link, Message]
+#: What has one form for good: messages of a kind, a stage and a signature on a link.
+_Key = tuple[str, Link, Kind, int]
 
 _Posted = tuple[Header, list[Tensor], list[dist.Work]]
 
@@ -160,7 +165,7 @@ class DistributedTransport:
         """
         tensors = _checked(payload, message)
         link = Link(self.wire.rank, peer)
-        form, key = payload.form(), (signature, link, message)
+        form, key = payload.form(), _key(signature, link, message)
         told = self._told.get(key)
         if told is None:
             self._told[key] = form
@@ -181,10 +186,12 @@ class DistributedTransport:
                 raise TransportLost(str(error)) from error
             if work is not None:
                 leaving.append((work, ready))
+        if len(self._leaving) > _MANY:
+            self._look()
 
     def post(self, peer: int, message: Message, signature: str) -> _Arrival:
         """See `Transport.post`. The first batch of a signature learns its shapes when it waits."""
-        header = self._known.get((signature, Link(peer, self.wire.rank), message))
+        header = self._known.get(_key(signature, Link(peer, self.wire.rank), message))
         if header is not None and not any(arrival.of_channel(peer, message) for arrival in self._unposted):
             return _Arrival(self, peer, message, signature, self._receive(peer, message, header))
         arrival = _Arrival(self, peer, message, signature, None)
@@ -196,7 +203,7 @@ class DistributedTransport:
         while awaited.posted is None:
             arrival = next(arrival for arrival in self._unposted if arrival.of_channel(awaited.peer, awaited.message))
             self._unposted.remove(arrival)
-            header = self._learn((arrival.signature, Link(arrival.peer, self.wire.rank), arrival.message))
+            header = self._learn(_key(arrival.signature, Link(arrival.peer, self.wire.rank), arrival.message))
             arrival.posted = self._receive(arrival.peer, arrival.message, header)
         return awaited.posted
 
@@ -211,6 +218,12 @@ class DistributedTransport:
             self._let_go(peer, Message(Kind.F, message.target, message.micro_batch))
         elif message.kind is Kind.L:
             self._let_go(peer, Message(Kind.E, message.stage, message.micro_batch))
+
+    def _look(self) -> None:
+        """Forget what has left by now: in a stream nothing answers a gradient, and nobody drains."""
+        for key, leaving in list(self._leaving.items()):
+            if all(work.is_completed() for work, _ in leaving):
+                del self._leaving[key]
 
     def _let_go(self, peer: int, message: Message) -> None:
         for work, _ in self._leaving.pop((peer, message), ()):
@@ -235,20 +248,24 @@ class DistributedTransport:
         return header, buffers, [work for work in works if work is not None]
 
 
+def _key(signature: str, link: Link, message: Message) -> _Key:
+    return signature, link, message.kind, message.stage
+
+
 def _name(key: _Key) -> str:
-    signature, (source, target), (kind, stage, micro_batch) = key
-    return f"penstock/header/{signature}/{source}-{target}/{stage}{kind.value}{micro_batch}"
+    signature, (source, target), kind, stage = key
+    return f"penstock/header/{signature}/{source}-{target}/{stage}{kind.value}"
 
 
 def _tag(message: Message, leaf: int) -> int:
-    """A tag of 31 bits: stage 10, micro-batch 13, kind 3, tensor 5."""
+    """A tag of 31 bits: stage 10, micro-batch 13, kind 3, tensor 5. Never are messages under way that are 8,192 apart."""
     kind, stage, micro_batch = message
-    return (((stage << 13 | micro_batch) << 3) | _KINDS.index(kind)) << 5 | leaf
+    return (((stage << 13 | micro_batch % _NUMBERS) << 3) | _KINDS.index(kind)) << 5 | leaf
 
 
 def _checked(payload: Payload, message: Message) -> list[Tensor]:
     tensors = payload.tensors
-    if len(tensors) > _LEAVES or message.stage >= 1 << 10 or message.micro_batch >= 1 << 13:
+    if len(tensors) > _LEAVES or message.stage >= 1 << 10:
         raise RunError(f"stage {message.stage} sends {len(tensors)} tensors for micro-batch {message.micro_batch}: at most "
-                       f"{_LEAVES} tensors, 1,024 stages and 8,192 micro-batches fit a message's tag")  # fmt: skip
+                       f"{_LEAVES} tensors and 1,024 stages fit a message's tag")  # fmt: skip
     return tensors

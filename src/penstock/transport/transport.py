@@ -30,7 +30,7 @@ class Transport(Protocol):
         ...
 
     def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
-        """Hand the payload over and go on at once. Batches with the same `signature` have the same shapes.
+        """Hand the payload over and go on at once. Messages of a kind and stage with the same `signature` have the same form.
 
         The gradient of a micro-batch is sent by who has taken its activation, as the rule table has it: transports may count
         on that to let go of what has left.

@@ -11,12 +11,13 @@ from penstock.schedule.transfers import ops_alone, transfer_findings, unsound, w
 from penstock.verify.verify import Report, verify
 
 
-def verify_lowered(lowered: LoweredSchedule, in_flight_limit: int | None = None, schedule: Schedule | None = None) -> Report:
+def verify_lowered(lowered: LoweredSchedule, in_flight_limit: int | None = None, schedule: Schedule | None = None,
+                   weights: str | None = None) -> Report:  # fmt: skip
     """Prove that programs with transfers are sound, or say all that is wrong.
 
     Args:
         lowered: ops and transfers, in the order in which the ranks take them.
-        in_flight_limit: as for `verify`.
+        in_flight_limit, weights: as for `verify`.
         schedule: `lowered` without its transfers, if it has a name or pairs.
 
     Returns:
@@ -27,7 +28,7 @@ def verify_lowered(lowered: LoweredSchedule, in_flight_limit: int | None = None,
         ScheduleError: a rule is broken. Findings on transfers have the rules `one transfer`, `receive order` and `no cycle`.
     """
     schedule = ops_alone(lowered) if schedule is None else schedule
-    report = verify(schedule, in_flight_limit)
+    report = verify(schedule, in_flight_limit, weights)
     findings = transfer_findings(schedule, lowered)
     if findings:
         raise unsound(schedule.name, findings)

@@ -13,6 +13,8 @@ from penstock.schedule.graph import build, channel_depth
 from penstock.schedule.op import HANDING, Kind, Op, Schedule
 from penstock.schedule.rules import needs
 from penstock.schedule.transfers import unsound
+from penstock.verify.stream import stream_findings
+from penstock.verify.weights import read_by
 
 #: The kinds that a micro-batch goes through on its rank, in order.
 _LIFE = (Kind.F, Kind.E, Kind.L, Kind.B, Kind.I, Kind.W)
@@ -28,10 +30,13 @@ _MOST_FINDINGS = 1000
 class Report:
     """What `verify` found out about a sound schedule.
 
-    `staleness_max` and `staleness_mean`: per stage, how many updates newer the weights are at the update than at the forward
-    that produced the gradient. `peak_in_flight`: per stage, the most micro-batches on any of its ranks; `peak_on_rank`: per
+    `staleness_max` and `staleness_mean`: per stage, how many updates newer the weights are at the update than those that the
+    forward of its gradient has read by the weight rule `weights`, predictions not counted. `peak_in_flight`: per stage, the most micro-batches on any of its ranks; `peak_on_rank`: per
     rank, over all its stages and what it has taken in from others. Both are fractions where micro-batches are cut.
-    `channel_depth`: the least number of messages a blocking channel must buffer.
+    `channel_depth`: the least number of messages a blocking channel must buffer. `versions`: per stage, the most versions of its
+    weights that a rank keeps at once, in all copies that take turns there. `staleness_across`: for streams with waves, per stage,
+    the most batches of any other copy that a batch's weights lack, of those that come before it in the copies' own numbering;
+    empty for all others.
     """
 
     schedule: str
@@ -40,17 +45,23 @@ class Report:
     peak_in_flight: tuple[float, ...]
     peak_on_rank: tuple[float, ...]
     channel_depth: int
+    versions: tuple[int, ...]
+    weights: str
+    staleness_across: tuple[int, ...] = ()
 
 
-def verify(schedule: Schedule, in_flight_limit: int | None = None) -> Report:
+def verify(schedule: Schedule, in_flight_limit: int | None = None, weights: str | None = None) -> Report:
     """Prove that the programs are sound, or say all that is wrong.
 
     Args:
         schedule: any schedule, ours or a user's.
         in_flight_limit: the most micro-batches that a rank may hold, over all its stages.
+        weights: name of the weight rule. If it is not given, the one that the stream is made for, `flush` for synchronous schedules,
+            and `none` for asynchronous ones that do not say how they go on.
 
     Raises:
         ScheduleError: a rule is broken; each of its `findings` names the rule, the op and the rank.
+        UnknownName: there is no such weight rule.
     """
     findings = (
         [*islice(_completeness(schedule), _MOST_FINDINGS)]
@@ -59,6 +70,7 @@ def verify(schedule: Schedule, in_flight_limit: int | None = None) -> Report:
         or [*_pairs(schedule)]
         or [*_order(schedule)]
         or [*_updates(schedule)]
+        or [*islice(stream_findings(schedule), _MOST_FINDINGS)]
     )
     if not findings:
         stage_peaks, rank_peaks = op_arrays(schedule).in_flight
@@ -66,14 +78,17 @@ def verify(schedule: Schedule, in_flight_limit: int | None = None) -> Report:
             findings += _over_limit(schedule, rank_peaks, in_flight_limit)
     if findings:
         raise unsound(schedule.name, findings)
-    staleness = _staleness(schedule)
+    rule, found = read_by(schedule, weights)
     return Report(
         schedule.name,
-        tuple(max(ages, default=0) for ages in staleness),
-        tuple(sum(ages) / len(ages) if ages else 0.0 for ages in staleness),
+        tuple(max(ages, default=0) for ages in found.ages),
+        tuple(sum(ages) / len(ages) if ages else 0.0 for ages in found.ages),
         stage_peaks,
         rank_peaks,
         channel_depth(schedule),
+        found.versions,
+        rule.name,
+        found.across,
     )
 
 
@@ -206,9 +221,10 @@ def _order(schedule: Schedule) -> Iterator[Finding]:
 
 
 def _updates(schedule: Schedule) -> Iterator[Finding]:
-    """Every copy of a stage updates after its gradients, as often as the others; versions count 1, 2, 3 …, up to 1 where
-    the schedule is synchronous.
+    """Every copy of a stage updates after its gradients, as often as the others (with waves, but for the last one); versions count
+    1, 2, 3 …, up to 1 where the schedule is synchronous.
     """
+    waves = schedule.stream is not None and schedule.stream.waves is not None
     updates = Counter((rank, op.stage) for rank, program in enumerate(schedule.programs) for op in program if op.kind is Kind.U)
     for rank, program in enumerate(schedule.programs):
         for stage in schedule.stages_of_rank[rank]:
@@ -219,9 +235,9 @@ def _updates(schedule: Schedule) -> Iterator[Finding]:
                               f"{stage}U1")  # fmt: skip
                 continue
             most = max(schedule.ranks_of_stage[stage], key=lambda copy: updates[copy, stage])
-            if len(versions) < updates[most, stage]:
+            if len(versions) + waves < updates[most, stage]:
                 yield Finding("update", f"stage {stage} has {updates[most, stage]} U on rank {most}, but {len(versions)} on "
-                              f"rank {rank}: its copies synchronise at every U", rank,
+                              f"rank {rank}: its copies {'take batches in turn' if waves else 'synchronise at every U'}", rank,
                               f"{stage}U{len(versions) + 1}")  # fmt: skip
             wrong = next((n for n, version in enumerate(versions, start=1) if version != n), None)
             if wrong is not None:
@@ -234,22 +250,6 @@ def _updates(schedule: Schedule) -> Iterator[Finding]:
             if late.kind is not Kind.U:
                 yield Finding("update", f"{late} on rank {rank} comes after the last U of stage {stage}: "
                               "its gradient would be lost", rank, str(late))  # fmt: skip
-
-
-def _staleness(schedule: Schedule) -> list[list[int]]:
-    """Per stage, the staleness of every gradient: updates between its forward and the update that takes it."""
-    ages: list[list[int]] = [[] for _ in range(schedule.stages)]
-    for program in schedule.programs:
-        version: Counter[int] = Counter()
-        read: dict[tuple[int, int], int] = {}
-        for kind, stage, m in program:
-            if kind is Kind.F:
-                read[stage, m] = version[stage]
-            elif kind in (Kind.B, Kind.W):
-                ages[stage].append(version[stage] - read[stage, m])
-            elif kind is Kind.U:
-                version[stage] += 1
-    return ages
 
 
 def _over_limit(schedule: Schedule, rank_peaks: tuple[float, ...], limit: int) -> Iterator[Finding]:

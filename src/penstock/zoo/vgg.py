@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from functools import partial
 
@@ -12,15 +13,17 @@ from penstock.zoo.layers import HeConv2d, NormalLinear
 
 #: Convolutions in each of the five blocks: table 1 of the paper, columns A, B, D and E. Every block ends in a 2 x 2 max-pool.
 BLOCKS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
-#: Output channels of each block.
-WIDTHS = (64, 128, 256, 512, 512)
+#: Output channels of each block, in those of the first.
+WIDTHS = (1, 2, 4, 8, 8)
+#: Output channels of the paper's first block; and how many times as many numbers go between its linear maps.
+WIDTH, LINEAR = 64, 64
 #: Parameters without and with batch normalisation, at 1,000 classes and 224 x 224 pixels of 3 channels.
 PARAMETERS = {11: (132_863_336, 132_868_840), 13: (133_047_848, 133_053_736),
               16: (138_357_544, 138_365_992), 19: (143_667_240, 143_678_248)}  # fmt: skip
 
 
 def vgg(depth: int, batch_norm: bool, *, classes: int = 1000, image: int = 224, channels: int = 3,
-        dropout: float = 0.5) -> nn.Sequential:  # fmt: skip
+        dropout: float = 0.5, width: int = WIDTH) -> nn.Sequential:  # fmt: skip
     """VGG-`depth`, each convolution, normalisation, ReLU, pool, dropout and linear map a layer of its own.
 
     Names are those of the paper's Caffe models: `features.conv1_1`, `features.bn1_1` (if any), `features.relu1_1`, ...,
@@ -42,6 +45,8 @@ def vgg(depth: int, batch_norm: bool, *, classes: int = 1000, image: int = 224, 
         image: pixels a side, 224 or 32. Input: (batch, channels, image, image).
         channels: of the input.
         dropout: share of `fc6` and `fc7` outputs dropped in training; at 0 the two layers stay in the chain and do nothing.
+        width: channels of the first block. The other blocks have 2, 4, 8 and 8 times as many, `fc6` and `fc7` 64 times, so that
+            width=8 is a VGG with an eighth of the paper's channels everywhere, for machines that have no GPU.
 
     Raises:
         SettingError: image is neither 224 nor 32, dropout not in [0, 1), or a count below 1.
@@ -52,25 +57,27 @@ def vgg(depth: int, batch_norm: bool, *, classes: int = 1000, image: int = 224, 
     steps at lr=0.02, VGG-19 after about 90 at lr=0.03.
     """
     name = f"vgg{depth}" + "_bn" * batch_norm
-    check_counts(name, classes=classes, channels=channels)
+    check_counts(name, classes=classes, channels=channels, width=width)
     check_image(name, image)
     check_dropout(name, dropout)
     side = image // 2 ** len(WIDTHS)
-    features = _features(BLOCKS[depth], channels, batch_norm)
+    widths = [width * times for times in WIDTHS]
+    features = _features(BLOCKS[depth], widths, channels, batch_norm)
     classifier: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
-    width = WIDTHS[-1] * side * side
+    std = 0.01 * math.sqrt(WIDTH / width)
+    numbers = widths[-1] * side * side
     for index in (6, 7):
-        classifier[f"fc{index}"] = NormalLinear(width, 4096, std=0.01)
+        classifier[f"fc{index}"] = NormalLinear(numbers, LINEAR * width, std=std)
         classifier[f"relu{index}"] = nn.ReLU()
         classifier[f"drop{index}"] = nn.Dropout(dropout)
-        width = 4096
-    classifier["fc8"] = NormalLinear(width, classes, std=0.01)
+        numbers = LINEAR * width
+    classifier["fc8"] = NormalLinear(numbers, classes, std=std)
     return nn.Sequential(OrderedDict(features=features, classifier=nn.Sequential(classifier)))
 
 
-def _features(blocks: tuple[int, ...], channels: int, batch_norm: bool) -> nn.Sequential:
+def _features(blocks: tuple[int, ...], widths: list[int], channels: int, batch_norm: bool) -> nn.Sequential:
     features: OrderedDict[str, nn.Module] = OrderedDict()
-    for block, (count, width) in enumerate(zip(blocks, WIDTHS, strict=True), start=1):
+    for block, (count, width) in enumerate(zip(blocks, widths, strict=True), start=1):
         for index in range(1, count + 1):
             features[f"conv{block}_{index}"] = HeConv2d(channels, width, 3, padding=1)
             if batch_norm:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import register
-from penstock.schedule.op import Kind, Op, Program, Schedule
+from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.placement import ranks_for, ring, stages_of
 from penstock.schedule.updates import with_updates
 
@@ -38,6 +38,12 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 2, group: int | N
     """
     ranks = ranks_for("interleaved", stages, "chunks", chunks)
     size = _group(ranks, micro_batches, group)
+    return Schedule(tuple(map(with_updates, in_groups(ranks, chunks, micro_batches, size))))
+
+
+def in_groups(ranks: int, chunks: int, micro_batches: int, size: int) -> list[list[Op]]:
+    """The programs without updates: `chunks` stages on every rank, `micro_batches` in groups of `size`, at least `ranks` each."""
+    stages = ranks * chunks
     placement = ring(stages, ranks)
     order = [
         (chunk, m)
@@ -46,7 +52,7 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 2, group: int | N
         for m in range(first, min(first + size, micro_batches))
     ]
 
-    def program(rank: int) -> Program:
+    def program(rank: int) -> list[Op]:
         own = stages_of(placement, rank)
         forwards = [Op(Kind.F, own[chunk], m) for chunk, m in order]
         backwards = [Op(Kind.B, own[-1 - chunk], m) for chunk, m in order]
@@ -54,9 +60,9 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 2, group: int | N
         ops = forwards[:ahead]
         for n, backward in enumerate(backwards, start=ahead):
             ops += [*forwards[n : n + 1], backward]
-        return with_updates(ops)
+        return ops
 
-    return Schedule(tuple(map(program, range(ranks))))
+    return list(map(program, range(ranks)))
 
 
 def _group(ranks: int, micro_batches: int, group: int | None) -> int:

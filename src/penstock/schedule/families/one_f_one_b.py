@@ -60,32 +60,43 @@ def one_f_one_b(stages: int, micro_batches: int, warm_up: Sequence[int] | None =
     """
     if warm_up is None:
         warm_up = start_up(replicas or (1,) * stages)
-    ahead = _ahead(stages, micro_batches, warm_up)
-
-    def program(stage: int) -> tuple[Op, ...]:
-        ops = [Op(Kind.F, stage, m) for m in range(ahead[stage])]
-        for m in range(micro_batches):
-            ops.append(Op(Kind.B, stage, m))
-            if ahead[stage] + m < micro_batches:
-                ops.append(Op(Kind.F, stage, ahead[stage] + m))
-        return (*ops, Op(Kind.U, stage, 1))
-
-    made = Schedule(tuple(map(program, range(stages))), "1f1b")
+    ahead = forwards_ahead("1f1b", stages, warm_up, micro_batches)
+    made = Schedule(tuple((*alternating(stage, range(micro_batches), number), Op(Kind.U, stage, 1))
+                          for stage, number in enumerate(ahead)), "1f1b")  # fmt: skip
     return made if replicas is None else round_robin(made, replicas)
 
 
-def _ahead(stages: int, micro_batches: int, warm_up: Sequence[int]) -> list[int]:
+def alternating(stage: int, micro_batches: Sequence[int], ahead: int) -> list[Op]:
+    """The order of 1F1B on one stage, without updates: `ahead` forwards, then one backward and one forward in turn, and the
+    backwards left.
+
+    >>> print(*alternating(0, [1, 3, 5], ahead=2))
+    0F1 0F3 0B1 0F5 0B3 0B5
+    """
+    ops = [Op(Kind.F, stage, m) for m in micro_batches[:ahead]]
+    for place, m in enumerate(micro_batches):
+        ops.append(Op(Kind.B, stage, m))
+        ops += [Op(Kind.F, stage, later) for later in micro_batches[ahead + place : ahead + place + 1]]
+    return ops
+
+
+def forwards_ahead(name: str, stages: int, warm_up: Sequence[int], micro_batches: int | None = None) -> list[int]:
+    """`warm_up`, with more forwards than there are micro-batches counted as all of them; None is for a stream, which has no end.
+
+    Raises:
+        ScheduleError: it has another length than there are stages, or numbers with which no stage could go on.
+    """
     if len(warm_up) != stages:
-        raise ScheduleError(f"1f1b in {stages} stages takes a warm_up of {stages} numbers, one per stage, not {len(warm_up)}")
+        raise ScheduleError(f"{name} in {stages} stages takes a warm_up of {stages} numbers, one per stage, not {len(warm_up)}")
     for stage, number in enumerate(warm_up):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ScheduleError(f"1f1b runs at least 1 forward before the first backward, but warm_up has {number!r} for "
+            raise ScheduleError(f"{name} runs at least 1 forward before the first backward, but warm_up has {number!r} for "
                                 f"stage {stage}")  # fmt: skip
-    ahead = [min(micro_batches, number) for number in warm_up]
+    ahead = [number if micro_batches is None else min(micro_batches, number) for number in warm_up]
     for stage in range(1, stages):
         # Stage s - 1 runs forward K_{s-1} only after its first backward, which waits for the first of stage s.
         if ahead[stage] > ahead[stage - 1]:
-            raise ScheduleError(f"1f1b would hang: stage {stage} wants {ahead[stage]} forwards before its first backward, but "
+            raise ScheduleError(f"{name} would hang: stage {stage} wants {ahead[stage]} forwards before its first backward, but "
                                 f"stage {stage - 1} passes on {ahead[stage - 1]} before it waits for that backward; let "
                                 "warm_up never grow from one stage to the next")  # fmt: skip
     return ahead

@@ -1,0 +1,41 @@
+"""The batches that a rank's ops are about, found by the numbers that these have."""
+
+from __future__ import annotations
+
+from penstock.runtime.batch import Batch
+
+
+class UnderWay:
+    """Batches of `size` numbers each, of which a stream has several under way: batch t has the numbers from t * size on.
+
+    The last batch may have fewer. Its missing numbers belong to no batch.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._batches: dict[int, Batch] = {}
+
+    @classmethod
+    def alone(cls, batch: Batch) -> UnderWay:
+        """One batch."""
+        made = cls(max(1, len(batch.inputs)))
+        made.add(0, batch)
+        return made
+
+    def add(self, index: int, batch: Batch) -> None:
+        """One more."""
+        self._batches[index] = batch
+
+    def take(self, index: int) -> Batch:
+        """One that is done."""
+        return self._batches.pop(index)
+
+    def clear(self) -> None:
+        """None any more."""
+        self._batches.clear()
+
+    def find(self, number: int) -> tuple[Batch, int] | None:
+        """The batch of a number, and its number in there; nothing if the batch is a small one without it."""
+        index, own = divmod(number, self.size)
+        batch = self._batches[index]
+        return (batch, own) if own < len(batch.inputs) else None

@@ -1,0 +1,45 @@
+"""PipeDream-2BW: 1F1B without a flush over batches large enough for two versions of the weights."""
+
+from __future__ import annotations
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import register
+from penstock.schedule.families.pipedream import enough_batches, streamed
+from penstock.schedule.op import Schedule
+from penstock.schedule.stream import Stream
+
+
+@register("2bw", aliases=("pipedream-2bw",), synchronous=False, stages_per_rank="1", splits_backward=False, weights="double-buffer",
+          source="Narayanan et al. 2021, PipeDream-2BW (arXiv 2006.09503), section 3.1")  # fmt: skip
+def two_bw(stages: int, micro_batches: int, batches: int | None = None) -> Schedule:
+    """The order of `pipedream` with at least as many micro-batches per batch as there are stages.
+
+    So no forward is more than one update behind, and two versions of the weights are enough: all of batch t reads version
+    max(t - 1, 0), forward and backward, on every stage.
+
+    Facts for equal costs f and b and free links, p stages, m >= p micro-batches:
+        per batch           m(f + b): no bubble once it is full
+        in flight           p - s micro-batches on stage s
+        staleness           1 update on every stage, and 0 in the first batch (rule `double-buffer`)
+        versions            2
+
+    >>> print(two_bw(2, 2, batches=3))
+    rank 0 | 0F0 0F1 0B0 0F2 0B1 0U1 0F3 0B2 0F4 0B3 0U2 0F5 0B4 0B5 0U3
+    rank 1 | 1F0 1B0 1F1 1B1 1U1 1F2 1B2 1F3 1B3 1U2 1F4 1B4 1F5 1B5 1U3
+
+    Args:
+        stages: number of stages.
+        micro_batches: micro-batches per batch, at least `stages`. The paper asks for so many; in this order, in which the first
+            stage has its backward before the next forward, one less would still be sound.
+        batches: how many of them the programs run; enough to show how they repeat, if not given.
+
+    Raises:
+        ScheduleError: a batch has fewer micro-batches; `batches` is none.
+    """
+    if micro_batches < stages:
+        least = " (in this order one less would still do, but no fewer)" if stages > 1 else ""
+        raise ScheduleError(f"2bw in {stages} stages keeps two versions of the weights, which is enough with {stages} or more "
+                            f"micro-batches per batch{least}, not with {micro_batches}: take more of them, or pipedream, which keeps "
+                            "as many versions as it takes")  # fmt: skip
+    count = enough_batches(stages, micro_batches) if batches is None else batches
+    return streamed("2bw", micro_batches, range(stages, 0, -1), Stream(count, "double-buffer"))

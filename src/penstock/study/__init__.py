@@ -1,0 +1,1 @@
+"""What was asked, what came of it, and what that says: questions, records, statistics, verdicts, figures."""

@@ -1,0 +1,197 @@
+"""Question: which rules, how deep, how often; and the cases that answer it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Literal
+
+from penstock.errors import PenstockError, SettingError
+from penstock.schedule.op import Schedule
+from penstock.search.schedules import schedule
+from penstock.study.tasks import StudyTask, cut, study_task
+from penstock.tracing.chain import chain
+from penstock.training.data.batches import count_batches
+from penstock.training.task import make_task
+from penstock.weights import uses
+from penstock.weights.catalogue import WEIGHT_RULES, weight_rule
+from penstock.weights.choice import rule_of, schedule_for
+
+#: All others are held against it.
+BASELINE = "flush"
+#: Torch's name of each optimizer that a configuration may name.
+OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
+#: PipeMare's learning rates come back to the usual ones in the first quarter of the run. Its paper chooses their number by model.
+_ANNEALED = 4
+#: No more micro-batches are tried than so many for each stage.
+_MOST_PER_STAGE = 4
+
+MicroBatches = Literal["least", "stages"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: everything that what is learned depends on. Batches of one task and seed are the same in all cases.
+
+    `options` are the weight rule's; `lr` and the samples of a batch are the same for all rules.
+    """
+
+    task: str
+    rule: str
+    schedule: str
+    stages: int
+    micro_batches: int
+    optimizer: str
+    lr: float
+    batches: int
+    seed: int
+    options: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def key(self) -> str:
+        """A text that no other case has."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def group(self) -> tuple[str, str, str, int]:
+        """What cases that differ in their seeds have in common: task, optimizer, rule, stages."""
+        return self.task, self.optimizer, self.rule, self.stages
+
+    @cached_property
+    def programs(self) -> Schedule:
+        """The schedule."""
+        return schedule(self.schedule, self.stages, self.micro_batches)
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.rule} S={self.stages} M={self.micro_batches} {self.optimizer} seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A combination that makes no sense, and why."""
+
+    task: str
+    rule: str
+    stages: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which rules lose accuracy, and when?
+
+    Attributes:
+        tasks, rules, depths: names, names, numbers of stages. Flush is always among the rules.
+        seeds: how many, from 0: each has its own initial weights and order of the data, the same for all rules.
+        epochs: times through the data; None for the task's own number.
+        optimizer: what every rule runs with whose paper does not ask for another.
+        lr_scale: learning rates are so many times the task's own.
+        micro_batches: "least": as few as the rule goes with, so that gradients are as old as they get, and one for each stage
+            where none is old. "stages": one for each stage, or more where the rule wants more.
+        most_batches: stop after so many.
+    """
+
+    tasks: tuple[str, ...] = ("digits", "gpt")
+    rules: tuple[str, ...] = ()
+    depths: tuple[int, ...] = (2, 4, 8)
+    seeds: int = 3
+    epochs: float | None = None
+    optimizer: str = "sgd"
+    lr_scale: float = 1.0
+    micro_batches: MicroBatches = "least"
+    most_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", self.rules or all_rules())
+        for name in self.tasks:
+            study_task(name)
+        for name in self.rules:
+            weight_rule(name)
+        if not self.tasks or not self.depths:
+            raise SettingError("a study needs at least one task and one depth")
+        for word, number in (("depth", min(self.depths)), ("seeds", self.seeds), ("batches", self.most_batches or 1)):
+            if number < 1:
+                raise SettingError(f"{word} {number}: there is at least 1")
+        for word, amount in (("epochs", self.epochs), ("lr-scale", self.lr_scale)):
+            if amount is not None and not 0 < amount < float("inf"):
+                raise SettingError(f"{word} {amount:g}: it must be above 0")
+        if self.optimizer not in OPTIMIZERS:
+            raise SettingError(f"optimizer is one of {', '.join(OPTIMIZERS)}, not {self.optimizer!r}")
+        if self.micro_batches not in ("least", "stages"):
+            raise SettingError(f"micro-batches is 'least' or 'stages', not {self.micro_batches!r}")
+
+    def cases(self) -> tuple[list[Case], list[Refused]]:
+        """The cases, those of one seed together so that an interrupted study has something whole to show; and what is refused."""
+        found: list[Case] = []
+        refused: list[Refused] = []
+        for name in self.tasks:
+            task = study_task(name)
+            for case in self._of_task(task):
+                if isinstance(case, Refused):
+                    refused.append(case)
+                else:
+                    found.append(case)
+        ordered = sorted(found, key=lambda case: case.seed)
+        return list(dict.fromkeys(ordered)), refused
+
+    def _of_task(self, task: StudyTask) -> Iterator[Case | Refused]:
+        made = make_task(task.config(self.optimizer, 1.0, 0))
+        per_epoch = count_batches(len(made.data.train_inputs), task.settings.batch, drop_last=True)
+        batches = max(1, round((self.epochs or task.epochs) * per_epoch))
+        batches = min(batches, self.most_batches or batches)
+        traced = chain(made.model)
+        for stages in dict.fromkeys(self.depths):
+            cut(traced, stages)
+            for rule, optimizer in self._pairs():
+                try:
+                    parts = self._parts(rule, stages)
+                except PenstockError as error:
+                    yield Refused(task.name, rule, stages, " ".join(str(error).split()))
+                    continue
+                options = {"annealing": float(batches // _ANNEALED)} if "annealing" in weight_rule(rule).options else {}
+                for seed in range(self.seeds):
+                    yield Case(task.name, rule, schedule_for(rule), stages, parts, optimizer, self.lr_scale * task.lr[optimizer],
+                               batches, seed, tuple(options.items()))  # fmt: skip
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Rules with their optimizers; flush comes with every optimizer that another has, to be held against."""
+        chosen = [(rule, self._optimizer(rule)) for rule in self.rules]
+        needed = dict.fromkeys((BASELINE, optimizer) for _, optimizer in chosen)
+        return list(dict.fromkeys([*needed, *chosen]))
+
+    def _optimizer(self, rule: str) -> str:
+        """The one asked for, if the rule's paper has a formula for it, else the first that it has."""
+        allowed = weight_rule(rule).optimizers
+        if not allowed or OPTIMIZERS[self.optimizer] in allowed:
+            return self.optimizer
+        return next(name for name, known in OPTIMIZERS.items() if known in allowed)
+
+    def _parts(self, rule: str, stages: int) -> int:
+        """Micro-batches of a batch.
+
+        Raises:
+            PenstockError: the rule does not go with any number that was tried.
+        """
+        refusal: PenstockError | None = None
+        for parts in range(stages if self.micro_batches == "stages" else 1, max(2, _MOST_PER_STAGE * stages) + 1):
+            try:
+                ages = _ages(rule, stages, parts)
+            except PenstockError as error:
+                refusal = refusal or error
+                continue
+            return parts if max(ages) > 0 else max(parts, stages)
+        assert refusal is not None
+        raise refusal
+
+
+def _ages(rule: str, stages: int, micro_batches: int) -> list[int]:
+    """Per stage, the most updates that a gradient is old, if the rule goes with so many micro-batches."""
+    made = schedule(schedule_for(rule), stages, micro_batches)
+    return [max(ages, default=0) for ages in uses.staleness(made, rule_of(made, rule))]
+
+
+def all_rules() -> tuple[str, ...]:
+    """The names of all weight rules, flush first."""
+    return (BASELINE, *(name for name in WEIGHT_RULES.entries() if name != BASELINE))

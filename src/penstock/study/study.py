@@ -1,0 +1,114 @@
+"""A whole study: cases run or found in the notebook, paces, tables, figures, one folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.draw.output import write
+from penstock.errors import RunError
+from penstock.measure.profile import machine_facts
+from penstock.profile.profile import Profile
+from penstock.study.conduct import Failed, Told, conduct
+from penstock.study.figure import figures
+from penstock.study.pace import Pace, measure, pace, profile_of
+from penstock.study.question import Case, Question
+from penstock.study.record import Notebook
+from penstock.study.report import page
+from penstock.study.results import Group, Results
+from penstock.study.tasks import cut, study_task
+from penstock.tracing.chain import chain
+from penstock.training.task import make_task
+
+#: Told in words what is going on.
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A question with its cases, and where what comes of it is kept.
+
+    Attributes:
+        question: what is asked.
+        folder: holds the notebook, the profiles, and in the end the results.
+        jobs: cases at a time.
+        measured: whether batches are timed in real processes too.
+    """
+
+    question: Question
+    folder: Path
+    jobs: int
+    measured: bool = True
+
+    def run(self, told: Callable[[int], Told], say: Say) -> Results:
+        """Do what is not done yet, and write `study.json`, `study.md` and the figures.
+
+        Args:
+            told: from the number of cases to do to who is told of each.
+            say: told what goes on besides.
+
+        Raises:
+            PenstockError: the question makes no sense, the folder cannot be written, or a process was killed.
+        """
+        notebook = Notebook(self.folder)
+        cases, refused = self.question.cases()
+        one_of = {case.group: case for case in reversed(cases)}
+        profiles = self._profiles(say)
+        left = sum(case.key not in notebook.records for case in cases)
+        if left < len(cases):
+            say(f"{len(cases) - left} of {len(cases)} cases are in {notebook.path} already")
+        failed = conduct(cases, notebook, self.jobs, told(left))
+        more = self._measure(one_of, notebook, say) if self.measured else []
+        paces = self._paces(one_of, notebook, profiles)
+        records = notebook.of(cases)
+        results = Results(self.question, tuple(records), paces, tuple(refused),
+                          tuple((str(each.case), each.reason) for each in [*failed, *more]),
+                          {**machine_facts(torch.device("cpu")), "threads": "1", "torch": torch.__version__},
+                          len(cases) - len(records) - len(failed))  # fmt: skip
+        if records:
+            self._write(results)
+        return results
+
+    def _profiles(self, say: Say) -> dict[str, Profile]:
+        found = {}
+        for task in self.question.tasks:
+            path = self.folder / f"{task}-profile.json"
+            if not path.exists():
+                say(f"measuring the layers of {task} …")
+            found[task] = profile_of(task, path)
+        return found
+
+    def _measure(self, one_of: Mapping[Group, Case], notebook: Notebook, say: Say) -> list[Failed]:
+        """Time what has no more ranks than there are cores, one after the other, when nothing else runs."""
+        cores = len(os.sched_getaffinity(0))
+        failed = []
+        for case in one_of.values():
+            place = case.task, case.optimizer, case.rule, case.stages, case.micro_batches
+            if place in notebook.measured or not 1 < case.programs.ranks <= cores:
+                continue
+            say(f"timing {case.rule} ({case.optimizer}) of {case.task} in {case.programs.ranks} processes …")
+            try:
+                notebook.add(measure(case))
+            except RunError as error:
+                failed.append(Failed(case, " ".join(str(error).split())))
+        return failed
+
+    def _paces(self, one_of: Mapping[Group, Case], notebook: Notebook, profiles: Mapping[str, Profile]) -> dict[Group, Pace]:
+        lengths: dict[tuple[str, int], Sequence[int]] = {}
+        found = {}
+        for group, case in one_of.items():
+            place = case.task, case.stages
+            if place not in lengths:
+                lengths[place] = cut(chain(make_task(study_task(case.task).settings).model), case.stages)
+            timed = notebook.measured.get((case.task, case.optimizer, case.rule, case.stages, case.micro_batches))
+            found[group] = pace(case, profiles[case.task], lengths[place], timed)
+        return found
+
+    def _write(self, results: Results) -> None:
+        drawn = figures(results, self.folder)
+        write(self.folder / "study.json", results.as_json())
+        write(self.folder / "study.md", page(results, drawn))

@@ -1,0 +1,209 @@
+"""Uses: what every micro-batch reads, for ever; held against a slow count that reads the programs again for every op."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from tests.weights import slow
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Schedule
+from penstock.schedule.period import prolonged
+from penstock.schedule.stream import Stream
+from penstock.verify.verify import verify
+from penstock.weights.catalogue import WeightRule, weight_rule
+from penstock.weights.choice import rule_of
+from penstock.weights.reads import Reads
+from penstock.weights.uses import readings, staleness, uses, versions_kept
+
+#: Streams of all kinds: plain, with many micro-batches, copies that meet, copies of weights in turns, waves.
+STREAMS = [
+    ("pipedream", 4, 1, {}), ("pipedream", 3, 2, {}), ("pipedream", 2, 5, {}), ("pipedream", 1, 1, {}),
+    ("pipedream", 3, 4, {"replicas": [2, 1, 1]}), ("pipedream", 2, 4, {"replicas": 2}), ("pipedream", 3, 2, {"warm_up": [5, 3, 1]}),
+    ("2bw", 3, 3, {}), ("xpipe", 4, 3, {}), ("wpipe", 4, 2, {}), ("wpipe", 6, 5, {}), ("avgpipe", 4, 2, {}),
+    ("avgpipe", 3, 1, {"pipelines": 3}), ("hetpipe", 3, 1, {}), ("hetpipe", 2, 2, {"virtual_workers": 3, "distance": 1}),
+]  # fmt: skip
+every_stream = pytest.mark.parametrize(("name", "stages", "micro_batches", "options"), STREAMS)
+
+
+def rule_that_reads(reads, **facts):
+    return WeightRule("mine", reads, synchronous=False, source="a test", **facts)
+
+
+@every_stream
+@pytest.mark.parametrize("weights", [None, "vertical-sync", "xpipe"])
+def test_uses_for_ever_are_those_of_a_long_program(name, stages, micro_batches, options, weights):
+    """A run of thousands of batches asks for every one of them; a table of a few has to answer for all."""
+    made = schedule(name, stages, micro_batches, **options)
+    rule = rule_of(made) if weights is None else weight_rule(weights)
+    found = uses(made, rule)
+    long = prolonged(made, made.batches + 5)
+    places = slow.places(long)
+    for (stage, number), place in places.items():
+        use = found.at(stage, number)
+        assert use.reads == rule.reads(place)
+        assert (use.batch, use.micro_batch) == (place.batch, number % micro_batches)
+        assert use.first == (place.micro_batch == 0)
+        after = following(long, stage, number)
+        assert after is None or use.next_forward == rule.reads(places[stage, after]).forward
+
+
+def following(made, stage, number):
+    """The number of the next F on the same copy of a stage's weights, on the same rank."""
+    program = made.programs[made.placement[stage, number]]
+    turn, size = made.stream.pipelines, made.micro_batches
+    own = [op.micro_batch for op in program if op.kind == "F" and op.stage == stage
+           and op.micro_batch // size % turn == number // size % turn]  # fmt: skip
+    index = own.index(number) + 1
+    return own[index] if index < len(own) else None
+
+
+@every_stream
+def test_last_is_the_micro_batch_whose_gradient_is_the_last_of_its_batch_on_its_rank(name, stages, micro_batches, options):
+    """What was made for a batch can go then."""
+    made = schedule(name, stages, micro_batches, **options)
+    found = uses(made, rule_of(made))
+    for program in made.programs:
+        latest = {}
+        for op in program:
+            if op.kind == "B":
+                latest[op.stage] = op.micro_batch
+            elif op.kind == "U":
+                assert found.at(op.stage, latest[op.stage]).last
+        total = sum(found.at(op.stage, op.micro_batch).last for op in program if op.kind == "F")
+        assert total == sum(op.kind == "U" for op in program)
+
+
+@every_stream
+def test_far_away_everything_is_as_it_was_a_period_before(name, stages, micro_batches, options):
+    """Training does not end after the batches that somebody thought of."""
+    made = schedule(name, stages, micro_batches, **options)
+    found = uses(made, rule_of(made))
+    period = found.batches * micro_batches
+    for stage in range(made.stages):
+        for number in range(10**9, 10**9 + 2 * period):
+            early, late = found.at(stage, number), found.at(stage, number + period)
+            step = late.reads.backward - early.reads.backward
+            assert late.batch - early.batch == found.batches
+            assert late.reads.forward - early.reads.forward == late.next_forward - early.next_forward == step > 0
+            assert (late.first, late.last, late.micro_batch) == (early.first, early.last, early.micro_batch)
+
+
+@given(slow.streams(pipelines=2))
+@settings(deadline=None, max_examples=80)
+def test_any_stream_has_the_staleness_and_the_versions_of_a_slow_count(made):
+    """No family has these orders; users' programs may."""
+    if made.stream.pipelines == 1:
+        assert verify(made).versions == versions_kept(made, weight_rule("stash"))
+    places = slow.places(made)
+    for rule in (weight_rule("stash"), rule_that_reads(lambda p: Reads(p.at_forward - p.at_forward % 2, p.at_forward))):
+        reads = {key: rule.reads(place) for key, place in places.items()}
+        try:
+            found = readings(made, rule)
+        except ScheduleError as error:
+            assert rule.name == "mine"
+            assert "which is gone" in str(error)
+            continue
+        assert [list(row) for row in found.ages] == slow.ages(made, reads)
+        assert found.versions == slow.kept(made, reads)
+
+
+@given(slow.streams())
+@settings(deadline=None, max_examples=40)
+def test_any_stream_under_vertical_sync_reads_one_version_on_all_stages_or_is_refused(made):
+    """An update that stands late may lack when the version of the first stage is asked for; then it is said which."""
+    places = slow.places(made)
+    rule = weight_rule("vertical-sync")
+    reads = {key: rule.reads(place) for key, place in places.items()}
+    late = {f"{stage}F{number}" for (stage, number), place in places.items() if reads[stage, number].forward > place.at_forward}
+    if late:
+        with pytest.raises(ScheduleError, match="another update has to come before it") as caught:
+            readings(made, rule)
+        assert late <= {finding.op for finding in caught.value.findings}
+    else:
+        found = readings(made, rule)
+        assert [list(row) for row in found.ages] == slow.ages(made, reads)
+        assert found.versions == slow.kept(made, reads)
+
+
+@given(slow.streams(pipelines=3))
+@settings(deadline=None, max_examples=40)
+def test_what_only_finds_the_newest_keeps_one_version_of_every_copy(made):
+    """`none` and what predicts never keep an old one, whatever the order."""
+    stale = staleness(made, weight_rule("none"))
+    assert stale == slow.ages(made, {key: Reads(place.at_forward, 0) for key, place in slow.places(made).items()})
+    assert versions_kept(made, weight_rule("none")) == (made.stream.pipelines,) * made.stages
+
+
+def test_a_synchronous_schedule_goes_on_with_one_version_per_batch():
+    """Every drain makes the next version, and the next batch reads it."""
+    found = uses(schedule("1f1b", 3, 4), weight_rule("flush"))
+    assert [found.at(1, number).reads.forward for number in (0, 3, 4, 400, 403)] == [0, 0, 1, 100, 100]
+    assert [found.at(1, number).next_forward for number in (0, 3, 4, 402, 403)] == [0, 1, 1, 100, 101]
+    assert [(found.at(2, n).first, found.at(2, n).last) for n in range(4)] == [(True, False), (False, False), (False, False), (False, True)]
+    assert staleness(schedule("1f1b", 3, 4), weight_rule("flush")) == [[0] * 4] * 3
+    assert versions_kept(schedule("chimera", 4, 4), weight_rule("flush")) == (1, 1, 1, 1)
+
+
+def test_programs_without_a_stream_come_again_from_drain_to_drain():
+    """A user's text of several updates says nothing of what follows it but itself."""
+    made = Schedule.parse("0F0 0F1 0B0 0U1 0B1 0U2", synchronous=False)
+    found = uses(made, weight_rule("stash"))
+    assert [found.at(0, number).reads.forward for number in range(6)] == [0, 0, 2, 2, 4, 4]
+    assert [found.at(0, number).next_forward for number in range(4)] == [0, 2, 2, 4]
+    assert staleness(made, weight_rule("stash")) == [[0, 1]]
+    assert versions_kept(made, weight_rule("stash")) == (2,)
+
+
+def test_a_stream_that_does_not_repeat_itself_cannot_go_on_for_ever():
+    """It is sound, and its own batches can be looked at; what comes after them nobody knows."""
+    text = "0F0 0B0 0U1 0F1 0F2 0B1 0U2 0B2 0U3"
+    made = Schedule(Schedule.parse(text).programs, "odd", synchronous=False, stream=Stream(3))
+    assert staleness(made, weight_rule("stash")) == [[0, 0, 1]]
+    with pytest.raises(ScheduleError, match="odd does not repeat itself"):
+        uses(made, weight_rule("stash"))
+
+
+def test_the_mean_staleness_is_that_of_the_full_pipeline():
+    """Start-up is forgotten after a few batches; corrections are made for the rest of the run."""
+    found = uses(schedule("pipedream", 4, 2), weight_rule("pipemare"))
+    assert [found.staleness(stage) for stage in range(4)] == [1.5, 1.0, 0.5, 0.0]
+
+
+def test_a_version_that_is_not_there_yet_or_no_longer_is_refused_with_op_rank_and_version():
+    """On tensors it would be read as garbage, or not at all."""
+    made = schedule("pipedream", 3, 1)
+    with pytest.raises(ScheduleError, match=r"mine: 0F1 on rank 0 reads version 1 of stage 0, where the newest is 0") as caught:
+        uses(made, rule_that_reads(lambda place: Reads(place.batch, place.batch)))
+    assert caught.value.findings[0].rank == 0
+    with pytest.raises(ScheduleError, match=r"2F4 on rank 2 reads version 0 of stage 2, which is gone: kept is 3, 4; a") as caught:
+        readings(made, rule_that_reads(lambda place: Reads(place.at_forward if place.batch < 4 else 0, place.at_forward)))
+    assert ("2F4", 2) in [(finding.op, finding.rank) for finding in caught.value.findings]
+
+
+def test_a_backward_may_read_an_older_version_only_while_it_is_kept():
+    """Nobody keeps for a backward what was let go before its forward."""
+    made = schedule("pipedream", 2, 1)
+    assert readings(made, rule_that_reads(lambda p: Reads(p.at_forward, max(p.at_backward - 1, 0)))).versions == (3, 1)
+    with pytest.raises(ScheduleError, match=r"1F2 on rank 1 reads version 0 of stage 1, which is gone"):
+        readings(made, rule_that_reads(lambda p: Reads(p.at_forward, max(p.at_forward - 2, 0))))
+
+
+def test_what_has_one_version_reads_older_ones_only_as_predictions_that_were_made_of_them():
+    """A prediction is kept from the batch's first micro-batch; the weights that it was made of are not."""
+    made = schedule("pipedream", 4, 4)
+    kept = rule_that_reads(lambda p: Reads(p.batch_at_forward, p.at_backward, forward_ahead=1), one_version=True)
+    assert versions_kept(made, kept) == (1, 1, 1, 1)
+    with pytest.raises(ScheduleError, match=r"0F7 on rank 0 reads version 0 of stage 0, which is gone: kept is 1; a"):
+        versions_kept(made, rule_that_reads(lambda p: Reads(p.batch_at_forward, p.at_backward), one_version=True))
+
+
+def test_a_place_that_a_rule_refuses_is_told_once_for_each_rank():
+    """A thousand micro-batches in the same place are one reason."""
+    def reads(place):
+        raise ScheduleError(f"not on stage {place.stage}")
+
+    with pytest.raises(ScheduleError, match="not on stage 1") as caught:
+        uses(schedule("pipedream", 2, 1), rule_that_reads(reads))
+    assert [(f.rule, f.op, f.rank) for f in caught.value.findings] == [("weights", "0F0", 0), ("weights", "1F0", 1)]
