@@ -24,10 +24,16 @@ def plan(made: Schedule = schedule("1f1b", 2, 4), lengths: tuple[int, ...] = (2,
                 Prediction(0.5, 0.2, peaks, 32.0, 0.9), made.options, candidates=candidates)  # fmt: skip
 
 
-def saved(tmp_path, **changes):
+def stream_plan(made: Schedule = schedule("pipedream", 2, 1), **changes) -> Plan:
+    """An asynchronous one."""
+    own = {"synchronous": False, "stream": made.stream, "weights": made.stream.weights, "candidates": ()}
+    return replace(plan(made), **{**own, **changes})
+
+
+def saved(tmp_path, found=None, **changes):
     """The path of a plan whose JSON was changed."""
     path = tmp_path / "plan.json"
-    plan().save(path)
+    (found or plan()).save(path)
     found = json.loads(path.read_text())
     path.write_text(json.dumps({**found, **changes}))
     return path
@@ -38,8 +44,15 @@ CUSTOM = Schedule.parse("rank 0 | 0F0 0F1 1F1 1B1 0B1 1F0 1B0 0B0 1U1 0U1\nrank 
 
 @pytest.mark.parametrize(
     "made",
-    [plan(), plan(schedule("gpipe", 2, 3, backward_order="reverse")), plan(CUSTOM, (1, 1, 1))],
-    ids=["1f1b", "with options", "custom"],
+    [
+        plan(),
+        plan(schedule("gpipe", 2, 3, backward_order="reverse")),
+        plan(CUSTOM, (1, 1, 1)),
+        stream_plan(),
+        stream_plan(schedule("hetpipe", 2, 2)),
+        stream_plan(weights="pipemare", weights_options=(("decay", 0.25),)),
+    ],
+    ids=["1f1b", "with options", "custom", "stream", "waves", "weights' options"],
 )
 def test_a_plan_comes_back_from_json_as_it_was(tmp_path, made):
     """Plans travel between machines; any schedule must survive, a user's own and idle ranks too."""
@@ -70,8 +83,11 @@ def test_the_schedule_is_read_back_whole():
         ({"micro_batches": 8}, "the programs have 4 micro-batches, not 8"),
         ({"batch": 3}, "a batch of 3 cannot be cut into 4 micro-batches"),
         ({"programs": ["0F0 0X0"]}, "'0X0' is not an op"),
-        ({"weights": "stash"}, "no weight rule called 'stash'"),
-        ({"synchronous": False}, "weight rule 'flush' does not go with an asynchronous schedule"),
+        ({"weights": "stach"}, "no weight rule called 'stach'. Did you mean 'stash'"),
+        ({"weights": "stash"}, "weight rule 'stash' does not go with 1f1b, which is synchronous"),
+        ({"weights_options": [["decay", 0.5]]}, "weight rule 'flush' has no option decay: it takes none"),
+        ({"synchronous": False}, "a synchronous plan has no stream, an asynchronous one has: synchronous is False, stream is None"),
+        ({"stream": {"batches": 2}}, r"synchronous is True, stream is Stream\(batches=2"),
         ({"predicted": {"step_s": 1, "bubble_ratio": 0, "peak_memory": [1], "samples_per_s": 1, "one_device_s": 1}},
          "memory is predicted for 1 ranks, the programs are for 2"),
     ],
@@ -129,3 +145,53 @@ def test_pairs_and_slices_are_kept(tmp_path):
     again = Plan.load(tmp_path / "p.json")
     assert again == kept
     assert again.schedule == made
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stream": None}, "a synchronous plan has no stream, an asynchronous one has: synchronous is False, stream is None"),
+        ({"stream": {"batches": 0}}, "is no plan: at stream: Value error, a stream's batches is 1 or more, not 0"),
+        ({"stream": {"batches": 2.5}}, "is no plan: at stream.batches"),
+        ({"stream": {"batches": 6, "colour": "red"}}, "is no plan: at stream.colour: Unexpected"),
+        ({"stream": {"batches": 4}}, "the programs have 2 micro-batches, not 1"),
+        ({"stream": {"batches": 9}}, "9 batches of 1 are not the 6 micro-batches of the programs"),
+        ({"weights": "flush"}, "weight rule 'flush' does not go with pipedream, which is asynchronous"),
+        ({"weights": "double-buffer"}, "weight rule 'double-buffer' needs at least as many micro-batches"),
+        ({"weights_options": [["decay", "much"]]}, "is no plan: at weights_options.0.1"),
+    ],
+)
+def test_a_changed_stream_is_refused_with_what_is_wrong(tmp_path, changes, message):
+    """How a schedule goes on is part of what runs."""
+    with pytest.raises(FileError, match=message):
+        Plan.load(saved(tmp_path, stream_plan(), **changes))
+
+
+def test_a_plan_written_before_there_were_streams_is_read(tmp_path):
+    """Plans are kept; what they do not say is what there was then."""
+    path = saved(tmp_path)
+    found = json.loads(path.read_text())
+    for name in ("stream", "weights_options"):
+        del found[name]
+    for row in found["candidates"]:
+        del row["weights"]
+    path.write_text(json.dumps(found))
+    assert Plan.load(path) == plan()
+
+
+def test_an_asynchronous_plan_says_how_stale_gradients_are_and_which_were_asynchronous():
+    """What is won in time is paid for in staleness and memory: both belong beside each other."""
+    rows = (replace(plan().candidates[0], schedule="pipedream", micro_batches=1, weights="stash"), plan().candidates[0])
+    lines = str(stream_plan(candidates=rows)).splitlines()
+    assert lines[:3] == [
+        "pipedream on 2 of 4 ranks of local:2: 2 stages, batch 16 in 1 micro-batch, recompute never, weights stash",
+        "  predicted: 500.0 ms a batch once it is full, 32 samples/s, 1.80 times one device, bubble 20%",
+        "  asynchronous: weights stash, staleness at most 1, up to 2 versions",
+    ]
+    assert lines[-3:] == [
+        "    schedule   weights  stages  M  recompute  step             peak memory  why",
+        "    pipedream  stash    2       4  never      500.0 ms         2.0 KiB      compute of stage 1",
+        "    1f1b       flush    2       4  never      500.0 ms  equal  2.0 KiB      compute of stage 1",
+    ]
+    text = str(stream_plan(weights="pipemare", weights_options=(("decay", 0.25),)))
+    assert "asynchronous: weights pipemare, decay 0.25, staleness at most 1, 1 version and 2 more of their size" in text

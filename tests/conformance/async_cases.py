@@ -183,22 +183,18 @@ class Case:
                         **options)  # fmt: skip
 
 
-def assert_same(found: Any, expected: Any, case: Case, *, buffers: bool = True) -> None:
-    """Every loss and every number of the state, to float tolerance.
-
-    Without `buffers`, those of batch norm are left out: where copies of a stage take turns, they are one copy's.
-    """
+def assert_same(found: Any, expected: Any, case: Case) -> None:
+    """Every loss and every number of the state, buffers of batch norm included, to float tolerance."""
     tolerance = {"rtol": 1e-9, "atol": 1e-11} if case.dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-5}
     (losses, state), (expected_losses, expected_state) = found, expected
-    kept = {name for name, _ in case.made().named_parameters()} if not buffers else set(expected_state)
     losses, expected_losses = (torch.stack(list(values)).double() for values in (losses, expected_losses))
     # The pipeline hands losses out in single precision.
     torch.testing.assert_close(
         losses, expected_losses, rtol=max(tolerance["rtol"], 2e-7), atol=0, msg=lambda m: f"losses of {case}: {m}"
     )
     assert set(state) == set(expected_state)
-    for name in kept:
-        torch.testing.assert_close(state[name], expected_state[name], **tolerance, msg=lambda m, n=name: f"{n} of {case}: {m}")
+    for name, tensor in expected_state.items():
+        torch.testing.assert_close(state[name], tensor, **tolerance, msg=lambda m, n=name: f"{n} of {case}: {m}")
 
 
 def run_all(cases: Sequence[Case]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:

@@ -212,7 +212,7 @@ class PipeMare(Line):
     With `lockstep`, that of the paper's own machine, (2 (P - i) + 1) / N with i from 1 and N = m.
     T1: the k-th step has lr / max(tau, 1) ** (1 - min(k / K, 1)), k from 0.
     T2: backwards read w - tau delta; delta' = gamma delta + (1 - gamma) (w' - w), gamma = D ** (1 / tau).
-    T3: the first `warm_up` batches are synchronous: nothing is stale, and so nothing is corrected.
+    T3: the first `warm_up` batches are synchronous: nothing is stale, so nothing is slowed down or corrected.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class PipeMare(Line):
 
     def update(self) -> None:
         """With the rescheduled rate, and then the new delta."""
-        power = 1 - min(self.k / self.annealing, 1) if self.annealing else 0
+        power = 1 - min(self.k / self.annealing, 1) if self.annealing and self.k >= self.warm_up else 0
         kept = [[group["lr"] for group in optimizer.param_groups] if optimizer else [] for optimizer in self.optimizers]
         for optimizer, tau in zip(self.optimizers, self.tau, strict=True):
             for group in optimizer.param_groups if optimizer else ():

@@ -21,7 +21,10 @@ def test_every_planner_makes_a_whole_plan_and_names_its_source(profile_of, name)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"asynchronous": True}, "asynchronous=True cannot be planned yet"),
+        ({"weights": "flush", "schedules": "pipedream"}, "weight rule 'flush' does not go with pipedream, which is asynchronous"),
+        ({"weights": "stash", "schedules": ["pipedream", "1f1b"]}, "weight rule 'stash' does not go with 1f1b, which is synchronous"),
+        ({"weights": "double-buffer", "stages": 2, "micro_batches": 1}, "2bw in 2 stages keeps two versions"),
+        ({"weights": "spectrain", "stages": 2, "micro_batches": 2}, "weight rule 'spectrain' has distances for batches of one"),
         ({"max_replicas": 2}, "max_replicas=2 cannot be planned yet"),
         ({"batch": 0}, "batch is 0; it must be a whole number of 1 or more"),
         ({"batch": 2.5}, "batch is 2.5; it must be a whole number"),
@@ -54,6 +57,12 @@ def test_names_that_nobody_knows_are_refused(profile_of):
         plan(profile, cluster(1), 1, planner="aute")
     with pytest.raises(UnknownName, match="no schedule called '1f2b'"):
         plan(profile, cluster(1), 1, schedules=["gpipe", "1f2b"])
+    with pytest.raises(UnknownName, match="no weight rule called 'stach'. Did you mean 'stash'"):
+        plan(profile, cluster(1), 1, weights="stach")
+    with pytest.raises(SettingError, match="weight rule 'stash' has no option decay: it takes none"):
+        plan(profile, cluster(1), 1, schedules="pipedream", weights_options={"decay": 0.5})
+    with pytest.raises(SettingError, match="'xpipe' has no formula for SGD: .*; it goes with Adam, AdamW"):
+        plan(profile, cluster(1), 1, schedules="xpipe", optimizer="SGD")
     with pytest.raises(SettingError, match="'lots' is not a quantity"):
         plan(profile, cluster(1), 1, memory_limit="lots")
 

@@ -7,6 +7,7 @@ from penstock.schedule.catalogue import schedule
 from penstock.search.why import bound_by
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
+from penstock.simulate.steady import steady
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,17 @@ def test_the_dearest_thing_is_named(made, costs, expected):
 def test_a_timeline_without_time_is_bound_by_nothing():
     """No division by zero."""
     assert bound_by(Timeline((), 1, 1)) == "nothing: it takes no time"
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "costs", "expected"),
+    [
+        (1, Costs([1, 3]), "compute of stage 1, 100% of the step"),
+        (2, Costs(1, transfer=6), "link 0→1, 67% of the step in one direction"),
+        (1, Costs(1, latency=9, bandwidth=1, boundary_bytes=0), "bubble, 75% of the step"),
+    ],
+)
+def test_of_a_stream_the_steady_state_is_looked_at(micro_batches, costs, expected):
+    """Filling and draining are over once; both directions of a link may be busy at the same time."""
+    found = steady(schedule("pipedream", 2, micro_batches), costs)
+    assert bound_by(found.timeline, found.batches * found.seconds_per_batch) == expected

@@ -96,7 +96,9 @@ class _Builder:
         self.p, self.m, self.batches = stages, micro_batches, batches
         ranks = self.rng.randint(1, stages + 1)
         hosts = [self.rng.sample(range(ranks), self.rng.randint(1, min(2, ranks, micro_batches))) for _ in range(stages)]
-        self.home = {(s, n): hosts[s][n % micro_batches % len(hosts[s])] for s in range(stages) for n in range(batches * micro_batches)}
+        self.home = {
+            (s, n): hosts[s][n % micro_batches % len(hosts[s])] for s in range(stages) for n in range(batches * micro_batches)
+        }
         self.hosts = [sorted(host) for host in hosts]
         self.split = {place: self.rng.random() < 0.3 for place in self.home}
         self.programs: list[list[Op]] = [[] for _ in range(ranks)]
@@ -121,7 +123,9 @@ class _Builder:
                 found.append(Op(Kind.W, s, n))
         for s in range(self.p):
             t = next(t for t in range(self.batches + 1) if not self.has((Kind.U, s, t + 1)))
-            if t < self.batches and all(self.has((Kind.B, s, n), (Kind.W, s, n)) for n in range(t * self.m, t * self.m + self.m)):
+            if t < self.batches and all(
+                self.has((Kind.B, s, n), (Kind.W, s, n)) for n in range(t * self.m, t * self.m + self.m)
+            ):
                 found.append(Op(Kind.U, s, t + 1))
         return found
 

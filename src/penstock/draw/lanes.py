@@ -18,6 +18,7 @@ from penstock.draw.memory import steps, thinned, told
 from penstock.draw.page import AROUND, NUMBERS, SMALL, TINY, Page, n
 from penstock.draw.pairs import by_rank, halves
 from penstock.draw.palette import DARK, FILLS, fill_class
+from penstock.draw.shades import Shades
 from penstock.draw.ways import Ways
 from penstock.event import Event, MemoryCurve, Timeline
 from penstock.schedule.op import HANDING, Kind
@@ -128,13 +129,14 @@ class _Lanes:
     def boxes(self, rows: list[list[Event]], joined: list[dict[int, int]]) -> None:
         """A box for every op, with its number where it fits; the ops of a pair are half as high."""
         size, staged = self._number_sizes(), self._stages_fit()
+        shades = Shades.of(self.panel, self.ways)
         fine = bool(self.panel.compute) and median(map(self._wide, self.panel.compute)) < 4
         for rank, row in enumerate(rows):
             parts: list[str] = []
             after: list[str] = []
             for place, event in enumerate(row):
                 op, mark = event.op, event.end <= event.start
-                odd = self.ways.odd(rank, op.stage)
+                odd = shades.odd(rank, op)
                 x, width = (self.page.x(event.start) - 1, 2.0) if mark else (self.page.x(event.start), self._wide(event))
                 half = joined[rank].get(place)
                 top, height = (0.0, self.height) if half is None else (half * self.height / 2, self.height / 2)

@@ -12,6 +12,7 @@ from html import escape
 from penstock.draw.facts import KIND_NAMES, clean, figures, heading, kinds
 from penstock.draw.lanes import draw_lanes
 from penstock.draw.page import LABEL, SMALL, TITLE, Page
+from penstock.draw.shades import Shades
 from penstock.draw.ways import Ways
 from penstock.event import Timeline
 from penstock.schedule.op import HANDING, Kind
@@ -54,7 +55,8 @@ def svg(panels: Sequence[Timeline], note: str = "", words: bool = True) -> str:
 def _legend(page: Page, panels: Sequence[Timeline]) -> None:
     """A swatch and a name for every kind that occurs, for idle, for pairs, memory and transfers; what numbers and shades mean."""
     ways = [Ways.of(panel) for panel in panels]
-    twice = any(each.several for each in ways) and not page.summed
+    meanings = [] if page.summed else sorted({Shades.of(panel).meaning for panel in panels} - {""})
+    staged, twice = any(each.several for each in ways) and not page.summed, bool(meanings)
     entries = [(_swatch(kind, twice), f"{kind} {KIND_NAMES[kind]}") for kind in kinds(panels)]
     entries.append(('<rect class="lane" width="18" height="12"/>', "idle"))
     if page.paired:
@@ -73,10 +75,8 @@ def _legend(page: Page, panels: Sequence[Timeline]) -> None:
     if page.numbered:
         cut = ".slice" * any(panel.slicing is not None for panel in panels)
         versions = ", of U the weight version" if Kind.U in page.numbered else ""
-        entries.append(("", f"numbers: micro-batch{cut}{versions}{', s: stage' if twice else ''}"))
-    if twice:
-        both = any(each.arrows for each in ways)
-        entries.append(("", "shades: the ways down and up the ranks" if both else "shades: a rank's stages in turn"))
+        entries.append(("", f"numbers: micro-batch{cut}{versions}{', s: stage' if staged else ''}"))
+    entries += [("", meaning) for meaning in meanings]
     if page.summed:
         entries.append(("", "too many ops for a box each: heights are shares of time"))
     page.entries(entries)

@@ -12,6 +12,7 @@ from penstock.draw.memory import held_by, steps
 from penstock.draw.pairs import by_rank, halves
 from penstock.draw.palette import FILLS, ON_DARK, inks
 from penstock.draw.scale import Clock, horizon
+from penstock.draw.shades import Shades
 from penstock.draw.ways import Ways
 from penstock.event import Event, MemoryCurve, Timeline
 from penstock.schedule.op import HANDING, Kind
@@ -53,23 +54,21 @@ def viewer(panels: Sequence[Timeline], label: str, still: str) -> str:
 
 
 def _legend(panels: Sequence[Timeline]) -> str:
-    ways = [Ways.of(panel) for panel in panels]
-    twice = any(each.several for each in ways)
+    staged = any(Ways.of(panel).several for panel in panels)
+    meanings = sorted({Shades.of(panel).meaning for panel in panels} - {""})
     entries = []
     for kind in kinds(panels):
         one, other = FILLS[kind]
-        ground = f"linear-gradient(90deg,{one} 50%,{other} 50%)" if twice else one
+        ground = f"linear-gradient(90deg,{one} 50%,{other} 50%)" if meanings else one
         entries.append((f'<i style="background:{ground}"></i>', f"{kind} {KIND_NAMES[kind]}"))
     entries.append(('<i style="background:var(--lane)"></i>', "idle"))
     if any(panel.memory for panel in panels):
         entries.append(
             ('<i style="background:var(--held);border-bottom:1px solid var(--edge)"></i>', "memory, its peak before it")
         )
-    if twice:
-        both = any(each.arrows for each in ways)
-        entries.append(("", "shades: the ways down and up the ranks" if both else "shades: a rank's stages in turn"))
+    entries += [("", meaning) for meaning in meanings]
     cut = ".slice" * any(panel.slicing is not None for panel in panels)
-    entries.append(("", f"numbers: micro-batch{cut}{', s: stage' if twice else ''}"))
+    entries.append(("", f"numbers: micro-batch{cut}{', s: stage' if staged else ''}"))
     if any(halves(row) for panel in panels for row in by_rank(panel)):
         entries.append(("", "half boxes: two ops that run as one"))
     return "".join(f"<span>{sign}{escape(name)}</span>" for sign, name in entries)
@@ -94,7 +93,7 @@ def _json(panels: Sequence[Timeline]) -> str:
 def _panel(panel: Timeline) -> dict[str, object]:
     ways, curves, rows = Ways.of(panel), steps(panel), by_rank(panel)
     joined = [halves(row) for row in rows]
-    names = ways.names()
+    names, shades = ways.names(), Shades.of(panel, ways)
     sizes = {(event.rank, event.op): event.bytes for event in panel.events if event.to_rank is not None and event.bytes}
     return {
         "title": heading(panel),
@@ -112,7 +111,7 @@ def _panel(panel: Timeline) -> dict[str, object]:
                 "k": "".join(str(event.op.kind) for event in row),
                 "s": [event.op.stage for event in row],
                 "n": _numbers(panel, row),
-                "z": "".join("1" if ways.odd(rank, event.op.stage) else "0" for event in row),
+                "z": "".join("1" if shades.odd(rank, event.op) else "0" for event in row),
                 "h": "".join(str(1 + joined[rank][place]) if place in joined[rank] else "0" for place in range(len(row))),
                 "b": [event.bytes or sizes.get((rank, event.op), 0) for event in row] if sizes or any(e.bytes for e in row) else None,
                 "memory": None if curves is None else _memory(panel, rank, curves[rank]),

@@ -14,6 +14,7 @@ that runs a forward and a backward at once, is (2 (p - 1 - s) + 1) / m (option l
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import final
@@ -128,17 +129,12 @@ def delay_of(site: Site) -> float:
     Raises:
         SettingError: the formula for lock-step machines is asked for, and nobody says how many stages there are.
     """
-    given = site.options.get("delay", 0.0)
-    if given < 0:
-        raise SettingError(
-            f"weight rule {site.rule.name!r}: delay is a number of updates, or 0 for the program's own, not {given:g}"
-        )
     if not site.options.get("lockstep", 0.0):
-        return given or site.staleness
+        return site.staleness
     if not site.stages:
-        raise SettingError(f"weight rule {site.rule.name!r}: lockstep=1 needs the number of stages; leave it away for the program's own "
-                           "delay")  # fmt: skip
-    micro_batches = next(number for number in range(1 << 20) if site.use(number).last) + 1
+        raise SettingError(f"weight rule {site.rule.name!r}: lockstep=1 needs to know how many stages there are; leave it away for the "
+                           "program's own delay")  # fmt: skip
+    micro_batches = next(number for number in itertools.count(1) if site.use(number).batch)
     return (2 * (site.stages - 1 - site.stage) + 1) / micro_batches
 
 

@@ -7,6 +7,7 @@ Sources: Chen et al. 2018, SpecTrain; Guan et al. 2019, XPipe; Guan et al. 2023,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import final
 
@@ -16,6 +17,8 @@ from penstock.optim.directions import AdamDirection, Direction, RmspropDirection
 from penstock.optim.stage_weights import Site, StageWeights, State
 from penstock.optim.working import Working
 from penstock.registry import Registry
+from penstock.weights.reads import Reads
+from penstock.weights.uses import Use
 
 #: From the stage to the direction that a rule predicts along, by the rule's name. Rules that are not here do as PipeOptim does.
 DIRECTIONS: Registry[Callable[[Site], Direction]] = Registry("prediction", "penstock.optim")
@@ -92,26 +95,28 @@ class Predicted(StageWeights):
         self._stage, self._update, self._use = site.stage, site.update, site.use
         self._direction = direction_of(site)
         self._newest = 0
+        self._in_flight: dict[int, Use] = {}
         self._begun: set[int] = set()
         self._working = Working(site.update, newest=(0, 0))
 
     def before_forward(self, number: int) -> None:
         """The version that it reads, moved ahead."""
-        use = self._use(number)
-        self._read(number, "forward", (use.reads.forward, use.reads.forward_ahead), last=use.last)
+        use = self._in_flight[number] = self._use(number)
+        self._read(number, use.batch, "forward", _forward(use.reads))
 
     def before_backward(self, number: int) -> None:
         """The version that it reads, moved ahead. A W may come when an update later than its I has made another the newest."""
-        use = self._use(number)
-        version, ahead = use.reads.backward, use.reads.backward_ahead
+        use = self._in_flight[number]
+        version, ahead = _backward(use.reads)
         if number in self._begun and not self._working.has((version, ahead)):
             version = self._newest
         self._begun.add(number)
-        self._read(number, "backward", (version, ahead), last=use.last)
+        self._read(number, use.batch, "backward", (version, ahead))
 
     def finished(self, number: int) -> None:
         """Its backward has ended."""
         self._begun.discard(number)
+        self._in_flight.pop(number, None)
 
     def update(self, version: int) -> None:
         """Step the newest version."""
@@ -125,6 +130,7 @@ class Predicted(StageWeights):
         """The newest version, now 0."""
         self._working.restart((0, 0))
         self._direction.restart()
+        self._in_flight.clear()
         self._begun.clear()
         self._newest = 0
 
@@ -141,20 +147,27 @@ class Predicted(StageWeights):
         self._direction.restart()
         self._direction.load_state(state)
 
-    def _read(self, number: int, kind: str, content: tuple[int, int], *, last: bool) -> None:
+    def _read(self, number: int, batch: int, kind: str, content: tuple[int, int]) -> None:
         version, ahead = content
         if version != self._newest and not self._working.has(content):
             raise RunError(f"stage {self._stage}: the {kind} of micro-batch {number} reads weight version {version}, {ahead} ahead, and "
                            f"the newest is {self._newest}: predictions are made of the newest")  # fmt: skip
-        self._working.keep(kind, content if not last and self._again(number + 1, kind, content) else None)
+        self._working.keep(kind, content if self._again(number, batch, kind, content) else None)
         self._working.show(content, (lambda weights: self._direction.move(weights, ahead)) if ahead else None)
 
-    def _again(self, number: int, kind: str, content: tuple[int, int]) -> bool:
-        """Whether the next micro-batch reads the same, maybe after an update: then what it is made of now is gone by then."""
-        reads = self._use(number).reads
-        return content == (
-            (reads.forward, reads.forward_ahead) if kind == "forward" else (reads.backward, reads.backward_ahead)
-        )
+    def _again(self, number: int, batch: int, kind: str, content: tuple[int, int]) -> bool:
+        """Whether a later micro-batch of the batch reads the same. Maybe after an update, when it could not be made any more."""
+        read = _forward if kind == "forward" else _backward
+        later = itertools.takewhile(lambda use: use.batch == batch, map(self._use, itertools.count(number + 1)))
+        return any(read(use.reads) == content for use in later)
+
+
+def _forward(reads: Reads) -> tuple[int, int]:
+    return reads.forward, reads.forward_ahead
+
+
+def _backward(reads: Reads) -> tuple[int, int]:
+    return reads.backward, reads.backward_ahead
 
 
 def direction_of(site: Site) -> Direction:

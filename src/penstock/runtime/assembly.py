@@ -64,6 +64,13 @@ class Assembly:
             }
         return self.versioned()
 
+    def versions_kept(self) -> dict[int, list[int]]:
+        """Per local rank and stage, the most versions of its weights that there have been; 0 where the rank does not hold it."""
+        return {
+            rank: [interpreter.weights[index].peak_versions if index in interpreter.weights else 0 for index in range(interpreter.stage_count)]
+            for rank, interpreter in self.interpreters.items()
+        }
+
     def versioned(self) -> list[Versioned]:
         """In a stream, the stages that are held here with what stands behind their weights."""
         holders = self.setting.schedule.ranks_of_stage
@@ -99,6 +106,8 @@ def assemble(traced: TracedChain, setting: Setting, world: World, training: Trai
             for index in schedule.stages_of_rank[rank]
         }
         made = Interpreter(rank, stages, len(bounds), world.transport(rank), world.board(rank), clock_for(world.device(rank)))
+        for stage in stages.values():
+            stage.held = made.held
         copies = {
             index: Copies(stage, schedule.ranks_of_stage[index], rank, made.transport, made.guard)
             for index, stage in stages.items()

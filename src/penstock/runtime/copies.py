@@ -157,29 +157,31 @@ class Copies:
 class WaveMessages:
     """What copies of a stage that do not meet at every U hand on to each other (see `penstock.optim.stage_weights.WaveExchange`)."""
 
-    copies: Copies
+    here: Copies
+
+    @property
+    def copies(self) -> int:
+        """How many there are, this one included."""
+        return len(self.here.ranks)
 
     def hand_on(self, wave: int, tensors: list[Tensor]) -> None:
-        """Send a wave's sum to the other copies, and go on at once. Nobody may change the tensors afterwards."""
-        own = self.copies
-        for rank in own.ranks:
-            if rank != own.rank:
-                payload = Payload.of(list(tensors), (False,) * len(tensors))
-                own.guard(rank, partial(own.transport.send, rank, self._message(wave), payload, "wave"))
+        """Send the tensors of a wave to the other copies, and go on at once. Nobody may change them afterwards."""
+        for rank in self._others:
+            payload = Payload.of(list(tensors), (False,) * len(tensors))
+            self.here.guard(rank, partial(self.here.transport.send, rank, self._message(wave), payload, "wave"))
 
-    def take_in(self, wave: int, ranks: Sequence[int]) -> list[list[Tensor]]:
-        """What these ranks have handed on for a wave, waited for."""
-        own = self.copies
-        arrivals = [own.transport.post(rank, self._message(wave), "wave") for rank in ranks]
-        found = []
-        for rank, arrival in zip(ranks, arrivals, strict=True):
-            arrived = own.guard(rank, arrival.wait)
-            assert arrived is not None
-            found.append(list(arrived.tensors))
-        return found
+    def take_in(self, wave: int) -> list[list[Tensor]]:
+        """What the other copies have handed on for a wave, in the order of their ranks, waited for."""
+        arrivals = {rank: self.here.transport.post(rank, self._message(wave), "wave") for rank in self._others}
+        arrived = [self.here.guard(rank, arrival.wait) for rank, arrival in arrivals.items()]
+        return [list(payload.tensors) for payload in arrived if payload is not None]
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in self.here.ranks if rank != self.here.rank]
 
     def _message(self, wave: int) -> Message:
-        return Message(Kind.U, self.copies.stage.index, _WAVES + wave % _MOST_WAVES)
+        return Message(Kind.U, self.here.stage.index, _WAVES + wave % _MOST_WAVES)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.board import Board
 from penstock.runtime.clock import Clock, Mark
 from penstock.runtime.copies import Copies
+from penstock.runtime.held import Held, optimizer_bytes
 from penstock.runtime.stage import Stage
 from penstock.runtime.under_way import UnderWay
 from penstock.schedule.lower import Action, Direction, Message, Transfer
@@ -41,6 +42,7 @@ class Interpreter:
     copies: Mapping[int, Copies] = field(default_factory=dict)
     weights: Mapping[int, StageWeights] = field(default_factory=dict)
     told: Callable[[Batch], None] | None = None
+    held: Held = field(default_factory=Held)
     marks: dict[Op, tuple[Mark, Mark]] = field(default_factory=dict)
     _arrivals: dict[Message, Arrival] = field(default_factory=dict)
     _values: dict[Message, Payload] = field(default_factory=dict)
@@ -56,10 +58,15 @@ class Interpreter:
             PeerFailed: what an op needs will never come, because another rank failed.
             DeadlineExceeded: it did not come in time.
         """
-        self.marks.clear()
+        self.begin()
         self._updating = update
         self.go_on(program, UnderWay.alone(batch))
         self.finish()
+
+    def begin(self) -> None:
+        """Nothing has happened yet, as far as anybody will ask."""
+        self.marks.clear()
+        self.held.begin()
 
     def go_on(self, actions: Sequence[Action], batches: UnderWay) -> None:
         """Run some more of a program, of which all batches that it names have come. Raises as `play`."""
@@ -98,6 +105,16 @@ class Interpreter:
             PeerFailed, DeadlineExceeded: see `play`.
         """
         return self._guard(f"rank {rank}", action)
+
+    def peak_bytes(self) -> int:
+        """The most that the rank has held: weights in all their versions, their gradients, optimizer state, and activations."""
+        fixed = 0
+        for index, stage in self.stages.items():
+            weights = self.weights.get(index)
+            trained = sum(parameter.nbytes for parameter in stage.update.parameters)
+            versions = trained if weights is None else weights.held_bytes()
+            fixed += stage.weight_bytes() - trained + versions + trained + optimizer_bytes(stage.update.optimizer)
+        return fixed + self.held.peak
 
     def seconds(self, ops: Sequence[Op]) -> list[tuple[float, float]]:
         """Start and end of some ops that have been run."""
@@ -204,8 +221,11 @@ class Interpreter:
             if arrived is None:
                 return self.stages[op.stage].evict(batch, number)
             self._taken_in[place] = arrived
+            self.held.take(arrived.nbytes)
         elif arrived is None:
-            return self._taken_in.pop(place)
+            given = self._taken_in.pop(place)
+            self.held.give(given.nbytes)
+            return given
         else:
             self.stages[op.stage].load(batch, number, arrived)
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from penstock.optim.update import Update
 from penstock.runtime.batch import Batch
 from penstock.runtime.buffers import Buffers, Contents
 from penstock.runtime.eviction import Saved
+from penstock.runtime.held import Held
 from penstock.runtime.past import Past, Pasts, tensors_of
 from penstock.simulate.simulate import recomputes
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
@@ -43,7 +44,7 @@ class _Kept:
     """What one micro-batch keeps on a stage: its inputs as leaves, and the roots of its graph, its outputs and then its past.
 
     Without `roots` it will be recomputed, from these inputs and the buffers that its forward saw. `found` has more leaves, where it
-    is a slice: what it found of the slices before.
+    is a slice: what it found of the slices before. `size` is in bytes.
     """
 
     inputs: Payload
@@ -51,11 +52,15 @@ class _Kept:
     roots: list[Tensor] | None
     buffers: Contents
     saved: Saved | None = None
+    size: int = 0
 
 
 @dataclass
 class Stage:
-    """Runs ops of one stage. Knows nothing of schedules, ranks or links. `evicted`: micro-batches that `evict` will be asked for."""
+    """Runs ops of one stage. Knows nothing of schedules, ranks or links.
+
+    `evicted`: micro-batches that `evict` will be asked for. `held`: what counts what is kept, for all stages of a rank.
+    """
 
     index: int
     layers: Sequence[StageLayer]
@@ -65,8 +70,9 @@ class Stage:
     recompute: str = "never"
     loss: Loss | None = None
     evicted: Collection[int] = ()
+    held: Held = field(default_factory=Held)
     _kept: dict[_Key, _Kept] = field(default_factory=dict)
-    _pending: dict[_Key, PendingWeights] = field(default_factory=dict)
+    _pending: dict[_Key, tuple[PendingWeights, int]] = field(default_factory=dict)
     _pasts: Pasts = field(default_factory=Pasts)
 
     def __post_init__(self) -> None:
@@ -76,6 +82,11 @@ class Stage:
         # By training or not, whether the layers change what they are given. Not known before they have run once: the flag
         # `inplace` tells only of some of torch's own, and a layer may hand on its input, or a view of it, to one that does.
         self._changes_input: dict[bool, bool] = {}
+
+    def weight_bytes(self) -> int:
+        """Bytes of parameters and buffers."""
+        tensors = (t for module in self.modules() for t in (*module._parameters.values(), *module._buffers.values()))
+        return sum({id(tensor): tensor.nbytes for tensor in tensors if tensor is not None}.values())
 
     def modules(self) -> Iterator[nn.Module]:
         """All modules of the stage."""
@@ -103,8 +114,9 @@ class Stage:
         buffers = self._buffers.contents() if again else {}
         after = batch.next_slice(micro_batch)
         past = Past(self._pasts.waiting.pop(micro_batch, {}), keeps=after is not None)
-        saved = Saved(self._weights()) if batch.training and not again and micro_batch in self.evicted else None
-        with torch.set_grad_enabled(batch.training and not again), saved.saving() if saved else nullcontext():
+        keeps = batch.training and not again
+        saved = Saved(self._weights()) if keeps and micro_batch in self.evicted else None
+        with self._looking(batch, micro_batch, inputs, keeps), torch.set_grad_enabled(keeps), saved.saving() if saved else nullcontext():
             output = self._run(batch, micro_batch, inputs, past)
         if self.loss is not None:
             result = None
@@ -119,44 +131,55 @@ class Stage:
             flags = self._grad_flags(left, inputs) if again else tuple(tensor.requires_grad for tensor in left)
             self._pasts.leave(after, past.left, flags)
         if batch.training:
-            self._kept[batch.step, micro_batch] = _Kept(inputs, past.found, None if again else roots, buffers, saved)
+            size = sum(leaf.nbytes for leaf in leaves) if again else self.held.size(self._form(batch, micro_batch))
+            self._kept[batch.step, micro_batch] = _Kept(inputs, past.found, None if again else roots, buffers, saved, size)
+            self.held.take(size)
         return result
 
     def backward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
         """B: gradients of weights and inputs. Takes the gradients of what `forward` returned, returns those of what it took."""
-        leaves, past, roots, grads = self._roots(batch, micro_batch, arrived)
+        leaves, past, roots, grads, size = self._roots(batch, micro_batch, arrived)
         live = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
         if live:
             torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
         self._pasts.give_back(micro_batch, [leaf.grad for leaf in past])
+        self.held.give(size)
         return Payload.flat([leaf.grad for leaf in leaves])
 
     def input_grad(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
         """I: gradients of the inputs only; W has to follow."""
-        leaves, past, roots, grads = self._roots(batch, micro_batch, arrived)
-        found, self._pending[batch.step, micro_batch] = input_grad(roots, grads, [*leaves, *past])
+        leaves, past, roots, grads, size = self._roots(batch, micro_batch, arrived)
+        found, pending = input_grad(roots, grads, [*leaves, *past])
+        self._pending[batch.step, micro_batch] = pending, size
         self._pasts.give_back(micro_batch, found[len(leaves) :])
         return Payload.flat(found[: len(leaves)])
 
     def weight_grad(self, batch: Batch, micro_batch: int) -> None:
         """W: gradients of the weights, from what I left."""
-        weight_grad(self._pending.pop((batch.step, micro_batch)))
+        pending, size = self._pending.pop((batch.step, micro_batch))
+        weight_grad(pending)
+        self.held.give(size)
 
     def evict(self, batch: Batch, micro_batch: int) -> Payload:
         """E: give what the forward has saved away. What will be recomputed has saved nothing."""
-        saved = self._kept[batch.step, micro_batch].saved
+        kept = self._kept[batch.step, micro_batch]
+        self.held.give(kept.size)
+        saved = kept.saved
         content = torch.empty(0, dtype=torch.uint8) if saved is None else saved.take_out()
         return Payload.of(content, (False,))
 
     def load(self, batch: Batch, micro_batch: int, arrived: Payload) -> None:
         """L: take it back."""
-        saved = self._kept[batch.step, micro_batch].saved
+        kept = self._kept[batch.step, micro_batch]
+        self.held.take(kept.size)
+        saved = kept.saved
         if saved is not None:
             saved.put_back(arrived.tensors[0])
 
     def forget(self) -> None:
         """Drop what unfinished batches have kept."""
         self._kept.clear()
+        self.held.begin()
         self._pending.clear()
         self._pasts.clear()
 
@@ -225,10 +248,21 @@ class Stage:
             if isinstance(leaf, Tensor)
         )
 
+    def _form(self, batch: Batch, micro_batch: int) -> str:
+        """A name that graphs of the same shapes share."""
+        return f"{self.index}/{batch.forms[micro_batch]}"
+
+    def _looking(self, batch: Batch, micro_batch: int, inputs: Payload, keeps: bool) -> AbstractContextManager[None]:
+        """Let what is held of a new form be counted. What can be evicted is held by something else; it counts as much."""
+        if not keeps:
+            return nullcontext()
+        return self.held.looking(self._form(batch, micro_batch), inputs.tensors, self._weights())
+
     def _roots(
         self, batch: Batch, micro_batch: int, arrived: Payload | None
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor | None]]:
-        """Leaves that want gradients, among the inputs and in the past that was found; the graph's roots, and their gradients.
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor | None], int]:
+        """Leaves that want gradients, among the inputs and in the past that was found; the graph's roots, and their gradients; and how
+        many bytes it holds.
 
         Recomputes the graph if needed.
         """
@@ -242,8 +276,12 @@ class Stage:
             roots = kept.roots
         else:
             past = Past(kept.found, keeps=after is not None)
-            with torch.enable_grad(), self._buffers.as_they_were(kept.buffers):
+            looking = self._looking(batch, micro_batch, kept.inputs, keeps=True)
+            with looking, torch.enable_grad(), self._buffers.as_they_were(kept.buffers):
                 output = self._run(batch, micro_batch, kept.inputs, past)
+            full = self.held.size(self._form(batch, micro_batch))
+            self.held.take(full - kept.size)
+            kept.size = full
             roots = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             if self.loss is None:
                 flags = self._grad_flags(output, kept.inputs)
@@ -253,7 +291,7 @@ class Stage:
         if self.loss is not None:
             grads = [torch.ones_like(root) for root in roots[: len(roots) - len(grads_of_past)]]
         pairs = [(root, grad) for root, grad in zip(roots, [*grads, *grads_of_past], strict=True) if root.requires_grad]
-        return leaves, past_leaves, [root for root, _ in pairs], [grad for _, grad in pairs]
+        return leaves, past_leaves, [root for root, _ in pairs], [grad for _, grad in pairs], kept.size
 
 
 def _to(leaf: Tensor | None, device: torch.device) -> Tensor | None:

@@ -58,7 +58,7 @@ class Streaming:
             self._fed = self._done = 0
             self._sizes.clear()
             for interpreter in self.interpreters.values():
-                interpreter.marks.clear()
+                interpreter.begin()
             self._drained = False
         index = self._fed
         self._under_way.add(index, batch)

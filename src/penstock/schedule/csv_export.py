@@ -43,8 +43,9 @@ def refuse_unsayable(schedule: Schedule) -> None:
 def why_not(schedule: Schedule) -> str | None:
     """What torch's actions cannot say of a schedule, if there is anything."""
     name = schedule.name
-    if not schedule.synchronous:
-        return f"{name} is asynchronous: torch's CSV has no optimizer step and no weight versions"
+    if not schedule.synchronous or schedule.stream is not None:
+        return (f"{name} is asynchronous: torch's CSV has no optimizer step and no weight versions, and is of one batch, whose every "
+                "micro-batch stands there once")  # fmt: skip
     for stage, ranks in enumerate(schedule.ranks_of_stage):
         if len(ranks) > 1:
             return f"stage {stage} has copies on ranks {', '.join(map(str, ranks))}: torch's CSV has each stage on one rank"

@@ -26,15 +26,19 @@ def bound_by(timeline: Timeline, seconds: float | None = None) -> str:
         return "nothing: it takes no time"
     stages: defaultdict[tuple[int, int], float] = defaultdict(float)
     links: defaultdict[tuple[int, int], float] = defaultdict(float)
+    ways: defaultdict[tuple[int, int], float] = defaultdict(float)
     for rank, op, start, end, _, to_rank in timeline.events:
         if to_rank is None:
             stages[rank, op.stage] += end - start
         else:
             links[min(rank, to_rank), max(rank, to_rank)] += end - start
+            ways[rank, to_rank] += end - start
     busiest = max(range(timeline.ranks), key=lambda rank: timeline.busy[rank])
     work = timeline.busy[busiest] / whole
     low, high = max(links, key=lambda pair: links[pair], default=(0, 0))
     carried = links.get((low, high), 0.0) / whole
+    if carried > 1:  # a stream may keep both directions busy at once
+        return f"link {low}→{high}, {max(ways[low, high], ways[high, low]) / whole:.0%} of the step in one direction"
     if carried > work:
         return f"link {low}→{high}, {carried:.0%} of the step"
     if work < BUSY:

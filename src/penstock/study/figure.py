@@ -109,20 +109,20 @@ def _curves(results: Results, task: str, word: str, scale: Scale) -> Figure | No
     figure, grid = _axes(len(panels) + 1, min(_COLUMNS, len(panels) + 1), (2.6, 1.9), sharey=True)
     depths = sorted({group[3] for group in groups})
     top = max(run.losses[0] for group in groups for run in results.groups[group])
+    apart = len({scale(group) for group in groups}) > 1
     for axes, (optimizer, rule) in zip(grid, panels, strict=False):
         axes.set_title(
             rule if optimizer == results.question.optimizer else f"{rule} ({optimizer})", fontweight="bold", loc="left"
         )
-        for depth in depths:
-            for name, colour in ((BASELINE, _FLUSH), (rule, _DEPTHS[min(depths.index(depth), len(_DEPTHS) - 1)])):
+        for depth, own in zip(depths, _colours(depths), strict=True):
+            for name, colour in ((BASELINE, own if apart else _FLUSH), (rule, own)):
                 group = (task, optimizer, name, depth)
                 if group in groups:
                     _lines(axes, results, group, scale(group) or 0.0, colour)
         axes.set_ylim(0, 1.25 * top)
         axes.margins(x=0.02)
-    for axes in grid[:-1][-min(_COLUMNS, len(panels)) :]:
-        axes.set_xlabel(word)
-    _key(grid[-1], depths, _FLUSH)
+    figure.supxlabel(word, color=_SOFT, fontsize=8)
+    _key(grid[-1], depths, apart)
     figure.suptitle(f"{task}: training loss against {word}", x=0.01, ha="left", fontweight="bold", fontsize=10)
     return figure
 
@@ -140,7 +140,8 @@ def _lines(axes: Axes, results: Results, group: Group, per_batch: float, colour:
     axes.fill_between(
         xs, [one.low for one in at], [one.high for one in at], color=colour, alpha=0.18, linewidth=0, zorder=order
     )
-    axes.plot(xs, [one.mean for one in at], color=colour, linewidth=0.9 if flush else 1.3, zorder=order)
+    axes.plot(xs, [one.mean for one in at], color=colour, linewidth=1.0 if flush else 1.3, zorder=order,
+              linestyle=(0, (1.2, 1.2)) if flush else "-")  # fmt: skip
     for run, mean in zip(runs, means, strict=True):
         if run.given_up is not None and mean:
             end = len(mean) * window * per_batch
@@ -149,15 +150,22 @@ def _lines(axes: Axes, results: Results, group: Group, per_batch: float, colour:
             )
 
 
-def _key(axes: Axes, depths: Sequence[int], flush: str) -> None:
-    """What the colours mean."""
+def _colours(depths: Sequence[int]) -> list[str]:
+    return [_DEPTHS[min(i, len(_DEPTHS) - 1)] for i in range(len(depths))]
+
+
+def _key(axes: Axes, depths: Sequence[int], apart: bool) -> None:
+    """What the colours mean. `apart`: flush's curves differ by depth."""
     from matplotlib.lines import Line2D
 
     axes.set_axis_off()
-    handles = [Line2D([], [], color=flush, linewidth=1.2, label="flush, every depth")]
-    handles += [Line2D([], [], color=_DEPTHS[min(i, len(_DEPTHS) - 1)], linewidth=1.6, label=f"{depth} stages")
-                for i, depth in enumerate(depths)]  # fmt: skip
-    handles += [Line2D([], [], color=_SOFT, marker="x", linestyle="", markeredgewidth=1.8, label="given up: the loss ran away")]
+    handles = [Line2D([], [], color=colour, linewidth=1.6, label=f"{depth} stages")
+               for depth, colour in zip(depths, _colours(depths), strict=True)]  # fmt: skip
+    handles += [
+        Line2D([], [], color=_SOFT if apart else _FLUSH, linewidth=1.2, linestyle=(0, (1.2, 1.2)),
+               label="flush, by depth" if apart else "flush, every depth"),
+        Line2D([], [], color=_SOFT, marker="x", linestyle="", markeredgewidth=1.8, label="given up: the loss ran away"),
+    ]  # fmt: skip
     axes.legend(handles=handles, loc="center left", frameon=False, title="mean over seeds, least to most", alignment="left")
 
 

@@ -95,37 +95,17 @@ class Results:
         return None if count is None or pace is None else count * pace.simulated_s
 
     def sentences(self, task: str) -> Iterator[str]:
-        """What the numbers of a task say: per rule at which depths it holds and where it does not; then depth by depth."""
+        """What the numbers of a task say: rule by rule, then depth by depth."""
         groups = [group for group in self.of_task(task) if group[2] != BASELINE]
         for optimizer, rule in dict.fromkeys((group[1], group[2]) for group in groups):
             of_rule = [self.verdicts[group] for group in groups if group[1:3] == (optimizer, rule)]
-            yield (
-                f"{rule} ({optimizer}): "
-                + "; ".join(
-                    f"{words} at {_listed(depths)} stages" for words, depths in self._said(of_rule, study_task(task).metric)
-                )
-                + "."
-            )
-        for stages in dict.fromkeys(group[3] for group in groups):
+            said = "; ".join(f"at {listed(depths)} stages {words}" for depths, words in _said(of_rule, study_task(task).metric))
+            yield f"{rule} ({optimizer}): {said}."
+        for stages in dict.fromkeys(group[3] for group in sorted(groups, key=lambda group: group[3])):
             at = [self.verdicts[group] for group in groups if group[3] == stages]
             named = {standing: [each.rule for each in at if each.standing is standing] for standing in Standing}
-            yield (
-                f"At {stages} stages: "
-                + "; ".join(f"{', '.join(rules)}: {_SUMMARY[standing]}" for standing, rules in named.items() if rules)
-                + "."
-            )
-
-    def _said(self, verdicts: Sequence[Verdict], metric: Metric) -> list[tuple[str, list[int]]]:
-        """Words with the depths for which they are said; those that hold are told together."""
-        said: list[tuple[str, list[int]]] = []
-        holding = [each for each in verdicts if each.standing is Standing.HOLDS]
-        if holding:
-            changes = [metric.difference(0.0, each.difference) for each in holding if each.difference is not None]
-            said.append((f"as good as flush ({', '.join(changes)}, within the spread over seeds)", [e.stages for e in holding]))
-        for each in verdicts:
-            if each.standing is not Standing.HOLDS:
-                said.append((f"{each.standing.value}: {each.words}", [each.stages]))
-        return said
+            said = "; ".join(f"{', '.join(rules)}: {SUMMARY[standing]}" for standing, rules in named.items() if rules)
+            yield f"At {stages} stages {said}."
 
     def luck(self) -> str:
         """How far the verdicts can be trusted."""
@@ -134,9 +114,10 @@ class Results:
         if seeds < 2:
             return "One seed: differences are shown, and nothing is said of them."
         odds = chance(seeds, seeds)
-        return (f"A rule loses (or gains) where each of its {seeds} runs is worse (better) than each of flush's {seeds}. If there were no "
-                f"difference, that would happen once in {1 / odds:.0f} comparisons each way: in {count} comparisons, "
-                f"about {count * odds:.1f} times each. Smaller differences than the seeds make are not seen.")  # fmt: skip
+        return (f"A rule loses (or gains) where each of its {seeds} runs is worse (better) than each of flush's {seeds}, and the means are "
+                "further apart than the best and the worst run of either. Were there no difference, that would happen less than once in "
+                f"{1 / odds:.0f} comparisons each way; there are {count} here, so less than {count * odds:.1f} times. Differences "
+                "smaller than those between seeds are not seen.")  # fmt: skip
 
     def as_json(self, thin: bool = False) -> str:
         """Everything, raw: one line for each record. `thin` has means over a window of batches in place of all losses."""
@@ -165,20 +146,32 @@ class Results:
         return {**asdict(record.case), **facts, "losses_every": window, "losses": losses}
 
 
-_SUMMARY = {
+#: Of several rules in one sentence.
+SUMMARY = {
     Standing.HOLDS: "as good as flush, within the spread over seeds",
     Standing.LOSES: "worse than flush",
     Standing.GAINS: "better than flush",
     Standing.FAILS: "not every run trains",
-    Standing.OPEN: "nothing to be said",
+    Standing.OPEN: "nothing can be said",
 }
+
+
+def _said(verdicts: Sequence[Verdict], metric: Metric) -> Iterator[tuple[list[int], str]]:
+    """Depths, and what is said of a rule there; depths at which it holds are told together."""
+    holding = [each for each in verdicts if each.standing is Standing.HOLDS]
+    if holding:
+        changes = [metric.difference(0.0, each.difference).split()[0] for each in holding if each.difference is not None]
+        yield [each.stages for each in holding], f"{SUMMARY[Standing.HOLDS]} ({', '.join(changes)} {metric.unit})"
+    for each in verdicts:
+        if each.standing is not Standing.HOLDS:
+            yield [each.stages], f"{SUMMARY[each.standing]} ({each.words})"
 
 
 def _named(group: Group) -> dict[str, object]:
     return dict(zip(("task", "optimizer", "rule", "stages"), group, strict=True))
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def listed(numbers: Sequence[int]) -> str:
     """`2, 4 and 8`."""
     words = list(map(str, numbers))
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

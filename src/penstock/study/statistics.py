@@ -32,6 +32,11 @@ class Spread:
         """The most."""
         return max(self.values)
 
+    @property
+    def width(self) -> float:
+        """How far the least and the most are apart."""
+        return self.high - self.low
+
 
 def apart(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether all of `one` are below all of `other`, or all above.

@@ -37,8 +37,9 @@ class Verdict:
     """One rule at one depth.
 
     Attributes:
-        standing: `loses` and `gains` where every run ends on one side of every run of flush; `does not train` where any run
-            has diverged or learned nothing, unless one of flush has, too; `open` where nothing can be said.
+        standing: `loses` and `gains` where every run ends on one side of every run of flush, and the means are further apart than
+            the runs of either; `does not train` where any run has diverged or learned nothing, unless one of flush has, too; `open`
+            where nothing can be said.
         values: of the metric, per run that was tested.
         failures: what became of the others, in words.
         words: all of it in words.
@@ -84,15 +85,15 @@ def judge(flush: Sequence[Record], records: Sequence[Record], metric: Metric) ->
     """
     case = records[0].case
     failed = [(record, *fate(record)) for record in records if fate(record)[0] is not Fate.TRAINED]
-    failures = tuple(f"seed {record.case.seed} {what.value} ({how})" for record, what, how in failed)
+    failures = tuple(f"seed {record.case.seed} {what.value}, {how}" for record, what, how in failed)
     own, base = values_of(records, metric), values_of(flush, metric)
     standing, words = _standing(base, own, metric)
     if failed:
         standing = Standing.FAILS
-        words = f"{len(failed)} of {len(records)} runs did not train: {'; '.join(failures)}"
+        words = f"{len(failed)} of {len(records)} runs: {'; '.join(failures)}"
     if records is not flush and len(base) < len(flush):
         standing = Standing.OPEN
-        words = f"flush itself did not train in {len(flush) - len(base)} of {len(flush)} runs" + f"; {words}" * bool(failed)
+        words = f"flush itself failed in {len(flush) - len(base)} of {len(flush)} runs" + f"; {words}" * bool(failed)
     difference = Spread(own).mean - Spread(base).mean if own and base else None
     return Verdict(*case.group[:3], case.stages, standing, Spread(own) if own else None, difference, failures, words)
 
@@ -104,7 +105,7 @@ def _standing(base: tuple[float, ...], own: tuple[float, ...], metric: Metric) -
     change = metric.difference(before.mean, after.mean)
     if min(len(base), len(own)) < 2:
         return Standing.OPEN, f"{change}, one seed: no spread to hold it against"
-    if not apart(base, own):
-        return Standing.HOLDS, f"{change}, within the spread over seeds"
+    if not apart(base, own) or abs(after.mean - before.mean) <= max(before.width, after.width):
+        return Standing.HOLDS, change
     standing = Standing.GAINS if metric.gain(before.mean, after.mean) > 0 else Standing.LOSES
-    return standing, f"{change}, every run {'better' if standing is Standing.GAINS else 'worse'} than every run of flush"
+    return standing, f"{change}, {metric.text(after.mean)} against {metric.text(before.mean)}"

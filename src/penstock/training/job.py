@@ -40,7 +40,8 @@ class Outcome:
     """What came of a run, beside what was predicted. Seconds are of one step; of an asynchronous plan of one batch while the
     pipeline is full, and so is the bubble.
 
-    `predicted_weight_versions` and the measured ones: per stage, the most versions of the weights that are kept. `one_thread_step_s` is plain training in one process with one thread, measured in the same run; None if that was left out.
+    `predicted_weight_versions` and the measured ones: per stage, the most versions of the weights that are kept.
+    `one_thread_step_s` is plain training in one process with one thread, measured in the same run; None if that was left out.
     `idle_on` has the shares of the measured step in which each rank stood still.
     """
 

@@ -73,6 +73,11 @@ class Payload:
         """The tensors among the leaves, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
     def with_tensors(self, tensors: list[Tensor]) -> Payload:
         """The same with other tensors in the tensors' places."""
         replacements = iter(tensors)

@@ -81,8 +81,8 @@ def verify(schedule: Schedule, in_flight_limit: int | None = None, weights: str 
     rule, found = read_by(schedule, weights)
     return Report(
         schedule.name,
-        tuple(max(ages, default=0) for ages in found.ages),
-        tuple(sum(ages) / len(ages) if ages else 0.0 for ages in found.ages),
+        found.oldest,
+        found.mean,
         stage_peaks,
         rank_peaks,
         channel_depth(schedule),

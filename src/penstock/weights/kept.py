@@ -60,7 +60,7 @@ class _Count:
             copy.next_forward = math.inf if following is None else following.forward
         else:
             read = self.reads[stage][number]
-            if kind is not Kind.W:
+            if kind is not Kind.W and read.backward > copy.newest:  # what was gone at its F is told there
                 self._check(rank, op, copy, read.backward)
             if kind is not Kind.I:
                 copy.reading.subtract((read.forward, read.backward))

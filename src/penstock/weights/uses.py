@@ -11,7 +11,7 @@ from typing import final
 
 from penstock.errors import Finding, ScheduleError
 from penstock.schedule.op import Kind, Schedule
-from penstock.schedule.period import Period, period_of, prolonged, with_batches
+from penstock.schedule.period import Period, period_of, with_batches
 from penstock.schedule.stream import Waves
 from penstock.schedule.transfers import unsound
 from penstock.weights.catalogue import WeightRule
@@ -117,43 +117,77 @@ def uses(schedule: Schedule, rule: WeightRule) -> Uses:
         ScheduleError: a stream does not repeat itself; or an op reads a version that is not there, or one that the rule does not
             take, each with its finding.
     """
-    stream = schedule.stream
-    if stream is None:
-        updates = tuple(Counter(op.stage for op in program if op.kind is Kind.U) for program in schedule.programs)
-        period, pipelines = Period(1, schedule.slices, ((),) * schedule.ranks, schedule.programs, updates), 1
-    else:
-        period, pipelines = period_of(schedule), stream.pipelines
-    size, every = period.micro_batches, math.lcm(period.batches, pipelines)
-    # Whatever is not in a head comes again.
-    steady = 1 + max((op.micro_batch // size for head in period.heads for op in head if op.kind is not Kind.U), default=-1)
-    rows = [list(with_batches(period.program(rank, steady + 2 * every), size)) for rank in range(schedule.ranks)]
-    found = walk(rows, schedule.stages, pipelines)
+    going = _Going.of(schedule)
+    rows = going.rows(going.steady + 2 * going.batches)
+    found = walk(rows, schedule.stages, going.pipelines)
     reads, _ = _checked(schedule, rows, found, rule)
-    loops = every // period.batches
 
     def row(stage: int, number: int) -> _Row:
         standing, share = found.standings[stage][number], found.share(stage, number)
         assert standing.after is not None, "a period later there is an F on every copy of the weights"
-        own, first = (period.updates[found.standings[of][number].rank][of] * loops // pipelines for of in (stage, 0))
+        own, first = (going.updates(found.standings[of][number].rank, of) for of in (stage, 0))
         age = standing.at_gradient - reads[stage][number].forward
         return _Row(found.place(stage, number), standing.after, standing.order == 0, share.last == number, age, own, first)
 
-    numbers = range((steady + every) * size)
-    return Uses(rule, size, every, tuple(tuple(row(stage, n) for n in numbers) for stage in range(schedule.stages)))
+    numbers = range((going.steady + going.batches) * going.period.micro_batches)
+    tables = tuple(tuple(row(stage, number) for number in numbers) for stage in range(schedule.stages))
+    return Uses(rule, going.period.micro_batches, going.batches, tables)
+
+
+@dataclass(frozen=True)
+class _Going:
+    """How a schedule goes on.
+
+    Attributes:
+        period: the programs, without end.
+        pipelines: copies of the weights that take turns.
+        batches: after so many, every copy of the weights has had the same ops again.
+        steady: from this batch on all comes again.
+    """
+
+    period: Period
+    pipelines: int
+    batches: int
+    steady: int
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> _Going:
+        """That of a stream; other schedules are run again and again. Raises as `period_of`."""
+        if schedule.stream is None:
+            updates = tuple(Counter(op.stage for op in program if op.kind is Kind.U) for program in schedule.programs)
+            return cls(Period(1, max(schedule.slices, 1), ((),) * schedule.ranks, schedule.programs, updates), 1, 1, 0)
+        period, pipelines = period_of(schedule), schedule.stream.pipelines
+        # Whatever is not in a head comes again.
+        begun = (op.micro_batch // period.micro_batches for head in period.heads for op in head if op.kind is not Kind.U)
+        return cls(period, pipelines, math.lcm(period.batches, pipelines), 1 + max(begun, default=-1))
+
+    def rows(self, batches: int) -> list[Row]:
+        """The programs of so many batches."""
+        size = self.period.micro_batches
+        return [list(with_batches(self.period.program(rank, batches), size)) for rank in range(len(self.period.loops))]
+
+    def updates(self, rank: int, stage: int) -> int:
+        """Updates that each copy of a stage's weights has on a rank before all comes again."""
+        return self.period.updates[rank][stage] * self.batches // self.period.batches // self.pipelines
 
 
 @dataclass(frozen=True)
 class Readings:
-    """What programs, as far as they go, make of a weight rule; all per stage.
+    """What a schedule makes of a weight rule; all per stage. All but `ages` is of the whole stream, however long it goes on, unless
+    its programs do not say how.
 
     Attributes:
-        ages: of every gradient: how many updates newer the weights are when it is made than the version that its forward read.
+        ages: of every gradient of the programs: how many updates newer the weights are when it is made than the version that its
+            forward has read.
+        oldest, mean: the most that an age can be, and the mean of them in the steady state.
         versions: the most versions that any rank keeps at once, of all its copies of the weights.
         across: of a stream with waves, the most batches of any other copy that a batch's weights lack, of those that come before
-            it in the copies' own numbering, however long the stream goes on. Empty for other schedules.
+            it in the copies' own numbering. Empty for other schedules.
     """
 
     ages: tuple[tuple[int, ...], ...]
+    oldest: tuple[int, ...]
+    mean: tuple[float, ...]
     versions: tuple[int, ...]
     across: tuple[int, ...] = ()
 
@@ -168,50 +202,58 @@ def readings(schedule: Schedule, rule: WeightRule) -> Readings:
     Raises:
         ScheduleError: an op reads a version that is not there, or one that the rule does not take, each with its finding.
     """
-    stages = range(schedule.stages)
     if schedule.synchronous:
-        return Readings(tuple((0,) * schedule.slices for _ in stages), (1,) * schedule.stages)
-    stream = schedule.stream
-    size = max(schedule.slices, 1) if stream is None else schedule.micro_batches
-    pipelines = 1 if stream is None else stream.pipelines
-    rows = [list(with_batches(program, size)) for program in schedule.programs]
-    found = walk(rows, schedule.stages, pipelines)
-    reads, versions = _checked(schedule, rows, found, rule)
-    ages = tuple(
-        tuple(found.standings[s][n].at_gradient - read.forward for n, read in sorted(reads[s].items())) for s in stages
-    )
-    return Readings(
-        ages, tuple(versions), () if stream is None or stream.waves is None else _across(schedule, stream.waves, rule)
-    )
-
-
-def _across(schedule: Schedule, waves: Waves, rule: WeightRule) -> tuple[int, ...]:
-    """Per stage, the most batches that a batch's weights lack of any other copy, however long the stream goes on."""
-    # By then a copy has gone through a whole wave with the others' at their full distance.
-    batches = (waves.distance + 3) * waves.length * max(map(len, schedule.ranks_of_stage))
+        none = (0,) * schedule.stages
+        return Readings(((0,) * schedule.slices,) * schedule.stages, none, tuple(map(float, none)), (1,) * schedule.stages)
+    stream, size = schedule.stream, schedule.micro_batches
+    waves = None if stream is None else stream.waves
+    rows: list[Row] = [list(with_batches(program, size)) for program in schedule.programs]
+    full = range(schedule.slices)
     with suppress(ScheduleError):  # it does not repeat itself: as far as it goes
-        schedule = prolonged(schedule, max(batches, schedule.batches))
-    rows = [list(with_batches(program, schedule.micro_batches)) for program in schedule.programs]
-    found = walk(rows, schedule.stages)
-    most = []
-    for stage, ranks in enumerate(schedule.ranks_of_stage):
-        lacking = [0]
-        for number, standing in found.standings[stage].items() if len(ranks) > 1 else ():
-            # Weights contain whole waves of the others, up to D before the last that their own copy has ended. A gradient finds
-            # as many updates of its copy as there are batches before its own.
-            ended = rule.reads(found.place(stage, number)).forward // waves.length
-            lacking.append(standing.at_gradient - max(ended - waves.distance, 0) * waves.length)
-        most.append(max(lacking))
-    return tuple(most)
+        if stream is not None:
+            going = _Going.of(schedule)
+            # By then it has been full for a period, and will be for longer; and whole waves have come from others at their distance.
+            enough = [2 * going.steady + 3 * going.batches]
+            enough += (
+                [(waves.distance + 3) * waves.length * max(map(len, schedule.ranks_of_stage))] if waves is not None else []
+            )
+            if max(enough) > schedule.batches:
+                rows = going.rows(max(enough))
+            full = range(going.steady * size, (going.steady + going.batches) * size)
+    found = walk(rows, schedule.stages, 1 if stream is None else stream.pipelines)
+    reads, versions = _checked(schedule, rows, found, rule)
+    ages = [[found.standings[stage][n].at_gradient - own[n].forward for n in sorted(own)] for stage, own in enumerate(reads)]
+    across = () if waves is None else tuple(_across(found, reads, stage, waves) for stage in range(schedule.stages))
+    return Readings(
+        tuple(tuple(row[: schedule.slices]) for row in ages),
+        tuple(max(row) for row in ages),
+        tuple(sum(row[n] for n in full) / len(full) for row in ages),
+        tuple(versions),
+        across,
+    )
+
+
+def _across(found: Walk, reads: list[dict[int, Reads]], stage: int, waves: Waves) -> int:
+    """The most batches that a batch's weights lack of any other copy of the stage."""
+    standings = found.standings[stage]
+    if len({standing.rank for standing in standings.values()}) == 1:
+        return 0
+    # Weights contain whole waves of the others, up to D before the last that their own copy has ended. A gradient finds as many
+    # updates of its copy as there are batches before its own.
+    return max(
+        standing.at_gradient - max(reads[stage][number].forward // waves.length - waves.distance, 0) * waves.length
+        for number, standing in standings.items()
+    )
 
 
 def staleness(schedule: Schedule, rule: WeightRule) -> list[list[int]]:
-    """Per stage, the ages of all gradients, in the order of their micro-batches. Raises as `readings`."""
+    """Per stage, the ages of all gradients of the programs, in the order of their micro-batches. Raises as `readings`."""
     return [list(ages) for ages in readings(schedule, rule).ages]
 
 
 def versions_kept(schedule: Schedule, rule: WeightRule) -> tuple[int, ...]:
-    """Per stage, the most versions of the weights that any of its ranks keeps at once, the newest included. Raises as `readings`.
+    """Per stage, the most versions of the weights that any of its ranks keeps at once, the newest included, however long a stream
+    goes on. Raises as `readings`.
 
     >>> from penstock.schedule.catalogue import schedule
     >>> from penstock.weights.catalogue import weight_rule

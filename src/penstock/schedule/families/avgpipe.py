@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import register
 from penstock.schedule.families.one_f_one_b import forwards_ahead
-from penstock.schedule.families.pipedream import enough_batches, streamed
+from penstock.schedule.families.pipedream import enough_batches, falling, streamed
 from penstock.schedule.op import Schedule
 from penstock.schedule.stream import Stream
 
@@ -19,18 +19,18 @@ def avgpipe(stages: int, micro_batches: int, pipelines: int = 2, batches: int | 
             warm_up: Sequence[int] | None = None) -> Schedule:  # fmt: skip
     """Batch t runs on copy t mod N of the weights; each copy has its update before its next batch begins.
 
-    So no gradient is stale, and while one copy drains the next fills. The forwards ahead are the paper's advance forward
-    propagation, 2(p - s) - 1 on stage s, or what N - 1 batches and one micro-batch leave room for; or `warm_up`.
+    So no gradient is stale, and while one copy drains the next fills. At most k = (N - 1)m + 1 micro-batches are in flight: one
+    more would be of a copy's next batch. The forwards ahead are the paper's advance forward propagation, as far as k leaves room.
 
     Facts for equal costs f and b and free links, p stages, m micro-batches, N copies:
-        per batch           m(f + b): no bubble once it is full, if (N - 1)m + 1 >= p
-        in flight           min(2(p - s) - 1, (N - 1)m + 1) micro-batches on stage s
+        per batch           m(f + b) ceil(p/k): no bubble once it is full, if k >= p
+        in flight           min(2(p - s) - 1, k - s) micro-batches on stage s if k >= p, else ceil((p - s)k/p)
         staleness           0
         versions            N copies, and the reference that they are drawn to (rule `avgpipe`)
 
     >>> print(avgpipe(3, 2, batches=4))
     rank 0 | 0F0 0F1 0F2 0B0 0F3 0B1 0U1 0F4 0B2 0F5 0B3 0U2 0F6 0B4 0F7 0B5 0U3 0B6 0B7 0U4
-    rank 1 | 1F0 1F1 1F2 1B0 1F3 1B1 1U1 1F4 1B2 1F5 1B3 1U2 1F6 1B4 1F7 1B5 1U3 1B6 1B7 1U4
+    rank 1 | 1F0 1F1 1B0 1F2 1B1 1U1 1F3 1B2 1F4 1B3 1U2 1F5 1B4 1F6 1B5 1U3 1F7 1B6 1B7 1U4
     rank 2 | 2F0 2B0 2F1 2B1 2U1 2F2 2B2 2F3 2B3 2U2 2F4 2B4 2F5 2B5 2U3 2F6 2B6 2F7 2B7 2U4
 
     Args:
@@ -45,9 +45,14 @@ def avgpipe(stages: int, micro_batches: int, pipelines: int = 2, batches: int | 
             which a copy would begin its next batch before its update; `batches` is none.
     """
     if isinstance(pipelines, bool) or not isinstance(pipelines, int) or pipelines < 2:
-        raise ScheduleError(f"avgpipe averages 2 or more pipelines, not {pipelines!r}; with one there is nothing to average: 1f1b")
+        raise ScheduleError(
+            f"avgpipe averages 2 or more pipelines, not {pipelines!r}; with one there is nothing to average: 1f1b"
+        )
     most = (pipelines - 1) * micro_batches + 1
-    ahead = forwards_ahead("avgpipe", stages, [min(2 * (stages - s) - 1, most) for s in range(stages)] if warm_up is None else warm_up)
+    if warm_up is None:
+        eager = [min(2 * (stages - stage) - 1, most - stage) for stage in range(stages)]
+        warm_up = eager if most >= stages else falling(stages, most)
+    ahead = forwards_ahead("avgpipe", stages, warm_up)
     if ahead[0] > most:
         raise ScheduleError(f"avgpipe with {pipelines} pipelines and {micro_batches} micro-batches per batch runs at most {most} "
                             f"forwards ahead, not {ahead[0]}: one more would be of a copy's next batch, before its update; take more "

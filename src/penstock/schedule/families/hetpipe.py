@@ -5,14 +5,14 @@ from __future__ import annotations
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import register
 from penstock.schedule.families.one_f_one_b import alternating
-from penstock.schedule.families.pipedream import enough_batches
+from penstock.schedule.families.pipedream import enough_batches, falling
 from penstock.schedule.op import Program, Schedule
 from penstock.schedule.stream import Stream, Waves
 from penstock.schedule.updates import with_updates_of_batches
 
 
 @register("hetpipe", synchronous=False, stages_per_rank="1", splits_backward=False, weights="hetpipe",
-          source="Park et al. 2020, HetPipe (arXiv 2005.14038), section 4 for the virtual workers and section 5 for their waves")  # fmt: skip
+          source="Park et al. 2020, HetPipe (arXiv 2005.14038), virtual workers and wave synchronous parallelism")  # fmt: skip
 def hetpipe(stages: int, micro_batches: int, virtual_workers: int = 2, in_flight: int | None = None, distance: int = 0,
             batches: int | None = None) -> Schedule:  # fmt: skip
     """Batch t runs on virtual worker t mod W, a pipeline of p ranks of its own, in the order of `pipedream`.
@@ -21,12 +21,12 @@ def hetpipe(stages: int, micro_batches: int, virtual_workers: int = 2, in_flight
     are a wave: with the last update of each the virtual workers hand each other what they have learned in it (wave synchronous
     parallelism), and wait for what the others have learned up to `distance` waves before.
 
-    Facts for equal costs f and b and free links, p stages, m micro-batches, W virtual workers, N_m >= p:
-        per W batches       m(f + b): no bubble once it is full
-        in flight           N_m - s micro-batches on stage s (with N_m < p, min(N_m, p - s))
+    Facts for equal costs f and b and free links, p stages, m micro-batches, W virtual workers:
+        per W batches       m(f + b) ceil(p/N_m): no bubble once it is full, if N_m >= p
+        in flight           N_m - s micro-batches on stage s, or with N_m < p, ceil((p - s)N_m/p)
         local staleness     a micro-batch reads all but the last N_m - 1 updates of its own virtual worker, or fewer
         global staleness    with m = 1, all but the last (D + 1)N_m + N_m - 2 of the others', or fewer
-        versions            N_m - s on stage s with m = 1 (rule `hetpipe`)
+        versions            as many as micro-batches in flight with m = 1 (rule `hetpipe`)
 
     >>> print(hetpipe(2, 1, batches=6))
     rank 0 | 0F0 0F2 0B0 0U1 0F4 0B2 0U2 0B4 0U3
@@ -51,7 +51,7 @@ def hetpipe(stages: int, micro_batches: int, virtual_workers: int = 2, in_flight
     for word, number, least in (("virtual_workers", virtual_workers, 1), ("in_flight", most, 1), ("distance", distance, 0)):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise ScheduleError(f"hetpipe takes {word} of {least} or more, not {number!r}")
-    ahead = [most - stage if most >= stages else min(most, stages - stage) for stage in range(stages)]
+    ahead = [most - stage for stage in range(stages)] if most >= stages else falling(stages, most)
     count = enough_batches(virtual_workers * ahead[0], micro_batches, period=virtual_workers) if batches is None else batches
     stream = Stream(count, "hetpipe", waves=Waves(most, distance))
 

@@ -26,7 +26,7 @@ def one_f_one_b(stages: int, micro_batches: int, warm_up: Sequence[int] | None =
         K_s = m                 GPipe
 
     Facts for equal costs f and b and free links, p stages, m micro-batches:
-        makespan            (m + p - 1)(f + b), with any K_s of p - s or more
+        makespan            (m + p - 1)(f + b), with any K_s of p - s or more that falls from stage to stage
         in flight           min(m, K_s) on stage s
     With c seconds for every hop, and K_s = p - s (BaPipe's 1F1B-SNO):
         makespan            (m + p - 1)(f + b) + (m + p - 2 - ceil((m - 1) / p)) 2c

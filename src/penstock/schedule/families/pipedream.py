@@ -22,7 +22,8 @@ def pipedream(stages: int, micro_batches: int, batches: int | None = None, warm_
     them it is PipeDream with gradient accumulation.
 
     Facts for equal costs f and b and free links, p stages, m micro-batches:
-        per batch           m(f + b): no bubble once it is full, with any K_s of p - s or more
+        per batch           m(f + b): no bubble once it is full; with `warm_up` r times as long, r being the number of stages in
+                            the longest row of equal K_s, since these cannot work at the same time
         in flight           K_s micro-batches on stage s
         staleness           of micro-batch j of batch t on stage s, min(t, max(0, ceil((K_s - 1 - j)/m))) updates; with m = 1 that is
                             p - 1 - s
@@ -73,7 +74,19 @@ def enough_batches(in_flight: int, micro_batches: int, period: int = 1) -> int:
         micro_batches: of one batch.
         period: batches after which the programs repeat; their number is a multiple of it.
     """
-    return period * (-(-(-(-in_flight // micro_batches)) // period) + 4)
+    begun = -(-in_flight // micro_batches)
+    return period * (-(-begun // period) + 4)
+
+
+def falling(stages: int, most: int) -> list[int]:
+    """Forwards ahead where at most so many micro-batches may be in flight: p - s, or where `most` is too few for that, the best.
+
+    Stages with equal numbers wait for each other's backwards and take turns, so the numbers fall as often as they can.
+
+    >>> falling(4, most=9), falling(4, most=2)
+    ([4, 3, 2, 1], [2, 2, 1, 1])
+    """
+    return [-(-(stages - stage) * min(most, stages) // stages) for stage in range(stages)]
 
 
 def streamed(name: str, micro_batches: int, ahead: Sequence[int], stream: Stream) -> Schedule:

@@ -9,7 +9,7 @@ from penstock.schedule.stream import Stream
 
 
 @register("xpipe", synchronous=False, stages_per_rank="1", splits_backward=False, weights="xpipe",
-          source="Guan et al. 2019, XPipe (arXiv 1911.04610), sections 3.1 and 3.2")  # fmt: skip
+          source="Guan et al. 2019, XPipe (arXiv 1911.04610)")  # fmt: skip
 def xpipe(stages: int, micro_batches: int, batches: int | None = None) -> Schedule:
     """The order of `pipedream`, in which micro-batches of several batches are in flight at a time.
 

@@ -1,0 +1,70 @@
+"""What a rank really holds between forwards and backwards, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Held:
+    """Counts the activations that the stages of one rank keep.
+
+    What a graph has saved is looked at once for every form that it comes in; from then on its size is known.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.peak = 0
+        self._sizes: dict[str, int] = {}
+
+    @contextmanager
+    def looking(self, form: str, given: Iterable[Tensor], weights: frozenset[int]) -> Iterator[None]:
+        """Count what autograd saves in here, if the form is new.
+
+        Args:
+            form: a name that graphs of the same shapes share.
+            given: tensors that are kept in any case.
+            weights: where the memory of parameters and buffers begins, which are not counted.
+        """
+        if form in self._sizes:
+            yield
+            return
+        # Storages are told apart by address: all that were met stay alive meanwhile.
+        met = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in given}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                met[storage.data_ptr()] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            yield
+        self._sizes[form] = sum(storage.nbytes() for storage in met.values())
+
+    def size(self, form: str) -> int:
+        """Bytes that a graph of this form keeps."""
+        return self._sizes[form]
+
+    def take(self, size: int) -> None:
+        """So many bytes more."""
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def give(self, size: int) -> None:
+        """So many bytes less."""
+        self.now -= size
+
+    def begin(self) -> None:
+        """Nothing is held, and none has been."""
+        self.now = self.peak = 0
+
+
+def optimizer_bytes(optimizer: Optimizer | None) -> int:
+    """Bytes of the tensors that an optimizer keeps."""
+    kept = (value for state in optimizer.state.values() for value in state.values()) if optimizer is not None else ()
+    return sum(value.nbytes for value in kept if isinstance(value, Tensor))

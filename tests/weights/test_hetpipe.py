@@ -1,0 +1,104 @@
+"""hetpipe: two bounds of staleness, one in a virtual worker and one between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Kind
+from penstock.schedule.stream import Waves
+from penstock.verify.verify import verify
+from penstock.weights.catalogue import weight_rule
+from penstock.weights.uses import readings, uses
+
+RULE = weight_rule("hetpipe")
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("in_flight", [1, 3, 4, 6])
+@pytest.mark.parametrize("distance", [0, 1, 3])
+@pytest.mark.parametrize("virtual_workers", [2, 3])
+def test_a_batch_lacks_no_more_than_the_papers_two_bounds(stages, in_flight, distance, virtual_workers):
+    """s_local = Nm - 1 of its own, (D + 1)(s_local + 1) + s_local - 1 of any other's; on the first stage, when it is full, just that."""
+    made = schedule("hetpipe", stages, 1, virtual_workers=virtual_workers, in_flight=in_flight, distance=distance)
+    report = verify(made)
+    local = in_flight - 1
+    bound = (distance + 1) * (local + 1) + local - 1
+    assert max(report.staleness_max) <= local
+    assert max(report.staleness_across) <= bound
+    if in_flight >= stages:
+        assert (report.staleness_max[0], report.staleness_across[0]) == (local, bound)
+        assert report.versions[0] == in_flight
+    assert RULE.extra == 1.0
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "options"), [
+    (3, 1, {}), (2, 1, {"distance": 2}), (2, 2, {"virtual_workers": 3, "distance": 1}), (3, 1, {"in_flight": 5}), (1, 1, {"in_flight": 2})])  # fmt: skip
+def test_what_is_lacking_is_that_of_a_count_in_sets_of_batches(stages, micro_batches, options):
+    """Every copy has the set of (virtual worker, batch) that its weights contain, and hands on what is its own wave by wave."""
+    made = schedule("hetpipe", stages, micro_batches, batches=60, **options)
+    waves, copies = made.stream.waves, len(made.ranks_of_stage[0])
+    for stage in range(stages):
+        lacking = []
+        for own, rank in enumerate(made.ranks_of_stage[stage]):
+            contained, version = {other: set() for other in range(copies)}, 0
+            for kind, of, number in made.programs[rank]:
+                if of != stage:
+                    continue
+                if kind is Kind.F:
+                    q = number // micro_batches // copies + 1  # the paper counts from 1, in every virtual worker
+                    lacking += [len(set(range(1, q)) - contained[other]) for other in range(copies) if other != own]
+                elif kind is Kind.U:
+                    version += 1
+                    contained[own].add(version)
+                    wave, place = divmod(version, waves.length)
+                    for other in range(copies) if place == 0 else ():
+                        if other != own:
+                            contained[other] |= set(range(1, (wave - waves.distance) * waves.length + 1))
+        assert verify(made).staleness_across[stage] == max(lacking)
+
+
+def test_a_short_stream_tells_the_bound_of_the_long_one():
+    """Waves are taken in from the (D + 1)-th on; the programs that show the order need not last so long."""
+    short, long = (schedule("hetpipe", 2, 1, distance=8, batches=batches) for batches in (12, 100))
+    assert verify(short).staleness_across == verify(long).staleness_across == (18, 17)
+
+
+def test_virtual_workers_count_their_own_versions():
+    """Batch t is the (t div W)-th of its own."""
+    found = uses(schedule("hetpipe", 3, 1, virtual_workers=4), RULE)
+    for t in range(400, 440):
+        assert found.at(2, t).reads.forward == found.at(2, t).reads.backward == t // 4
+        assert found.at(0, t).reads.forward == t // 4 - 2
+
+
+def test_one_virtual_worker_lacks_nothing_of_others():
+    """There are none."""
+    report = verify(schedule("hetpipe", 3, 1, virtual_workers=1))
+    assert (report.staleness_across, report.staleness_max) == ((0, 0, 0), (2, 1, 0))
+
+
+def test_waves_shorter_than_what_is_in_flight_are_refused():
+    """The bounds are for waves of all that is in flight."""
+    made = schedule("hetpipe", 4, 1, virtual_workers=2)
+    short = replace(made, stream=replace(made.stream, waves=Waves(length=2)))
+    with pytest.raises(ScheduleError, match=r"\[wave\] 0F\d+ on rank 0 lacks 2 updates .* a wave has 2: .* may lack 1"):
+        verify(short)
+
+
+def test_copies_that_meet_at_every_update_are_refused():
+    """They have no waves."""
+    with pytest.raises(
+        ScheduleError, match=r"'hetpipe' is for copies of stages that tell each other in waves .* pipedream has none"
+    ):
+        verify(schedule("pipedream", 2, 2, replicas=2), weights="hetpipe")
+
+
+def test_other_rules_are_refused_where_copies_do_not_meet():
+    """Their arithmetic hands nothing on."""
+    with pytest.raises(ScheduleError, match=r"in hetpipe copies of a stage do not meet at every U.*such as 'hetpipe'"):
+        verify(schedule("hetpipe", 2, 1), weights="stash")
+    assert readings(schedule("hetpipe", 2, 1), RULE).across

@@ -1,0 +1,35 @@
+"""vertical-sync: one version for a micro-batch, on all stages."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from penstock.schedule.catalogue import schedule
+from penstock.verify.verify import verify
+from penstock.weights.catalogue import weight_rule
+from penstock.weights.uses import uses
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_all_stages_are_p_minus_1_updates_late_and_keep_p_versions(stages):
+    """LITERATURE 3.1: the option's price is that the last stage keeps as many versions as the first."""
+    report = verify(schedule("pipedream", stages, 1), weights="vertical-sync")
+    assert report.staleness_max == (stages - 1,) * stages
+    assert report.versions == (stages,) * stages
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (4, 2), (5, 3), (4, 4), (3, 7)])
+def test_a_micro_batch_reads_the_same_version_everywhere(stages, micro_batches):
+    """That is all that it is for: gradients of one function, on weights that once stood side by side."""
+    made = schedule("pipedream", stages, micro_batches)
+    found = uses(made, weight_rule("vertical-sync"))
+    for number in (*range(40), *range(10**6, 10**6 + 10)):
+        reads = [found.at(stage, number).reads for stage in range(stages)]
+        assert len(set(reads)) == 1
+        assert reads[0].forward == reads[0].backward == uses(made, weight_rule("stash")).at(0, number).reads.forward
+    report = verify(made, weights="vertical-sync")
+    oldest = math.ceil((stages - 1) / micro_batches)
+    assert report.staleness_max == (oldest,) * stages
+    assert report.versions == (oldest + 1,) * stages

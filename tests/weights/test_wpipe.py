@@ -1,0 +1,32 @@
+"""wpipe: stashing in an order in which one half of the stages is one update late and the other none."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import schedule
+from penstock.verify.verify import verify
+from penstock.weights.catalogue import weight_rule
+from penstock.weights.uses import readings
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (2, 2), (2, 5), (3, 4), (4, 6), (4, 9)])
+def test_group_0_is_one_update_late_with_two_versions_and_group_1_none_with_one(ranks, micro_batches):
+    """LITERATURE 5.7: fresher weights than 2BW's, for two versions of one half of the model."""
+    made = schedule("wpipe", 2 * ranks, micro_batches)
+    report = verify(made)
+    assert report.weights == "wpipe"
+    assert report.versions == (2,) * ranks + (1,) * ranks
+    for stage, ages in enumerate(readings(made, weight_rule("wpipe")).ages):
+        late = 1 if stage < ranks else 0
+        assert ages == (0,) * micro_batches + (late,) * (len(ages) - micro_batches)
+
+
+def test_an_order_in_which_gradients_are_two_updates_late_is_refused():
+    """Its two versions would not be enough."""
+    with pytest.raises(
+        ScheduleError, match=r"'wpipe' has no gradient more than 1 update old, and here one would be 2 old on stage 0"
+    ):
+        verify(schedule("pipedream", 4, 2), weights="wpipe")
+    assert verify(schedule("pipedream", 4, 3), weights="wpipe").versions == (2, 2, 2, 1)
