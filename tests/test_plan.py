@@ -87,7 +87,7 @@ def test_the_schedule_is_read_back_whole():
         ({"weights": "stash"}, "weight rule 'stash' does not go with 1f1b, which is synchronous"),
         ({"weights_options": [["decay", 0.5]]}, "weight rule 'flush' has no option decay: it takes none"),
         ({"synchronous": False}, "a synchronous plan has no stream, an asynchronous one has: synchronous is False, stream is None"),
-        ({"stream": {"batches": 2}}, r"synchronous is True, stream is Stream\(batches=2"),
+        ({"stream": {"batches": 1}}, r"synchronous is True, stream is Stream\(batches=1"),
         ({"predicted": {"step_s": 1, "bubble_ratio": 0, "peak_memory": [1], "samples_per_s": 1, "one_device_s": 1}},
          "memory is predicted for 1 ranks, the programs are for 2"),
     ],
@@ -150,7 +150,7 @@ def test_pairs_and_slices_are_kept(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stream": None}, "a synchronous plan has no stream, an asynchronous one has: synchronous is False, stream is None"),
+        ({"stream": None, "micro_batches": 6}, "an asynchronous one has: synchronous is False, stream is None"),
         ({"stream": {"batches": 0}}, "is no plan: at stream: Value error, a stream's batches is 1 or more, not 0"),
         ({"stream": {"batches": 2.5}}, "is no plan: at stream.batches"),
         ({"stream": {"batches": 6, "colour": "red"}}, "is no plan: at stream.colour: Unexpected"),
@@ -190,7 +190,7 @@ def test_an_asynchronous_plan_says_how_stale_gradients_are_and_which_were_asynch
     ]
     assert lines[-3:] == [
         "    schedule   weights  stages  M  recompute  step             peak memory  why",
-        "    pipedream  stash    2       4  never      500.0 ms         2.0 KiB      compute of stage 1",
+        "    pipedream  stash    2       1  never      500.0 ms         2.0 KiB      compute of stage 1",
         "    1f1b       flush    2       4  never      500.0 ms  equal  2.0 KiB      compute of stage 1",
     ]
     text = str(stream_plan(weights="pipemare", weights_options=(("decay", 0.25),)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ class Case:
         schedule = ps.schedule(self.schedule, self.stages, self.m, **self.making)
         return ps.Pipeline(self.made(), loss=LEARNING[self.model].loss, balance=self.lengths, schedule=schedule, weights=self.rule,
                            weights_options=self.options, optimizer=OPTIMIZERS[self.optimizer], executor=executor,
-                           **{"recompute": self.recompute, "deadline_s": 60, **options})  # fmt: skip
+                           **{"recompute": self.recompute, "deadline_s": 20, **options})  # fmt: skip
 
     def run(self, executor: str | None = "threads") -> tuple[list[Tensor], dict[str, Tensor]]:
         """Losses of all batches, and the state in the end (on rank 0), by the pipeline."""
@@ -209,8 +210,10 @@ def run_all(cases: Sequence[Case]) -> list[tuple[list[Tensor], dict[str, Tensor]
     return found
 
 
-def save_half_way(cases: Sequence[Case], folders: Sequence[Path]) -> list[tuple[int, Tensor, dict[str, Tensor]]]:
-    """In a rank: every case, saved when five losses are there: at which batch, and losses and state in the end."""
+def save_half_way(cases: Sequence[Case], folders: Sequence[Path]) -> list[tuple[Any, ...]]:
+    """In a rank: every case, saved when five losses are there: at which batch, losses and state in the end; and then the later
+    losses and the state once more, by a pipeline that has loaded in mid-stream what was saved.
+    """
     found = []
     for case, folder in zip(cases, folders, strict=True):
         pipe, losses, fed = case.pipeline(None), [], 0
@@ -219,6 +222,9 @@ def save_half_way(cases: Sequence[Case], folders: Sequence[Path]) -> list[tuple[
             if len(losses) == 5:
                 pipe.save(folder)
                 fed = pipe.step
-        found.append((fed, torch.stack(losses), pipe.state_dict()))
+        state = pipe.state_dict()
+        list(islice(pipe.train(iter(case.batches())), 3))
+        pipe.load(folder)
+        found.append((fed, torch.stack(losses), state, list(pipe.train(case.batches()[fed:])), pipe.state_dict()))
         pipe.close()
     return found

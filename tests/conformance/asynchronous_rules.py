@@ -271,6 +271,7 @@ class VirtualWorker(Line):
 
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
         """Both what the forward found; on the first stage, all but the last s_local = N_m - 1 updates at m = 1."""
-        ahead = self.in_flight - s if self.in_flight >= self.p else min(self.in_flight, self.p - s)
+        # The paper leaves open how fewer than one per stage are shared out: here evenly, as `ps.schedule("hetpipe")` says.
+        ahead = self.in_flight - s if self.in_flight >= self.p else math.ceil((self.p - s) * self.in_flight / self.p)
         found = self.weights[s][t - min(t, max(0, math.ceil((ahead - 1 - j) / self.m)))]
         return found, found

@@ -62,6 +62,10 @@ MORE = [
     Case("pipemare", 4, 1, "adamw", options={"annealing": 0.0}), Case("pipemare", 4, 2, "sgd", options={"lockstep": 1.0}),
     Case("pipemare", 3, 2, "momentum", options={"warm_up": 6.0}),
     Case("pipemare", 4, 1, "adam", options={"warm_up": 5.0, "annealing": 0.0}),
+    *(Case("hetpipe", ranks, 1, "momentum, plain", schedule="hetpipe", making=words, reference=words, updates=61)
+      for ranks, words in ((3, {"virtual_workers": 2, "in_flight": 5, "distance": 2}),
+                           (1, {"virtual_workers": 2, "in_flight": 3, "distance": 0}),
+                           (2, {"virtual_workers": 1, "in_flight": 3, "distance": 0}))),
     Case("stash", 3, 2, "adam", dtype=torch.float32), Case("pipeoptim", 3, 2, "adam", dtype=torch.float32),
     *(Case(rule, 4, 1, "momentum", recompute="always") for rule in ("stash", "none", "pipemare", "spectrain", "pipeoptim")),
     Case("xpipe", 4, 1, "adam", recompute="always"), Case("double-buffer", 2, 4, "adam", recompute="except_last"),

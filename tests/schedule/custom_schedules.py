@@ -134,7 +134,9 @@ class _StreamBuilder(_Builder):
 def build_stream(seed: int, stages: int, ranks: int, size: int, waves: bool) -> Schedule:
     """A sound stream of a few batches of `size` micro-batches, with copies if it has waves; in general it repeats nothing."""
     rng = random.Random(seed)
-    stream = Stream(rng.randint(1, 5), "hetpipe" if waves else "stash", waves=Waves(rng.randint(1, 2), rng.randint(0, 2)) if waves else None)
+    stream = Stream(
+        rng.randint(1, 5), "hetpipe" if waves else "stash", waves=Waves(rng.randint(1, 2), rng.randint(0, 2)) if waves else None
+    )
     builder = _StreamBuilder(rng, stages, ranks, stream, size)
     eager = rng.random()
     while (ready := [op for op in builder.ready() if builder.in_turn(op)]) or builder.meetings():
@@ -153,4 +155,6 @@ def build_stream(seed: int, stages: int, ranks: int, size: int, waves: bool) -> 
 def custom_streams(waves: bool | None = None, most: int = 3) -> st.SearchStrategy[Schedule]:
     """Sound streams of up to `most` stages, ranks per copy and micro-batches per batch; of both kinds unless `waves` says which."""
     numbers = st.integers(1, most)
-    return st.builds(build_stream, st.integers(0, 2**32), numbers, numbers, numbers, st.booleans() if waves is None else st.just(waves))
+    return st.builds(
+        build_stream, st.integers(0, 2**32), numbers, numbers, numbers, st.booleans() if waves is None else st.just(waves)
+    )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.custom_schedules import custom_schedules
+from tests.schedule.custom_schedules import custom_schedules, custom_streams
 
 from penstock.errors import ScheduleError
 from penstock.event import Timeline
@@ -15,13 +16,15 @@ from penstock.schedule.catalogue import schedule
 from penstock.schedule.graph import build, channel_depth
 from penstock.schedule.lower import Direction, lower
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.stream import Stream, Waves
 
 
-def plays_through(programs, depth):
+def plays_through(programs, depth, waves=None):
     """Whether lowered programs finish when a send blocks while `depth` messages of its link are not yet taken.
 
     Plays them for real: a queue per link, ranks advanced one action at a time until none can move. Depth 0 hands a message
-    over only while the receiver stands at its receive. U is a meeting of all ranks that have that U.
+    over only while the receiver stands at its receive. U is a meeting of all ranks that have that U; with waves only that at the
+    end of one, or it waits until the others are past theirs of so many waves before.
     """
     at = [0] * len(programs)
     queues = defaultdict(deque)
@@ -37,6 +40,14 @@ def plays_through(programs, depth):
     def moves(rank, action):
         if isinstance(action, Op):
             together = meetings.get(action, {rank})
+            if waves is not None and action.kind is Kind.U:
+                late = waves.distance * waves.length
+                if action.micro_batch % waves.length or late:
+                    together = {rank}
+                if action.micro_batch % waves.length == 0 and late:
+                    earlier = action._replace(micro_batch=action.micro_batch - late)
+                    if any(earlier in programs[other][at[other] :] for other in meetings.get(earlier, ())):
+                        return set()
             if all(standing(other) == action for other in together):
                 return together
         elif action.direction is Direction.RECV:
@@ -65,12 +76,13 @@ def plays_through(programs, depth):
     return all(place == len(program) for place, program in zip(at, programs, strict=True))
 
 
-@given(custom_schedules())
+@given(custom_schedules() | custom_streams())
 @settings(deadline=None, max_examples=250)
 def test_channel_depth_is_the_least_with_which_blocking_channels_play_through(made):
     """A depth too small hangs the user of another library; one too large refuses a schedule that would run."""
     programs = lower(made, ahead=0).programs
-    least = next(depth for depth in range(200) if plays_through(programs, depth))
+    waves = made.stream.waves if made.stream else None
+    least = next(depth for depth in range(200) if plays_through(programs, depth, waves))
     assert channel_depth(made) == least
 
 
@@ -158,3 +170,39 @@ def test_a_sender_that_stands_still_delays_its_own_next_op():
     assert first[Op.parse("0F1")] == 3.0
     second = {event[1]: event[2] for event in build(made).events(lambda rank, op: 1.0, lambda link, m: 2.0) if event[5] is None}
     assert second[Op.parse("0F1")] == 1.0
+
+
+@given(custom_streams())
+@settings(deadline=None, max_examples=60)
+def test_streams_finish(made):
+    """Every U a meeting of its own, or none, or a wait for an earlier one: none of it may hang what is sound."""
+    for overlap in (True, False):
+        assert build(made, overlap).order()[1] == []
+
+
+def waits_of(made, rank, op):
+    """What an op waits for beside the op before it, as (rank, op) in words."""
+    graph = build(made)
+    node = graph.ops.index((rank, op))
+    return sorted(f"{home} {other}" for home, other in map(graph.work, graph.waits_for[node]) if home != rank)
+
+
+@pytest.mark.parametrize(("length", "distance", "expected"), [
+    (1, 0, [["1 0B1"], ["1 0B3"], ["1 0B5"], ["1 0B7"]]), (2, 0, [[], ["1 0B3"], [], ["1 0B7"]]),
+    (1, 1, [[], ["1 0U1"], ["1 0U2"], ["1 0U3"]]), (2, 1, [[], [], [], ["1 0U2"]]), (1, 2, [[], [], ["1 0U1"], ["1 0U2"]]),
+    (3, 0, [[], [], ["1 0B5"], []]), (5, 0, [[], [], [], []]),
+])  # fmt: skip
+def test_copies_that_have_waves_wait_for_each_other_only_at_their_ends(length, distance, expected):
+    """HetPipe by hand: the last U of a wave meets the others' or waits for that of so many waves before, and all else goes on."""
+    rows = ("0F0 0B0 0U1 0F2 0B2 0U2 0F4 0B4 0U3 0F6 0B6 0U4", "0F1 0B1 0U1 0F3 0B3 0U2 0F5 0B5 0U3 0F7 0B7 0U4")
+    made = replace(
+        Schedule.parse("\n".join(rows)), synchronous=False, stream=Stream(8, "hetpipe", waves=Waves(length, distance))
+    )
+    assert [waits_of(made, 0, Op.parse(f"0U{version}")) for version in (1, 2, 3, 4)] == expected
+
+
+def test_the_end_of_a_wave_that_one_copy_does_not_come_to_waits_for_nobody():
+    """Batches that leave a virtual worker one short: the end of a stream is not the end of a wave."""
+    made = schedule("hetpipe", 1, 1, in_flight=1, batches=3)
+    assert waits_of(made, 0, Op.parse("0U1")) == ["1 0B1"]
+    assert waits_of(made, 0, Op.parse("0U2")) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.graph import build
 from penstock.schedule.lower import lower
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.period import prolonged
 from penstock.verify.verify import verify
 
 OPS = st.builds(Op, st.sampled_from(list(Kind)), st.integers(0, 10**9), st.integers(0, 10**9))
@@ -106,11 +109,13 @@ def _made(name, stages, micro_batches):
 
 @pytest.mark.parametrize("name", sorted(schedules()))
 def test_every_prefix_of_every_schedule_is_sound(name):
-    """A batch too small for all micro-batches still has to run to its end."""
+    """A batch too small for all micro-batches still has to run to its end; where batches overlap, alone."""
     tried = 0
     for stages in (1, 2, 3, 4, 6):
         for micro_batches in (1, 2, 4, 8, 12):
             made = _made(name, stages, micro_batches)
+            if made is not None and made.stream is not None:
+                made = replace(prolonged(made, 1), stream=None)
             for count in {1, micro_batches // 2, micro_batches - 1, micro_batches} - {0} if made else ():
                 short = made.first_micro_batches(count)
                 verify(short)

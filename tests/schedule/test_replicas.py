@@ -14,31 +14,33 @@ from penstock.schedule.op import HANDING, Kind, Op, Schedule
 from penstock.schedule.replicas import pipelines, round_robin, start_up
 from penstock.verify.verify import verify
 
+#: Those whose copies of a stage add up their gradients. HetPipe has copies that do not.
+NAMES = sorted(set(schedules()) - {"hetpipe"})
 
-@pytest.mark.parametrize("name", sorted(schedules()))
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_can_stand_there_several_times(name):
     """Data parallelism on top of any: sound, every micro-batch once, m mod R on pipeline m mod R, and made again by its options."""
     tried = 0
     for stages, micro_batches, replicas in ((2, 8, 2), (4, 16, 2), (2, 9, 3), (1, 5, 2), (4, 17, 2), (3, 7, 3)):
-        try:
-            made = schedule(name, stages, micro_batches, replicas=replicas)
-        except ScheduleError:
+        made = _made(name, stages, micro_batches, replicas=replicas)
+        if made is None:
             continue
         verify(made)
         each = made.ranks // replicas
         assert (made.stages, made.micro_batches) == (stages, micro_batches)
-        numbers = made.slicing.micro_batch_of if made.slicing else range(micro_batches)
+        numbers = made.slicing.micro_batch_of if made.slicing else range(made.slices)
         assert all(rank // each == numbers[number] % replicas for (_, number), rank in made.placement.items())
         assert schedule(made.name, made.stages, made.micro_batches, **dict(made.options)) == made
         tried += 1
     assert tried > 0
 
 
-@pytest.mark.parametrize("name", sorted(schedules()))
+@pytest.mark.parametrize("name", NAMES)
 def test_every_pipeline_plays_the_familys_own_programs(name):
     """Twice the batch on twice the ranks takes the same time."""
     one = next(filter(None, (_made(name, stages, 8) for stages in (4, 2, 1))))
-    two = schedule(name, one.stages, 16, replicas=2)
+    two = schedule(name, one.stages, 16, replicas=2, **({"batches": one.batches} if one.stream else {}))
     assert len(two.pairs) == 2 * len(one.pairs)
     for replica in range(2):
         programs = two.programs[replica * one.ranks : (replica + 1) * one.ranks]
@@ -186,3 +188,39 @@ def test_handmade_schedules_can_be_replicated_too():
     made = Schedule.parse("0F0 0F1 0B1 0B0 0U1\n1F0 1F1 1B1 1B0 1U1", "mine")
     verify(pipelines(made, 2, 4))
     assert round_robin(made, (1, 2)).programs[1] == tuple(map(Op.parse, ["1F0", "1B0", "1U1"]))
+
+
+@pytest.mark.parametrize("replicas", [2, (2, 1)])
+def test_copies_that_do_not_add_up_their_gradients_have_no_replicas(replicas):
+    """Replicas share every batch, virtual workers share none."""
+    with pytest.raises(ScheduleError, match="hetpipe has copies of its own, which do not add up their gradients: it takes no replicas, "
+                                            "but more virtual workers"):  # fmt: skip
+        schedule("hetpipe", 2, 4, replicas=replicas)
+
+
+@pytest.mark.parametrize(("replicas", "message"), [
+    (2, r"pipedream goes on from batch to batch, so with replicas=2 .*: 3 is no multiple of 2"),
+    ((1, 2), r"pipedream goes on from batch to batch, so every replica of a stage needs as many micro-batches of a batch as the "
+             r"others: stage 1 has 2 replicas, but 3 is no multiple of 2"),
+    ((1, 4), r"stage 1 has 4 replicas, but there are only 3 micro-batches: every replica needs one"),
+])  # fmt: skip
+def test_replicas_that_do_not_divide_the_batches_of_a_stream_are_refused(replicas, message):
+    """Their turns would shift from batch to batch, and one of them would have a batch with no gradient, or with fewer."""
+    with pytest.raises(ScheduleError, match=message):
+        schedule("pipedream", 2, 3, replicas=replicas)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 2))
+@settings(deadline=None, max_examples=40)
+def test_replicas_of_a_streams_stages_update_with_every_batch_right_after_their_own_gradients(replicas, rounds):
+    """PipeDream's 1F1B-RR goes on from batch to batch; what a copy reads next is as new as it can be, and they meet at every U."""
+    size = rounds * 6
+    made = schedule("pipedream", len(replicas), size, replicas=replicas)
+    verify(made)
+    homes = [(stage, copy) for stage, number in enumerate(replicas) for copy in range(number)]
+    for (stage, copy), program in zip(homes, made.programs, strict=True):
+        assert all(op.micro_batch % replicas[stage] == copy for op in program if op.kind is not Kind.U)
+        updates = [(program[place - 1], op) for place, op in enumerate(program) if op.kind is Kind.U]
+        own = [n for n in range(made.slices) if n % replicas[stage] == copy]
+        last = [max(n for n in own if n // size == batch) for batch in range(made.batches)]
+        assert updates == [(Op(Kind.B, stage, n), Op(Kind.U, stage, n // size + 1)) for n in last]

@@ -1,4 +1,4 @@
-"""Updates of synchronous schedules: after the last gradient, and no sooner."""
+"""Updates: after the last gradient of a batch, and no sooner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.schedule.custom_schedules import custom_schedules
 
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Op
-from penstock.schedule.updates import with_updates
+from penstock.schedule.updates import with_updates, with_updates_of_batches
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
@@ -43,3 +43,35 @@ def test_early_updates_cost_no_time_even_where_they_are_long(name, ranks, rounds
     costs = Costs(forward=1, backward=2, update=seconds)
     makespan = simulate_schedule(dataclasses.replace(made, programs=tuple(map(tuple, late))), costs).makespan
     assert simulate_schedule(made, costs).makespan == pytest.approx(makespan)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=40)
+def test_in_a_stream_every_batch_has_its_update_right_after_its_last_gradient(batches, size, stages, rng):
+    """Whatever the order of a rank's stages and of the gradients in a batch; versions count each stage's batches."""
+    rows = {stage: [n for batch in range(batches) for n in rng.sample(range(batch * size, (batch + 1) * size), size)]
+            for stage in range(stages)}  # fmt: skip
+    order = [stage for stage in range(stages) for _ in rows[stage]]
+    rng.shuffle(order)
+    ops = [Op(Kind.F, stage, n) for stage in rows for n in rows[stage]]
+    ops += [Op(Kind.B, stage, rows[stage].pop(0)) for stage in order]
+    program = with_updates_of_batches(ops, size)
+    assert [op for op in program if op.kind is not Kind.U] == ops
+    for stage in range(stages):
+        updates = [(program[place - 1], op) for place, op in enumerate(program) if op.kind is Kind.U and op.stage == stage]
+        last = [op for op in program if op.kind is Kind.B and op.stage == stage][size - 1 :: size]
+        assert updates == [(op, Op(Kind.U, stage, version)) for version, op in enumerate(last, start=1)]
+
+
+def test_in_a_stream_a_split_backward_ends_with_its_weights_part():
+    """I passes a gradient on and makes none."""
+    ops = [Op.parse(word) for word in "0F0 0F1 0I0 0I1 0W0 0W1 0F2 0I2 0W2 0F3 0B3".split()]
+    assert " ".join(map(str, with_updates_of_batches(ops, 2))) == "0F0 0F1 0I0 0I1 0W0 0W1 0U1 0F2 0I2 0W2 0F3 0B3 0U2"
+
+
+def test_in_a_stream_a_copy_updates_as_often_as_it_has_batches():
+    """Batches 1 and 3 of four: its own versions 1 and 2."""
+    assert (
+        " ".join(map(str, with_updates_of_batches(list(map(Op.parse, "0F1 0F3 0B1 0B3".split())), 1)))
+        == "0F1 0F3 0B1 0U1 0B3 0U2"
+    )

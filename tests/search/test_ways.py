@@ -48,7 +48,7 @@ def test_the_bound_of_split_backwards_lets_the_weights_part_run_beside_the_drain
     assert least_s(made, costs) == 8 == simulate_schedule(made, costs).makespan
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(1e-3, 1), min_size=2, max_size=5), st.integers(1, 3), st.integers(1, 9))
 def test_no_way_is_shorter_than_the_bound_from_its_numbers_alone(profile_of, seconds, ranks, batch):
     """The first sieve knows only the schedule's name and the sums."""

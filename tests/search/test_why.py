@@ -30,14 +30,14 @@ def test_a_timeline_without_time_is_bound_by_nothing():
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "costs", "expected"),
+    ("made", "costs", "expected"),
     [
-        (1, Costs([1, 3]), "compute of stage 1, 100% of the step"),
-        (2, Costs(1, transfer=6), "link 0→1, 67% of the step in one direction"),
-        (1, Costs(1, latency=9, bandwidth=1, boundary_bytes=0), "bubble, 75% of the step"),
+        (schedule("pipedream", 2, 1), Costs([1, 3]), "compute of stage 1, 100% of the step"),
+        (schedule("pipedream", 2, 2), Costs(1, transfer=6), "link 0→1, 67% of the step in one direction"),
+        (schedule("pipedream", 2, 1, warm_up=(1, 1)), Costs(1), "bubble, 50% of the step"),
     ],
 )
-def test_of_a_stream_the_steady_state_is_looked_at(micro_batches, costs, expected):
+def test_of_a_stream_the_steady_state_is_looked_at(made, costs, expected):
     """Filling and draining are over once; both directions of a link may be busy at the same time."""
-    found = steady(schedule("pipedream", 2, micro_batches), costs)
+    found = steady(made, costs)
     assert bound_by(found.timeline, found.batches * found.seconds_per_batch) == expected

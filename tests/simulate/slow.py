@@ -233,4 +233,6 @@ def evicted(rng, made):
 
 def rich_schedules(size: int = 4) -> st.SearchStrategy[Schedule]:
     """Schedules of up to so many stages, ranks and micro-batches or slices."""
-    return st.builds(rich_schedule, st.integers(0, 2**32), st.just(size), st.sampled_from(["", "", "samples", "tokens", "stream", "waves"]))
+    return st.builds(
+        rich_schedule, st.integers(0, 2**32), st.just(size), st.sampled_from(["", "", "samples", "tokens", "stream", "waves"])
+    )

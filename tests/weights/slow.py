@@ -106,6 +106,7 @@ class _Builder:
         self.stream = Stream(batches, "stash", pipelines)
 
     def has(self, *ops: tuple[Kind, int, int]) -> bool:
+        """Whether one of them is down."""
         return any(Op(*op) in self.done for op in ops)
 
     def ready(self) -> list[Op]:
@@ -130,6 +131,7 @@ class _Builder:
         return found
 
     def made(self) -> Schedule:
+        """All of it."""
         eager = self.rng.random()
         while ready := self.ready():
             ready.sort(key=lambda op: (op.kind is Kind.F, op.micro_batch, op.stage, op.kind))

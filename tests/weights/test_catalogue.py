@@ -1,22 +1,60 @@
 """Weight rules by name."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
-from penstock.errors import UnknownName
-from penstock.weights.catalogue import WEIGHT_RULES, weight_rule
+from penstock.errors import ScheduleError, UnknownName
+from penstock.optim.catalogue import ARITHMETIC
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.stream import Waves
+from penstock.weights.catalogue import WEIGHT_RULES, WeightRule, weight_rule
+from penstock.weights.reads import Place
+
+#: Micro-batch 5 of batch 7 on stage 1 of 4, in a full pipeline.
+SOMEWHERE = Place(1, 4, 7, 5, 6, 7, 7, 7, 7, 6)
+
+every_rule = pytest.mark.parametrize("name", list(WEIGHT_RULES.entries()))
 
 
-@pytest.mark.parametrize("name", list(WEIGHT_RULES.entries()))
+@every_rule
 def test_every_weight_rule_declares_its_facts(name):
     """Planning asks for them before anything runs."""
     rule = weight_rule(name)
     assert rule.name == name
     assert isinstance(rule.synchronous, bool)
     assert rule.source
-    assert rule.arithmetic
+    assert rule.arithmetic in ARITHMETIC.entries()
+    assert rule.extra >= 0
+    assert bool(rule.optimizers) == bool(rule.because)
+    assert all(issubclass(getattr(torch.optim, optimizer), torch.optim.Optimizer) for optimizer in rule.optimizers)
+    assert all(isinstance(default, float) for default in rule.options.values())
+
+
+@every_rule
+def test_every_weight_rule_says_what_a_place_reads_and_says_why(name):
+    """Its docstring is where a reader finds formula and source."""
+    rule = weight_rule(name)
+    reads = rule.reads(SOMEWHERE)
+    assert 0 <= reads.forward <= SOMEWHERE.at_forward
+    assert 0 <= reads.backward <= SOMEWHERE.at_backward
+    assert reads.forward_ahead >= 0 <= reads.backward_ahead
+    assert len(rule.reads.__doc__) > 100
 
 
 def test_an_unknown_weight_rule_is_refused_with_those_that_are_known():
     """A typing slip must not train with another rule."""
     with pytest.raises(UnknownName, match=r"no weight rule called 'flash'\. Did you mean 'flush'\?"):
         weight_rule("flash")
+
+
+def test_a_rule_that_says_nothing_else_is_for_one_copy_of_the_weights_that_meets_at_every_update():
+    """Somebody's new rule knows nothing of copies that drift apart."""
+    rule = WeightRule("mine", weight_rule("stash").reads, synchronous=False, source="a test")
+    rule.check(schedule("pipedream", 2, 2, replicas=2))
+    with pytest.raises(ScheduleError, match="has 2 copies of the weights that take turns"):
+        rule.check(schedule("avgpipe", 2, 2))
+    made = schedule("pipedream", 2, 2, replicas=2)
+    with pytest.raises(ScheduleError, match="copies of a stage do not meet at every U"):
+        rule.check(replace(made, stream=replace(made.stream, waves=Waves(2))))

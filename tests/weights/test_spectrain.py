@@ -30,7 +30,7 @@ def test_distances_count_the_updates_until_the_batch_has_come_back_to_the_first_
     """The paper's reason, on a timeline: U of a stage from the start of F (or B) to the end of B on stage 0, but for the batch's own."""
     made = schedule("pipedream", stages, 1, batches=24)
     timeline = simulate_schedule(made, Costs(forward=1, backward=1))
-    at = {event.op: (event.start, event.end) for event in timeline.events if event.target is None}
+    at = {event.op: (event.start, event.end) for event in timeline.events if event.to_rank is None}
     found = uses(made, RULE)
     t = 12
     for stage in range(stages):

@@ -48,8 +48,9 @@ def verify(
     if json:
         options.print_json({"sound": True, **asdict(report)})
         return
-    batches = "" if made.stream is None else f" a batch, {made.batches} batches"
-    print(f"{made.name} is sound: {made.stages} stages on {made.ranks} ranks, {made.micro_batches} micro-batches{batches}")
+    batches = "" if made.stream is None else f" a batch, {made.batches} batches shown"
+    parts = f"{made.micro_batches} micro-batch{'' if made.micro_batches == 1 else 'es'}"
+    print(f"{made.name} is sound: {made.stages} stages on {made.ranks} ranks, {parts}{batches}")
     means = (f"{mean:.4g}" for mean in report.staleness_mean)
     print(
         f"staleness per stage       max {options.row(report.staleness_max)}, mean {options.row(means)}, by weights {report.weights}"

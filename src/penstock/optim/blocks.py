@@ -36,6 +36,8 @@ class Layout:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         self.groups = [group for together in _by_storage(parameters) for group in _split(parameters, together)]
+        places = {i: (group, position) for group, indices in enumerate(self.groups) for position, i in enumerate(indices)}
+        self._places = [places[i] for i in range(len(parameters))]
 
     def present(self) -> list[Block]:
         """Blocks where the parameters are now."""
@@ -56,10 +58,7 @@ class Layout:
 
     def tensors(self, blocks: Sequence[Block]) -> list[Tensor]:
         """The values in some blocks, one of each group, in the order of the parameters."""
-        found: dict[int, Tensor] = {}
-        for indices, block in zip(self.groups, blocks, strict=True):
-            found.update(zip(indices, block.tensors, strict=True))
-        return [found[i] for i in range(len(self.parameters))]
+        return [blocks[group].tensors[position] for group, position in self._places]
 
 
 def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

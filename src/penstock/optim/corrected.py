@@ -49,7 +49,7 @@ class Corrected(StageWeights):
             )
         self._fading = decay ** (1 / self._delay) if self._delay else 0.0
         self._updates = 0
-        self._trend: list[Tensor] = []
+        self._back: list[Tensor] = []  # -δ: with this sign each pass over the weights is one operation
         self._working = Working(site.update, newest=_NEWEST)
 
     def before_forward(self, number: int) -> None:
@@ -60,8 +60,8 @@ class Corrected(StageWeights):
     def before_backward(self, number: int) -> None:
         """The estimate; before the first update that is the newest version."""
         del number
-        if self._trend:
-            self._working.show(_ESTIMATE, lambda weights: torch._foreach_add_(weights, self._trend, alpha=-self._delay))
+        if self._back:
+            self._working.show(_ESTIMATE, lambda weights: torch._foreach_add_(weights, self._back, alpha=self._delay))
 
     def finished(self, number: int) -> None:
         """There is nothing to let go."""
@@ -76,9 +76,8 @@ class Corrected(StageWeights):
         if before:
             after = [parameter.data for parameter in self._update.parameters]
             torch._foreach_sub_(before, after)
-            self._trend = self._trend or list(map(torch.zeros_like, after))
-            torch._foreach_mul_(self._trend, self._fading)
-            torch._foreach_add_(self._trend, before, alpha=self._fading - 1)
+            self._back = self._back or list(map(torch.zeros_like, after))
+            torch._foreach_lerp_(self._back, before, 1 - self._fading)
         self._updates += 1
         self._working.end_step(_NEWEST)
 
@@ -88,16 +87,16 @@ class Corrected(StageWeights):
 
     def held_bytes(self) -> int:
         """Weights, those put aside, and the trend."""
-        return self._working.held_bytes() + sum(tensor.nbytes for tensor in self._trend)
+        return self._working.held_bytes() + sum(tensor.nbytes for tensor in self._back)
 
     def state(self) -> State:
         """The trend, once there has been an update."""
-        return {TREND: list(self._trend)} if self._trend else {}
+        return {TREND: [-tensor for tensor in self._back]} if self._back else {}
 
     def load_state(self, state: State) -> None:
         """Take the trend back; without one, begin without."""
         rows = zip(self._update.parameters, state.get(TREND, ()), strict=False)
-        self._trend = [torch.zeros_like(p.data) if found is None else found.to(p.data, copy=True) for p, found in rows]
+        self._back = [torch.zeros_like(p.data) if found is None else -found.to(p.data) for p, found in rows]
 
     def facts(self) -> Mapping[str, float]:
         """How many updates there were."""

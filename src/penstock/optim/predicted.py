@@ -152,8 +152,8 @@ class Predicted(StageWeights):
         if version != self._newest and not self._working.has(content):
             raise RunError(f"stage {self._stage}: the {kind} of micro-batch {number} reads weight version {version}, {ahead} ahead, and "
                            f"the newest is {self._newest}: predictions are made of the newest")  # fmt: skip
-        self._working.keep(kind, content if self._again(number, batch, kind, content) else None)
         self._working.show(content, (lambda weights: self._direction.move(weights, ahead)) if ahead else None)
+        self._working.keep(kind, content if self._again(number, batch, kind, content) else None)
 
     def _again(self, number: int, batch: int, kind: str, content: tuple[int, int]) -> bool:
         """Whether a later micro-batch of the batch reads the same. Maybe after an update, when it could not be made any more."""

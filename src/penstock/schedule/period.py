@@ -122,7 +122,7 @@ def _stream_of(schedule: Schedule) -> Stream:
 
 def _period(schedule: Schedule) -> Period:
     total, size = _stream_of(schedule).batches, schedule.micro_batches
-    rows = [_Row.of(schedule, rank) for rank in range(schedule.ranks)]
+    rows = [_Row.of(schedule, rank) for rank in range(schedule.ranks)] if schedule.slices else []
     for batches in range(1, total // 2 + 1 if rows else 1):
         found = []
         for row in rows:

@@ -8,6 +8,7 @@ rest is played without the ops of later batches: taking micro-batches out of a s
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -30,7 +31,17 @@ class Portions:
 
     def __init__(self, schedule: Schedule, ahead: int) -> None:
         self.period: Period = period_of(schedule)
-        size, every = self.period.micro_batches, self.period.batches
+        waves = None if schedule.stream is None else schedule.stream.waves
+        # What waits for what comes again when the loop does, and with waves only when a wave ends where one has ended.
+        self._loops = (
+            1
+            if waves is None
+            else math.lcm(
+                *(waves.length // math.gcd(waves.length, count) for row in self.period.updates for count in row.values())
+            )
+        )
+        self._every = self._loops * self.period.batches
+        size, every = self.period.micro_batches, self._every
         begun = max(op.micro_batch // size for head, loop in zip(self.period.heads, self.period.loops, strict=True)
                     for op in (*head, *loop) if op.kind not in HANDING)  # fmt: skip
         # What was begun in the first loop is over, and all is as it will be, after as many batches again.
@@ -44,21 +55,21 @@ class Portions:
 
     def fed(self, rank: int, batch: int) -> tuple[Action, ...]:
         """What a rank plays when batch `batch`, counted from 0, is there as well."""
-        known, loops = self._known(batch)
+        known, rounds = self._known(batch)
         row = self._actions[rank]
-        return self._moved(rank, [row[i] for i in self._places[rank][known]], loops)
+        return self._moved(rank, [row[i] for i in self._places[rank][known]], rounds)
 
     def rest(self, rank: int, batches: int) -> tuple[Action, ...]:
         """What is left for a rank when `batches` batches, at least one, have been there and no more come."""
-        known, loops = self._known(batches - 1)
+        known, rounds = self._known(batches - 1)
         played = {i for portion in self._places[rank][: known + 1] for i in portion}
         left = [item for i, item in enumerate(self._actions[rank]) if i not in played and item[1] <= known]
-        return self._moved(rank, left, loops)
+        return self._moved(rank, left, rounds)
 
     def done(self, batch: int) -> int:
         """How many batches every rank has wholly done when it has played its portion of batch `batch`."""
-        known, loops = self._known(batch)
-        return self._done[known] + loops * self.period.batches
+        known, rounds = self._known(batch)
+        return self._done[known] + rounds * self._every
 
     def _whole(self, batch: int) -> int:
         """The first batch of which some rank has an op left."""
@@ -69,17 +80,16 @@ class Portions:
         return found
 
     def _known(self, batch: int) -> tuple[int, int]:
-        """A batch whose portion is there and is the same as that of `batch`, some loops earlier."""
-        every = self.period.batches
-        loops = max(0, (batch - self._steady) // every)
-        return batch - loops * every, loops
+        """A batch whose portion is there and is the same as that of `batch`, some rounds of loops earlier."""
+        rounds = max(0, (batch - self._steady) // self._every)
+        return batch - rounds * self._every, rounds
 
-    def _moved(self, rank: int, items: Sequence[tuple[Action, int]], loops: int) -> tuple[Action, ...]:
-        if loops == 0:
+    def _moved(self, rank: int, items: Sequence[tuple[Action, int]], rounds: int) -> tuple[Action, ...]:
+        if rounds == 0:
             return tuple(action for action, _ in items)
-        by = loops * self.period.batches * self.period.micro_batches
+        by = rounds * self._every * self.period.micro_batches
         return tuple(
-            self.period.moved(rank, action, loops)
+            self.period.moved(rank, action, rounds * self._loops)
             if isinstance(action, Op)
             else action._replace(message=action.message._replace(micro_batch=action.message.micro_batch + by))
             for action, _ in items

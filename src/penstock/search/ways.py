@@ -58,8 +58,10 @@ def _ways(request: PlanRequest) -> Iterator[Way]:
                 used = min(stages, ranks)
                 ramp = used - 1 if facts.synchronous else 0
                 estimate = (micro_batches + ramp) * (forward + backward) / used
-                # All work, shared evenly. Only a schedule of one stage per rank surely has no more ranks than stages.
-                yield Way(facts.name, stages, micro_batches, estimate, micro_batches * least / (used if single else ranks))
+                # All work, shared evenly. Only a schedule of one stage per rank surely has no more ranks than stages, unless
+                # it is one whose batches take turns on copies.
+                most_ranks = used if single and facts.synchronous else ranks
+                yield Way(facts.name, stages, micro_batches, estimate, micro_batches * least / most_ranks)
 
 
 def cut(request: PlanRequest, stages: int, micro_batches: int, balance: Balance) -> tuple[tuple[int, ...], Costs]:

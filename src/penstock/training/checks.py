@@ -6,21 +6,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.errors import PlanError, SettingError
+from penstock.errors import PlanError, ScheduleError, SettingError
 from penstock.optim.catalogue import stage_weights
 from penstock.optim.stage_weights import Site
 from penstock.optim.update import Update
 from penstock.partition.catalogue import PARTITIONERS, check_lengths, check_stages
 from penstock.schedule.catalogue import FAMILIES, schedule, schedules
 from penstock.schedule.op import Schedule
+from penstock.search.ways import MICRO_BATCHES
 from penstock.training.config import TrainConfig
 from penstock.training.optimizer import optimizer_factory
 from penstock.units import parse_bytes
-from penstock.weights.catalogue import weight_rule
+from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.choice import does_not_go, rule_of, schedule_for
 from penstock.weights.long_run import long_run
 from penstock.weights.reads import Reads
 from penstock.weights.uses import Use
+
+#: Numbers of stages that stand for all, where theirs is the planner's choice.
+_SOME_STAGES = (1, 2, 4)
 
 
 def check_words(config: TrainConfig, layers: int) -> None:
@@ -53,10 +57,26 @@ def _check_asynchrony(config: TrainConfig) -> None:
         options = rule.with_defaults(config.weights_options)
         if rule.optimizers:  # others take all
             update = Update.make([nn.Parameter(torch.zeros(1))], optimizer_factory(config))
+            # Numbers do not matter: it looks at the optimizer and refuses, or not.
             stage_weights(Site(update, lambda number: Use(number, 0, Reads(number, number), number, True, True), rule, options))
-    made = known_schedule(config)
-    if made is not None:
-        long_run(made, rule_of(made, rule.name, config.weights_options))
+    if facts is not None and not rule.synchronous:
+        _check_numbers(config, facts.name, rule)
+
+
+def _check_numbers(config: TrainConfig, name: str, rule: WeightRule) -> None:
+    """Refuse an asynchronous schedule that the weight rule goes with at none of the numbers that are asked for or left open."""
+    stages = config.stage_count()
+    refused: list[ScheduleError] = []
+    for count in _SOME_STAGES if stages is None else (stages,):
+        for micro_batches in MICRO_BATCHES if config.micro_batches is None else (config.micro_batches,):
+            try:
+                made = schedule(name, count, micro_batches)
+                long_run(made, rule_of(made, rule.name, config.weights_options))
+            except ScheduleError as error:
+                refused.append(error)
+            else:
+                return
+    raise refused[-1]
 
 
 def _schedule_name(config: TrainConfig) -> str | None:
@@ -75,4 +95,5 @@ def known_schedule(config: TrainConfig) -> Schedule | None:
 
 
 def an_optimizer(config: TrainConfig) -> Optimizer:
+    """An optimizer as every stage will have one, over a single number."""
     return optimizer_factory(config)([nn.Parameter(torch.zeros(1))])

@@ -170,7 +170,7 @@ class _Training:
         result.step_s = pace.seconds_per_batch
         if result.timeline is not None:
             result.busy = self._busy(result.timeline, pace)
-        result.weight_versions = tuple(getattr(self.pipe, "weight_versions", ()))
+        result.weight_versions = self.pipe.weight_versions
 
     def _busy(self, timeline: Timeline, pace: Pace) -> list[float]:
         """Per rank, the share of the time in which it works, the pipeline being full."""

@@ -35,7 +35,8 @@ def pipedream(stages: int, micro_batches: int, batches: int | None = None, warm_
     rank 2 | 2F0 2B0 2U1 2F1 2B1 2U2 2F2 2B2 2U3 2F3 2B3 2U4
 
     With k ranks for stage s, which take its micro-batches in turn (1F1B-RR), K_s is PipeDream's start-up rule, as in `1f1b`. The
-    copies add up their gradients at every U, so a batch is what PipeDream's replicas do between two synchronisations.
+    copies add up their gradients at every U, so a batch is what PipeDream's replicas do between two synchronisations. Where they come
+    to it one after the other the first waits; one forward more ahead, on the stages before too, mostly hides that.
 
     >>> print(pipedream(2, 2, batches=2, replicas=(2, 1)))
     rank 0 | 0F0 0F2 0B0 0U1 0B2 0U2

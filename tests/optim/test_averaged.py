@@ -1,0 +1,151 @@
+"""Averaged: copies of the weights that take turns, drawn together by a reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import RunError, SettingError
+
+
+def reference(lab, line, module, optimizers):
+    """AvgPipe's equations, literally. Returns losses, the reference and the copies."""
+    n_copies = line.pipelines
+    center = lab.values_of(module)
+    copies = [[w.clone() for w in center] for _ in range(n_copies)]
+    read, losses, summed, learnt = {}, [], [None] * n_copies, []
+    for kind, number in line.ops:
+        inputs, targets = lab.vectors(number)
+        n = (number - 1 if kind == "U" else number // line.micro_batches) % n_copies
+        if kind == "F":
+            read[number] = copies[n]
+            losses.append(lab.gradient(module, copies[n], copies[n], inputs, targets, lab.squares)[0])
+        elif kind == "B":
+            assert read[number] is copies[n]
+            grads = lab.gradient(module, copies[n], copies[n], inputs, targets, lab.squares)[1]
+            summed[n] = grads if summed[n] is None else [a + b for a, b in zip(summed[n], grads, strict=True)]
+        else:
+            stepped = optimizers[n].step(copies[n], summed[n])
+            learnt.append([new - old for new, old in zip(stepped, copies[n], strict=True)])
+            copies[n] = [(1 - 1 / n_copies) * w + 1 / n_copies * c for w, c in zip(stepped, center, strict=True)]
+            summed[n] = None
+            if len(learnt) == n_copies:
+                center, learnt = moved(center, learnt, n_copies), []
+    return losses, moved(center, learnt, n_copies), copies
+
+
+def moved(center, learnt, n_copies):
+    """θ̃ + (1/N) Σ Δ."""
+    return [c + sum(each[i] for each in learnt) / n_copies for i, c in enumerate(center)]
+
+
+@pytest.mark.parametrize(("place", "pipelines"), [((0, 2, 1), 2), ((0, 2, 1), 3), ((1, 3, 2), 2), ((2, 3, 1), 4), ((0, 3, 4), 2)])
+@pytest.mark.parametrize("pair", ["sgd", "momentum", "adam", "adamw"])
+@pytest.mark.parametrize("batches", [8, 9])
+def test_a_stream_does_what_the_published_equations_say(lab, place, pipelines, pair, batches):
+    """Whole rounds, and a drain in the middle of one: the reference is moved by what there is."""
+    line = lab.line_of("avgpipe", *place, batches=batches, pipelines=pipelines)
+    factory, formula = lab.PAIRS[pair]
+    module = lab.mlp()
+    losses, center, copies = reference(lab, line, module, [formula() for _ in range(pipelines)])
+    weights = lab.make(lab.site_of(module, line, "avgpipe", factory))
+    assert lab.close(lab.play(module, weights, line.ops, lab.vectors, lab.squares), losses)
+    weights.drain()
+    assert lab.close(lab.values_of(module), center)
+    for n, values in enumerate(copies):
+        assert lab.close(weights.state()[f"copy{n}"], values)
+
+
+def test_gradients_of_batches_that_overlap_do_not_mix(lab):
+    """With several micro-batches per batch the next copy's backwards may begin before this copy's update."""
+    module = nn.Linear(2, 2).double()
+    line = lab.line_of("avgpipe", 0, 1, 2, batches=4, pipelines=2)
+    weights = lab.make(lab.site_of(module, line, "avgpipe", lab.PAIRS["sgd"][0]))
+    start = module.weight.detach().clone()
+    for number in range(4):
+        weights.before_forward(number)
+
+    def backward(number, value):
+        weights.before_backward(number)
+        added = torch.full((2, 2), value, dtype=torch.float64)
+        module.weight.grad = added if module.weight.grad is None else module.weight.grad + added
+        weights.finished(number)
+
+    backward(0, 1.0)
+    backward(2, 10.0)
+    weights.before_backward(3)
+    backward(1, 2.0)
+    weights.update(1)
+    backward(3, 20.0)
+    weights.update(2)
+    weights.drain()
+    assert torch.allclose(weights.state()["copy0"][0], start - 0.05 * 3 * 0.5)
+    assert torch.allclose(weights.state()["copy1"][0], start - 0.05 * 30 * 0.5)
+    assert torch.allclose(module.weight.data, start - 0.05 * 33 / 2)
+
+
+def test_a_scheduler_that_knows_the_first_optimizer_sets_the_learning_rate_of_all(lab):
+    """Users see one optimizer per stage."""
+    module = nn.Linear(2, 2).double()
+    line = lab.line_of("avgpipe", 0, 1, 1, batches=4, pipelines=2)
+    site = lab.site_of(module, line, "avgpipe", lab.PAIRS["sgd"][0])
+    weights = lab.make(site)
+    start = module.weight.detach().clone()
+    site.update.optimizer.param_groups[0]["lr"] = 0.5
+    for number in range(2):
+        weights.before_forward(number)
+        weights.before_backward(number)
+        module.weight.grad = torch.ones(2, 2, dtype=torch.float64)
+        weights.finished(number)
+        weights.update(number + 1)
+    weights.drain()
+    assert torch.allclose(module.weight.data, start - 0.5)
+
+
+def test_memory_is_the_copies_their_reference_and_two_more_for_the_round(lab):
+    """N versions in all; before anything runs, one."""
+    module = lab.mlp()
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    line = lab.line_of("avgpipe", 0, 2, 1, batches=4, pipelines=3)
+    weights = lab.make(lab.site_of(module, line, "avgpipe", lab.PAIRS["momentum"][0]))
+    assert (weights.versions, weights.held_bytes(), weights.state()) == (1, size, {})
+    lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+    assert (weights.versions, weights.peak_versions, weights.held_bytes()) == (3, 3, 6 * size)
+
+
+def test_layers_that_save_weights_as_they_are_find_their_own_copy(lab):
+    """A convolution in flight on one copy must not see another one's weights, nor its update."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 1, 3)).double()
+    data = lambda n: (torch.randn(2, 2, 8, 8, generator=torch.Generator().manual_seed(n), dtype=torch.float64), torch.ones(1))  # noqa: E731
+    line = lab.line_of("avgpipe", 0, 2, 1, batches=6, pipelines=2)
+    weights = lab.make(lab.site_of(module, line, "avgpipe", lab.PAIRS["momentum"][0]))
+    read, found = {}, {}
+    original = weights.before_forward
+
+    def remember(number):
+        original(number)
+        read[number] = lab.values_of(module)
+
+    weights.before_forward = remember
+    lab.play(module, weights, line.ops, data, lab.squares, found.__setitem__)
+    for number, grads in found.items():
+        wanted = lab.gradient(module, read[number], read[number], *data(number), lab.squares)[1]
+        assert all(map(torch.equal, grads, wanted))
+
+
+def test_a_copy_that_is_updated_between_a_forward_and_its_backward_is_refused(lab):
+    """Elastic averaging knows no stale gradients: too few copies for the batches in flight."""
+    module = lab.mlp()
+    line = lab.line_of("avgpipe", 0, 4, 1, batches=8, pipelines=2)
+    weights = lab.make(lab.site_of(module, line, "avgpipe", lab.PAIRS["sgd"][0]))
+    message = r"stage 0: the forward of micro-batch 2 reads version 0 of its copy of the weights and its backward version 1: elastic"
+    with pytest.raises(RunError, match=message):
+        lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+
+
+def test_a_schedule_with_one_pipeline_is_refused(lab):
+    """There is nothing to average."""
+    with pytest.raises(SettingError, match=r"'avgpipe' ties copies of the weights together, and this schedule has 1: give it pipelines=2"):
+        lab.make(lab.site_of(lab.mlp(), lab.line_of("avgpipe", 0, 1, 1, 4), "avgpipe", lab.PAIRS["sgd"][0]))

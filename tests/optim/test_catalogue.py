@@ -1,0 +1,186 @@
+"""Weight arithmetic by name, and what all entries have in common."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import SettingError, UnknownName
+from penstock.optim.catalogue import ARITHMETIC, kind_of
+from penstock.schedule.stream import Waves
+
+#: Every rule with an optimizer that it goes with; some where the resumed state is of another kind.
+EVERY = [("none", "momentum"), ("stash", "adam"), ("vertical-sync", "momentum"), ("double-buffer", "adamw"), ("spectrain", "momentum"),
+         ("xpipe", "adam"), ("pipeoptim", "sgd with decay"), ("pipeoptim", "adamw"), ("pipeoptim", "rmsprop"), ("pipemare", "adam"),
+         ("avgpipe", "adam"), ("avgpipe", "momentum"), ("hetpipe", "adam")]  # fmt: skip
+
+
+class Alone:
+    """The exchange of a copy that has no others."""
+
+    copies = 1
+
+    def hand_on(self, wave, tensors):
+        """To nobody."""
+
+    def take_in(self, wave):
+        """From nobody."""
+        return []
+
+
+def made(lab, module, rule, pair, stage=0):
+    """Weights under the rule, and their line."""
+    micro_batches = 3 if rule in ("double-buffer", "xpipe", "pipeoptim") else 1
+    pipelines = 3 if rule == "avgpipe" else 1
+    line = lab.line_of(rule, stage, 3, micro_batches, batches=5, pipelines=pipelines)
+    factory = (lambda ps: torch.optim.RMSprop(ps, lr=0.01)) if pair == "rmsprop" else lab.PAIRS[pair][0]
+    facts = {"waves": Waves(2, 0), "exchange": Alone()} if rule == "hetpipe" else {}
+    site = lab.site_of(module, line, rule, factory, staleness=2.0, **facts)
+    return lab.make(site), line, site.update.optimizer
+
+
+@pytest.mark.parametrize(("rule", "pair"), EVERY)
+def test_a_run_that_is_saved_at_a_drain_and_loaded_elsewhere_goes_on_to_the_bit(lab, rule, pair):
+    """Checkpoints are taken in mid-stream, after a drain: the stream after it must not tell whether the run was stopped there."""
+    module = lab.mlp()
+    weights, line, optimizer = made(lab, module, rule, pair)
+    lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+    weights.drain()
+
+    file = io.BytesIO()
+    torch.save([module.state_dict(), optimizer.state_dict(), dict(weights.state()), dict(weights.facts())], file)
+    file.seek(0)
+    values, of_optimizer, state, facts = torch.load(file)
+    assert all(len(row) == len(list(module.parameters())) for row in state.values())
+    other = lab.mlp(seed=7)
+    resumed, _, other_optimizer = made(lab, other, rule, pair)
+    lab.play(other, resumed, line.ops, lambda n: lab.vectors(n + 500), lab.squares)  # whatever it did before is forgotten
+    resumed.drain()
+    other.load_state_dict(values)
+    other_optimizer.load_state_dict(of_optimizer)
+    resumed.load_state(state)
+    resumed.load_facts(facts)
+
+    later = lambda n: lab.vectors(n + 90)  # noqa: E731
+    first = lab.play(module, weights, line.ops, later, lab.squares)
+    second = lab.play(other, resumed, line.ops, later, lab.squares)
+    weights.drain()
+    resumed.drain()
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, module.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize(("rule", "pair"), EVERY)
+def test_a_checkpoint_of_another_rule_has_nothing_for_it_and_it_begins_anew(lab, rule, pair):
+    """Whoever trained with `stash` may go on with any other rule."""
+    module, other = lab.mlp(), lab.mlp()
+    weights, line, _ = made(lab, module, rule, pair)
+    used, _, optimizer = made(lab, other, rule, pair)
+    lab.play(other, used, line.ops, lab.vectors, lab.squares)
+    used.drain()
+    optimizer.state.clear()
+    other.load_state_dict(module.state_dict())
+    used.load_state({})
+    used.load_facts({})
+    first = lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+    second = lab.play(other, used, line.ops, lab.vectors, lab.squares)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize(("rule", "pair"), EVERY)
+def test_after_a_drain_parameters_can_be_evaluated_loaded_and_trained_on(lab, rule, pair):
+    """What a drained stage shows is its newest version, in memory that others may write to."""
+    module = lab.mlp()
+    weights, line, _ = made(lab, module, rule, pair)
+    lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+    weights.drain()
+    before = lab.values_of(module)
+    weights.drain()
+    assert all(map(torch.equal, module.parameters(), before))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    weights.load_state({})
+    weights.before_forward(0)
+    if rule not in ("spectrain", "xpipe", "pipeoptim"):
+        assert all(not parameter.any() for parameter in module.parameters())
+    weights.drain()
+    assert all(not parameter.any() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(("rule", "pair"), EVERY)
+def test_frozen_parameters_and_buffers_are_left_alone(lab, rule, pair):
+    """Batch norm's statistics are always the newest, as PipeDream has it."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)).double()
+    weights, line, _ = made(lab, module, rule, pair)
+    frozen = module[2].weight
+    place, before = frozen.data_ptr(), frozen.detach().clone()
+    buffers = [buffer.data_ptr() for buffer in module.buffers()]
+    lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+    weights.drain()
+    assert frozen.data_ptr() == place
+    assert torch.equal(frozen, before)
+    assert [buffer.data_ptr() for buffer in module.buffers()] == buffers
+    assert module[1].num_batches_tracked == len({n for kind, n in line.ops if kind == "F"})
+
+
+@pytest.mark.parametrize("rule", ["none", "stash", "spectrain", "xpipe", "pipeoptim", "pipemare", "avgpipe", "hetpipe"])
+@pytest.mark.parametrize("module", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)], ids=["no weights", "frozen"])
+def test_a_stage_with_nothing_to_train_holds_nothing(lab, rule, module):
+    """Activations and pools may make a stage; no optimizer is built for it, and so none is refused."""
+    line = lab.line_of(rule, 0, 1, 1, 2)
+    weights = lab.make(lab.site_of(module, line, rule, torch.optim.Adagrad))
+    for kind, number in line.ops:
+        {"F": weights.before_forward, "B": weights.before_backward, "U": weights.update}[kind](number)
+    weights.drain()
+    assert (weights.versions, weights.held_bytes(), weights.state(), weights.facts()) == (1, 0, {}, {})
+
+
+def test_without_an_optimizer_gradients_add_up_and_nothing_moves(lab):
+    """Whoever updates by hand decides when gradients go, in a stream, too."""
+    module = lab.mlp()
+    before = lab.values_of(module)
+    weights = lab.make(lab.site_of(module, lab.line_of("stash", 0, 2, 1, 3), "stash", None))
+    for number in range(2):
+        weights.before_forward(number)
+        loss = lab.squares(module(lab.vectors(0)[0]), lab.vectors(0)[1])
+        weights.before_backward(number)
+        loss.backward()
+        weights.finished(number)
+        weights.update(number + 1)
+    assert all(map(torch.equal, module.parameters(), before))
+    alone = copy.deepcopy(module)
+    alone.zero_grad()
+    lab.squares(alone(lab.vectors(0)[0]), lab.vectors(0)[1]).backward()
+    assert all(torch.equal(a.grad, 2 * b.grad) for a, b in zip(module.parameters(), alone.parameters(), strict=True))
+
+
+def test_every_arithmetic_is_found_by_name():
+    """Rules name them; a typing slip must not train with another."""
+    assert list(ARITHMETIC.entries()) == ["averaged", "corrected", "newest", "predicted", "versions", "waves"]
+    with pytest.raises(UnknownName, match=r"no weight arithmetic called 'version'\. Did you mean 'versions'\?"):
+        ARITHMETIC.find("version")
+
+
+def test_a_class_derived_from_torchs_counts_as_torchs(lab):
+    """Users log in `step`. AdamW is derived from Adam, but another thing."""
+
+    class Logged(torch.optim.Adam):
+        pass
+
+    class Own(torch.optim.Optimizer):
+        pass
+
+    parameters = [nn.Parameter(torch.ones(1))]
+    assert kind_of(Logged(parameters)) == "Adam"
+    assert kind_of(torch.optim.AdamW(parameters)) == "AdamW"
+    assert kind_of(Own(parameters, {})) == "Own"
+    rule = lab.rule_called("mine", optimizers=("Adam",), because="why not")
+    message = r"^weight rule 'mine' has no formula for AdamW: why not; it goes with Adam \(stage 0; source: a paper\)$"
+    with pytest.raises(SettingError, match=message):
+        lab.make(lab.site_of(lab.mlp(), lab.line_of("stash", 0, 1, 1, 2), "mine", torch.optim.AdamW, rule=rule))

@@ -1,0 +1,155 @@
+"""Corrected: PipeMare's estimate of the weights that a forward has read, and its learning rates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import SettingError
+
+#: (stage, stages, micro-batches)
+PLACES = [(0, 1, 1), (0, 3, 1), (1, 4, 1), (3, 4, 1), (0, 4, 2), (1, 4, 4)]
+
+
+def reference(lab, line, module, optimizer, delay, decay=0.135, annealing=100.0):
+    """PipeMare's equations. Returns losses and weights."""
+    versions, read, losses, summed = [lab.values_of(module)], {}, [], None
+    trend = [torch.zeros_like(w) for w in versions[0]]
+    fading = decay ** (1 / delay) if delay else 0
+    for kind, number in line.ops:
+        inputs, targets = lab.vectors(number)
+        if kind == "F":
+            read[number] = versions[-1]
+            losses.append(lab.gradient(module, versions[-1], versions[-1], inputs, targets, lab.squares)[0])
+        elif kind == "B":
+            estimate = [w - delay * d for w, d in zip(versions[-1], trend, strict=True)]
+            grads = lab.gradient(module, read.pop(number), estimate, inputs, targets, lab.squares)[1]
+            summed = grads if summed is None else [a + b for a, b in zip(summed, grads, strict=True)]
+        else:
+            k = len(versions) - 1
+            exponent = 1 - min(k / annealing, 1) if annealing else 0
+            versions.append(optimizer.step(versions[-1], summed, scale=1 / max(delay, 1) ** exponent))
+            trend = [fading * d + (1 - fading) * (new - old) for d, new, old in zip(trend, versions[-1], versions[-2], strict=True)]
+            summed = None
+    return losses, versions[-1]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("pair", ["sgd", "momentum", "adam", "adamw"])
+def test_a_stream_does_what_the_published_equations_say(lab, place, pair):
+    """T1 and T2, with the program's own delay."""
+    line = lab.line_of("pipemare", *place, batches=10)
+    delay = float(place[1] - 1 - place[0]) / place[2]
+    factory, formula = lab.PAIRS[pair]
+    module = lab.mlp()
+    losses, newest = reference(lab, line, module, formula(), delay)
+    weights = lab.make(lab.site_of(module, line, "pipemare", factory, staleness=delay))
+    assert lab.close(lab.play(module, weights, line.ops, lab.vectors, lab.squares), losses)
+    weights.drain()
+    assert lab.close(lab.values_of(module), newest)
+
+
+@pytest.mark.parametrize("options", [{"annealing": 0.0}, {"annealing": 4.0}, {"decay": 0.5}])
+def test_options_are_the_papers(lab, options):
+    """decay D, annealing K."""
+    line = lab.line_of("pipemare", 0, 4, 1, batches=10)
+    module = lab.mlp()
+    losses, newest = reference(lab, line, module, lab.Sgd(0.02, 0.8), 3.0, **options)
+    weights = lab.make(lab.site_of(module, line, "pipemare", lab.PAIRS["momentum"][0], staleness=3.0, options=options))
+    assert lab.close(lab.play(module, weights, line.ops, lab.vectors, lab.squares), losses)
+    weights.drain()
+    assert lab.close(lab.values_of(module), newest)
+
+
+def test_in_lock_step_the_delay_is_the_papers(lab):
+    """τ = (2 (P - i) + 1) / N, i from 1: for its machine, which runs a forward and a backward at once."""
+    for stage in range(3):
+        line = lab.line_of("pipemare", stage, 3, 2, batches=6)
+        module = lab.mlp()
+        losses, newest = reference(lab, line, module, lab.Sgd(0.05), (2 * (3 - (stage + 1)) + 1) / 2)
+        weights = lab.make(lab.site_of(module, line, "pipemare", lab.PAIRS["sgd"][0], staleness=99.0, options={"lockstep": 1.0}))
+        assert lab.close(lab.play(module, weights, line.ops, lab.vectors, lab.squares), losses)
+        weights.drain()
+        assert lab.close(lab.values_of(module), newest)
+
+
+def test_an_estimate_goes_back_by_the_delay_when_weights_move_evenly(lab):
+    """The formula's purpose: once δ has settled, w - τ δ is what the forward read."""
+    module = nn.Linear(2, 2).double()
+    line = lab.line_of("pipemare", 0, 4, 1, batches=60)
+    options = {"annealing": 0.0}
+    weights = lab.make(lab.site_of(module, line, "pipemare", lab.PAIRS["sgd"][0], staleness=3.0, options=options))
+    seen = {}
+    for kind, number in line.ops:
+        if kind == "F":
+            weights.before_forward(number)
+            seen[number] = module.weight.detach().clone()
+        elif kind == "B":
+            weights.before_backward(number)
+            seen[number] = (seen[number] - module.weight.detach()).abs().max()
+            weights.finished(number)
+        else:
+            module.weight.grad = torch.ones(2, 2, dtype=torch.float64)
+            weights.update(number)
+    assert seen[3] > 1e-3
+    assert seen[59] < 1e-12
+
+
+def test_the_learning_rates_of_the_optimizer_are_as_they_were_after_each_update(lab):
+    """Schedulers of learning rates multiply what they find there."""
+    module = lab.mlp()
+    line = lab.line_of("pipemare", 0, 3, 1, batches=4)
+    groups = lambda ps: torch.optim.SGD([{"params": ps[:2]}, {"params": ps[2:], "lr": 0.3}], lr=0.1)  # noqa: E731
+    site = lab.site_of(module, line, "pipemare", groups, staleness=2.0)
+    weights = lab.make(site)
+    lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+    assert [group["lr"] for group in site.update.optimizer.param_groups] == [0.1, 0.3]
+
+    def fail():
+        raise ValueError
+
+    site.update.optimizer.step = fail
+    with pytest.raises(ValueError, match="^$"):
+        weights.update(9)
+    assert [group["lr"] for group in site.update.optimizer.param_groups] == [0.1, 0.3]
+
+
+def test_without_a_delay_there_is_nothing_to_correct_and_nothing_to_hold(lab):
+    """The last stage of a plain stream: its forward and backward read the same."""
+    module = lab.mlp()
+    line = lab.line_of("pipemare", 3, 4, 1, batches=6)
+    weights = lab.make(lab.site_of(module, line, "pipemare", lab.PAIRS["sgd"][0], staleness=0.0))
+    lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+    assert weights.held_bytes() == sum(parameter.nbytes for parameter in module.parameters())
+    weights.drain()
+    assert (weights.versions, dict(weights.state()), weights.facts()) == (1, {}, {"updates": 6})
+
+
+@pytest.mark.parametrize(("options", "facts", "message"), [
+    ({"decay": 0.0}, {}, r"'pipemare': decay is above 0 and below 1, not 0; the paper's is 0.135"),
+    ({"decay": 1.0}, {}, r"decay is above 0 and below 1, not 1"),
+    ({"lockstep": 1.0}, {"stages": 0}, r"lockstep=1 needs to know how many stages there are"),
+])  # fmt: skip
+def test_an_option_that_makes_no_sense_is_refused(lab, options, facts, message):
+    """A decay of 1 would never learn a trend, and one of 0 has no logarithm."""
+    from dataclasses import replace
+
+    line = lab.line_of("pipemare", 0, 3, 1, batches=6)
+    site = replace(lab.site_of(lab.mlp(), line, "pipemare", lab.PAIRS["sgd"][0], options=options), **facts)
+    with pytest.raises(SettingError, match=message):
+        lab.make(site)
+
+
+def test_an_optimizer_without_a_learning_rate_is_refused(lab):
+    """There is nothing to reschedule."""
+
+    class Still(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        def step(self, closure=None):
+            return closure
+
+    with pytest.raises(SettingError, match=r"'pipemare' has no formula for Still: .*; it reschedules the learning rate, and this one has no"):
+        lab.make(lab.site_of(lab.mlp(), lab.line_of("pipemare", 0, 3, 1, 4), "pipemare", Still))

@@ -1,0 +1,82 @@
+"""The state of an optimizer as tensors by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import SettingError
+from penstock.optim.optimizer_state import load_optimizer_state, optimizer_state
+
+
+def parameters():
+    """Three, of which the second gets no gradient."""
+    made = [nn.Parameter(torch.ones(n + 1)) for n in range(3)]
+    for parameter in made[::2]:
+        parameter.grad = torch.full_like(parameter, 0.5)
+    return made
+
+
+@pytest.mark.parametrize("make", [lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), torch.optim.Adam, torch.optim.Adagrad,
+                                  lambda ps: torch.optim.AdamW(ps, fused=True)])  # fmt: skip
+def test_what_is_loaded_goes_on_as_what_was_saved(make):
+    """Moments and counters, parameter by parameter; where there was none there is none."""
+    one, two = parameters(), parameters()
+    first, second = make(one), make(two)
+    first.step()
+    load_optimizer_state(second, two, optimizer_state(first, one))
+    assert two[1] not in second.state or make is torch.optim.Adagrad
+    with torch.no_grad():
+        for here, there in zip(one, two, strict=True):
+            there.copy_(here)
+    first.step()
+    second.step()
+    assert all(map(torch.equal, one, two))
+
+
+def test_what_is_loaded_is_a_copy():
+    """Two copies of a stage would else share their moments."""
+    one, two = parameters(), parameters()
+    first, second = torch.optim.Adam(one), torch.optim.Adam(two)
+    first.step()
+    state = optimizer_state(first, one)
+    load_optimizer_state(second, two, state)
+    second.step()
+    assert [state["step"][0].item(), second.state[two[0]]["step"].item()] == [1, 2]
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a plain number, and what it is told to."""
+
+    def __init__(self, ps, kept=None) -> None:
+        super().__init__(ps, {})
+        self.kept = kept
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["count"] = state.get("count", 0) + 1
+            state["nothing"] = None
+            if self.kept is not None:
+                state["kept"] = self.kept
+
+
+def test_plain_numbers_come_back_as_numbers():
+    """Some optimizers count without tensors."""
+    ps = parameters()
+    first, second = Counting(ps), Counting(ps)
+    first.step()
+    first.step()
+    load_optimizer_state(second, ps, optimizer_state(first, ps))
+    assert second.state[ps[0]] == {"count": 2}
+    assert not isinstance(second.state[ps[0]]["count"], torch.Tensor)
+
+
+def test_what_a_checkpoint_cannot_hold_is_refused():
+    """A history of closures, say."""
+    ps = parameters()
+    optimizer = Counting(ps, kept=[1])
+    optimizer.step()
+    with pytest.raises(SettingError, match=r"Counting keeps a list as 'kept': a checkpoint can hold tensors and plain numbers"):
+        optimizer_state(optimizer, ps)

@@ -1,0 +1,235 @@
+"""Predicted: forwards and backwards read weights from ahead of their time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import RunError, SettingError
+from penstock.weights.reads import Reads
+
+#: (stage, stages, micro-batches)
+PLACES = [(0, 1, 1), (0, 2, 1), (0, 4, 1), (2, 4, 1), (3, 4, 1), (0, 4, 2), (1, 4, 2), (0, 3, 3), (1, 4, 4), (3, 4, 2)]
+
+
+def moved(side, way="ahead"):
+    """The literal reading: version so and so, moved on by the optimizer's direction at this moment."""
+
+    def read(line):
+        def weights(versions, number, optimizer):
+            reads = line.use(number).reads
+            version, ahead = getattr(reads, side), getattr(reads, f"{side}_ahead")
+            assert version == len(versions) - 1, "predictions are made of the newest"
+            return getattr(optimizer, way)(versions[version], ahead) if ahead else versions[version]
+
+        return weights
+
+    return read
+
+
+def bellwether(line, side):
+    """The first micro-batch's prediction, read by all of its batch."""
+    made = {}
+
+    def weights(versions, number, optimizer):
+        use = line.use(number)
+        if use.first:
+            made.clear()
+            made[use.batch] = moved(side, "ahead_xpipe")(line)(versions, number, optimizer)
+        return made[use.batch]
+
+    return weights
+
+
+def agree(lab, rule, place, pair, forward, backward):
+    """A stream does as its literal reference."""
+    line = lab.line_of(rule, *place, batches=9)
+    module = lab.mlp()
+    factory, formula = lab.PAIRS[pair] if isinstance(pair, str) else pair
+    losses, newest = lab.literal(module, line, lab.vectors, lab.squares, formula(), forward(line), backward(line))
+    weights = lab.make(lab.site_of(module, line, rule, factory))
+    before = [parameter.data_ptr() for parameter in module.parameters()]
+    assert lab.close(lab.play(module, weights, line.ops, lab.vectors, lab.squares), losses)
+    weights.drain()
+    assert lab.close(lab.values_of(module), newest)
+    assert [parameter.data_ptr() for parameter in module.parameters()] == before
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place[2] == 1])
+def test_spectrain_moves_weights_by_momentum_before_both_passes(lab, place):
+    """Ŵ = W - s lr v, with s = ⌊k/2⌋ + N - k - 1 before a forward and ⌊k/2⌋ before a backward."""
+    agree(lab, "spectrain", place, "momentum", moved("forward"), moved("backward"))
+
+
+def test_spectrain_with_dampening_is_the_papers_exponential_average(lab):
+    """v = γ v + (1 - γ) g. torch's first v is g itself: the paper's begins at (1 - γ) g, which fades."""
+
+    class Paper(lab.Sgd):
+        def step(self, weights, grads, scale=1.0):
+            g = self.momentum
+            self.v = grads if self.v is None else [g * v + (1 - g) * new for v, new in zip(self.v, grads, strict=True)]
+            return [w - self.lr * v for w, v in zip(weights, self.v, strict=True)]
+
+    factory = lambda ps: torch.optim.SGD(ps, lr=0.3, momentum=0.9, dampening=0.9)  # noqa: E731
+    agree(lab, "spectrain", (0, 4, 1), (factory, lambda: Paper(0.3, 0.9)), moved("forward"), moved("backward"))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("pair", ["adam", "adamw"])
+def test_xpipe_predicts_once_for_all_micro_batches_of_a_batch(lab, place, pair):
+    """The bellwether's prediction is read by the others even when an update has come between, which it does not take part in."""
+    agree(lab, "xpipe", place, pair, lambda line: bellwether(line, "forward"), lambda line: bellwether(line, "backward"))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("pair", ["sgd", "sgd with decay", "momentum", "adam", "adamw", "rmsprop"])
+def test_pipeoptim_predicts_with_the_optimizers_own_formula_before_forwards_only(lab, place, pair):
+    """ΔW: g, v, m̂ / (√v̂ + ε), g / (√E + ε)."""
+    pairs = {"rmsprop": (lambda ps: torch.optim.RMSprop(ps, lr=0.01), lambda: lab.RmsProp(0.01))}
+    newest = lambda line: lambda versions, number, optimizer: versions[-1]  # noqa: E731
+    agree(lab, "pipeoptim", place, pairs.get(pair, pair), moved("forward"), newest)
+
+
+def test_a_forward_that_reads_ahead_reads_what_the_next_updates_make_if_gradients_stay(lab):
+    """The formula's purpose: with one and the same gradient for ever, plain gradient descent is foreseen exactly."""
+    module = nn.Linear(3, 2).double()
+    line = lab.Line(0, 1, 1, 8, lambda at: Reads(at.at_forward, at.at_backward, 3, 0))
+    weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS["sgd"][0]))
+    step = torch.randn(2, 3, dtype=torch.float64)
+    foreseen, found = [], []
+    for number in range(8):
+        weights.before_forward(number)
+        foreseen.append(module.weight.detach().clone())
+        weights.before_backward(number)
+        found.append(module.weight.detach().clone())
+        module.weight.grad = step.clone()
+        weights.finished(number)
+        weights.update(number + 1)
+    assert all(torch.allclose(foreseen[n], found[n + 3]) for n in range(1, 5))
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}, {"maximize": True}])
+def test_every_way_to_run_adam_is_foreseen(lab, options):
+    """Single, for each, fused: they keep the same state; the square is the largest so far with amsgrad."""
+    module = lab.mlp()
+    line = lab.line_of("pipeoptim", 0, 2, 1, 6)
+    factory = lambda ps: torch.optim.Adam(ps, lr=0.01, **options)  # noqa: E731
+    weights = lab.make(lab.site_of(module, line, "pipeoptim", factory))
+    optimizer = weights._update.optimizer
+    lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+    weights.drain()
+    before = lab.values_of(module)
+    state = {p: {key: value.clone() for key, value in kept.items()} for p, kept in optimizer.state.items()}
+    weights.before_forward(0)
+    for parameter, old, kept in zip(module.parameters(), before, state.values(), strict=True):
+        step = kept["step"].item()
+        square = kept["max_exp_avg_sq" if "amsgrad" in options else "exp_avg_sq"] / (1 - 0.999**step)
+        wanted = old - 0.01 * (kept["exp_avg"] / (1 - 0.9**step)) / (square.sqrt() + 1e-8)
+        assert torch.allclose(parameter.data, wanted, rtol=1e-12)
+
+
+def test_each_group_of_parameters_is_moved_at_its_own_learning_rate(lab):
+    """And by its own formula: one group may have momentum and another none."""
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double()
+    groups = lambda ps: torch.optim.SGD([{"params": ps[:2], "lr": 0.1, "momentum": 0.9}, {"params": ps[2:], "lr": 0.01}])  # noqa: E731
+    line = lab.Line(0, 1, 1, 8, lambda at: Reads(at.at_forward, at.at_backward, 2, 0))
+    weights = lab.make(lab.site_of(module, line, "pipeoptim", groups))
+    for version in (1, 2):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        weights.update(version)
+    before = lab.values_of(module)
+    weights.before_forward(2)
+    for n, (parameter, old) in enumerate(zip(module.parameters(), before, strict=True)):
+        assert torch.allclose(parameter.data, old - (2 * 0.1 * 1.9 if n < 2 else 2 * 0.01))
+
+
+def test_what_has_had_no_gradient_stays_where_it_is(lab):
+    """A part of the model that a batch has not used has no direction yet."""
+    module = nn.ModuleDict({"used": nn.Linear(5, 3), "unused": nn.Linear(2, 2)}).double()
+    module.forward = module["used"].forward
+    line = lab.line_of("pipeoptim", 0, 4, 1, 6)
+    for pair in ("sgd", "momentum", "adam"):
+        weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS[pair][0]))
+        before = lab.values_of(module["unused"])
+        lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+        weights.drain()
+        assert all(map(torch.equal, lab.values_of(module["unused"]), before))
+
+
+def test_a_stage_that_predicts_nothing_takes_no_more_memory_than_its_weights(lab):
+    """PipeOptim's last stage reads the newest in both passes: its working storage is the weights themselves."""
+    held = []
+    for stage in range(4):
+        module = lab.mlp()
+        line = lab.line_of("pipeoptim", stage, 4, 1, 8)
+        weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS["momentum"][0]))
+        lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+        assert weights.peak_versions == 1
+        held.append(weights.held_bytes() / sum(parameter.nbytes for parameter in module.parameters()))
+    assert held == [2, 2, 2, 1]
+
+
+def test_a_w_that_comes_after_a_later_update_than_its_i_reads_the_newest(lab):
+    """Deferred weight gradients may wait for longer than an update; what the I read cannot be made any more."""
+    module = nn.Linear(2, 2)
+    line = lab.line_of("pipeoptim", 0, 2, 1, 6)
+    weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS["momentum"][0]))
+    weights.before_forward(0)
+    weights.before_forward(1)
+    weights.before_backward(0)
+    weights._in_flight[1] = weights._in_flight[0]
+    weights.before_backward(1)
+    module.weight.grad = torch.ones(2, 2)
+    weights.finished(0)
+    weights.update(1)
+    newest = module.weight.detach().clone()
+    weights.before_backward(1)
+    assert torch.equal(module.weight, newest)
+
+
+def test_a_rule_that_predicts_from_an_old_version_is_told_that_it_is_gone(lab):
+    """One version is kept."""
+    module = lab.mlp()
+    line = lab.Line(0, 4, 1, 8, lambda at: Reads(max(at.at_forward - 1, 0), at.at_backward, 1, 0))
+    weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS["momentum"][0]))
+    message = r"stage 0: the forward of micro-batch 4 reads weight version 0, 1 ahead, and the newest is 1: predictions are made of the"
+    with pytest.raises(RunError, match=message):
+        lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+
+
+REFUSED = [
+    ("spectrain", lambda ps: torch.optim.SGD(ps, lr=0.1), r"'spectrain' has no formula for SGD with momentum=0: its paper .*; give it mo"),
+    ("spectrain", lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True), r"SGD with nesterov=True"),
+    ("spectrain", lambda ps: torch.optim.Adam(ps), r"'spectrain' has no formula for Adam: its paper has no other; it goes with SGD "),
+    ("xpipe", lambda ps: torch.optim.SGD(ps, lr=0.1), r"'xpipe' has no formula for SGD: .*; it goes with Adam and AdamW \(stage 0; so"),
+    ("xpipe", lambda ps: torch.optim.Adam(ps, amsgrad=True), r"Adam with amsgrad=True"),
+    ("pipeoptim", lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True), r"SGD with nesterov=True: .*; leave nesterov away"),
+    ("pipeoptim", lambda ps: torch.optim.RMSprop(ps, momentum=0.9), r"RMSprop with momentum"),
+    ("pipeoptim", lambda ps: torch.optim.RMSprop(ps, centered=True), r"RMSprop with centered=True"),
+    ("pipeoptim", lambda ps: torch.optim.Adagrad(ps), r"'pipeoptim' has no formula for Adagrad: .* goes with SGD, Adam, AdamW and RMSprop"),
+]
+
+
+@pytest.mark.parametrize(("rule", "factory", "message"), REFUSED)
+def test_an_optimizer_that_the_paper_has_no_formula_for_is_refused_with_the_reason(lab, rule, factory, message):
+    """A prediction in a wrong direction trains, and worse: nobody would notice."""
+    with pytest.raises(SettingError, match=message):
+        lab.make(lab.site_of(lab.mlp(), lab.line_of(rule, 0, 2, 1, 4), rule, factory))
+
+
+def test_a_users_rule_that_predicts_does_so_with_the_optimizers_own_formula_or_is_refused(lab):
+    """A rule of another name has no entry of its own."""
+    line = lab.Line(0, 2, 1, 4, lambda at: Reads(at.at_forward, at.at_backward, 1, 1))
+    rule = lab.rule_called("mine", arithmetic="predicted")
+    assert lab.make(lab.site_of(lab.mlp(), line, "mine", lab.PAIRS["adam"][0], rule=rule)).versions == 1
+    with pytest.raises(SettingError, match=r"'mine' has no formula for Adagrad: .*; those it has are for SGD, Adam, AdamW, RMSprop"):
+        lab.make(lab.site_of(lab.mlp(), line, "mine", torch.optim.Adagrad, rule=rule))
+
+
+def test_complex_weights_are_refused_where_the_formula_takes_roots(lab):
+    """torch's Adam takes their parts apart; the formula has no word on them."""
+    module = nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(SettingError, match=r"Adam on complex weights: .*; it is for real ones"):
+        lab.make(lab.site_of(module, lab.line_of("pipeoptim", 0, 2, 1, 4), "pipeoptim", torch.optim.Adam))

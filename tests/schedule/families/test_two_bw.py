@@ -1,0 +1,44 @@
+"""PipeDream-2BW: batches large enough for a delay of one."""
+
+from __future__ import annotations
+
+import pytest
+from tests.schedule.families.stream_laws import check_stream, gaps, seconds_per_batch
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import schedule, schedules
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_no_forward_lacks_more_than_one_update(stages):
+    """So two versions are enough (Narayanan et al. 2021, section 3.1); with one micro-batch less too, as its refusal says."""
+    for size in range(stages, 10):
+        made = schedule("2bw", stages, size)
+        report = check_stream(made)
+        assert set(gaps(made).values()) <= {0, 1}
+        assert report.peak_in_flight == tuple(range(stages, 0, -1))
+        assert report.versions == (2,) * stages
+        assert made.programs == schedule("pipedream", stages, size).programs
+    if stages > 2:
+        assert set(gaps(schedule("pipedream", stages, stages - 1)).values()) == {0, 1}
+        assert 2 in gaps(schedule("pipedream", stages, stages - 2)).values()
+
+
+@pytest.mark.parametrize(("stages", "size"), [(1, 1), (2, 2), (4, 4), (4, 7), (8, 8)])
+def test_there_is_no_bubble_once_it_is_full(stages, size):
+    """As in PipeDream; what it saves is memory."""
+    assert seconds_per_batch(schedule("2bw", stages, size)) == pytest.approx(3 * size)
+
+
+def test_smaller_batches_are_refused_with_the_reason():
+    """Two versions would not do; what would, is said."""
+    with pytest.raises(ScheduleError, match=r"2bw in 4 stages keeps two versions of the weights, which is enough with 4 or more "
+                                            r"micro-batches per batch \(in this order one less would still do, but no fewer\), not with 3: "
+                                            r"take more of them, or pipedream"):  # fmt: skip
+        schedule("2bw", 4, 3)
+
+
+def test_it_is_found_by_its_long_name():
+    """The paper's."""
+    assert schedule("pipedream-2bw", 3, 4) == schedule("2bw", 3, 4)
+    assert schedules()["2bw"].weights == schedule("2bw", 3, 4).stream.weights == "double-buffer"

@@ -1,0 +1,63 @@
+"""Running what has no record yet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.errors import RunError
+from penstock.study import conduct as room
+from penstock.study.conduct import Failed, conduct
+from penstock.study.record import Notebook
+
+
+@pytest.fixture
+def learning(monkeypatch, run):
+    """Stand in for training: the seeds that were run, and what they make; seed 7 fails, seed 9 is interrupted."""
+    begun: list[int] = []
+
+    def learn(case):
+        begun.append(case.seed)
+        if case.seed == 7:
+            raise RunError("rank 1 failed")
+        if case.seed == 9:
+            raise KeyboardInterrupt
+        return run(seed=case.seed)
+
+    monkeypatch.setattr(room, "learn", learn)
+    return begun
+
+
+def test_an_interrupt_loses_nothing_that_was_done(learning, run, tmp_path):
+    """Ctrl-C, and the same command again: only what is left is run."""
+    cases = [run(seed=seed).case for seed in (0, 1, 9, 3)]
+    with pytest.raises(KeyboardInterrupt):
+        conduct(cases, Notebook(tmp_path), 1, lambda ended: None)
+    assert learning == [0, 1, 9]
+    learning.clear()
+    told = []
+    assert conduct([cases[0], cases[1], cases[3]], Notebook(tmp_path), 1, told.append) == []
+    assert learning == [3]
+    assert [record.case.seed for record in told] == [3]
+
+
+def test_a_case_that_fails_is_named_and_the_others_run(learning, run, tmp_path):
+    """One bad combination must not cost the night."""
+    cases = [run(seed=seed).case for seed in (7, 1)]
+    notebook = Notebook(tmp_path)
+    assert conduct(cases, notebook, 1, lambda ended: None) == [Failed(cases[0], "rank 1 failed")]
+    assert [record.case.seed for record in notebook.of(cases)] == [1]
+
+
+def test_cases_compute_with_one_thread_and_give_the_others_back(learning, run, tmp_path, monkeypatch):
+    """Sums depend on the number of threads: a study must not depend on --jobs."""
+    seen = []
+    monkeypatch.setattr(room, "learn", lambda case: seen.append(torch.get_num_threads()) or run(seed=case.seed))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        conduct([run(seed=0).case], Notebook(tmp_path), 1, lambda ended: None)
+        assert seen == [1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,84 @@
+"""Which cases answer a question."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import SettingError, UnknownName
+from penstock.study.question import Question
+
+
+def cases_of(**settings):
+    """The cases of a small question on digits."""
+    found, refused = Question(**{"tasks": ("digits",), "depths": (4,), "seeds": 2, **settings}).cases()
+    assert refused == []
+    return found
+
+
+def test_flush_is_run_with_every_optimizer_that_another_rule_needs():
+    """XPipe's formulas are Adam's: it is held against flush with Adam."""
+    found = {(case.rule, case.optimizer) for case in cases_of(rules=("stash", "xpipe"))}
+    assert found == {("flush", "sgd"), ("flush", "adam"), ("stash", "sgd"), ("xpipe", "adam")}
+
+
+def test_cases_of_one_seed_come_together_and_differ_in_rule_alone():
+    """An interrupted study then has whole comparisons."""
+    found = cases_of(rules=("stash",))
+    assert [case.seed for case in found] == [0, 0, 1, 1]
+    flush, stash = found[:2]
+    assert (flush.lr, flush.batches, flush.stages) == (stash.lr, stash.batches, stash.stages)
+
+
+def test_micro_batches_are_as_few_as_each_rule_takes():
+    """Gradients are oldest with one; double buffers need one for each stage; flush has nothing to gain from fewer."""
+    found = {case.rule: case.micro_batches for case in cases_of(rules=("stash", "double-buffer", "none"))}
+    assert found == {"flush": 4, "stash": 1, "double-buffer": 4, "none": 1}
+    assert {case.micro_batches for case in cases_of(rules=("stash",), micro_batches="stages")} == {4}
+
+
+def test_epochs_may_be_fractions_and_all_batches_are_whole():
+    """1,437 digits are 89 batches of 16."""
+    assert cases_of(rules=("stash",), epochs=0.5)[0].batches == 44
+    assert cases_of(rules=("stash",), epochs=2, most_batches=7)[0].batches == 7
+
+
+def test_annealing_is_scaled_to_the_length_of_the_run():
+    """PipeMare's learning rates would otherwise never come back, or at once."""
+    found = next(case for case in cases_of(rules=("pipemare",), epochs=1) if case.rule == "pipemare")
+    assert found.options == (("annealing", 22.0),)
+
+
+def test_keys_differ_where_anything_differs():
+    """A record is found again by its key."""
+    found = cases_of(rules=("stash", "none"))
+    assert len({case.key for case in found}) == len(found)
+    assert found[0].key == cases_of(rules=("stash", "none"))[0].key
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"depths": (0,)}, "depth 0: there is at least 1"),
+    ({"depths": ()}, "at least one task and one depth"),
+    ({"seeds": 0}, "seeds 0"),
+    ({"epochs": -1.0}, "epochs -1: it must be above 0"),
+    ({"lr_scale": 0.0}, "lr-scale 0: it must be above 0"),
+    ({"optimizer": "lion"}, "optimizer is one of sgd, adam, adamw, not 'lion'"),
+    ({"micro_batches": "most"}, "micro-batches is 'least' or 'stages', not 'most'"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused_before_anything_runs(settings, words):
+    """Half an hour later would be late."""
+    with pytest.raises(SettingError, match=words):
+        Question(**settings)
+
+
+def test_unknown_names_are_answered_with_the_known():
+    """The usual typo."""
+    with pytest.raises(UnknownName, match="Did you mean 'stash'"):
+        Question(rules=("stach",))
+    with pytest.raises(UnknownName, match="no study task called 'digit'"):
+        Question(tasks=("digit",))
+
+
+def test_more_stages_than_layers_with_weights_are_refused():
+    """VGG-11 has eleven."""
+    with pytest.raises(SettingError, match="11 layers with weights, which cannot make 12 stages"):
+        Question(tasks=("digits",), depths=(12,)).cases()

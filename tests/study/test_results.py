@@ -1,0 +1,60 @@
+"""From records to sentences, targets and files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+
+def test_sentences_say_which_rules_lose_and_at_which_depths(results):
+    """The study's whole point, in words made from the numbers."""
+    said = list(results.sentences("digits"))
+    assert said[0].startswith("stash (sgd): at 2 stages as good as flush, within the spread over seeds")
+    assert "at 4 stages worse than flush (\N{MINUS SIGN}6.0 points, 91.0 % against 97.0 %)." in said[0]
+    assert "at 4 stages not every run trains (1 of 3 runs: seed 0 diverged, loss no number at batch 10)." in said[1]
+    assert said[2] == "At 2 stages stash, none: as good as flush, within the spread over seeds."
+    assert said[3] == "At 4 stages stash: worse than flush; none: not every run trains."
+
+
+def test_rules_are_held_against_flush_with_the_same_optimizer(results, runs):
+    """Adam beside SGD would compare optimizers."""
+    records = (
+        *results.records,
+        *runs("flush", (0.5, 0.51, 0.52), optimizer="adam"),
+        *runs("xpipe", (0.5, 0.51, 0.52), optimizer="adam"),
+    )
+    both = replace(results, records=records, question=replace(results.question, rules=("stash", "none", "xpipe")))
+    verdict = both.verdicts["digits", "adam", "xpipe", 2]
+    assert verdict.standing.value == "holds"
+
+
+def test_time_to_the_target_counts_simulated_seconds(results):
+    """The same curve at half the seconds per batch arrives in half the time."""
+    flush, stash = (("digits", "sgd", rule, 2) for rule in ("flush", "stash"))
+    assert results.batches_to_target(flush) == results.batches_to_target(stash)
+    assert results.seconds_to_target(flush) == pytest.approx(2 * results.seconds_to_target(stash))
+
+
+def test_a_rule_of_which_one_run_never_arrives_has_no_time_to_the_target(results):
+    """A mean over those that arrive would flatter it."""
+    assert results.batches_to_target(("digits", "sgd", "none", 4)) is None
+
+
+def test_the_json_has_every_loss_or_means_where_it_is_to_be_small(results):
+    """Raw records are what others will want to look at."""
+    whole, thin = (json.loads(results.as_json(thin=small)) for small in (False, True))
+    assert whole["records"][0]["losses"] == list(results.records[0].losses)
+    assert len(whole["records"]) == len(results.records)
+    assert whole["question"]["rules"] == ["stash", "none"]
+    assert {each["standing"] for each in whole["verdicts"]} == {"holds", "loses", "does not train"}
+    assert thin["records"][0]["losses_every"] == 1
+    assert len(results.as_json().splitlines()) < 100
+
+
+def test_the_odds_of_luck_are_said(results):
+    """Twenty comparisons of three seeds have one that is luck."""
+    assert "less than once in 20 comparisons each way; there are 4 here" in results.luck()
+    alone = replace(results, question=replace(results.question, seeds=1))
+    assert "nothing is said" in alone.luck()

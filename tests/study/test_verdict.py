@@ -1,0 +1,77 @@
+"""What is said of a rule follows from its numbers alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.study.tasks import ACCURACY, LOSS
+from penstock.study.verdict import Fate, Standing, fate, judge
+
+FLUSH = (0.96, 0.97, 0.98)
+
+
+@pytest.mark.parametrize(("accuracies", "standing"), [
+    ((0.955, 0.97, 0.97), Standing.HOLDS),
+    ((0.90, 0.91, 0.92), Standing.LOSES),
+    ((0.995, 1.0, 1.0), Standing.GAINS),
+    ((0.95, 0.955, 0.959), Standing.HOLDS),  # all below flush's, but the means no further apart than flush's own runs
+    ((0.80, 0.95, 0.97), Standing.HOLDS),  # a mean far below, but one run among flush's
+])  # fmt: skip
+def test_a_rule_loses_only_beyond_the_spread_over_seeds(runs, accuracies, standing):
+    """Three seeds differ by themselves; what they differ by is no finding."""
+    assert judge(runs("flush", FLUSH), runs("stash", accuracies), ACCURACY).standing is standing
+
+
+def test_a_loss_is_named_with_both_means_and_the_difference(runs):
+    """The reader wants the size, not the word."""
+    verdict = judge(runs("flush", FLUSH), runs("stash", (0.90, 0.91, 0.92)), ACCURACY)
+    assert verdict.words == "\N{MINUS SIGN}6.0 points, 91.0 % against 97.0 %"
+    assert verdict.difference == pytest.approx(-0.06)
+
+
+def test_of_a_loss_less_is_better(runs):
+    """Test loss is turned the other way round."""
+    flush, rule = runs("flush", FLUSH), runs("stash", (0.90, 0.91, 0.92))  # test losses 1 - accuracy
+    assert judge(flush, rule, LOSS).standing is Standing.LOSES
+    assert judge(rule, flush, LOSS).standing is Standing.GAINS
+
+
+@pytest.mark.parametrize(("end", "what"), [(0.5, Fate.TRAINED), (2.29, Fate.STUCK), (2.32, Fate.STUCK), (2.5, Fate.DIVERGED)])
+def test_a_run_that_ends_where_it_began_has_learned_nothing(run, end, what):
+    """A dead network has a finite loss for ever; so has one that has run away."""
+    assert fate(run(losses=(2.3, *[end] * 39)))[0] is what
+
+
+def test_a_run_that_was_given_up_diverged_and_says_where(run):
+    """The batch is where to look."""
+    assert fate(run(given_up="loss no number at batch 57")) == (Fate.DIVERGED, "loss no number at batch 57")
+
+
+def test_one_run_that_did_not_train_is_the_verdict_whatever_the_others_reach(runs, run):
+    """A mean over the survivors would hide it."""
+    records = [*runs("none", (0.97, 0.97)), run("none", seed=2, given_up="loss no number at batch 57")]
+    verdict = judge(runs("flush", FLUSH), records, ACCURACY)
+    assert verdict.standing is Standing.FAILS
+    assert verdict.words == "1 of 3 runs: seed 2 diverged, loss no number at batch 57"
+    assert verdict.values is not None
+    assert verdict.values.values == (0.97, 0.97)
+
+
+def test_where_flush_itself_fails_nothing_is_said_of_others(runs, run):
+    """A learning rate that flush does not stand says nothing about staleness."""
+    flush = [*runs("flush", (0.96, 0.97)), run("flush", seed=2, given_up="loss 2e+03 at batch 3")]
+    verdict = judge(flush, runs("stash", (0.90, 0.91, 0.92)), ACCURACY)
+    assert verdict.standing is Standing.OPEN
+    assert "flush itself failed in 1 of 3 runs" in verdict.words
+
+
+def test_one_seed_shows_a_difference_and_says_nothing_of_it(runs):
+    """There is no spread to hold it against."""
+    verdict = judge(runs("flush", (0.97,)), runs("stash", (0.5,)), ACCURACY)
+    assert verdict.standing is Standing.OPEN
+    assert "one seed" in verdict.words
+
+
+def test_without_flush_there_is_nothing_to_compare_with(runs):
+    """An interrupted study may have none yet."""
+    assert judge([], runs("stash", (0.9, 0.9)), ACCURACY).standing is Standing.OPEN
