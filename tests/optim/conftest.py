@@ -114,7 +114,9 @@ def rule_called(name: str, **facts) -> WeightRule:
     """A rule as the weights room has it, made by hand: these tests hold without that room's files."""
     facts = {"arithmetic": ARITHMETIC.get(name, "versions"), "optimizers": OPTIMIZERS.get(name, ()),
              "options": DEFAULTS.get(name, {}), "because": "its paper has no other", **facts}  # fmt: skip
-    return WeightRule(name, reads=lambda place: Reads(place.at_forward, place.at_backward), synchronous=False, source="a paper", **facts)
+    return WeightRule(
+        name, reads=lambda place: Reads(place.at_forward, place.at_backward), synchronous=False, source="a paper", **facts
+    )
 
 
 def site_of(module: nn.Module, line: Line, name: str, factory, **facts) -> Site:
@@ -210,7 +212,9 @@ class Adam:
         b1, b2 = self.betas
         self.t += 1
         self.m = [(1 - b1) * g if self.t == 1 else b1 * m + (1 - b1) * g for m, g in zip(self.m or grads, grads, strict=True)]
-        self.v = [(1 - b2) * g**2 if self.t == 1 else b2 * v + (1 - b2) * g**2 for v, g in zip(self.v or grads, grads, strict=True)]
+        self.v = [
+            (1 - b2) * g**2 if self.t == 1 else b2 * v + (1 - b2) * g**2 for v, g in zip(self.v or grads, grads, strict=True)
+        ]
         way = self._ratio(1 - b1**self.t, 1 - b2**self.t)
         lr = self.lr * scale
         return [w * (1 - lr * self.decoupled) - lr * d for w, d in zip(weights, way, strict=True)]

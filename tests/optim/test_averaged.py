@@ -40,7 +40,9 @@ def moved(center, learnt, n_copies):
     return [c + sum(each[i] for each in learnt) / n_copies for i, c in enumerate(center)]
 
 
-@pytest.mark.parametrize(("place", "pipelines"), [((0, 2, 1), 2), ((0, 2, 1), 3), ((1, 3, 2), 2), ((2, 3, 1), 4), ((0, 3, 4), 2)])
+@pytest.mark.parametrize(
+    ("place", "pipelines"), [((0, 2, 1), 2), ((0, 2, 1), 3), ((1, 3, 2), 2), ((2, 3, 1), 4), ((0, 3, 4), 2)]
+)
 @pytest.mark.parametrize("pair", ["sgd", "momentum", "adam", "adamw"])
 @pytest.mark.parametrize("batches", [8, 9])
 def test_a_stream_does_what_the_published_equations_say(lab, place, pipelines, pair, batches):
@@ -140,12 +142,16 @@ def test_a_copy_that_is_updated_between_a_forward_and_its_backward_is_refused(la
     module = lab.mlp()
     line = lab.line_of("avgpipe", 0, 4, 1, batches=8, pipelines=2)
     weights = lab.make(lab.site_of(module, line, "avgpipe", lab.PAIRS["sgd"][0]))
-    message = r"stage 0: the forward of micro-batch 2 reads version 0 of its copy of the weights and its backward version 1: elastic"
+    message = (
+        r"stage 0: the forward of micro-batch 2 reads version 0 of its copy of the weights and its backward version 1: elastic"
+    )
     with pytest.raises(RunError, match=message):
         lab.play(module, weights, line.ops, lab.vectors, lab.squares)
 
 
 def test_a_schedule_with_one_pipeline_is_refused(lab):
     """There is nothing to average."""
-    with pytest.raises(SettingError, match=r"'avgpipe' ties copies of the weights together, and this schedule has 1: give it pipelines=2"):
+    with pytest.raises(
+        SettingError, match=r"'avgpipe' ties copies of the weights together, and this schedule has 1: give it pipelines=2"
+    ):
         lab.make(lab.site_of(lab.mlp(), lab.line_of("avgpipe", 0, 1, 1, 4), "avgpipe", lab.PAIRS["sgd"][0]))

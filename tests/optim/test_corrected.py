@@ -30,7 +30,9 @@ def reference(lab, line, module, optimizer, delay, decay=0.135, annealing=100.0)
             k = len(versions) - 1
             exponent = 1 - min(k / annealing, 1) if annealing else 0
             versions.append(optimizer.step(versions[-1], summed, scale=1 / max(delay, 1) ** exponent))
-            trend = [fading * d + (1 - fading) * (new - old) for d, new, old in zip(trend, versions[-1], versions[-2], strict=True)]
+            trend = [
+                fading * d + (1 - fading) * (new - old) for d, new, old in zip(trend, versions[-1], versions[-2], strict=True)
+            ]
             summed = None
     return losses, versions[-1]
 
@@ -68,7 +70,9 @@ def test_in_lock_step_the_delay_is_the_papers(lab):
         line = lab.line_of("pipemare", stage, 3, 2, batches=6)
         module = lab.mlp()
         losses, newest = reference(lab, line, module, lab.Sgd(0.05), (2 * (3 - (stage + 1)) + 1) / 2)
-        weights = lab.make(lab.site_of(module, line, "pipemare", lab.PAIRS["sgd"][0], staleness=99.0, options={"lockstep": 1.0}))
+        weights = lab.make(
+            lab.site_of(module, line, "pipemare", lab.PAIRS["sgd"][0], staleness=99.0, options={"lockstep": 1.0})
+        )
         assert lab.close(lab.play(module, weights, line.ops, lab.vectors, lab.squares), losses)
         weights.drain()
         assert lab.close(lab.values_of(module), newest)
@@ -107,10 +111,10 @@ def test_the_learning_rates_of_the_optimizer_are_as_they_were_after_each_update(
     assert [group["lr"] for group in site.update.optimizer.param_groups] == [0.1, 0.3]
 
     def fail():
-        raise ValueError
+        raise ValueError("a step that failed")
 
     site.update.optimizer.step = fail
-    with pytest.raises(ValueError, match="^$"):
+    with pytest.raises(ValueError, match="a step that failed"):
         weights.update(9)
     assert [group["lr"] for group in site.update.optimizer.param_groups] == [0.1, 0.3]
 
@@ -151,5 +155,7 @@ def test_an_optimizer_without_a_learning_rate_is_refused(lab):
         def step(self, closure=None):
             return closure
 
-    with pytest.raises(SettingError, match=r"'pipemare' has no formula for Still: .*; it reschedules the learning rate, and this one has no"):
+    with pytest.raises(
+        SettingError, match=r"'pipemare' has no formula for Still: .*; it reschedules the learning rate, and this one has no"
+    ):
         lab.make(lab.site_of(lab.mlp(), lab.line_of("pipemare", 0, 3, 1, 4), "pipemare", Still))

@@ -109,7 +109,9 @@ def test_a_forward_that_reads_ahead_reads_what_the_next_updates_make_if_gradient
     assert all(torch.allclose(foreseen[n], found[n + 3]) for n in range(1, 5))
 
 
-@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}, {"maximize": True}])
+@pytest.mark.parametrize(
+    "options", [{"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}, {"maximize": True}]
+)
 def test_every_way_to_run_adam_is_foreseen(lab, options):
     """Single, for each, fused: they keep the same state; the square is the largest so far with amsgrad."""
     module = lab.mlp()
@@ -200,15 +202,35 @@ def test_a_rule_that_predicts_from_an_old_version_is_told_that_it_is_gone(lab):
 
 
 REFUSED = [
-    ("spectrain", lambda ps: torch.optim.SGD(ps, lr=0.1), r"'spectrain' has no formula for SGD with momentum=0: its paper .*; give it mo"),
+    (
+        "spectrain",
+        lambda ps: torch.optim.SGD(ps, lr=0.1),
+        r"'spectrain' has no formula for SGD with momentum=0: its paper .*; give it mo",
+    ),
     ("spectrain", lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True), r"SGD with nesterov=True"),
-    ("spectrain", lambda ps: torch.optim.Adam(ps), r"'spectrain' has no formula for Adam: its paper has no other; it goes with SGD "),
-    ("xpipe", lambda ps: torch.optim.SGD(ps, lr=0.1), r"'xpipe' has no formula for SGD: .*; it goes with Adam and AdamW \(stage 0; so"),
+    (
+        "spectrain",
+        torch.optim.Adam,
+        r"'spectrain' has no formula for Adam: its paper has no other; it goes with SGD ",
+    ),
+    (
+        "xpipe",
+        lambda ps: torch.optim.SGD(ps, lr=0.1),
+        r"'xpipe' has no formula for SGD: .*; it goes with Adam and AdamW \(stage 0; so",
+    ),
     ("xpipe", lambda ps: torch.optim.Adam(ps, amsgrad=True), r"Adam with amsgrad=True"),
-    ("pipeoptim", lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True), r"SGD with nesterov=True: .*; leave nesterov away"),
+    (
+        "pipeoptim",
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+        r"SGD with nesterov=True: .*; leave nesterov away",
+    ),
     ("pipeoptim", lambda ps: torch.optim.RMSprop(ps, momentum=0.9), r"RMSprop with momentum"),
     ("pipeoptim", lambda ps: torch.optim.RMSprop(ps, centered=True), r"RMSprop with centered=True"),
-    ("pipeoptim", lambda ps: torch.optim.Adagrad(ps), r"'pipeoptim' has no formula for Adagrad: .* goes with SGD, Adam, AdamW and RMSprop"),
+    (
+        "pipeoptim",
+        torch.optim.Adagrad,
+        r"'pipeoptim' has no formula for Adagrad: .* goes with SGD, Adam, AdamW and RMSprop",
+    ),
 ]
 
 
@@ -224,7 +246,9 @@ def test_a_users_rule_that_predicts_does_so_with_the_optimizers_own_formula_or_i
     line = lab.Line(0, 2, 1, 4, lambda at: Reads(at.at_forward, at.at_backward, 1, 1))
     rule = lab.rule_called("mine", arithmetic="predicted")
     assert lab.make(lab.site_of(lab.mlp(), line, "mine", lab.PAIRS["adam"][0], rule=rule)).versions == 1
-    with pytest.raises(SettingError, match=r"'mine' has no formula for Adagrad: .*; those it has are for SGD, Adam, AdamW, RMSprop"):
+    with pytest.raises(
+        SettingError, match=r"'mine' has no formula for Adagrad: .*; those it has are for SGD, Adam, AdamW, RMSprop"
+    ):
         lab.make(lab.site_of(lab.mlp(), line, "mine", torch.optim.Adagrad, rule=rule))
 
 

@@ -132,3 +132,46 @@ def test_any_optimizer_of_torchs_keeps_its_state_from_step_to_step(make):
         update.step()
         plain.step()
     assert torch.equal(held, alone)
+
+
+def test_an_advance_steps_behind_autograds_back_and_drops_the_gradients():
+    """In mid-stream graphs are in flight that have saved the weights; who calls it answers for what they find there."""
+    held = parameters(1, 2)
+    update = Update.make(held, sgd)
+    graph = held[0] * held[1]
+    before = [parameter._version for parameter in held]
+    update.advance()
+    assert [parameter.item() for parameter in held] == [0.5, 1.5]
+    assert [parameter.grad for parameter in held] == [None, None]
+    assert [parameter._version for parameter in held] == before
+    graph.backward()
+    assert [parameter.grad.item() for parameter in held] == [1.5, 0.5]
+    update.begin()
+    assert held[0].grad is not None
+
+
+def test_an_advance_without_an_optimizer_leaves_gradients_and_weights():
+    """As a step does."""
+    held = parameters(1)
+    Update.make(held, None).advance()
+    assert (held[0].item(), held[0].grad.item()) == (1, 1)
+
+
+def test_another_optimizer_is_over_the_same_parameters_with_a_state_of_its_own():
+    """Copies of the weights that take turns are of the same parameters, and each has its momentum."""
+    held = parameters(1, 2)
+    held.append(nn.Parameter(torch.ones(1), requires_grad=False))
+    update = Update.make(held, lambda found: SGD(found, lr=0.5, momentum=0.9))
+    other = update.another()
+    assert other.param_groups[0]["params"] == held[:2]
+    update.advance(other)
+    assert [parameter.item() for parameter in held] == [0.5, 1.5, 1]
+    assert (len(other.state), len(update.optimizer.state)) == (2, 0)
+
+
+def test_a_factory_that_makes_something_else_the_second_time_is_refused():
+    """One that hands out what it has made before, until there is no more."""
+    made = [sgd(parameters(1)), None]
+    update = Update.make(parameters(1), lambda _: made.pop(0))
+    with pytest.raises(SettingError, match=r"this one returned NoneType$"):
+        update.another()

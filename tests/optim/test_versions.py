@@ -98,7 +98,9 @@ FACTORIES = {
     "momentum, foreach": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=True),
     "adam, one by one": lambda ps: torch.optim.Adam(ps, lr=0.01, foreach=False),
     "adamw, fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
-    "groups": lambda ps: torch.optim.Adam([{"params": ps[::2], "lr": 0.03}, {"params": ps[1::2], "weight_decay": 0.1}], lr=0.01),
+    "groups": lambda ps: torch.optim.Adam(
+        [{"params": ps[::2], "lr": 0.03}, {"params": ps[1::2], "weight_decay": 0.1}], lr=0.01
+    ),
 }
 
 
@@ -111,15 +113,13 @@ def stashed(module, line, data, factory):
     """Stashing with copies of the whole module: gradients by micro-batch, losses, and the newest weights."""
     newest = copy.deepcopy(module)
     optimizer = factory(trainable(newest))
-    versions, graphs, losses, grads = [copy.deepcopy(newest)], {}, [], {}
+    versions, graphs, losses, grads, latest = [copy.deepcopy(newest)], {}, [], {}, newest
     for kind, number in line.ops:
         if kind == "F":
             reader = copy.deepcopy(versions[line.use(number).reads.forward])
-            if graphs or grads:  # buffers and counters are no weights: the latest are everybody's
-                for name, buffer in latest.named_buffers():
-                    reader.get_buffer(name).copy_(buffer)
-                if hasattr(reader, "calls"):
-                    reader.calls = latest.calls
+            for name, buffer in latest.named_buffers():  # buffers are no weights: the latest are everybody's
+                reader.get_buffer(name).copy_(buffer)
+            reader.calls = getattr(latest, "calls", 0)
             inputs, targets = data(number)
             loss = nn.functional.mse_loss(reader(inputs), targets)
             graphs[number], latest = (reader, loss), reader
@@ -304,7 +304,19 @@ def test_a_backward_in_two_parts_finds_its_version_at_both(lab):
     line = lab.line_of("stash", stage=0, stages=3, micro_batches=1, batches=5)
     weights = lab.make(lab.site_of(module, line, "stash", FACTORIES["momentum"]))
     seen = {}
-    for op, number in [("F", 0), ("F", 1), ("F", 2), ("I", 0), ("W", 0), ("U", 1), ("I", 1), ("F", 3), ("W", 1), ("U", 2), ("F", 4)]:
+    for op, number in [
+        ("F", 0),
+        ("F", 1),
+        ("F", 2),
+        ("I", 0),
+        ("W", 0),
+        ("U", 1),
+        ("I", 1),
+        ("F", 3),
+        ("W", 1),
+        ("U", 2),
+        ("F", 4),
+    ]:
         if op == "F":
             weights.before_forward(number)
             seen[number] = module.weight.detach().clone()
@@ -326,14 +338,18 @@ def test_a_version_that_was_let_go_or_not_made_yet_is_named_with_those_that_are_
     use = line.use(0)
     line.use = lambda number: replace(use, reads=Reads(number // 2, number // 2), next_forward=2)
     weights = lab.make(lab.site_of(module, line, "stash", FACTORIES["momentum"]))
-    with pytest.raises(RunError, match=r"stage 0: micro-batch 6 reads weight version 3, which has not been made yet; held are 0\. The pro"):
+    with pytest.raises(
+        RunError, match=r"stage 0: micro-batch 6 reads weight version 3, which has not been made yet; held are 0\. The pro"
+    ):
         weights.before_forward(6)
     weights.drain()
     weights.before_forward(0)
     weights.finished(0)
     module.weight.grad = torch.ones(2, 2)
     weights.update(1)
-    with pytest.raises(RunError, match=r"micro-batch 1 reads weight version 0, which was let go, since nothing in flight .*; held are 1\."):
+    with pytest.raises(
+        RunError, match=r"micro-batch 1 reads weight version 0, which was let go, since nothing in flight .*; held are 1\."
+    ):
         weights.before_forward(1)
 
 

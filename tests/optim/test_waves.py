@@ -75,7 +75,9 @@ class Literal:
             inputs, targets = self.data(number)
             if kind == "F":
                 self.read[number] = self.newest
-                self.losses.append(self.lab.gradient(self.module, self.newest, self.newest, inputs, targets, self.lab.squares)[0])
+                self.losses.append(
+                    self.lab.gradient(self.module, self.newest, self.newest, inputs, targets, self.lab.squares)[0]
+                )
             elif kind == "B":
                 own = self.read.pop(number)
                 grads = self.lab.gradient(self.module, own, own, inputs, targets, self.lab.squares)[1]
@@ -119,7 +121,16 @@ def lines_of(lab, stage, stages, batches):
     return [lab.line_of("hetpipe", stage, stages, 1, count) for count in batches]
 
 
-CASES = [((6, 6), 2, 0), ((6, 6), 3, 1), ((7, 6), 3, 0), ((6, 5), 2, 0), ((5, 5, 4), 2, 1), ((4, 3, 3), 4, 0), ((9, 8), 2, 5), ((3, 2), 1, 0)]
+CASES = [
+    ((6, 6), 2, 0),
+    ((6, 6), 3, 1),
+    ((7, 6), 3, 0),
+    ((6, 5), 2, 0),
+    ((5, 5, 4), 2, 1),
+    ((4, 3, 3), 4, 0),
+    ((9, 8), 2, 5),
+    ((3, 2), 1, 0),
+]
 
 
 @pytest.mark.parametrize(("batches", "length", "distance"), CASES)

@@ -142,8 +142,7 @@ def test_ten_megabytes_of_nonsense_are_one_short_message(content):
 @pytest.mark.parametrize(("made", "message"), [
     (Schedule.parse("0F0 0B0 0U1", "mine", synchronous=False),
      "mine is asynchronous: torch's CSV has no optimizer step and no weight versions"),
-    (schedule("pipedream", 2, 4), "pipedream is asynchronous: torch's CSV has no optimizer step and no weight versions, and is of one "
-     "batch, whose every micro-batch stands there once"),
+    (schedule("pipedream", 2, 4), "pipedream is asynchronous: torch's CSV has no optimizer step and no weight versions, and is of one batch"),
     (Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0U1", "copies"),
      "stage 0 has copies on ranks 0, 1: torch's CSV has each stage on one rank"),
     (Schedule.parse("0F0 0E0 0L0 0B0 0U1\n0E0 0L0", "handing"),

@@ -200,8 +200,7 @@ def test_copies_that_do_not_add_up_their_gradients_have_no_replicas(replicas):
 
 @pytest.mark.parametrize(("replicas", "message"), [
     (2, r"pipedream goes on from batch to batch, so with replicas=2 .*: 3 is no multiple of 2"),
-    ((1, 2), r"pipedream goes on from batch to batch, so every replica of a stage needs as many micro-batches of a batch as the "
-             r"others: stage 1 has 2 replicas, but 3 is no multiple of 2"),
+    ((1, 2), r"pipedream goes on from batch to batch, so every replica of a stage needs .*: stage 1 has 2 replicas, but 3 is no multiple of 2"),
     ((1, 4), r"stage 1 has 4 replicas, but there are only 3 micro-batches: every replica needs one"),
 ])  # fmt: skip
 def test_replicas_that_do_not_divide_the_batches_of_a_stream_are_refused(replicas, message):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.schedule.custom_schedules import custom_schedules
 
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.updates import with_updates, with_updates_of_batches
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
@@ -65,13 +65,11 @@ def test_in_a_stream_every_batch_has_its_update_right_after_its_last_gradient(ba
 
 def test_in_a_stream_a_split_backward_ends_with_its_weights_part():
     """I passes a gradient on and makes none."""
-    ops = [Op.parse(word) for word in "0F0 0F1 0I0 0I1 0W0 0W1 0F2 0I2 0W2 0F3 0B3".split()]
+    (ops,) = Schedule.parse("0F0 0F1 0I0 0I1 0W0 0W1 0F2 0I2 0W2 0F3 0B3").programs
     assert " ".join(map(str, with_updates_of_batches(ops, 2))) == "0F0 0F1 0I0 0I1 0W0 0W1 0U1 0F2 0I2 0W2 0F3 0B3 0U2"
 
 
 def test_in_a_stream_a_copy_updates_as_often_as_it_has_batches():
     """Batches 1 and 3 of four: its own versions 1 and 2."""
-    assert (
-        " ".join(map(str, with_updates_of_batches(list(map(Op.parse, "0F1 0F3 0B1 0B3".split())), 1)))
-        == "0F1 0F3 0B1 0U1 0B3 0U2"
-    )
+    (ops,) = Schedule.parse("0F1 0F3 0B1 0B3").programs
+    assert " ".join(map(str, with_updates_of_batches(ops, 1))) == "0F1 0F3 0B1 0U1 0B3 0U2"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli import options
 from penstock.errors import SettingError
 from penstock.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from penstock.training.job import Outcome
 
 
 def train(
@@ -93,25 +96,28 @@ def train(
         options.print_json({**asdict(outcome), "speed_up": outcome.speed_up})
         return
     say(draw_pair(prepared.predicted, measured, width=width, colour=colour))
-    stream = not prepared.plan.synchronous
-    rows = [
-        (
-            "a batch, once full" if stream else "step",
-            format_seconds(outcome.predicted_step_s),
-            format_seconds(outcome.measured_step_s),
-        ),
-        ("bubble ratio", f"{outcome.predicted_bubble_ratio:.1%}", f"{outcome.measured_bubble_ratio:.1%}"),
-        *(
-            (f"memory of rank {rank}", format_bytes(expected), f"{format_bytes(found)} (whole process)")
-            for rank, (expected, found) in enumerate(zip(outcome.predicted_peak_memory, outcome.measured_peak_rss, strict=True))
-        ),
-    ]
-    if stream:
-        expected, found = map(options.row, (outcome.predicted_weight_versions, outcome.measured_weight_versions))
-        rows.append(("weight versions by stage", expected, found))
-    say(options.table(("", "predicted", "measured"), rows))
+    say(options.table(("", "predicted", "measured"), _held_against_each_other(outcome)))
     say(f"{outcome.steps} steps, loss {outcome.loss:.4f}, test accuracy {outcome.test_accuracy:.2%}")
     if outcome.one_thread_step_s is not None:
         say(f"{outcome.speed_up:.2f} times as fast as one process with one thread "
             f"({format_seconds(outcome.one_thread_step_s)} a step, median of {settings.baseline_steps})")  # fmt: skip
     say(f"everything is in {outcome.folder}")
+
+
+def _held_against_each_other(outcome: Outcome) -> list[tuple[str, str, str]]:
+    """What was predicted beside what was measured, in words."""
+    stream = not outcome.synchronous
+    steps = format_seconds(outcome.predicted_step_s), format_seconds(outcome.measured_step_s)
+    rows = [
+        ("a batch, once full" if stream else "step", *steps),
+        ("bubble ratio", f"{outcome.predicted_bubble_ratio:.1%}", f"{outcome.measured_bubble_ratio:.1%}"),
+    ]
+    for rank, (expected, whole) in enumerate(zip(outcome.predicted_peak_memory, outcome.measured_peak_rss, strict=True)):
+        process = f"{format_bytes(whole)} (whole process)"
+        own = outcome.measured_peak_memory
+        found = process if own is None else f"{format_bytes(own[rank])} of {process}"
+        rows.append((f"memory of rank {rank}", format_bytes(expected), found))
+    if stream:
+        kept = outcome.predicted_weight_versions, outcome.measured_weight_versions
+        rows.append(("weight versions by stage", options.row(kept[0]), options.row(kept[1])))
+    return rows

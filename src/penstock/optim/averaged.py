@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.errors import RunError, SettingError
-from penstock.optim.blocks import Block, Layout, copy, point
+from penstock.optim.blocks import Block, Layout, copy, point, take
 from penstock.optim.catalogue import register
 from penstock.optim.optimizer_state import load_optimizer_state, optimizer_state
 from penstock.optim.stage_weights import Site, StageWeights, State
@@ -93,6 +93,7 @@ class Averaged(StageWeights):
         copy(self._scratch, chosen.flat)
         _follow(chosen.optimizer, self._copies[0].optimizer)
         self._update.advance(chosen.optimizer)
+        take(self._update.parameters, chosen.tensors)
         self._gathers = self._due = None
         torch._foreach_sub_(self._scratch, chosen.flat)
         torch._foreach_sub_(self._learnt, self._scratch)

@@ -74,6 +74,14 @@ def point(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None
             parameter.data = tensor
 
 
+def take(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
+    """After a step: have its result in these tensors, which the parameters were. Some optimizers set `.data` anew."""
+    moved = [(p, tensor) for p, tensor in zip(parameters, tensors, strict=True) if p.data_ptr() != tensor.data_ptr()]
+    copy([tensor for _, tensor in moved], [p.data for p, _ in moved])
+    for parameter, tensor in moved:
+        parameter.data = tensor
+
+
 def _by_storage(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
     """Indices of parameters of one dtype in one storage."""
     together: dict[object, list[int]] = {}

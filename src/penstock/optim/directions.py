@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.optim.blocks import copy
+from penstock.optim.ratio import Ratio
 from penstock.optim.stage_weights import State
 
 Group = dict[str, Any]
@@ -95,7 +95,7 @@ class AdamDirection(Direction):
         self._index = {parameter: i for i, parameter in enumerate(parameters)}
         self._constant = constant
         self._steps: dict[int, float] = {}
-        self._scratch: dict[int, Tensor] = {}
+        self._ratio = Ratio()
 
     def remember(self) -> None:
         """Count steps here: to ask a GPU for its count would make it wait."""
@@ -110,21 +110,18 @@ class AdamDirection(Direction):
             beta1, beta2 = map(float, group["betas"])
             for step, members in self._by_step(group).items():
                 first, second = (1 - beta1**step, 1 - beta2**step)
-                scratch = [self._room(i, state[square]) for i, state in members]
-                copy(scratch, [state[square] for _, state in members])
-                torch._foreach_sqrt_(scratch)
-                torch._foreach_add_(scratch, float(group["eps"]) * math.sqrt(second))
+                indices = tuple(i for i, _ in members)
+                over = [state["exp_avg"] for _, state in members], [state[square] for _, state in members]
                 factor = -float(group["lr"]) * updates * math.sqrt(second) / first
-                targets = [weights[i] for i, _ in members]
-                torch._foreach_addcdiv_(targets, [state["exp_avg"] for _, state in members], scratch, value=factor)
+                self._ratio.add(indices, [weights[i] for i in indices], over, float(group["eps"]) * math.sqrt(second), factor)
 
     def restart(self) -> None:
         """Read the counts anew."""
         self._steps.clear()
 
     def held_bytes(self) -> int:
-        """Those of the room for square roots."""
-        return sum(tensor.nbytes for tensor in self._scratch.values())
+        """Those of the room for roots."""
+        return self._ratio.held_bytes()
 
     def _by_step(self, group: Group) -> dict[float, list[tuple[int, Mapping[str, Tensor]]]]:
         """A group's parameters that have been updated, by how often."""
@@ -136,11 +133,6 @@ class AdamDirection(Direction):
             found.setdefault(1 if self._constant else self._steps[i], []).append((i, state))
         return found
 
-    def _room(self, index: int, like: Tensor) -> Tensor:
-        if index not in self._scratch:
-            self._scratch[index] = torch.empty_like(like)
-        return self._scratch[index]
-
 
 @final
 class RmspropDirection(Direction):
@@ -150,6 +142,7 @@ class RmspropDirection(Direction):
         self._optimizer = optimizer
         self._index = {parameter: i for i, parameter in enumerate(parameters)}
         self._gradients = _Gradients(self._index)
+        self._ratio = Ratio()
 
     def remember(self) -> None:
         """Keep the gradients."""
@@ -161,10 +154,9 @@ class RmspropDirection(Direction):
             states = {self._index[parameter]: state for parameter, state in _states(self._optimizer, group)}
             live = {i: gradient for i, gradient in self._gradients.of(group).items() if i in states}
             if live:
-                roots = torch._foreach_sqrt([states[i]["square_avg"] for i in live])
-                torch._foreach_add_(roots, float(group["eps"]))
+                over = list(live.values()), [states[i]["square_avg"] for i in live]
                 factor = -float(group["lr"]) * updates
-                torch._foreach_addcdiv_([weights[i] for i in live], list(live.values()), list(roots), value=factor)
+                self._ratio.add(tuple(live), [weights[i] for i in live], over, float(group["eps"]), factor)
 
     def state(self) -> State:
         """The last gradients, if there are any."""
@@ -175,8 +167,8 @@ class RmspropDirection(Direction):
         self._gradients.load(state)
 
     def held_bytes(self) -> int:
-        """Those of the last gradients."""
-        return self._gradients.held_bytes()
+        """Those of the last gradients, and of the room for roots."""
+        return self._gradients.held_bytes() + self._ratio.held_bytes()
 
 
 class _Gradients:

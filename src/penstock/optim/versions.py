@@ -15,7 +15,7 @@ from typing import final
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.optim.blocks import Block, Layout, copy, point
+from penstock.optim.blocks import Block, Layout, copy, point, take
 from penstock.optim.catalogue import register
 from penstock.optim.stage_weights import Site, StageWeights
 from penstock.weights.uses import Use
@@ -97,6 +97,7 @@ class Versions(StageWeights):
         self._newest = version
         self._show(after, surely=True)
         self._update.advance()
+        take(self._update.parameters, after.tensors)
         if len(self._held) > self._peak:
             self._peak = max(self._peak, self.versions)
 

@@ -89,7 +89,7 @@ class Assembly:
             Site(
                 stage.update, lru_cache(maxsize=256)(lambda number: found.at(stage.index, number)), rule, rule.with_defaults(setting.weights_options),
                 stage.index, found.staleness(stage.index), stream.pipelines, stream.waves,
-                None if copies is None else WaveMessages(copies),
+                None if copies is None else WaveMessages(copies), len(setting.lengths),
             )
         )  # fmt: skip
 

@@ -14,10 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-import numpy as np
-
 from penstock.errors import ScheduleError
-from penstock.schedule.arrays import Array, op_arrays
 from penstock.schedule.op import Kind, Op, Program, Schedule
 from penstock.schedule.stream import Stream
 
@@ -121,8 +118,11 @@ def _stream_of(schedule: Schedule) -> Stream:
 
 
 def _period(schedule: Schedule) -> Period:
-    total, size = _stream_of(schedule).batches, schedule.micro_batches
-    rows = [_Row.of(schedule, rank) for rank in range(schedule.ranks)] if schedule.slices else []
+    from penstock.schedule.repeats import Row  # arrays, which few who ask for a stream need
+
+    total, size = _stream_of(schedule).batches, max(schedule.micro_batches, 1)
+    rows = [Row.of(schedule, rank, [batch for _, batch in with_batches(program, size)])
+            for rank, program in enumerate(schedule.programs)] if schedule.slices else []  # fmt: skip
     for batches in range(1, total // 2 + 1 if rows else 1):
         found = []
         for row in rows:
@@ -137,54 +137,3 @@ def _period(schedule: Schedule) -> Period:
                 return made
     raise ScheduleError(f"{schedule.name} does not repeat itself from batch to batch within its {total} batches, so it cannot go on "
                         "for ever: give programs of more batches, in which the same order comes twice, moved on")  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class _Row:
-    """The program of one rank as arrays, with the batch of every op.
-
-    The endless program begins with its first `whole` ops: as long as every kind of op of every stage still comes, none is missing
-    because it is of a batch that does not.
-    """
-
-    program: Program
-    micro_batches: int
-    kind: Array
-    stage: Array
-    number: Array
-    batch: Array
-    whole: int
-
-    @classmethod
-    def of(cls, schedule: Schedule, rank: int) -> _Row:
-        """That of a rank."""
-        ops, size = op_arrays(schedule), max(schedule.micro_batches, 1)
-        rows = slice(int(ops.first[rank]), int(ops.first[rank + 1]))
-        kind, stage, number = ops.kind[rows], ops.stage[rows], ops.micro_batch[rows]
-        program = schedule.programs[rank]
-        batch = np.fromiter((batch for _, batch in with_batches(program, size)), np.int64, len(program))
-        _, last = np.unique((stage.astype(np.int64) * 256 + kind)[::-1], return_index=True)
-        whole = len(program) - int(last.max(initial=0))
-        return cls(program, size, kind, stage, number, batch, whole)
-
-    def repeats(self, batches: int, total: int) -> tuple[Program, Program, Counter[int]] | None:
-        """Head, loop and versions per loop, if every op comes again so many batches later."""
-        middle = (total // 2) // batches * batches
-        inside = (self.batch >= middle) & (self.batch < middle + batches)
-        length = int(np.count_nonzero(inside))
-        if length == 0:
-            return None if self.program else ((), (), Counter())
-        updates = Counter(self.stage[inside & (self.kind == ord(Kind.U.value))].tolist())
-        made = np.zeros(int(self.stage.max()) + 1, np.int64)
-        made[list(updates)] = list(updates.values())
-        one, other = slice(0, max(self.whole - length, 0)), slice(length, max(self.whole, length))
-        step = np.where(self.kind[one] == ord(Kind.U.value), made[self.stage[one]], batches * self.micro_batches)
-        same = (
-            (self.kind[one] == self.kind[other])
-            & (self.stage[one] == self.stage[other])
-            & (self.number[one] + step == self.number[other])
-        )
-        start = int(np.flatnonzero(~same)[-1]) + 1 if not same.all() else 0
-        if self.whole - start < 2 * length:
-            return None
-        return self.program[:start], self.program[start : start + length], updates

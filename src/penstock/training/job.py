@@ -40,7 +40,8 @@ class Outcome:
     """What came of a run, beside what was predicted. Seconds are of one step; of an asynchronous plan of one batch while the
     pipeline is full, and so is the bubble.
 
-    `predicted_weight_versions` and the measured ones: per stage, the most versions of the weights that are kept.
+    `measured_peak_memory` is what the ranks have held in weights, gradients, optimizer and activations, `measured_peak_rss` the
+    whole process. `predicted_weight_versions` and the measured ones: per stage, the most versions of the weights that are kept.
     `one_thread_step_s` is plain training in one process with one thread, measured in the same run; None if that was left out.
     `idle_on` has the shares of the measured step in which each rank stood still.
     """
@@ -58,6 +59,8 @@ class Outcome:
     measured_peak_rss: tuple[int, ...]
     training_s: float
     one_thread_step_s: float | None
+    measured_peak_memory: tuple[int, ...] | None = None
+    synchronous: bool = True
     weights: str = "flush"
     predicted_weight_versions: tuple[int, ...] = ()
     measured_weight_versions: tuple[int, ...] = ()
@@ -140,7 +143,7 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
         str(folder), first.steps, first.loss, first.test_loss, first.test_accuracy,
         chosen.predicted.step_s, first.step_s, chosen.predicted.bubble_ratio, bubble,
         chosen.predicted.peak_memory, tuple(result.peak_rss_bytes for result in results), first.seconds, plain,
-        chosen.weights, long_run(chosen.schedule, rule_of(chosen.schedule, chosen.weights)).versions,
+        measured.peak_memory, chosen.synchronous, chosen.weights, long_run(chosen.schedule, rule_of(chosen.schedule, chosen.weights)).versions,
         first.weight_versions or (1,) * chosen.stages,
     )  # fmt: skip
     for suffix in ("svg", "json"):

@@ -80,7 +80,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> Ra
     weights = pipe.state_dict()
     if first:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "weights.safetensors")
-    result.peak_rss_bytes = peak_rss_bytes()
+    result.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pipe.close()
     return result
 
@@ -89,11 +89,6 @@ def busy_shares(timeline: Timeline, whole: float | None = None) -> list[float]:
     """Per rank, the share of the step in which it worked; or of `whole` seconds, if the step's are not all that there was."""
     whole = timeline.makespan if whole is None else whole
     return [min(seconds / whole, 1.0) if whole else 0.0 for seconds in timeline.busy]
-
-
-def peak_rss_bytes() -> int:
-    """The most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass
@@ -129,8 +124,10 @@ class _Training:
         result.test_loss, result.test_accuracy = test(self.pipe, self.task, self.config.batch)
         if self.metrics is not None:
             found: dict[str, object] = {"busy": [round(share, 4) for share in result.busy]}
+            if result.timeline is not None and result.timeline.peak_memory is not None:
+                found["peak_memory"] = result.timeline.peak_memory
             if not self.synchronous:
-                found |= {"weight_versions": result.weight_versions, "peak_rss_bytes": peak_rss_bytes()}
+                found["weight_versions"] = result.weight_versions
             self.metrics.write(result.steps, epoch=number + 1, test_loss=result.test_loss,
                                test_accuracy=result.test_accuracy, **found)  # fmt: skip
         done = self.reached_target() or result.steps >= last_step

@@ -1,0 +1,87 @@
+"""Blocks: room for parameters, laid out as they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from penstock.optim.blocks import Layout, copy, point, take
+
+
+def inside(flat, *cuts):
+    """Parameters that are parts of one storage."""
+    return [nn.Parameter(flat.data[first:last]) for first, last in cuts]
+
+
+def test_parameters_that_fill_one_storage_make_one_block():
+    """cuDNN's recurrent layers want theirs in one piece."""
+    parameters = [*inside(torch.arange(10.0), (0, 4), (4, 10)), nn.Parameter(torch.zeros(3))]
+    layout = Layout(parameters)
+    assert layout.groups == [[0, 1], [2]]
+    (block, other) = [layout.room(group) for group in range(2)]
+    assert [tensor.storage_offset() for tensor in block.tensors] == [0, 4]
+    assert block.flat.shape == (10,)
+    copy([block.flat, other.flat], [each.flat for each in layout.present()])
+    assert all(map(torch.equal, layout.tensors([block, other]), parameters))
+
+
+def test_parameters_far_apart_in_one_storage_make_blocks_of_their_own():
+    """What lies between them is no weight, and not to be copied."""
+    layout = Layout(inside(torch.arange(100.0), (0, 4), (90, 100)))
+    assert layout.groups == [[0], [1]]
+    assert [layout.room(group).flat.numel() for group in range(2)] == [4, 10]
+
+
+def test_parameters_that_are_one_memory_stay_so():
+    """Tied by hand, as two parameters: an update of one is seen in the other, as in plain PyTorch."""
+    parameters = inside(torch.zeros(4), (0, 4), (0, 4))
+    layout = Layout(parameters)
+    assert layout.groups == [[0, 1]]
+    block = layout.room(0)
+    point(parameters, layout.tensors([block]))
+    with torch.no_grad():
+        parameters[0].fill_(3)
+    assert parameters[1].tolist() == [3] * 4
+
+
+def test_strides_and_empty_tensors_are_kept():
+    """Transposed, channels last, none at all."""
+    made = [
+        torch.randn(3, 5).t(),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.empty(0, 3),
+        torch.tensor(2.0),
+    ]
+    parameters = [nn.Parameter(each) for each in made]
+    layout = Layout(parameters)
+    blocks = [layout.room(group) for group in range(len(layout.groups))]
+    copy([block.flat for block in blocks], [block.flat for block in layout.present()])
+    for value, parameter in zip(layout.tensors(blocks), parameters, strict=True):
+        assert value.stride() == parameter.stride()
+        assert torch.equal(value, parameter)
+
+
+def test_pointing_is_not_a_change_to_autograd_but_graphs_that_saved_a_parameter_whole_see_it():
+    """The rule that all of versions.py rests on: views in a graph keep the old memory, the parameter itself has the new."""
+    weight = nn.Parameter(torch.full((2, 2), 2.0))
+    inputs = torch.ones(2, 2, requires_grad=True)
+    version = weight._version
+    whole, view = inputs * weight, inputs @ weight.t()
+    point([weight], [torch.full((2, 2), 5.0)])
+    assert weight._version == version
+    whole.sum().backward()
+    assert inputs.grad.tolist() == [[5, 5], [5, 5]]
+    inputs.grad = None
+    view.sum().backward()
+    assert inputs.grad.tolist() == [[4, 4], [4, 4]]
+
+
+def test_a_step_that_set_data_anew_is_taken_back_into_the_old_memory():
+    """Some optimizers do not change in place."""
+    weight = nn.Parameter(torch.zeros(3))
+    place = torch.zeros(3)
+    weight.data = place
+    weight.data = weight.data + 1
+    take([weight], [place])
+    assert place.tolist() == [1, 1, 1]
+    assert weight.data_ptr() == place.data_ptr()
