@@ -14,7 +14,6 @@ from penstock.schedule.stream import Stream
 from penstock.store import read_json, write_json
 from penstock.units import format_bytes, format_seconds
 from penstock.weights.choice import rule_of
-from penstock.weights.long_run import long_run
 
 SCHEMA = 1
 
@@ -231,6 +230,8 @@ class Plan:
 
     def _asynchrony(self) -> str:
         """How old gradients get, and what that takes."""
+        from penstock.weights.long_run import long_run  # NumPy, which is not loaded to import penstock
+
         rule = rule_of(self.schedule, self.weights)
         given = "".join(f", {name} {value:g}" for name, value in self.weights_options)
         found = long_run(self.schedule, rule)

@@ -49,7 +49,19 @@ def test_known_figures_stand_in_the_table():
 def test_every_row_has_the_same_work_on_every_rank():
     """Else a bubble ratio of one is compared with another model's of the other."""
     for each in compare(4, 8)[0]:
-        assert each.timeline.busy == pytest.approx([24.0] * 4), each.name
+        # Of a stream all batches are drawn; of virtual workers each has every other of them.
+        batches = 1 if schedules()[each.name].synchronous else fitted(each.name, 4, 8).batches
+        assert each.timeline.busy == pytest.approx([24.0 * batches] * 4), each.name
+
+
+def test_an_asynchronous_schedule_is_compared_by_one_batch_once_it_is_full():
+    """24 s of work per rank and no bubble; what it costs is weights: 4 + 3 + 2 + 1 quarters of the model with one micro-batch."""
+    found = {each.name: each for each in compare(4, 8)[0]}
+    stream = found["pipedream"]
+    assert (stream.makespan, stream.bubble_ratio, stream.span_bubble_ratio) == (24, 0, 0)
+    assert found["2bw"].weights == 2
+    assert (found["hetpipe"].ranks, found["hetpipe"].stages) == (4, 2)
+    assert {each.name: each for each in compare(4, 1)[0]}["pipedream"].weights == 10 / 4
 
 
 @pytest.mark.parametrize(("sort", "place"), [("bubble", 2), ("makespan", 6), ("in-flight", 7), ("weights", 8)])

@@ -153,6 +153,15 @@ def test_profile_measures_and_writes(penstock, tmp_path):
         (("train", "--micro-batches", 65), "a batch of 64 cannot be cut into 65"),
         (("train", "--model-option", "layers"), "write name=value"),
         (("train", "--memory-limit", "some", "--model", "mlp"), "'some' is not a quantity"),
+        (("train", "--model", "mlp", "--weights", "stash", "--schedule", "1f1b"), "'stash' does not go with 1f1b"),
+        (("train", "--model", "mlp", "--weights", "spectrain", "--optimizer", "adam"), "no formula for Adam"),
+        (("train", "--weights", "pipemare", "--weights-option", "decay=high"), "--weights-option decay=high: write a number"),
+        (("simulate", "--weights", "stash", *SMALL), "'stash' does not go with 1f1b"),
+        (("simulate", "--schedule", "2bw", "--stages", 4, "--micro-batches", 2), "4 or more micro-batches"),
+        (("simulate", "--batches", 3, *SMALL), "1f1b is synchronous, every batch of it is the same"),
+        (("simulate", "--batches", 0, "--schedule", "pipedream", "--stages", 2), "--batches 0: there is at least 1"),
+        (("draw", "--batches", 3, *SMALL), "1f1b is synchronous"),
+        (("draw", "--weights", "flush", "--schedule", "pipedream", "--stages", 2), "'flush' does not go with pipedream"),
     ],
 )
 def test_wrong_words_get_one_message_and_exit_status_2(penstock, words, message):
@@ -229,3 +238,74 @@ def test_long_rows_are_cut_in_the_middle(penstock):
     """A thousand numbers in a terminal help nobody."""
     out = penstock("simulate", "--schedule", "gpipe", "--stages", 50, "--micro-batches", 2).out
     assert "peak in flight  2 2 2 2 2 2 … 41 more … 2 2 2" in out
+
+
+STREAM = ("--schedule", "pipedream", "--stages", 4, "--micro-batches", 1)
+
+
+def test_simulate_says_what_a_stream_takes_once_it_is_full(penstock):
+    """The makespan of some batches has filling and draining in it, and depends on how many they are."""
+    facts = json.loads(penstock("simulate", *STREAM, "--update", 1, "--json").out)
+    assert (facts["seconds_per_batch"], facts["steady_bubble_ratio"]) == (4, 0)
+    assert facts["makespan"] > facts["batches"] * 4
+    assert (facts["weights"], facts["staleness_max"], facts["versions"]) == ("stash", [3, 2, 1, 0], [4, 3, 2, 1])
+    out = penstock("simulate", *STREAM).out
+    assert "1 micro-batch a batch, 8 batches shown" in out
+    assert "once full       3 s a batch (3.0 s), bubble ratio 0.00%" in out
+    assert "staleness     at most 3 2 1 0 updates" in out
+    assert "versions      4 3 2 1\n" in out
+
+
+def test_simulate_says_the_same_of_a_synchronous_schedule_to_scripts(penstock):
+    """So that both kinds can be compared without asking which it is."""
+    facts = json.loads(penstock("simulate", *SMALL, "--json").out)
+    assert (facts["batches"], facts["seconds_per_batch"], facts["steady_bubble_ratio"]) == (1, 33, facts["bubble_ratio"])
+    assert (facts["weights"], facts["staleness_max"], facts["versions"]) == ("flush", [0] * 4, [1] * 4)
+    assert "once full" not in penstock("simulate", *SMALL).out
+
+
+def test_simulate_shows_as_many_batches_as_asked_for(penstock):
+    """What a batch takes once full is the same."""
+    for batches, makespan in ((1, 12), (2, 15), (20, 12 + 19 * 3)):
+        facts = json.loads(penstock("simulate", *STREAM, "--batches", batches, "--json").out)
+        assert (facts["batches"], facts["makespan"], facts["seconds_per_batch"]) == (batches, makespan, 3)
+
+
+def test_simulate_takes_a_weight_rule_alone_or_beside_a_schedule(penstock):
+    """The rule decides what is kept, and so what memory it takes."""
+    facts = json.loads(penstock("simulate", "--weights", "double-buffer", "--stages", 2, "--micro-batches", 2, "--json").out)
+    assert (facts["schedule"], facts["versions"]) == ("2bw", [2, 2])
+    words = ("simulate", *STREAM, "--weight-bytes", 100, "--json")
+    assert json.loads(penstock(*words).out)["peak_memory"] == [400, 300, 200, 100]
+    assert json.loads(penstock(*words, "--batches", 2).out)["peak_memory"] == [400, 300, 200, 100]
+    assert json.loads(penstock(*words, "--weights", "none").out)["peak_memory"] == [100] * 4
+    assert "versions      1 1 1 1, and 2 more of their size" in penstock("simulate", *STREAM, "--weights", "pipemare").out
+
+
+def test_draw_shows_as_many_batches_as_asked_for_and_a_stream_against_another_schedule(penstock):
+    """A stream beside one with a flush is the picture of what asynchrony buys."""
+    out = penstock("draw", *STREAM, "--batches", 3, "--against", "1f1b").out
+    assert "B2" in out
+    assert "B3" not in out
+    assert "1f1b" in out
+
+
+def test_plan_takes_a_weight_rule_and_weighs_asynchronous_schedules_on_request(penstock, profile_file):
+    """As Python does."""
+    words = ("plan", profile_file, "--cluster", "local:2", "--batch", 8, "--stages", 2)
+    facts = json.loads(penstock(*words, "--weights", "pipemare", "--weights-option", "decay=0.25", "--json").out)
+    assert (facts["schedule_name"], facts["weights"], facts["weights_options"]) == ("pipedream", "pipemare", [["decay", 0.25]])
+    assert facts["stream"]["batches"] > 1
+    assert "asynchronous: weights stash, staleness at most 1" in penstock(*words, "--schedule", "pipedream").out
+    both = penstock(*words, "--asynchronous").out
+    assert "stash" in both
+    assert "flush" in both
+
+
+def test_schedules_says_which_are_asynchronous_and_with_which_rule(penstock):
+    """The first thing that somebody asks of a schedule without a flush."""
+    rows = [line.split() for line in penstock("schedules").out.splitlines()]
+    assert next(row[1:3] for row in rows if row[0] == "pipedream") == ["no", "stash"]
+    assert next(row[1:3] for row in rows if row[0] == "1f1b") == ["yes", "flush"]
+    facts = json.loads(penstock("schedules", "--json").out)
+    assert (facts["2bw"]["weights"], facts["gpipe"]["weights"]) == ("double-buffer", "flush")

@@ -175,9 +175,9 @@ class Case:
         options = {"recompute": self.recompute != "never", **self.options, **self.reference, "drains": drains}
         return self._simulated(self.rule, batches or self.batches(), options)
 
-    def synchronous(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The same with a flush after every batch."""
-        return self._simulated("flush", self.batches(), {})
+    def synchronous(self, updates: int | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The same, or its beginning, with a flush after every batch."""
+        return self._simulated("flush", self.batches()[:updates], {})
 
     def _simulated(self, rule: str, batches: Any, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
         return simulate(rule, self.made(), self.lengths, OPTIMIZERS[self.optimizer], LEARNING[self.model].loss, batches, self.m,

@@ -174,5 +174,5 @@ def test_no_case_would_pass_by_training_synchronously(rule):
     """Staleness must show in the losses of every case by far more than the tolerance, or the case proves nothing."""
     for case in CASES:
         if case.rule == rule:
-            losses, plain = (torch.stack(found[0]) for found in (expected(case), case.synchronous()))
+            losses, plain = (torch.stack(found[0][:12]) for found in (expected(case), case.synchronous(12)))
             assert (losses - plain).abs().max() > 1e-5, str(case)

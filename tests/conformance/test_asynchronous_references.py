@@ -18,14 +18,17 @@ WIDTH, SAMPLES, RATE = 5, 8, 0.1
 
 
 def sgd(parameters):
+    """Nothing is kept."""
     return torch.optim.SGD(parameters, lr=RATE)
 
 
 def momentum(parameters):
+    """One tensor is kept."""
     return torch.optim.SGD(parameters, lr=RATE, momentum=0.8)
 
 
 def adam(parameters):
+    """Two are."""
     return torch.optim.Adam(parameters, lr=0.02)
 
 
@@ -63,12 +66,14 @@ class NumpyStage:
             self.todo += [("B", n)] + ([("F", warm + n)] if warm + n < total else [])
 
     def forward(self, n, x):
+        """The output; what the backward needs is kept."""
         out = x @ self.w.T + self.b
         out = out if self.last else np.tanh(out)
         self.kept[n] = (x, out, self.w.copy())
         return out
 
     def backward(self, n, grad):
+        """The gradient of the input; after the last of a batch the weights are stepped."""
         x, out, stashed = self.kept.pop(n)
         grad = grad if self.last else grad * (1 - out**2)
         self.grads = [self.grads[0] + grad.T @ x, self.grads[1] + grad.sum(0)]
@@ -194,10 +199,12 @@ class Shift(nn.Module):
         self.by = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
 
     def forward(self, x):
+        """Run the layer."""
         return x + self.by
 
 
 def slope(out, y):
+    """A loss that is linear in the output."""
     return (out * y).mean()
 
 
@@ -276,13 +283,14 @@ def test_distances_and_gaps_are_those_of_the_papers_tables():
         """Notes how far ahead is asked for."""
 
         def predicted(self, s, v, ahead, direction):
+            """In place of weights."""
             return ahead
 
     class Spec(Looking, SpecTrain):
-        pass
+        """With its own distances."""
 
     class Cross(Looking, XPipe):
-        pass
+        """With its own distances."""
 
     def ahead(of, p, m):
         line = of([nn.Sequential(nn.Linear(1, 1)) for _ in range(p)], sgd, slope, m)

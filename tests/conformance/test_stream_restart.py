@@ -87,6 +87,16 @@ def test_evaluation_in_mid_stream_sees_the_newest_weights_and_does_no_more_than_
 
 
 @every_rule
+def test_a_comparison_with_one_device_in_mid_stream_is_of_the_newest_weights_and_updates_nothing(case):
+    """Both run whole batches on one version: there is no staleness in a batch alone, and none may be left behind."""
+    x, y = case.batches()[0]
+    losses, state, _, found = interrupted(case, lambda pipe: pipe.compare_with_one_device(x, y))
+    assert max(found.gradients.values()) < 1e-12
+    assert found.loss < 1e-6  # it is handed out in single precision
+    assert_equal((losses, state), interrupted(case, lambda pipe: pipe.flush()))
+
+
+@every_rule
 def test_who_stops_asking_loses_only_what_he_did_not_ask_for(case):
     """Breaking out of the loop leaves batches under way; the next loop goes on with them, full as the pipeline is."""
     pipe = case.pipeline()

@@ -188,3 +188,29 @@ def test_a_width_below_twenty_is_refused_with_both_numbers():
     """Not even one op would fit beside the rank's name."""
     with pytest.raises(SettingError, match="needs a width of 20 columns or more and got 19"):
         text([Timeline((), 1, 1)], 19)
+
+
+def test_the_batches_of_a_stream_are_seen_to_end_where_their_updates_take_no_time():
+    """With no flush between them nothing else would say where one ends."""
+    drawing = text([timeline("pipedream", 2, 2)], 90)
+    assert rows(drawing)[1].startswith("rank 1 |··F0B0▓▓F1B1▓█F2B2▓▓F3B3▓█")
+    assert "█ at its end, an update" in drawing
+    assert "█" not in text([timeline("1f1b", 2, 2)], 90)
+    assert "█ at its end" not in text([timeline("pipedream", 2, 2, update=1)], 90)
+
+
+@pytest.mark.parametrize("width", [20, 33, 47, 80, 141])
+def test_marks_of_updates_hide_no_name_and_move_nothing(width):
+    """They stand on what fills a cell and on nothing else, whatever the scale."""
+    marked = simulate_schedule(schedule("pipedream", 3, 1, batches=9), Costs(forward=0.3, backward=0.7))
+    plain = simulate_schedule(Schedule(without_updates("pipedream", 3, 1, 9)), Costs(forward=0.3, backward=0.7))
+    for one, other in zip(rows(text([marked], width)), rows(text([plain], width)), strict=True):
+        assert len(one) == len(other)
+        assert all(a == b or (a, b) == ("█", "▓") for a, b in zip(one, other, strict=True))
+
+
+def without_updates(name, stages, size, batches):
+    """The programs with no U in them."""
+    return tuple(
+        tuple(op for op in row if op.kind is not Kind.U) for row in schedule(name, stages, size, batches=batches).programs
+    )

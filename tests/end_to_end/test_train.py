@@ -120,3 +120,51 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_word(tmp_path, profile):
     assert ran.returncode == 1
     assert "the loss is nan at step" in ran.stderr or "the loss is inf at step" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+STREAM = [*TRAIN, "--weights", "stash", "--schedule", "pipedream"]
+
+
+def test_an_asynchronous_run_trains_as_a_stream_and_says_what_it_kept(tmp_path, profile):
+    """Losses in order, one line for each; epochs end drained; versions and memory beside what was predicted."""
+    words = [*STREAM, "--profile", str(profile), "--epochs", "8", "--out", str(tmp_path / "run"), "--json"]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    outcome = json.loads(ran.stdout)
+    assert outcome["test_accuracy"] > 0.8, "gradients that are one update old learn the digits too"
+    assert (outcome["weights"], outcome["synchronous"]) == ("stash", False)
+    assert outcome["predicted_weight_versions"] == outcome["measured_weight_versions"] == [2, 1]
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert (plan.weights, plan.schedule_name, plan.synchronous) == ("stash", "pipedream", False)
+    assert outcome["predicted_step_s"] == plan.predicted.step_s
+    assert outcome["measured_step_s"] > 0
+    assert 0 <= outcome["measured_bubble_ratio"] <= 1
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 97))
+    assert all(line["step_s"] > 0 for line in steps)
+    epochs = [line for line in lines if "epoch" in line]
+    assert [line["step"] for line in epochs] == list(range(12, 97, 12))
+    assert all(line["weight_versions"] == [2, 1] and len(line["peak_memory"]) == 2 for line in epochs)
+    weights = load_file(tmp_path / "run" / "weights.safetensors")
+    task = make_task(load(tmp_path / "run" / "config.yaml", {}))
+    model = task.model.to_empty(device="cpu")
+    model.load_state_dict(weights, strict=True)
+    right = (model(task.data.test_inputs).argmax(1) == task.data.test_targets).double().mean()
+    assert float(right) == pytest.approx(outcome["test_accuracy"]), "what was tested had been drained"
+
+
+def test_an_asynchronous_run_resumes_where_it_stopped(tmp_path, profile):
+    """Also in the middle of an epoch: whoever stops there drains, and goes on as one who drained there."""
+    common = [*STREAM, "--profile", str(profile), "--epochs", "2"]
+    subprocess.run([*common, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
+    part = str(tmp_path / "part")
+    subprocess.run([*common, "--limit-steps", "12", "--out", part], check=True, capture_output=True)
+    subprocess.run([*common, "--limit-steps", "17", "--out", part, "--resume"], check=True, capture_output=True)
+    lines = [json.loads(line) for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()]
+    whole = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    steps, expected = ([line["loss"] for line in each if "loss" in line] for each in (lines, whole))
+    assert steps == expected[:17], "the second epoch starts from the checkpoint that the first one left"
+    subprocess.run([*common, "--out", part, "--resume"], check=True, capture_output=True)
+    lines = [json.loads(line) for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))

@@ -106,6 +106,7 @@ RULES = {
 }  # fmt: skip
 ARITHMETIC = {"none": "newest", "pipemare": "corrected", "avgpipe": "averaged", "hetpipe": "waves",
               **dict.fromkeys(("spectrain", "xpipe", "pipeoptim"), "predicted")}  # fmt: skip
+EXTRA = {"spectrain": 1.0, "pipeoptim": 1.0, "xpipe": 3.0, "pipemare": 2.0, "avgpipe": 2.0, "hetpipe": 1.0}
 OPTIMIZERS = {"spectrain": ("SGD",), "xpipe": ("Adam", "AdamW"), "pipeoptim": ("SGD", "Adam", "AdamW", "RMSprop")}
 DEFAULTS = {"pipemare": {"decay": 0.135, "annealing": 100.0, "lockstep": 0.0}}
 
@@ -113,7 +114,7 @@ DEFAULTS = {"pipemare": {"decay": 0.135, "annealing": 100.0, "lockstep": 0.0}}
 def rule_called(name: str, **facts) -> WeightRule:
     """A rule as the weights room has it, made by hand: these tests hold without that room's files."""
     facts = {"arithmetic": ARITHMETIC.get(name, "versions"), "optimizers": OPTIMIZERS.get(name, ()),
-             "options": DEFAULTS.get(name, {}), "because": "its paper has no other", **facts}  # fmt: skip
+             "extra": EXTRA.get(name, 0.0), "options": DEFAULTS.get(name, {}), "because": "its paper has no other", **facts}  # fmt: skip
     return WeightRule(
         name, reads=lambda place: Reads(place.at_forward, place.at_backward), synchronous=False, source="a paper", **facts
     )
@@ -142,9 +143,12 @@ def grads_of(module: nn.Module) -> list[torch.Tensor | None]:
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in module.parameters()]
 
 
-def play(module: nn.Module, weights, ops, data, loss, on_backward=None) -> list[torch.Tensor]:
-    """Run ops as a rank does. `data(n)` are input and target; `on_backward(n, grads)` sees what each backward adds."""
-    graphs, losses = {}, []
+def play(module: nn.Module, weights, ops, data, loss, on_backward=None, graphs=None) -> list[torch.Tensor]:
+    """Run ops as a rank does.
+
+    `data(n)` are input and target; `on_backward(n, grads)` sees what each backward adds; `graphs` are in flight.
+    """
+    graphs, losses = {} if graphs is None else graphs, []
     for kind, number in ops:
         if kind == "F":
             weights.before_forward(number)

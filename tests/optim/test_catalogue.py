@@ -91,6 +91,27 @@ def test_a_checkpoint_of_another_rule_has_nothing_for_it_and_it_begins_anew(lab,
     assert all(map(torch.equal, first, second))
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("rule", "pair"), EVERY)
+def test_no_more_is_held_than_the_rule_says(lab, rule, pair, stage):
+    """Plans are made with versions and `extra`: an upper bound that is too low is worse than none. What a prediction from gradients
+    keeps of them comes on top, and room for the roots of a few weights.
+    """
+    module = lab.mlp()
+    weights, line, _ = made(lab, module, rule, pair, stage)
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    most, graphs = 0, {}
+    for op in line.ops:
+        lab.play(module, weights, [op], lab.vectors, lab.squares, graphs=graphs)
+        most = max(most, weights.held_bytes())
+    extra = (
+        lab.EXTRA.get(rule, 0)
+        + (pair in ("sgd with decay", "rmsprop"))
+        + (pair in ("adam", "adamw", "rmsprop") and rule in lab.OPTIMIZERS)
+    )
+    assert most <= (weights.peak_versions + extra) * size
+
+
 @pytest.mark.parametrize(("rule", "pair"), EVERY)
 def test_after_a_drain_parameters_can_be_evaluated_loaded_and_trained_on(lab, rule, pair):
     """What a drained stage shows is its newest version, in memory that others may write to."""

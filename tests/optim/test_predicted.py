@@ -42,15 +42,15 @@ def bellwether(line, side):
     return weights
 
 
-def agree(lab, rule, place, pair, forward, backward):
+def agree(lab, rule, place, pair, forward, backward, **facts):
     """A stream does as its literal reference."""
     line = lab.line_of(rule, *place, batches=9)
-    module = lab.mlp()
+    module, data = facts.pop("module", lab.mlp()), facts.pop("data", lab.vectors)
     factory, formula = lab.PAIRS[pair] if isinstance(pair, str) else pair
-    losses, newest = lab.literal(module, line, lab.vectors, lab.squares, formula(), forward(line), backward(line))
-    weights = lab.make(lab.site_of(module, line, rule, factory))
+    losses, newest = lab.literal(module, line, data, lab.squares, formula(), forward(line), backward(line))
+    weights = lab.make(lab.site_of(module, line, rule, factory, **facts))
     before = [parameter.data_ptr() for parameter in module.parameters()]
-    assert lab.close(lab.play(module, weights, line.ops, lab.vectors, lab.squares), losses)
+    assert lab.close(lab.play(module, weights, line.ops, data, lab.squares), losses)
     weights.drain()
     assert lab.close(lab.values_of(module), newest)
     assert [parameter.data_ptr() for parameter in module.parameters()] == before
@@ -76,10 +76,11 @@ def test_spectrain_with_dampening_is_the_papers_exponential_average(lab):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("pair", ["adam", "adamw"])
-def test_xpipe_predicts_once_for_all_micro_batches_of_a_batch(lab, place, pair):
+@pytest.mark.parametrize(("pair", "extra"), [("adam", 3.0), ("adamw", 3.0), ("adam", 1.0), ("adam", 2.0)])
+def test_xpipe_predicts_once_for_all_micro_batches_of_a_batch(lab, place, pair, extra):
     """The bellwether's prediction is read by the others even when an update has come between, which it does not take part in."""
-    agree(lab, "xpipe", place, pair, lambda line: bellwether(line, "forward"), lambda line: bellwether(line, "backward"))
+    sides = [lambda line, side=side: bellwether(line, side) for side in ("forward", "backward")]
+    agree(lab, "xpipe", place, pair, *sides, rule=lab.rule_called("xpipe", extra=extra))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -89,6 +90,17 @@ def test_pipeoptim_predicts_with_the_optimizers_own_formula_before_forwards_only
     pairs = {"rmsprop": (lambda ps: torch.optim.RMSprop(ps, lr=0.01), lambda: lab.RmsProp(0.01))}
     newest = lambda line: lambda versions, number, optimizer: versions[-1]  # noqa: E731
     agree(lab, "pipeoptim", place, pairs.get(pair, pair), moved("forward"), newest)
+
+
+@pytest.mark.parametrize("rule", ["spectrain", "pipeoptim"])
+def test_layers_that_save_their_weights_as_they_are_find_what_the_backward_reads(lab, rule):
+    """Convolutions and norms save the parameter, linear layers a view of it, weight norm what it has made of two."""
+    torch.manual_seed(0)
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 4))
+    module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Flatten(), normed).double()
+    data = lambda n: (torch.randn(3, 2, 6, 6, generator=torch.Generator().manual_seed(n), dtype=torch.float64), torch.ones(1))  # noqa: E731
+    agree(lab, rule, (2, 4, 1) if rule == "spectrain" else (0, 4, 2), "momentum", moved("forward"), moved("backward"),
+          module=module, data=data)  # fmt: skip
 
 
 def test_a_forward_that_reads_ahead_reads_what_the_next_updates_make_if_gradients_stay(lab):

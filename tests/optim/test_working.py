@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -57,15 +58,18 @@ def test_every_change_begins_at_the_newest_version():
     assert parameter.item() == 21
 
 
-def test_what_is_kept_can_be_had_after_an_update_as_it_was():
+@pytest.mark.parametrize("soon", [True, False])
+def test_what_is_kept_can_be_had_after_an_update_as_it_was(soon):
     """XPipe's later micro-batches read what the first has predicted, of weights that are gone by then."""
     parameter, working = made()
     working.show("ahead", plus(10))
-    working.keep("forward", "ahead")
+    working.keep("forward", "ahead", plus(10), soon=soon)
     working.show(0)
+    assert working.held_bytes() == (12 if soon else 8)
     working.begin_step()
     parameter.data += 100
     working.end_step(1)
+    assert working.held_bytes() == 12
     assert working.has("ahead")
     working.show("ahead", plus(-1))
     assert parameter.item() == 11
@@ -73,6 +77,19 @@ def test_what_is_kept_can_be_had_after_an_update_as_it_was():
     working.show(1)
     assert parameter.item() == 101
     assert not working.has("ahead")
+
+
+def test_what_is_kept_soon_is_not_made_again():
+    """A copy takes less time than Adam's direction."""
+    _, working = made()
+    for soon, wanted in ((True, 1), (False, 2)):
+        calls = []
+        working.show("ahead", plus(10, calls))
+        working.keep("forward", "ahead", plus(10, calls), soon=soon)
+        working.show(0)
+        working.show("ahead", plus(10, calls))
+        assert len(calls) == wanted
+        working.restart(0)
 
 
 def test_the_newest_version_can_be_kept_over_an_update_too():

@@ -47,7 +47,9 @@ def results(runs, run):
         run("none", stages=4, given_up="loss no number at batch 10"),
         *(run("none", stages=4, seed=seed, accuracy=0.95) for seed in (1, 2)),
     ]
-    paces = {record.case.group: Pace("1f1b" if record.case.rule == "flush" else "pipedream", 1, record.case.stages, (1, 0), (2, 1),
-                                     0.2 if record.case.rule == "flush" else 0.1, None) for record in records}  # fmt: skip
+    paces = {}
+    for group in [each for record in records for each in (record.case.group, record.case.group.usual)]:
+        flush = group.rule == "flush"
+        paces[group] = Pace("1f1b" if flush else "pipedream", group.stages, (1, 0), (2, 1), 0.2 if flush else 0.1)
     question = Question(tasks=("digits",), rules=("stash", "none"), depths=(2, 4))
     return Results(question, tuple(records), paces, (), (), {"device": "made up"})

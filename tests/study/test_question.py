@@ -30,22 +30,35 @@ def test_cases_of_one_seed_come_together_and_differ_in_rule_alone():
 
 
 def test_micro_batches_are_as_few_as_each_rule_takes():
-    """Gradients are oldest with one; double buffers need one for each stage; flush has nothing to gain from fewer."""
-    found = {case.rule: case.micro_batches for case in cases_of(rules=("stash", "double-buffer", "none"))}
-    assert found == {"flush": 4, "stash": 1, "double-buffer": 4, "none": 1}
+    """Gradients are oldest with one; double buffers need one for each stage."""
+    found = {
+        case.rule: case.micro_batches for case in cases_of(rules=("stash", "double-buffer", "none")) if case.rule != "flush"
+    }
+    assert found == {"stash": 1, "double-buffer": 4, "none": 1}
     assert {case.micro_batches for case in cases_of(rules=("stash",), micro_batches="stages")} == {4}
 
 
+def test_flush_is_run_with_the_micro_batches_of_every_rule():
+    """Batch norm sees one micro-batch at a time, so that flush with others is another model."""
+    found = cases_of(rules=("stash", "double-buffer"), seeds=1)
+    assert [case.micro_batches for case in found if case.rule == "flush"] == [1, 4]
+
+
+def test_flush_asked_for_alone_is_run_as_usual():
+    """It has nothing to gain from fewer micro-batches than stages."""
+    assert [(case.rule, case.micro_batches) for case in cases_of(rules=("flush",), seeds=1)] == [("flush", 4)]
+
+
 def test_epochs_may_be_fractions_and_all_batches_are_whole():
-    """1,437 digits are 89 batches of 16."""
-    assert cases_of(rules=("stash",), epochs=0.5)[0].batches == 44
+    """1,437 digits are 44 batches of 32 and some."""
+    assert cases_of(rules=("stash",), epochs=0.5)[0].batches == 22
     assert cases_of(rules=("stash",), epochs=2, most_batches=7)[0].batches == 7
 
 
 def test_annealing_is_scaled_to_the_length_of_the_run():
     """PipeMare's learning rates would otherwise never come back, or at once."""
     found = next(case for case in cases_of(rules=("pipemare",), epochs=1) if case.rule == "pipemare")
-    assert found.options == (("annealing", 22.0),)
+    assert found.options == (("annealing", 11.0),)
 
 
 def test_keys_differ_where_anything_differs():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import FileError
+from penstock.study.question import Group
 from penstock.study.record import Measured, Notebook
 
-TIMED = Measured("digits", "sgd", "stash", 2, 1, 2, 0.01)
+TIMED = Measured(Group("digits", "sgd", "stash", 2, 1), 0.01)
 
 
 def test_records_come_back_as_they_were(run, tmp_path):
@@ -18,7 +19,7 @@ def test_records_come_back_as_they_were(run, tmp_path):
         notebook.add(entry)
     again = Notebook(tmp_path / "new")
     assert again.of([second.case, first.case]) == [second, first]
-    assert again.measured == {("digits", "sgd", "stash", 2, 1): TIMED}
+    assert again.measured == {TIMED.group: 0.01}
     assert again.of([run(seed=2).case]) == []
 
 

@@ -51,5 +51,5 @@ def test_the_page_shows_its_figures_and_conditions(results):
     said = page(results, ["digits-final.png", "gpt-final.png"])
     assert "![digits-final.png](digits-final.png)" in said
     assert "gpt-final" not in said
-    assert "vgg11 (width 8, dropout 0.0) on digits" in said
+    assert "vgg11_bn (width 8, dropout 0.0) on digits" in said
     assert "messages take no time" in said

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.study.question import Group
+
 
 def test_sentences_say_which_rules_lose_and_at_which_depths(results):
     """The study's whole point, in words made from the numbers."""
@@ -26,20 +28,30 @@ def test_rules_are_held_against_flush_with_the_same_optimizer(results, runs):
         *runs("xpipe", (0.5, 0.51, 0.52), optimizer="adam"),
     )
     both = replace(results, records=records, question=replace(results.question, rules=("stash", "none", "xpipe")))
-    verdict = both.verdicts["digits", "adam", "xpipe", 2]
+    verdict = both.verdicts[Group("digits", "adam", "xpipe", 2, 1)]
     assert verdict.standing.value == "holds"
 
 
-def test_time_to_the_target_counts_simulated_seconds(results):
-    """The same curve at half the seconds per batch arrives in half the time."""
-    flush, stash = (("digits", "sgd", rule, 2) for rule in ("flush", "stash"))
-    assert results.batches_to_target(flush) == results.batches_to_target(stash)
-    assert results.seconds_to_target(flush) == pytest.approx(2 * results.seconds_to_target(stash))
+def test_a_speed_up_counts_simulated_seconds_and_batches(results):
+    """The same curve at half the seconds per batch arrives twice as soon."""
+    group = Group("digits", "sgd", "stash", 2, 1)
+    assert results.batches_to_target(group) == results.batches_to_target(group.baseline)
+    assert results.speed_up(group) == pytest.approx(2.0)
 
 
-def test_a_rule_of_which_one_run_never_arrives_has_no_time_to_the_target(results):
+def test_flush_is_timed_as_one_would_run_it(results):
+    """With one micro-batch it would stand still most of the time, and everything would look fast beside it."""
+    group = Group("digits", "sgd", "stash", 2, 1)
+    slower = replace(results.paces[group.usual], simulated_s=0.4)
+    assert group.usual == Group("digits", "sgd", "flush", 2, 2)
+    assert replace(results, paces={**results.paces, group.usual: slower}).speed_up(group) == pytest.approx(4.0)
+
+
+def test_a_rule_of_which_one_run_never_arrives_has_no_speed_up(results):
     """A mean over those that arrive would flatter it."""
-    assert results.batches_to_target(("digits", "sgd", "none", 4)) is None
+    group = Group("digits", "sgd", "none", 4, 1)
+    assert results.batches_to_target(group) is None
+    assert results.speed_up(group) is None
 
 
 def test_the_json_has_every_loss_or_means_where_it_is_to_be_small(results):

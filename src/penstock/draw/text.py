@@ -59,7 +59,8 @@ def text(panels: Sequence[Timeline], width: int = 100, colour: bool = False, not
     column shows what filled most of it, idle (`·`) included; where many ops share a column, kinds take turns from one column
     to the next in proportion to their time. A cell has its letter and micro-batch where there is room, with the stage first
     (`2F0`) on a rank that holds several; where every op takes whole columns, a lone digit in one is the micro-batch of an F.
-    Slices are written `F3.1`. Two ops that run as one have half of their span each, with `&` between: `F3░&B1▓`.
+    Slices are written `F3.1`. Two ops that run as one have half of their span each, with `&` between: `F3░&B1▓`. Where a stage has
+    several updates that take no time, the cells before them end in `█`, if there is room: `B1▓█`.
 
     Args:
         panels: the timelines.
@@ -76,15 +77,17 @@ def text(panels: Sequence[Timeline], width: int = 100, colour: bool = False, not
     gutter = len("rank  |") + digits
     clock, columns = Clock.of(panels), _Columns.of(panels, width - gutter - 1)
     lines: list[str] = []
-    joined = False
+    joined = marked = False
     for panel in panels:
         lines += _wrapped([heading(panel)], width)
-        rows, pairs = _rows(panel, columns, colour)
+        rows, pairs, updates = _rows(panel, columns, colour)
         lines += [f"rank {rank:>{digits}} |{row}|" for rank, row in enumerate(rows)]
-        joined |= pairs
+        joined, marked = joined or pairs, marked or updates
         lines.append("time".ljust(gutter) + _axis(clock, columns, horizon(panels)))
         lines += _wrapped(_flowing([(words, words) for words in figures(panel, clock)], ", ", width), width)
     legend = _legend(panels, colour)
+    if marked:
+        legend.append((f"{FILL[Kind.U]} at its end, an update",) * 2)
     if joined:
         legend.append((f"{JOIN} with the op before, as one",) * 2)
     if not columns.whole and horizon(panels):
@@ -134,13 +137,13 @@ class _Cell:
         return [label for label in labels if len(label) <= room]
 
 
-def _rows(panel: Timeline, columns: _Columns, colour: bool) -> tuple[list[str], bool]:
-    """A row per rank, and whether any shows a pair."""
+def _rows(panel: Timeline, columns: _Columns, colour: bool) -> tuple[list[str], bool, bool]:
+    """A row per rank, whether any shows a pair, and whether any shows an update that took no time."""
     names = kinds([panel])
     shown = [_filled(Spans.of(panel, rank, columns.seconds), names, columns) for rank in range(panel.ranks)]
     if len(panel.log.start) > _MOST_NAMED * columns.count * max(1, panel.ranks):
-        return [_joined([None] * columns.count, kinds_there, colour) for kinds_there in shown], False
-    ways, rows, pairs = Ways.of(panel), [], False
+        return [_joined([None] * columns.count, kinds_there, colour) for kinds_there in shown], False, False
+    ways, rows, pairs, updates = Ways.of(panel), [], False, False
     for rank, (events, kinds_there) in enumerate(zip(by_rank(panel), shown, strict=True)):
         apart, second = side_by_side(events, columns.seconds)
         pairs |= bool(second)
@@ -154,8 +157,28 @@ def _rows(panel: Timeline, columns: _Columns, colour: bool) -> tuple[list[str], 
             )
             for place, event in enumerate(apart)
         ]
-        rows.append(_joined(_letters(cells, kinds_there, columns), kinds_there, colour))
-    return rows, pairs
+        letters = _letters(cells, kinds_there, columns)
+        updates |= _mark_updates(events, letters, kinds_there, columns)
+        rows.append(_joined(letters, kinds_there, colour))
+    return rows, pairs, updates
+
+
+def _mark_updates(
+    events: Sequence[Event], letters: list[str | None], kinds_there: list[Kind | None], columns: _Columns
+) -> bool:
+    """Put a sign where a batch ends with an update that took no time; whether there was any. One alone ends the program anyway."""
+    updates = [event for event in events if event.op.kind is Kind.U and event.end <= event.start]
+    if all(event.op.micro_batch == 1 for event in updates):
+        return False
+    places = [round(event.start / columns.seconds) - 1 for event in updates]
+    places = [
+        place
+        for place in places
+        if 0 <= place < columns.count and letters[place] is None and kinds_there[place] in (Kind.B, Kind.W)
+    ]
+    for place in places:
+        letters[place] = FILL[Kind.U]
+    return bool(places)
 
 
 def _letters(cells: list[_Cell], kinds_there: list[Kind | None], columns: _Columns) -> list[str | None]:

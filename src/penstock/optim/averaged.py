@@ -57,7 +57,6 @@ class Averaged(StageWeights):
         assert first is not None
         self._copies = [_Copy(first), *(_Copy(site.update.another()) for _ in range(site.pipelines - 1))]
         self._learnt: list[Tensor] = []
-        self._scratch: list[Tensor] = []
         self._in_round = 0
         self._shown: _Copy | None = None  # whose values the parameters have; None: the reference's
         self._gathers: _Copy | None = None  # whose gradients are in `.grad`
@@ -90,13 +89,16 @@ class Averaged(StageWeights):
         self._show(chosen)
         self._gather(chosen)
         point(self._update.parameters, chosen.tensors)
-        copy(self._scratch, chosen.flat)
         _follow(chosen.optimizer, self._copies[0].optimizer)
-        self._update.advance(chosen.optimizer)
-        take(self._update.parameters, chosen.tensors)
+        # Subtracted before and added after, and not by way of a copy: one copy less to hold, and differences of such near numbers
+        # are exact in either way. Whatever happens to the step, what the round has learnt stays small.
+        torch._foreach_sub_(self._learnt, chosen.flat)
+        try:
+            self._update.advance(chosen.optimizer)
+        finally:
+            take(self._update.parameters, chosen.tensors)
+            torch._foreach_add_(self._learnt, chosen.flat)
         self._gathers = self._due = None
-        torch._foreach_sub_(self._scratch, chosen.flat)
-        torch._foreach_sub_(self._learnt, self._scratch)
         torch._foreach_lerp_(chosen.flat, [block.flat for block in self._reference], 1 / len(self._copies))
         self._in_round += 1
         if self._in_round == len(self._copies):
@@ -118,9 +120,9 @@ class Averaged(StageWeights):
         return len(self._copies) if self._learnt else 1
 
     def held_bytes(self) -> int:
-        """Copies, reference, what the round has learnt, and scratch."""
+        """Copies, reference, and what the round has learnt."""
         blocks = [block.flat for held in (self._reference, *(each.blocks for each in self._copies)) for block in held]
-        return sum(tensor.nbytes for tensor in (*blocks, *self._learnt, *self._scratch))
+        return sum(tensor.nbytes for tensor in (*blocks, *self._learnt))
 
     def state(self) -> State:
         """The copies, and the optimizers of all but the first."""
@@ -176,7 +178,6 @@ class Averaged(StageWeights):
         if self._learnt:
             return
         self._learnt = [torch.zeros_like(block.flat) for block in self._reference]
-        self._scratch = list(map(torch.empty_like, self._learnt))
         for each in self._copies:
             each.blocks = [self._layout.room(block.group) for block in self._reference]
             each.tensors = self._layout.tensors(each.blocks)

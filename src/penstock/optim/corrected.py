@@ -6,7 +6,8 @@ With τ updates between a forward and its backward, δ the moving average of wha
     after an update  δ ← γ δ + (1 - γ) (w' - w),       γ = decay^(1/τ)
     update k has     lr / max(τ, 1)^(1 - min(k / annealing, 1))      (T1, learning-rate rescheduling; k from 0)
 
-Where less than one update lies between, the learning rate is as it is: the paper's formula would raise it.
+Where less than one update lies between, the learning rate is as it is: the paper's formula would raise it. In the batches of T3,
+which flush (option warm_up), nothing is stale, so nothing is corrected or slowed down.
 
 Source: Yang et al. 2021, PipeMare, section 3. τ is the program's own, as `verify` reports it for a stage; the paper's, for a machine
 that runs a forward and a backward at once, is (2 (p - 1 - s) + 1) / m (option lockstep=1).
@@ -42,6 +43,7 @@ class Corrected(StageWeights):
         self._update = site.update
         self._delay = delay_of(site)
         self._annealing = site.options.get("annealing", 0.0)
+        self._warm_up = site.options.get("warm_up", 0.0)
         decay = site.options.get("decay", 0.135)
         if not 0 < decay < 1:
             raise SettingError(
@@ -60,7 +62,7 @@ class Corrected(StageWeights):
     def before_backward(self, number: int) -> None:
         """The estimate; before the first update that is the newest version."""
         del number
-        if self._back:
+        if self._back and self._updates >= self._warm_up:
             self._working.show(_ESTIMATE, lambda weights: torch._foreach_add_(weights, self._back, alpha=self._delay))
 
     def finished(self, number: int) -> None:
@@ -109,7 +111,8 @@ class Corrected(StageWeights):
     @contextmanager
     def _rescheduled(self) -> Iterator[None]:
         """The optimizer's learning rates as T1 has them for the next update."""
-        exponent = 1 - min(self._updates / self._annealing, 1) if self._annealing > 0 else 0.0
+        asynchronous = self._updates >= self._warm_up
+        exponent = 1 - min(self._updates / self._annealing, 1) if self._annealing > 0 and asynchronous else 0.0
         factor = max(self._delay, 1) ** -exponent
         groups = [] if factor == 1 or self._update.optimizer is None else self._update.optimizer.param_groups
         rates = [group["lr"] for group in groups]

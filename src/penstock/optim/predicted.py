@@ -7,6 +7,7 @@ Sources: Chen et al. 2018, SpecTrain; Guan et al. 2019, XPipe; Guan et al. 2023,
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import final
@@ -95,6 +96,8 @@ class Predicted(StageWeights):
         self._stage, self._update, self._use = site.stage, site.update, site.use
         self._direction = direction_of(site)
         self._newest = 0
+        # Besides the working copy a rule may have room for predictions, the forward's first: what is kept need not be made again.
+        self._spare = site.rule.extra - 1
         self._in_flight: dict[int, Use] = {}
         self._begun: set[int] = set()
         self._working = Working(site.update, newest=(0, 0))
@@ -152,8 +155,10 @@ class Predicted(StageWeights):
         if version != self._newest and not self._working.has(content):
             raise RunError(f"stage {self._stage}: the {kind} of micro-batch {number} reads weight version {version}, {ahead} ahead, and "
                            f"the newest is {self._newest}: predictions are made of the newest")  # fmt: skip
-        self._working.show(content, (lambda weights: self._direction.move(weights, ahead)) if ahead else None)
-        self._working.keep(kind, content if self._again(number, batch, kind, content) else None)
+        change = functools.partial(self._direction.move, updates=ahead) if ahead else None
+        self._working.show(content, change)
+        again = self._again(number, batch, kind, content)
+        self._working.keep(kind, content if again else None, change, soon=self._spare >= (1 if kind == "forward" else 2))
 
     def _again(self, number: int, batch: int, kind: str, content: tuple[int, int]) -> bool:
         """Whether a later micro-batch of the batch reads the same. Maybe after an update, when it could not be made any more."""

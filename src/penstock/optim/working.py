@@ -16,12 +16,17 @@ from torch import Tensor
 from penstock.optim.blocks import copy
 from penstock.optim.update import Update
 
+#: Makes contents of the newest version, in place.
+Change = Callable[[list[Tensor]], None]
+
 
 @dataclass
 class _Wanted:
-    """Contents that will be asked for again, and whether they have been copied (else the parameters still hold them)."""
+    """Contents that will be asked for again: how they are made, whether they have been copied, and whether they should be soon."""
 
     content: Hashable
+    change: Change | None
+    soon: bool
     stored: bool = False
 
 
@@ -44,14 +49,15 @@ class Working:
         stored = (wanted.content for wanted in self._wanted.values() if wanted.stored)
         return content in (self.newest, self._holds) or content in stored
 
-    def show(self, content: Hashable, change: Callable[[list[Tensor]], None] | None = None) -> None:
-        """Let the parameters hold this. What is nowhere is made from the newest version: `change` changes that in place."""
+    def show(self, content: Hashable, change: Change | None = None) -> None:
+        """Let the parameters hold this. What is nowhere is made by `change`."""
         if content == self._holds:
             return
         if self._holds == self.newest:
             self._put_aside()
-        else:
-            self._store()
+        for name, wanted in self._wanted.items():
+            if wanted.soon and wanted.content == self._holds != self.newest:
+                self._store(name, wanted)
         room = next((self._room[name] for name, it in self._wanted.items() if it.stored and it.content == content), None)
         if room is not None:
             copy(self._memory(), room)
@@ -62,18 +68,27 @@ class Working:
                 change(self._memory())
         self._holds = content
 
-    def keep(self, name: str, content: Hashable | None) -> None:
-        """Let these contents be had, once they have been shown, until others (or None) are kept under the same name."""
+    def keep(self, name: str, content: Hashable | None, change: Change | None = None, *, soon: bool = False) -> None:
+        """Let contents that have just been shown be had, even after a step, until others (or None) are kept under the same name.
+
+        Args:
+            name: of which there are few: each may take memory of the size of the weights.
+            content, change: as in `show`.
+            soon: copy them as soon as something else is shown, and not only before a step, so that they need not be made again.
+        """
         wanted = self._wanted.get(name)
         if content is None:
             self._wanted.pop(name, None)
         elif wanted is None or wanted.content != content:
-            self._wanted[name] = _Wanted(content)
+            self._wanted[name] = _Wanted(content, change, soon)
 
     def begin_step(self) -> None:
         """Let the parameters be the newest version, which a step is about to change."""
+        for name, wanted in self._wanted.items():
+            if not wanted.stored:
+                self.show(wanted.content, wanted.change)
+                self._store(name, wanted)
         self.show(self.newest)
-        self._store()
 
     def newest_aside(self) -> list[Tensor]:
         """The newest version once more, in memory that may be used for something else between a step and its `end_step`."""
@@ -110,11 +125,10 @@ class Working:
             copy(self._aside, self._memory())
             self._is_aside = True
 
-    def _store(self) -> None:
-        """Copy what the parameters hold, if it will be asked for again."""
-        for name, wanted in self._wanted.items():
-            if wanted.content == self._holds and not wanted.stored:
-                if name not in self._room:
-                    self._room[name] = list(map(torch.empty_like, self._memory()))
-                copy(self._room[name], self._memory())
-                wanted.stored = True
+    def _store(self, name: str, wanted: _Wanted) -> None:
+        """Copy what the parameters hold, which is wanted."""
+        if not wanted.stored:
+            if name not in self._room:
+                self._room[name] = list(map(torch.empty_like, self._memory()))
+            copy(self._room[name], self._memory())
+            wanted.stored = True

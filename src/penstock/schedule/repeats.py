@@ -55,11 +55,12 @@ class Row:
         length = int(np.count_nonzero(inside))
         if length == 0:
             return None if self.program else ((), (), Counter())
-        updates = Counter(self.stage[inside & (self.kind == ord(Kind.U.value))].tolist())
-        made = np.zeros(int(self.stage.max()) + 1, np.int64)
-        made[list(updates)] = list(updates.values())
+        is_update = self.kind == ord(Kind.U.value)
+        updates = Counter(self.stage[inside & is_update].tolist())
         one, other = slice(0, max(self.whole - length, 0)), slice(length, max(self.whole, length))
-        step = np.where(self.kind[one] == ord(Kind.U.value), made[self.stage[one]], batches * self.micro_batches)
+        step = np.where(is_update[one], 0, batches * self.micro_batches)
+        for stage, versions in updates.items():
+            step[is_update[one] & (self.stage[one] == stage)] = versions
         same = (
             (self.kind[one] == self.kind[other])
             & (self.stage[one] == self.stage[other])

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.draw.output import write
 from penstock.draw.palette import BLACK, WHITE
 from penstock.errors import MissingExtra
-from penstock.study.question import BASELINE
-from penstock.study.results import Group, Results
+from penstock.study.question import BASELINE, Group
+from penstock.study.results import Results
 from penstock.study.statistics import Spread, curve, window_of
 from penstock.study.tasks import study_task
 from penstock.study.verdict import Fate, Standing, fate
@@ -60,7 +60,7 @@ def figures(results: Results, folder: Path) -> list[str]:
 
 
 def _samples(group: Group) -> float:
-    return float(study_task(group[0]).settings.batch)
+    return float(study_task(group.task).settings.batch)
 
 
 def _pace(results: Results, field: str) -> Scale:
@@ -103,22 +103,23 @@ def _axes(count: int, columns: int, size: tuple[float, float], **options: Any) -
 def _curves(results: Results, task: str, word: str, scale: Scale) -> Figure | None:
     """A panel for each rule: its training loss at every depth, and flush's with the same optimizer."""
     groups = [group for group in results.of_task(task) if scale(group) is not None]
-    panels = list(dict.fromkeys(group[1:3] for group in groups if group[2] != BASELINE))
+    panels = list(dict.fromkeys(group[1:3] for group in groups if group.rule != BASELINE))
     if not panels:
         return None
     figure, grid = _axes(len(panels) + 1, min(_COLUMNS, len(panels) + 1), (2.6, 1.9), sharey=True)
-    depths = sorted({group[3] for group in groups})
+    depths = sorted({group.stages for group in groups})
     top = max(run.losses[0] for group in groups for run in results.groups[group])
     apart = len({scale(group) for group in groups}) > 1
+    colours = dict(zip(depths, _colours(depths), strict=True))
     for axes, (optimizer, rule) in zip(grid, panels, strict=False):
         axes.set_title(
             rule if optimizer == results.question.optimizer else f"{rule} ({optimizer})", fontweight="bold", loc="left"
         )
-        for depth, own in zip(depths, _colours(depths), strict=True):
-            for name, colour in ((BASELINE, own if apart else _FLUSH), (rule, own)):
-                group = (task, optimizer, name, depth)
-                if group in groups:
-                    _lines(axes, results, group, scale(group) or 0.0, colour)
+        for group in (each for each in groups if each[1:3] == (optimizer, rule)):
+            own, usual = colours[group.stages], scale(group.usual)
+            if usual is not None and group.baseline in results.groups:
+                _lines(axes, results, group.baseline, usual, own if apart else _FLUSH)
+            _lines(axes, results, group, scale(group) or 0.0, own)
         axes.set_ylim(0, 1.25 * top)
         axes.margins(x=0.02)
     figure.supxlabel(word, color=_SOFT, fontsize=8)
@@ -135,7 +136,7 @@ def _lines(axes: Axes, results: Results, group: Group, per_batch: float, colour:
     common = min(map(len, means))
     xs = [(i + 1) * window * per_batch for i in range(common)]
     at = [Spread(tuple(each[i] for each in means)) for i in range(common)]
-    flush = group[2] == BASELINE
+    flush = group.rule == BASELINE
     order = 2 if flush else 3
     axes.fill_between(
         xs, [one.low for one in at], [one.high for one in at], color=colour, alpha=0.18, linewidth=0, zorder=order
@@ -172,33 +173,34 @@ def _key(axes: Axes, depths: Sequence[int], apart: bool) -> None:
 def _finals(results: Results, task: str) -> Figure | None:
     """A panel for each depth: every run's metric, rule by rule, and the span of flush's."""
     groups = results.of_task(task)
-    depths = sorted({group[3] for group in groups})
-    rules = list(dict.fromkeys(group[1:3] for group in groups))
+    depths = sorted({group.stages for group in groups})
+    rules = list(dict.fromkeys(group[1:3] for group in groups if group.rule != BASELINE))
     if not rules:
         return None
     metric = study_task(task).metric
     figure, grid = _axes(len(depths), len(depths), (3.0, 0.9 + 0.21 * len(rules)), sharex=True, sharey=True)
     for axes, depth in zip(grid, depths, strict=True):
         axes.set_title(f"{depth} stages", loc="left", fontweight="bold")
-        for place, (optimizer, rule) in enumerate(rules):
-            group = (task, optimizer, rule, depth)
-            if group in results.groups:
-                _dots(axes, results, group, place)
+        for group in groups:
+            if group.stages == depth and group[1:3] in rules:
+                _dots(axes, results, group, rules.index(group[1:3]))
         axes.set_xlabel(f"{metric.name}{f',{metric.sign}' * bool(metric.sign)}")
     names = [rule if optimizer == results.question.optimizer else f"{rule} ({optimizer})" for optimizer, rule in rules]
     grid[0].set_yticks(range(len(rules)), names)
     grid[0].set_ylim(len(rules) - 0.4, -0.6)
-    figure.suptitle(f"{task}: {metric.name} of every run; grey: span of flush; red: worse than every run of flush; crosses did not train",
+    figure.suptitle(f"{task}: {metric.name} of every run; grey: flush; red: worse; \N{MULTIPLICATION SIGN}: did not train",
                     x=0.01, ha="left", fontweight="bold", fontsize=9)  # fmt: skip
     return figure
 
 
 def _dots(axes: Axes, results: Results, group: Group, place: int) -> None:
-    metric, verdict = study_task(group[0]).metric, results.verdicts[group]
-    base = results.verdicts.get((group[0], group[1], BASELINE, group[3]))
+    metric, verdict = study_task(group.task).metric, results.verdicts[group]
+    base = results.verdicts.get(group.baseline)
     if base is not None and base.values is not None:
         low, high = (metric.scale * number for number in (base.values.low, base.values.high))
         axes.fill_betweenx([place - 0.42, place + 0.42], low, high, color=_FLUSH, alpha=0.3, linewidth=0)
+        for flush in base.values.values:
+            axes.plot([metric.scale * flush] * 2, [place - 0.42, place + 0.42], color=_FLUSH, linewidth=0.8)
     colour = _FAILED if verdict.standing in (Standing.LOSES, Standing.FAILS) else BLACK
     failed = 0
     for run in results.groups[group]:

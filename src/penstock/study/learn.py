@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from penstock.runtime.pipeline import Pipeline
+from penstock.study.cut import cut
 from penstock.study.question import Case
 from penstock.study.record import Record
-from penstock.study.tasks import cut, study_task
+from penstock.study.tasks import study_task
 from penstock.tracing.chain import chain
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import batches
@@ -33,7 +34,7 @@ def pipeline(case: Case, executor: str) -> tuple[Pipeline, Task, TrainConfig]:
         traced,
         loss=task.loss,
         optimizer=optimizer_factory(config),
-        balance=cut(traced, case.stages),
+        balance=cut(traced, task.data.train_inputs, case.stages),
         schedule=case.programs,
         weights=case.rule,
         weights_options=dict(case.options),

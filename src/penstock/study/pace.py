@@ -35,7 +35,7 @@ class Pace:
     """What does not depend on the seed.
 
     Attributes:
-        schedule, micro_batches, ranks: the programs.
+        schedule, ranks: the programs.
         staleness: per stage, the most updates by which a gradient is old.
         versions: per stage, the most versions of the weights kept.
         simulated_s: seconds per batch in the steady state, links free.
@@ -43,7 +43,6 @@ class Pace:
     """
 
     schedule: str
-    micro_batches: int
     ranks: int
     staleness: tuple[int, ...]
     versions: tuple[int, ...]
@@ -81,13 +80,12 @@ def simulated_s(case: Case, measured: Profile, lengths: Sequence[int]) -> float:
     return steady(case.programs, replace(costs, transfer=0.0)).seconds_per_batch
 
 
-def pace(case: Case, measured: Profile, lengths: Sequence[int], timed: Measured | None) -> Pace:
+def pace(case: Case, measured: Profile, lengths: Sequence[int], timed_s: float | None) -> Pace:
     """All that is known of a case's pace, cut into so many layers per stage."""
     made = case.programs
     found = readings(made, rule_of(made, case.rule))
     staleness = tuple(max(ages, default=0) for ages in found.ages)
-    return Pace(made.name, case.micro_batches, made.ranks, staleness, found.versions, simulated_s(case, measured, lengths),
-                timed.seconds_per_batch if timed else None)  # fmt: skip
+    return Pace(made.name, made.ranks, staleness, found.versions, simulated_s(case, measured, lengths), timed_s)
 
 
 def measure(case: Case) -> Measured:
@@ -97,11 +95,7 @@ def measure(case: Case) -> Measured:
         RunError: a rank failed.
     """
     seconds: list[float] = launch(_timed, case.programs.ranks, case, threads=1)
-    return Measured(*_place(case), case.programs.ranks, seconds[0])
-
-
-def _place(case: Case) -> tuple[str, str, str, int, int]:
-    return case.task, case.optimizer, case.rule, case.stages, case.micro_batches
+    return Measured(case.group, seconds[0])
 
 
 def _timed(case: Case) -> float:

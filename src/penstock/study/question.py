@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from penstock.errors import PenstockError, SettingError
 from penstock.schedule.op import Schedule
 from penstock.search.schedules import schedule
-from penstock.study.tasks import StudyTask, cut, study_task
+from penstock.study.cut import cut
+from penstock.study.tasks import StudyTask, study_task
 from penstock.tracing.chain import chain
 from penstock.training.data.batches import count_batches
 from penstock.training.task import make_task
@@ -29,6 +30,28 @@ _ANNEALED = 4
 _MOST_PER_STAGE = 4
 
 MicroBatches = Literal["least", "stages"]
+
+
+class Group(NamedTuple):
+    """Cases that differ in nothing but their seeds."""
+
+    task: str
+    optimizer: str
+    rule: str
+    stages: int
+    micro_batches: int
+
+    @property
+    def baseline(self) -> Group:
+        """Flush, all else the same: what it learns is what these could learn. Batch norm sees one micro-batch at a time, so their
+        number counts, too.
+        """
+        return self._replace(rule=BASELINE)
+
+    @property
+    def usual(self) -> Group:
+        """Flush as one would run it: with a micro-batch for each stage. What it takes is what these are to take less than."""
+        return self._replace(rule=BASELINE, micro_batches=self.stages)
 
 
 @dataclass(frozen=True)
@@ -55,9 +78,9 @@ class Case:
         return json.dumps(asdict(self), sort_keys=True)
 
     @property
-    def group(self) -> tuple[str, str, str, int]:
-        """What cases that differ in their seeds have in common: task, optimizer, rule, stages."""
-        return self.task, self.optimizer, self.rule, self.stages
+    def group(self) -> Group:
+        """What cases that differ in their seeds have in common."""
+        return Group(self.task, self.optimizer, self.rule, self.stages, self.micro_batches)
 
     @cached_property
     def programs(self) -> Schedule:
@@ -89,7 +112,8 @@ class Question:
         optimizer: what every rule runs with whose paper does not ask for another.
         lr_scale: learning rates are so many times the task's own.
         micro_batches: "least": as few as the rule goes with, so that gradients are as old as they get, and one for each stage
-            where none is old. "stages": one for each stage, or more where the rule wants more.
+            where none is old. "stages": one for each stage, or more where the rule wants more. Flush is run with every number that
+            another rule has.
         most_batches: stop after so many.
     """
 
@@ -104,7 +128,8 @@ class Question:
     most_batches: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", self.rules or all_rules())
+        object.__setattr__(self, "rules", tuple(dict.fromkeys(self.rules)) or all_rules())
+        object.__setattr__(self, "depths", tuple(dict.fromkeys(self.depths)))
         for name in self.tasks:
             study_task(name)
         for name in self.rules:
@@ -123,43 +148,40 @@ class Question:
             raise SettingError(f"micro-batches is 'least' or 'stages', not {self.micro_batches!r}")
 
     def cases(self) -> tuple[list[Case], list[Refused]]:
-        """The cases, those of one seed together so that an interrupted study has something whole to show; and what is refused."""
+        """The cases, those of one seed together so that an interrupted study has something whole to show; and what is refused.
+
+        Raises:
+            SettingError: a model cannot be cut into so many stages.
+        """
         found: list[Case] = []
         refused: list[Refused] = []
         for name in self.tasks:
-            task = study_task(name)
-            for case in self._of_task(task):
+            for case in self._of_task(study_task(name)):
                 if isinstance(case, Refused):
                     refused.append(case)
                 else:
-                    found.append(case)
-        ordered = sorted(found, key=lambda case: case.seed)
-        return list(dict.fromkeys(ordered)), refused
+                    found += [flush_for(case), case]
+        return [replace(case, seed=seed) for seed in range(self.seeds) for case in dict.fromkeys(found)], refused
 
     def _of_task(self, task: StudyTask) -> Iterator[Case | Refused]:
+        """Those of seed 0, without flush for each."""
         made = make_task(task.config(self.optimizer, 1.0, 0))
         per_epoch = count_batches(len(made.data.train_inputs), task.settings.batch, drop_last=True)
         batches = max(1, round((self.epochs or task.epochs) * per_epoch))
         batches = min(batches, self.most_batches or batches)
         traced = chain(made.model)
-        for stages in dict.fromkeys(self.depths):
-            cut(traced, stages)
-            for rule, optimizer in self._pairs():
+        for stages in self.depths:
+            cut(traced, made.data.train_inputs, stages)
+            for rule in self.rules:
+                optimizer = self._optimizer(rule)
                 try:
                     parts = self._parts(rule, stages)
                 except PenstockError as error:
                     yield Refused(task.name, rule, stages, " ".join(str(error).split()))
                     continue
                 options = {"annealing": float(batches // _ANNEALED)} if "annealing" in weight_rule(rule).options else {}
-                for seed in range(self.seeds):
-                    yield Case(task.name, rule, schedule_for(rule), stages, parts, optimizer, self.lr_scale * task.lr[optimizer],
-                               batches, seed, tuple(options.items()))  # fmt: skip
-
-    def _pairs(self) -> list[tuple[str, str]]:
-        """Rules with their optimizers; flush comes with every optimizer that another has, to be held against."""
-        chosen = [(rule, self._optimizer(rule)) for rule in self.rules]
-        needed = dict.fromkeys((BASELINE, optimizer) for _, optimizer in chosen)
-        return list(dict.fromkeys([*needed, *chosen]))
+                yield Case(task.name, rule, schedule_for(rule), stages, parts, optimizer, self.lr_scale * task.lr[optimizer], batches,
+                           0, tuple(options.items()))  # fmt: skip
 
     def _optimizer(self, rule: str) -> str:
         """The one asked for, if the rule's paper has a formula for it, else the first that it has."""
@@ -184,6 +206,13 @@ class Question:
             return parts if max(ages) > 0 else max(parts, stages)
         assert refusal is not None
         raise refusal
+
+
+def flush_for(case: Case, micro_batches: int | None = None) -> Case:
+    """The case of flush that a case is held against; or that with another number of micro-batches."""
+    return replace(
+        case, rule=BASELINE, schedule=schedule_for(BASELINE), options=(), micro_batches=micro_batches or case.micro_batches
+    )
 
 
 def _ages(rule: str, stages: int, micro_batches: int) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import FileError
-from penstock.study.question import Case
+from penstock.study.question import Case, Group
 
 #: Digits behind the point of a loss that is kept.
 _DIGITS = 4
@@ -42,12 +42,7 @@ class Record:
 class Measured:
     """How long a batch took in real processes, one thread in each, from batch to batch in the middle of the run."""
 
-    task: str
-    optimizer: str
-    rule: str
-    stages: int
-    micro_batches: int
-    ranks: int
+    group: Group
     seconds_per_batch: float
 
 
@@ -75,7 +70,7 @@ class Notebook:
         except (OSError, UnicodeDecodeError) as error:
             raise FileError(f"cannot keep records in {folder}: {getattr(error, 'strerror', None) or error}") from error
         self.records: dict[str, Record] = {}
-        self.measured: dict[tuple[str, str, str, int, int], Measured] = {}
+        self.measured: dict[Group, float] = {}
         for number, line in enumerate(whole.splitlines(), start=1):
             self._take(_read(line, f"{self.path}, line {number}"))
 
@@ -100,7 +95,7 @@ class Notebook:
         if isinstance(entry, Record):
             self.records[entry.case.key] = entry
         else:
-            self.measured[entry.task, entry.optimizer, entry.rule, entry.stages, entry.micro_batches] = entry
+            self.measured[entry.group] = entry.seconds_per_batch
 
 
 def _read(line: str, where: str) -> Entry:

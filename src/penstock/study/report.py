@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.study.question import BASELINE
-from penstock.study.results import SHARE, Group, Results
+from penstock.study.question import BASELINE, Group
+from penstock.study.results import SHARE, Results
 from penstock.study.statistics import Spread, ends_at
 from penstock.study.tasks import StudyTask, study_task
 from penstock.study.verdict import Standing
@@ -23,18 +23,17 @@ def rows(results: Results, task: str) -> list[tuple[str, ...]]:
 
 
 def _row(results: Results, group: Group) -> tuple[str, ...]:
-    _, optimizer, rule, stages = group
-    metric, verdict, pace = study_task(group[0]).metric, results.verdicts[group], results.paces.get(group)
+    optimizer, rule = group.optimizer, group.rule
+    metric, verdict, pace = study_task(group.task).metric, results.verdicts[group], results.paces.get(group)
     runs = results.groups[group]
     values, ends = verdict.values, Spread(tuple(ends_at(run.losses) for run in runs if run.losses) or (float("nan"),))
     # Their mean says nothing where some have not trained.
     difference = "" if verdict.difference is None or rule == BASELINE else metric.difference(0.0, verdict.difference).split()[0]
-    count = results.seconds_to_target(group)
-    base = results.seconds_to_target((group[0], optimizer, BASELINE, stages))
+    sooner = results.speed_up(group)
     return (
         rule if optimizer == results.question.optimizer else f"{rule} ({optimizer})",
-        str(stages),
-        str(runs[0].case.micro_batches),
+        str(group.stages),
+        str(group.micro_batches),
         str(pace.ranks) if pace else "",
         str(max(pace.staleness)) if pace else "",
         str(max(pace.versions)) if pace else "",
@@ -44,14 +43,14 @@ def _row(results: Results, group: Group) -> tuple[str, ...]:
         f"{ends.mean:.3f}",
         format_seconds(pace.simulated_s) if pace else "",
         format_seconds(pace.measured_s) if pace and pace.measured_s else "",
-        f"{base / count:.2f} x" if count and base else "never" if base else "",
+        f"{sooner:.2f} x" if sooner else "never" if results.baseline(group) else "",
         _verdict(results, group),
     )
 
 
 def _verdict(results: Results, group: Group) -> str:
     verdict = results.verdicts[group]
-    if group[2] == BASELINE and not verdict.failures:
+    if group.rule == BASELINE and not verdict.failures:
         return "what all are held against"
     if verdict.standing in (Standing.FAILS, Standing.OPEN):
         count = len(verdict.failures)
@@ -103,7 +102,7 @@ def _title(results: Results, task: StudyTask) -> str:
     settings, case = task.settings, results.groups[results.of_task(task.name)[0]][0].case
     options = ", ".join(f"{name} {value}" for name, value in settings.model_options.items())
     size = f"{settings.image} x {settings.image} pixels" if task.metric.higher else f"{settings.tokens} tokens"
-    rates = {group[1]: results.groups[group][0].case.lr for group in results.of_task(task.name)}
+    rates = {group.optimizer: results.groups[group][0].case.lr for group in results.of_task(task.name)}
     said = ", ".join(f"{name} lr {lr:g}" + f" momentum {settings.momentum:g}" * (name == "sgd") for name, lr in rates.items())
     return (f"{task.name}: {settings.model} ({options}) on {settings.data}, {size}, {case.batches} batches of {settings.batch} samples, "
             f"{said}, {results.question.seeds} seeds")  # fmt: skip
@@ -123,7 +122,8 @@ def _explained(results: Results) -> list[str]:
     ]
     fixed = f"""\
 S: stages. M: micro-batches of a batch. A batch has the same samples, in the same order, whatever the rule; so has every update. Stages \
-are cut alike. Learning rates are those at which flush trains well, and are not tuned for any other rule.
+are cut alike. Learning rates are those at which flush trains well, and are not tuned for any other rule. Each rule is held against flush \
+with the same optimizer, stages and micro-batches: batch norm sees one micro-batch at a time.
 stale: the most updates by which a gradient is old, on any stage; versions: the most versions of its weights that a stage keeps. Both \
 are counted in the programs that ran.
 test: the mean over the seeds whose runs trained, after the last batch, the pipeline drained. train loss: the mean of the last tenth of \
@@ -131,8 +131,8 @@ the batches.
 simulated: seconds per batch in the steady state, with a device for each rank, from the layers' times measured here on one thread; \
 messages take no time. Rules that run on other numbers of ranks use other numbers of devices.
 measured: seconds per batch in real processes here, one thread each, where there are as many cores as ranks.
-to its loss: how many times sooner than flush (same optimizer and depth), in simulated time, every run comes to the training loss that \
-flush has after {SHARE:.0%} of its batches."""
+to its loss: how many times sooner than flush, in simulated time, every run comes to the training loss that flush has after {SHARE:.0%} of \
+its batches; flush with one micro-batch for each stage, as one would run it."""
     lines = [*fixed.splitlines(), f"Schedules: {used}."]
     lines += [f"Options of the rules: {'; '.join(dict.fromkeys(defaults))}."] * bool(defaults)
     lines += [results.luck()]

@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from penstock.study.pace import Pace
-from penstock.study.question import BASELINE, Question, Refused
+from penstock.study.question import BASELINE, Group, Question, Refused
 from penstock.study.record import Record
 from penstock.study.statistics import Spread, chance, curve, reaches, window_of
 from penstock.study.tasks import Metric, study_task
 from penstock.study.verdict import Standing, Verdict, judge
-
-Group = tuple[str, str, str, int]
 
 #: The loss that all are timed to is what flush has come to after this share of its batches.
 SHARE = 0.75
@@ -44,7 +42,7 @@ class Results:
 
     @cached_property
     def groups(self) -> dict[Group, list[Record]]:
-        """Records by task, optimizer, rule and stages, one for each seed."""
+        """Records of the same case, one for each seed."""
         found: dict[Group, list[Record]] = {}
         for record in self.records:
             found.setdefault(record.case.group, []).append(record)
@@ -53,19 +51,18 @@ class Results:
     def of_task(self, task: str) -> list[Group]:
         """The groups of a task: flush first, then rule by rule; by depth."""
         order = [BASELINE, *(rule for rule in self.question.rules if rule != BASELINE)]
-        return sorted((group for group in self.groups if group[0] == task),
-                      key=lambda group: (order.index(group[2]), group[1] != self.question.optimizer, group[3]))  # fmt: skip
+        return sorted((group for group in self.groups if group.task == task),
+                      key=lambda group: (order.index(group.rule), group.optimizer != self.question.optimizer, *group[3:]))  # fmt: skip
 
     def baseline(self, group: Group) -> list[Record]:
-        """Flush's runs to hold a group against: the same task, optimizer and depth."""
-        task, optimizer, _, stages = group
-        return self.groups.get((task, optimizer, BASELINE, stages), [])
+        """Flush's runs to hold a group against."""
+        return self.groups.get(group.baseline, [])
 
     @cached_property
     def verdicts(self) -> dict[Group, Verdict]:
         """Per group, how it stands beside flush."""
         return {
-            group: judge(self.baseline(group), records, study_task(group[0]).metric) for group, records in self.groups.items()
+            group: judge(self.baseline(group), records, study_task(group.task).metric) for group, records in self.groups.items()
         }
 
     def target(self, group: Group) -> float | None:
@@ -89,28 +86,32 @@ class Results:
         known = [count for count in found if count is not None]
         return Spread(tuple(map(float, known))).mean if len(known) == len(found) else None
 
-    def seconds_to_target(self, group: Group) -> float | None:
-        """The same in simulated seconds."""
-        count, pace = self.batches_to_target(group), self.paces.get(group)
-        return None if count is None or pace is None else count * pace.simulated_s
+    def speed_up(self, group: Group) -> float | None:
+        """How many times sooner than flush, as one would run it, a group comes to the target, in simulated time; None if one of its
+        runs never does.
+        """
+        own, base = self.batches_to_target(group), self.batches_to_target(group.baseline)
+        if own is None or base is None or group not in self.paces or group.usual not in self.paces:
+            return None
+        return base * self.paces[group.usual].simulated_s / (own * self.paces[group].simulated_s)
 
     def sentences(self, task: str) -> Iterator[str]:
         """What the numbers of a task say: rule by rule, then depth by depth."""
-        groups = [group for group in self.of_task(task) if group[2] != BASELINE]
-        for optimizer, rule in dict.fromkeys((group[1], group[2]) for group in groups):
+        groups = [group for group in self.of_task(task) if group.rule != BASELINE]
+        for optimizer, rule in dict.fromkeys(group[1:3] for group in groups):
             of_rule = [self.verdicts[group] for group in groups if group[1:3] == (optimizer, rule)]
             said = "; ".join(f"at {listed(depths)} stages {words}" for depths, words in _said(of_rule, study_task(task).metric))
             yield f"{rule} ({optimizer}): {said}."
-        for stages in dict.fromkeys(group[3] for group in sorted(groups, key=lambda group: group[3])):
-            at = [self.verdicts[group] for group in groups if group[3] == stages]
-            named = {standing: [each.rule for each in at if each.standing is standing] for standing in Standing}
+        for stages in sorted({group.stages for group in groups}):
+            at = [self.verdicts[group] for group in groups if group.stages == stages]
+            named = {standing: [each.group.rule for each in at if each.standing is standing] for standing in Standing}
             said = "; ".join(f"{', '.join(rules)}: {SUMMARY[standing]}" for standing, rules in named.items() if rules)
             yield f"At {stages} stages {said}."
 
     def luck(self) -> str:
         """How far the verdicts can be trusted."""
         seeds = self.question.seeds
-        count = sum(group[2] != BASELINE for group in self.groups)
+        count = sum(group.rule != BASELINE for group in self.groups)
         if seeds < 2:
             return "One seed: differences are shown, and nothing is said of them."
         odds = chance(seeds, seeds)
@@ -130,8 +131,11 @@ class Results:
             "refused": [asdict(each) for each in self.refused],
             "failed": [list(each) for each in self.failed],
         }
-        paces = [{**_named(group), **asdict(pace)} for group, pace in self.paces.items()]
-        said = [{**asdict(each), "values": list(each.values.values) if each.values else []} for each in self.verdicts.values()]
+        paces = [{**group._asdict(), **asdict(pace)} for group, pace in self.paces.items()]
+        said = [
+            {**each.group._asdict(), "standing": each.standing, "values": list(each.values.values) if each.values else [],
+             "difference": each.difference, "words": each.words} for each in self.verdicts.values()
+        ]  # fmt: skip
         text = json.dumps(head, indent=1)[:-2]
         for name, lines in (("paces", paces), ("verdicts", said), ("records", rows)):
             body = ",\n".join("  " + json.dumps(line, separators=(",", ":")) for line in lines)
@@ -161,14 +165,10 @@ def _said(verdicts: Sequence[Verdict], metric: Metric) -> Iterator[tuple[list[in
     holding = [each for each in verdicts if each.standing is Standing.HOLDS]
     if holding:
         changes = [metric.difference(0.0, each.difference).split()[0] for each in holding if each.difference is not None]
-        yield [each.stages for each in holding], f"{SUMMARY[Standing.HOLDS]} ({', '.join(changes)} {metric.unit})"
+        yield [each.group.stages for each in holding], f"{SUMMARY[Standing.HOLDS]} ({', '.join(changes)} {metric.unit})"
     for each in verdicts:
         if each.standing is not Standing.HOLDS:
-            yield [each.stages], f"{SUMMARY[each.standing]} ({each.words})"
-
-
-def _named(group: Group) -> dict[str, object]:
-    return dict(zip(("task", "optimizer", "rule", "stages"), group, strict=True))
+            yield [each.group.stages], f"{SUMMARY[each.standing]} ({each.words})"
 
 
 def listed(numbers: Sequence[int]) -> str:

@@ -14,13 +14,14 @@ from penstock.errors import RunError
 from penstock.measure.profile import machine_facts
 from penstock.profile.profile import Profile
 from penstock.study.conduct import Failed, Told, conduct
+from penstock.study.cut import cut
 from penstock.study.figure import figures
 from penstock.study.pace import Pace, measure, pace, profile_of
-from penstock.study.question import Case, Question
+from penstock.study.question import Case, Group, Question, flush_for
 from penstock.study.record import Notebook
 from penstock.study.report import page
-from penstock.study.results import Group, Results
-from penstock.study.tasks import cut, study_task
+from penstock.study.results import Results
+from penstock.study.tasks import study_task
 from penstock.tracing.chain import chain
 from penstock.training.task import make_task
 
@@ -56,7 +57,9 @@ class Study:
         """
         notebook = Notebook(self.folder)
         cases, refused = self.question.cases()
-        one_of = {case.group: case for case in reversed(cases)}
+        # Flush as one would run it is timed whether it is trained or not.
+        timed = [case for one in cases for case in (one, flush_for(one, one.stages))]
+        one_of = {case.group: case for case in timed}
         profiles = self._profiles(say)
         left = sum(case.key not in notebook.records for case in cases)
         if left < len(cases):
@@ -86,11 +89,12 @@ class Study:
         """Time what has no more ranks than there are cores, one after the other, when nothing else runs."""
         cores = len(os.sched_getaffinity(0))
         failed = []
-        for case in one_of.values():
-            place = case.task, case.optimizer, case.rule, case.stages, case.micro_batches
-            if place in notebook.measured or not 1 < case.programs.ranks <= cores:
+        for group, case in one_of.items():
+            if group in notebook.measured or not 1 < case.programs.ranks <= cores:
                 continue
-            say(f"timing {case.rule} ({case.optimizer}) of {case.task} in {case.programs.ranks} processes …")
+            say(
+                f"timing {case.task} {case.rule} S={case.stages} M={case.micro_batches} {case.optimizer} in {case.programs.ranks} processes …"
+            )
             try:
                 notebook.add(measure(case))
             except RunError as error:
@@ -103,9 +107,9 @@ class Study:
         for group, case in one_of.items():
             place = case.task, case.stages
             if place not in lengths:
-                lengths[place] = cut(chain(make_task(study_task(case.task).settings).model), case.stages)
-            timed = notebook.measured.get((case.task, case.optimizer, case.rule, case.stages, case.micro_batches))
-            found[group] = pace(case, profiles[case.task], lengths[place], timed)
+                task = make_task(study_task(case.task).settings)
+                lengths[place] = cut(chain(task.model), task.data.train_inputs, case.stages)
+            found[group] = pace(case, profiles[case.task], lengths[place], notebook.measured.get(group))
         return found
 
     def _write(self, results: Results) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from penstock.study.question import Group
 from penstock.study.record import Record
 from penstock.study.statistics import Spread, apart, ends_at
 from penstock.study.tasks import Metric
@@ -45,10 +46,7 @@ class Verdict:
         words: all of it in words.
     """
 
-    task: str
-    optimizer: str
-    rule: str
-    stages: int
+    group: Group
     standing: Standing
     values: Spread | None
     difference: float | None
@@ -76,7 +74,7 @@ def values_of(records: Sequence[Record], metric: Metric) -> tuple[float, ...]:
 
 
 def judge(flush: Sequence[Record], records: Sequence[Record], metric: Metric) -> Verdict:
-    """Hold the runs of one rule at one depth against those of flush with the same optimizer and the same seeds.
+    """Hold the runs of one rule at one depth against those of flush with the same optimizer, micro-batches and seeds.
 
     Args:
         flush: its runs; none if there are none yet.
@@ -95,7 +93,7 @@ def judge(flush: Sequence[Record], records: Sequence[Record], metric: Metric) ->
         standing = Standing.OPEN
         words = f"flush itself failed in {len(flush) - len(base)} of {len(flush)} runs" + f"; {words}" * bool(failed)
     difference = Spread(own).mean - Spread(base).mean if own and base else None
-    return Verdict(*case.group[:3], case.stages, standing, Spread(own) if own else None, difference, failures, words)
+    return Verdict(case.group, standing, Spread(own) if own else None, difference, failures, words)
 
 
 def _standing(base: tuple[float, ...], own: tuple[float, ...], metric: Metric) -> tuple[Standing, str]:

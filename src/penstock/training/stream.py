@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -71,7 +72,7 @@ class Pace:
         share its time.
         """
         losses, drain = iter(stream), 0.0
-        while True:
+        for done in itertools.count():
             start, made = time.perf_counter(), self.feed.seconds
             loss = next(losses, None)
             seconds = time.perf_counter() - start - (self.feed.seconds - made)
@@ -83,7 +84,7 @@ class Pace:
                     self._first = self._first or (self.feed.count, self._total)
                     self._last = self.feed.count, self._total
             else:
-                drain = drain or seconds / len(self.feed.sizes)
+                drain = drain or seconds / (self.feed.count - done)
                 seconds = drain
             yield loss, max(seconds, _TICK)
 

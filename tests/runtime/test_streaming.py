@@ -1,0 +1,145 @@
+"""Streams on the runtime: what is fed, shown, counted, and what happens when an op fails in the middle."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.runtime.failing import Trap
+from torch import nn
+
+import penstock as ps
+from penstock.errors import RunError, StageFailed
+from penstock.schedule.op import Kind
+
+
+def model(trap=None):
+    """Six small layers, one of which may fail."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4)]
+    if trap is not None:
+        layers[3] = trap
+    return nn.Sequential(*layers)
+
+
+def batches(count, samples=8):
+    """Batches of random data, always the same."""
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(samples, 8, generator=generator), torch.randn(samples, 4, generator=generator)) for _ in range(count)]
+
+
+def pipeline(schedule="pipedream", balance=(2, 2, 2), *, trap=None, **options):
+    """A stream in this process."""
+    options = {"micro_batches": 1, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), **options}
+    return ps.Pipeline(model(trap), balance=balance, schedule=schedule, loss=nn.functional.mse_loss, executor="threads", **options)
+
+
+def test_a_stream_takes_as_many_batches_ahead_as_it_has_under_way():
+    """The loss of the first comes when the pipeline is full, and then one for every batch."""
+    taken = []
+
+    def loader():
+        for number, batch in enumerate(batches(6)):
+            taken.append(number)
+            yield batch
+
+    seen = [len(taken) for _ in pipeline().train(loader())]
+    assert seen == [3, 4, 5, 6, 6, 6]
+
+
+def test_a_stream_never_holds_more_marks_or_batches_than_it_needs():
+    """An epoch has thousands of batches."""
+    pipe = pipeline()
+    held = []
+    for _ in pipe.train(batches(100)):
+        (stream,) = [pipe._stream]
+        held.append((max(len(each.marks) for each in pipe._made.interpreters.values()), len(stream._under_way._batches)))
+    assert max(marks for marks, _ in held) <= 60
+    assert max(count for _, count in held) <= 3
+
+
+def test_the_timeline_has_the_last_batches_that_are_done_as_a_schedule_of_their_own():
+    """So that it can be held against the simulated one, in a stream of any length."""
+    pipe = pipeline()
+    for count in (2, 40):
+        for _ in pipe.train(batches(count)):
+            pass
+        shown = pipe.timeline()
+        expected = ps.schedule("pipedream", 3, 1, batches=min(count, 7))
+        events = {rank: tuple(event.op for event in shown.compute if event.rank == rank) for rank in range(3)}
+        assert tuple(events.values()) == expected.programs
+        assert shown.peak_in_flight == ps.simulate(expected, ps.Costs()).peak_in_flight
+
+
+def test_the_timeline_of_a_stream_leaves_out_what_a_small_batch_had_not():
+    """The last batch of an epoch may have fewer samples than micro-batches."""
+    pipe = pipeline(micro_batches=4)
+    for _ in pipe.train([*batches(3), *batches(1, samples=2)]):
+        pass
+    assert sum(event.op.kind is Kind.F for event in pipe.timeline().compute if event.rank == 0) == 3 * 4 + 2
+
+
+@pytest.mark.parametrize(("weights", "versions"), [("stash", (3, 2, 1)), ("none", (1, 1, 1)), ("vertical-sync", (3, 3, 3))])
+def test_versions_are_counted_and_their_bytes_are_in_the_peak_memory(weights, versions):
+    """The paper's price of asynchrony: S - s versions on stage s, or p, or one."""
+    pipe = pipeline(weights=weights)
+    for _ in pipe.train(batches(12)):
+        pass
+    assert pipe.weight_versions == versions
+    flush = pipeline("1f1b")
+    flush.train_batch(*batches(1)[0])
+    stage_bytes = [4 * (8 * 8 + 8), 4 * (8 * 8 + 8), 4 * (8 * 8 + 8 + 8 * 4 + 4)]
+    expected = [(count - 1) * size for count, size in zip(versions, stage_bytes, strict=True)]
+    kept = [(count - 1) * _saved(flush, stage) for stage, count in enumerate((3, 2, 1))]
+    more = [a - b for a, b in zip(pipe.timeline().peak_memory, flush.timeline().peak_memory, strict=True)]
+    assert more == [a + b for a, b in zip(expected, kept, strict=True)]
+
+
+def _saved(pipe, stage):
+    """Bytes of activations that one micro-batch keeps on a stage."""
+    return pipe._made.interpreters[stage].held.peak
+
+
+def test_an_op_that_fails_in_mid_stream_is_named_and_ends_the_stream():
+    """Some stages have had updates that others have not: nobody could say which weights these are."""
+    pipe = pipeline(trap=Trap("raise", "B", at=4))
+    with pytest.raises(StageFailed, match=r"rank 1.*1B4.*a planted failure"):
+        list(pipe.train(batches(9)))
+    with pytest.raises(RunError, match="cannot go on after a batch that failed"):
+        pipe.train_batch(*batches(1)[0])
+    with pytest.raises(RunError, match="cannot go on after a batch that failed"):
+        pipe.flush()
+
+
+def test_a_checkpoint_brings_a_failed_stream_back(tmp_path):
+    """That is what it is there for."""
+    trap = Trap("raise", "F", at=8)
+    pipe = pipeline(trap=trap)
+    for step, _ in enumerate(pipe.train(batches(4))):
+        if step == 3:
+            pipe.save(tmp_path)
+    with pytest.raises(StageFailed):
+        list(pipe.train(batches(9)))
+    pipe.load(tmp_path)
+    trap.armed = False
+    fresh = pipeline(trap=Trap("never"))
+    fresh.load(tmp_path)
+    assert pipe.step == fresh.step == 4
+    assert [float(loss) for loss in pipe.train(batches(5))] == [float(loss) for loss in fresh.train(batches(5))]
+
+
+def test_a_stream_without_an_optimizer_adds_gradients_up():
+    """As a synchronous schedule does: updates are then the user's."""
+    pipe = pipeline(optimizer=None)
+    count = len(list(pipe.train(batches(3))))
+    own = {name: parameter.grad for name, parameter in pipe.chain.modules[0].named_parameters()}
+    assert count == 3
+    assert all(grad is not None and math.isfinite(float(grad.sum())) for grad in own.values())
+
+
+def test_a_stage_without_weights_streams_too():
+    """Only an activation function, or layers that are frozen."""
+    pipe = pipeline(balance=(1, 1, 4), trap=None)
+    assert len(list(pipe.train(batches(5)))) == 5
+    assert pipe.weight_versions[1] == 1
