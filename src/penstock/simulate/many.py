@@ -18,7 +18,7 @@ from penstock.simulate.engine import WORTH_LOADING, load_compiled
 from penstock.simulate.kernels import Price, Sums, Times, Waits
 from penstock.simulate.memory import Memory, peaks_in_order
 from penstock.simulate.simulate import times_of
-from penstock.simulate.structure import Structure, numbered, structure
+from penstock.simulate.structure import numbered, structure
 from penstock.simulate.tables import Tables, recomputes
 from penstock.simulate.versions import weighed
 

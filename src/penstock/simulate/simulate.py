@@ -24,7 +24,8 @@ def simulate_schedule(schedule: Schedule, costs: Costs, *, overlap: bool = True,
     Ranks run their programs in order; an op starts when its rank is free and what it needs has arrived. Every directed pair of
     ranks has one link, which carries one message at a time, in the order of sending. Copies of a stage start their U together,
     when the last of them has come to it, or where a stream has waves, wait for each other at their ends only (see
-    `updates.met_by`). So start the two ops of a pair, which also end together. E and L take no time of a rank; their message takes `costs.evict`, and the receiving half waits for it.
+    `updates.met_by`). So start the two ops of a pair, which also end together. E and L take no time of a rank; their message
+    takes `costs.evict`, and the receiving half waits for it.
 
     Where links share a medium (`costs.links`), that carries one message at a time as well, first come, first served: a message
     comes when the op that makes it ends. Of those that come at the same second, the one of the lower rank goes first, then

@@ -38,6 +38,7 @@ class Pace:
         schedule, ranks: the programs.
         staleness: per stage, the most updates by which a gradient is old.
         versions: per stage, the most versions of the weights kept.
+        across: the most batches of another virtual worker that a batch's weights lack; 0 where there is none.
         simulated_s: seconds per batch in the steady state, links free.
         measured_s: the same in real processes here; None where it was not measured.
     """
@@ -48,6 +49,7 @@ class Pace:
     versions: tuple[int, ...]
     simulated_s: float
     measured_s: float | None = None
+    across: int = 0
 
 
 def profile_of(task_name: str, path: Path) -> Profile:
@@ -85,7 +87,8 @@ def pace(case: Case, measured: Profile, lengths: Sequence[int], timed_s: float |
     made = case.programs
     found = readings(made, rule_of(made, case.rule))
     staleness = tuple(max(ages, default=0) for ages in found.ages)
-    return Pace(made.name, made.ranks, staleness, found.versions, simulated_s(case, measured, lengths), timed_s)
+    return Pace(made.name, made.ranks, staleness, found.versions, simulated_s(case, measured, lengths), timed_s,
+                max(found.across, default=0))  # fmt: skip
 
 
 def measure(case: Case) -> Measured:

@@ -35,7 +35,7 @@ def _row(results: Results, group: Group) -> tuple[str, ...]:
         str(group.stages),
         str(group.micro_batches),
         str(pace.ranks) if pace else "",
-        str(max(pace.staleness)) if pace else "",
+        f"{max(pace.staleness)}{f' ({pace.across})' * bool(pace.across)}" if pace else "",
         str(max(pace.versions)) if pace else "",
         metric.text(values.mean) if values else "none",
         f"{metric.text(values.low)} to {metric.text(values.high)}" if values else "",
@@ -125,7 +125,7 @@ S: stages. M: micro-batches of a batch. A batch has the same samples, in the sam
 are cut alike. Learning rates are those at which flush trains well, and are not tuned for any other rule. Each rule is held against flush \
 with the same optimizer, stages and micro-batches: batch norm sees one micro-batch at a time.
 stale: the most updates by which a gradient is old, on any stage; versions: the most versions of its weights that a stage keeps. Both \
-are counted in the programs that ran.
+are counted in the programs that ran. In brackets: the most batches of another virtual worker that are not in the weights yet.
 test: the mean over the seeds whose runs trained, after the last batch, the pipeline drained. train loss: the mean of the last tenth of \
 the batches.
 simulated: seconds per batch in the steady state, with a device for each rank, from the layers' times measured here on one thread; \
