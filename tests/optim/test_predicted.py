@@ -42,13 +42,13 @@ def bellwether(line, side):
     return weights
 
 
-def agree(lab, rule, place, pair, forward, backward, **facts):
+def agree(lab, name, place, pair, forward, backward, **facts):
     """A stream does as its literal reference."""
-    line = lab.line_of(rule, *place, batches=9)
+    line = lab.line_of(name, *place, batches=9)
     module, data = facts.pop("module", lab.mlp()), facts.pop("data", lab.vectors)
     factory, formula = lab.PAIRS[pair] if isinstance(pair, str) else pair
     losses, newest = lab.literal(module, line, data, lab.squares, formula(), forward(line), backward(line))
-    weights = lab.make(lab.site_of(module, line, rule, factory, **facts))
+    weights = lab.make(lab.site_of(module, line, name, factory, **facts))
     before = [parameter.data_ptr() for parameter in module.parameters()]
     assert lab.close(lab.play(module, weights, line.ops, data, lab.squares), losses)
     weights.drain()

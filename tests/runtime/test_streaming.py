@@ -129,6 +129,18 @@ def test_a_checkpoint_brings_a_failed_stream_back(tmp_path):
     assert [float(loss) for loss in pipe.train(batches(5))] == [float(loss) for loss in fresh.train(batches(5))]
 
 
+def test_evaluating_in_mid_stream_leaves_updates_on():
+    """What it drains fills anew, and goes on learning."""
+    pipe, plain = pipeline(), pipeline()
+    for step, _ in enumerate(pipe.train(batches(12))):
+        if step == 4:
+            pipe.eval_batch(*batches(1)[0])
+            pipe.forward(batches(1)[0][0])
+    for count in (7, 5):  # where the first had drained
+        list(plain.train(batches(12)[:7] if count == 7 else batches(12)[7:]))
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in pipe.state_dict().items())
+
+
 def test_a_stream_without_an_optimizer_adds_gradients_up():
     """As a synchronous schedule does: updates are then the user's."""
     pipe = pipeline(optimizer=None)

@@ -9,8 +9,11 @@ from penstock.errors import PartitionError, PlanError
 from penstock.plan import Plan, Prediction
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.op import Schedule
-from penstock.simulate.plan_costs import place_costs, simulate_plan, slice_costs, stage_costs
+from penstock.schedule.op import Kind, Schedule
+from penstock.simulate.plan_costs import costs_of_plan, place_costs, simulate_plan, slice_costs, stage_costs
+from penstock.simulate.simulate import peak_memory
+from penstock.simulate.steady import steady
+from penstock.weights.catalogue import weight_rule
 
 
 def timing(seconds: float) -> Timing:
@@ -103,6 +106,27 @@ def test_copies_take_time_to_add_up_their_gradients():
     assert update(3) == pytest.approx(4 * max(FOUR.transfer_seconds(gradients / 3, 0, other) for other in (1, 2)))
 
 
+def test_copies_that_meet_once_in_a_wave_take_their_share_of_that_at_every_update():
+    """HetPipe's virtual workers: 0 and 1 on one node, 2 and 3 on the other, so that copies meet over the slow link."""
+    made = schedule("hetpipe", 2, 1)
+    costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=1)
+    placed = place_costs(costs, made, FOUR)
+    length = made.stream.waves.length
+    assert length > 1
+    assert placed.update == tuple(FOUR.transfer_seconds(held, 0, 2) / length for held in costs.gradient_bytes)
+    assert placed.transfer == (FOUR.transfer_seconds(costs.boundary_bytes[0], 0, 1),)
+
+
+def test_a_weight_rule_s_versions_are_of_what_is_trained():
+    """Stage 0 has 300 bytes of weights and 1 of buffers; a version more is 300 bytes more."""
+    made = schedule("pipedream", 2, 1)
+    costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=1)
+    for rule, more in (("stash", 1), ("none", 0), ("pipemare", 2)):
+        placed = place_costs(costs, made, FOUR, weight_rule(rule))
+        assert peak_memory(made, placed)[0] == pytest.approx(3 * 300 + 1 + 2 * 30 + more * 300)
+    assert place_costs(costs, schedule("1f1b", 2, 1), FOUR, weight_rule("flush")).weight_versions is None
+
+
 def test_activations_that_are_handed_over_take_the_links_time():
     """Free, an evicting schedule would look better than it is."""
     costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=3)
@@ -148,6 +172,18 @@ def test_a_plan_simulates_with_its_own_recompute():
     """Otherwise prediction and run would be of different things."""
     again = simulate_plan(replace(a_plan(), recompute="always"), PROFILE, FOUR)
     assert again.makespan == pytest.approx(simulate_plan(a_plan(), PROFILE, FOUR).makespan + 7 + 7 + 3)
+
+
+def test_an_asynchronous_plan_simulates_with_its_own_weight_rule():
+    """All of its batches, and the memory that the rule takes."""
+    made = schedule("pipedream", 2, 1)
+    plan = replace(a_plan(), schedule_name="pipedream", programs=made.lines, micro_batches=1, batch=1, synchronous=False,
+                   stream=made.stream, weights="stash")  # fmt: skip
+    stash, none = (simulate_plan(replace(plan, weights=name), PROFILE, FOUR) for name in ("stash", "none"))
+    assert len([event for event in stash.compute if event.op.kind is Kind.U]) == 2 * made.batches
+    assert stash.peak_memory[0] - none.peak_memory[0] == 300
+    found = steady(plan.schedule, costs_of_plan(plan, PROFILE, FOUR))
+    assert found.seconds_per_batch == pytest.approx(max(7 + 14, (3 + 6 + 7 + 14 + 2 * 2.5) / 2))
 
 
 def test_a_plan_is_refused_with_another_model_s_profile():

@@ -64,7 +64,8 @@ class Interpreter:
         self.finish()
 
     def begin(self) -> None:
-        """Nothing has happened yet, as far as anybody will ask."""
+        """Nothing has happened yet, as far as anybody will ask, and updates are made."""
+        self._updating = True
         self.marks.clear()
         self.held.begin()
 

@@ -18,7 +18,7 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.slicing import Slicing
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
-from penstock.simulate.versions import with_versions
+from penstock.simulate.versions import versions_held
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.choice import rule_of
 
@@ -116,7 +116,22 @@ def place_costs(costs: Costs, schedule: Schedule, cluster: Cluster, rule: Weight
         pair = schedule.placement[op.stage, op.micro_batch], partner
         handed[op.stage] = max(handed[op.stage], cluster.transfer_seconds(held[op.stage], *pair))
     placed = replace(costs, transfer=seconds if schedule.slicing else [row[0] for row in seconds], update=met, evict=handed)
-    return placed if rule is None else with_versions(placed, schedule, rule)
+    return placed if rule is None else _with_trained_versions(placed, schedule, rule)
+
+
+def _with_trained_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -> Costs:
+    """`costs` with the versions that a rule keeps in a stream: of what is trained, which is as large as its gradients. Buffers, such
+    as batch norm's statistics, have no versions.
+    """
+    parts = [costs.spread(name, schedule.stages) for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes")]
+    if schedule.stream is None or None in parts:
+        return costs
+    held = versions_held(schedule, rule)
+    rows = zip(held, *(part or () for part in parts), strict=True)
+    versions = [
+        1 + (kept - 1) * trained / (whole - trained - state) if trained else 1.0 for kept, whole, trained, state in rows
+    ]
+    return replace(costs, weight_versions=versions)
 
 
 def slice_costs(costs: Costs, profile: Profile, lengths: Sequence[int], micro_batch: float, slicing: Slicing) -> Costs:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 #: By depth, from the palette of the drawings: the deeper, the darker; of more depths the last is used again.
 _DEPTHS = ("#4f86c6", "#e99a1f", "#5b2a73", "#17744a", "#87101e")
 _FLUSH, _FAILED, _GRID, _SOFT = "#8b95a3", "#87101e", "#d3d8df", "#4a5563"
-_STYLE = {"font.family": "DejaVu Sans", "font.size": 8, "svg.hashsalt": "penstock", "axes.edgecolor": "#5b6675",
+_STYLE = {"font.family": "DejaVu Sans", "font.size": 8, "svg.hashsalt": "penstock", "svg.fonttype": "none", "axes.edgecolor": "#5b6675",
           "text.color": BLACK, "axes.labelcolor": _SOFT, "xtick.color": _SOFT, "ytick.color": _SOFT, "axes.linewidth": 0.7}  # fmt: skip
-_DPI = 160
+_DPI = 130
 _COLUMNS = 4
 
 #: Per group, by how much a batch moves on along the x axis; None leaves the group out.

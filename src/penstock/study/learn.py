@@ -74,7 +74,7 @@ def learn(case: Case) -> Record:
                 break
             losses.append(number)
         seconds = time.perf_counter() - started
-        loss, right = (None, None) if given_up else test(pipe, task, 4 * config.batch)
+        loss, right = (None, None) if given_up else test(pipe, task, 8 * config.batch)
         return Record(case, tuple(losses), loss, right, given_up, round(seconds, 2))
     finally:
         pipe.close()

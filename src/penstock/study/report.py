@@ -135,7 +135,12 @@ to its loss: how many times sooner than flush, in simulated time, every run come
 its batches; flush with one micro-batch for each stage, as one would run it."""
     lines = [*fixed.splitlines(), f"Schedules: {used}."]
     lines += [f"Options of the rules: {'; '.join(dict.fromkeys(defaults))}."] * bool(defaults)
-    lines += [results.luck()]
+    short = results.question.most_batches
+    lines += [
+        f"Stopped after {short} batches to see that everything works: this says nothing of the rules."
+        if short
+        else results.luck()
+    ]
     lines += [f"Left out: {each.rule} at {each.stages} stages on {each.task}: {each.reason}" for each in results.refused]
     lines += [f"Failed: {case}: {reason}" for case, reason in results.failed]
     lines += [f"Not finished: {results.missing} cases have no record yet."] if results.missing else []

@@ -91,7 +91,7 @@ def judge(flush: Sequence[Record], records: Sequence[Record], metric: Metric) ->
         words = f"{len(failed)} of {len(records)} runs: {'; '.join(failures)}"
     if records is not flush and len(base) < len(flush):
         standing = Standing.OPEN
-        words = f"flush itself failed in {len(flush) - len(base)} of {len(flush)} runs" + f"; {words}" * bool(failed)
+        words = f"flush itself failed in {len(flush) - len(base)} of {len(flush)} runs"
     difference = Spread(own).mean - Spread(base).mean if own and base else None
     return Verdict(case.group, standing, Spread(own) if own else None, difference, failures, words)
 
