@@ -141,6 +141,32 @@ def test_evaluating_in_mid_stream_leaves_updates_on():
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in pipe.state_dict().items())
 
 
+@pytest.mark.parametrize(("name", "options"), [("pipedream", {}), ("avgpipe", {}), ("hetpipe", {}), ("2bw", {"micro_batches": 4})])
+def test_outside_the_stream_the_model_is_the_one_that_a_checkpoint_has(name, options, tmp_path):
+    """Whatever copies and versions a rule works with; of AvgPipe it is the reference model, which no batch reads."""
+    pipe = pipeline(name, **options)
+    list(pipe.train(batches(7)))
+    x, y = batches(1)[0]
+    assert pipe.compare_with_one_device(x, y).worst[1] < 1e-6
+    pipe.save(tmp_path)
+    alone = pipeline("gpipe", balance=(6,))
+    alone.load(tmp_path)
+    torch.testing.assert_close(alone.eval_batch(x, y), pipe.eval_batch(x, y))
+
+
+@pytest.mark.parametrize("replicas", [2, (2, 1, 1)])
+def test_copies_of_a_stage_that_meet_stream_and_are_saved_once(replicas, tmp_path):
+    """PipeDream's stages on several ranks: gradients add up at every U, as in a synchronous schedule."""
+    pipe = pipeline(ps.schedule("pipedream", 3, 2, replicas=replicas), micro_batches=None)
+    plain = pipeline(micro_batches=2)
+    for (x, y), loss in zip(batches(6), [float(loss) for loss in pipe.train(batches(6))], strict=True):
+        assert loss == pytest.approx(float(plain.train_batch(x, y)), rel=0.3)
+    pipe.save(tmp_path)
+    alone = pipeline("gpipe", balance=(6,))
+    alone.load(tmp_path)
+    assert all(torch.equal(value, pipe.state_dict()[name]) for name, value in alone.state_dict().items())
+
+
 def test_a_stream_without_an_optimizer_adds_gradients_up():
     """As a synchronous schedule does: updates are then the user's."""
     pipe = pipeline(optimizer=None)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from penstock.errors import RunError
 from penstock.study import conduct as room
 from penstock.study.conduct import Failed, conduct
+from penstock.study.question import Question
 from penstock.study.record import Notebook
 
 
@@ -61,3 +64,15 @@ def test_cases_compute_with_one_thread_and_give_the_others_back(learning, run, t
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_cases_in_processes_come_out_as_they_do_here(tmp_path):
+    """What a study finds must not depend on --jobs."""
+    cases, _ = Question(tasks=("digits",), rules=("stash",), depths=(2,), seeds=1, most_batches=3).cases()
+    found = []
+    for jobs in (1, 2):
+        notebook = Notebook(tmp_path / str(jobs))
+        assert conduct(cases, notebook, jobs, lambda ended: None) == []
+        found.append([replace(record, seconds=0.0) for record in notebook.of(cases)])
+    assert len(found[0]) == 2
+    assert found[0] == found[1]

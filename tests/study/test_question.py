@@ -91,7 +91,7 @@ def test_unknown_names_are_answered_with_the_known():
         Question(tasks=("digit",))
 
 
-def test_more_stages_than_layers_with_weights_are_refused():
-    """VGG-11 has eleven."""
-    with pytest.raises(SettingError, match="11 layers with weights, which cannot make 12 stages"):
-        Question(tasks=("digits",), depths=(12,)).cases()
+def test_more_stages_than_layers_are_refused():
+    """VGG-11 with batch norm has 37."""
+    with pytest.raises(SettingError, match="37 layers, which cannot make 38 stages"):
+        Question(tasks=("digits",), depths=(38,)).cases()

@@ -96,7 +96,8 @@ def save(folder: Path, world: World, placed: Placed, step: int, versioned: Seque
                 model = {f"model/{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in state.own(stage).items()}
                 _write(folder / names[stage.index, 0], model | tensors, facts)
         for place, each in of_rank.items():
-            _write(folder / names[place], *each.own_state())
+            if each.copy:
+                _write(folder / names[place], *each.own_state())
 
     def complete(rank: int) -> None:
         if rank == 0:

@@ -48,6 +48,7 @@ class Interpreter:
     _values: dict[Message, Payload] = field(default_factory=dict)
     _taken_in: dict[tuple[int, int], Payload] = field(default_factory=dict)
     _updating: bool = True
+    _streaming: bool = True
     _step: int = 0
 
     def play(self, program: Sequence[Action], batch: Batch, *, update: bool = True) -> None:
@@ -59,13 +60,13 @@ class Interpreter:
             DeadlineExceeded: it did not come in time.
         """
         self.begin()
-        self._updating = update
+        self._updating, self._streaming = update, False
         self.go_on(program, UnderWay.alone(batch))
         self.finish()
 
     def begin(self) -> None:
-        """Nothing has happened yet, as far as anybody will ask, and updates are made."""
-        self._updating = True
+        """Nothing has happened yet, as far as anybody will ask; what comes is a stream, which updates."""
+        self._updating = self._streaming = True
         self.marks.clear()
         self.held.begin()
 
@@ -181,7 +182,7 @@ class Interpreter:
     def _compute(self, op: Op, batch: Batch, number: int, arrived: Payload | None) -> Payload | None:
         if op.kind in HANDING:
             return self._hand(op, batch, number, arrived)
-        stage, weights = self.stages[op.stage], self.weights.get(op.stage)
+        stage, weights = self.stages[op.stage], self._weights(op.stage)
         if op.kind is Kind.F:
             if weights is not None:
                 weights.before_forward(op.micro_batch)
@@ -203,13 +204,17 @@ class Interpreter:
             weights.finished(op.micro_batch)
         return result
 
+    def _weights(self, stage: int) -> StageWeights | None:
+        """What decides what a stage's ops read: outside the stream they read the parameters as these are."""
+        return self.weights.get(stage) if self._streaming else None
+
     def _update(self, op: Op) -> None:
         if op.stage in self.copies:
             self.board.doing(f"waits for the other copies at {op}")
             self.copies[op.stage].meet()
         if not self._updating:
             return
-        weights = self.weights.get(op.stage)
+        weights = self._weights(op.stage)
         if weights is not None:
             weights.update(op.micro_batch)
         else:

@@ -348,6 +348,7 @@ class Pipeline:
         Returns:
             On rank 0 the largest error of each parameter's gradient, each buffer and the loss; elsewhere an empty comparison.
         """
+        self._drain()
         batch = self._batch(x, y, training=True)
 
         def play() -> Tensor:

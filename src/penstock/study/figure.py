@@ -12,7 +12,7 @@ from penstock.draw.palette import BLACK, WHITE
 from penstock.errors import MissingExtra
 from penstock.study.question import BASELINE, Group
 from penstock.study.results import Results
-from penstock.study.statistics import Spread, curve, window_of
+from penstock.study.statistics import Spread, curve, ends_at, window_of
 from penstock.study.tasks import study_task
 from penstock.study.verdict import Fate, Standing, fate
 
@@ -108,7 +108,9 @@ def _curves(results: Results, task: str, word: str, scale: Scale) -> Figure | No
         return None
     figure, grid = _axes(len(panels) + 1, min(_COLUMNS, len(panels) + 1), (2.6, 1.9), sharey=True)
     depths = sorted({group.stages for group in groups})
-    top = max(run.losses[0] for group in groups for run in results.groups[group])
+    first = [run.losses[0] for group in groups for run in results.groups[group] if run.losses]
+    least = min(ends_at(run.losses) for group in groups for run in results.groups[group] if run.losses)
+    bottom, top = (0.0 if least < 0.3 * max(first) else 0.9 * least), 1.25 * max(first)
     apart = len({scale(group) for group in groups}) > 1
     colours = dict(zip(depths, _colours(depths), strict=True))
     for axes, (optimizer, rule) in zip(grid, panels, strict=False):
@@ -120,7 +122,7 @@ def _curves(results: Results, task: str, word: str, scale: Scale) -> Figure | No
             if usual is not None and group.baseline in results.groups:
                 _lines(axes, results, group.baseline, usual, own if apart else _FLUSH)
             _lines(axes, results, group, scale(group) or 0.0, own)
-        axes.set_ylim(0, 1.25 * top)
+        axes.set_ylim(bottom, top)
         axes.margins(x=0.02)
     figure.supxlabel(word, color=_SOFT, fontsize=8)
     _key(grid[-1], depths, apart)
@@ -167,7 +169,9 @@ def _key(axes: Axes, depths: Sequence[int], apart: bool) -> None:
                label="flush, by depth" if apart else "flush, every depth"),
         Line2D([], [], color=_SOFT, marker="x", linestyle="", markeredgewidth=1.8, label="given up: the loss ran away"),
     ]  # fmt: skip
-    axes.legend(handles=handles, loc="center left", frameon=False, title="mean over seeds, least to most", alignment="left")
+    axes.legend(
+        handles=handles, loc="center left", frameon=False, title="mean over seeds; shaded: least to most", alignment="left"
+    )
 
 
 def _finals(results: Results, task: str) -> Figure | None:
