@@ -32,7 +32,9 @@ def batches(count, samples=8):
 def pipeline(schedule="pipedream", balance=(2, 2, 2), *, trap=None, **options):
     """A stream in this process."""
     options = {"micro_batches": 1, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), **options}
-    return ps.Pipeline(model(trap), balance=balance, schedule=schedule, loss=nn.functional.mse_loss, executor="threads", **options)
+    return ps.Pipeline(
+        model(trap), balance=balance, schedule=schedule, loss=nn.functional.mse_loss, executor="threads", **options
+    )
 
 
 def test_a_stream_takes_as_many_batches_ahead_as_it_has_under_way():
@@ -141,7 +143,9 @@ def test_evaluating_in_mid_stream_leaves_updates_on():
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in pipe.state_dict().items())
 
 
-@pytest.mark.parametrize(("name", "options"), [("pipedream", {}), ("avgpipe", {}), ("hetpipe", {}), ("2bw", {"micro_batches": 4})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("pipedream", {}), ("avgpipe", {}), ("hetpipe", {}), ("2bw", {"micro_batches": 4})]
+)
 def test_outside_the_stream_the_model_is_the_one_that_a_checkpoint_has(name, options, tmp_path):
     """Whatever copies and versions a rule works with; of AvgPipe it is the reference model, which no batch reads."""
     pipe = pipeline(name, **options)

@@ -309,9 +309,7 @@ def test_more_tensors_than_a_tag_has_room_for_are_refused_before_anybody_is_told
     (refused, told), arrived = report["too_many_tensors"]
     kind, text = refused
     assert kind == "RunError"
-    assert text.startswith(
-        "stage 0 sends 40 tensors for micro-batch 0: at most 32 tensors and 1,024 stages"
-    )
+    assert text.startswith("stage 0 sends 40 tensors for micro-batch 0: at most 32 tensors and 1,024 stages")
     assert not told
     assert arrived == [float(i) for i in range(32)]
 

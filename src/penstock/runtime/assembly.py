@@ -67,7 +67,10 @@ class Assembly:
     def versions_kept(self) -> dict[int, list[int]]:
         """Per local rank and stage, the most versions of its weights that there have been; 0 where the rank does not hold it."""
         return {
-            rank: [interpreter.weights[index].peak_versions if index in interpreter.weights else 0 for index in range(interpreter.stage_count)]
+            rank: [
+                interpreter.weights[index].peak_versions if index in interpreter.weights else 0
+                for index in range(interpreter.stage_count)
+            ]
             for rank, interpreter in self.interpreters.items()
         }
 

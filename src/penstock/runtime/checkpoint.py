@@ -93,7 +93,9 @@ def save(folder: Path, world: World, placed: Placed, step: int, versioned: Seque
             if placed.home[stage.index] == rank:
                 own = of_rank.pop((stage.index, 0), None)
                 tensors, facts = optimizer_state(stage, "") if own is None else own.own_state()
-                model = {f"model/{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in state.own(stage).items()}
+                model = {
+                    f"model/{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in state.own(stage).items()
+                }
                 _write(folder / names[stage.index, 0], model | tensors, facts)
         for place, each in of_rank.items():
             if each.copy:

@@ -102,7 +102,9 @@ def rule_state(stage: Stage, weights: StageWeights, prefix: str) -> dict[str, Te
         for parameter, tensor in zip(stage.update.parameters, row, strict=True)
         if tensor is not None
     }
-    return tensors | {f"{prefix}weights/{key}": torch.tensor(value, dtype=torch.float64) for key, value in weights.facts().items()}
+    return tensors | {
+        f"{prefix}weights/{key}": torch.tensor(value, dtype=torch.float64) for key, value in weights.facts().items()
+    }
 
 
 def restore_rule(stage: Stage, weights: StageWeights, tensors: Mapping[str, Tensor]) -> None:

@@ -286,7 +286,7 @@ class Pipeline:
             return (1,) * stages
         forms = {rank: [TensorForm((stages,), "int64", wants_grad=False)] for rank in range(self._world.size)}
         gathered = self._world.gather({rank: [torch.tensor(row)] for rank, row in self._made.versions_kept().items()}, forms)
-        most = torch.stack([row for row, in gathered.values()]).amax(0) if gathered else None
+        most = torch.stack([row for (row,) in gathered.values()]).amax(0) if gathered else None
         found = self._world.broadcast(most, 0, TensorForm((stages,), "int64", wants_grad=False))
         return tuple(int(count) for count in found)
 

@@ -116,7 +116,11 @@ class Stage:
         past = Past(self._pasts.waiting.pop(micro_batch, {}), keeps=after is not None)
         keeps = batch.training and not again
         saved = Saved(self._weights()) if keeps and micro_batch in self.evicted else None
-        with self._looking(batch, micro_batch, inputs, keeps), torch.set_grad_enabled(keeps), saved.saving() if saved else nullcontext():
+        with (
+            self._looking(batch, micro_batch, inputs, keeps),
+            torch.set_grad_enabled(keeps),
+            saved.saving() if saved else nullcontext(),
+        ):
             output = self._run(batch, micro_batch, inputs, past)
         if self.loss is not None:
             result = None

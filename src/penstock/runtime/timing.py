@@ -19,7 +19,11 @@ Rows = Mapping[int, Sequence[tuple[Op, Op]]]
 def measured(world: World, schedule: Schedule, interpreters: Mapping[int, Interpreter], rows: Rows) -> Timeline:
     """Start and end of some ops on all ranks, and the most bytes that these have held; every process gets the same timeline."""
     local = {
-        rank: [torch.tensor([*interpreter.seconds([ran for _, ran in rows[rank]]), (interpreter.peak_bytes(), 0)], dtype=torch.float64)]
+        rank: [
+            torch.tensor(
+                [*interpreter.seconds([ran for _, ran in rows[rank]]), (interpreter.peak_bytes(), 0)], dtype=torch.float64
+            )
+        ]
         for rank, interpreter in interpreters.items()
     }
     forms = {rank: [TensorForm((len(ops) + 1, 2), "float64", wants_grad=False)] for rank, ops in rows.items()}
