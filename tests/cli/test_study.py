@@ -16,7 +16,7 @@ def test_a_quick_study_of_two_rules_writes_everything_and_is_not_run_twice(penst
     found = json.loads(first.out)
     assert {record["rule"] for record in found["records"]} == {"flush", "stash"}
     assert {record["batches"] for record in found["records"]} == {2}
-    by_rule = {pace["rule"]: pace for pace in found["paces"] if (pace["rule"] == "flush") == (pace["micro_batches"] == 2)}
+    by_rule = {pace["rule"]: pace for pace in found["paces"]}
     assert by_rule["stash"]["staleness"] == [1, 0]
     assert by_rule["stash"]["versions"] == [2, 1]
     assert all(pace["simulated_s"] > 0 for pace in found["paces"])

@@ -48,8 +48,9 @@ def results(runs, run):
         *(run("none", stages=4, seed=seed, accuracy=0.95) for seed in (1, 2)),
     ]
     paces = {}
-    for group in [each for record in records for each in (record.case.group, record.case.group.usual)]:
+    fastest = {record.case.group: record.case.group._replace(rule="flush", micro_batches=2) for record in records}
+    for group in [*fastest, *fastest.values()]:
         flush = group.rule == "flush"
         paces[group] = Pace("1f1b" if flush else "pipedream", group.stages, (1, 0), (2, 1), 0.2 if flush else 0.1)
     question = Question(tasks=("digits",), rules=("stash", "none"), depths=(2, 4))
-    return Results(question, tuple(records), paces, (), (), {"device": "made up"})
+    return Results(question, tuple(records), paces, fastest, (), (), {"device": "made up"})

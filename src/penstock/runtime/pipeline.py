@@ -308,13 +308,10 @@ class Pipeline:
         Raises:
             SettingError: a tensor is missing or has another shape.
         """
-        state.put(self._local_stages, tensors)
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        """Let a stream start from the parameters as they are now."""
         if self._stream is not None:
             self._stream.begin_anew()
+        state.put(self._local_stages, tensors)
+        if self._stream is not None:
             self._made.let_read()
 
     def save(self, folder: str | Path) -> None:

@@ -81,7 +81,9 @@ class Streaming:
         self._drained, self._broken = True, False
 
     def begin_anew(self) -> None:
-        """Forget everything under way, and a failure too: parameters have been given new values."""
+        """Before parameters are given new values: let what is under way finish, or, after a failure, forget it, and the failure too."""
+        if not self._broken:
+            self.flush()
         self._under_way.clear()
         self._losses.clear()
         self.ready.clear()

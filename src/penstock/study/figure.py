@@ -118,9 +118,9 @@ def _curves(results: Results, task: str, word: str, scale: Scale) -> Figure | No
             rule if optimizer == results.question.optimizer else f"{rule} ({optimizer})", fontweight="bold", loc="left"
         )
         for group in (each for each in groups if each[1:3] == (optimizer, rule)):
-            own, usual = colours[group.stages], scale(group.usual)
-            if usual is not None and group.baseline in results.groups:
-                _lines(axes, results, group.baseline, usual, own if apart else _FLUSH)
+            own, per_batch = colours[group.stages], scale(results.fastest[group])
+            if per_batch is not None and group.baseline in results.groups:
+                _lines(axes, results, group.baseline, per_batch, own if apart else _FLUSH)
             _lines(axes, results, group, scale(group) or 0.0, own)
         axes.set_ylim(bottom, top)
         axes.margins(x=0.02)

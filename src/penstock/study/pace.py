@@ -18,7 +18,7 @@ from penstock.runtime.launch import launch
 from penstock.simulate.plan_costs import stage_costs
 from penstock.simulate.steady import steady
 from penstock.study.learn import pipeline, stream
-from penstock.study.question import Case
+from penstock.study.question import Case, flush_for
 from penstock.study.record import Measured
 from penstock.study.tasks import study_task
 from penstock.tracing.chain import chain
@@ -80,6 +80,16 @@ def simulated_s(case: Case, measured: Profile, lengths: Sequence[int]) -> float:
     parts = case.micro_batches
     costs = stage_costs(measured, lengths, batch / parts, cluster(f"local:{case.stages}"), micro_batches=parts)
     return steady(case.programs, replace(costs, transfer=0.0)).seconds_per_batch
+
+
+def fastest_flush(case: Case, measured: Profile, lengths: Sequence[int]) -> Case:
+    """Flush with so many micro-batches that a batch takes least: powers of 2 up to four for each stage are simulated, and one for
+    each. More of them fill the pipeline better, and cost every layer's calls again.
+    """
+    batch = study_task(case.task).settings.batch
+    powers = {1 << power for power in range(batch.bit_length()) if 1 << power <= min(batch, 4 * case.stages)}
+    tried = [flush_for(case, parts) for parts in sorted(powers | {min(case.stages, batch)})]
+    return min(tried, key=lambda one: simulated_s(one, measured, lengths))
 
 
 def pace(case: Case, measured: Profile, lengths: Sequence[int], timed_s: float | None) -> Pace:

@@ -48,11 +48,6 @@ class Group(NamedTuple):
         """
         return self._replace(rule=BASELINE)
 
-    @property
-    def usual(self) -> Group:
-        """Flush as one would run it: with a micro-batch for each stage. What it takes is what these are to take less than."""
-        return self._replace(rule=BASELINE, micro_batches=self.stages)
-
 
 @dataclass(frozen=True)
 class Case:

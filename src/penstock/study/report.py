@@ -120,6 +120,8 @@ def _explained(results: Results) -> list[str]:
         for rule, options in given
         if weight_rule(rule).options
     ]
+    parts = dict.fromkeys((group.task, group.stages, group.micro_batches) for group in results.fastest.values())
+    fastest = ", ".join(f"M={count} for {task} at S={stages}" for task, stages, count in parts)
     fixed = f"""\
 S: stages. M: micro-batches of a batch. A batch has the same samples, in the same order, whatever the rule; so has every update. Stages \
 are cut alike. Learning rates are those at which flush trains well, and are not tuned for any other rule. Each rule is held against flush \
@@ -132,7 +134,7 @@ simulated: seconds per batch in the steady state, with a device for each rank, f
 messages take no time. Rules that run on other numbers of ranks use other numbers of devices.
 measured: seconds per batch in real processes here, one thread each, where there are as many cores as ranks.
 to its loss: how many times sooner than flush, in simulated time, every run comes to the training loss that flush has after {SHARE:.0%} of \
-its batches; flush with one micro-batch for each stage, as one would run it."""
+its batches. Flush's time is that at its fastest, {fastest}."""
     lines = [*fixed.splitlines(), f"Schedules: {used}."]
     lines += [f"Options of the rules: {'; '.join(dict.fromkeys(defaults))}."] * bool(defaults)
     short = results.question.most_batches

@@ -26,6 +26,8 @@ class Results:
         question: what was asked.
         records: of the cases that are done.
         paces: per group of cases, what does not depend on the seed.
+        fastest: per group, flush with the number of micro-batches at which it is fastest: what its time is held against. `paces` has
+            it, too.
         refused: combinations that make no sense.
         failed: cases that could not be run, with the reason.
         machine: where.
@@ -35,6 +37,7 @@ class Results:
     question: Question
     records: tuple[Record, ...]
     paces: Mapping[Group, Pace]
+    fastest: Mapping[Group, Group]
     refused: tuple[Refused, ...]
     failed: tuple[tuple[str, str], ...]
     machine: Mapping[str, str]
@@ -87,13 +90,13 @@ class Results:
         return Spread(tuple(map(float, known))).mean if len(known) == len(found) else None
 
     def speed_up(self, group: Group) -> float | None:
-        """How many times sooner than flush, as one would run it, a group comes to the target, in simulated time; None if one of its
-        runs never does.
+        """How many times sooner than flush at its fastest a group comes to the target, in simulated time; None if one of its runs
+        never does.
         """
         own, base = self.batches_to_target(group), self.batches_to_target(group.baseline)
-        if own is None or base is None or group not in self.paces or group.usual not in self.paces:
+        if own is None or base is None:
             return None
-        return base * self.paces[group.usual].simulated_s / (own * self.paces[group].simulated_s)
+        return base * self.paces[self.fastest[group]].simulated_s / (own * self.paces[group].simulated_s)
 
     def sentences(self, task: str) -> Iterator[str]:
         """What the numbers of a task say: rule by rule, then depth by depth."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from penstock.profile.profile import Profile
 from penstock.study.conduct import Failed, Told, conduct
 from penstock.study.cut import cut
 from penstock.study.figure import figures
-from penstock.study.pace import Pace, measure, pace, profile_of
-from penstock.study.question import Case, Group, Question, flush_for
+from penstock.study.pace import fastest_flush, measure, pace, profile_of
+from penstock.study.question import Case, Group, Question
 from penstock.study.record import Notebook
 from penstock.study.report import page
 from penstock.study.results import Results
@@ -57,18 +57,25 @@ class Study:
         """
         notebook = Notebook(self.folder)
         cases, refused = self.question.cases()
-        # Flush as one would run it is timed whether it is trained or not.
-        timed = [case for one in cases for case in (one, flush_for(one, one.stages))]
-        one_of = {case.group: case for case in timed}
         profiles = self._profiles(say)
+        lengths = self._lengths()
+        one_of = {case.group: case for case in cases}
+        quickest = {
+            group: fastest_flush(case, profiles[case.task], lengths[case.task, case.stages]) for group, case in one_of.items()
+        }
+        one_of |= {case.group: case for case in quickest.values()}
         left = sum(case.key not in notebook.records for case in cases)
         if left < len(cases):
             say(f"{len(cases) - left} of {len(cases)} cases are in {notebook.path} already")
         failed = conduct(cases, notebook, self.jobs, told(left))
         more = self._measure(one_of, notebook, say) if self.measured else []
-        paces = self._paces(one_of, notebook, profiles)
+        paces = {
+            group: pace(case, profiles[case.task], lengths[case.task, case.stages], notebook.measured.get(group))
+            for group, case in one_of.items()
+        }
         records = notebook.of(cases)
-        results = Results(self.question, tuple(records), paces, tuple(refused),
+        fastest = {group: case.group for group, case in quickest.items()}
+        results = Results(self.question, tuple(records), paces, fastest, tuple(refused),
                           tuple((str(each.case), each.reason) for each in [*failed, *more]),
                           {**machine_facts(torch.device("cpu")), "threads": "1", "torch": torch.__version__},
                           len(cases) - len(records) - len(failed))  # fmt: skip
@@ -101,16 +108,14 @@ class Study:
                 failed.append(Failed(case, " ".join(str(error).split())))
         return failed
 
-    def _paces(self, one_of: Mapping[Group, Case], notebook: Notebook, profiles: Mapping[str, Profile]) -> dict[Group, Pace]:
-        lengths: dict[tuple[str, int], Sequence[int]] = {}
-        found = {}
-        for group, case in one_of.items():
-            place = case.task, case.stages
-            if place not in lengths:
-                task = make_task(study_task(case.task).settings)
-                lengths[place] = cut(chain(task.model), task.data.train_inputs, case.stages)
-            found[group] = pace(case, profiles[case.task], lengths[place], notebook.measured.get(group))
-        return found
+    def _lengths(self) -> dict[tuple[str, int], list[int]]:
+        """Layers per stage, by task and depth."""
+        tasks = {name: make_task(study_task(name).settings) for name in self.question.tasks}
+        return {
+            (name, stages): cut(chain(task.model), task.data.train_inputs, stages)
+            for name, task in tasks.items()
+            for stages in self.question.depths
+        }
 
     def _write(self, results: Results) -> None:
         drawn = figures(results, self.folder)
