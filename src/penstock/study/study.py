@@ -55,8 +55,8 @@ class Study:
         Raises:
             PenstockError: the question makes no sense, the folder cannot be written, or a process was killed.
         """
-        notebook = Notebook(self.folder)
         cases, refused = self.question.cases()
+        notebook = Notebook(self.folder)
         profiles = self._profiles(say)
         lengths = self._lengths()
         one_of = {case.group: case for case in cases}
