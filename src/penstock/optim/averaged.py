@@ -131,7 +131,7 @@ class Averaged(StageWeights):
         found: dict[str, list[Tensor | None]] = {f"copy{n}": list(each.tensors) for n, each in enumerate(self._copies)}
         for n, each in enumerate(self._copies[1:], 1):
             state = optimizer_state(each.optimizer, self._update.parameters)
-            found |= {f"optimizer{n}/{key}": row for key, row in state.items()}
+            found |= {f"optimizer{n}.{key}": row for key, row in state.items()}
         return found
 
     def load_state(self, state: State) -> None:
@@ -146,7 +146,7 @@ class Averaged(StageWeights):
             ]
             copy([at for at, _ in pairs], [value.to(at.device) for at, value in pairs])
             if n:
-                prefix = f"optimizer{n}/"
+                prefix = f"optimizer{n}."
                 own = {key.removeprefix(prefix): row for key, row in state.items() if key.startswith(prefix)}
                 load_optimizer_state(each.optimizer, self._update.parameters, own)
 

@@ -240,7 +240,7 @@ class Stage:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise SettingError(f"the loss must be one number, the mean over the samples it is given; this one is {shape}")
         share = loss.reshape(()) * batch.shares[micro_batch]
-        batch.losses[micro_batch] = share.detach()
+        batch.losses.setdefault(micro_batch, share.detach())
         return share
 
     def _grad_flags(self, output: Any, inputs: Payload) -> tuple[bool, ...]:

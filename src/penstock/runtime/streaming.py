@@ -125,11 +125,11 @@ class Streaming:
     def _drain(self, rank: int) -> None:
         interpreter = self.interpreters[rank]
         interpreter.go_on(self.portions.rest(rank, self._fed), self._under_way)
-        interpreter.finish()
         for weights in interpreter.weights.values():
             weights.drain()
         for copies in self.made.apart[rank].values():
             copies.share_weights()
+        interpreter.finish()
 
     def _collect(self, done: int) -> None:
         for index in range(self._done, done):
