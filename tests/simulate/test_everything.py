@@ -219,7 +219,7 @@ def test_memory_over_time_agrees_with_sums_of_what_is_held(case, known):
             now = [row for row in held if row[0] == rank and row[2] <= low and high <= row[3]]
             total = base + sum(row[4] for row in now)
             most = max(most, total)
-            if middle <= line.makespan:
+            if middle <= line.makespan and high - low > 1e-9:  # closer are only sums of floats in another order
                 place = max(i for i, second in enumerate(curve.seconds) if second <= middle)
                 assert curve.bytes[place] == pytest.approx(total, abs=0.5 + 1e-6)
         assert line.peak_memory[rank] == curve.peak == pytest.approx(most, abs=0.5 + 1e-6)
