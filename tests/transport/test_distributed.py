@@ -355,15 +355,16 @@ def test_a_stage_that_has_no_room_in_a_tag_is_refused():
         transport.send(1, Message(Kind.F, 2**10, 0), Payload.of(torch.ones(1)), "s")
 
 
-def test_what_nothing_answers_is_forgotten_when_it_has_left():
+def test_a_stream_lets_go_of_what_nothing_answers():
     """Nobody drains a stream: its gradients, kept for ever, would fill the memory."""
-    left = SimpleNamespace(is_completed=lambda: True)
-    under_way = SimpleNamespace(is_completed=lambda: False)
-    transport = DistributedTransport(wire=None)
-    for m in range(3):
-        transport._leaving[0, Message(Kind.B, 1, m)] = [(left if m < 2 else under_way, torch.ones(1))]
-    transport._look()
-    assert list(transport._leaving) == [(0, Message(Kind.B, 1, 2))]
+    waited = []
+    transport = DistributedTransport(wire=SimpleNamespace(wait=waited.append))
+    for m in range(4):
+        transport._leaving[0, Message(Kind.B, 1, m)] = [(f"work {m}", torch.ones(1))]
+    transport._leaving[0, Message(Kind.U, 1, 0)] = [("meeting", torch.ones(1))]
+    transport.release(before=2)
+    assert waited == ["work 0", "work 1"]
+    assert list(transport._leaving) == [(0, Message(Kind.B, 1, 2)), (0, Message(Kind.B, 1, 3)), (0, Message(Kind.U, 1, 0))]
 
 
 def test_an_activation_is_held_no_longer_than_until_its_gradient_is_back():

@@ -13,6 +13,7 @@ Source: Chen et al. 2023, AvgPipe, section 3. The order within a round is ours: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -123,6 +124,10 @@ class Averaged(StageWeights):
         """Copies, reference, and what the round has learnt."""
         blocks = [block.flat for held in (self._reference, *(each.blocks for each in self._copies)) for block in held]
         return sum(tensor.nbytes for tensor in (*blocks, *self._learnt))
+
+    def more_optimizers(self) -> Sequence[Optimizer]:
+        """One for every other copy."""
+        return [each.optimizer for each in self._copies[1:]]
 
     def state(self) -> State:
         """The copies, and the optimizers of all but the first."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from penstock.optim.update import Update
 from penstock.schedule.stream import Waves
@@ -52,6 +53,10 @@ class StageWeights(Protocol):
     def held_bytes(self) -> int:
         """Bytes of the trainable weights in all versions, copies and scratch. Gradients and optimizer state are not counted."""
         ...
+
+    def more_optimizers(self) -> Sequence[Optimizer]:
+        """Those that the rule keeps besides the stage's own."""
+        return ()
 
     def state(self) -> State:
         """Of a drained stage, the tensors that a checkpoint must have besides parameters and optimizer."""

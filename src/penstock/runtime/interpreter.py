@@ -83,6 +83,10 @@ class Interpreter:
             raise
         self.board.doing("is between batches")
 
+    def release(self, before: int) -> None:
+        """Let go of what was sent of micro-batches below `before` (see `Transport.release`). Raises as `play`."""
+        self._guard("its sends to leave", lambda: self.transport.release(before))
+
     def finish(self) -> None:
         """Stand until all that was sent has left: nothing is under way any more. Raises as `play`."""
         try:
@@ -115,7 +119,9 @@ class Interpreter:
             weights = self.weights.get(index)
             trained = sum(parameter.nbytes for parameter in stage.update.parameters)
             versions = trained if weights is None else weights.held_bytes()
-            fixed += stage.weight_bytes() - trained + versions + trained + optimizer_bytes(stage.update.optimizer)
+            optimizers = [stage.update.optimizer, *(() if weights is None else weights.more_optimizers())]
+            untrained, gradients = stage.weight_bytes() - trained, trained
+            fixed += untrained + versions + gradients + sum(map(optimizer_bytes, optimizers))
         return fixed + self.held.peak
 
     def seconds(self, ops: Sequence[Op]) -> list[tuple[float, float]]:

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from penstock.errors import DeadlineExceeded, PeerFailed, RunError
 from penstock.runtime.board import reason_of
 from penstock.runtime.store_board import StoreBoard
 from penstock.schedule.lower import Link
-from penstock.transport.distributed import TOLD_TAG, DistributedTransport, Wire
+from penstock.transport.distributed import MOST_UNDER_WAY, TOLD_TAG, DistributedTransport, Wire
 from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.transport.transport import TransportLost, TransportTimeout
 
@@ -75,7 +76,7 @@ class DistributedWorld:
         self._wire = Wire(self._rank, self._device, store, deadline_s, shared, groups)
         self._board = StoreBoard(store, self._rank, self.size, self._wire.abort)
         self._transport = DistributedTransport(self._wire)
-        self._told: list[tuple[dist.Work, Tensor]] = []
+        self._told: deque[tuple[dist.Work, Tensor]] = deque()
         atexit.register(self.close)
 
     def _nccl_everywhere(self, shared: dist.ProcessGroup) -> bool:
@@ -160,7 +161,6 @@ class DistributedWorld:
 
     def tell(self, numbers: Tensor) -> None:
         """See `World.tell`."""
-        self._told = [each for each in self._told if not each[0].is_completed()]
         for other in range(self.size):
             if other != self._rank:
                 try:
@@ -169,6 +169,8 @@ class DistributedWorld:
                     raise TransportLost(str(error)) from error
                 if work is not None:
                     self._told.append((work, numbers))
+        while len(self._told) > MOST_UNDER_WAY * self.size:
+            self._wire.wait(self._told.popleft()[0])
 
     def hear(self, source: int, count: int) -> Callable[[], Tensor]:
         """See `World.hear`."""

@@ -118,6 +118,8 @@ class Streaming:
     def _play(self, rank: int, index: int) -> None:
         interpreter = self.interpreters[rank]
         interpreter.go_on(self.portions.fed(rank, index), self._under_way)
+        # All ranks come to the end of their portions with what has been sent by now, and take what is of batches done by then.
+        interpreter.release((self.portions.done(index) - 1) * self.schedule.micro_batches)
         marks = interpreter.marks
         for op in list(islice(marks, max(0, len(marks) - self._most_marks[rank]))):
             del marks[op]

@@ -7,6 +7,7 @@ straight into buffers of the known shapes. Sends never wait: their tensors are h
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,8 +26,10 @@ from penstock.transport.transport import TransportLost, TransportTimeout
 
 _LEAVES = 32  # tags have room for this many tensors in one message
 _NUMBERS = 1 << 13  # and for this many micro-batches
-_MANY = 64  # messages that may have left unnoticed before somebody looks
 _KINDS = (Kind.F, Kind.B, Kind.E, Kind.L, Kind.U)
+
+#: How many messages that nothing answers are under way at most: of copies of a stage to each other, and of losses.
+MOST_UNDER_WAY = 64
 
 #: A tag that no message has.
 TOLD_TAG = 7 << 5
@@ -155,6 +158,7 @@ class DistributedTransport:
     _told: dict[_Key, tuple[object, ...]] = field(default_factory=dict)
     _leaving: dict[tuple[int, Message], list[tuple[dist.Work, Tensor]]] = field(default_factory=dict)
     _unposted: list[_Arrival] = field(default_factory=list)
+    _met: deque[tuple[int, Message]] = field(default_factory=deque)
 
     def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
         """See `Transport.send`.
@@ -186,8 +190,11 @@ class DistributedTransport:
                 raise TransportLost(str(error)) from error
             if work is not None:
                 leaving.append((work, ready))
-        if len(self._leaving) > _MANY:
-            self._look()
+        if message.kind is Kind.U:
+            self._met.append((peer, message))
+            # Copies of a stage come to each other's messages of old updates without the new ones.
+            while len(self._met) > MOST_UNDER_WAY:
+                self._let_go(*self._met.popleft())
 
     def post(self, peer: int, message: Message, signature: str) -> _Arrival:
         """See `Transport.post`. The first batch of a signature learns its shapes when it waits."""
@@ -219,11 +226,11 @@ class DistributedTransport:
         elif message.kind is Kind.L:
             self._let_go(peer, Message(Kind.E, message.stage, message.micro_batch))
 
-    def _look(self) -> None:
-        """Forget what has left by now: in a stream nothing answers a gradient, and nobody drains."""
-        for key, leaving in list(self._leaving.items()):
-            if all(work.is_completed() for work, _ in leaving):
-                del self._leaving[key]
+    def release(self, before: int) -> None:
+        """See `Transport.release`. gloo's sends do not know that they are over until somebody waits for them."""
+        for peer, message in list(self._leaving):
+            if message.micro_batch < before and message.kind is not Kind.U:
+                self._let_go(peer, message)
 
     def _let_go(self, peer: int, message: Message) -> None:
         for work, _ in self._leaving.pop((peer, message), ()):

@@ -76,5 +76,8 @@ class MemoryTransport:
         del signature
         return _Arrival(self.exchange, (peer, self.rank, message), self.deadline_s)
 
+    def release(self, before: int) -> None:
+        """Nothing is ever under way here."""
+
     def drain(self) -> None:
         """Nothing is ever under way here."""

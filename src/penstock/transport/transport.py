@@ -41,6 +41,13 @@ class Transport(Protocol):
         """Say that the message is expected. Posts on a link are made in the order of the sends."""
         ...
 
+    def release(self, before: int) -> None:
+        """Stand until what was sent of micro-batches below `before` has left, and forget it: in a stream nobody drains.
+
+        Whoever takes these messages must be able to come to them without anything that is yet to be sent from here.
+        """
+        ...
+
     def drain(self) -> None:
         """Stand until all that was sent has left, and forget what is no longer needed."""
         ...
