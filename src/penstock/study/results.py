@@ -120,8 +120,8 @@ class Results:
         odds = chance(seeds, seeds)
         return (f"A rule loses (or gains) where each of its {seeds} runs is worse (better) than each of flush's {seeds}, and the means are "
                 "further apart than the best and the worst run of either. Were there no difference, that would happen less than once in "
-                f"{1 / odds:.0f} comparisons each way; there are {count} here, so less than {count * odds:.1f} times. Differences "
-                "smaller than those between seeds are not seen.")  # fmt: skip
+                f"{1 / odds:.0f} comparisons each way; there are {count} here, so less than {count * odds:.1f} times. It holds where the "
+                "means are no further apart than flush's own runs; between the two nothing is said but that its seeds differ.")  # fmt: skip
 
     def as_json(self, thin: bool = False) -> str:
         """Everything, raw: one line for each record. `thin` has means over a window of batches in place of all losses."""
@@ -156,6 +156,7 @@ class Results:
 #: Of several rules in one sentence.
 SUMMARY = {
     Standing.HOLDS: "as good as flush, within the spread over seeds",
+    Standing.UNCLEAR: "its seeds differ too much to tell",
     Standing.LOSES: "worse than flush",
     Standing.GAINS: "better than flush",
     Standing.FAILS: "not every run trains",

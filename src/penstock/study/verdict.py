@@ -27,6 +27,7 @@ class Standing(str, Enum):
     """How a rule stands beside flush, at one depth."""
 
     HOLDS = "holds"
+    UNCLEAR = "unclear"
     LOSES = "loses"
     GAINS = "gains"
     FAILS = "does not train"
@@ -39,7 +40,8 @@ class Verdict:
 
     Attributes:
         standing: `loses` and `gains` where every run ends on one side of every run of flush, and the means are further apart than
-            the runs of either; `does not train` where any run has diverged or learned nothing, unless one of flush has, too; `open`
+            the runs of either; `holds` where the means are no further apart than the runs of flush; `unclear` between the two: then
+            it is the rule's own seeds that differ; `does not train` where any run has diverged or learned nothing, unless one of flush has, too; `open`
             where nothing can be said.
         values: of the metric, per run that was tested.
         failures: what became of the others, in words.
@@ -104,6 +106,8 @@ def _standing(base: tuple[float, ...], own: tuple[float, ...], metric: Metric) -
     if min(len(base), len(own)) < 2:
         return Standing.OPEN, f"{change}, one seed: no spread to hold it against"
     if not apart(base, own) or abs(after.mean - before.mean) <= max(before.width, after.width):
-        return Standing.HOLDS, change
+        if abs(after.mean - before.mean) <= before.width:
+            return Standing.HOLDS, change
+        return Standing.UNCLEAR, f"{change}, from {metric.text(after.low)} to {metric.text(after.high)}"
     standing = Standing.GAINS if metric.gain(before.mean, after.mean) > 0 else Standing.LOSES
     return standing, f"{change}, {metric.text(after.mean)} against {metric.text(before.mean)}"
