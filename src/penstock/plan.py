@@ -230,11 +230,11 @@ class Plan:
 
     def _asynchrony(self) -> str:
         """How old gradients get, and what that takes."""
-        from penstock.weights.long_run import long_run  # NumPy, which is not loaded to import penstock
+        from penstock.weights.uses import readings  # NumPy, which is not loaded to import penstock
 
         rule = rule_of(self.schedule, self.weights)
         given = "".join(f", {name} {value:g}" for name, value in self.weights_options)
-        found = long_run(self.schedule, rule)
+        found = readings(self.schedule, rule)
         versions, oldest = max(found.versions), max(map(max, found.ages))
         kept = "1 version" if versions == 1 else f"up to {versions} versions"
         more = f" and {rule.extra:g} more of their size" if rule.extra else ""

@@ -197,13 +197,13 @@ def stream_facts(made: Schedule, rule: WeightRule, costs: Costs, recompute: str,
     """
     from penstock.errors import ScheduleError
     from penstock.simulate.steady import steady
-    from penstock.weights.long_run import long_run
+    from penstock.weights.uses import readings
 
     try:
         found = steady(made, costs, recompute, overlap=overlap)
     except ScheduleError:
         found = None
-    read = long_run(made, rule)
+    read = readings(made, rule)
     return {
         "seconds_per_batch": None if found is None else found.seconds_per_batch,
         "steady_bubble_ratio": None if found is None else found.bubble_ratio,

@@ -18,7 +18,6 @@ from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.period import period_of, prolonged, with_batches
 from penstock.simulate.costs import FIELDS, Costs
 from penstock.simulate.simulate import simulate_schedule
-from penstock.weights.long_run import spread
 
 #: Seconds that differ by less than this share of all are the same: they are sums of floats.
 _SAME = 1e-9
@@ -77,7 +76,7 @@ def steady(schedule: Schedule, costs: Costs, recompute: str = "never", *, overla
         timeline = simulate_schedule(schedule, costs, overlap=overlap, recompute=recompute)
         return Steady.of(timeline.makespan, 1, timeline)
     period = period_of(schedule)
-    behind = spread(schedule)
+    behind = _spread(schedule)
     fixed = any(isinstance(entry, tuple) for name in FIELDS for entry in _entries(costs, name))
     per_batch = sum(map(len, period.loops)) / period.batches
     batches = schedule.batches if fixed else 6 * behind + 2 * period.batches + 8
@@ -159,3 +158,14 @@ class _Seen:
                           moves.sizes)  # fmt: skip
         shown = Log(some, log.start[rows] - origin, log.end[rows] - origin, moves)
         return Steady.of(seconds, batches, Timeline.of_log(shown, self.timeline.title))
+
+
+def _spread(schedule: Schedule) -> int:
+    """By how many batches, at most, an op comes behind one of a later batch in the program of its rank."""
+    most = 0
+    for program in schedule.programs:
+        latest = 0
+        for _, batch in with_batches(program, schedule.micro_batches):
+            latest = max(latest, batch)
+            most = max(most, latest - batch)
+    return most

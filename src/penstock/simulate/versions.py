@@ -11,7 +11,7 @@ from penstock.simulate.amounts import Amounts
 from penstock.simulate.costs import Costs
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.choice import rule_of
-from penstock.weights.long_run import long_run
+from penstock.weights.uses import readings
 
 
 def versions_held(schedule: Schedule, rule: WeightRule | None = None) -> tuple[float, ...]:
@@ -28,7 +28,7 @@ def versions_held(schedule: Schedule, rule: WeightRule | None = None) -> tuple[f
     if schedule.stream is None:
         return (1.0,) * schedule.stages
     rule = rule_of(schedule) if rule is None else rule
-    return tuple(kept + rule.extra for kept in long_run(schedule, rule).versions)
+    return tuple(kept + rule.extra for kept in readings(schedule, rule).versions)
 
 
 def with_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -> Costs:

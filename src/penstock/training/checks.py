@@ -19,9 +19,8 @@ from penstock.training.optimizer import optimizer_factory
 from penstock.units import parse_bytes
 from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.choice import does_not_go, rule_of, schedule_for
-from penstock.weights.long_run import long_run
 from penstock.weights.reads import Reads
-from penstock.weights.uses import Use
+from penstock.weights.uses import Use, readings
 
 #: Numbers of stages that stand for all, where theirs is the planner's choice.
 _SOME_STAGES = (1, 2, 4)
@@ -71,7 +70,7 @@ def _check_numbers(config: TrainConfig, name: str, rule: WeightRule) -> None:
         for micro_batches in MICRO_BATCHES if config.micro_batches is None else (config.micro_batches,):
             try:
                 made = schedule(name, count, micro_batches)
-                long_run(made, rule_of(made, rule.name, config.weights_options))
+                readings(made, rule_of(made, rule.name, config.weights_options))
             except ScheduleError as error:
                 refused.append(error)
             else:

@@ -29,7 +29,7 @@ from penstock.training.config import TrainConfig
 from penstock.training.rank import RankResult, train_rank
 from penstock.training.task import make_task
 from penstock.weights.choice import rule_of
-from penstock.weights.long_run import long_run
+from penstock.weights.uses import readings
 
 #: Told what is going on, in a line or a drawing.
 Say = Callable[[str], None]
@@ -143,7 +143,7 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
         str(folder), first.steps, first.loss, first.test_loss, first.test_accuracy,
         chosen.predicted.step_s, first.step_s, chosen.predicted.bubble_ratio, bubble,
         chosen.predicted.peak_memory, tuple(result.peak_rss_bytes for result in results), first.seconds, plain,
-        measured.peak_memory, chosen.synchronous, chosen.weights, long_run(chosen.schedule, rule_of(chosen.schedule, chosen.weights)).versions,
+        measured.peak_memory, chosen.synchronous, chosen.weights, readings(chosen.schedule, rule_of(chosen.schedule, chosen.weights)).versions,
         first.weight_versions or (1,) * chosen.stages,
     )  # fmt: skip
     for suffix in ("svg", "json"):

@@ -1,4 +1,4 @@
-"""Streams in the long run."""
+"""Readings are of the stream that has no end, however few batches its programs show."""
 
 import pytest
 
@@ -6,7 +6,6 @@ from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
 from penstock.schedule.stream import Stream
 from penstock.weights.catalogue import weight_rule
-from penstock.weights.long_run import long_run, spread
 from penstock.weights.uses import readings
 
 STASH = weight_rule("stash")
@@ -15,25 +14,19 @@ STASH = weight_rule("stash")
 @pytest.mark.parametrize("batches", [6, 7, 8, 30])
 def test_versions_do_not_depend_on_how_many_batches_the_programs_show(batches):
     """A stretch that drains as soon as it is full holds fewer."""
-    assert long_run(schedule("pipedream", 4, 1, batches=batches), STASH).versions == (4, 3, 2, 1)
+    assert readings(schedule("pipedream", 4, 1, batches=batches), STASH).versions == (4, 3, 2, 1)
 
 
 def test_the_oldest_gradients_are_among_the_readings():
     """p - 1 - s updates."""
-    found = long_run(schedule("pipedream", 8, 1), STASH)
+    found = readings(schedule("pipedream", 8, 1), STASH)
     assert [max(ages) for ages in found.ages] == [7, 6, 5, 4, 3, 2, 1, 0]
     assert found.versions == (8, 7, 6, 5, 4, 3, 2, 1)
 
 
 def test_a_synchronous_schedule_and_a_stream_that_does_not_repeat_itself_are_as_they_are():
     """There is no more of them."""
-    assert long_run(schedule("1f1b", 2, 2), weight_rule("flush")).versions == (1, 1)
+    assert readings(schedule("1f1b", 2, 2), weight_rule("flush")).versions == (1, 1)
     made = Schedule.parse("0F0 0F1 0B0 0U1 0B1 0U2", synchronous=False)
     made = Schedule(made.programs, synchronous=False, stream=Stream(2))
-    assert long_run(made, STASH) == readings(made, STASH)
-
-
-@pytest.mark.parametrize(("stages", "micro_batches", "expected"), [(1, 1, 0), (4, 1, 3), (4, 2, 2), (4, 8, 1)])
-def test_the_spread_is_how_far_batches_overlap_on_a_rank(stages, micro_batches, expected):
-    """With 4 forwards ahead, 3 batches of one, or a part of the next batch of 8."""
-    assert spread(schedule("pipedream", stages, micro_batches)) == expected
+    assert readings(made, STASH).versions == (2,)
