@@ -22,7 +22,7 @@ AMOUNTS = st.integers(0, 12).map(lambda quarters: quarters / 4)
 
 @st.composite
 def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
-    """Costs of every kind, each by stage or by micro-batch, as a list or as a function."""
+    """Costs of every kind, each by stage or by micro-batch, as a list or as a function; activations hold what was received."""
 
     def field(count, amounts=amounts):
         shape = draw(st.sampled_from(["stage", "stage", "micro-batch", "function"]))
@@ -42,8 +42,8 @@ def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
     per_stage = st.lists(amounts, min_size=made.stages, max_size=made.stages)
     return Costs(forward=field(made.stages), backward=field(made.stages), input_grad=field(made.stages),
                  weight_grad=field(made.stages), update=draw(per_stage), evict=field(made.stages), pair=some(made.stages),
-                 boundary_bytes=field(boundaries), activation_bytes=field(made.stages, amounts.map(lambda x: x + 4)),
-                 input_bytes=field(made.stages), weight_bytes=draw(per_stage), links=draw(st.sampled_from(links)),
+                 boundary_bytes=field(boundaries), activation_bytes=field(made.stages, amounts.map(lambda x: x + 8)),
+                 input_bytes=field(made.stages, amounts.map(lambda x: x + 4)), weight_bytes=draw(per_stage), links=draw(st.sampled_from(links)),
                  weight_versions=None if made.stream is None else 1.0, **given)  # fmt: skip
 
 

@@ -12,7 +12,7 @@ Counted, in bytes, each from the second it is there until the second it is gone:
                                     then; a received gradient from its arrival to the end of its B or I; a sent value from the
                                     end of its op until it has arrived. What stays on its rank arrives at once.
 
-At one second, what goes goes first, in the order of the rank's program.
+At one second, what goes goes first, in the order of the rank's program; the ops of a pair change it at once.
 """
 
 from __future__ import annotations
@@ -133,9 +133,16 @@ class Memory:
             found.append(self._rank(base, changes, rows, [each[low:high] for each in buffers[1:]]))
         return found
 
+    @cached_property
+    def _turns(self) -> Array:
+        """Per op, the first of its three turns within a second: what arrives for it, its start, its end."""
+        turns = 3 * np.arange(len(self.tables.made.ops))
+        turns[self.tables.made.pairs + 1] -= 3  # a pair's ops start and end together
+        return turns
+
     def _rank(self, weights: Array, changes: Changes, rows: slice, buffers: list[Array]) -> tuple[MemoryCurve, dict[str, int]]:
         """One rank's curve from its ops' changes and its buffers'."""
-        place = 3 * np.arange(rows.start, rows.stop)
+        place = self._turns[rows]
         when = np.concatenate([self.times.start[rows], self.times.end[rows], buffers[0]])
         turn = np.concatenate([place + 1, place + 2, buffers[1]])
         none, size = np.zeros(rows.stop - rows.start), len(buffers[0])
@@ -161,7 +168,7 @@ class Memory:
 
     def _buffers(self, changes: Changes) -> list[Array]:
         """What ranks hold besides their ops' own: rank, second, turn, by how much activations and boundary buffers change."""
-        made, times = self.tables.made, self.times
+        made, times, turns = self.tables.made, self.times, self._turns
         ops, waits = made.ops, made.waits
         sizes = np.broadcast_to(self.tables.message_bytes[0], self.tables.seconds.shape[1:])
         handing = ops.of_kind(*HANDING)
@@ -178,15 +185,15 @@ class Memory:
         maker = made.source[taker]
         amount = sizes[self.tables.hop[maker]]
         forward = ops.kind[taker] == ord(Kind.F.value)
-        gone = np.where(forward, times.start[taker], times.end[taker]), 3 * taker + np.where(forward, 1, 2)
-        hold(taker, amount, (times.arrived[maker], 3 * taker), gone, boundary=True)
+        gone = np.where(forward, times.start[taker], times.end[taker]), turns[taker] + np.where(forward, 1, 2)
+        hold(taker, amount, (times.arrived[maker], turns[taker]), gone, boundary=True)
         sender = np.flatnonzero((waits.link >= 0) & ~handing)
-        turn = 3 * sender + 2
+        turn = turns[sender] + 2
         hold(sender, sizes[self.tables.hop[sender]], (times.end[sender], turn), (times.arrived[sender], turn), boundary=True)
         sender = np.flatnonzero((waits.link >= 0) & handing)
-        turn = 3 * sender + 2
+        turn = turns[sender] + 2
         hold(sender, -changes.kept_at_end[sender], (times.end[sender], turn), (times.arrived[sender], turn), boundary=False)
         taker = np.flatnonzero((waits.takes >= 0) & handing)
-        until = times.start[taker], 3 * taker + 1
-        hold(taker, changes.kept_at_start[taker], (times.sent[waits.takes[taker]], 3 * taker), until, boundary=False)
+        until = times.start[taker], turns[taker] + 1
+        hold(taker, changes.kept_at_start[taker], (times.sent[waits.takes[taker]], turns[taker]), until, boundary=False)
         return [np.concatenate(column) for column in zip(*found, strict=True)]
