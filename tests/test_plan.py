@@ -73,7 +73,7 @@ def test_the_schedule_is_read_back_whole():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": 2}, "is no plan of schema 1: its schema is 2"),
+        ({"schema": 1}, "is no plan of schema 2: its schema is 1"),
         ({"colour": "red"}, "is no plan: at colour: Unexpected"),
         ({"batch": "many"}, "is no plan: at batch"),
         ({"recompute": "sometimes"}, "is no plan: at recompute"),

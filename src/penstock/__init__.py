@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.errors import PenstockError as PenstockError
     from penstock.errors import ScheduleError as ScheduleError
     from penstock.event import Timeline as Timeline
+    from penstock.measure.analytic import analytic as analytic
     from penstock.measure.profile import profile as profile
     from penstock.partition.catalogue import partition as partition
     from penstock.profile.profile import Profile as Profile
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "chain": "tracing.chain",
     "profile": "measure.profile",
+    "analytic": "measure.analytic",
     "Profile": "profile.profile",
     "cluster": "cluster.cluster",
     "plan": "search.catalogue",

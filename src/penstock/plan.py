@@ -15,7 +15,7 @@ from penstock.store import read_json, write_json
 from penstock.units import format_bytes, format_seconds
 from penstock.weights.choice import rule_of
 
-SCHEMA = 1
+SCHEMA = 2
 
 Recompute = Literal["never", "except_last", "always"]
 
@@ -25,11 +25,58 @@ Option = bool | int | float | str | tuple[int, ...] | None
 
 @final
 @dataclass(frozen=True)
+class Objective:
+    """What a planner's own paper makes least: its name there, its value by the paper's formula, and the unit: `"s"`, `"bytes"`
+    or `"1"`.
+    """
+
+    name: str
+    value: float
+    unit: str
+
+    def __str__(self) -> str:
+        value = format_seconds(self.value) if self.unit == "s" else format_bytes(self.value) if self.unit == "bytes" else \
+            f"{self.value:.4g}"  # fmt: skip
+        return f"{self.name} {value}"
+
+
+@final
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that go from one rank to another in a step (of an asynchronous plan, in a batch); activations and gradients of
+    activations, not the gradients that copies of a stage add up.
+    """
+
+    from_rank: int
+    to_rank: int
+    bytes: int
+
+
+@final
+@dataclass(frozen=True)
+class Remedy:
+    """What would help: a change to the cluster or the plan, and a step's seconds with it."""
+
+    change: str
+    step_s: float
+
+
+@final
+@dataclass(frozen=True)
 class Prediction:
     """What simulation says of a plan. Seconds are of one step, bytes of the fullest moment of every rank.
 
     A step of an asynchronous plan is one batch in the steady state, between filling and draining; so is its bubble.
-    `one_device_s` is a step of plain training, the whole batch at once on one device that has room for it.
+
+    Attributes:
+        step_s, bubble_ratio, samples_per_s: of a step.
+        peak_memory: bytes of every rank at its fullest.
+        one_device_s: a step of plain training, the whole batch at once on one device that has room for it.
+        data_parallel_s: a step of data parallelism on as many devices as the cluster has, memory not asked; None where the batch has
+            fewer samples than that, or there is one device.
+        lower_bound_s: no way that the planner could choose is faster; 0 where it does not know.
+        memory_parts: per rank, what `peak_memory` is for: (holder, bytes).
+        traffic: bytes from rank to rank, where there are any.
     """
 
     step_s: float
@@ -37,11 +84,20 @@ class Prediction:
     peak_memory: tuple[int, ...]
     samples_per_s: float
     one_device_s: float
+    data_parallel_s: float | None = None
+    lower_bound_s: float = 0.0
+    memory_parts: tuple[tuple[tuple[str, int], ...], ...] = ()
+    traffic: tuple[Traffic, ...] = ()
 
     @property
     def speed_up(self) -> float:
         """How many times faster than plain training on one device."""
         return self.one_device_s / self.step_s if self.step_s else 1.0
+
+    @property
+    def gap(self) -> float | None:
+        """By how much, at most, another way is faster: step / lower bound - 1; None where no bound is known."""
+        return self.step_s / self.lower_bound_s - 1 if self.lower_bound_s else None
 
 
 @final
@@ -49,7 +105,8 @@ class Prediction:
 class Candidate:
     """A way to run that the planner weighed. `why` is what bounds its time, or what it lacks; `peak_bytes` is of the fullest rank.
 
-    `step_s` is as `Prediction` has it, `weights` the name of the weight rule.
+    `step_s` is as `Prediction` has it, `weights` the name of the weight rule, `replicas` the number of whole pipelines, or of ranks
+    for every stage.
     """
 
     schedule: str
@@ -61,6 +118,7 @@ class Candidate:
     peak_bytes: int
     why: str
     weights: str = "flush"
+    replicas: int | tuple[int, ...] = 1
 
 
 @final
@@ -80,8 +138,12 @@ class Plan:
         recompute: "never", "except_last" or "always" (see `simulate_schedule`).
         weights, weights_options: name of the weight rule, and what it is given besides its defaults.
         cluster, cluster_ranks: name and size of the cluster it was made for.
+        devices: per rank, which device of the cluster it is on; empty: rank r is on device r.
+        torch_version: of the profile; empty where no torch was measured.
+        planner, objective: who made it, and what its own paper makes least, where that is not the simulated step.
         predicted: time and memory.
         candidates: what was weighed, one for each schedule and number of stages, best first; the first is this plan.
+        remedies: what would help most, best first.
     """
 
     fingerprint: str
@@ -102,6 +164,11 @@ class Plan:
     weights: str = "flush"
     weights_options: tuple[tuple[str, float], ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    devices: tuple[int, ...] = ()
+    torch_version: str = ""
+    planner: str = "auto"
+    objective: Objective | None = None
+    remedies: tuple[Remedy, ...] = ()
     schema: int = SCHEMA
 
     @property
@@ -158,6 +225,9 @@ class Plan:
             raise PlanError(
                 f"memory is predicted for {len(self.predicted.peak_memory)} ranks, the programs are for {self.ranks}"
             )
+        if self.devices and (len(self.devices) != self.ranks or len(set(self.devices)) != self.ranks
+                             or not set(self.devices) <= set(range(self.cluster_ranks))):  # fmt: skip
+            raise PlanError(f"devices {list(self.devices)} must be {self.ranks} different ones of the cluster's {self.cluster_ranks}")
         if self.synchronous is not (self.stream is None):
             raise PlanError("a synchronous plan has no stream, an asynchronous one has: synchronous is "
                             f"{self.synchronous}, stream is {self.stream}")  # fmt: skip
@@ -167,8 +237,10 @@ class Plan:
             )
         rule_of(found, self.weights, dict(self.weights_options))
 
-    def check_fits(self, chain_fingerprint: str, ranks: int) -> None:
-        """Refuse a model or a number of ranks that this plan was not made for.
+    def check_fits(self, chain_fingerprint: str, ranks: int, torch_version: str = "") -> None:
+        """Refuse a model, a number of ranks or a torch that this plan was not made for.
+
+        Of versions the first two numbers count: 2.13.0+cpu is as good as 2.13.1.
 
         Raises:
             PlanError: it is another one; the message has all that differs.
@@ -180,6 +252,10 @@ class Plan:
         if ranks != self.ranks:
             findings.append(f"it uses {self.ranks} ranks, and there are {ranks}: "
                             f"start {self.ranks} ranks, or plan for a cluster of {ranks}")  # fmt: skip
+        planned, here = (version.split(".")[:2] for version in (self.torch_version, torch_version))
+        if self.torch_version and torch_version and planned != here:
+            findings.append(f"it was made with torch {self.torch_version}, and this is torch {torch_version}, "
+                            "whose times may be others: profile and plan anew")  # fmt: skip
         if findings:
             raise PlanError("\n  ".join(["the plan does not fit this run", *findings]))
 
@@ -206,68 +282,6 @@ class Plan:
         return plan
 
     def __str__(self) -> str:
-        expected = self.predicted
-        parts = f"{self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"
-        what = (
-            f"{self.schedule_name} on {self.ranks} of {self.cluster_ranks} ranks of {self.cluster}: {self.stages} stages, "
-            f"batch {self.batch} in {parts}, recompute {self.recompute}, weights {self.weights}"
-        )
-        step = "a step" if self.synchronous else "a batch once it is full"
-        time = (f"  predicted: {format_seconds(expected.step_s)} {step}, {expected.samples_per_s:.4g} samples/s, "
-                f"{expected.speed_up:.2f} times one device, bubble {expected.bubble_ratio:.0%}")  # fmt: skip
-        lines = [what, time] if self.synchronous else [what, time, self._asynchrony()]
-        lines += _table(("stage", "rank", "layers", "from", "to", "peak memory of rank"), self._stage_rows())
-        if self.candidates:
-            lines.append("  weighed, best first:")
-            head = ("schedule", "stages", "M", "recompute", "step", "", "peak memory", "why")
-            rules = [each.weights for each in self.candidates]
-            if set(rules) == {"flush"}:
-                lines += _table(head, self._candidate_rows())
-            else:  # which of them are asynchronous
-                rows = zip(rules, self._candidate_rows(), strict=True)
-                lines += _table((head[0], "weights", *head[1:]), [(row[0], rule, *row[1:]) for rule, row in rows])
-        return "\n".join(lines)
+        from penstock.plan_text import describe  # it needs what stands here
 
-    def _asynchrony(self) -> str:
-        """How old gradients get, and what that takes."""
-        from penstock.weights.uses import readings  # NumPy, which is not loaded to import penstock
-
-        rule = rule_of(self.schedule, self.weights)
-        given = "".join(f", {name} {value:g}" for name, value in self.weights_options)
-        found = readings(self.schedule, rule)
-        versions, oldest = max(found.versions), max(map(max, found.ages))
-        kept = "1 version" if versions == 1 else f"up to {versions} versions"
-        more = f" and {rule.extra:g} more of their size" if rule.extra else ""
-        return f"  asynchronous: weights {rule.name}{given}, staleness at most {oldest}, {kept}{more}"
-
-    def _stage_rows(self) -> list[tuple[str, ...]]:
-        held, peaks = self.schedule.ranks_of_stage, self.predicted.peak_memory
-        return [
-            (
-                str(stage), ", ".join(map(str, held[stage])), str(end - start), self.layer_names[start],
-                self.layer_names[end - 1], ", ".join(format_bytes(peaks[rank]) for rank in held[stage]),
-            )
-            for stage, (start, end) in enumerate(self.bounds)
-        ]  # fmt: skip
-
-    def _candidate_rows(self) -> list[tuple[str, ...]]:
-        best = self.predicted.step_s
-        return [
-            (
-                each.schedule, str(each.stages), str(each.micro_batches), each.recompute, format_seconds(each.step_s),
-                _against(each.step_s, best) if i else "", format_bytes(each.peak_bytes), each.why,
-            )
-            for i, each in enumerate(self.candidates)
-        ]  # fmt: skip
-
-
-def _against(seconds: float, best: float) -> str:
-    """How much slower: `"+12.3%"`, or `"equal"` where that would round to nothing."""
-    return f"{seconds / best - 1:+.1%}" if best and abs(seconds / best - 1) >= 0.0005 else "equal"
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
-    ]
+        return describe(self)

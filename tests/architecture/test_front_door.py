@@ -9,7 +9,7 @@ import sys
 import penstock as ps
 
 NAMES = [
-    "Costs", "Op", "PenstockError", "Pipeline", "Plan", "Profile", "Schedule", "ScheduleError", "Timeline", "chain", "cluster",
+    "Costs", "Op", "PenstockError", "Pipeline", "Plan", "Profile", "Schedule", "ScheduleError", "Timeline", "analytic", "chain", "cluster",
     "draw", "launch", "partition", "plan", "profile", "schedule", "schedules", "simulate", "simulate_many",
     "verify",
 ]  # fmt: skip

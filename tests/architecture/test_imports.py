@@ -14,8 +14,8 @@ SOURCE = Path(__file__).parents[2] / "src" / "penstock"
 #: line stands below it.
 ORDER = [
     "errors", "units", "registry", "store", "notebook",
-    "model", "profile", "cluster",
-    "partition", "schedule", "weights", "plan", "event",
+    "model", "cluster", "profile",
+    "partition", "schedule", "weights", "plan", "plan_text", "event",
     "draw", "verify", "simulate", "search", "export",
     "zoo", "tracing", "grad", "transport", "measure", "optim", "runtime", "training",
     "study", "__init__", "cli", "__main__",

@@ -24,7 +24,7 @@ def test_a_network_joins_nodes_of_one_device():
     """4xV100-10GbE is four machines: every boundary pays the network."""
     made = cluster("4xV100-10GbE")
     assert (made.ranks, made.nodes, made.devices_per_node) == (4, 4, 1)
-    assert made.devices[0] == Device("V100", 16 * 10**9, "gpu")
+    assert (made.devices[0].name, made.devices[0].memory_bytes, made.devices[0].kind) == ("V100", 16 * 10**9, "gpu")
     assert made.link(0, 1).bandwidth_bytes_per_s == 1.25e9
 
 

@@ -11,6 +11,24 @@ def test_a_message_takes_latency_plus_its_bytes_over_the_bandwidth():
     assert Link(50e-6, 1.25e9).transfer_seconds(1.25e6) == pytest.approx(1.05e-3)
 
 
+def test_a_peak_is_that_of_its_dtype_or_unknown():
+    """A roofline for a dtype that the device has no figure for must say so, not take another's."""
+    device = Device("x", 1, flops=(("float32", 1e12), ("bfloat16", 4e12)))
+    assert (device.peak("float32"), device.peak("bfloat16"), device.peak("float16")) == (1e12, 4e12, None)
+    assert Device("x", 1).peak("float32") is None
+
+
+def test_what_is_not_known_of_a_device_costs_nothing():
+    """Planning from measured profiles needs the memory alone."""
+    device = Device("x", 1)
+    assert (device.memory_bytes_per_s, device.launch_s, device.on_chip_bytes, device.together) == (None, 0.0, 0, 1.0)
+
+
+def test_a_shared_link_says_so():
+    """Whoever reads a description must see why transfers wait for one another."""
+    assert str(Link(50e-6, 1e9, shared=True)) == "50.0 us + 1 GB/s, shared (assumed)"
+
+
 def test_a_link_prints_its_source():
     """An assumed figure must be known as one wherever it is shown."""
     assert str(Link(50e-6, 1e9)) == "50.0 us + 1 GB/s (assumed)"
@@ -21,6 +39,13 @@ def test_a_link_prints_its_source():
     [
         (lambda: Device("x", 0), "device x has 0 bytes of memory"),
         (lambda: Device("x", 1, "tpu"), "device x is of kind 'tpu'"),
+        (lambda: Device("x", 1, flops=(("float31", 1e12),)), "device x has a peak for 'float31'; peaks are known for float64, float32"),
+        (lambda: Device("x", 1, flops=(("float32", -1.0),)), "device x makes -1.0 FLOP/s of float32"),
+        (lambda: Device("x", 1, flops=(("float32", 1.0), ("float32", 2.0))), "device x has two peaks for one dtype"),
+        (lambda: Device("x", 1, memory_bytes_per_s=0.0), "device x reads 0.0 bytes/s"),
+        (lambda: Device("x", 1, launch_s=-1e-6), "device x launches an op in -1e-06 s"),
+        (lambda: Device("x", 1, on_chip_bytes=-1), "device x has -1 bytes on the chip"),
+        (lambda: Device("x", 1, together=0.5), "device x takes 0.5 times as long"),
         (lambda: Link(-1.0, 1.0), "latency is 0 s or more, not -1.0"),
         (lambda: Link(float("nan"), 1.0), "latency is 0 s or more, not nan"),
         (lambda: Link(0.0, 0.0), "bandwidth is above 0 bytes/s, not 0.0"),

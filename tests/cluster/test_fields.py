@@ -4,7 +4,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cluster.fields import Fields, parse_bandwidth, parse_count, parse_latency, parse_memory, parse_text
+from penstock.cluster.fields import (
+    Fields,
+    parse_bandwidth,
+    parse_clock,
+    parse_count,
+    parse_flag,
+    parse_flops,
+    parse_latency,
+    parse_memory,
+    parse_number,
+    parse_peaks,
+    parse_text,
+)
 from penstock.errors import ClusterError, SettingError
 
 
@@ -51,6 +63,19 @@ def test_memory_is_read_in_bytes_only():
         (parse_count, 10**9, "1000000000 is not a whole number"),
         (parse_count, "4", "'4' is not a whole number"),
         (parse_count, True, "True is not a whole number"),
+        (parse_flops, 15.7e12, "is not a rate of computing; write for example '15.7 TFLOP/s'"),
+        (parse_flops, "15.7 TB/s", "'15.7 TB/s' is not a rate of computing"),
+        (parse_flops, "-1 TFLOP/s", "'-1 TFLOP/s' is not a rate of computing"),
+        (parse_clock, "200", "'200' is not a clock; write for example '200 MHz'"),
+        (parse_peaks, "15 TFLOP/s", "is no mapping of dtypes to rates"),
+        (parse_peaks, {}, "is no mapping of dtypes to rates"),
+        (parse_peaks, {"float23": "1 TFLOP/s"}, "no dtype called 'float23'"),
+        (parse_peaks, {"fp32": "1 GB/s"}, "fp32: '1 GB/s' is not a rate of computing"),
+        (parse_peaks, {3: "1 TFLOP/s"}, "no dtype called '3'"),
+        (parse_number, -0.5, "-0.5 is not a number of 0 or more"),
+        (parse_number, True, "True is not a number"),
+        (parse_number, float("nan"), "nan is not a number"),
+        (parse_flag, "yes", "'yes' is neither true nor false"),
         (parse_text, 3, "3 is not a text"),
         (parse_text, " ", "' ' is not a text"),
     ],
@@ -59,6 +84,13 @@ def test_a_value_of_another_type_is_refused(parse, value, message):
     """YAML turns `yes`, `1e3` and `1:30` into things that nobody wrote; they must not slip through."""
     with pytest.raises(SettingError, match=message):
         parse(value)
+
+
+def test_rates_are_read_as_datasheets_write_them():
+    """TFLOPS, TFLOP/s and short names of dtypes all stand in datasheets."""
+    assert (parse_flops("15.7 TFLOPS"), parse_flops("989 TFLOP/s"), parse_clock("200 MHz")) == (15.7e12, 989e12, 200e6)
+    assert parse_peaks({"fp32": "1 TFLOP/s", "bf16": "2 PFLOP/s"}) == (("float32", 1e12), ("bfloat16", 2e15))
+    assert (parse_number(2), parse_flag(False), parse_bandwidth("unlimited")) == (2.0, False, float("inf"))
 
 
 def test_messages_begin_with_place_and_key():

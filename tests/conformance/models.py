@@ -60,6 +60,11 @@ def small_mlp() -> nn.Sequential:
     return zoo_model("mlp", features=16, hidden=16, layers=4, classes=5)
 
 
+def small_gnmt(dropout: float = 0.2) -> nn.Sequential:
+    """Two recurrent layers that read and two that write, dicts between them: 7 layers."""
+    return zoo_model("gnmt", layers=4, hidden=8, vocabulary=11, dropout=dropout)
+
+
 def image_data(samples: int) -> tuple[Tensor, Tensor]:
     """8 x 8 pixels of 3 channels, 5 classes."""
     return torch.randn(samples, 3, 8, 8), torch.randint(0, 5, (samples,))
@@ -75,11 +80,17 @@ def text_data(samples: int) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 11, (samples, 6)), torch.randint(0, 11, (samples, 6))
 
 
+def pair_data(samples: int) -> tuple[Tensor, Tensor]:
+    """Source and target of 5 tokens each, and the tokens that follow the target's."""
+    return torch.randint(0, 11, (samples, 2, 5)), torch.randint(0, 11, (samples, 5))
+
+
 CASES = {
     "vgg": Case(vgg_like, image_data, functional.cross_entropy, whole=False),
     "resnet": Case(resnet_like, image_data, functional.cross_entropy, whole=False),
     "gpt": Case(small_gpt, text_data, gpt_loss, whole=False),
     "gpt-without-dropout": Case(lambda: small_gpt(0.0), text_data, gpt_loss, whole=True),
+    "gnmt": Case(small_gnmt, pair_data, gpt_loss, whole=False),
     "mlp": Case(small_mlp, vector_data, functional.cross_entropy, whole=True),
 }
 

@@ -25,7 +25,7 @@ def test_every_planner_makes_a_whole_plan_and_names_its_source(profile_of, name)
         ({"weights": "stash", "schedules": ["pipedream", "1f1b"]}, "weight rule 'stash' does not go with 1f1b, which is synchronous"),
         ({"weights": "double-buffer", "stages": 2, "micro_batches": 1}, "2bw in 2 stages keeps two versions"),
         ({"weights": "spectrain", "stages": 2, "micro_batches": 2}, "weight rule 'spectrain' has distances for batches of one"),
-        ({"max_replicas": 2}, "max_replicas=2 cannot be planned yet"),
+        ({"max_replicas": 0}, "max_replicas is 0; it must be a whole number of 1 or more"),
         ({"batch": 0}, "batch is 0; it must be a whole number of 1 or more"),
         ({"batch": 2.5}, "batch is 2.5; it must be a whole number"),
         ({"stages": 4}, "stages is 4, but there are only 3 layers"),
@@ -46,7 +46,7 @@ def test_what_cannot_be_planned_is_refused_with_the_number(profile_of, options, 
 
 
 def test_one_copy_of_every_stage_can_be_asked_for(profile_of):
-    """It is what there is."""
+    """Copies are weighed unless they are not wanted."""
     assert plan(profile_of([1.0, 1.0]), cluster(2), 8, max_replicas=1).stages == 2
 
 

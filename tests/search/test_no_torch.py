@@ -17,7 +17,7 @@ from penstock.profile.profile import LayerProfile, Profile, Timing
 time = Timing((1,), (1.0,))
 layers = tuple(LayerProfile(str(i), "L", time, time, time, time, 1, 1, 0, 1.0, 1.0) for i in range(2))
 profile, two = Profile(layers, "f", 1.0, 4), cluster("2xV100-10GbE")
-made = plan(profile, two, 4)
+made = plan(profile, two, 4, max_replicas=1)
 simulate(made, profile, two)
 print(made.stages, weight_rule(made.weights).name)
 """

@@ -4,15 +4,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.cluster.cluster import cluster
-from penstock.errors import ScheduleError
+from penstock.errors import PlanError, ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.op import Schedule
 from penstock.search.request import PlanRequest
-from penstock.search.ways import cut, least_s, ways
+from penstock.search.cuts import cut
+from penstock.search.laid import lay_out
+from penstock.search.proposal import Proposal
+from penstock.search.shapes import shapes
+from penstock.search.ways import Space, least_s
 from penstock.simulate.costs import Costs
-from penstock.simulate.plan_costs import place_costs
+from penstock.simulate.plan_costs import stage_costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.steady import steady
+
+
+def ways(request):
+    """All of a request."""
+    return Space(request, shapes(request)).ways
 
 
 @settings(max_examples=80, deadline=None)
@@ -54,20 +63,17 @@ def test_no_way_is_shorter_than_the_bound_from_its_numbers_alone(profile_of, sec
     """The first sieve knows only the schedule's name and the sums."""
     request = PlanRequest(profile_of(seconds), cluster(ranks), batch, asynchronous=True)
     for way in ways(request):
+        lengths = cut(request.on(way.shape.first), [s % way.shape.ranks for s in range(way.stages)], way.micro_batches, "time")
         try:
-            made = schedule(way.schedule, way.stages, way.micro_batches)
-        except ScheduleError:
+            laid = lay_out(request, Proposal(lengths, way.schedule, way.micro_batches, way.all_options, devices=way.shape.devices))
+        except (ScheduleError, PlanError):
             continue
-        if made.ranks > ranks:
-            continue
-        _, costs = cut(request, way.stages, way.micro_batches, "time")
-        found = steady(made, place_costs(costs, made, request.cluster))
-        assert way.bound_s <= found.seconds_per_batch * (1 + 1e-9)
+        assert way.bound_s <= steady(laid.made, laid.costs).seconds_per_batch * (1 + 1e-9)
 
 
 def test_the_best_estimates_come_first(profile_of):
     """A search that is stopped has then seen the promising ones."""
-    listed = ways(PlanRequest(profile_of([1.0] * 4), cluster(4), 16, ("gpipe",)))
+    listed = ways(PlanRequest(profile_of([1.0] * 4), cluster(4), 16, ("gpipe",), max_replicas=1))
     assert (listed[0].stages, listed[0].micro_batches) == (4, 16)
     assert [way.estimate_s for way in listed] == sorted(way.estimate_s for way in listed)
     assert all(way.bound_s <= way.estimate_s * (1 + 1e-9) for way in listed)
@@ -75,7 +81,7 @@ def test_the_best_estimates_come_first(profile_of):
 
 def test_given_numbers_are_the_only_ones(profile_of):
     """The planner fills in what was left open, and nothing else."""
-    listed = ways(PlanRequest(profile_of([1.0] * 4), cluster(4), 16, ("gpipe", "1f1b"), stages=3, micro_batches=5))
+    listed = ways(PlanRequest(profile_of([1.0] * 4), cluster(4), 16, ("gpipe", "1f1b"), stages=3, micro_batches=5, max_replicas=1))
     assert [(way.schedule, way.stages, way.micro_batches) for way in listed] == [("1f1b", 3, 5), ("gpipe", 3, 5)]
 
 
@@ -83,15 +89,16 @@ def test_no_more_stages_than_layers_and_no_more_micro_batches_than_samples(profi
     """Either would be empty."""
     listed = ways(PlanRequest(profile_of([1.0] * 2), cluster(4), 3, ("gpipe",)))
     assert {way.stages for way in listed} == {1, 2}
-    assert {way.micro_batches for way in listed} == {1, 2}
+    assert {way.micro_batches for way in listed} == {1, 2, 3}
 
 
 def test_the_cut_for_memory_evens_out_bytes(profile_of):
     """The last way to make it fit."""
     profile = profile_of([8.0, 1.0, 1.0, 1.0], activation=1.0, parameters=[10, 1000, 1000, 1000])
     request = PlanRequest(profile, cluster(2), 4)
-    assert cut(request, 2, 2, "time")[0] == (1, 3)
-    lengths, costs = cut(request, 2, 2, "memory")
+    assert cut(request, (0, 1), 2, "time") == (1, 3)
+    lengths = cut(request, (0, 1), 2, "memory")
+    costs = stage_costs(profile, lengths, 2, request.cluster, micro_batches=2)
     assert lengths in ((2, 2), (3, 1))
     assert max(costs.weight_bytes) == 6000
 
@@ -100,5 +107,5 @@ def test_the_cut_avoids_a_boundary_that_the_link_cannot_carry(profile_of):
     """Even stages over a choked link are slower than uneven ones beside it."""
     profile = profile_of([1.0] * 4, output=[1.0, 1e10, 1.0, 1.0])
     made = cluster("2xV100-1GbE")
-    assert cut(PlanRequest(profile, made, 16), 2, 1, "time")[0] != (2, 2)
-    assert cut(PlanRequest(profile_of([1.0] * 4), made, 16), 2, 1, "time")[0] == (2, 2)
+    assert cut(PlanRequest(profile, made, 16), (0, 1), 1, "time") != (2, 2)
+    assert cut(PlanRequest(profile_of([1.0] * 4), made, 16), (0, 1), 1, "time") == (2, 2)

@@ -2,33 +2,78 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Final, Literal, final, get_args
 
 from penstock.errors import ClusterError
 from penstock.units import format_seconds
 
-Kind = Literal["cpu", "gpu"]
+Kind = Literal["cpu", "gpu", "fpga"]
+
+#: Number formats that a peak may be given for, by torch's names; `tf32` is what NVIDIA's tensor cores make of float32.
+DTYPES: Final = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "int8")
 
 
 @final
 @dataclass(frozen=True)
 class Device:
-    """What one rank runs on.
+    """What one rank runs on. What is not known is left out: a plan from a measured profile needs the memory alone.
+
+    Attributes:
+        name: a preset's, or one's own.
+        memory_bytes: what the rank may hold.
+        kind: "cpu", "gpu" or "fpga".
+        flops: peak FLOP/s (a multiply and an add are two) by dtype, one of `DTYPES`; dense, no sparsity.
+        memory_bytes_per_s: peak bandwidth of the memory.
+        launch_s: what every op costs before it computes anything: a kernel's launch, and the framework's own work.
+        on_chip_bytes: an FPGA's memory on the chip; weights that fit there cost no bandwidth.
+        together: seconds of work while all devices of the node are busy over seconds alone; above 1 where they share a host's
+            cores or memory.
+        source: where the figures are from.
 
     Raises:
-        ClusterError: the memory is not above 0, or the kind is neither "cpu" nor "gpu".
+        ClusterError: a number is out of its range, a dtype or the kind is not known.
     """
 
     name: str
     memory_bytes: int
     kind: Kind = "gpu"
+    flops: tuple[tuple[str, float], ...] = ()
+    memory_bytes_per_s: float | None = None
+    launch_s: float = 0.0
+    on_chip_bytes: int = 0
+    together: float = 1.0
+    source: str = ""
 
     def __post_init__(self) -> None:
         if not self.memory_bytes > 0:
             raise ClusterError(f"device {self.name} has {self.memory_bytes} bytes of memory; it needs more than 0")
-        if self.kind not in ("cpu", "gpu"):
-            raise ClusterError(f"device {self.name} is of kind {self.kind!r}; a device is a 'cpu' or a 'gpu'")
+        if self.kind not in get_args(Kind):
+            raise ClusterError(f"device {self.name} is of kind {self.kind!r}; a device is a 'cpu', a 'gpu' or an 'fpga'")
+        for dtype, peak in self.flops:
+            if dtype not in DTYPES:
+                raise ClusterError(f"device {self.name} has a peak for {dtype!r}; peaks are known for {', '.join(DTYPES)}")
+            if not 0 < peak < math.inf:
+                raise ClusterError(f"device {self.name} makes {peak!r} FLOP/s of {dtype}; it needs more than 0")
+        if len(dict(self.flops)) < len(self.flops):
+            raise ClusterError(f"device {self.name} has two peaks for one dtype: {', '.join(name for name, _ in self.flops)}")
+        if self.memory_bytes_per_s is not None and not 0 < self.memory_bytes_per_s < math.inf:
+            raise ClusterError(
+                f"device {self.name} reads {self.memory_bytes_per_s!r} bytes/s of its memory; it needs more than 0"
+            )
+        if not 0 <= self.launch_s < math.inf:
+            raise ClusterError(f"device {self.name} launches an op in {self.launch_s!r} s; that is 0 s or more")
+        if self.on_chip_bytes < 0:
+            raise ClusterError(f"device {self.name} has {self.on_chip_bytes} bytes on the chip; that is 0 or more")
+        if not 1 <= self.together < math.inf:
+            raise ClusterError(
+                f"device {self.name} takes {self.together!r} times as long while all are busy; that is 1 or more, 1 if they share nothing"
+            )
+
+    def peak(self, dtype: str) -> float | None:
+        """FLOP/s of the dtype at most; None where it is not known."""
+        return dict(self.flops).get(dtype)
 
 
 @final
@@ -36,7 +81,11 @@ class Device:
 class Link:
     """One direction between two ranks: a message of n bytes takes `latency_s + n / bandwidth_bytes_per_s`.
 
-    `source` says how far to trust it: `"assumed"`, `"measured"`, or `"datasheet …"`.
+    Attributes:
+        latency_s: seconds of a message of no bytes.
+        bandwidth_bytes_per_s: of one message alone, in one direction.
+        source: how far to trust it: "assumed", "measured", or "datasheet …".
+        shared: all ranks that it joins use one medium, one message at a time, whoever sends it to whom.
 
     Raises:
         ClusterError: the latency is below 0 or the bandwidth not above it.
@@ -45,6 +94,7 @@ class Link:
     latency_s: float
     bandwidth_bytes_per_s: float
     source: str = "assumed"
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s < float("inf"):
@@ -53,7 +103,8 @@ class Link:
             raise ClusterError(f"a link's bandwidth is above 0 bytes/s, not {self.bandwidth_bytes_per_s!r}")
 
     def __str__(self) -> str:
-        return f"{format_seconds(self.latency_s)} + {self.bandwidth_bytes_per_s / 1e9:.4g} GB/s ({self.source})"
+        shared = ", shared" if self.shared else ""
+        return f"{format_seconds(self.latency_s)} + {self.bandwidth_bytes_per_s / 1e9:.4g} GB/s{shared} ({self.source})"
 
     def transfer_seconds(self, count: float) -> float:
         """Seconds for one message of `count` bytes."""

@@ -10,11 +10,9 @@ from typing import Any
 import yaml
 
 from penstock.cluster.device import Device, Link
-from penstock.cluster.fields import Fields, parse_bandwidth, parse_latency, parse_memory, parse_text
+from penstock.cluster.entries import DEVICE_KEYS, LINK_KEYS, device_of, link_of
+from penstock.cluster.fields import Fields, parse_text
 from penstock.errors import UnknownName
-
-_DEVICE = ("memory", "nvlink", "source")
-_LINK = ("reach", "latency", "bandwidth", "source")
 
 
 @dataclass(frozen=True)
@@ -31,16 +29,16 @@ class Presets:
     def load(cls) -> Presets:
         """Read the tables."""
         file = resources.files("penstock.cluster") / "presets.yaml"
-        tables = yaml.safe_load(file.read_text(encoding="utf-8"))
+        # libyaml's loader, where there is one, takes an eighth of the time.
+        tables = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
         devices, links, nvlink_of, network = {}, {}, {}, set()
         for name, row in tables["devices"].items():
-            fields = Fields.of(row, f"presets: {name}", _DEVICE)
-            devices[name] = Device(name, fields.read("memory", parse_memory), "gpu")
+            fields = Fields.of(row, f"presets: {name}", (*DEVICE_KEYS, "nvlink"))
+            devices[name] = device_of(fields, name, None)
             nvlink_of[name] = fields.read("nvlink", parse_text, "")
         for name, row in tables["links"].items():
-            fields = Fields.of(row, f"presets: {name}", _LINK)
-            source = fields.read("source", parse_text)
-            links[name] = Link(fields.read("latency", parse_latency), fields.read("bandwidth", parse_bandwidth), source)
+            fields = Fields.of(row, f"presets: {name}", (*LINK_KEYS, "reach"))
+            links[name] = link_of(fields, None)
             if fields.read("reach", parse_text) == "network":
                 network.add(name)
         return cls(devices, links, tables["clusters"], nvlink_of, frozenset(network))

@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
-import statistics
-import time
+from typing import Final
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from penstock.cluster.device import Link
 from penstock.errors import RunError
+from penstock.measure.fit import fit
+from penstock.measure.messages import Wires, time_messages
 
 #: Bytes of the messages that are timed.
-SIZES = (64, 2**16, 2**20, 2**22)
+SIZES: Final = (64, 2**16, 2**20, 2**22, 2**24, 2**26)
 
 
-def measure_link(repeats: int = 9) -> Link:
+def measure_link(repeats: int = 3) -> Link:
     """Time messages to and fro between ranks 0 and 1, and fit latency and bandwidth. Both ranks call it and get the same.
 
-    Source: the half of a round trip, as usual (ping-pong); the median of `repeats`, after a warm-up, for each of `SIZES`.
+    Messages are fresh tensors, as the runtime's are; for each of `SIZES` the lower quartile of `repeats`, after a warm-up.
 
     Raises:
-        RunError: there are not exactly two ranks, or what came back is not what was sent.
+        RunError: there are not exactly two ranks, or what came is not what was sent.
     """
     if dist.get_world_size() != 2:
         raise RunError(f"a link is between 2 ranks, and there are {dist.get_world_size()}")
-    first = dist.get_rank() == 0
-    medians = []
-    for size in SIZES:
-        sent = torch.arange(size, dtype=torch.uint8) if first else torch.zeros(size, dtype=torch.uint8)
-        times = []
-        for _ in range(repeats + 2):
-            start = time.perf_counter()
-            (dist.send if first else dist.recv)(sent, 1 - dist.get_rank())
-            (dist.recv if first else dist.send)(sent, 1 - dist.get_rank())
-            times.append((time.perf_counter() - start) / 2)
-        if not torch.equal(sent, torch.arange(size, dtype=torch.uint8)):
-            raise RunError(f"a message of {size} bytes came back changed")
-        medians.append(statistics.median(times[2:]))
-    fitted = torch.tensor(_fit(medians), dtype=torch.float64)
-    dist.broadcast(fitted, 0)
-    latency_s, bandwidth = fitted.tolist()
-    return Link(latency_s, bandwidth, "measured")
-
-
-def _fit(seconds: list[float]) -> tuple[float, float]:
-    """Latency from the smallest message, bandwidth by least squares over the others' excess, relative to their times."""
-    sizes, times = np.asarray(SIZES, float), np.asarray(seconds)
-    latency = float(times[0])
-    excess = np.maximum(times[1:] - latency, 1e-9)
-    per_byte = float(np.dot(sizes[1:] / times[1:], excess / times[1:]) / np.dot(sizes[1:] / times[1:], sizes[1:] / times[1:]))
-    return latency, 1.0 / per_byte
+    wires = Wires(None, torch.device("cpu"))
+    found = time_messages(1 - dist.get_rank(), wires, repeats, SIZES, fresh_only=True)
+    return fit(found.sizes, found.fresh_s).link()

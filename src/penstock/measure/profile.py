@@ -95,7 +95,13 @@ def profile(
         machine = machine_facts(place)
     layers = _layers(traced, measured_sizes, runs, [count / measured_sizes[0] for count in kept])
     input_bytes = sum(leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in tensors)
-    return Profile(layers, traced.fingerprint, input_bytes, batch, machine, torch.__version__, update_s_per_byte=update)
+    return Profile(layers, traced.fingerprint, input_bytes, batch, machine, torch.__version__, update_s_per_byte=update,
+                   device=device_name(place))  # fmt: skip
+
+
+def device_name(device: torch.device) -> str:
+    """What a profile calls the device: "cpu", or a GPU's own name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def machine_facts(device: torch.device) -> dict[str, str]:
@@ -106,7 +112,7 @@ def machine_facts(device: torch.device) -> dict[str, str]:
         models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
         name = models[0] if models else name
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+        name = device_name(device)
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     return {"device": f"{device.type}: {name}", "cores": str(cores), "threads": str(threads), "system": platform.platform()}
 

@@ -11,6 +11,7 @@ from penstock.errors import PartitionError
 from penstock.partition.by_time import samples_of
 from penstock.partition.catalogue import check_lengths, check_stages, register
 from penstock.partition.checks import Floats, check_costs, check_number, refuse_unknown
+from penstock.partition.steps import least_bottleneck, least_sum, spans
 from penstock.partition.uniform import partition_uniform
 from penstock.profile.profile import Profile
 
@@ -57,11 +58,7 @@ def minimax(costs: Sequence[float], stages: int, transfer: Sequence[float] | Non
     prefix = np.concatenate(([0.0], np.cumsum(layers)))
     bound = min(_bottleneck(prefix, links, ends, overlap) for ends in _guesses(prefix, stages))
     longest = _longest(prefix, stages, bound)
-    # Row i - 1, column c: the stage that ends before layer i and starts with layer i - longest + c.
-    ends = np.arange(1, len(prefix))[:, None]
-    starts = ends - longest + np.arange(longest)
-    possible = starts >= 0
-    starts[~possible] = 0
+    ends, starts, possible = spans(len(layers), longest)
     loads = prefix[ends] - prefix[starts]
     before = links[starts]
     if overlap:
@@ -69,13 +66,15 @@ def minimax(costs: Sequence[float], stages: int, transfer: Sequence[float] | Non
     else:
         busiest = loads + before + links[ends]
         squares = [busiest]
-    least = _least_bottleneck(np.where(possible, busiest, np.inf), stages)
+    table = np.where(possible, busiest, np.inf)
+    least = least_bottleneck(lambda _: table, stages, len(layers))
     allowed = possible & (busiest <= least * (1 + ROUNDING))
     unit = least or 1.0
     penalty = EVENNESS * np.square((ends - starts) / len(layers))
     for load in squares:
         penalty += np.square(np.where(allowed, load, 0.0) / unit)
-    return _least_sum(np.where(allowed, penalty, np.inf), stages)
+    penalties = np.where(allowed, penalty, np.inf)
+    return least_sum(lambda _: penalties, stages, len(layers))
 
 
 def slowest(costs: Sequence[float], lengths: Sequence[int], transfer: Sequence[float] | None = None,
@@ -120,41 +119,6 @@ def _longest(prefix: Floats, stages: int, bound: float) -> int:
     """The most layers that a stage can have whose load is within `bound` (with room for rounding)."""
     first = np.searchsorted(prefix, prefix[1:] - bound * (1 + 1e-9))
     return min(int(np.max(np.arange(1, len(prefix)) - first)), len(prefix) - stages)
-
-
-def _before(states: Floats, longest: int) -> Floats:
-    """Row i - 1, column c: the state of the layers before a stage that ends before layer i; infinite if there is none."""
-    padded = np.concatenate((np.full(longest, np.inf), states))
-    return np.lib.stride_tricks.sliding_window_view(padded, longest)[1 : len(states)]
-
-
-def _least_bottleneck(busiest: Floats, stages: int) -> float:
-    """The least maximum over all ways of `stages` steps through the table."""
-    states = np.full(len(busiest) + 1, np.inf)
-    states[0] = 0.0
-    for _ in range(stages):
-        states[1:] = np.maximum(_before(states, busiest.shape[1]), busiest).min(axis=1)
-        states[0] = np.inf
-    return float(states[-1])
-
-
-def _least_sum(penalty: Floats, stages: int) -> list[int]:
-    """The lengths of the steps of the way with the least sum; of equal ones the one with the longest last step."""
-    longest = penalty.shape[1]
-    rows = np.arange(len(penalty))
-    states = np.full(len(penalty) + 1, np.inf)
-    states[0] = 0.0
-    lengths = []
-    for _ in range(stages):
-        total = _before(states, longest) + penalty
-        column = total.argmin(axis=1)
-        lengths.append(longest - column)
-        states[1:], states[0] = total[rows, column], np.inf
-    end, chosen = len(penalty), []
-    for step in reversed(lengths):
-        chosen.append(int(step[end - 1]))
-        end -= chosen[-1]
-    return chosen[::-1]
 
 
 class Options(TypedDict, total=False):

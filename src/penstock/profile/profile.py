@@ -96,7 +96,8 @@ class LayerProfile:
 class Profile:
     """A model's layers with their costs, and where they were measured.
 
-    `update_s_per_byte`: seconds of an optimizer step per byte of parameters (SGD with momentum).
+    `update_s_per_byte`: seconds of an optimizer step per byte of parameters (SGD with momentum). `device`: the device's name, as
+    clusters know it: a preset's, `"cpu"`, or what CUDA calls the GPU; empty where nobody said.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -106,6 +107,7 @@ class Profile:
     machine: dict[str, str] = field(default_factory=dict)
     torch_version: str = ""
     update_s_per_byte: float = 0.0
+    device: str = ""
     schema: int = SCHEMA
 
     def __len__(self) -> int:

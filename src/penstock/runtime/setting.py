@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from penstock.errors import PlanError, ScheduleError, SettingError
 from penstock.plan import Plan
 from penstock.schedule.catalogue import schedule as make_schedule
@@ -28,7 +30,7 @@ class Setting:
     @classmethod
     def of_plan(cls, plan: Plan, traced: TracedChain) -> Setting:
         """What the plan says, once it fits the model."""
-        plan.check_fits(traced.fingerprint, plan.ranks)
+        plan.check_fits(traced.fingerprint, plan.ranks, torch.__version__)
         return cls(tuple(plan.lengths), plan.schedule, plan.recompute, plan.weights, dict(plan.weights_options))
 
 

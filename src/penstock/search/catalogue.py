@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from penstock.cluster.cluster import Cluster
-from penstock.errors import PlanError
 from penstock.plan import Plan, Recompute
-from penstock.profile.profile import Profile
+from penstock.profile.paced import Profiles
 from penstock.registry import Registry
 from penstock.search.request import PlanRequest
 from penstock.units import parse_bytes
 
-PLANNERS: Registry[Callable[[PlanRequest], Plan]] = Registry("planner", "penstock.search")
+PLANNERS: Registry[Callable[[PlanRequest], Plan]] = Registry("planner", "penstock.search.planners")
 register = PLANNERS.register
 
 
-def plan(profile: Profile, cluster: Cluster, batch: int, *, planner: str = "auto", schedules: Sequence[str] | str | None = None,
+def plan(profile: Profiles, cluster: Cluster, batch: int, *, planner: str = "auto", schedules: Sequence[str] | str | None = None,
          asynchronous: bool = False, memory_limit: int | str | None = None, max_replicas: int | None = None,
          recompute: Recompute | Literal["auto"] = "auto", budget_s: float = 10.0, stages: int | None = None,
          micro_batches: int | None = None, partition: str | Sequence[int] = "bottleneck", weights: str | None = None,
@@ -25,16 +25,17 @@ def plan(profile: Profile, cluster: Cluster, batch: int, *, planner: str = "auto
     """The best plan that the planner finds; print it to see what it weighed.
 
     Args:
-        profile: costs of the model's layers.
+        profile: costs of the model's layers; or of each kind of device by its name, where there are several. From one profile those of
+            other kinds are reckoned by their peaks.
         cluster: what to run on. The plan may use fewer ranks than it has.
         batch: samples in a batch.
         planner: name of a planner.
-        schedules: names of the schedules to weigh; None is all synchronous ones but those with copies of stages or slices of
-            sequences, which are weighed when they are named.
+        schedules: names of the schedules to weigh; None is all synchronous ones but those with slices of sequences, which are weighed
+            when they are named.
         asynchronous: weigh asynchronous schedules too, which train by other rules: an update may use gradients of older weights.
             They count by their seconds per batch between filling and draining. Not needed for those that are named.
         memory_limit: bytes that every rank may hold, or a text such as "2 GiB", besides the limit of its device.
-        max_replicas: most copies of a stage; more than 1 is not possible yet.
+        max_replicas: most copies of a stage; None leaves it to the planner.
         recompute: "never", "except_last", "always", or "auto": only where memory does not suffice without.
         budget_s: seconds after which the search ends with the best plan so far. It goes on while nothing has been found
             that fits. A search that ends before its budget always gives the same plan.
@@ -55,11 +56,10 @@ def plan(profile: Profile, cluster: Cluster, batch: int, *, planner: str = "auto
             for the optimizer.
     """
     entry = PLANNERS.find(planner)
-    if max_replicas is not None and max_replicas > 1:
-        raise PlanError(f"max_replicas={max_replicas} cannot be planned yet: every stage has 1 copy. Leave it out, or give 1")
     names = (schedules,) if isinstance(schedules, str) else None if schedules is None else tuple(schedules)
     by = partition if isinstance(partition, str) else tuple(partition)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     options = tuple((name, float(value)) for name, value in (weights_options or {}).items())
-    return entry.make(PlanRequest(profile, cluster, batch, names, limit, recompute, budget_s, stages, micro_batches, by,
-                                  asynchronous, weights, options, optimizer))  # fmt: skip
+    request = PlanRequest(profile, cluster, batch, names, limit, recompute, budget_s, stages, micro_batches, by, asynchronous,
+                          weights, options, optimizer, max_replicas)  # fmt: skip
+    return replace(entry.make(request), planner=entry.name)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, final
 
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError, SettingError
 from penstock.plan import Recompute
+from penstock.profile.paced import Profiles, profiles_of
 from penstock.profile.profile import Profile
 from penstock.schedule.catalogue import FAMILIES, ScheduleFacts, schedules
 from penstock.simulate.simulate import RECOMPUTE
@@ -15,11 +18,19 @@ from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.choice import does_not_go, schedule_for
 
 
+#: Numbers of micro-batches that are tried: doubling more gains little bubble and pays every call's fixed cost.
+MICRO_BATCHES = tuple(2**power for power in range(13))
+
+#: Micro-batches of one pipeline beyond this many gain little.
+MOST_IN_A_PIPELINE = 64
+
+
 @final
 @dataclass(frozen=True)
 class PlanRequest:
     """A model, a cluster, a batch, and what the plan may and must be. None leaves the planner free.
 
+    `profiles` is one profile, or one for every kind of device (`profiles_of`). `max_replicas` is the most copies of a stage.
     `memory_limit` is in bytes for every rank, besides what its device has. `recompute` is one of `RECOMPUTE`, or "auto".
     `by` says how to cut: a partition method's name, or the lengths of the stages (`stages` is then their number). `asynchronous`
     says to weigh asynchronous schedules too. `weights` is the weight rule, where it is not to be each schedule's own, and
@@ -31,7 +42,7 @@ class PlanRequest:
         SettingError: the weight rule has no such option, or no formula for the optimizer.
     """
 
-    profile: Profile
+    profiles: Profiles
     cluster: Cluster
     batch: int
     schedules: tuple[str, ...] | None = None
@@ -45,6 +56,7 @@ class PlanRequest:
     weights: str | None = None
     weights_options: tuple[tuple[str, float], ...] = ()
     optimizer: str | None = None
+    max_replicas: int | None = None
 
     def __post_init__(self) -> None:
         layers = len(self.profile)
@@ -57,6 +69,7 @@ class PlanRequest:
             ("stages", self.stages, layers, "layers"),
             ("micro_batches", self.micro_batches, self.batch, "samples in the batch"),
             ("memory_limit", self.memory_limit, None, ""),
+            ("max_replicas", self.max_replicas, None, ""),
         ):
             if number is None:
                 continue
@@ -111,6 +124,38 @@ class PlanRequest:
     def _has_formula(self, rule: WeightRule) -> bool:
         """Whether the rule's paper covers the optimizer, as far as that is known."""
         return self.optimizer is None or not rule.optimizers or self.optimizer in rule.optimizers
+
+    @cached_property
+    def profile(self) -> Profile:
+        """What the layers cost on the cluster's first device."""
+        return self._profiles[0]
+
+    @cached_property
+    def _profiles(self) -> tuple[Profile, ...]:
+        return profiles_of(self.profiles, self.cluster)
+
+    def profile_of(self, rank: int) -> Profile:
+        """What the layers cost on the device of the cluster's rank `rank`; one object for all devices of a kind."""
+        return self._profiles[rank]
+
+    def micro_batch_counts(self, pipelines: int = 1) -> tuple[int, ...]:
+        """The numbers of micro-batches to try, ascending: powers of two up to the batch, no more than 64 for each of so many
+        pipelines; or the one that is asked for.
+        """
+        if self.micro_batches is not None:
+            return (self.micro_batches,)
+        most = min(self.batch, MOST_IN_A_PIPELINE * pipelines)
+        return tuple(count for count in MICRO_BATCHES if count <= most)
+
+    def on(self, devices: Sequence[int]) -> PlanRequest:
+        """The same question about some of the cluster's devices, in this order."""
+        kinds = {self.cluster.devices[rank].name: self.profile_of(rank) for rank in devices}
+        return replace(self, profiles=kinds, cluster=self.cluster.on(devices))
+
+    @property
+    def copies_allowed(self) -> int:
+        """The most copies of a stage."""
+        return self.cluster.ranks if self.max_replicas is None else min(self.max_replicas, self.cluster.ranks)
 
     def memory_bytes(self, rank: int) -> int:
         """What rank `rank` may hold."""

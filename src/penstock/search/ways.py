@@ -1,90 +1,199 @@
-"""The ways to run that `auto` weighs: schedules with their numbers, the promising ones first; and where each is cut."""
+"""The ways to run that `auto` weighs: shapes with schedules and numbers, the promising ones first, each with what nothing can beat."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
+from functools import cache, cached_property
 
-from penstock.partition.catalogue import partition
+import numpy as np
+
+from penstock.errors import ScheduleError
+from penstock.plan import Option
+from penstock.schedule.catalogue import ScheduleFacts, schedule
 from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.period import period_of
 from penstock.search.request import PlanRequest
+from penstock.search.shapes import Shape
 from penstock.simulate.costs import Costs
-from penstock.simulate.plan_costs import stage_costs
+from penstock.simulate.device_costs import PHASES
+from penstock.simulate.plan_costs import meeting_seconds
 
-#: Numbers of micro-batches that are tried: doubling more gains little bubble and pays every call's fixed cost.
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-
-#: Stages on one rank that are tried, for schedules that take several.
-STAGES_PER_RANK = 4
-
-#: What a cut evens out: the slowest stage or link, or the stage that holds most.
-Balance = Literal["time", "memory"]
+#: Stages on one rank that are tried, for schedules that take any number.
+STAGES_PER_RANK = (2, 3, 4)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A schedule with its numbers. `estimate_s` sorts the ways, `bound_s` is what no cut can beat."""
+    """A schedule with its numbers on a shape. `estimate_s` sorts the ways, `bound_s` is what no cut can beat."""
 
+    shape: Shape
     schedule: str
     stages: int
     micro_batches: int
+    options: tuple[tuple[str, Option], ...]
     estimate_s: float
     bound_s: float
 
-
-def ways(request: PlanRequest) -> list[Way]:
-    """All ways to run that the request allows, best estimate first."""
-    return sorted(_ways(request), key=lambda way: (way.estimate_s, way.micro_batches, way.stages, way.schedule))
-
-
-def _ways(request: PlanRequest) -> Iterator[Way]:
-    ranks, layers = request.cluster.ranks, len(request.profile)
-    counts = [m for m in MICRO_BATCHES if m <= request.batch] if request.micro_batches is None else [request.micro_batches]
-    for micro_batches in counts:
-        forward, backward, inputs, weights = (
-            sum(request.profile.seconds(phase, request.batch / micro_batches))
-            for phase in ("forward", "backward", "input_grad", "weight_grad")
-        )
-        least = forward + min(backward, inputs + weights)
-        for facts in request.families():
-            single = facts.stages_per_rank == "1"
-            # "2" is all that is said where it is always two; elsewhere the family says by refusing.
-            pair = 2 if facts.stages_per_rank == "2" else 1
-            most = min(ranks if single else ranks * pair if pair > 1 else ranks * STAGES_PER_RANK, layers)
-            for stages in range(pair, most + 1, pair) if request.stages is None else (request.stages,):
-                used = min(stages, ranks)
-                ramp = used - 1 if facts.synchronous else 0
-                estimate = (micro_batches + ramp) * (forward + backward) / used
-                # All work, shared evenly. Only a schedule of one stage per rank surely has no more ranks than stages, unless
-                # it is one whose batches take turns on copies.
-                most_ranks = used if single and facts.synchronous else ranks
-                yield Way(facts.name, stages, micro_batches, estimate, micro_batches * least / most_ranks)
+    @property
+    def all_options(self) -> tuple[tuple[str, Option], ...]:
+        """With the number of pipelines, where there are several."""
+        own: tuple[tuple[str, Option], ...] = (("replicas", self.shape.pipelines),) if self.shape.pipelines > 1 else ()
+        return own + self.options
 
 
-def cut(request: PlanRequest, stages: int, micro_batches: int, balance: Balance) -> tuple[tuple[int, ...], Costs]:
-    """The lengths of the stages and their costs, stage s standing on rank s; cut as the request says, or exactly."""
-    profile, cluster = request.profile, request.cluster
-    micro_batch = request.batch / micro_batches
-    if request.by != "bottleneck":
-        # "time" is the one method besides that asks for the size at which costs count.
-        sized = {"micro_batch": micro_batch} if request.by == "time" else {}
-        lengths = partition(profile, stages, by=request.by, **sized)
-    elif balance == "time":
-        crossing = micro_batch * sum(layer.output_bytes_per_sample for layer in profile) / len(profile)
-        links = [cluster.link(a, b) for a, b in pairwise(range(min(stages, cluster.ranks)))]
-        link = max(links, key=lambda each: each.transfer_seconds(crossing), default=cluster.inside)
-        lengths = partition(profile, stages, by="bottleneck", micro_batch=micro_batch, latency_s=link.latency_s,
-                            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s)  # fmt: skip
-    else:
-        single = stage_costs(profile, [1] * len(profile), micro_batch, cluster, micro_batches=micro_batches)
-        weights, kept = (single.spread(name, len(profile)) or () for name in ("weight_bytes", "activation_bytes"))
-        in_flight = min(stages, micro_batches)
-        lengths = partition(profile, stages, by="bottleneck",
-                            costs=[held + in_flight * each for held, each in zip(weights, kept, strict=True)])  # fmt: skip
-    return tuple(lengths), stage_costs(profile, lengths, micro_batch, cluster, micro_batches=micro_batches)
+def layouts(facts: ScheduleFacts, ranks: int) -> list[tuple[int, tuple[tuple[str, Option], ...]]]:
+    """Numbers of stages, and the options for them, with which a schedule may stand on so many ranks."""
+    if facts.stages_per_rank == "chunks":
+        return [(each * ranks, (("chunks", each),)) for each in STAGES_PER_RANK]
+    if facts.stages_per_rank == "2 x waves":
+        return [(2 * each * ranks, (("waves", each),)) for each in (1, 2)]
+    if facts.stages_per_rank == "2":  # the family says by refusing which of them it is
+        return [(ranks, ()), (2 * ranks, ())] if ranks % 2 == 0 else [(2 * ranks, ())]
+    return [(ranks, ())]
+
+
+def _unlike_alone(families: Sequence[ScheduleFacts]) -> list[ScheduleFacts]:
+    """Those that differ where the whole model is one stage: they split its backwards or not, flush or not."""
+    kinds: dict[object, ScheduleFacts] = {}
+    for facts in sorted(families, key=lambda facts: facts.name):
+        if facts.stages_per_rank == "1":
+            kinds.setdefault((facts.splits_backward, facts.synchronous, facts.weights), facts)
+    return list(kinds.values()) or list(families[:1])
+
+
+class Space:
+    """All ways of a request. What it takes to know their bounds is worked out once for each kind of device and size."""
+
+    def __init__(self, request: PlanRequest, every: list[Shape]) -> None:
+        self.request, self.shapes = request, every
+        self._sums: dict[tuple[int, float], dict[str, float]] = {}
+        self._met: dict[Shape, float] = {}
+
+    @cached_property
+    def ways(self) -> list[Way]:
+        """Best estimate first."""
+        found = [way for shape in self.shapes for way in self._of_shape(shape)]
+        key = {way: (way.estimate_s, way.micro_batches, way.stages, way.schedule, way.shape.pipelines) for way in found}
+        return sorted(found, key=lambda way: key[way])
+
+    @cached_property
+    def leading(self) -> str:
+        """The schedule that stands for all in a first look: 1F1B where it is allowed, else that of the best estimate."""
+        names = [way.schedule for way in self.ways]
+        return "1f1b" if "1f1b" in names else names[0] if names else ""
+
+    def _of_shape(self, shape: Shape) -> Iterator[Way]:
+        request, layers = self.request, len(self.request.profile)
+        counts = sorted({*request.micro_batch_counts(shape.pipelines), *self._multiples(shape)})
+        families = request.families() if shape.ranks > 1 else _unlike_alone(request.families())
+        listed = [(facts, *layout) for facts in families for layout in layouts(facts, shape.ranks)]
+        for micro_batches in counts:
+            if not shape.pipelines <= micro_batches:
+                continue
+            load = self._load(shape, micro_batches)
+            for facts, stages, options in listed:
+                if not 1 <= stages <= layers or request.stages not in (None, stages):
+                    continue
+                estimate, bound = _reckon(load, facts, stages)
+                yield Way(shape, facts.name, stages, micro_batches, options, estimate, bound)
+
+    def _multiples(self, shape: Shape) -> Iterator[int]:
+        """Numbers of micro-batches that some schedules need: multiples of the ranks, for each pipeline."""
+        if self.request.micro_batches is None:
+            for times in (1, 2, 4):
+                count = times * shape.ranks * shape.pipelines
+                if count <= min(self.request.batch, 64 * shape.pipelines):
+                    yield count
+
+    def _sum(self, rank: int, samples: float) -> dict[str, float]:
+        """Seconds of each phase of the whole model on one device."""
+        profile = self.request.profile_of(rank)
+        key = id(profile), samples
+        if key not in self._sums:
+            self._sums[key] = {phase: sum(profile.seconds(phase, samples)) for phase in PHASES}
+            self._sums[key]["update"] = profile.update_s_per_byte * sum(layer.parameter_bytes for layer in profile)
+        return self._sums[key]
+
+    def _load(self, shape: Shape, micro_batches: int) -> Load:
+        """What a number of micro-batches puts on a shape."""
+        sums = [self._sum(rank, self.request.batch / micro_batches) for rank in shape.first]
+        unlike = {id(one): one for one in sums}
+        whole = {key: one["forward"] + one["backward"] for key, one in unlike.items()}
+        least = {key: one["forward"] + min(one["backward"], one["input_grad"] + one["weight_grad"]) for key, one in unlike.items()}
+        even = 1 / sum(1 / whole[id(one)] for one in sums) if all(whole.values()) else 0.0
+        # Where devices differ not at all layers alike, shares of the work do not follow from sums.
+        sharp = least[id(sums[0])] / len(sums) if len(unlike) == 1 else min(least.values()) / len(sums)
+        path = min(one["forward"] + min(one["backward"], one["input_grad"]) for one in unlike.values())
+        update = min(one["update"] for one in unlike.values()) / len(sums)
+        down = min(one["forward"] for one in unlike.values())
+        return Load(shape.ranks, shape.pipelines, micro_batches, even, sharp, down, path, update + self._met_s(shape),
+                    min(least.values()) / self.request.cluster.ranks)  # fmt: skip
+
+    def _met_s(self, shape: Shape) -> float:
+        """About what the copies of a stage take to add up their gradients."""
+        if shape.pipelines == 1:
+            return 0.0
+        if shape not in self._met:
+            held = sum(layer.parameter_bytes for layer in self.request.profile) / shape.ranks
+            self._met[shape] = meeting_seconds(shape.devices[:: shape.ranks], held, self.request.cluster)
+        return self._met[shape]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Seconds that one micro-batch takes on each rank of a pipeline if all share it evenly (`even`), and at the least (`least`); on its
+    path through all stages (`down`) and back (`path`); what comes after the last backward (`after`); and its share of the whole cluster.
+    """
+
+    ranks: int
+    pipelines: int
+    micro_batches: int
+    even: float
+    least: float
+    down: float
+    path: float
+    after: float
+    of_cluster: float
+
+
+def _reckon(load: Load, facts: ScheduleFacts, stages: int) -> tuple[float, float]:
+    """An estimate of a way, and what nothing can beat."""
+    each = -(-load.micro_batches // load.pipelines)
+    if not facts.synchronous:  # batches may take turns on copies, so that more ranks than these work
+        bound = load.micro_batches * load.of_cluster
+        return max(each * load.even, bound), bound
+    estimate = (each + (load.ranks - 1) / max(1, stages // load.ranks)) * load.even + load.after
+    bound = load.micro_batches / load.pipelines * load.least
+    if _slices(facts.name):
+        return max(estimate, bound), bound
+    bound = max(bound, load.path)
+    if facts.stages_per_rank == "1":  # weight gradients run beside the drain
+        bound = max(bound, _with_ramp(each, load, load.down if facts.splits_backward else load.path))
+    return max(estimate, bound), bound
+
+
+@cache
+def _slices(name: str) -> bool:
+    """Whether a schedule cuts micro-batches further, so that a slice's path is shorter than theirs."""
+    try:
+        return schedule(name, 2, 2).slicing is not None
+    except ScheduleError:
+        return True
+
+
+def _with_ramp(micro_batches: int, load: Load, path: float) -> float:
+    """What no cut into one stage per rank can beat: rank s waits until a micro-batch has gone through the stages before it and,
+    behind its last, back through them, which takes a share q of these stages' work: `path` of the whole model's.
+
+    For stages t, prefix sums P: max_s (q P_s + m t_s) is least where all are equal: C, with t_s = (C - q P_s) / m; they sum to the
+    work w for C = w q / (1 - (1 - q / m)^p).
+    """
+    work = load.least * load.ranks
+    share = min(path / work, 1.0) if work else 0.0
+    if not share:
+        return 0.0
+    return work * share / (1 - (1 - share / micro_batches) ** load.ranks)
 
 
 def least_s(made: Schedule, costs: Costs) -> float:
@@ -97,8 +206,7 @@ def least_s(made: Schedule, costs: Costs) -> float:
     The sum is valid since a rank is sequential, and its first forward and last backward have those stages before and after them.
     A stream is full: of a rank only its own work counts, in as many batches as it takes until all comes again.
     """
-    names = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input_grad", Kind.W: "weight_grad"}
-    seconds = {kind: costs.spread(name, made.stages) or () for kind, name in names.items()}
+    seconds = {Kind(letter): _least_of(costs, name, made) for letter, name in zip("FBIW", PHASES, strict=True)}
     if made.stream is not None:
         period = period_of(made)
         work = (sum(seconds[op.kind][op.stage] for op in loop if op.kind in seconds) for loop in period.loops)
@@ -117,3 +225,11 @@ def least_s(made: Schedule, costs: Costs) -> float:
         drained = fill + sum(each for _, each in todo[: turns[-1] + 1]) + behind
         least = max(least, whole, drained)
     return least
+
+
+def _least_of(costs: Costs, name: str, made: Schedule) -> tuple[float, ...]:
+    """Per stage, the seconds of one phase; of copies on different devices the fastest's."""
+    value = getattr(costs, name)
+    if not isinstance(value, tuple):
+        return costs.spread(name, made.stages) or ()
+    return tuple(float(np.min(entry)) for entry in value)

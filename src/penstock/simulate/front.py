@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from penstock.cluster.cluster import Cluster
 from penstock.errors import SettingError
 from penstock.event import Timeline
 from penstock.plan import Plan
+from penstock.profile.paced import Profiles
 from penstock.profile.profile import Profile
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
@@ -13,7 +16,7 @@ from penstock.simulate.plan_costs import simulate_plan
 from penstock.simulate.simulate import simulate_schedule
 
 
-def simulate(what: Schedule | Plan, costs_or_profile: Costs | Profile | None = None, cluster: Cluster | None = None, *,
+def simulate(what: Schedule | Plan, costs_or_profile: Costs | Profiles | None = None, cluster: Cluster | None = None, *,
              overlap: bool = True, recompute: str | None = None) -> Timeline:  # fmt: skip
     """When every op and transfer of one step starts and ends.
 
@@ -23,7 +26,8 @@ def simulate(what: Schedule | Plan, costs_or_profile: Costs | Profile | None = N
 
     Args:
         what: a schedule, with costs; or a plan, with profile and cluster.
-        costs_or_profile: Costs for a schedule (all 1 s forward and 2 s backward if left out), the Profile for a plan.
+        costs_or_profile: Costs for a schedule (all 1 s forward and 2 s backward if left out), the Profile for a plan, or one for every
+            kind of device by its name.
         cluster: for a plan.
         overlap: for a schedule; see `simulate_schedule`.
         recompute: for a schedule, "never" unless given; a plan has its own.
@@ -34,7 +38,7 @@ def simulate(what: Schedule | Plan, costs_or_profile: Costs | Profile | None = N
         ScheduleError: the schedule lacks an op.
     """
     if isinstance(what, Plan):
-        if not isinstance(costs_or_profile, Profile) or cluster is None:
+        if not isinstance(costs_or_profile, (Profile, Mapping)) or cluster is None:
             raise SettingError("a plan is simulated with its profile and a cluster: simulate(plan, profile, cluster)")
         if recompute is not None or not overlap:
             raise SettingError("a plan is simulated as it will run: leave out recompute and overlap, or simulate plan.schedule")

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import permutations
 
 from penstock.cluster.cluster import Cluster
+from penstock.cluster.device import Link
 from penstock.errors import PlanError
 from penstock.event import Timeline
 from penstock.partition.catalogue import check_lengths
 from penstock.plan import Plan
+from penstock.profile.paced import Profiles, profiles_of
 from penstock.profile.profile import Phase, Profile
 from penstock.schedule.lower import partners_of
 from penstock.schedule.op import Schedule
 from penstock.schedule.slicing import Slicing
 from penstock.simulate.costs import Costs
+from penstock.simulate.device_costs import on_devices
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.versions import versions_held
 from penstock.weights.catalogue import WeightRule
@@ -79,7 +81,7 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
 
 
 def place_costs(costs: Costs, schedule: Schedule, cluster: Cluster, rule: WeightRule | None = None) -> Costs:
-    """`costs` with the transfers that the schedule's placement makes: where copies of a stage differ, the slowest counts.
+    """`costs` with the transfers that the schedule's placement makes.
 
     Activations that are handed to a partner take that link's time. The update of a stage with copies takes what it takes them to
     add up their gradients, besides: each owns a piece, gets it from every other, and sends every other the sum; two send each other
@@ -92,22 +94,13 @@ def place_costs(costs: Costs, schedule: Schedule, cluster: Cluster, rule: Weight
     """
     if schedule.ranks > cluster.ranks:
         raise PlanError(f"{schedule.name} runs on {schedule.ranks} ranks, cluster {cluster.name} has {cluster.ranks}")
-    pairs = [
-        sorted({(schedule.placement[stage, m], schedule.placement[stage + 1, m]) for m in range(schedule.slices)})
-        for stage in range(schedule.stages - 1)
-    ]
     crossing = costs.spread("boundary_bytes", schedule.stages - 1) or ()
-    counts = [len(row) for row in schedule.slicing.shares] if schedule.slicing else [1]
-    seconds = [
-        # A slice takes its share of what stands here, so that this much is right for it.
-        [parts * max(cluster.transfer_seconds(count / parts, *pair) for pair in found) for parts in counts]
-        for count, found in zip(crossing, pairs, strict=True)
-    ]
+    seconds = [_crossing_seconds(schedule, stage, count, cluster) for stage, count in enumerate(crossing)]
     update = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
     gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
     waves = None if schedule.stream is None else schedule.stream.waves
     met = [
-        own + _meeting_seconds(ranks, held, cluster) / (1 if waves is None else waves.length)
+        own + meeting_seconds(ranks, held, cluster) / (1 if waves is None else waves.length)
         for own, ranks, held in zip(update, schedule.ranks_of_stage, gradients, strict=True)
     ]
     held = costs.spread("activation_bytes", schedule.stages) or (0.0,) * schedule.stages
@@ -115,8 +108,29 @@ def place_costs(costs: Costs, schedule: Schedule, cluster: Cluster, rule: Weight
     for op, partner in partners_of(schedule).items():
         pair = schedule.placement[op.stage, op.micro_batch], partner
         handed[op.stage] = max(handed[op.stage], cluster.transfer_seconds(held[op.stage], *pair))
-    placed = replace(costs, transfer=seconds if schedule.slicing else [row[0] for row in seconds], update=met, evict=handed)
+    placed = replace(costs, transfer=seconds, update=met, evict=handed, links=_medium(schedule, cluster))
     return placed if rule is None else _with_trained_versions(placed, schedule, rule)
+
+
+def _crossing_seconds(schedule: Schedule, stage: int, count: float, cluster: Cluster) -> float | list[float]:
+    """What `count` bytes take from a stage to the next one; by micro-batch where that differs.
+
+    A slice takes its share of what stands there, so that this much is right for it; of its ways the slowest counts.
+    """
+    pairs = [(schedule.placement[stage, m], schedule.placement[stage + 1, m]) for m in range(schedule.slices)]
+    if schedule.slicing is not None:
+        counts = [len(row) for row in schedule.slicing.shares]
+        return [parts * max(cluster.transfer_seconds(count / parts, *pair) for pair in set(pairs)) for parts in counts]
+    seconds = {pair: cluster.transfer_seconds(count, *pair) for pair in dict.fromkeys(pairs)}
+    return seconds[pairs[0]] if len(set(seconds.values())) == 1 else [seconds[pair] for pair in pairs]
+
+
+def _medium(schedule: Schedule, cluster: Cluster) -> str:
+    """"shared" where all that crosses goes through one medium, else "duplex"."""
+    pairs = {(schedule.placement[stage, m], schedule.placement[stage + 1, m])
+             for stage in range(schedule.stages - 1) for m in range(schedule.slices)}  # fmt: skip
+    links = {cluster.link(*pair) for pair in pairs if pair[0] != pair[1]}
+    return "shared" if len(links) == 1 and next(iter(links)).shared else "duplex"
 
 
 def _with_trained_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -> Costs:
@@ -150,37 +164,72 @@ def slice_costs(costs: Costs, profile: Profile, lengths: Sequence[int], micro_ba
                    weight_grad=seconds("weight_grad"))  # fmt: skip
 
 
-def _meeting_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluster) -> float:
-    """How long copies of a stage on these ranks take to add up their gradients, over the slowest of their links."""
-    pairs = list(permutations(ranks, 2))
-    if len(ranks) == 2:
-        return max(cluster.transfer_seconds(gradient_bytes, *pair) for pair in pairs)
-    rounds = 2 * (len(ranks) - 1)
-    return rounds * max((cluster.transfer_seconds(gradient_bytes / len(ranks), *pair) for pair in pairs), default=0.0)
+def meeting_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluster) -> float:
+    """How long copies of a stage on these ranks take to add up their gradients, over the slowest of their links.
+
+    Where all ranks of a node share the link to other nodes, all pieces of all of them go through it.
+    """
+    if len(ranks) < 2:
+        return 0.0
+    rounds = 1 if len(ranks) == 2 else 2 * (len(ranks) - 1)  # noqa: PLR2004  # two send each other all
+    piece = gradient_bytes if len(ranks) == 2 else gradient_bytes / len(ranks)  # noqa: PLR2004
+    return rounds * max(link.transfer_seconds(piece * (users if link.shared else 1)) for link, users in _links_among(ranks, cluster))
 
 
-def simulate_plan(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
+def _links_among(ranks: Sequence[int], cluster: Cluster) -> list[tuple[Link, int]]:
+    """Every different link between two of these ranks, with the number of ranks of a node that use it."""
+    nodes: dict[int, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(cluster.node(rank), []).append(rank)
+    found = [(cluster.link(*own[:2]), len(own)) for own in nodes.values() if len(own) > 1]
+    firsts = [own[0] for own in nodes.values()]
+    if len(firsts) > 1:
+        found.append((cluster.link(*firsts[:2]), max(map(len, nodes.values()))))
+    return found
+
+
+def simulate_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Timeline:
     """When every op and transfer of one step of `plan` starts and ends on `cluster`; if it is asynchronous, of its whole stretch of
     the stream, which fills and drains (`steady` says what a batch takes between).
 
     Raises:
         PlanError: the profile is of another model, or the cluster has fewer ranks than the plan.
     """
-    return simulate_schedule(plan.schedule, costs_of_plan(plan, profile, cluster), recompute=plan.recompute)
+    return simulate_schedule(plan.schedule, costs_of_plan(plan, profiles, cluster), recompute=plan.recompute)
 
 
-def costs_of_plan(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
-    """What every op of `plan` costs on `cluster`.
+def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
+    """What every op of `plan` costs on `cluster`; `profiles` as `profiles_of` takes them.
 
     Raises:
         PlanError: the profile is of another model, or the cluster has fewer ranks than the plan.
     """
-    if profile.fingerprint != plan.fingerprint:
+    own = profiles_of(profiles, cluster)
+    if own[0].fingerprint != plan.fingerprint:
         raise PlanError(f"the plan is for a chain with fingerprint {plan.fingerprint}, the profile is of "
-                        f"{profile.fingerprint}: profile that model, or plan anew")  # fmt: skip
-    micro_batch = plan.batch / plan.micro_batches
-    costs = stage_costs(profile, plan.lengths, micro_batch, cluster, micro_batches=plan.micro_batches)
-    placed = place_costs(costs, plan.schedule, cluster, rule_of(plan.schedule, plan.weights))
-    if plan.slicing is not None:
-        placed = slice_costs(placed, profile, plan.lengths, micro_batch, plan.slicing)
+                        f"{own[0].fingerprint}: profile that model, or plan anew")  # fmt: skip
+    devices = plan.devices or tuple(range(plan.ranks))
+    if max(devices) >= cluster.ranks:
+        raise PlanError(f"{plan.schedule_name} runs on {plan.ranks} ranks, cluster {cluster.name} has {cluster.ranks}")
+    rule = rule_of(plan.schedule, plan.weights)
+    return schedule_costs(plan.schedule, [own[rank] for rank in devices], plan.lengths, cluster.on(devices), plan.batch, rule)
+
+
+def schedule_costs(schedule: Schedule, profiles: Sequence[Profile], lengths: Sequence[int], cluster: Cluster, batch: int,
+                   rule: WeightRule) -> Costs:  # fmt: skip
+    """What every op of a schedule costs.
+
+    Args:
+        schedule: of as many stages as there are lengths.
+        profiles: per rank; ranks alike share one object.
+        lengths: layers in every stage.
+        cluster: rank r of the schedule is its rank r.
+        batch: samples in a batch.
+        rule: which versions of the weights are kept.
+    """
+    micro_batch = batch / schedule.micro_batches
+    costs = stage_costs(profiles[0], lengths, micro_batch, cluster, micro_batches=schedule.micro_batches)
+    placed = place_costs(on_devices(costs, schedule, profiles, lengths, micro_batch), schedule, cluster, rule)
+    if schedule.slicing is not None:
+        placed = slice_costs(placed, profiles[0], lengths, micro_batch, schedule.slicing)
     return placed

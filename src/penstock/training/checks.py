@@ -13,7 +13,7 @@ from penstock.optim.update import Update
 from penstock.partition.catalogue import PARTITIONERS, check_lengths, check_stages
 from penstock.schedule.catalogue import FAMILIES, schedule, schedules
 from penstock.schedule.op import Schedule
-from penstock.search.ways import MICRO_BATCHES
+from penstock.search.request import MICRO_BATCHES
 from penstock.training.config import TrainConfig
 from penstock.training.optimizer import optimizer_factory
 from penstock.units import parse_bytes

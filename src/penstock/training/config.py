@@ -18,7 +18,7 @@ class TrainConfig:
 
     Attributes:
         model, model_options: a model of the zoo and its options. Classes, vocabulary and shapes follow the data.
-        data: "digits", "cifar100:PATH", "text" or "text:PATH".
+        data: "digits", "cifar100:PATH", "text", "text:PATH", "reversed" or "reversed:PATH".
         image, channels, tokens: the form that the data is brought into.
         batch, epochs, limit_steps: samples in a batch; times through the data; or fewer steps.
         target_accuracy: stop after the epoch that reaches this test accuracy.

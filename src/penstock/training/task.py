@@ -17,6 +17,10 @@ from penstock.training.data.catalogue import dataset
 from penstock.zoo.catalogue import model, models
 from penstock.zoo.gpt import gpt_loss
 
+#: By task: what its samples are, and a data set that is always at hand.
+_TAKES = {"classify": "images", "next_token": "tokens", "translate": "pairs of sequences of tokens"}
+_AT_HAND = {"classify": "digits", "next_token": "text", "translate": "reversed"}
+
 
 @dataclass(frozen=True, eq=False)
 class Task:
@@ -47,10 +51,9 @@ def make_task(config: TrainConfig) -> Task:
         model(config.model)  # says what there is
     options = known[config.model].options
     data = dataset(config.data, image=config.image, channels=config.channels, tokens=config.tokens)
-    if (data.task == "next_token") != ("vocabulary" in options):
-        takes = "tokens" if "vocabulary" in options else "images"
-        has = "tokens" if data.task == "next_token" else "images"
-        raise SettingError(f"model {config.model} takes {takes}, but data {data.name} is {has}")
+    if data.task != known[config.model].task:
+        raise SettingError(f"model {config.model} takes {_TAKES[known[config.model].task]}, but data {data.name} is "
+                           f"{_TAKES[data.task]}: take --data {fitting_data(config.model)}")  # fmt: skip
     if "features" in options:
         data = replace(data, train_inputs=data.train_inputs.flatten(1), test_inputs=data.test_inputs.flatten(1))
     shape = data.train_inputs.shape
@@ -60,7 +63,19 @@ def make_task(config: TrainConfig) -> Task:
     }  # fmt: skip
     chosen = {name: value for name, value in fitting.items() if name in options} | config.model_options
     made = model(config.model, device="meta", **chosen)
-    return Task(made, data, gpt_loss if data.task == "next_token" else cross_entropy)
+    return Task(made, data, cross_entropy if data.task == "classify" else gpt_loss)
+
+
+def fitting_data(name: str) -> str:
+    """The data set at hand whose task the model called `name` learns.
+
+    Raises:
+        UnknownName: no model has that name.
+    """
+    known = models()
+    if name not in known:
+        model(name)  # says what there is
+    return _AT_HAND[known[name].task]
 
 
 def accuracy(output: Tensor, target: Tensor) -> float:

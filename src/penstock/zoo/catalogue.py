@@ -23,7 +23,8 @@ class ModelFacts:
     """What is known of a model before it is made.
 
     `parameters` counts the numbers in all parameters at the default options; `options` has every option's default by name;
-    `input` and `output` say what one call takes and gives, in the options' words.
+    `input` and `output` say what one call takes and gives, in the options' words. `task` is what it can learn, as data sets call it:
+    "classify", "next_token" or "translate".
     """
 
     name: str
@@ -32,6 +33,11 @@ class ModelFacts:
     input: str
     output: str
     source: str
+    task: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.task:
+            object.__setattr__(self, "task", "next_token" if "vocabulary" in self.options else "classify")
 
 
 def models() -> dict[str, ModelFacts]:

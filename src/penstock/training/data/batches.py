@@ -20,7 +20,10 @@ class Dataset:
     Task `classify`: inputs (n, channels, height, width) float32, targets (n,) int64 in 0..classes-1.
     Task `next_token`: inputs and targets (n, tokens) int64 in 0..classes-1; targets are the inputs moved by one.
 
-    `classes` is the size of the vocabulary where the task is `next_token`. `description` is one line for people: what the
+    Task `translate`: inputs (n, 2, tokens) int64, the source and what of the target is known before each of its tokens; targets
+    (n, tokens) int64.
+
+    `classes` is the size of the vocabulary where there are tokens. `description` is one line for people: what the
     data is, where it comes from, how much of it there is.
     """
 
@@ -30,7 +33,7 @@ class Dataset:
     test_inputs: torch.Tensor = field(repr=False)
     test_targets: torch.Tensor = field(repr=False)
     classes: int
-    task: Literal["classify", "next_token"]
+    task: Literal["classify", "next_token", "translate"]
     description: str
 
 

@@ -22,7 +22,7 @@ def dataset(name: str, **options: object) -> Dataset:
     """Load the data set called `name`. Nothing is downloaded.
 
     Args:
-        name: `"digits"`, `"cifar100:PATH"`, `"text"` or `"text:PATH"`: what follows the first colon is a path, where `~` is home.
+        name: `"digits"`, `"cifar100:PATH"`, `"text"`, `"text:PATH"`, `"reversed"`: what follows the first colon is a path, where `~` is home.
         options: `image` (pixels), `channels`, `tokens`: whoever does not take them is not told. All other options must be
             among those that the data set takes; its own docstring says.
 

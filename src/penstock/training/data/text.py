@@ -36,8 +36,26 @@ def text(path: str | Path | None = None, *, tokens: int = 128) -> Dataset:
         SettingError: `tokens` is below 1.
     """
     check_count("tokens", tokens)
+    train, test, classes, source = windows_of(path, tokens + 1)
+    return Dataset(
+        name="text",
+        train_inputs=train[:, :-1].contiguous(),
+        train_targets=train[:, 1:].contiguous(),
+        test_inputs=test[:, :-1].contiguous(),
+        test_targets=test[:, 1:].contiguous(),
+        classes=classes,
+        task="next_token",
+        description=f"{source}: {len(train):,} windows of {tokens:,} to train, {len(test):,} to test, vocabulary of {classes}",
+    )
+
+
+def windows_of(path: str | Path | None, window: int) -> tuple[torch.Tensor, torch.Tensor, int, str]:
+    """Windows of a text to train and to test, (n, window) int64 each; the size of the vocabulary with 0; and what the text is.
+
+    Raises:
+        FileError: the file is missing, is not text, or is shorter than two windows.
+    """
     content, what = _documentation() if path is None else _read(Path(path))
-    window = tokens + 1
     if len(content) < 2 * window:
         raise FileError(f"{what} has {len(content):,} characters, but needs {2 * window:,}: a window of {window:,} "
                         "to train and one to test. Give a longer text or fewer tokens")  # fmt: skip
@@ -47,17 +65,8 @@ def text(path: str | Path | None = None, *, tokens: int = 128) -> Dataset:
     cut = len(points) - max(len(points) // 10, window)
     vocabulary = np.unique(points[:cut])
     train, test = (_windows(_encode(part, vocabulary), window) for part in (points[:cut], points[cut:]))
-    return Dataset(
-        name="text",
-        train_inputs=train[:, :-1].contiguous(),
-        train_targets=train[:, 1:].contiguous(),
-        test_inputs=test[:, :-1].contiguous(),
-        test_targets=test[:, 1:].contiguous(),
-        classes=len(vocabulary) + 1,
-        task="next_token",
-        description=f"{what}, {len(content):,} characters, sha256 {hashlib.sha256(content.encode()).hexdigest()}: "
-        f"{len(train):,} windows of {tokens:,} to train, {len(test):,} to test, vocabulary of {len(vocabulary) + 1}",
-    )
+    source = f"{what}, {len(content):,} characters, sha256 {hashlib.sha256(content.encode()).hexdigest()}"
+    return train, test, len(vocabulary) + 1, source
 
 
 def _documentation() -> tuple[str, str]:

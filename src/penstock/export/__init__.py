@@ -1,0 +1,1 @@
+"""Plans and schedules in the forms of other libraries."""

@@ -1,0 +1,276 @@
+"""Measure a cluster from within: every rank's device, alone and while all are busy, and the links between them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from penstock.cluster.device import DTYPES, Device, Kind, Link
+from penstock.cluster.local import LOOPBACK, available_memory_bytes
+from penstock.cluster.machines import Cluster
+from penstock.errors import SettingError
+from penstock.measure.fit import Fit, fit
+from penstock.measure.loads import Load, loads, time_load
+from penstock.measure.messages import Times, Wires, time_messages, time_pairs_at_once
+from penstock.units import parse_seconds
+
+Progress = Callable[[int, int, str], None]
+
+#: Up to so many ranks every pair is measured; of more, those next to each other, and rank 0 with everybody.
+_ALL_PAIRS: Final = 8
+
+#: A medium on which two messages at once take so many times as long carries one at a time, rather than both: half-way between.
+_SHARED: Final = 1.5
+
+#: Loads that say how much longer everything takes while all ranks are busy: what training does.
+_WORK: Final = ("matmul float32", "conv")
+
+
+@dataclass(frozen=True)
+class RankFound:
+    """What one rank's device was seen to do.
+
+    Attributes:
+        rank, host: which, and where.
+        device: with its peaks, all by itself.
+        busy: by load, seconds while all ranks of the host run it over seconds alone.
+    """
+
+    rank: int
+    host: str
+    device: Device
+    busy: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class PairFound:
+    """The link between two ranks: what was timed, and the latency and bandwidth that come closest to it."""
+
+    a: int
+    b: int
+    times: Times
+    fit: Fit
+
+
+@dataclass(frozen=True)
+class ClusterFound:
+    """What was found, and the cluster that plans are to be made for.
+
+    Attributes:
+        cluster: with the median device of every host, and the fit through the medians of all its pairs of ranks.
+        ranks, pairs: what it was made from.
+        at_once: how many times as long messages take while other pairs of ranks of a host send theirs.
+    """
+
+    cluster: Cluster
+    ranks: tuple[RankFound, ...]
+    pairs: tuple[PairFound, ...]
+    at_once: float
+
+
+def measure_cluster(name: str, device: torch.device, *, repeats: int = 5, seconds: float = 0.2,
+                    progress: Progress | None = None) -> ClusterFound:  # fmt: skip
+    """Time compute, memory and links of the ranks of torch's process group. Every rank calls it, and gets the same.
+
+    Tensors in messages are in GPU memory where all ranks have a GPU of their own (not yet run on several), else in the host's.
+
+    Args:
+        name: for the cluster.
+        device: this rank's.
+        repeats: how many times each message is timed.
+        seconds: how long each load runs, alone and at once.
+        progress: called with steps done, steps in all, and what comes next; of use on one rank.
+
+    Raises:
+        SettingError: `repeats` is below 1 or `seconds` not above 0.
+        RunError: a message came changed.
+    """
+    if repeats < 1 or not 0 < seconds < float("inf"):
+        raise SettingError(f"{repeats} repeats of {seconds} s: both must be above 0")
+    ranks = dist.get_world_size()
+    told = _gathered((socket.gethostname(), str(device)))
+    hosts = [host for host, _ in told]
+    own_gpu = device.type == "cuda" and len(set(told)) == ranks
+    wires = Wires(None if own_gpu else dist.new_group(backend="gloo"), device if own_gpu else torch.device("cpu"))
+    work, pairs = loads(device), _pairs(ranks)
+    steps = _Steps(progress, len(work) * (_most(hosts) + 1) + len(pairs) + 1)
+    found = _ranks(work, hosts, device, seconds, wires, steps)
+    times: list[PairFound] = []
+    for a, b in pairs:
+        steps.next(f"link {a}-{b}")
+        mine = None
+        if dist.get_rank() in (a, b):
+            mine = time_messages(a + b - dist.get_rank(), wires, repeats)
+        wires.barrier()
+        heard: Times = _gathered(mine)[a]
+        times.append(PairFound(a, b, heard, fit(heard.sizes, heard.fresh_s)))
+    steps.next("pairs at once")
+    at_once = time_pairs_at_once(_neighbour(hosts), wires, repeats)
+    steps.next("")
+    return ClusterFound(_joined(name, found, times, at_once), tuple(found), tuple(times), at_once)
+
+
+@dataclass
+class _Steps:
+    """How far it is."""
+
+    progress: Progress | None
+    total: int
+    done: int = -1
+
+    def next(self, what: str) -> None:
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, self.total, what)
+
+
+def _gathered(value: Any) -> list[Any]:
+    """What every rank has, by rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _most(hosts: Sequence[str]) -> int:
+    return max(hosts.count(host) for host in hosts)
+
+
+def _pairs(ranks: int) -> list[tuple[int, int]]:
+    """The pairs whose links are timed."""
+    if ranks <= _ALL_PAIRS:
+        return list(combinations(range(ranks), 2))
+    return sorted({(rank, rank + 1) for rank in range(ranks - 1)} | {(0, rank) for rank in range(1, ranks)})
+
+
+def _neighbour(hosts: Sequence[str]) -> int | None:
+    """The rank of the same host that this one makes a pair with, if there is more than one such pair there."""
+    rank = dist.get_rank()
+    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    place = here.index(rank) ^ 1
+    return here[place] if place < len(here) and len(here) >= 4 else None
+
+
+def _ranks(work: dict[str, Load], hosts: Sequence[str], device: torch.device, seconds: float, wires: Wires,
+           steps: _Steps) -> list[RankFound]:  # fmt: skip
+    """Every load on every rank: alone, one rank of each host after the other, and then on all."""
+    rank = dist.get_rank()
+    turn = hosts[:rank].count(hosts[rank])
+    alone, busy = {}, {}
+    for name, load in work.items():
+        for one in range(_most(hosts)):
+            steps.next(f"{name}, rank {one} alone")
+            wires.barrier()
+            if one == turn:
+                alone[name] = time_load(load, device, seconds)
+        steps.next(f"{name}, all ranks at once")
+        wires.barrier()
+        busy[name] = time_load(load, device, seconds)
+    ratios = tuple((name, _short(busy[name] / alone[name])) for name in work)
+    mine = RankFound(rank, hosts[rank], _device(work, alone, dict(ratios), device, hosts.count(hosts[rank])), ratios)
+    return _gathered(mine)
+
+
+def _device(work: dict[str, Load], alone: dict[str, float], busy: dict[str, float], device: torch.device,
+            sharing: int) -> Device:  # fmt: skip
+    """The device of this rank; `sharing` ranks of its host have the host's memory together."""
+    gpu = device.type == "cuda"
+    kind: Kind = "gpu" if gpu else "cpu"
+    if gpu:
+        free, _ = torch.cuda.mem_get_info(device)
+        memory = free if torch.cuda.device_count() >= sharing else free // sharing
+    else:
+        memory = available_memory_bytes() // sharing
+    speeds = {name: _short(load.amount / alone[name]) for name, load in work.items()}
+    peaks = tuple((dtype, speeds[f"matmul {dtype}"]) for dtype in DTYPES if f"matmul {dtype}" in speeds)
+    threads = torch.get_num_threads()
+    model = torch.cuda.get_device_name(device) if gpu else f"{_processor()}, {threads} thread{'s'[: threads > 1]}"
+    return Device(
+        name=torch.cuda.get_device_name(device) if gpu else "cpu",
+        memory_bytes=memory - memory % 2**20,
+        kind=kind,
+        flops=peaks,
+        memory_bytes_per_s=speeds["memory"],
+        launch_s=_short_seconds(alone["ops"] / work["ops"].amount),
+        together=_short(max(1.0, statistics.mean(busy[name] for name in _WORK))),
+        source=f"measured: {model}; memory is what was free",
+    )
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - read up to its first processor only
+            names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+            return next(names, platform.machine())
+    except OSError:
+        return platform.processor() or platform.machine()
+
+
+def _short(value: float) -> float:
+    """Four digits: more are noise, and would make the file hard to read."""
+    return float(f"{value:.4g}")
+
+
+def _short_seconds(value: float) -> float:
+    """Four digits of microseconds, as a file says them."""
+    return parse_seconds(f"{value * 1e6:.4g} us")
+
+
+def _joined(name: str, ranks: Sequence[RankFound], pairs: Sequence[PairFound], at_once: float) -> Cluster:
+    """One cluster from what was found: hosts are nodes."""
+    hosts = list(dict.fromkeys(found.host for found in ranks))
+    node_of = tuple(hosts.index(found.host) for found in ranks)
+    median = [_median_device([found.device for found in ranks if found.host == host]) for host in hosts]
+    inside = {
+        node: _link([pair for pair in pairs if node_of[pair.a] == node_of[pair.b] == node], at_once) for node in set(node_of)
+    }
+    insides = tuple((node, link) for node, link in inside.items() if link is not None)
+    between = _link([pair for pair in pairs if node_of[pair.a] != node_of[pair.b]], 1.0)
+    any_inside = next((link for _, link in insides), None)
+    return Cluster(
+        name,
+        tuple(median[node] for node in node_of),
+        1,
+        any_inside or between or LOOPBACK,
+        between or any_inside or LOOPBACK,
+        node_of,
+        insides,
+        f"measured by `penstock profile --cluster` on {', '.join(hosts)}, {os.cpu_count()} cores",
+    )
+
+
+def _median_device(devices: Sequence[Device]) -> Device:
+    """The device of a host's ranks: they differ by noise alone."""
+
+    def median(values: Iterator[float]) -> float:
+        return _short(statistics.median(values))
+
+    first = devices[0]
+    flops = tuple((dtype, median(dict(each.flops)[dtype] for each in devices)) for dtype, _ in first.flops)
+    return replace(
+        first,
+        memory_bytes=min(each.memory_bytes for each in devices),
+        flops=flops,
+        memory_bytes_per_s=median(each.memory_bytes_per_s or 0.0 for each in devices),
+        launch_s=_short_seconds(statistics.median(each.launch_s for each in devices)),
+        together=median(each.together for each in devices),
+    )
+
+
+def _link(pairs: Sequence[PairFound], at_once: float) -> Link | None:
+    """The fit through the medians of all these pairs; None if there are none."""
+    if not pairs:
+        return None
+    sizes = pairs[0].times.sizes
+    medians = [statistics.median(pair.times.fresh_s[i] for pair in pairs) for i in range(len(sizes))]
+    ways = max(at_once, statistics.median(pair.times.both_ways for pair in pairs))
+    found = fit(sizes, medians).link(shared=ways > _SHARED)
+    return replace(found, latency_s=_short_seconds(found.latency_s), bandwidth_bytes_per_s=_short(found.bandwidth_bytes_per_s))

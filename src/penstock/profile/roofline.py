@@ -1,0 +1,228 @@
+"""A profile of hardware that is not here: every op at the roof of its operations or of its bytes, whichever is lower.
+
+    seconds of an op = launches x (launch_s + fill_s) + max(operations / (peak x its family's share), bytes / (bandwidth x memory))
+
+Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model for multicore architectures"; launch
+cost and the time to fill the device besides, because small ops are bound by neither roof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Final, final
+
+from penstock.cluster.device import Device
+from penstock.errors import SettingError
+from penstock.profile.counts import Family, LayerCounts, ModelCounts, Work
+from penstock.profile.profile import LayerProfile, Phase, Profile, Timing
+
+PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "input_grad", "weight_grad")
+#: (layer, phase, samples) -> seconds
+Seconds = Callable[[LayerCounts, Phase, float], float]
+#: Bytes of a number, by dtype.
+DTYPE_BYTES: Final = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
+#: What SGD with momentum moves for each byte of parameters: reads weight, gradient and momentum, writes weight and momentum.
+UPDATE_TRAFFIC: Final = 5.0
+#: How often Winograd's F(4 x 4, 3 x 3) moves its bytes: once if all is one kernel, 5.5 times if its transforms, which make 36 numbers of
+#: every 16, are kernels of their own. Fitted, as the defaults of `Efficiency` are; between 2.0 and 2.8 over VGG-19's blocks 1 to 4.
+#: Source of the algorithm: Lavin and Gray 2016, "Fast algorithms for convolutional neural networks".
+WINOGRAD_TRAFFIC: Final = 2.6
+#: In which cuDNN takes Winograd's way: narrower numbers have tensor cores, which are faster. oneDNN does not on CPUs.
+_WINOGRAD_DTYPES = ("float32", "float64")
+
+
+@final
+@dataclass(frozen=True)
+class Efficiency:
+    """What part of a device's peaks is reached, by family of ops.
+
+    The defaults are for a V100 at float32. Fitted to DAPPLE's profile of VGG-19 there (LITERATURE 11.7): `winograd` and
+    `WINOGRAD_TRAFFIC`. Read off PipeDream's profiles on a V100: `memory` (ReLU in VGG-16), `convolution` (1 x 1 in ResNet-50),
+    `matrix` (VGG-16's fc6, GNMT's classifier), `recurrent` (GNMT's LSTMs, between 0.5 and 0.9). Assumed: `attention` as other products,
+    `grouped_convolution`, `fill_s`. Other GPUs, and tensor cores, reach other shares: calibrate with a profile where there is one.
+
+    Attributes:
+        matrix, convolution, grouped_convolution, attention, recurrent, other: share of the peak by family.
+        winograd: the same for 3 x 3 convolutions by Winograd's algorithm, of the plain sum's operations: above 1, because its
+            F(4 x 4, 3 x 3) does 4 times fewer. It moves `WINOGRAD_TRAFFIC` times the bytes, before and after its products; a device
+            takes whichever way is shorter.
+        memory: share of the memory's bandwidth.
+        launch: real cost of a launch in terms of the device's `launch_s`.
+        fill_s: seconds that a launch of anything but `other` takes besides, before the device is full: an op whose work takes as long
+            at its rate reaches half of it.
+        call_s: seconds of each phase of a layer that launches anything: a framework's own cost where nothing hides it.
+        source: what it was fitted to.
+
+    Raises:
+        SettingError: a share is not above 0, or a time is below 0.
+    """
+
+    matrix: float = 0.7
+    convolution: float = 0.6
+    winograd: float = 3.0
+    grouped_convolution: float = 0.1
+    attention: float = 0.6
+    recurrent: float = 0.7
+    other: float = 1.0
+    memory: float = 0.82
+    launch: float = 1.0
+    fill_s: float = 5e-6
+    call_s: float = 0.0
+    source: str = "VGG-19 on a V100 (DAPPLE), GNMT and ResNet-50 (PipeDream)"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("launch", "fill_s", "call_s"):
+                if not 0 <= value < float("inf"):
+                    raise SettingError(f"efficiency: {field.name} is {value!r}; it is 0 or more")
+            elif field.name != "source" and not 0 < value < float("inf"):
+                raise SettingError(f"efficiency: {field.name} is {value!r}, a share of a peak; it must be above 0")
+
+    def share(self, family: Family) -> float:
+        """The share of the device's peak that a family reaches."""
+        found: float = getattr(self, "convolution" if family == "convolution_3x3" else family)
+        return found
+
+
+def usual_efficiency(dtype: str) -> Efficiency:
+    """What is assumed where nothing was measured: the defaults, or what tensor cores reach of their much higher peaks.
+
+    Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", table 1: whole transformers run at
+    44 to 52 % of an A100's peak at float16, with all their transfers; so products alone at a little more. The others are assumed lower
+    in the same proportion.
+    """
+    if dtype in _WINOGRAD_DTYPES:
+        return Efficiency()
+    return Efficiency(matrix=0.55, convolution=0.45, grouped_convolution=0.05, attention=0.45, recurrent=0.45,
+                      source="assumed for tensor cores (after Narayanan et al. 2021)")  # fmt: skip
+
+
+@final
+@dataclass(frozen=True)
+class Roof:
+    """A device at one dtype: what the formula above needs.
+
+    Raises:
+        SettingError: the device has no peak for the dtype, or no bandwidth; `needs` says so.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    launch_s: float
+    narrower: float = 1.0  # bytes of a number over those that were counted
+    winograd: bool = True
+
+    @classmethod
+    def of(cls, device: Device, dtype: str, counted_bytes: int) -> Roof:
+        """The roof of a device at a dtype, for counts of numbers of `counted_bytes` bytes.
+
+        Raises:
+            SettingError: the device's peak at the dtype, or its memory's bandwidth, is not known.
+        """
+        if dtype not in DTYPE_BYTES:
+            raise SettingError(f"dtype {dtype!r} is not known; known are {', '.join(DTYPE_BYTES)}")
+        peak, bandwidth = device.peak(dtype), device.memory_bytes_per_s
+        if peak is None or bandwidth is None:
+            has = ", ".join(name for name, _ in device.flops) or "no dtype"
+            lacking = f"peak for {dtype} (it has one for {has})" if peak is None else "memory bandwidth"
+            raise SettingError(f"device {device.name} has no {lacking}: give flops and memory_bytes_per_s, "
+                               "or take a device of the presets")  # fmt: skip
+        return cls(peak, bandwidth, device.launch_s, DTYPE_BYTES[dtype] / counted_bytes,
+                   winograd=dtype in _WINOGRAD_DTYPES and device.kind == "gpu")  # fmt: skip
+
+    def seconds(self, works: Sequence[Work], samples: float, efficiency: Efficiency) -> float:
+        """Seconds of one phase of a layer."""
+        if not works:
+            return 0.0
+        total = efficiency.call_s
+        for work in works:
+            total += work.launches * self.launch_s * efficiency.launch
+            if work.family != "other":
+                total += work.launches * efficiency.fill_s
+            compute = work.flops_at(samples) / self.flops_per_s
+            memory = work.bytes_at(samples) * self.narrower / (self.bytes_per_s * efficiency.memory)
+            own = max(compute / efficiency.share(work.family), memory)
+            if self.winograd and work.family == "convolution_3x3":
+                own = min(own, compute / efficiency.winograd + WINOGRAD_TRAFFIC * memory)
+            total += own
+        return total
+
+
+def roofline(
+    counts: ModelCounts,
+    device: Device,
+    *,
+    batch: int | None = None,
+    sizes: Sequence[int] | None = None,
+    dtype: str = "float32",
+    efficiency: Efficiency | None = None,
+) -> Profile:
+    """What the layers would cost on `device`.
+
+    At a narrower dtype than the weights were counted in, everything that moves and is kept is narrower, and the peak is the dtype's;
+    parameters count as they are, 4 bytes with as many for the gradient. That is mixed precision, where 2 bytes of a weight, 2 of
+    its gradient and 4 of its master copy are as many; gradients that copies of a stage add up are counted twice as wide as they go.
+
+    Args:
+        counts: of the model.
+        device: with a peak for `dtype` and a memory bandwidth.
+        batch: samples of a batch; by default that of the counts.
+        sizes: micro-batch sizes to give seconds for; by default a batch in parts by powers of two, down to 1 sample.
+        dtype: in which it computes: "float32", "tf32", "bfloat16", "float16", ...
+        efficiency: shares of the peaks that are reached; by default those of `usual_efficiency`.
+
+    Raises:
+        SettingError: the device lacks a figure, or batch or sizes are below 1.
+    """
+    batch = counts.batch if batch is None else batch
+    points = tuple(sorted(set(sizes if sizes is not None else halves(batch))))
+    if batch < 1 or not points or points[0] < 1:
+        raise SettingError(f"batch {batch} and sizes {list(points)} must be 1 or more")
+    reached = usual_efficiency(dtype) if efficiency is None else efficiency
+    roof = Roof.of(device, dtype, counts.dtype_bytes)
+    return analytic_profile(
+        counts, points, batch,
+        lambda layer, phase, samples: roof.seconds(layer.work(phase), samples, reached),
+        device=device, narrower=roof.narrower,
+        update_s_per_byte=UPDATE_TRAFFIC / (roof.bytes_per_s * reached.memory),
+        machine={"device": f"{device.kind}: {device.name}, by a roofline at {dtype}", "efficiency": reached.source},
+    )  # fmt: skip
+
+
+def analytic_profile(counts: ModelCounts, sizes: Sequence[int], batch: int, seconds: Seconds, *, device: Device, narrower: float,
+                     update_s_per_byte: float, machine: dict[str, str]) -> Profile:  # fmt: skip
+    """A profile with the counts' bytes and the times that `seconds(layer, phase, samples)` says.
+
+    `narrower`: bytes of a number that moves over those that were counted.
+    """
+    layers = tuple(
+        LayerProfile(
+            name=layer.name,
+            kind=layer.kind,
+            parameters=layer.parameters,
+            parameter_bytes=layer.parameter_bytes,
+            buffer_bytes=layer.buffer_bytes,
+            activation_bytes_per_sample=layer.activation_bytes_per_sample * narrower,
+            output_bytes_per_sample=layer.output_bytes_per_sample * narrower,
+            **{phase: Timing(tuple(sizes), tuple(seconds(layer, phase, size) for size in sizes)) for phase in PHASES},
+        )
+        for layer in counts
+    )
+    tokens = counts.input_bytes_per_sample - counts.float_input_bytes_per_sample
+    return Profile(layers, counts.fingerprint, tokens + counts.float_input_bytes_per_sample * narrower, batch, machine,
+                   counts.torch_version, update_s_per_byte, device=device.name)  # fmt: skip
+
+
+def halves(batch: int) -> list[int]:
+    """The batch in 1, 2, 4, ... parts, down to 1 sample: seconds bend where an op goes from one roof to the other.
+
+    >>> halves(24)
+    [1, 3, 6, 12, 24]
+    """
+    found = []
+    while batch >= 1:
+        found.append(batch)
+        batch //= 2
+    return found[::-1]

@@ -1,0 +1,63 @@
+"""Where a way is cut: exactly, for the devices and links it stands on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from penstock.partition.catalogue import partition
+from penstock.partition.limited import limited
+from penstock.search.request import PlanRequest
+from penstock.simulate.plan_costs import stage_costs
+
+#: What a cut evens out: the slowest stage or link, the same within the memory of every rank, or the stage that holds most.
+Balance = Literal["time", "limits", "memory"]
+
+
+def cut(request: PlanRequest, places: Sequence[int], micro_batches: int, balance: Balance,
+        in_flight: Sequence[float] = ()) -> tuple[int, ...] | None:  # fmt: skip
+    """The lengths of the stages; None if nothing fits.
+
+    Args:
+        request: about the devices of one pipeline.
+        places: per stage, the rank it stands on.
+        micro_batches: parts of a batch.
+        balance: what to even out; a partition method that the request names does as it will.
+        in_flight: per stage, micro-batches that it holds at once; needed for "limits".
+    """
+    profile, cluster, stages = request.profile, request.cluster, len(places)
+    micro_batch = request.batch / micro_batches
+    if request.by != "bottleneck":
+        # "time" is the one method besides that asks for the size at which costs count.
+        sized = {"micro_batch": micro_batch} if request.by == "time" else {}
+        return tuple(partition(profile, stages, by=request.by, **sized))
+    if balance == "memory":
+        weights, kept = _bytes(request, micro_batches)
+        held = min(stages, micro_batches)
+        return tuple(partition(profile, stages, by="bottleneck", costs=[w + held * k for w, k in zip(weights, kept, strict=True)]))
+    alike = len({id(request.profile_of(rank)) for rank in places}) == 1
+    links = [cluster.link(a, b) for a, b in pairwise(places) if a != b]
+    if balance == "time" and alike and len(set(links)) <= 1:
+        link = links[0] if links else cluster.inside
+        return tuple(partition(profile, stages, by="bottleneck", micro_batch=micro_batch, latency_s=link.latency_s,
+                               bandwidth_bytes_per_s=link.bandwidth_bytes_per_s))  # fmt: skip
+    rows = {id(request.profile_of(rank)): request.profile_of(rank).step_seconds(micro_batch) for rank in places}
+    seconds = np.array([rows[id(request.profile_of(rank))] for rank in places])
+    sizes = micro_batch * np.array([layer.output_bytes_per_sample for layer in profile.layers[:-1]])
+    transfer = np.array([[cluster.transfer_seconds(size, a, b) for size in sizes] for a, b in pairwise(places)])
+    transfer = transfer.reshape(stages - 1, len(sizes))
+    weights, kept = _bytes(request, micro_batches) if balance == "limits" else ([0.0] * len(profile), [0.0] * len(profile))
+    limits = [float(request.memory_bytes(rank)) for rank in places]
+    found = limited(seconds, transfer, np.array(weights), np.array(kept), np.array(in_flight or (1.0,) * stages), np.array(limits))
+    return None if found is None else tuple(found)
+
+
+def _bytes(request: PlanRequest, micro_batches: int) -> tuple[list[float], list[float]]:
+    """Per layer, what it holds always, and for each micro-batch in flight."""
+    layers = len(request.profile)
+    single = stage_costs(request.profile, [1] * layers, request.batch / micro_batches, request.cluster, micro_batches=micro_batches)
+    held, kept = (single.spread(name, layers) or () for name in ("weight_bytes", "activation_bytes"))
+    return list(held), list(kept)

@@ -1,0 +1,219 @@
+"""What a way to run would take: its schedule made, placed on its devices, and simulated; so that "best" is one number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import cast, final
+
+from penstock.errors import PlanError, ScheduleError
+from penstock.plan import Candidate, Recompute
+from penstock.schedule.catalogue import FAMILIES
+from penstock.schedule.op import Schedule
+from penstock.search.proposal import Proposal
+from penstock.search.request import PlanRequest
+from penstock.search.schedules import schedule
+from penstock.search.why import bound_by
+from penstock.simulate.costs import Costs
+from penstock.simulate.plan_costs import meeting_seconds, schedule_costs, stage_costs
+from penstock.simulate.simulate import RECOMPUTE, peak_memory
+from penstock.simulate.steady import Steady, steady
+from penstock.units import format_bytes
+from penstock.weights.catalogue import WeightRule
+from penstock.weights.choice import rule_of
+
+#: Times this close, relatively, count as equal: then memory decides, then the number of micro-batches.
+CLOSE = 1e-3
+
+#: Ways that are told when nothing fits.
+MISFITS = 4
+
+
+@final
+@dataclass(frozen=True)
+class Laid:
+    """A proposal with its schedule, weight rule and costs. `request` is about the devices it stands on, in its order.
+
+    `pipelines` is above 1 where `made` is one of so many pipelines, which stands for all.
+    """
+
+    request: PlanRequest
+    proposal: Proposal
+    made: Schedule
+    rule: WeightRule
+    costs: Costs
+    pipelines: int = 1
+
+
+@final
+@dataclass(frozen=True)
+class Scored:
+    """A way with its memory and time. `lack` is empty if it fits; `excess` is needs / has on its fullest rank."""
+
+    laid: Laid
+    recompute: Recompute
+    memory: tuple[int, ...]
+    excess: float
+    lack: str
+    found: Steady | None = None
+
+    @cached_property
+    def why(self) -> str:
+        """What bounds its time."""
+        return "" if self.found is None else bound_by(self.found.timeline, self.found.batches * self.found.seconds_per_batch)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; 0 if it was not simulated."""
+        return self.found.seconds_per_batch if self.found else 0.0
+
+    @property
+    def preference(self) -> tuple[bool, int, int, int, float, str, str]:
+        """Smallest first, among those whose times count as equal."""
+        made = self.laid.made
+        return not made.synchronous, max(self.memory), made.micro_batches, made.stages, self.step_s, made.name, self.recompute
+
+    @property
+    def kind(self) -> tuple[str, int, int | tuple[int, ...]]:
+        """What a table has one row of. In one stage all schedules are the same."""
+        return self.laid.made.name if self.laid.made.stages > 1 else "", self.laid.made.stages, self.copies
+
+    @property
+    def copies(self) -> int | tuple[int, ...]:
+        """Ranks that hold each stage: one number where it is the same for all."""
+        counts = tuple(self.laid.pipelines * len(ranks) for ranks in self.laid.made.ranks_of_stage)
+        return counts[0] if len(set(counts)) == 1 else counts
+
+    @property
+    def candidate(self) -> Candidate:
+        """What the plan tells of it."""
+        made, proposal = self.laid.made, self.laid.proposal
+        return Candidate(made.name, made.stages, proposal.micro_batches, self.recompute, proposal.lengths, self.step_s,
+                         max(self.memory), self.lack or self.why, self.laid.rule.name, self.copies)  # fmt: skip
+
+    def simulated(self) -> Scored:
+        """The same with its time."""
+        return replace(self, found=steady(self.laid.made, self.laid.costs, self.recompute))
+
+
+def lay_out(request: PlanRequest, proposal: Proposal) -> Laid:
+    """The schedule that is proposed, and what its ops cost where they stand.
+
+    Raises:
+        ScheduleError: no such schedule can be made, or a weight rule does not go with it.
+        PlanError: it has more ranks or micro-batches than there are, or puts all its stages on one rank.
+    """
+    if proposal.micro_batches > request.batch:
+        raise PlanError(f"{proposal.micro_batches} micro-batches are more than the {request.batch} samples of the batch")
+    made = _made(request, proposal)
+    if made.ranks == 1 < made.stages:
+        raise PlanError(f"{made.name} puts all {made.stages} stages on one rank, where one stage would do the same")
+    if made.ranks > request.cluster.ranks:
+        raise PlanError(f"{made.name} in {made.stages} stages needs {made.ranks} ranks, {request.cluster.name} has "
+                        f"{request.cluster.ranks}")  # fmt: skip
+    placed = request.on(proposal.devices) if proposal.devices else request
+    if made.ranks > placed.cluster.ranks:
+        raise PlanError(f"{made.name} needs {made.ranks} ranks, and {placed.cluster.ranks} devices are proposed for it")
+    rule = rule_of(made, proposal.weights or request.weights, dict(request.weights_options))
+    profiles = [placed.profile_of(rank) for rank in range(made.ranks)]
+    costs = schedule_costs(made, profiles, proposal.lengths, placed.cluster, request.batch, rule)
+    return Laid(placed, proposal, made, rule, costs)
+
+
+def pilot(request: PlanRequest, proposal: Proposal) -> Laid | None:
+    """The first of several pipelines, which all do the same: with what its stages take to meet their copies, it takes as long as all
+    of them where all have such devices and links as it has, and never longer. None where the proposal has no such.
+
+    Raises:
+        ScheduleError, PlanError: as `lay_out`.
+    """
+    pipelines = proposal.replicas
+    if not isinstance(pipelines, int) or not 1 < pipelines <= proposal.micro_batches <= request.batch:
+        return None
+    options = {name: value for name, value in proposal.options if name != "replicas"}
+    each = -(-proposal.micro_batches // pipelines)
+    made = schedule(proposal.schedule, proposal.stages, each, **options)
+    if made.stream is not None or max(map(len, made.ranks_of_stage)) > 1:
+        return None
+    devices = proposal.devices or tuple(range(request.cluster.ranks))
+    if pipelines * made.ranks > len(devices):
+        raise PlanError(f"{made.name} needs {pipelines * made.ranks} ranks, and there are {len(devices)}")
+    placed = request.on(devices[: made.ranks])
+    rule = rule_of(made, proposal.weights or request.weights, dict(request.weights_options))
+    profiles = [placed.profile_of(rank) for rank in range(made.ranks)]
+    batch = request.batch * each / proposal.micro_batches
+    costs = schedule_costs(made, profiles, proposal.lengths, placed.cluster, batch, rule)
+    gradients, update = (costs.spread(name, made.stages) or () for name in ("gradient_bytes", "update"))
+    met = [
+        own + meeting_seconds(devices[ranks[0] : pipelines * made.ranks : made.ranks], held, request.cluster)
+        for own, held, ranks in zip(update, gradients, made.ranks_of_stage, strict=True)
+    ]
+    return Laid(placed, proposal, made, rule, replace(costs, update=met), pipelines)
+
+
+def _made(request: PlanRequest, proposal: Proposal) -> Schedule:
+    """The schedule; one that is made to measure gets the costs of the stages, stage s on rank s."""
+    options = dict(proposal.options)
+    known = FAMILIES.entries()
+    if proposal.schedule in known or any(proposal.schedule in entry.facts.get("aliases", ()) for entry in known.values()):  # type: ignore[operator]
+        return schedule(proposal.schedule, proposal.stages, proposal.micro_batches, **options)
+    placed = request.on(proposal.devices) if proposal.devices else request
+    micro_batch = request.batch / proposal.micro_batches
+    costs = stage_costs(placed.profile, proposal.lengths, micro_batch, placed.cluster, micro_batches=proposal.micro_batches)
+    return schedule(proposal.schedule, proposal.stages, proposal.micro_batches, costs=costs, **options)
+
+
+def weigh(laid: Laid) -> list[Scored]:
+    """With as little recomputing as will do: what does not fit, and last what fits and is simulated, if anything does."""
+    asked = laid.proposal.recompute if laid.request.recompute == "auto" else laid.request.recompute
+    tried = RECOMPUTE if asked == "auto" else (asked,)
+    found = []
+    for recompute in cast("tuple[Recompute, ...]", tried):
+        memory = peak_memory(laid.made, laid.costs, recompute) or ()
+        found.append(Scored(laid, recompute, memory, *_lack(laid.request, memory)))
+        if not found[-1].lack:
+            found[-1] = found[-1].simulated()
+            break
+    return found
+
+
+def _lack(request: PlanRequest, memory: Sequence[int]) -> tuple[float, str]:
+    """What the fullest rank needs / has, and in words what it lacks, if it does."""
+    has = [request.memory_bytes(rank) for rank in range(len(memory))]
+    rank = max(range(len(memory)), key=lambda r: memory[r] / has[r])
+    excess = memory[rank] / has[rank]
+    words = f"needs {format_bytes(memory[rank])}, has {format_bytes(has[rank])} on rank {rank}"
+    return excess, words if excess > 1 else ""
+
+
+def best(fits: Iterable[Scored]) -> Scored:
+    """The fastest; of those within 0.1 % of it a synchronous one, then the leanest, then the one with the fewest micro-batches."""
+    every = list(fits)
+    reach = min(each.step_s for each in every) * (1 + CLOSE)
+    return min((each for each in every if each.step_s <= reach), key=lambda each: each.preference)
+
+
+def first_of_kind(found: Iterable[Scored]) -> list[Scored]:
+    """The first for every schedule, number of stages and of copies: ten more numbers of micro-batches would explain nothing."""
+    kinds: dict[object, Scored] = {}
+    for each in found:
+        kinds.setdefault(each.kind, each)
+    return list(kinds.values())
+
+
+def nothing(request: PlanRequest, misfits: list[Scored], refusals: list[str]) -> PlanError:
+    """What to say when nothing fits."""
+    if not misfits:
+        return PlanError("\n  ".join(["no schedule can be made for these numbers", *refusals[:12]]))
+    nearest = first_of_kind(sorted(misfits, key=lambda found: (found.excess, found.preference)))
+    lines = [f"nothing fits the memory of {request.cluster.name} at batch {request.batch}; nearest first"]
+    lines += [
+        f"{row.schedule}, {row.stages} stages of {', '.join(map(str, row.lengths))} layers, "
+        f"{row.micro_batches} micro-batches, recompute {row.recompute}: {row.why}"
+        for row in (found.candidate for found in nearest[:MISFITS])
+    ]
+    free = request.recompute == "auto" and request.stages is None and request.micro_batches is None
+    advice = "Use more ranks, or ranks with more memory, or a smaller batch"
+    lines.append(advice + ("" if free else ", or leave recompute, stages and micro_batches to the planner"))
+    return PlanError("\n  ".join(lines))

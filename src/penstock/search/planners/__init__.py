@@ -1,0 +1,1 @@
+"""Every planner by name, one file each."""

@@ -1,0 +1,173 @@
+"""The default planner: pipelines on all shapes of the cluster, every schedule asked for, exact cuts, simulated in full.
+
+In this order, each stage of the search with so much work at most, and all of it with so much time:
+
+    shapes and numbers of micro-batches with one schedule  |  stages with copies of their own  |  what the other planners propose  |
+    what can win of all other schedules, most promising first  |  programs made to measure  |  the best cut again by what simulation says
+
+Most ways are never simulated: one whose lower bound is above the best time found cannot win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from penstock.errors import PenstockError
+from penstock.partition.uniform import partition_uniform
+from penstock.plan import Plan
+from penstock.search.catalogue import PLANNERS, register
+from penstock.search.cuts import Balance
+from penstock.search.explain import ROWS, plan_of
+from penstock.search.hunt import Hunt, spread_of
+from penstock.search.laid import Scored, best, first_of_kind, nothing
+from penstock.search.measured import made_to_measure
+from penstock.search.proposal import Proposal
+from penstock.search.refine import refined
+from penstock.search.remedies import remedies
+from penstock.search.request import PlanRequest
+from penstock.search.shapes import Shape, shapes
+from penstock.search.uneven import uneven
+from penstock.search.ways import Space, Way
+
+NAME = "auto"
+
+#: Ops simulated at most: with one schedule, and with all others.
+SCAN, SEARCH = 600_000, 1_500_000
+
+#: How many ways of different kinds are cut again, and measured for.
+POLISHED = 3
+
+#: Rows of the table that may be ways that do not fit.
+MISFITS = 4
+
+
+@register(NAME, source="Penstock: enumeration with lower bounds, exact cuts, full simulation, local search")
+def auto(request: PlanRequest) -> Plan:
+    """The fastest plan that fits; of those within 0.1 % of it a synchronous one, then the leanest, then the one with the fewest
+    micro-batches. Never slower than what any other planner proposes for the same request, if its budget lets it ask them all.
+
+    Every way is cut exactly for its devices and links at its micro-batch size. Where it does not fit so, it is cut within the limits
+    of memory; if nothing fits at all, everything is tried again cut for memory alone.
+
+    Raises:
+        PlanError: nothing fits, and the message says what the nearest ways need; or no schedule takes these numbers.
+    """
+    hunt = Hunt(request, SCAN)
+    space = Space(request, shapes(request))
+    scanned = _scan(hunt, space, "time")
+    hunt.allow(SEARCH, 0.5)
+    _weigh_all(hunt, uneven(request))
+    hunt.allow(SEARCH, 0.7)
+    if hunt.fits:
+        _ask_others(hunt)
+    hunt.allow(SEARCH, 0.9)
+    _search(hunt, space, scanned)
+    if not hunt.fits:
+        _search(hunt, space, _scan(hunt, space, "memory"), "memory")
+    hunt.allow(SEARCH / 4)
+    _weigh_all(hunt, made_to_measure(request, spread_of(hunt.fits, POLISHED)))
+    for each in spread_of(hunt.fits, POLISHED):
+        refined(hunt, each)
+    if not hunt.fits:
+        _say_why_none(hunt, space)
+        raise nothing(request, hunt.misfits, list(hunt.refusals))
+    _see_off(hunt, space)
+    chosen = best(hunt.fits)
+    bound = min([way.bound_s for way in space.ways] + [chosen.step_s])
+    return plan_of(request, chosen, _table(hunt, chosen), bound, remedies(request, chosen))
+
+
+def _scan(hunt: Hunt, space: Space, balance: Balance) -> dict[tuple[Shape, int], float]:
+    """The ways with one schedule: what they really take says where the others are worth a look. Returns what they take over what was
+    estimated, by shape and number of micro-batches.
+    """
+    hunt.allow(SCAN, 0.4)
+    found: dict[tuple[Shape, int], float] = {}
+    for way in space.ways:
+        if hunt.over:
+            break
+        if _leads(space, way):
+            weighed = hunt.weigh_way(way, balance)
+            if weighed is not None and way.estimate_s:
+                found[way.shape, way.micro_batches] = weighed.step_s / way.estimate_s
+    return found
+
+
+def _leads(space: Space, way: Way) -> bool:
+    return way.schedule == space.leading or way.stages == 1
+
+
+def _search(hunt: Hunt, space: Space, scanned: Mapping[tuple[Shape, int], float], balance: Balance = "time") -> None:
+    """All other ways, the most promising first."""
+
+    def promise(way: Way) -> float:
+        return way.estimate_s * scanned.get((way.shape, way.micro_batches), 1.0)
+
+    for way in sorted((way for way in space.ways if not _leads(space, way)), key=promise):
+        if hunt.over:
+            break
+        hunt.weigh_way(way, balance)
+
+
+def _weigh_all(hunt: Hunt, proposals: Iterable[Proposal]) -> None:
+    for proposal in proposals:
+        if hunt.over:
+            break
+        hunt.weigh(proposal)
+
+
+def _ask_others(hunt: Hunt) -> None:
+    """What the planners of the literature propose, within what is asked."""
+    for entry in PLANNERS.entries().values():
+        if entry.name == NAME or hunt.left_s() <= 0:
+            continue
+        try:
+            plan = entry.make(hunt.request)
+        except PenstockError as error:
+            hunt.refuse(f"{entry.name}: {error}")
+            continue
+        if plan.predicted.step_s <= hunt.reach and _allowed(hunt.request, plan):
+            hunt.weigh(Proposal(plan.lengths, plan.schedule_name, plan.micro_batches, plan.schedule_options, plan.recompute,
+                                plan.weights, plan.devices))  # fmt: skip
+
+
+def _allowed(request: PlanRequest, plan: Plan) -> bool:
+    """Whether another planner kept to what the request says."""
+    named = request.schedules is None or plan.schedule_name in {facts.name for facts in request.families()}
+    copies = max(map(len, plan.schedule.ranks_of_stage))
+    return named and (plan.synchronous or request.asynchronous) and copies <= request.copies_allowed
+
+
+def _say_why_none(hunt: Hunt, space: Space) -> None:
+    """Where no shape takes the number of stages that is asked for, each schedule's own reason."""
+    if space.ways or hunt.request.stages is None:
+        return
+    for facts in hunt.request.families():
+        hunt.weigh(Proposal(tuple(partition_uniform(len(hunt.request.profile), hunt.request.stages)), facts.name,
+                            hunt.request.micro_batch_counts()[-1]))  # fmt: skip
+
+
+def _see_off(hunt: Hunt, space: Space) -> None:
+    """Simulate, of the kinds that were skipped, the way that came nearest, so that the table says by how much it loses."""
+    known = {each.kind for each in hunt.fits + hunt.near}
+    nearest: dict[object, Way] = {}
+    for way in space.ways:
+        kind = way.schedule if way.stages > 1 else "", way.stages, way.shape.pipelines
+        if kind not in known:
+            nearest.setdefault(kind, way)
+    for way in list(nearest.values())[: max(0, ROWS - len(known))]:
+        if hunt.left_s() > 0:
+            hunt.weigh_way(way, force=way.shape.pipelines == 1)
+
+
+def _table(hunt: Hunt, chosen: Scored) -> list[Scored]:
+    """What to tell besides the plan: the best of each kind, and what would be faster if it fitted."""
+    nearest = first_of_kind(sorted(hunt.misfits, key=lambda found: (found.excess, found.preference)))[:MISFITS]
+    faster = [each for each in (replace(found.simulated(), lack=found.lack) for found in nearest) if each.step_s < chosen.step_s]
+    others = first_of_kind([chosen, *_by_time(hunt.fits + hunt.near)])
+    return [*others[: ROWS - len(faster)], *_by_time(faster)]
+
+
+def _by_time(found: Iterable[Scored]) -> list[Scored]:
+    return sorted(found, key=lambda each: (each.step_s, each.preference))

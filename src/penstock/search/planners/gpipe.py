@@ -1,0 +1,69 @@
+"""GPipe's planner: stages of nearly equal cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.plan import Plan
+from penstock.search.catalogue import register
+from penstock.search.planners.layer_costs import over_ranges
+from penstock.search.planners.scope import check_scope
+from penstock.search.planners.straight import counts_of, stages_of
+from penstock.search.proposal import Objective, Proposal
+from penstock.search.request import PlanRequest
+from penstock.search.score import best_of
+
+
+@register("gpipe", source="Huang et al. 2019, GPipe, section 2.2: minimise the variance in the estimated costs of all cells")
+def gpipe(request: PlanRequest) -> Plan:
+    """The cut with the least variance of the stages' costs, which for so many stages is the least sum of squares: found exactly.
+
+    The cost is a layer's seconds of forward and backward for a micro-batch on the first device; the paper's is a function that its user
+    may give, by default the number of operations. The number of stages is its user's, too: one on each device unless asked
+    otherwise. All numbers of micro-batches are simulated, and the best is taken. GPipe recomputes every stage, so with
+    recompute="auto" that is taken, whatever would fit.
+
+    Raises:
+        PlanError: another cut or schedule is asked for, or nothing fits.
+    """
+    check_scope(request, "gpipe", "gpipe")
+    stages = stages_of(request)
+    proposals = []
+    for count in counts_of(request, stages):
+        costs = request.profile.step_seconds(request.batch / count)
+        lengths = least_variance(costs, stages)
+        deviation = float(np.std(_sums(costs, lengths)))
+        objective = Objective("standard deviation of the stages' costs", deviation, "s")
+        proposals.append(Proposal(tuple(lengths), "gpipe", count, recompute="always", objective=objective))
+    return best_of(request, proposals)
+
+
+def least_variance(costs: Sequence[float], stages: int) -> list[int]:
+    """Stage lengths with the least variance of the stages' sums; of equal ones that with the longest last stage.
+
+    >>> least_variance([1, 1, 1, 1, 4], 3)
+    [2, 2, 1]
+    """
+    mean = sum(costs) / stages or 1.0
+    squares = np.square(over_ranges(tuple(costs)) / mean)
+    layers = len(costs)
+    least = np.full(layers + 1, np.inf)
+    least[0] = 0.0
+    choices = []
+    for _ in range(stages):
+        total = least[:-1, None] + squares  # [first, last]: the stages before, and one of these layers
+        choices.append(total.argmin(axis=0))
+        least = np.concatenate(([np.inf], total.min(axis=0)))
+    end, lengths = layers, []
+    for choice in reversed(choices):
+        first = int(choice[end - 1])
+        lengths.append(end - first)
+        end = first
+    return lengths[::-1]
+
+
+def _sums(costs: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    ends = np.cumsum(lengths)
+    return [float(sum(costs[end - length : end])) for length, end in zip(lengths, ends, strict=True)]

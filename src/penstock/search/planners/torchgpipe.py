@@ -1,0 +1,80 @@
+"""torchgpipe's planner: its block partition of layers' seconds or bytes, and GPipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.partition.catalogue import partition
+from penstock.plan import Plan
+from penstock.search.catalogue import register
+from penstock.search.planners.straight import counts_of, method_of, stages_of
+from penstock.search.proposal import Objective, Proposal
+from penstock.search.request import PlanRequest
+from penstock.search.score import best_of
+
+
+@register("torchgpipe", aliases=("fairscale",), source="Kim et al. 2020, torchgpipe, balance/__init__.py and blockpartition.py")
+def torchgpipe(request: PlanRequest) -> Plan:
+    """The cut of `balance_by_time`: neighbours hand on layers until no partition stands out by more than the dearest layer.
+
+    torchgpipe's user says how many partitions, one on each device unless asked otherwise, and how many micro-batches: all numbers of
+    these are simulated, and the best is taken. Times are those of one micro-batch on the first device, as torchgpipe measures them on
+    one. Its schedule is GPipe with backwards in reverse order; it recomputes all but the last micro-batch, so with recompute="auto"
+    that is taken, whatever would fit. With `partition="size"` it is the planner "torchgpipe-size".
+
+    FairScale's Pipe is its fork, with the same balances.
+
+    Raises:
+        PlanError: another cut or schedule is asked for, or nothing fits.
+    """
+    return _planned(request, method_of(request, "torchgpipe", ("time", "size"), "gpipe"))
+
+
+@register("torchgpipe-size", aliases=("fairscale-size",), source="Kim et al. 2020, torchgpipe, balance_by_size")
+def torchgpipe_size(request: PlanRequest) -> Plan:
+    """As "torchgpipe", by `balance_by_size`: the bytes of a micro-batch's outputs, and twice those of the parameters.
+
+    Raises:
+        PlanError: another cut or schedule is asked for, or nothing fits.
+    """
+    return _planned(request, method_of(request, "torchgpipe-size", ("size",), "gpipe"))
+
+
+def _planned(request: PlanRequest, method: str) -> Plan:
+    stages = stages_of(request)
+    return best_of(request, [_proposal(request, stages, count, method) for count in counts_of(request, stages)])
+
+
+def _proposal(request: PlanRequest, stages: int, count: int, method: str) -> Proposal:
+    profile, samples = request.profile, request.batch / count
+    if method == "time":
+        lengths = partition(profile, stages, by="time", micro_batch=samples)
+        costs = profile.step_seconds(samples)
+    else:
+        lengths = partition(profile, stages, by="size", batch=request.batch, micro_batches=count)
+        costs = [layer.output_bytes_per_sample * samples + 2.0 * layer.parameter_bytes for layer in profile]
+    return Proposal(
+        tuple(lengths),
+        "gpipe",
+        count,
+        (("backward_order", "reverse"),),
+        recompute="except_last",
+        objective=Objective("heaviest less lightest stage, in dearest layers", imbalance(costs, lengths), "1"),
+    )
+
+
+def imbalance(costs: Sequence[float], lengths: Sequence[int]) -> float:
+    """The difference of the heaviest and the lightest stage, once the cheapest layer counts 0 and the dearest 1; the block partition
+    makes it 1 or less.
+
+    >>> imbalance([1, 1, 1, 1, 1, 1, 1, 1, 20], [3, 3, 3])
+    1.0
+    """
+    cheapest, dearest = min(costs), max(costs)
+    if cheapest == dearest:
+        return 0.0
+    sums, start = [], 0
+    for length in lengths:
+        sums.append(sum((cost - cheapest) / (dearest - cheapest) for cost in costs[start : start + length]))
+        start += length
+    return float(max(sums) - min(sums))

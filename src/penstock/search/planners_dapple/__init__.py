@@ -1,0 +1,1 @@
+"""The innermost loop of DAPPLE's planner."""

@@ -1,0 +1,45 @@
+"""From what a planner proposes to its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.errors import PlanError, ScheduleError
+from penstock.plan import Plan
+from penstock.search.explain import plan_of
+from penstock.search.laid import Scored, best, first_of_kind, lay_out, nothing, weigh
+from penstock.search.proposal import Proposal
+from penstock.search.request import PlanRequest
+
+
+def best_of(request: PlanRequest, proposals: Iterable[Proposal]) -> Plan:
+    """The plan of the fastest proposal that fits, all others in its table.
+
+    Raises:
+        PlanError: nothing fits, and the message says what the nearest need; or nothing can be made, and it says why.
+    """
+    fits: list[Scored] = []
+    misfits: list[Scored] = []
+    refusals: dict[str, None] = {}
+    for proposal in proposals:
+        try:
+            found = weigh(lay_out(request, proposal))
+        except (ScheduleError, PlanError) as error:
+            refusals[str(error)] = None
+            continue
+        fits += [each for each in found if not each.lack]
+        misfits += [each for each in found if each.lack]
+    if not fits:
+        raise nothing(request, misfits, list(refusals))
+    chosen = best(fits)
+    others = sorted(fits, key=lambda each: (each is not chosen, each.step_s, each.preference))
+    return plan_of(request, chosen, first_of_kind(others))
+
+
+def scored(request: PlanRequest, proposal: Proposal) -> Plan:
+    """The plan of one proposal.
+
+    Raises:
+        PlanError: it does not fit, or cannot be made.
+    """
+    return best_of(request, [proposal])

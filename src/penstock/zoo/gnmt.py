@@ -1,0 +1,206 @@
+"""GNMT: recurrent layers that read a sentence, others that write its translation, and attention between."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import SettingError
+from penstock.zoo.catalogue import check_counts, check_dropout, register
+from penstock.zoo.layers import NormalEmbedding, NormalLinear
+
+#: What goes from layer to layer: `x`, and what later layers need besides.
+#: `target` (batch, s) int64: tokens to come, up to the decoder's embedding.  `memory` (batch, t, hidden): the encoder's output, up to
+#: the decoder's first layer.  `context` (batch, s, hidden): what attention read of it, through all decoder layers to the last.
+State = dict[str, Tensor]
+
+
+def _run(lstm: nn.LSTM, x: Tensor) -> Tensor:
+    """What an LSTM makes of `x`, the same to the bit with and without gradients: a layer that is recomputed runs once in each way, and
+    oneDNN's kernel for inference rounds otherwise than its kernel for training.
+    """
+    wanted = torch.is_grad_enabled()
+    with torch.set_grad_enabled(wanted or lstm.training):
+        out: Tensor = lstm(x)[0]
+    return out if wanted else out.detach()
+
+
+@final
+class SourceEmbedding(nn.Module):
+    """Vectors of the source tokens: int64 (batch, 2, t), source and target, to `x` (batch, t, hidden) and `target` (batch, t)."""
+
+    def __init__(self, vocabulary: int, hidden: int) -> None:
+        super().__init__()
+        self.token = NormalEmbedding(vocabulary, hidden, std=1 / math.sqrt(hidden))
+
+    def forward(self, tokens: Tensor) -> State:
+        """Run the layer.
+
+        Raises:
+            SettingError: the input is not of pairs.
+        """
+        if tokens.dim() != 3 or tokens.shape[1] != 2:
+            raise SettingError(f"gnmt takes tokens of shape (batch, 2, t), source and target, not {tuple(tokens.shape)}")
+        return {"x": self.token(tokens[:, 0]), "target": tokens[:, 1]}
+
+
+@final
+class EncoderLayer(nn.Module):
+    """An LSTM over the source: (batch, t, inputs) to (batch, t, hidden), twice as much where it reads both ways. A skip goes round it
+    and its dropout.
+    """
+
+    def __init__(self, inputs: int, hidden: int, *, dropout: float, both_ways: bool = False, skip: bool = False) -> None:
+        super().__init__()
+        self.skip = skip
+        self.dropout = nn.Dropout(dropout)
+        self.lstm = nn.LSTM(inputs, hidden, batch_first=True, bidirectional=both_ways)
+
+    def forward(self, state: State) -> State:
+        """Run the layer."""
+        x = state["x"]
+        out = _run(self.lstm, self.dropout(x))
+        return {**state, "x": out + x if self.skip else out}
+
+
+@final
+class TargetEmbedding(nn.Module):
+    """Vectors of the target tokens; the encoder's output becomes `memory`."""
+
+    def __init__(self, vocabulary: int, hidden: int) -> None:
+        super().__init__()
+        self.token = NormalEmbedding(vocabulary, hidden, std=1 / math.sqrt(hidden))
+
+    def forward(self, state: State) -> State:
+        """Run the layer."""
+        return {"x": self.token(state["target"]), "memory": state["x"]}
+
+
+@final
+class Attention(nn.Module):
+    """Additive attention: query (batch, s, hidden) and memory (batch, t, hidden) to (batch, s, hidden).
+
+    Source: Bahdanau, Cho and Bengio 2015, section 3.1: score(q, k) = v · tanh(W q + U k).
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.query = NormalLinear(hidden, hidden, std=1 / math.sqrt(hidden), bias=False)
+        self.key = NormalLinear(hidden, hidden, std=1 / math.sqrt(hidden), bias=False)
+        self.score = NormalLinear(hidden, 1, std=1 / math.sqrt(hidden), bias=False)
+
+    def forward(self, query: Tensor, memory: Tensor) -> Tensor:
+        """Run the attention."""
+        # (batch, s, 1, hidden) + (batch, 1, t, hidden): the one place whose memory grows with s x t x hidden
+        scores: Tensor = self.score(torch.tanh(self.query(query)[:, :, None] + self.key(memory)[:, None])).squeeze(-1)
+        return scores.softmax(-1) @ memory
+
+
+@final
+class FirstDecoderLayer(nn.Module):
+    """An LSTM over the target, and attention from what it makes to `memory`, which is needed no more afterwards."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(hidden, hidden, batch_first=True)
+        self.attention = Attention(hidden)
+
+    def forward(self, state: State) -> State:
+        """Run the layer."""
+        out = _run(self.lstm, state["x"])
+        return {"x": out, "context": self.attention(out, state["memory"])}
+
+
+@final
+class DecoderLayer(nn.Module):
+    """An LSTM over what the layer below makes and the context: twice (batch, s, hidden) to (batch, s, hidden). The last hands on `x`
+    alone.
+    """
+
+    def __init__(self, hidden: int, *, dropout: float, skip: bool, last: bool) -> None:
+        super().__init__()
+        self.skip, self.last = skip, last
+        self.dropout = nn.Dropout(dropout)
+        self.lstm = nn.LSTM(2 * hidden, hidden, batch_first=True)
+
+    def forward(self, state: State) -> State:
+        """Run the layer."""
+        x = state["x"]
+        out = _run(self.lstm, torch.cat([self.dropout(x), state["context"]], dim=-1))
+        out = out + x if self.skip else out
+        return {"x": out} if self.last else {**state, "x": out}
+
+
+@final
+class Classifier(nn.Module):
+    """Logits of the next token: `x` (batch, s, hidden) to (batch, s, vocabulary)."""
+
+    def __init__(self, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        self.linear = NormalLinear(hidden, vocabulary, std=1 / math.sqrt(hidden))
+
+    def forward(self, state: State) -> Tensor:
+        """Run the layer."""
+        out: Tensor = self.linear(state["x"])
+        return out
+
+
+def gnmt(*, layers: int = 8, hidden: int = 1024, vocabulary: int = 32_320, dropout: float = 0.2) -> nn.Sequential:
+    """GNMT with `layers` LSTM layers, half of them in the encoder and half in the decoder, each a layer of the chain.
+
+        tokens -> source_embedding -> encoder.lstm1 (both ways) ... encoder.lstm<n> -> target_embedding
+               -> decoder.lstm1 with attention ... decoder.lstm<n> -> classifier -> logits
+
+    Values between layers are dicts (see `State`): target tokens go past the whole encoder, and attention's context past all decoder
+    layers. That makes a cut inside the decoder twice as dear as one inside the encoder. A skip goes round every LSTM from the third.
+
+    With h = hidden, v = vocabulary, n = layers / 2 it has 3 v h + v parameters in embeddings and classifier, and 8 h² + 8 h in an LSTM
+    of h inputs (12 h² + 8 h of 2 h inputs): 193,765,952 at the defaults, layer by layer as many as in PipeDream's profile of GNMT-8,
+    and 277,717,568 with 16 layers. Both embeddings are trained apart, as the original's are; tied, they would be 33 million fewer.
+
+    Args:
+        layers: LSTM layers in all, an even number of 4 or more. `gnmt` has 8, 4 and 4; `gnmt16` has 8 and 8, as the original.
+        hidden: numbers per token between layers.
+        vocabulary: number of different tokens, of both languages together. Input: int64 (batch, 2, t), source tokens and target tokens
+            (moved by one: each is what the decoder has read when it says the next). Output: float (batch, t, vocabulary), logits.
+        dropout: share dropped before every LSTM but the first of encoder and decoder, in training.
+
+    Raises:
+        SettingError: layers is odd or below 4, dropout is not in [0, 1), or a count is below 1.
+
+    Source: Wu et al. 2016, "Google's neural machine translation system", section 3, in the form that PipeDream, DAPPLE and BaPipe
+    trained (NVIDIA's): the first decoder layer attends by its own output, instead of that of the step before, so that a layer runs
+    over all steps at once.
+    """
+    check_counts("gnmt", layers=layers, hidden=hidden, vocabulary=vocabulary)
+    check_dropout("gnmt", dropout)
+    if layers < 4 or layers % 2:
+        raise SettingError(f"gnmt takes layers of 4 or more, an even number, half of them in the encoder and half in the decoder, "
+                           f"not {layers}")  # fmt: skip
+    depth = layers // 2
+    encoder = OrderedDict(lstm1=EncoderLayer(hidden, hidden, dropout=0.0, both_ways=True))
+    decoder: OrderedDict[str, nn.Module] = OrderedDict(lstm1=FirstDecoderLayer(hidden))
+    for index in range(2, depth + 1):
+        skip = index > 2
+        encoder[f"lstm{index}"] = EncoderLayer((1 if skip else 2) * hidden, hidden, dropout=dropout, skip=skip)
+        decoder[f"lstm{index}"] = DecoderLayer(hidden, dropout=dropout, skip=skip, last=index == depth)
+    return nn.Sequential(
+        OrderedDict(
+            source_embedding=SourceEmbedding(vocabulary, hidden),
+            encoder=nn.Sequential(OrderedDict[str, nn.Module](encoder)),
+            target_embedding=TargetEmbedding(vocabulary, hidden),
+            decoder=nn.Sequential(decoder),
+            classifier=Classifier(hidden, vocabulary),
+        )
+    )
+
+
+for _name, _layers, _count in (("gnmt", 8, 193_765_952), ("gnmt16", 16, 277_717_568)):
+    register(_name, parameters=_count, input="int64 (batch, 2, t), below vocabulary", output="float (batch, t, vocabulary)",
+             source="Wu et al. 2016, section 3; NVIDIA's form, as PipeDream profiled it", task="translate",
+             )(gnmt if _layers == 8 else partial(gnmt, layers=_layers))  # fmt: skip

@@ -1,0 +1,96 @@
+"""`penstock profile --cluster`: measuring machines."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from penstock.cluster.cluster import cluster
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """What two ranks would find, without their minutes; the words that they were started with are kept."""
+    from penstock.cluster.device import Device
+    from penstock.cluster.machines import Cluster
+    from penstock.measure.cluster import ClusterFound, PairFound, RankFound
+    from penstock.measure.fit import fit
+    from penstock.measure.messages import SIZES, Times
+    from penstock.runtime import launch
+
+    times = tuple(1e-4 + size / 1e9 for size in SIZES)
+    pair = PairFound(0, 1, Times(SIZES, times, times, 1.9), fit(SIZES, times))
+    link = pair.fit.link(shared=True)
+    device = Device("cpu", 2**30, "cpu", (("float32", 5e10), ("bfloat16", 1e11)), 1e10, 2e-6, together=1.5)
+    busy = tuple((name, 1.5) for name in ("matmul float32", "matmul bfloat16", "conv", "memory", "ops"))
+    ranks = tuple(RankFound(rank, "here", device, busy) for rank in range(2))
+    found = ClusterFound(Cluster("local:2", (device,) * 2, 2, link, link, source="measured by a test"), ranks, (pair,), 1.0)
+    started = []
+
+    def launched(fn, ranks, *args, threads):
+        started.append((ranks, args, threads))
+        return [found] * ranks
+
+    monkeypatch.setattr(launch, "launch", launched)
+    return started
+
+
+def test_what_was_found_is_shown_and_written(penstock, measured, tmp_path):
+    """The file is what `penstock plan --cluster` takes."""
+    path = tmp_path / "lab.yaml"
+    ran = penstock("profile", "--cluster", "local:2", "--threads", 3, "--repeats", 2, "--out", path)
+    assert ran.status == 0
+    assert measured == [(2, ("local:2", 2, 3), 3)]
+    assert f"wrote {path}; plan for it with: penstock plan PROFILE --cluster {path}" in ran.err
+    assert cluster(path).link(0, 1).shared
+    for words in ("local:2: 2 ranks on 1 node (cpu)", "100.0 us + 1 GB/s, shared (measured: off by 0%", "matmul bfloat16",
+                  "50 GFLOP/s", "x 1.90", "0-1    100.1 us", "memory to use"):  # fmt: skip
+        assert words in ran.out
+
+
+def test_json_has_every_time(penstock, measured):
+    """For those who fit by themselves."""
+    found = json.loads(penstock("profile", "--cluster", "local:2", "--json").out)
+    assert found["cluster"]["devices"][0]["together"] == 1.5
+    assert len(found["pairs"][0]["times"]["fresh_s"]) == len(found["pairs"][0]["times"]["sizes"])
+
+
+def test_one_process_is_measured_from_start_to_end(penstock, tmp_path):
+    """The whole way once, in a real process."""
+    path = tmp_path / "one.yaml"
+    ran = penstock("profile", "--cluster", "local:1", "--repeats", 1, "--out", path)
+    assert ran.status == 0
+    assert cluster(path).devices[0].peak("float32") > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("local",), "--cluster local: what can be measured is local:N"),
+        (("8xH100-NVLink",), "what can be measured is local:N, N processes on this host, or `here`"),
+        (("local:0",), "1 to 64 processes can be measured on a host"),
+        (("local:99999999",), "what can be measured is local:N"),
+        (("here",), "this process is alone: start it with torchrun"),
+        (("local:2", "--repeats", "0"), "threads 1 and repeats 0 must be 1 or more"),
+        (("local:2", "--model", "mlp", "--batch", "8"), "--model, --batch: that is of a model's profile"),
+        (("local:2", "--out", "/nowhere/x.yaml"), "--out /nowhere/x.yaml: there is no folder /nowhere"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_is_started(penstock, measured, monkeypatch, words, message):
+    """Minutes of measuring must not end in a message that could have come at once."""
+    monkeypatch.delenv("RANK", raising=False)
+    ran = penstock("profile", "--cluster", *words)
+    assert ran.status == 2
+    assert message in ran.err
+    assert measured == []
+
+
+def test_a_busy_host_is_said_to_be(penstock, measured, monkeypatch):
+    """Figures from it are not those of the machine."""
+    import os
+
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 1.0, 1.0))
+    assert "this host is busy: 99.0 programs" in penstock("profile", "--cluster", "local:2").err
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 1.0, 1.0))
+    assert "busy" not in penstock("profile", "--cluster", "local:2").err

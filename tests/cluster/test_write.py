@@ -1,0 +1,84 @@
+"""Clusters written to YAML and read back."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.cluster.cluster import Cluster, Device, Link, cluster
+from penstock.cluster.device import DTYPES
+from penstock.cluster.presets import Presets
+
+positive = st.floats(1e-3, 1e18)
+names = st.text("aZ0: '\"#-{}[]é,&*!|>%@`\\\n", max_size=8).map(lambda text: f"x{text}") | st.sampled_from(["no", "1e3", "null", "1:30"])
+texts = names | st.just("")
+devices = st.builds(
+    Device,
+    names,
+    st.integers(1, 10**15),
+    st.sampled_from(["cpu", "gpu", "fpga"]),
+    st.dictionaries(st.sampled_from(DTYPES), positive, max_size=3).map(lambda found: tuple(found.items())),
+    st.none() | positive,
+    st.floats(0, 1),
+    st.integers(0, 10**9),
+    st.floats(1, 50),
+    texts,
+)
+links = st.builds(Link, st.floats(0, 10), positive | st.just(float("inf")), names, st.booleans())
+
+
+@st.composite
+def clusters(draw):
+    """Devices, nodes and links of every kind."""
+    made = draw(st.lists(devices, min_size=1, max_size=5))
+    chosen = draw(st.lists(st.sampled_from(made), min_size=1, max_size=8))
+    met: list[int] = []
+    for _ in chosen:
+        met.append(draw(st.integers(0, max(met, default=-1) + 1)))
+    insides = tuple((node, draw(links)) for node in sorted(set(met)) if draw(st.booleans()))
+    node_of = tuple(met) if draw(st.booleans()) else ()
+    return Cluster(draw(names), tuple(chosen), draw(st.integers(1, 9)), draw(links), draw(links), node_of,
+                   insides if node_of else (), draw(texts))  # fmt: skip
+
+
+@given(clusters())
+@settings(deadline=None, max_examples=150)
+def test_what_is_written_reads_back_equal(tmp_path_factory, made):
+    """A cluster that changes on its way through a file changes every plan that is made for it."""
+    path = tmp_path_factory.mktemp("clusters") / "any.yaml"
+    made.save(path)
+    assert cluster(path) == made
+
+
+@pytest.mark.parametrize("name", [*Presets.load().clusters, "local:3", "4xV100+2xP100-PCIe3-25GbE", "2x8xH100-NVLink-IB400"])
+def test_presets_and_words_read_back_equal(name, tmp_path):
+    """Who starts from a preset and changes a line must start from the same cluster."""
+    cluster(name).save(tmp_path / "x.yaml")
+    assert cluster(tmp_path / "x.yaml") == cluster(name)
+
+
+def test_what_is_written_is_what_people_write():
+    """The file is there to be edited."""
+    link = Link(5 * 1e-6, 25e9, "measured", shared=True)
+    made = Cluster("lab", (Device("V100", 16 * 10**9, flops=(("float32", 15.7e12),), launch_s=10 * 1e-6),) * 2, 2, link, link)
+    assert made.to_yaml() == (
+        "name: lab\n"
+        "devices_per_node: 2\n"
+        "devices:\n"
+        "- name: V100\n"
+        "  kind: gpu\n"
+        "  memory: 16 GB\n"
+        "  flops:\n"
+        "    float32: 15.7 TFLOP/s\n"
+        "  launch: 10 us\n"
+        "  count: 2\n"
+        "inside:\n"
+        "  latency: 5 us\n"
+        "  bandwidth: 25 GB/s\n"
+        "  shared: true\n"
+        "  source: measured\n"
+        "between:\n"
+        "  latency: 5 us\n"
+        "  bandwidth: 25 GB/s\n"
+        "  shared: true\n"
+        "  source: measured\n"
+    )

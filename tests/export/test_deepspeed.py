@@ -1,0 +1,58 @@
+"""DeepSpeed's parts."""
+
+import ast
+
+import pytest
+
+from penstock.errors import PlanError
+from penstock.export.catalogue import export, exported
+from penstock.schedule.catalogue import schedule
+
+LINEAR = (3, 4, 5, 3)
+
+
+class Planned:
+    """What DeepSpeed's PipelineModule does with `parts`, on one rank: half-open ranges of layers (module.py, `_set_bounds`)."""
+
+    def __init__(self, parts: list[int], stage: int) -> None:
+        self._local_start, self._local_stop = parts[stage], parts[stage + 1]
+
+    def layers(self, all_layers: tuple[str, ...]) -> tuple[str, ...]:
+        """The layers that the rank builds."""
+        return tuple(layer for i, layer in enumerate(all_layers) if self._local_start <= i < self._local_stop)
+
+
+def test_every_rank_builds_the_plans_layers(plan_of):
+    """Bounds are half-open, one more than there are stages."""
+    made = plan_of(schedule("1f1b", 4, 8), LINEAR)
+    parts = ast.literal_eval(export(made, "deepspeed"))
+    assert parts == [0, 3, 7, 12, 15]
+    built = [Planned(parts, stage).layers(made.layer_names) for stage in range(4)]
+    assert built == [made.layer_names[start:end] for start, end in made.bounds]
+
+
+def test_the_configuration_has_micro_batches_of_one_pipeline(plan_of):
+    """There a batch is pipelines x accumulation steps x micro-batch."""
+    found = exported(plan_of(schedule("1f1b", 4, 8, replicas=2), LINEAR, batch=48), "deepspeed")
+    assert '"gradient_accumulation_steps": 4, "train_micro_batch_size_per_gpu": 6' in found.use
+    assert any('axes=["data", "pipe"], dims=[2, 4]' in note for note in found.left_out)
+
+
+def test_a_uniform_cut_is_told_by_its_method(plan_of):
+    """Then no subclass is needed."""
+    assert 'partition_method="uniform"' in exported(plan_of(schedule("1f1b", 4, 8), (4, 4, 4, 3)), "deepspeed").use
+    assert 'partition_method="uniform"' not in exported(plan_of(schedule("1f1b", 4, 8), LINEAR), "deepspeed").use
+
+
+def test_several_stages_on_a_rank_are_refused(plan_of):
+    """A rank has one range of layers."""
+    with pytest.raises(PlanError, match="interleaved has 8 stages on 4 ranks"):
+        export(plan_of(schedule("interleaved", 8, 8), (2, 2, 2, 2, 2, 2, 2, 1)), "deepspeed")
+
+
+def test_recomputation_is_told_as_an_interval(plan_of):
+    """The longest stage is one group; the last micro-batch is no exception there."""
+    found = exported(plan_of(schedule("1f1b", 4, 8), LINEAR, recompute="except_last"), "deepspeed")
+    assert found.left_out == (
+        "recomputation: activation_checkpoint_interval=5 recomputes every stage whole for the last micro-batch too",
+    )

@@ -1,0 +1,78 @@
+"""Equal pipelines side by side: the only copies that most libraries have."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.export.pipelines import pipelines_of, row, why_not_pipelines
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Schedule
+
+LAYERS = tuple(f"l{i}" for i in range(8))
+
+
+def even(made: Schedule) -> list[int]:
+    """As many layers in every stage as go."""
+    each = 8 // made.stages
+    return [each] * (made.stages - 1) + [8 - each * (made.stages - 1)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half"]),
+    count=st.integers(1, 4),
+    each=st.sampled_from([4, 8]),
+)
+def test_one_of_several_pipelines_is_the_schedule_that_was_copied(plan_of, name, count, each):
+    """What is exported must be what one process group plays, with its own numbers."""
+    made = schedule(name, 8 if name in ("interleaved", "zb-v", "v-half") else 4, each * count, replicas=count)
+    alone = schedule(name, made.stages, each)
+    found = pipelines_of(plan_of(made, even(made), LAYERS))
+    assert found.count == count
+    assert found.schedule.programs == alone.programs
+    assert found.ranks == tuple(tuple(range(j * alone.ranks, (j + 1) * alone.ranks)) for j in range(count))
+    assert found.placement == alone.stages_of_rank
+
+
+def test_every_stage_on_two_ranks_is_two_pipelines(plan_of):
+    """Micro-batch n stays with ranks n mod 2 of every stage: the same as two pipelines, but for the ranks' numbers."""
+    found = pipelines_of(plan_of(schedule("1f1b", 2, 8, replicas=(2, 2)), (4, 4), LAYERS))
+    assert found.ranks == ((0, 2), (1, 3))
+    assert found.placement == ((0,), (1,))
+    assert found.schedule.micro_batches == 4
+
+
+def test_placements_are_told_apart(plan_of):
+    """Megatron has loops, torchtitan Vs too, DeepSpeed neither."""
+    kinds = {}
+    for name, stages in (("1f1b", 4), ("interleaved", 8), ("zb-v", 8)):
+        found = pipelines_of(plan_of(schedule(name, stages, 8), even(schedule(name, stages, 8)), LAYERS))
+        kinds[name] = (found.linear, found.loop, found.vee)
+    assert kinds == {"1f1b": (True, True, False), "interleaved": (False, True, False), "zb-v": (False, False, True)}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        schedule("chimera", 4, 4),
+        schedule("dualpipe", 4, 8),
+        schedule("gems", 4, 4),
+        schedule("1f1b", 4, 4, replicas=(2, 1, 1, 1)),
+        schedule("1f1b", 2, 6, replicas=(2, 3)),
+        schedule("1f1b", 4, 7, replicas=2),
+        schedule("pipedream", 4, 1),
+    ],
+    ids=["chimera", "dualpipe", "gems", "hybrid", "2 and 3", "7 on 2", "stream"],
+)
+def test_other_copies_are_no_pipelines_side_by_side(plan_of, made):
+    """Exported as such, they would do other work."""
+    found = plan_of(made, even(made), LAYERS)
+    assert pipelines_of(found) is None
+    assert why_not_pipelines(found).startswith(("chimera has 2", "dualpipe has 2", "gems has 2", "its stages have", "1f1b has 2",
+                                                "pipedream is asynchronous"))  # fmt: skip
+
+
+def test_long_rows_of_devices_are_shortened():
+    """A thousand devices in a message are read by nobody."""
+    assert row(tuple(range(1000))) == "[0-999]"
+    assert row((0, 2, 4, 5, 6, 7, 8, 1)) == "[0, 2, 4-8, 1]"

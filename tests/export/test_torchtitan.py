@@ -1,0 +1,66 @@
+"""torchtitan's names of modules per stage."""
+
+import json
+import tomllib
+
+import pytest
+
+from penstock.errors import PlanError
+from penstock.export.catalogue import export, exported
+from penstock.schedule.catalogue import schedule
+from penstock.tracing.chain import chain
+from penstock.zoo.catalogue import model
+
+LINEAR = (4, 4, 4, 3)
+
+
+def test_names_are_modules_of_the_model_in_its_order(plan_of):
+    """torchtitan deletes from each stage's copy of the model what is not named: an unknown name would leave a hole."""
+    gpt = model("gpt", layers=12, width=8, heads=2, vocabulary=8, tokens=4)
+    names = tuple(layer.name for layer in chain(gpt))
+    parts = json.loads(export(plan_of(schedule("1f1b", 4, 8), LINEAR, names), "torchtitan"))
+    assert [len(part) for part in parts] == list(LINEAR)
+    assert tuple(name for part in parts for name in part) == names
+    modules = dict(gpt.named_modules())
+    assert all(name in modules for part in parts for name in part)
+
+
+def test_the_list_is_toml_too(plan_of):
+    """torchtitan's older configurations are TOML files."""
+    text = export(plan_of(schedule("1f1b", 4, 8), LINEAR), "torchtitan")
+    assert tomllib.loads(f"parts = {text}")["parts"] == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "theirs"),
+    [("1f1b", 4, "1F1B"), ("gpipe", 4, "GPipe"), ("interleaved", 8, "Interleaved1F1B"), ("zb-v", 8, "ZBVZeroBubble")],
+)
+def test_schedules_that_torch_has_go_by_its_names(plan_of, name, stages, theirs):
+    """For the others there is the CSV."""
+    lengths = [15 - stages + 1, *[1] * (stages - 1)]
+    found = exported(plan_of(schedule(name, stages, 8), lengths), "torchtitan")
+    assert f'pipeline_parallel_schedule = "{theirs}"' in found.use
+    assert "pipeline_parallel_degree = 4, pipeline_parallel_microbatch_size = 2" in found.use
+
+
+def test_torch_has_every_schedule_by_the_name_that_is_given():
+    """Names are torch's own table's, in the version that is installed."""
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    from penstock.export.torchtitan import ITS_OWN
+
+    for name in ITS_OWN.values():
+        assert get_schedule_class(name)
+
+
+def test_a_schedule_of_ours_goes_with_a_csv_unless_its_stages_stand_elsewhere(plan_of):
+    """The modules are placed by the schedule's name, in a loop unless it is one of two."""
+    assert "pipeline_parallel_schedule_csv" in exported(plan_of(schedule("zb-h1", 4, 8), LINEAR), "torchtitan").use
+    with pytest.raises(PlanError, match=r"v-half has stages \(0, 7\)"):
+        export(plan_of(schedule("v-half", 8, 8), [8, *[1] * 7]), "torchtitan")
+
+
+def test_what_the_csv_cannot_say_is_refused(plan_of):
+    """Evicted activations have no action there."""
+    with pytest.raises(PlanError, match="hands activations to another rank"):
+        export(plan_of(schedule("bpipe", 4, 8), LINEAR), "torchtitan")

@@ -1,0 +1,95 @@
+"""Three real processes measure the cluster that they are, two of them on one host."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import cloudpickle
+import pytest
+import torch
+
+from penstock.cluster.cluster import cluster
+from penstock.errors import SettingError
+from penstock.measure.cluster import _ALL_PAIRS, _pairs, measure_cluster
+from penstock.measure.messages import SIZES
+from penstock.runtime.launch import launch
+from penstock.runtime.processes import join
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each of the three found."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        return launch(_measure, 3, threads=1)
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def _measure():
+    join()
+    socket.gethostname = lambda: f"host{int(os.environ['RANK']) // 2}"
+    steps = []
+    made = measure_cluster("lab", torch.device("cpu"), repeats=1, seconds=1e-3, progress=lambda *step: steps.append(step))
+    return made, steps
+
+
+def test_all_ranks_find_the_same(found):
+    """Each plans for itself, and all must make the same plan."""
+    assert found[0][0] == found[1][0] == found[2][0]
+
+
+def test_what_is_found_is_a_cluster_of_hosts(found, tmp_path):
+    """Hosts are nodes; the file is what `penstock plan` reads."""
+    made = found[0][0].cluster
+    assert [made.node(rank) for rank in range(3)] == [0, 0, 1]
+    assert made.kinds == ("cpu",)
+    made.save(tmp_path / "lab.yaml")
+    assert cluster(tmp_path / "lab.yaml") == made
+
+
+def test_every_figure_is_sane(found):
+    """Above 0, and no faster than any machine."""
+    for device in found[0][0].cluster.devices:
+        assert {dtype for dtype, _ in device.flops} == {"float32", "bfloat16"}
+        assert all(1e6 < peak < 1e16 for _, peak in device.flops)
+        assert 1e6 < device.memory_bytes_per_s < 1e14
+        assert 0 < device.launch_s < 1
+        assert device.memory_bytes > 2**20
+        assert device.together >= 1
+    for pair in found[0][0].pairs:
+        assert pair.times.sizes == SIZES
+        assert all(0 < seconds < 60 for seconds in (*pair.times.fresh_s, *pair.times.used_s))
+        assert pair.times.both_ways >= 1
+
+
+def test_links_are_those_of_their_pairs(found):
+    """One pair is inside a host, two are between hosts."""
+    made = found[0][0]
+    assert [(pair.a, pair.b) for pair in made.pairs] == [(0, 1), (0, 2), (1, 2)]
+    assert made.cluster.link(0, 1).bandwidth_bytes_per_s == pytest.approx(made.pairs[0].fit.bandwidth_bytes_per_s, rel=1e-3)
+    assert made.cluster.between.source.startswith("measured: off by")
+
+
+def test_progress_counts_to_the_end(found):
+    """A bar that stops short, or runs over, looks like a fault."""
+    steps = found[0][1]
+    assert [done for done, _, _ in steps] == list(range(steps[0][1] + 1))
+
+
+def test_many_ranks_measure_few_pairs():
+    """All pairs of a hundred ranks would take an hour; every rank is in one of them."""
+    assert len(_pairs(_ALL_PAIRS)) == 28
+    many = _pairs(100)
+    assert len(many) < 200
+    assert {rank for pair in many for rank in pair} == set(range(100))
+    assert _pairs(1) == []
+
+
+@pytest.mark.parametrize(("repeats", "seconds"), [(0, 1.0), (1, 0.0), (1, float("inf"))])
+def test_no_time_to_measure_in_is_refused(repeats, seconds):
+    """Nothing comes of it."""
+    with pytest.raises(SettingError, match="both must be above 0"):
+        measure_cluster("x", torch.device("cpu"), repeats=repeats, seconds=seconds)

@@ -1,0 +1,189 @@
+"""The exact cut under memory limits, for unlike ranks, against every other cut there is."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import PartitionError
+from penstock.partition.bottleneck import minimax
+from penstock.partition.limited import bytes_per_stage, least_excess, limited
+
+REAL = st.one_of(st.just(0.0), st.sampled_from([0.1, 0.2, 0.3]), st.floats(0, 1), st.floats(0, 1e9))
+BYTES = st.integers(0, 9)
+NOTHING = [0] * 4
+
+
+def every_cut(layers, stages):
+    """All stage lengths there are."""
+    for cuts in combinations(range(1, layers), stages - 1):
+        yield [stop - start for start, stop in zip((0, *cuts), (*cuts, layers), strict=True)]
+
+
+@st.composite
+def chains(draw, cost=REAL):
+    """What `limited` takes: up to eight layers, with limits that often bind."""
+    layers = draw(st.integers(1, 8))
+    stages = draw(st.integers(1, layers))
+
+    def rows(values, count, length):
+        return [draw(st.lists(values, min_size=length, max_size=length)) for _ in range(count)]
+
+    limit = st.one_of(st.integers(0, 60), st.just(np.inf))
+    return {
+        "seconds": rows(cost, draw(st.sampled_from([1, stages])), layers),
+        "transfer": draw(st.none() | st.just(rows(cost, stages - 1, layers - 1) if stages > 1 else None)),
+        "holds": rows(BYTES, draw(st.sampled_from([1, stages])), layers),
+        "kept": rows(BYTES, 1, layers)[0],
+        "in_flight": draw(st.lists(st.sampled_from([0, 1, 2.5, 4]), min_size=stages, max_size=stages)),
+        "limits": draw(st.lists(limit, min_size=stages, max_size=stages)),
+    }
+
+
+def needs(case, lengths):
+    """Bytes of every stage, layer by layer."""
+    found, start = [], 0
+    for stage, length in enumerate(lengths):
+        own = range(start, start + length)
+        holds = case["holds"][stage % len(case["holds"])]
+        found.append(sum(holds[x] for x in own) + case["in_flight"][stage] * sum(case["kept"][x] for x in own))
+        start += length
+    return found
+
+
+def loads(case, lengths, overlap):
+    """Seconds of every stage and link."""
+    stages, links, end = [], [], 0
+    for stage, length in enumerate(lengths):
+        stages.append(sum(case["seconds"][stage % len(case["seconds"])][end : end + length]))
+        end += length
+        if stage < len(lengths) - 1:
+            links.append(case["transfer"][stage][end - 1] if case["transfer"] else 0)
+    if overlap:
+        return stages + links
+    return [load + sum(links[max(s - 1, 0) : s + 1]) for s, load in enumerate(stages)]
+
+
+def fits(case, lengths):
+    return all(need <= limit for need, limit in zip(needs(case, lengths), case["limits"], strict=True))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@settings(deadline=None, max_examples=300)
+@given(case=chains())
+def test_no_cut_that_fits_is_better_and_none_is_missed(case, overlap):
+    """The planner believes "None" to mean that no cut fits, and else that no other has a faster slowest stage or link."""
+    found = limited(*case.values(), overlap=overlap)
+    cuts = [cut for cut in every_cut(len(case["kept"]), len(case["limits"])) if fits(case, cut)]
+    if found is None:
+        assert not cuts
+        return
+    assert found in cuts
+    least = min(max(loads(case, cut, overlap)) for cut in cuts)
+    assert max(loads(case, found, overlap)) <= least * (1 + 1e-11)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@settings(deadline=None, max_examples=200)
+@given(case=chains(st.integers(0, 5)))
+def test_among_equals_the_rest_has_the_most_slack(case, overlap):
+    """Whole numbers, so that ties are common and sums exact: the sum of squares decides, and counts of layers after that."""
+    found = limited(*case.values(), overlap=overlap)
+    if found is None:
+        return
+    cuts = [cut for cut in every_cut(len(case["kept"]), len(case["limits"])) if fits(case, cut)]
+    best = min((max(loads(case, cut, overlap)), sum(load**2 for load in loads(case, cut, overlap))) for cut in cuts)
+    assert max(loads(case, found, overlap)) == best[0]
+    assert sum(load**2 for load in loads(case, found, overlap)) <= best[1] + 2e-8 * max(best[0], 1) ** 2
+
+
+@settings(deadline=None, max_examples=200)
+@given(case=chains())
+def test_least_excess_is_the_least_that_must_be_added_to_the_fullest_rank(case):
+    """When nothing fits, the message names this cut: no other is content with fewer bytes more."""
+
+    def excess(cut):
+        return max(need - limit for need, limit in zip(needs(case, cut), case["limits"], strict=True))
+
+    found = least_excess(case["holds"], case["kept"], case["in_flight"], case["limits"])
+    assert excess(found) == min(excess(cut) for cut in every_cut(len(case["kept"]), len(case["limits"])))
+    assert bytes_per_stage(found, case["holds"], case["kept"], case["in_flight"]) == needs(case, found)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@settings(deadline=None, max_examples=100)
+@given(costs=st.lists(REAL, min_size=2, max_size=9), data=st.data())
+def test_without_limits_and_for_like_ranks_it_is_minimax(costs, overlap, data):
+    """One engine for both would have been simpler to trust; two that agree are as good."""
+    stages = data.draw(st.integers(1, len(costs)))
+    transfer = data.draw(st.none() | st.lists(REAL, min_size=len(costs) - 1, max_size=len(costs) - 1))
+    nothing = [0] * len(costs)
+    found = limited(costs, transfer, nothing, nothing, [1] * stages, [np.inf] * stages, overlap=overlap)
+    assert found == minimax(costs, stages, transfer, overlap)
+
+
+def test_a_thousand_layers_on_64_unlike_ranks_are_as_good_as_by_bisection():
+    """Beyond brute force: whole costs, and a greedy packing that is exact because each rank takes all that it can."""
+    rng = np.random.default_rng(3)
+    costs, speed, bytes_ = rng.integers(1, 100, 1000), rng.integers(1, 4, 64), rng.integers(1, 100, 1000)
+    limits = rng.integers(800, 1600, 64)
+
+    def packs(bound):
+        at = 0
+        for stage in range(64):
+            load = need = 0
+            last = 1000 - (63 - stage)
+            while at < last and load + costs[at] * speed[stage] <= bound and need + bytes_[at] <= limits[stage]:
+                load, need, at = load + costs[at] * speed[stage], need + bytes_[at], at + 1
+        return at == 1000
+
+    low, high = 0, 10**6
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if packs(middle) else (middle + 1, high)
+    seconds = costs * speed[:, None]
+    found = limited(seconds, None, bytes_, [0] * 1000, [1] * 64, limits)
+    edges = np.cumsum([0, *found])
+    assert max(seconds[s, a:b].sum() for s, (a, b) in enumerate(pairwise(edges))) == low
+    assert (np.array(bytes_per_stage(found, bytes_, [0] * 1000, [1] * 64)) <= limits).all()
+
+
+def test_the_first_rank_of_1f1b_takes_fewer_layers_where_activations_bind():
+    """It has the most micro-batches in flight: the even cut would overflow it first."""
+    found = limited([1] * 8, None, [0] * 8, [1] * 8, in_flight=[4, 3, 2, 1], limits=[5, 6, 6, 6])
+    assert found == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seconds": [1, 2, 3]}, "cannot make 4 stages from 3 layers"),
+        ({"seconds": [1] * 5}, "holds and kept are of 4 layers, seconds of 5"),
+        ({"seconds": 3.0}, r"seconds: has the shape \(\); it must be one number per layer"),
+        ({"limits": []}, "cannot make 0 stages from 4 layers"),
+        ({"limits": [1, float("nan")]}, "limits: .* must be one number of bytes for each stage"),
+        ({"seconds": [[1] * 4] * 3, "limits": [9, 9]}, r"seconds: has the shape \(3, 4\); it must be \(4,\) or \(2, 4\)"),
+        ({"seconds": [[1] * 4, [1, -2, 1, 1]], "limits": [9, 9]}, r"seconds\[1\]: entry 1 is -2.0"),
+        ({"seconds": [[1, 1], [1]], "limits": [9, 9]}, "seconds: needs a list of numbers"),
+        ({"transfer": [1, 1]}, "transfer: has 2 entries, and 3 are needed"),
+        ({"kept": [1, 1]}, "kept: has 2 entries, and 4 are needed"),
+        ({"holds": [1, 1, 1, float("inf")]}, "holds: entry 3 is inf"),
+        ({"in_flight": [1, 1]}, "in_flight: has 2 entries, and 4 are needed"),
+        ({"overlap": "no"}, "overlap is 'no'; it must be True or False"),
+    ],
+)
+def test_numbers_that_do_not_fit_each_other_are_refused(change, message):
+    """NumPy would stretch some of them over the others in silence."""
+    case = {"seconds": [1] * 4, "transfer": None, "holds": NOTHING, "kept": NOTHING, "in_flight": [1] * 4, "limits": [9] * 4}
+    with pytest.raises(PartitionError, match=message):
+        limited(**case | change)
+
+
+def test_lengths_for_other_layers_have_no_bytes():
+    """A cut from elsewhere may be for another model."""
+    with pytest.raises(PartitionError, match=r"\[2, 1\] sums to 3, but the model has 4 layers"):
+        bytes_per_stage([2, 1], NOTHING, NOTHING, [1, 1])

@@ -1,0 +1,224 @@
+"""Cuts with copies of stages against every other way to cut and copy."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from math import ceil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import PartitionError
+from penstock.partition import compiled
+from penstock.partition.replicated import replicated, replicated_sum, replicated_table, table_of
+
+TIMES = st.one_of(st.just(np.inf), st.integers(0, 6).map(float), st.floats(0, 9), st.floats(0, 9))
+
+
+@pytest.fixture(params=["plain", "compiled"], scope="module")
+def loops(request):
+    """Both forms of the loops, whatever there is to do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "WORTH_LOADING", {"plain": np.inf, "compiled": 0}[request.param])
+        patch.setattr(compiled, "WORTH_CALLING", {"plain": np.inf, "compiled": 0}[request.param])
+        yield
+
+
+def every_way(layers, ranks):
+    """All lists of (layers, copies) that use the ranks or fewer."""
+    for stages in range(1, min(layers, ranks) + 1):
+        for cuts in combinations(range(1, layers), stages - 1):
+            lengths = [stop - start for start, stop in zip((0, *cuts), (*cuts, layers), strict=True)]
+            for copies in product(range(1, ranks + 1), repeat=stages):
+                if sum(copies) <= ranks:
+                    yield list(zip(lengths, copies, strict=True))
+
+
+def spans(way):
+    """(first, end, copies, ranks from here on, stages from here on) of every stage."""
+    first, left, after = 0, sum(copies for _, copies in way), len(way)
+    for length, copies in way:
+        yield first, first + length, copies, left, after
+        first, left, after = first + length, left - copies, after - 1
+
+
+def times(table, way):
+    return [table[first, end, copies] for first, end, copies, _, _ in spans(way)]
+
+
+@st.composite
+def problems(draw, layers=5, ranks=4):
+    """A table of anything, links, and limits on what may come after a stage; or none of these."""
+    layers, ranks = draw(st.integers(1, layers)), draw(st.integers(1, ranks))
+    seed = draw(st.integers(0, 2**32 - 1))
+    values = draw(st.lists(TIMES, min_size=4, max_size=12))
+    rng = np.random.default_rng(seed)
+    shape = (layers + 1, layers + 1, ranks + 1)
+    smooth = rng.random((layers + 1, layers + 1, 1)) + 1 / np.arange(1, ranks + 2)
+    table = draw(st.sampled_from([rng.choice(values, shape), smooth]))
+    boundary = draw(st.none() | st.lists(st.floats(0, 9), min_size=layers - 1, max_size=layers - 1))
+    most = {name: draw(st.none() | st.just(rng.integers(0, 6, shape))) for name in ("most_ranks", "most_stages")}
+    exactly, stages = draw(st.booleans()), draw(st.none() | st.integers(1, layers))
+    return table, boundary, {**most, "exactly": exactly, "stages": stages}
+
+
+def allowed(table, limits):
+    """Every way that the limits leave, with finite times."""
+    ranks = table.shape[2] - 1
+    for way in every_way(table.shape[0] - 1, ranks):
+        if limits["stages"] not in {None, len(way)} or (limits["exactly"] and sum(k for _, k in way) != ranks):
+            continue
+        spare = [
+            (limits["most_ranks"] is None or limits["most_ranks"][first, end, copies] >= left)
+            and (limits["most_stages"] is None or limits["most_stages"][first, end, copies] >= after)
+            for first, end, copies, left, after in spans(way)
+        ]
+        if all(spare) and max(times(table, way)) < np.inf:
+            yield way
+
+
+@pytest.mark.usefixtures("loops")
+@settings(deadline=None, max_examples=150)
+@given(problem=problems())
+def test_no_way_to_cut_and_copy_has_a_faster_slowest_stage(problem):
+    """The table may hold anything: more ranks need not be faster, as where gradients must be added up."""
+    table, boundary, limits = problem
+    links = [0.0, *(boundary or [0.0] * table.shape[0])]
+
+    def slowest(way):
+        return max(*times(table, way), *(links[first] for first, *_ in spans(way)))
+
+    ways = list(allowed(table, limits))
+    found = replicated_table(table, boundary, **limits)
+    if found is None:
+        assert not ways
+        return
+    assert found in ways
+    least = min(map(slowest, ways))
+    assert slowest(found) == least
+    if not limits["exactly"]:
+        best = min((len(way), sum(copies for _, copies in way)) for way in ways if slowest(way) == least)
+        assert (len(found), sum(copies for _, copies in found)) == best
+
+
+@pytest.mark.usefixtures("loops")
+@settings(deadline=None, max_examples=150)
+@given(problem=problems(), factor=st.sampled_from([0, 0.5, 1, 7, 1000]))
+def test_no_way_to_cut_and_copy_has_a_smaller_sum_with_its_slowest(problem, factor):
+    """Alpa's objective: the time of a batch, if stages wait for nothing but each other."""
+    table, _, limits = problem
+
+    def value(way):
+        return sum(times(table, way)) + factor * max(times(table, way))
+
+    ways = list(allowed(table, limits))
+    found = replicated_sum(table, factor, **limits)
+    if found is None:
+        assert not ways
+        return
+    assert found in ways
+    assert value(found) == pytest.approx(min(map(value, ways)), rel=1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
+    """The door for planners: the costs of a stage written out once more, layer by layer."""
+    layers, ranks = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+
+    def numbers(count):
+        return data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+
+    work, weights, outputs, holds, kept = (numbers(layers) for _ in range(5))
+    count, latency = data.draw(st.none() | st.integers(1, 5)), data.draw(st.sampled_from([0.0, 0.5]))
+    overlap, exactly = data.draw(st.booleans()), data.draw(st.booleans())
+    limit = data.draw(st.sampled_from([20, 40, np.inf]))
+
+    def seconds(first, end, k):
+        batch = k if count is None else count
+        share = ceil(batch / k) / batch
+        ports = [share * (latency + outputs[cut - 1] / 4) if 0 < cut < layers else 0 for cut in (first, end)]
+        parts = [share * sum(work[first:end]), 2 * (k - 1) / k * sum(weights[first:end]) / 2 / batch, *ports]
+        return max(parts) if overlap else sum(parts)
+
+    def total(way):
+        return max(seconds(first, end, k) for first, end, k, _, _ in spans(way))
+
+    def fits(way):
+        if exactly and sum(k for _, k in way) != ranks:
+            return False
+        for first, end, k, left, _ in spans(way):
+            flying = ceil(left / k) if count is None else min(ceil(left / k), ceil(count / k))
+            if sum(holds[first:end]) + flying * sum(kept[first:end]) > limit or (count is not None and k > count):
+                return False
+        return True
+
+    ways = [way for way in every_way(layers, ranks) if fits(way)]
+    found = replicated(work, weights, outputs, ranks, 4.0, micro_batches=count, latency_s=latency, exactly=exactly,
+                       sync_bandwidth_bytes_per_s=2.0, overlap=overlap, holds=holds, kept=kept, limit=limit)  # fmt: skip
+    if found is None:
+        assert not ways
+        return
+    assert found in ways
+    assert total(found) == pytest.approx(min(map(total, ways)), rel=1e-12)
+
+
+def test_ranks_left_over_go_where_the_work_is():
+    """Four ranks would do for the bottleneck of the last layer; the others halve the first stage and go on from there."""
+    table = table_of(lambda first, end, copies: sum([8, 4][first:end]) / copies + 9 * (end - first - 1), layers=2, ranks=6)
+    table[1, 2, 2:] = np.inf
+    assert replicated_table(table, exactly=False) == [(1, 2), (1, 1)]
+    assert replicated_table(table) == [(1, 5), (1, 1)]
+
+
+def test_ranks_that_no_stage_can_take_are_found_work_at_the_least_loss():
+    """The cut with the fastest slowest stage takes 2 ranks and no third: then another cut must, if all ranks are to work."""
+    table = np.full((3, 3, 4), np.inf)
+    table[0, 1, 1] = table[1, 2, 1] = 1.0
+    table[0, 2, 3] = 5.0
+    assert replicated_table(table, exactly=False) == [(1, 1), (1, 1)]
+    assert replicated_table(table) == [(2, 3)]
+
+
+def test_a_hundred_layers_on_64_ranks_are_no_worse_than_their_bound():
+    """Beyond brute force: without any cost of copies, the bottleneck is as good as all on all, and no sum is below it."""
+    work = np.random.default_rng(2).random(100)
+    done = np.concatenate(([0.0], np.cumsum(work)))
+    table = (done - done[:, None])[:, :, None] / np.maximum(np.arange(65), 1)
+    assert replicated_table(table) == [(100, 64)]
+    found = replicated_table(table, stages=10)
+    assert (sum(n for n, _ in found), sum(k for _, k in found), len(found)) == (100, 64, 10)
+    assert done[-1] / 64 <= max(times(table, found)) <= 1.1 * done[-1] / 64
+    assert replicated_sum(table, 31, stages=10) is not None
+
+
+def test_memory_counts_the_micro_batches_of_all_ranks_after():
+    """1F1B keeps on the first of four ranks four micro-batches; three ranks with two of them each need less."""
+    found = replicated([1, 1], [0, 0], [0], 4, 1.0, kept=[10, 1], limit=20, exactly=True)
+    assert found == [(1, 3), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: replicated_table(np.zeros((3, 3))), r"table: has the shape \(3, 3\)"),
+        (lambda: replicated_table(np.zeros((3, 4, 2))), r"table: has the shape \(3, 4, 2\)"),
+        (lambda: replicated_table(np.full((3, 3, 2), -1.0)), r"table: entry \[0, 1, 1\] is -1.0"),
+        (lambda: replicated_table(np.full((3, 3, 2), np.nan)), r"table: entry \[0, 1, 1\] is nan"),
+        (lambda: replicated_table(np.zeros((3, 3, 2)), [1, 1]), "boundary: has 2 entries, and 1 are needed"),
+        (lambda: replicated_table(np.zeros((3, 3, 2)), most_ranks=np.zeros((3, 3, 3))), r"most_ranks: has the shape \(3, 3, 3\)"),
+        (lambda: replicated_table(np.zeros((3, 3, 2)), stages=0), "stages is 0"),
+        (lambda: replicated_sum(np.zeros((3, 3, 2)), -1), "bound_factor is -1"),
+        (lambda: replicated([1, 1], [1, 1], [1, 1], 0, 1.0), "2 layers on 0 ranks"),
+        (lambda: replicated([], [], [], 2, 1.0), "0 layers on 2 ranks"),
+        (lambda: replicated([1, 1], [1, 1], [1, 1, 1], 2, 1.0), "output_bytes: has 3 entries, and 2 are needed"),
+        (lambda: replicated([1, 1], [1, 1], [1], 2, 1.0, micro_batches=0), "micro_batches is 0"),
+        (lambda: replicated([1] * 1000, [1] * 1000, [1] * 1000, 1000, 1.0), "1000 layers on 1000 ranks need a table"),
+    ],
+)
+def test_numbers_that_make_no_table_are_refused(call, message):
+    """Each would end in an index error far away, or in a plan for another model."""
+    with pytest.raises(PartitionError, match=message):
+        call()
