@@ -227,7 +227,9 @@ class Plan:
             )
         if self.devices and (len(self.devices) != self.ranks or len(set(self.devices)) != self.ranks
                              or not set(self.devices) <= set(range(self.cluster_ranks))):  # fmt: skip
-            raise PlanError(f"devices {list(self.devices)} must be {self.ranks} different ones of the cluster's {self.cluster_ranks}")
+            raise PlanError(
+                f"devices {list(self.devices)} must be {self.ranks} different ones of the cluster's {self.cluster_ranks}"
+            )
         if self.synchronous is not (self.stream is None):
             raise PlanError("a synchronous plan has no stream, an asynchronous one has: synchronous is "
                             f"{self.synchronous}, stream is {self.stream}")  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.plan import Candidate, Plan
 from penstock.units import format_bytes, format_seconds
 
@@ -43,7 +45,9 @@ def _copies(plan: Plan) -> str:
 
 def _against_data_parallel(plan: Plan) -> str:
     other = plan.predicted.data_parallel_s
-    return "" if other is None or not plan.predicted.step_s else f" and {other / plan.predicted.step_s:.2f} times data parallelism"
+    return (
+        "" if other is None or not plan.predicted.step_s else f" and {other / plan.predicted.step_s:.2f} times data parallelism"
+    )
 
 
 def _objective(plan: Plan) -> str:
@@ -108,7 +112,9 @@ def _memory(plan: Plan) -> list[str]:
     kinds: dict[tuple[str, ...], list[str]] = {}
     for rank, *sizes in rows:
         kinds.setdefault(tuple(sizes), []).append(rank)
-    alike = [(ranks[0] if len(ranks) == 1 else f"{ranks[0]} and {len(ranks) - 1} more", *sizes) for sizes, ranks in kinds.items()]
+    alike = [
+        (ranks[0] if len(ranks) == 1 else f"{ranks[0]} and {len(ranks) - 1} more", *sizes) for sizes, ranks in kinds.items()
+    ]
     return ["  memory of a rank at its fullest:", *table(("rank", *holders), alike)]
 
 
@@ -170,7 +176,7 @@ def against(seconds: float, best: float) -> str:
     return f"{seconds / best - 1:+.1%}" if best and abs(seconds / best - 1) >= 0.0005 else "equal"
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Lines of a table, columns aligned, four spaces in."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return [

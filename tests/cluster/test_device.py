@@ -39,7 +39,10 @@ def test_a_link_prints_its_source():
     [
         (lambda: Device("x", 0), "device x has 0 bytes of memory"),
         (lambda: Device("x", 1, "tpu"), "device x is of kind 'tpu'"),
-        (lambda: Device("x", 1, flops=(("float31", 1e12),)), "device x has a peak for 'float31'; peaks are known for float64, float32"),
+        (
+            lambda: Device("x", 1, flops=(("float31", 1e12),)),
+            "device x has a peak for 'float31'; peaks are known for float64, float32",
+        ),
         (lambda: Device("x", 1, flops=(("float32", -1.0),)), "device x makes -1.0 FLOP/s of float32"),
         (lambda: Device("x", 1, flops=(("float32", 1.0), ("float32", 2.0))), "device x has two peaks for one dtype"),
         (lambda: Device("x", 1, memory_bytes_per_s=0.0), "device x reads 0.0 bytes/s"),

@@ -84,7 +84,10 @@ def test_every_rank_is_on_one_node_and_prints(made):
     ("make", "message"),
     [
         (lambda: Cluster("x", (A, A), 1, FAST, NET, node_of=(0,)), "cluster x has 2 ranks, and node_of has 1: one for each"),
-        (lambda: Cluster("x", (A, A), 1, FAST, NET, node_of=(0, 2)), r"ranks on nodes \[0, 2\]; nodes are numbered from 0, none left out"),
+        (
+            lambda: Cluster("x", (A, A), 1, FAST, NET, node_of=(0, 2)),
+            r"ranks on nodes \[0, 2\]; nodes are numbered from 0, none left out",
+        ),
         (lambda: Cluster("x", (A, A), 1, FAST, NET, insides=((2, SLOW),)), "an inside link for node 2, and nodes 0 to 1"),
         (lambda: Cluster("x", (A, A), 1, FAST, NET, insides=((0, SLOW), (0, FAST))), "two inside links for one node"),
         (lambda: Cluster("x", (A, A), 1, FAST, NET).on([0, 0]), r"has every rank once, and \[0, 0\] names one twice"),
@@ -130,5 +133,5 @@ def test_many_nodes_that_differ_print_in_a_dozen_lines():
 
 def test_a_file_that_cannot_be_written_is_said(tmp_path):
     """After minutes of measuring, a traceback would be the wrong end."""
-    with pytest.raises(FileError, match="cannot write .*No such file or directory"):
+    with pytest.raises(FileError, match=r"cannot write .*No such file or directory"):
         cluster("local:2").save(tmp_path / "none" / "x.yaml")

@@ -9,7 +9,9 @@ from penstock.cluster.device import DTYPES
 from penstock.cluster.presets import Presets
 
 positive = st.floats(1e-3, 1e18)
-names = st.text("aZ0: '\"#-{}[]é,&*!|>%@`\\\n", max_size=8).map(lambda text: f"x{text}") | st.sampled_from(["no", "1e3", "null", "1:30"])
+names = st.text("aZ0: '\"#-{}[]é,&*!|>%@`\\\n", max_size=8).map(lambda text: f"x{text}") | st.sampled_from(
+    ["no", "1e3", "null", "1:30"]
+)
 texts = names | st.just("")
 devices = st.builds(
     Device,

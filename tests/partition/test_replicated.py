@@ -195,9 +195,11 @@ def test_a_hundred_layers_on_64_ranks_are_no_worse_than_their_bound():
 
 
 def test_memory_counts_the_micro_batches_of_all_ranks_after():
-    """1F1B keeps on the first of four ranks four micro-batches; three ranks with two of them each need less."""
-    found = replicated([1, 1], [0, 0], [0], 4, 1.0, kept=[10, 1], limit=20, exactly=True)
-    assert found == [(1, 3), (1, 1)]
+    """1F1B keeps four micro-batches on the first of four ranks, but two on each of two: the faster cut needs twice the memory."""
+    costs = [1, 3], [0, 0], [0], 4, 1.0
+    assert replicated(*costs, stages=2) == [(1, 1), (1, 3)]
+    assert replicated(*costs, stages=2, kept=[10, 1], limit=20) == [(1, 2), (1, 2)]
+    assert replicated(*costs, stages=2, kept=[10, 1], limit=19) is None
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,10 @@ def test_memory_counts_the_micro_batches_of_all_ranks_after():
         (lambda: replicated_table(np.full((3, 3, 2), -1.0)), r"table: entry \[0, 1, 1\] is -1.0"),
         (lambda: replicated_table(np.full((3, 3, 2), np.nan)), r"table: entry \[0, 1, 1\] is nan"),
         (lambda: replicated_table(np.zeros((3, 3, 2)), [1, 1]), "boundary: has 2 entries, and 1 are needed"),
-        (lambda: replicated_table(np.zeros((3, 3, 2)), most_ranks=np.zeros((3, 3, 3))), r"most_ranks: has the shape \(3, 3, 3\)"),
+        (
+            lambda: replicated_table(np.zeros((3, 3, 2)), most_ranks=np.zeros((3, 3, 3))),
+            r"most_ranks: has the shape \(3, 3, 3\)",
+        ),
         (lambda: replicated_table(np.zeros((3, 3, 2)), stages=0), "stages is 0"),
         (lambda: replicated_sum(np.zeros((3, 3, 2)), -1), "bound_factor is -1"),
         (lambda: replicated([1, 1], [1, 1], [1, 1], 0, 1.0), "2 layers on 0 ranks"),

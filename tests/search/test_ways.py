@@ -7,10 +7,10 @@ from penstock.cluster.cluster import cluster
 from penstock.errors import PlanError, ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.op import Schedule
-from penstock.search.request import PlanRequest
 from penstock.search.cuts import cut
 from penstock.search.laid import lay_out
 from penstock.search.proposal import Proposal
+from penstock.search.request import PlanRequest
 from penstock.search.shapes import shapes
 from penstock.search.ways import Space, least_s
 from penstock.simulate.costs import Costs
@@ -65,7 +65,9 @@ def test_no_way_is_shorter_than_the_bound_from_its_numbers_alone(profile_of, sec
     for way in ways(request):
         lengths = cut(request.on(way.shape.first), [s % way.shape.ranks for s in range(way.stages)], way.micro_batches, "time")
         try:
-            laid = lay_out(request, Proposal(lengths, way.schedule, way.micro_batches, way.all_options, devices=way.shape.devices))
+            laid = lay_out(
+                request, Proposal(lengths, way.schedule, way.micro_batches, way.all_options, devices=way.shape.devices)
+            )
         except (ScheduleError, PlanError):
             continue
         assert way.bound_s <= steady(laid.made, laid.costs).seconds_per_batch * (1 + 1e-9)
@@ -81,7 +83,9 @@ def test_the_best_estimates_come_first(profile_of):
 
 def test_given_numbers_are_the_only_ones(profile_of):
     """The planner fills in what was left open, and nothing else."""
-    listed = ways(PlanRequest(profile_of([1.0] * 4), cluster(4), 16, ("gpipe", "1f1b"), stages=3, micro_batches=5, max_replicas=1))
+    listed = ways(
+        PlanRequest(profile_of([1.0] * 4), cluster(4), 16, ("gpipe", "1f1b"), stages=3, micro_batches=5, max_replicas=1)
+    )
     assert [(way.schedule, way.stages, way.micro_batches) for way in listed] == [("1f1b", 3, 5), ("gpipe", 3, 5)]
 
 

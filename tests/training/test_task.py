@@ -7,7 +7,7 @@ import torch
 
 from penstock.errors import SettingError, UnknownName
 from penstock.training.config import TrainConfig
-from penstock.training.task import accuracy, make_task
+from penstock.training.task import accuracy, fitting_data, make_task
 
 
 def test_a_vgg_gets_the_classes_and_the_form_of_the_data():
@@ -32,7 +32,33 @@ def test_a_gpt_gets_the_vocabulary_and_the_length_of_the_text():
     assert task.data.train_inputs.shape[1] == 16
 
 
-@pytest.mark.parametrize(("model", "data", "words"), [("vgg11", "text", "takes images"), ("gpt", "digits", "takes tokens")])
+def test_a_gnmt_gets_pairs_of_sequences_and_their_vocabulary():
+    """Source and target come in one tensor, as every input does."""
+    task = make_task(TrainConfig(model="gnmt", data="reversed", tokens=9, model_options={"layers": 4, "hidden": 8}))
+    assert task.model[-1].linear.out_features == task.data.classes
+    assert task.data.train_inputs.shape[1:] == (2, 9)
+    assert task.data.train_targets.shape[1:] == (9,)
+
+
+@pytest.mark.parametrize(("model", "data"), [("vgg11", "digits"), ("mlp", "digits"), ("gpt", "text"), ("gnmt16", "reversed")])
+def test_every_task_has_data_at_hand(model, data):
+    """Whoever profiles a model need not know what it learns from."""
+    assert fitting_data(model) == data
+
+
+def test_data_at_hand_for_an_unknown_model_is_refused_with_what_there_is():
+    """A typo should cost one look here too."""
+    with pytest.raises(UnknownName, match="Did you mean 'gnmt'"):
+        fitting_data("gmt")
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "words"),
+    [
+        ("vgg11", "text", "takes images"), ("gpt", "digits", "takes tokens"), ("gpt", "reversed", "take --data text"),
+        ("gnmt", "text", "takes pairs of sequences of tokens, but data text is tokens"),
+    ],
+)  # fmt: skip
 def test_a_model_and_data_of_different_kinds_are_refused(model, data, words):
     """Shapes would complain much later, and about something else."""
     with pytest.raises(SettingError, match=words):

@@ -13,8 +13,11 @@ from penstock.errors import SettingError, UnknownName
 from penstock.zoo.catalogue import model, models
 from penstock.zoo.gpt import gpt_loss
 
-#: Published parameter counts at 1,000 classes and 224 pixels; those of gpt and mlp are worked out by hand from their formulas.
+#: Published parameter counts at 1,000 classes and 224 pixels; those of gpt and mlp are worked out by hand from their formulas, those
+#: of gnmt are the sums of PipeDream's profiles of GNMT-8 and GNMT-16 with their vocabulary of 32,320.
 PUBLISHED = {
+    "gnmt": 193_765_952,
+    "gnmt16": 277_717_568,
     "gpt": 9_772_544,
     "mlp": 29_770,
     "resnet18": 11_689_512,
@@ -30,6 +33,8 @@ PUBLISHED = {
 }
 #: Options that make a model small enough to run in a test.
 SMALL: dict[str, dict[str, object]] = {
+    "gnmt": {"layers": 4, "hidden": 8, "vocabulary": 11},
+    "gnmt16": {"hidden": 8, "vocabulary": 11},
     "gpt": {"layers": 2, "width": 16, "heads": 2, "tokens": 6, "vocabulary": 11},
     "mlp": {"layers": 3},
     **{name: {"classes": 10, "image": 32} for name in PUBLISHED if name.startswith(("resnet", "vgg"))},
@@ -41,9 +46,10 @@ every_model = pytest.mark.parametrize("name", sorted(models()))
 def batch_for(name: str, samples: int) -> tuple[Tensor, Tensor]:
     """Random inputs and targets for the small form of a model."""
     draw = torch.Generator().manual_seed(1)
-    if name == "gpt":
+    if models()[name].task != "classify":
         tokens = torch.randint(0, 11, (samples, 7), generator=draw)
-        return tokens[:, :-1], tokens[:, 1:]
+        known, following = tokens[:, :-1], tokens[:, 1:]
+        return (known if name == "gpt" else torch.stack([following.flip(1), known], dim=1)), following
     shape = (64,) if name == "mlp" else (3, 32, 32)
     return torch.randn(samples, *shape, generator=draw), torch.arange(samples) % 10
 
@@ -122,9 +128,10 @@ def test_one_step_gives_every_parameter_a_gradient(name):
     made = model(name, **SMALL[name])
     inputs, targets = batch_for(name, samples=2)
     logits = made(inputs)
-    loss = gpt_loss(logits, targets) if name == "gpt" else nn.functional.cross_entropy(logits, targets)
+    images = models()[name].task == "classify"
+    loss = nn.functional.cross_entropy(logits, targets) if images else gpt_loss(logits, targets)
     loss.backward()
-    assert logits.shape == (2, 6, 11) if name == "gpt" else logits.shape == (2, 10)
+    assert logits.shape == ((2, 10) if images else (2, 6, 11))
     gradients = {path: parameter.grad for path, parameter in made.named_parameters()}
     assert [path for path, gradient in gradients.items() if gradient is None or not gradient.isfinite().all()] == []
     # Biases before a normalisation and of attention keys have no effect, so their gradients may be 0; matrices' may not.

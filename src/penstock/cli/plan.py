@@ -83,7 +83,9 @@ def _profiles(paths: list[Path]) -> tuple[Profiles, int]:
         return found[0], found[0].batch
     nameless = [str(path) for path, each in zip(paths, found, strict=True) if not each.device]
     if nameless:
-        raise SettingError(f"{nameless[0]} does not say which device it is of: profile that model anew, or give one profile alone")
+        raise SettingError(
+            f"{nameless[0]} does not say which device it is of: profile that model anew, or give one profile alone"
+        )
     names = [each.device for each in found]
     if len(set(names)) < len(names):
         raise SettingError(f"two of the profiles are of the same device: {', '.join(names)}")
@@ -123,5 +125,17 @@ def _table(every: tuple[Compared, ...]) -> str:
             format_bytes(max(made.predicted.peak_memory)), format_seconds(each.seconds),
             own.why if made.objective is None else f"{own.why}; {made.objective}",
         ))  # fmt: skip
-    head = ("planner", "schedule", "stages", "copies", "M", "recompute", "step", "", "peak memory", "planned in", "bound by; own objective")
+    head = (
+        "planner",
+        "schedule",
+        "stages",
+        "copies",
+        "M",
+        "recompute",
+        "step",
+        "",
+        "peak memory",
+        "planned in",
+        "bound by; own objective",
+    )
     return options.table(head, rows)

@@ -55,9 +55,9 @@ def analytic(
     target = Presets.load().device(device) if isinstance(device, str) else device
     counts = count(model, example, batch)
     if target.kind == "fpga":
-        return fpga(counts, target, batch=batch, sizes=sizes, dtype=dtype)
+        return fpga(counts, target, sizes=sizes, dtype=dtype)
     reached: Efficiency | None = None
     if calibrate is not None:
         measured = calibrate if isinstance(calibrate, Profile) else Profile.load(calibrate)
         reached = calibrated(counts, measured, target, dtype=dtype)
-    return roofline(counts, target, batch=batch, sizes=sizes, dtype=dtype, efficiency=reached)
+    return roofline(counts, target, sizes=sizes, dtype=dtype, efficiency=reached)

@@ -31,6 +31,9 @@ _ALL_PAIRS: Final = 8
 #: A medium on which two messages at once take so many times as long carries one at a time, rather than both: half-way between.
 _SHARED: Final = 1.5
 
+#: How often every rank works alone and then with the others.
+_ROUNDS: Final = 3
+
 #: Loads that say how much longer everything takes while all ranks are busy: what training does.
 _WORK: Final = ("matmul float32", "conv")
 
@@ -77,7 +80,7 @@ class ClusterFound:
     at_once: float
 
 
-def measure_cluster(name: str, device: torch.device, *, repeats: int = 5, seconds: float = 0.2,
+def measure_cluster(name: str, device: torch.device, *, repeats: int = 5, seconds: float = 0.6,
                     progress: Progress | None = None) -> ClusterFound:  # fmt: skip
     """Time compute, memory and links of the ranks of torch's process group. Every rank calls it, and gets the same.
 
@@ -87,7 +90,7 @@ def measure_cluster(name: str, device: torch.device, *, repeats: int = 5, second
         name: for the cluster.
         device: this rank's.
         repeats: how many times each message is timed.
-        seconds: how long each load runs, alone and at once.
+        seconds: how long each load runs, alone and at once, in all.
         progress: called with steps done, steps in all, and what comes next; of use on one rank.
 
     Raises:
@@ -102,7 +105,7 @@ def measure_cluster(name: str, device: torch.device, *, repeats: int = 5, second
     own_gpu = device.type == "cuda" and len(set(told)) == ranks
     wires = Wires(None if own_gpu else dist.new_group(backend="gloo"), device if own_gpu else torch.device("cpu"))
     work, pairs = loads(device), _pairs(ranks)
-    steps = _Steps(progress, len(work) * (_most(hosts) + 1) + len(pairs) + 1)
+    steps = _Steps(progress, len(work) + len(pairs) + 1)
     found = _ranks(work, hosts, device, seconds, wires, steps)
     times: list[PairFound] = []
     for a, b in pairs:
@@ -161,22 +164,27 @@ def _neighbour(hosts: Sequence[str]) -> int | None:
 
 def _ranks(work: dict[str, Load], hosts: Sequence[str], device: torch.device, seconds: float, wires: Wires,
            steps: _Steps) -> list[RankFound]:  # fmt: skip
-    """Every load on every rank: alone, one rank of each host after the other, and then on all."""
+    """Every load on every rank: alone, one rank of each host after the other, and then on all; in rounds, so that what else a host does
+    for a while is not taken for a difference.
+    """
     rank = dist.get_rank()
     turn = hosts[:rank].count(hosts[rank])
-    alone, busy = {}, {}
+    alone: dict[str, float] = {}
+    busy: dict[str, float] = {}
     for name, load in work.items():
-        for one in range(_most(hosts)):
-            steps.next(f"{name}, rank {one} alone")
+        steps.next(name)
+        ratios = []
+        for _ in range(_ROUNDS):
+            for one in range(_most(hosts)):
+                wires.barrier()
+                if one == turn:
+                    mine = time_load(load, device, seconds / _ROUNDS)
             wires.barrier()
-            if one == turn:
-                alone[name] = time_load(load, device, seconds)
-        steps.next(f"{name}, all ranks at once")
-        wires.barrier()
-        busy[name] = time_load(load, device, seconds)
-    ratios = tuple((name, _short(busy[name] / alone[name])) for name in work)
-    mine = RankFound(rank, hosts[rank], _device(work, alone, dict(ratios), device, hosts.count(hosts[rank])), ratios)
-    return _gathered(mine)
+            ratios.append(time_load(load, device, seconds / _ROUNDS) / mine)
+            alone[name] = min(mine, alone.get(name, mine))
+        busy[name] = _short(statistics.median(ratios))
+    made = _device(work, alone, busy, device, hosts.count(hosts[rank]))
+    return _gathered(RankFound(rank, hosts[rank], made, tuple(busy.items())))
 
 
 def _device(work: dict[str, Load], alone: dict[str, float], busy: dict[str, float], device: torch.device,

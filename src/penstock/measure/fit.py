@@ -14,11 +14,11 @@ from penstock.errors import SettingError
 
 _Array = NDArray[np.float64]
 
-#: Rounds of weighing anew; three digits stand after ten.
-_ROUNDS: Final = 30
-
-#: No link carries more, so that noise never makes an endless one: 100 TB/s.
-_LEAST_S_PER_BYTE: Final = 1e-14
+#: The latency is sought from a millionth of the shortest message's time to a million times the longest's (as powers of e), in rounds
+#: that look at so many values each and go on around the best.
+_REACH: Final = 14.0
+_TRIED: Final = 101
+_ROUNDS: Final = 6
 
 
 @dataclass(frozen=True)
@@ -54,45 +54,40 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Fit:
     """Latency and bandwidth by least squares of the logarithms: the relative error of a short message counts as much as that of a long
     one, and twice as long is as wrong as half as long.
 
-    Squares of (fitted - measured) / measured would count the half as a quarter: noisy times would then pull everything down. Neither
-    number comes out below 0.
+    Squares of (fitted - measured) / measured would take a time that is half as long for a quarter as wrong: noisy times would pull
+    everything down. Both numbers come out above 0.
 
     Args:
         sizes: bytes of the messages, at least two different numbers.
         seconds: how long each took, one way; above 0.
 
     Raises:
-        SettingError: there are too few sizes, or a time is not above 0.
+        SettingError: there are too few sizes, or a size or a time is not above 0.
     """
     if len(set(sizes)) < 2 or len(sizes) != len(seconds):
         raise SettingError(
             f"{len(set(sizes))} sizes of messages and {len(seconds)} times; a fit needs two sizes, and a time of each"
         )
+    if min(sizes) < 1:
+        raise SettingError(f"a message of {min(sizes)} bytes tells nothing of a link; sizes are 1 byte or more")
     if not all(0 < time < float("inf") for time in seconds):
         raise SettingError(f"messages took {list(seconds)} s; a fit needs times above 0")
     times, counts = np.asarray(seconds, float), np.asarray(sizes, float)
-    latency, per_byte = _least_squares(counts, times, times)
+    # Of all links whose latency is worth so many bytes, the best has the geometric mean of what each time tells: so one number is left
+    # to search, and its least is found wherever it is.
+    logarithms = np.log(times)
+
+    def spread(log_worth: _Array) -> _Array:
+        left = logarithms - np.log(np.exp(log_worth)[:, None] + counts)
+        return np.asarray(left.var(axis=1), float)
+
+    low, high = float(np.log(counts.min())) - _REACH, float(np.log(counts.max())) + _REACH
     for _ in range(_ROUNDS):
-        fitted = latency + counts * per_byte
-        over = times / fitted - 1
-        # Weights with which (fitted - time)^2 has the slope of log(fitted / time)^2.
-        bent = np.divide(np.log1p(over), over, out=np.ones_like(over), where=np.abs(over) > 1e-6)
-        latency, per_byte = _least_squares(counts, times, fitted / np.sqrt(bent))
+        tried = np.linspace(low, high, _TRIED)
+        best = float(tried[spread(tried).argmin()])
+        step = (high - low) / (_TRIED - 1)
+        low, high = best - step, best + step
+    per_byte = float(np.exp((logarithms - np.log(np.exp(best) + counts)).mean()))
+    latency = float(np.exp(best)) * per_byte
     errors = (latency + counts * per_byte) / times - 1
     return Fit(latency, 1 / per_byte, tuple(map(float, errors)))
-
-
-def _least_squares(counts: _Array, times: _Array, relative_to: _Array) -> tuple[float, float]:
-    """The latency and seconds per byte with the least squares of (fitted - time) / relative_to."""
-    rows = np.stack([1 / relative_to, counts / relative_to], axis=1)
-    aim = times / relative_to
-    # Columns of like length, or the small one is lost in rounding.
-    scale = np.linalg.norm(rows, axis=0)
-    found, *_ = np.linalg.lstsq(rows / scale, aim, rcond=None)
-    latency, per_byte = float(found[0] / scale[0]), float(found[1] / scale[1])
-    # Where one would be below 0, the best is at 0: then the other alone.
-    if latency < 0:
-        return 0.0, float(rows[:, 1] @ aim / scale[1] ** 2)
-    if per_byte < _LEAST_S_PER_BYTE:
-        return float(rows[:, 0] @ aim / scale[0] ** 2), _LEAST_S_PER_BYTE
-    return latency, per_byte

@@ -42,7 +42,7 @@ def loads(device: torch.device) -> dict[str, Load]:
 
 
 def time_load(load: Load, device: torch.device, seconds: float) -> float:
-    """Seconds of one run: the lower quartile of those that fit into `seconds`, at least four, after one to warm up.
+    """Seconds of one run: `quiet` of those that fit into `seconds`, at least four, after one to warm up.
 
     Given a time and not a count, ranks that run it at once are busy at once to the end.
     """

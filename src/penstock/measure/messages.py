@@ -70,7 +70,7 @@ class Wires:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a message one way, by size: half of a round trip, the lower quartile of many.
+    """Seconds of a message one way, by size: half of a round trip, `quiet` of many.
 
     Attributes:
         sizes: bytes.

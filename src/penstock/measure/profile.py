@@ -95,8 +95,7 @@ def profile(
         machine = machine_facts(place)
     layers = _layers(traced, measured_sizes, runs, [count / measured_sizes[0] for count in kept])
     input_bytes = sum(leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in tensors)
-    return Profile(layers, traced.fingerprint, input_bytes, batch, machine, torch.__version__, update_s_per_byte=update,
-                   device=device_name(place))  # fmt: skip
+    return Profile(layers, traced.fingerprint, input_bytes, batch, machine, torch.__version__, update, device_name(place))
 
 
 def device_name(device: torch.device) -> str:

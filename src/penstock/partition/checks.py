@@ -15,6 +15,9 @@ LARGEST_SUM = 1e307
 
 Floats = npt.NDArray[np.float64]
 
+#: Costs of layers: one number each, or a row of them for each stage or rank.
+Costs = Sequence[float] | Sequence[Sequence[float]] | Floats
+
 
 def check_costs(costs: Sequence[float] | Floats, what: str = "costs", count: int | None = None) -> Floats:
     """The costs as float64, shape (len(costs),), once they are finite, not below 0, and `count` many if that is given.
@@ -63,3 +66,30 @@ def refuse_unknown(method: str, given: Iterable[str], known: Iterable[str]) -> N
     if unknown:
         takes = f"it takes {', '.join(known)}" if known else "it takes no options"
         raise PartitionError(f"{method} does not take {', '.join(unknown)}: {takes}")
+
+
+def numbers_of(costs: Costs, what: str) -> Floats:
+    """The costs as an array of one or two dimensions."""
+    try:
+        numbers = np.asarray(costs, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise PartitionError(f"{what}: needs a list of numbers, or one of equal length for each stage: {error}") from error
+    if numbers.ndim not in {1, 2}:
+        raise PartitionError(
+            f"{what}: has the shape {numbers.shape}; it must be one number per layer, or a row of them per stage"
+        )
+    return numbers
+
+
+def rows_of(numbers: Floats, what: str, stages: int, layers: int) -> Floats:
+    """The numbers as an array of shape (stages, layers)."""
+    rows = np.atleast_2d(numbers)
+    if len(rows) not in {1, stages}:
+        raise PartitionError(f"{what}: has the shape {numbers.shape}; it must be ({layers},) or ({stages}, {layers})")
+    for index, row in enumerate(rows):
+        check_costs(row, what if numbers.ndim == 1 else f"{what}[{index}]", layers)
+    return np.broadcast_to(rows, (stages, layers))
+
+
+def sums_of(rows: Floats) -> Floats:
+    return np.concatenate((np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)), axis=1)

@@ -12,11 +12,8 @@ import numpy.typing as npt
 from penstock.errors import PartitionError
 from penstock.partition.bottleneck import EVENNESS, ROUNDING
 from penstock.partition.catalogue import check_lengths
-from penstock.partition.checks import Floats, check_costs
+from penstock.partition.checks import Costs, Floats, check_costs, numbers_of, rows_of, sums_of
 from penstock.partition.steps import least_bottleneck, least_sum, spans
-
-#: Costs of layers: one number each, or one row of them per stage.
-Costs = Sequence[float] | Sequence[Sequence[float]] | Floats
 
 Ints = npt.NDArray[np.int64]
 
@@ -233,17 +230,17 @@ def _chain(seconds: Costs, transfer: Costs | None, holds: Costs, kept: Costs, in
            limits: Sequence[float], *, overlap: bool) -> _Chain:  # fmt: skip
     if not isinstance(overlap, (bool, np.bool_)):
         raise PartitionError(f"overlap is {overlap!r}; it must be True or False")
-    allowed, times = _limits(limits), _numbers(seconds, "seconds")
+    allowed, times = _limits(limits), numbers_of(seconds, "seconds")
     stages, layers = len(allowed), times.shape[-1]
     _check_stages(stages, layers)
-    rows = _rows(times, "seconds", stages, layers)
+    rows = rows_of(times, "seconds", stages, layers)
     links = np.zeros((stages + 1, layers + 1))
     if transfer is not None and stages > 1:
-        links[1:-1, 1:-1] = _rows(_numbers(transfer, "transfer"), "transfer", stages - 1, layers - 1)
+        links[1:-1, 1:-1] = rows_of(numbers_of(transfer, "transfer"), "transfer", stages - 1, layers - 1)
     memory = _memory(holds, kept, in_flight, stages)
     if memory.shape[1] != layers + 1:
         raise PartitionError(f"holds and kept are of {memory.shape[1] - 1} layers, seconds of {layers}")
-    return _Chain(_sums(rows), memory, links, allowed, bool(overlap))
+    return _Chain(sums_of(rows), memory, links, allowed, bool(overlap))
 
 
 def _check_stages(stages: int, layers: int) -> None:
@@ -251,39 +248,12 @@ def _check_stages(stages: int, layers: int) -> None:
         raise PartitionError(f"cannot make {stages} stages from {layers} layers: every stage needs at least one")
 
 
-def _numbers(costs: Costs, what: str) -> Floats:
-    """The costs as an array of one or two dimensions."""
-    try:
-        numbers = np.asarray(costs, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise PartitionError(f"{what}: needs a list of numbers, or one of equal length for each stage: {error}") from error
-    if numbers.ndim not in {1, 2}:
-        raise PartitionError(
-            f"{what}: has the shape {numbers.shape}; it must be one number per layer, or a row of them per stage"
-        )
-    return numbers
-
-
-def _rows(numbers: Floats, what: str, stages: int, layers: int) -> Floats:
-    """The numbers as an array of shape (stages, layers)."""
-    rows = np.atleast_2d(numbers)
-    if len(rows) not in {1, stages}:
-        raise PartitionError(f"{what}: has the shape {numbers.shape}; it must be ({layers},) or ({stages}, {layers})")
-    for index, row in enumerate(rows):
-        check_costs(row, what if numbers.ndim == 1 else f"{what}[{index}]", layers)
-    return np.broadcast_to(rows, (stages, layers))
-
-
-def _sums(rows: Floats) -> Floats:
-    return np.concatenate((np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)), axis=1)
-
-
 def _memory(holds: Costs, kept: Costs, in_flight: Sequence[float], stages: int) -> Floats:
     """Prefix sums of every stage's bytes, shape (stages, layers + 1)."""
-    own, flying = _numbers(holds, "holds"), check_costs(in_flight, "in_flight", stages)
+    own, flying = numbers_of(holds, "holds"), check_costs(in_flight, "in_flight", stages)
     layers = own.shape[-1]
-    each = _rows(_numbers(kept, "kept"), "kept", stages, layers)
-    return _sums(_rows(own, "holds", stages, layers) + flying[:, None] * each)
+    each = rows_of(numbers_of(kept, "kept"), "kept", stages, layers)
+    return sums_of(rows_of(own, "holds", stages, layers) + flying[:, None] * each)
 
 
 def _limits(limits: Sequence[float]) -> Floats:

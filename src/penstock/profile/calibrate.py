@@ -28,7 +28,9 @@ def _column(family: Family) -> int:
 #: Rounds of choosing each op's roof and solving for the unknowns. It stands still after about ten.
 _ROUNDS = 60
 #: How strongly an unknown that the measurements say little of is held where it was, relative to one measurement.
-_HOLD = 0.03
+_HOLD = 0.05
+#: What the three that are no shares may well be off by: nobody knows a host's own cost before it is measured.
+_SPREAD: Final = (10.0, 1e-4, 1e-4)
 #: No unknown goes below these times what it is in the beginning: a share of ten times the usual is no share.
 _FLOOR = 0.1
 
@@ -83,20 +85,11 @@ def fitted(measured: Sequence[Sample], roof: Roof, *, start: Efficiency | None =
     begin = Efficiency() if start is None else start
     table = _Table.of(told, roof)
     first = np.array([getattr(begin, name) for name in _FIXED] + [1 / getattr(begin, name) for name in _SHARES])
-    best, least = first, float("inf")
-    for slower_peak, slower_memory in ((1, 1), (10, 1), (1, 10), (0.1, 1), (1, 0.1)):
-        guess = first.copy()
-        guess[_MEMORY] *= slower_memory
-        guess[_MEMORY + 1 :] *= slower_peak
-        for _ in range(_ROUNDS):
-            solved = table.solve(guess, first)
-            error = table.error(solved)
-            if error < least:
-                best, least = solved, error
-            if np.allclose(solved, guess, rtol=1e-9):
-                break
-            guess = solved
-    best = np.where(table.seen(), best, best * table.pace(best, first))
+    best = table.fit(first)
+    # Families that were hardly measured, or not at all, are held to be as much better or worse than usual as the others are.
+    usual = first.copy()
+    usual[_MEMORY + 1 :] *= table.pace(best, first)
+    best = table.fit(usual)
     values = dict(zip(_FIXED, best[: len(_FIXED)].tolist(), strict=True))
     values |= {name: 1 / value for name, value in zip(_SHARES, best[len(_FIXED) :].tolist(), strict=True)}
     return replace(begin, **values, source=source or begin.source)
@@ -126,7 +119,7 @@ class _Table:
         ]  # fmt: skip
         seconds = np.array([sample.seconds for sample in told])
         # Relative errors, but for layers so short that they do not matter: there the clock is what is measured.
-        weight = 1 / (seconds + 0.02 * seconds.mean())
+        weight = 1 / (seconds + 0.005 * seconds.mean())
         return cls(
             np.array([number for number, _, _ in rows]),
             np.array([_column(work.family) for _, work, _ in rows]),
@@ -145,22 +138,35 @@ class _Table:
         found = np.zeros((len(self.seconds), len(guess)))
         found[:, : len(_FIXED)] = self.fixed
         np.add.at(found, (self.sample, np.where(short, _WINOGRAD, self.family)), np.where(on_memory, 0.0, self.compute_s))
-        np.add.at(found, (self.sample, np.full_like(self.sample, _MEMORY)), self.memory_s * np.where(short, WINOGRAD_TRAFFIC, on_memory))
+        np.add.at(
+            found,
+            (self.sample, np.full_like(self.sample, _MEMORY)),
+            self.memory_s * np.where(short, WINOGRAD_TRAFFIC, on_memory),
+        )
         return found
 
-    def seen(self) -> np.ndarray:
-        """Which unknowns the samples have anything of."""
-        found = np.zeros(len(_FIXED) + len(_SHARES), bool)
-        found[: _MEMORY + 1] = True
-        found[self.family[self.compute_s > 0]] = True
-        found[_WINOGRAD] = bool(self.winograd.any())
-        return found
+    def fit(self, hold: np.ndarray) -> np.ndarray:
+        """The unknowns with the least error, of several starts around `hold`."""
+        best, least = hold, float("inf")
+        for slower_peak, slower_memory in ((1, 1), (10, 1), (1, 10), (0.1, 1), (1, 0.1)):
+            guess = hold.copy()
+            guess[_MEMORY] *= slower_memory
+            guess[_MEMORY + 1 :] *= slower_peak
+            for _ in range(_ROUNDS):
+                solved = self.solve(guess, hold)
+                error = self.error(solved)
+                if error < least:
+                    best, least = solved, error
+                if np.allclose(solved, guess, rtol=1e-9):
+                    break
+                guess = solved
+        return best
 
     def pace(self, best: np.ndarray, first: np.ndarray) -> float:
-        """How much slower than usual the products are that were seen: those that were not are taken to be as much."""
-        seen = self.seen()
-        seen[: _MEMORY + 1] = seen[len(_FIXED) + _SHARES.index("other")] = False
-        return float(np.exp(np.log(best[seen] / first[seen]).mean())) if seen.any() else 1.0
+        """How much slower than usual the products were, on average by their work: those that were not seen are taken to be as much."""
+        work = np.bincount(self.family, self.compute_s * (self.family != _column("other")), minlength=len(best))
+        done = work > 0
+        return float(np.exp(np.average(np.log(best[done] / first[done]), weights=work[done]))) if done.any() else 1.0
 
     def error(self, guess: np.ndarray) -> float:
         """Sum of the squares of the relative errors."""
@@ -168,7 +174,7 @@ class _Table:
 
     def solve(self, guess: np.ndarray, hold: np.ndarray) -> np.ndarray:
         """The unknowns with the least error for the roofs of `guess`, none below its floor."""
-        scale = np.where(hold > 0, hold, 1e-6)
+        scale = np.concatenate([_SPREAD, hold[_MEMORY:]])
         matrix = np.vstack([self.matrix(guess) * scale * self.weight[:, None], _HOLD * np.eye(len(guess))])
         wanted = np.concatenate([self.seconds * self.weight, _HOLD * hold / scale])
         floor = np.array([0.0] * len(_FIXED) + [_FLOOR] * len(_SHARES))

@@ -11,6 +11,7 @@ Source: Zhao et al. 2020, BaPipe (LITERATURE 4.3; its own numbers are not public
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, Literal
 
 from penstock.cluster.device import Device
@@ -32,7 +33,6 @@ def fpga(
     counts: ModelCounts,
     board: Device,
     *,
-    batch: int | None = None,
     sizes: Sequence[int] | None = None,
     dtype: str = "float32",
     on_chip: bool | None = None,
@@ -45,8 +45,7 @@ def fpga(
     Args:
         counts: of the model.
         board: with a peak for `dtype` (`dsp_flops`), the DDR's bandwidth, and the bytes on its chip.
-        batch: samples of a batch; by default that of the counts.
-        sizes: micro-batch sizes to give seconds for; by default a batch in parts by powers of two.
+        sizes: micro-batch sizes to give seconds for; by default the counts' batch in parts by powers of two.
         dtype: of the numbers.
         on_chip: whether weights and gradients stay on the chip. None: if those of the whole model fit there. Of a model that is cut,
             each board holds a part: ask `fits_on_chip` of every stage, and correct its seconds with `off_chip_seconds`.
@@ -55,12 +54,11 @@ def fpga(
             at the same time (FBP-AS).
 
     Raises:
-        SettingError: the board lacks a figure, or batch or sizes are below 1.
+        SettingError: the board lacks a figure, or a size is below 1.
     """
-    batch = counts.batch if batch is None else batch
-    points = tuple(sorted(set(sizes if sizes is not None else halves(batch))))
-    if batch < 1 or not points or points[0] < 1:
-        raise SettingError(f"batch {batch} and sizes {list(points)} must be 1 or more")
+    points = tuple(sorted(set(sizes if sizes is not None else halves(counts.batch))))
+    if not points or points[0] < 1:
+        raise SettingError(f"sizes {list(points)} must be 1 or more")
     roof = Roof.of(board, dtype, counts.dtype_bytes)
     held = fits_on_chip(counts.parameter_bytes * roof.narrower, board) if on_chip is None else on_chip
 
@@ -76,11 +74,12 @@ def fpga(
         part = parts[int(samples)]
         return alone(layer, phase, samples) / (part if phase == "forward" or units == "shared" else 1 - part)
 
-    return analytic_profile(
-        counts, points, batch, seconds, device=board, narrower=roof.narrower,
-        update_s_per_byte=0.0 if held else UPDATE_TRAFFIC / roof.bytes_per_s,
+    return replace(
+        analytic_profile(counts, points, roof, seconds),
         machine={"device": f"fpga: {board.name}, by operation counts at {dtype}", "weights": "on the chip" if held else "in the DDR",
                  "units": units},
+        device=board.name,
+        update_s_per_byte=0.0 if held else UPDATE_TRAFFIC / roof.bytes_per_s,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ cost and the time to fill the device besides, because small ops are bound by nei
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Final, final
 
 from penstock.cluster.device import Device
@@ -182,21 +182,23 @@ def roofline(
         raise SettingError(f"batch {batch} and sizes {list(points)} must be 1 or more")
     reached = usual_efficiency(dtype) if efficiency is None else efficiency
     roof = Roof.of(device, dtype, counts.dtype_bytes)
-    return analytic_profile(
-        counts, points, batch,
-        lambda layer, phase, samples: roof.seconds(layer.work(phase), samples, reached),
-        device=device, narrower=roof.narrower,
-        update_s_per_byte=UPDATE_TRAFFIC / (roof.bytes_per_s * reached.memory),
+    made = analytic_profile(
+        counts, points, roof, lambda layer, phase, samples: roof.seconds(layer.work(phase), samples, reached)
+    )
+    return replace(
+        made,
+        batch=batch,
         machine={"device": f"{device.kind}: {device.name}, by a roofline at {dtype}", "efficiency": reached.source},
-    )  # fmt: skip
+        device=device.name,
+        update_s_per_byte=UPDATE_TRAFFIC / (roof.bytes_per_s * reached.memory),
+    )
 
 
-def analytic_profile(counts: ModelCounts, sizes: Sequence[int], batch: int, seconds: Seconds, *, device: Device, narrower: float,
-                     update_s_per_byte: float, machine: dict[str, str]) -> Profile:  # fmt: skip
-    """A profile with the counts' bytes and the times that `seconds(layer, phase, samples)` says.
-
-    `narrower`: bytes of a number that moves over those that were counted.
+def analytic_profile(counts: ModelCounts, sizes: Sequence[int], roof: Roof, seconds: Seconds) -> Profile:
+    """A profile with the counts' bytes, as narrow as the roof's dtype, and the times that `seconds(layer, phase, samples)` says. Of the
+    device it says nothing.
     """
+    narrower = roof.narrower
     layers = tuple(
         LayerProfile(
             name=layer.name,
@@ -211,8 +213,8 @@ def analytic_profile(counts: ModelCounts, sizes: Sequence[int], batch: int, seco
         for layer in counts
     )
     tokens = counts.input_bytes_per_sample - counts.float_input_bytes_per_sample
-    return Profile(layers, counts.fingerprint, tokens + counts.float_input_bytes_per_sample * narrower, batch, machine,
-                   counts.torch_version, update_s_per_byte, device=device.name)  # fmt: skip
+    return Profile(layers, counts.fingerprint, tokens + counts.float_input_bytes_per_sample * narrower, counts.batch,
+                   torch_version=counts.torch_version)  # fmt: skip
 
 
 def halves(batch: int) -> list[int]:

@@ -37,27 +37,32 @@ def cut(request: PlanRequest, places: Sequence[int], micro_batches: int, balance
     if balance == "memory":
         weights, kept = _bytes(request, micro_batches)
         held = min(stages, micro_batches)
-        return tuple(partition(profile, stages, by="bottleneck", costs=[w + held * k for w, k in zip(weights, kept, strict=True)]))
+        return tuple(
+            partition(profile, stages, by="bottleneck", costs=[w + held * k for w, k in zip(weights, kept, strict=True)])
+        )
     alike = len({id(request.profile_of(rank)) for rank in places}) == 1
     links = [cluster.link(a, b) for a, b in pairwise(places) if a != b]
     if balance == "time" and alike and len(set(links)) <= 1:
         link = links[0] if links else cluster.inside
         return tuple(partition(profile, stages, by="bottleneck", micro_batch=micro_batch, latency_s=link.latency_s,
                                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s))  # fmt: skip
-    rows = {id(request.profile_of(rank)): request.profile_of(rank).step_seconds(micro_batch) for rank in places}
+    unlike = {id(each): each for each in map(request.profile_of, places)}
+    rows = {key: each.step_seconds(micro_batch) for key, each in unlike.items()}
     seconds = np.array([rows[id(request.profile_of(rank))] for rank in places])
     sizes = micro_batch * np.array([layer.output_bytes_per_sample for layer in profile.layers[:-1]])
     transfer = np.array([[cluster.transfer_seconds(size, a, b) for size in sizes] for a, b in pairwise(places)])
     transfer = transfer.reshape(stages - 1, len(sizes))
     weights, kept = _bytes(request, micro_batches) if balance == "limits" else ([0.0] * len(profile), [0.0] * len(profile))
     limits = [float(request.memory_bytes(rank)) for rank in places]
-    found = limited(seconds, transfer, np.array(weights), np.array(kept), np.array(in_flight or (1.0,) * stages), np.array(limits))
+    found = limited(seconds, transfer, np.array(weights), np.array(kept), in_flight or (1.0,) * stages, limits)
     return None if found is None else tuple(found)
 
 
 def _bytes(request: PlanRequest, micro_batches: int) -> tuple[list[float], list[float]]:
     """Per layer, what it holds always, and for each micro-batch in flight."""
     layers = len(request.profile)
-    single = stage_costs(request.profile, [1] * layers, request.batch / micro_batches, request.cluster, micro_batches=micro_batches)
+    single = stage_costs(
+        request.profile, [1] * layers, request.batch / micro_batches, request.cluster, micro_batches=micro_batches
+    )
     held, kept = (single.spread(name, layers) or () for name in ("weight_bytes", "activation_bytes"))
     return list(held), list(kept)

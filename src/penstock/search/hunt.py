@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.errors import PlanError, ScheduleError, SettingError
-from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Schedule
 from penstock.search.cuts import Balance, cut
-from penstock.search.laid import CLOSE, Laid, Scored, lay_out, pilot, weigh
+from penstock.search.laid import CLOSE, Laid, Scored, lay_out, made_of, pilot, weigh
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
@@ -64,10 +63,9 @@ class Hunt:
         """Simulate `way` if it can be made, may win, and fits; `force`: also if it cannot win."""
         if way.bound_s > self.reach and not force:
             return None
-        own = {name: value for name, value in way.all_options if name != "replicas"}
         each = -(-way.micro_batches // way.shape.pipelines)
         try:
-            made = schedule(way.schedule, way.stages, each, **own)
+            made = made_of(way.schedule, way.stages, each, way.options)
         except ScheduleError as error:
             self.refuse(str(error))
             return None
@@ -84,7 +82,8 @@ class Hunt:
             return None
         proposal = Proposal(lengths, way.schedule, way.micro_batches, way.all_options, devices=devices)
         found = self.weigh(proposal, force)
-        if balance == "time" and found is None and self.misfits and self.misfits[-1].laid.proposal == proposal:
+        lacks = bool(self.misfits) and self.misfits[-1].laid.proposal == proposal  # even so, or without recomputing
+        if balance == "time" and lacks:
             lengths = self._cut(way, made, "limits")
             if lengths is not None and lengths != proposal.lengths:
                 found = self.weigh(replace(proposal, lengths=lengths), force)

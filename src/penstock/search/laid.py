@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import cast, final
+from functools import cached_property, lru_cache
+from typing import Any, cast, final
 
-from penstock.errors import PlanError, ScheduleError
-from penstock.plan import Candidate, Recompute
-from penstock.schedule.catalogue import FAMILIES
+from penstock.errors import PlanError
+from penstock.plan import Candidate, Option, Recompute
 from penstock.schedule.op import Schedule
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.schedules import schedule
+from penstock.search.schedules import MADE_TO_MEASURE, schedule
 from penstock.search.why import bound_by
 from penstock.simulate.costs import Costs
 from penstock.simulate.plan_costs import meeting_seconds, schedule_costs, stage_costs
@@ -121,6 +120,22 @@ def lay_out(request: PlanRequest, proposal: Proposal) -> Laid:
     return Laid(placed, proposal, made, rule, costs)
 
 
+def relaid(laid: Laid, request: PlanRequest) -> Laid:
+    """The same schedule, cut and devices where the cluster or the profiles are others."""
+    devices = laid.proposal.devices
+    placed = request.on(devices) if devices else request
+    profiles = [placed.profile_of(rank) for rank in range(laid.made.ranks)]
+    costs = schedule_costs(laid.made, profiles, laid.proposal.lengths, placed.cluster, request.batch, laid.rule)
+    return replace(laid, request=placed, costs=costs)
+
+
+@lru_cache(maxsize=8)
+def made_of(name: str, stages: int, micro_batches: int, options: tuple[tuple[str, Option], ...]) -> Schedule:
+    """A schedule of the zoo; the last few are kept, for a search asks for one several times in a row."""
+    own: dict[str, Any] = dict(options)
+    return schedule(name, stages, micro_batches, **own)
+
+
 def pilot(request: PlanRequest, proposal: Proposal) -> Laid | None:
     """The first of several pipelines, which all do the same: with what its stages take to meet their copies, it takes as long as all
     of them where all have such devices and links as it has, and never longer. None where the proposal has no such.
@@ -131,9 +146,9 @@ def pilot(request: PlanRequest, proposal: Proposal) -> Laid | None:
     pipelines = proposal.replicas
     if not isinstance(pipelines, int) or not 1 < pipelines <= proposal.micro_batches <= request.batch:
         return None
-    options = {name: value for name, value in proposal.options if name != "replicas"}
+    options = tuple((name, value) for name, value in proposal.options if name != "replicas")
     each = -(-proposal.micro_batches // pipelines)
-    made = schedule(proposal.schedule, proposal.stages, each, **options)
+    made = made_of(proposal.schedule, proposal.stages, each, options)
     if made.stream is not None or max(map(len, made.ranks_of_stage)) > 1:
         return None
     devices = proposal.devices or tuple(range(request.cluster.ranks))
@@ -154,14 +169,18 @@ def pilot(request: PlanRequest, proposal: Proposal) -> Laid | None:
 
 def _made(request: PlanRequest, proposal: Proposal) -> Schedule:
     """The schedule; one that is made to measure gets the costs of the stages, stage s on rank s."""
-    options = dict(proposal.options)
-    known = FAMILIES.entries()
-    if proposal.schedule in known or any(proposal.schedule in entry.facts.get("aliases", ()) for entry in known.values()):  # type: ignore[operator]
-        return schedule(proposal.schedule, proposal.stages, proposal.micro_batches, **options)
+    options: dict[str, Any] = dict(proposal.options)
+    if not is_measured(proposal.schedule):
+        return made_of(proposal.schedule, proposal.stages, proposal.micro_batches, proposal.options)
     placed = request.on(proposal.devices) if proposal.devices else request
     micro_batch = request.batch / proposal.micro_batches
     costs = stage_costs(placed.profile, proposal.lengths, micro_batch, placed.cluster, micro_batches=proposal.micro_batches)
     return schedule(proposal.schedule, proposal.stages, proposal.micro_batches, costs=costs, **options)
+
+
+def is_measured(name: str) -> bool:
+    """Whether a schedule is made for given costs."""
+    return name in MADE_TO_MEASURE.entries()
 
 
 def weigh(laid: Laid) -> list[Scored]:

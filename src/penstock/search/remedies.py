@@ -11,7 +11,7 @@ from penstock.errors import PenstockError
 from penstock.plan import Remedy
 from penstock.profile.paced import paced
 from penstock.search.hunt import Hunt
-from penstock.search.laid import Scored, lay_out
+from penstock.search.laid import Scored, is_measured, lay_out, relaid
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import shapes
 from penstock.search.ways import Space
@@ -32,14 +32,10 @@ def remedies(request: PlanRequest, chosen: Scored) -> list[Remedy]:
 
     All but one keep the plan and change what it runs on; only for one rank more another is looked for, with the same schedule.
     """
-    fixed = replace(chosen.laid.proposal, recompute=chosen.recompute)
     found = []
     for change, other in _changes(request, chosen):
-        try:
-            laid = lay_out(other, fixed)
-            found.append(Remedy(change, steady(laid.made, laid.costs, chosen.recompute).seconds_per_batch))
-        except PenstockError:
-            continue
+        laid = relaid(chosen.laid, other)
+        found.append(Remedy(change, steady(laid.made, laid.costs, chosen.recompute).seconds_per_batch))
     if chosen.recompute != "never":
         found.append(Remedy("memory for all activations, so that nothing is recomputed",
                             steady(chosen.laid.made, chosen.laid.costs).seconds_per_batch))  # fmt: skip
@@ -57,7 +53,10 @@ def _changes(request: PlanRequest, chosen: Scored) -> Iterator[tuple[str, PlanRe
         place = "inside a node" if where == "inside" else "between nodes"
         wide = _with_link(cluster, where, lambda link: replace(link, bandwidth_bytes_per_s=2 * link.bandwidth_bytes_per_s))
         yield f"twice the bandwidth {place}", replace(request, cluster=wide)
-        yield f"no latency {place}", replace(request, cluster=_with_link(cluster, where, lambda link: replace(link, latency_s=0.0)))
+        yield (
+            f"no latency {place}",
+            replace(request, cluster=_with_link(cluster, where, lambda link: replace(link, latency_s=0.0))),
+        )
     profiles = {device.name: request.profile_of(rank) for rank, device in enumerate(cluster.devices)}
     yield "devices twice as fast", replace(request, profiles={name: paced(each, 0.5) for name, each in profiles.items()})
     busy = chosen.found.timeline.busy if chosen.found is not None else ()
@@ -67,8 +66,9 @@ def _changes(request: PlanRequest, chosen: Scored) -> Iterator[tuple[str, PlanRe
         own = replace(cluster.devices[device], name=f"{cluster.devices[device].name}, twice as fast")
         faster = {**profiles, own.name: paced(request.profile_of(device), 0.5)}
         devices = tuple(own if r == device else each for r, each in enumerate(cluster.devices))
-        yield f"the device of rank {rank} twice as fast", replace(
-            request, cluster=replace(cluster, devices=devices), profiles=faster
+        yield (
+            f"the device of rank {rank} twice as fast",
+            replace(request, cluster=replace(cluster, devices=devices), profiles=faster),
         )
 
 
@@ -87,21 +87,27 @@ def _with_link(cluster: Cluster, where: str, change: object) -> Cluster:
 
 def _twice_the_batch(request: PlanRequest, chosen: Scored) -> list[Remedy]:
     """With twice the micro-batches, of the same size, filling and draining count half."""
+    if is_measured(chosen.laid.proposal.schedule):
+        return []
     proposal = replace(chosen.laid.proposal, recompute=chosen.recompute, micro_batches=2 * chosen.laid.proposal.micro_batches)
     try:
         laid = lay_out(replace(request, batch=2 * request.batch, micro_batches=None), proposal)
     except PenstockError:
         return []
-    return [Remedy("twice the batch (time for as many samples)", steady(laid.made, laid.costs, chosen.recompute).seconds_per_batch / 2)]
+    return [
+        Remedy(
+            "twice the batch (time for as many samples)", steady(laid.made, laid.costs, chosen.recompute).seconds_per_batch / 2
+        )
+    ]
 
 
 def _one_more_rank(request: PlanRequest, chosen: Scored) -> list[Remedy]:
     cluster = request.cluster
-    if cluster.ranks > FEW_RANKS or chosen.laid.made.stream is not None or request.stages is not None:
+    name = chosen.laid.proposal.schedule
+    if cluster.ranks > FEW_RANKS or chosen.laid.made.stream is not None or request.stages is not None or is_measured(name):
         return []
     nodes = tuple(map(cluster.node, range(cluster.ranks)))
     more = replace(cluster, devices=(*cluster.devices, cluster.devices[-1]), node_of=(*nodes, nodes[-1]))
-    name = chosen.laid.proposal.schedule
     try:
         wanted = replace(request, cluster=more, schedules=(name,), budget_s=request.budget_s / 10)
         hunt = Hunt(wanted, WORK)

@@ -17,7 +17,6 @@ from penstock.simulate.simulate import RECOMPUTE
 from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.choice import does_not_go, schedule_for
 
-
 #: Numbers of micro-batches that are tried: doubling more gains little bubble and pays every call's fixed cost.
 MICRO_BATCHES = tuple(2**power for power in range(13))
 

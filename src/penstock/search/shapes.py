@@ -50,7 +50,7 @@ def shapes(request: PlanRequest) -> list[Shape]:
 def _kinds(request: PlanRequest) -> list[tuple[str, ...]]:
     """The kinds of devices, fastest first: the first, the first two, … and all."""
     cluster = request.cluster
-    work = {}
+    work: dict[str, float] = {}
     for rank, device in enumerate(cluster.devices):
         work.setdefault(device.name, sum(request.profile_of(rank).step_seconds(request.batch)))
     ranked = sorted(work, key=lambda name: work[name])

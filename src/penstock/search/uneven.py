@@ -28,7 +28,7 @@ def uneven(request: PlanRequest) -> Iterator[Proposal]:
     alike = len({id(request.profile_of(rank)) for rank in range(ranks)}) == 1
     names = [facts.name for facts in request.families() if facts.synchronous and facts.stages_per_rank == "1"]
     names = [name for name in ("1f1b", "zb-h1") if name in names] or names[:1]
-    if not alike or not 1 < request.copies_allowed or not 2 < ranks <= MOST_RANKS or request.by != "bottleneck" or not names:  # noqa: PLR2004
+    if not alike or not request.copies_allowed > 1 or not 2 < ranks <= MOST_RANKS or request.by != "bottleneck" or not names:
         return
     given = request.stages
     for micro_batches in _counts(request):
@@ -62,7 +62,9 @@ def _table(request: PlanRequest, micro_batches: int) -> np.ndarray:
     held = np.concatenate([[0.0], np.cumsum([layer.parameter_bytes for layer in profile])])
     copies = np.arange(1, ranks + 1)
     table = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
-    comes_in = [0.0] + [cluster.transfer_seconds(micro_batch * layer.output_bytes_per_sample, 0, ranks - 1) for layer in profile]
+    comes_in = [0.0] + [
+        cluster.transfer_seconds(micro_batch * layer.output_bytes_per_sample, 0, ranks - 1) for layer in profile
+    ]
     # What a meeting takes is linear in the bytes: two sizes tell it.
     unit = 1e6
     fixed = np.array([meeting_seconds(range(count), 0.0, cluster) for count in copies])

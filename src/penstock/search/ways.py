@@ -120,7 +120,9 @@ class Space:
         sums = [self._sum(rank, self.request.batch / micro_batches) for rank in shape.first]
         unlike = {id(one): one for one in sums}
         whole = {key: one["forward"] + one["backward"] for key, one in unlike.items()}
-        least = {key: one["forward"] + min(one["backward"], one["input_grad"] + one["weight_grad"]) for key, one in unlike.items()}
+        least = {
+            key: one["forward"] + min(one["backward"], one["input_grad"] + one["weight_grad"]) for key, one in unlike.items()
+        }
         even = 1 / sum(1 / whole[id(one)] for one in sums) if all(whole.values()) else 0.0
         # Where devices differ not at all layers alike, shares of the work do not follow from sums.
         sharp = least[id(sums[0])] / len(sums) if len(unlike) == 1 else min(least.values()) / len(sums)

@@ -56,5 +56,7 @@ def _sums(timeline: Timeline) -> tuple[dict[tuple[int, int], float], dict[tuple[
     crossing = np.flatnonzero(moves.link >= 0)
     to_rank = moves.to_rank[moves.link[crossing]]
     ranks = timeline.ranks
-    taken = np.bincount(ops.rank[crossing].astype(np.int64) * ranks + to_rank, weights=moves.end[crossing] - moves.start[crossing])
+    taken = np.bincount(
+        ops.rank[crossing].astype(np.int64) * ranks + to_rank, weights=moves.end[crossing] - moves.start[crossing]
+    )
     return stages, {(int(key) // ranks, int(key) % ranks): float(taken[key]) for key in np.flatnonzero(taken)}

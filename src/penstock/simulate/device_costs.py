@@ -45,7 +45,8 @@ def on_devices(costs: Costs, schedule: Schedule, profiles: Sequence[Profile], le
         return rows
 
     update = [
-        max(profiles[rank].update_s_per_byte for rank in ranks) * sum(layer.parameter_bytes for layer in profiles[0].layers[part])
+        max(profiles[rank].update_s_per_byte for rank in ranks)
+        * sum(layer.parameter_bytes for layer in profiles[0].layers[part])
         for part, ranks in zip(parts, schedule.ranks_of_stage, strict=True)
     ]
     return replace(costs, update=update, forward=seconds("forward"), backward=seconds("backward"),

@@ -126,7 +126,7 @@ def _crossing_seconds(schedule: Schedule, stage: int, count: float, cluster: Clu
 
 
 def _medium(schedule: Schedule, cluster: Cluster) -> str:
-    """"shared" where all that crosses goes through one medium, else "duplex"."""
+    """ "shared" where all that crosses goes through one medium, else "duplex"."""
     pairs = {(schedule.placement[stage, m], schedule.placement[stage + 1, m])
              for stage in range(schedule.stages - 1) for m in range(schedule.slices)}  # fmt: skip
     links = {cluster.link(*pair) for pair in pairs if pair[0] != pair[1]}
@@ -171,9 +171,11 @@ def meeting_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluste
     """
     if len(ranks) < 2:
         return 0.0
-    rounds = 1 if len(ranks) == 2 else 2 * (len(ranks) - 1)  # noqa: PLR2004  # two send each other all
-    piece = gradient_bytes if len(ranks) == 2 else gradient_bytes / len(ranks)  # noqa: PLR2004
-    return rounds * max(link.transfer_seconds(piece * (users if link.shared else 1)) for link, users in _links_among(ranks, cluster))
+    rounds = 1 if len(ranks) == 2 else 2 * (len(ranks) - 1)  # two send each other all
+    piece = gradient_bytes if len(ranks) == 2 else gradient_bytes / len(ranks)
+    return rounds * max(
+        link.transfer_seconds(piece * (users if link.shared else 1)) for link, users in _links_among(ranks, cluster)
+    )
 
 
 def _links_among(ranks: Sequence[int], cluster: Cluster) -> list[tuple[Link, int]]:
@@ -215,7 +217,7 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
     return schedule_costs(plan.schedule, [own[rank] for rank in devices], plan.lengths, cluster.on(devices), plan.batch, rule)
 
 
-def schedule_costs(schedule: Schedule, profiles: Sequence[Profile], lengths: Sequence[int], cluster: Cluster, batch: int,
+def schedule_costs(schedule: Schedule, profiles: Sequence[Profile], lengths: Sequence[int], cluster: Cluster, batch: float,
                    rule: WeightRule) -> Costs:  # fmt: skip
     """What every op of a schedule costs.
 

@@ -183,21 +183,20 @@ def gnmt(*, layers: int = 8, hidden: int = 1024, vocabulary: int = 32_320, dropo
         raise SettingError(f"gnmt takes layers of 4 or more, an even number, half of them in the encoder and half in the decoder, "
                            f"not {layers}")  # fmt: skip
     depth = layers // 2
-    encoder = OrderedDict(lstm1=EncoderLayer(hidden, hidden, dropout=0.0, both_ways=True))
-    decoder: OrderedDict[str, nn.Module] = OrderedDict(lstm1=FirstDecoderLayer(hidden))
+    # In the order of running: so the weights of a plain model are those of one whose ranks make them layer by layer.
+    made: OrderedDict[str, nn.Module] = OrderedDict(source_embedding=SourceEmbedding(vocabulary, hidden))
+    reads: OrderedDict[str, nn.Module] = OrderedDict(lstm1=EncoderLayer(hidden, hidden, dropout=0.0, both_ways=True))
     for index in range(2, depth + 1):
         skip = index > 2
-        encoder[f"lstm{index}"] = EncoderLayer((1 if skip else 2) * hidden, hidden, dropout=dropout, skip=skip)
-        decoder[f"lstm{index}"] = DecoderLayer(hidden, dropout=dropout, skip=skip, last=index == depth)
-    return nn.Sequential(
-        OrderedDict(
-            source_embedding=SourceEmbedding(vocabulary, hidden),
-            encoder=nn.Sequential(OrderedDict[str, nn.Module](encoder)),
-            target_embedding=TargetEmbedding(vocabulary, hidden),
-            decoder=nn.Sequential(decoder),
-            classifier=Classifier(hidden, vocabulary),
-        )
-    )
+        reads[f"lstm{index}"] = EncoderLayer((1 if skip else 2) * hidden, hidden, dropout=dropout, skip=skip)
+    made["encoder"] = nn.Sequential(reads)
+    made["target_embedding"] = TargetEmbedding(vocabulary, hidden)
+    writes: OrderedDict[str, nn.Module] = OrderedDict(lstm1=FirstDecoderLayer(hidden))
+    for index in range(2, depth + 1):
+        writes[f"lstm{index}"] = DecoderLayer(hidden, dropout=dropout, skip=index > 2, last=index == depth)
+    made["decoder"] = nn.Sequential(writes)
+    made["classifier"] = Classifier(hidden, vocabulary)
+    return nn.Sequential(made)
 
 
 for _name, _layers, _count in (("gnmt", 8, 193_765_952), ("gnmt16", 16, 277_717_568)):

@@ -12,9 +12,9 @@ from penstock.training.data.batches import Dataset
 from penstock.training.data.catalogue import DATASETS, SHARED_OPTIONS, dataset
 
 
-def test_the_catalogue_has_the_three_data_sets():
+def test_the_catalogue_has_the_four_data_sets():
     """The list grows by a visible change."""
-    assert list(DATASETS.entries()) == ["cifar100", "digits", "text"]
+    assert list(DATASETS.entries()) == ["cifar100", "digits", "reversed", "text"]
 
 
 @pytest.mark.parametrize("name", list(DATASETS.entries()))
@@ -89,7 +89,7 @@ def test_digits_with_a_bare_colon_is_refused():
 
 def test_an_unknown_name_lists_what_there_is():
     """With the closest, since it is most often a slip of the finger."""
-    with pytest.raises(UnknownName, match=r"no data set called 'cifar10'\. Did you mean 'cifar100'.*digits, text"):
+    with pytest.raises(UnknownName, match=r"no data set called 'cifar10'\. Did you mean 'cifar100'.*digits, reversed, text"):
         dataset("cifar10:/data")
 
 

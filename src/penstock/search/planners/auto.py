@@ -164,7 +164,9 @@ def _see_off(hunt: Hunt, space: Space) -> None:
 def _table(hunt: Hunt, chosen: Scored) -> list[Scored]:
     """What to tell besides the plan: the best of each kind, and what would be faster if it fitted."""
     nearest = first_of_kind(sorted(hunt.misfits, key=lambda found: (found.excess, found.preference)))[:MISFITS]
-    faster = [each for each in (replace(found.simulated(), lack=found.lack) for found in nearest) if each.step_s < chosen.step_s]
+    faster = [
+        each for each in (replace(found.simulated(), lack=found.lack) for found in nearest) if each.step_s < chosen.step_s
+    ]
     others = first_of_kind([chosen, *_by_time(hunt.fits + hunt.near)])
     return [*others[: ROWS - len(faster)], *_by_time(faster)]
 

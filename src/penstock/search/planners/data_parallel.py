@@ -5,13 +5,15 @@ from __future__ import annotations
 from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.search.catalogue import register
-from penstock.search.planners.scope import check_scope
+from penstock.search.planners.scope import check_scope, may_fit
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.score import scored
 
 
-@register("data-parallel", source="gradients averaged over a ring, as in Horovod (Sergeev and Del Balso 2018) and PyTorch's DDP")
+@register(
+    "data-parallel", source="gradients averaged over a ring, as in Horovod (Sergeev and Del Balso 2018) and PyTorch's DDP"
+)
 def data_parallel(request: PlanRequest) -> Plan:
     """Every device computes its share of the batch, then all add up their gradients.
 
@@ -29,18 +31,21 @@ def data_parallel(request: PlanRequest) -> Plan:
         ranks = min(ranks, request.micro_batches)
     share = request.batch // ranks
     parts = (1,) if request.micro_batches is not None else tuple(2**power for power in range(share.bit_length()))
-    refusal: PlanError | None = None
-    for part in parts:
-        count = request.micro_batches or ranks * part
-        options = (("replicas", ranks),) if ranks > 1 else ()
-        seconds = step_seconds(request, ranks, count)
-        name = "gpipe" if request.schedules is not None and "1f1b" not in request.schedules else "1f1b"
-        proposal = Proposal((len(request.profile),), name, count, options, objective=Objective("step", seconds, "s"))
+    proposals = [_proposal(request, ranks, request.micro_batches or ranks * part) for part in parts]
+    fitting = [proposal for proposal in proposals[:-1] if may_fit(request, proposal)]
+    for proposal in fitting:
         try:
             return scored(request, proposal)
-        except PlanError as error:
-            refusal = error
-    raise refusal or PlanError("data-parallel has no way to cut the batch")
+        except PlanError:
+            continue  # that in more parts may fit
+    return scored(request, proposals[-1])
+
+
+def _proposal(request: PlanRequest, ranks: int, micro_batches: int) -> Proposal:
+    options = (("replicas", ranks),) if ranks > 1 else ()
+    name = "gpipe" if request.schedules is not None and "1f1b" not in request.schedules else "1f1b"
+    return Proposal((len(request.profile),), name, micro_batches, options,
+                    objective=Objective("step", step_seconds(request, ranks, micro_batches), "s"))  # fmt: skip
 
 
 def step_seconds(request: PlanRequest, ranks: int, micro_batches: int) -> float:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from penstock.errors import PlanError
 from penstock.partition.uniform import partition_uniform
 from penstock.plan import Option, Plan
-from penstock.schedule.catalogue import FAMILIES
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.scope import SIMULATED_FORWARDS, check_alike, check_scope
+from penstock.search.planners.straight import allowed
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.score import best_of
@@ -41,7 +41,7 @@ def megatron(request: PlanRequest) -> Plan:
 
 def _proposals(request: PlanRequest) -> Iterator[Proposal]:
     ranks, layers = request.cluster.ranks, len(request.profile)
-    allowed = {FAMILIES.find(name).name for name in request.schedules or ("1f1b", "interleaved")}
+    schedules = allowed(request, "1f1b", "interleaved")
     costs = {
         count: LayerCosts.of(request.profile, request.batch / count).seconds for count in request.micro_batch_counts(ranks)
     }
@@ -49,7 +49,7 @@ def _proposals(request: PlanRequest) -> Iterator[Proposal]:
         copies = min(ranks // width, request.copies_allowed)
         for virtual in VIRTUAL if width > 1 else (1,):
             stages, schedule = width * virtual, "1f1b" if virtual == 1 else "interleaved"
-            if stages > layers or request.stages not in (None, stages) or schedule not in allowed:
+            if stages > layers or request.stages not in (None, stages) or schedule not in schedules:
                 continue
             lengths = tuple(partition_uniform(layers, stages))
             for count, seconds in costs.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from penstock.schedule.catalogue import FAMILIES
 from penstock.search.planners.scope import SIMULATED_FORWARDS, check_scope
 from penstock.search.request import PlanRequest
 
@@ -34,12 +35,22 @@ def method_of(request: PlanRequest, planner: str, methods: tuple[str, ...], *sch
 
 
 def counts_of(request: PlanRequest, stages: int, copies: int = 1) -> Iterator[int]:
-    """The numbers of micro-batches to try: as many for each of the pipelines, the larger ones only while they are quick to simulate."""
+    """The numbers of micro-batches to try, of all the pipelines together: equally many for each, larger numbers only while they are
+    quick to simulate; or the one that is asked for.
+    """
+    counts = [count for count in request.micro_batch_counts() if count * copies <= request.batch]
     forwards = 0
-    for count in request.micro_batch_counts(copies):
-        if count < copies or (request.micro_batches is None and count % copies):
-            continue
+    for each in counts if request.micro_batches is None else [request.micro_batches / copies]:
+        count = round(each * copies)
         forwards += stages * count
-        if forwards > SIMULATED_FORWARDS and count > copies:
+        if forwards > SIMULATED_FORWARDS and each > 1:
             return
         yield count
+
+
+def allowed(request: PlanRequest, *schedules: str) -> list[str]:
+    """Those of a planner's schedules that are asked for, or all."""
+    if request.schedules is None:
+        return list(schedules)
+    asked = {FAMILIES.find(name).name for name in request.schedules}
+    return [name for name in schedules if name in asked]

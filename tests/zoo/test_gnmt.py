@@ -1,0 +1,97 @@
+"""GNMT: what goes from layer to layer, and how many parameters each layer has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.errors import SettingError
+from penstock.tracing.chain import chain
+from penstock.tracing.materialise import materialise
+from penstock.zoo.catalogue import model
+
+#: Bytes of parameters in PipeDream's profile of GNMT-8 (profiler/translation/profiles/gnmt/graph.txt), in the order of our layers.
+PIPEDREAM = [
+    132_382_720, 67_174_400, 50_364_416, 33_587_200, 33_587_200, 132_382_720, 41_979_904, 50_364_416, 50_364_416, 50_364_416,
+    132_512_000,
+]  # fmt: skip
+
+
+def small(layers=6, **options):
+    """A GNMT of a few numbers, in evaluation mode."""
+    torch.manual_seed(0)
+    return model("gnmt", **{"layers": layers, "hidden": 4, "vocabulary": 7, **options}).eval()
+
+
+def test_every_layer_has_as_many_parameters_as_in_pipedreams_profile():
+    """Cuts of the paper are compared with ours: then the layers must be the same."""
+    made = chain(model("gnmt", device="meta"))
+    found = [sum(made.description.tensor(name).bytes for name in layer.parameters) for layer in made]
+    assert found == PIPEDREAM
+
+
+def test_layers_are_named_and_counted_as_stated():
+    """Half of the LSTM layers read, half write."""
+    names = [layer.name for layer in chain(model("gnmt16", device="meta"))]
+    assert names == ["source_embedding", *(f"encoder.lstm{i}" for i in range(1, 9)), "target_embedding",
+                     *(f"decoder.lstm{i}" for i in range(1, 9)), "classifier"]  # fmt: skip
+
+
+def test_boundaries_carry_what_later_layers_need_and_nothing_else():
+    """Each boundary may be a cut, and what stands in it crosses the link."""
+    made, tokens = small(), torch.randint(0, 7, (2, 2, 5))
+    seen = []
+    state = tokens
+    for layer in chain(made).modules:
+        state = layer(state)
+        seen.append({key: value.shape[-1] for key, value in state.items()} if isinstance(state, dict) else None)
+    reads = [{"x": 4, "target": 5}, {"x": 8, "target": 5}, {"x": 4, "target": 5}, {"x": 4, "target": 5}]
+    writes = [{"x": 4, "memory": 4}, {"x": 4, "context": 4}, {"x": 4, "context": 4}, {"x": 4}]
+    assert seen == [*reads, *writes, None]
+
+
+def test_a_token_is_told_without_those_that_follow_it():
+    """The target's later tokens are what the model is to say; the source's it may read to the end."""
+    made, tokens = small(), torch.randint(0, 7, (3, 2, 5))
+    changed = tokens.clone()
+    changed[:, 1, 3] = (changed[:, 1, 3] + 1) % 7
+    before, after = made(tokens), made(changed)
+    assert torch.equal(before[:, :3], after[:, :3])
+    assert not torch.equal(before[:, 3:], after[:, 3:])
+    changed = tokens.clone()
+    changed[:, 0, 4] = (changed[:, 0, 4] + 1) % 7
+    assert not torch.equal(before[:, 0], made(changed)[:, 0])
+
+
+def test_with_and_without_gradients_it_gives_the_same_bits():
+    """What is recomputed is run once in each way; oneDNN's two kernels for LSTMs differ in the last bit."""
+    made, tokens = small(hidden=16).train(), torch.randint(0, 7, (3, 2, 5))
+    for dropout in (module for module in made.modules() if isinstance(module, torch.nn.Dropout)):
+        dropout.p = 0.0
+    with torch.no_grad():
+        plain = made(tokens)
+    assert not plain.requires_grad
+    assert torch.equal(plain, made(tokens))
+
+
+def test_layers_from_the_meta_device_run_after_they_are_materialised():
+    """An LSTM keeps a second list of its weights, which must be those that were made."""
+    traced = chain(model("gnmt", device="meta", layers=4, hidden=4, vocabulary=7))
+    value = torch.randint(0, 7, (2, 2, 3))
+    for module in materialise(traced, range(len(traced)), torch.device("cpu"), seed=1):
+        value = module(value)
+    assert value.shape == (2, 3, 7)
+    assert value.isfinite().all()
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+def test_an_odd_or_too_small_number_of_layers_is_refused(layers):
+    """Half of them read and half write, and the last that writes is not the one that attends."""
+    with pytest.raises(SettingError, match=f"even number, half of them in the encoder.*not {layers}"):
+        small(layers=layers)
+
+
+def test_tokens_that_are_no_pairs_are_refused():
+    """A GPT's input would otherwise be read as a batch of something else."""
+    with pytest.raises(SettingError, match=r"shape \(batch, 2, t\).*not \(4, 5\)"):
+        small()(torch.zeros(4, 5, dtype=torch.int64))
