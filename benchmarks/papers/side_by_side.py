@@ -67,9 +67,11 @@ class Section:
     def markdown(self) -> str:
         """The section of a page."""
         noted = any(row.note for row in self.rows)
-        head = ["case", f"paper ({self.unit})", "ours", "ours / paper", *(["how"] if noted else [])]
+        beside = any(row.paper is not None for row in self.rows)
+        head = ["case", *([f"paper ({self.unit})", "ours", "ours / paper"] if beside else [f"ours ({self.unit})"]), *(["how"] if noted else [])]
         body = [
-            [row.case, shown(row.paper), shown(row.ours), ratio_text(row), *([row.note] if noted else [])] for row in self.rows
+            [row.case, *([shown(row.paper), shown(row.ours), ratio_text(row)] if beside else [shown(row.ours)]), *([row.note] if noted else [])]
+            for row in self.rows
         ]
         parts = [f"### {self.title}", "", table(head, body), "", self.summary()]
         for label, lines in (("From the paper", self.published), ("Ours", self.assumed), ("Fitted", self.fitted),

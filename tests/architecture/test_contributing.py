@@ -58,7 +58,7 @@ def run(copy: Path, *command: str, cwd: Path) -> str:
 
 def test_the_guide_gives_one_file_for_each_kind_and_none_is_taken():
     """An example whose name the package has would show how to change something, not how to add it."""
-    assert [path.split("/")[2] for path in FILES] == ["schedule", "partition", "weights", "zoo"]
+    assert [path.split("/")[2] for path in FILES] == ["schedule", "partition", "weights", "search", "zoo"]
     assert [path for path in FILES if (ROOT / path).exists()] == []
 
 

@@ -24,6 +24,16 @@ def test_what_is_not_known_of_a_device_costs_nothing():
     assert (device.memory_bytes_per_s, device.launch_s, device.on_chip_bytes, device.together) == (None, 0.0, 0, 1.0)
 
 
+def test_a_device_prints_what_is_known_of_it():
+    """It is read beside a plan, by people."""
+    assert str(Device("x", 16 * 2**30)) == "x (gpu): 16.0 GiB"
+    board = Device("b", 2**30, "fpga", (("float32", 1.5e12), ("int8", 6e12)), 38.4e9, 2e-6, 2**20, 1.25, "datasheet")
+    assert str(board) == (
+        "b (fpga): 1.0 GiB; float32 1.5, int8 6 TFLOP/s; 38.4 GB/s; 1.0 MiB on the chip; 2.0 us an op; "
+        "1.25 times as long while all are busy (datasheet)"
+    )
+
+
 def test_a_shared_link_says_so():
     """Whoever reads a description must see why transfers wait for one another."""
     assert str(Link(50e-6, 1e9, shared=True)) == "50.0 us + 1 GB/s, shared (assumed)"

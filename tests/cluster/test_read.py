@@ -1,18 +1,18 @@
 """Cluster files with nodes that differ, and devices and links told key by key."""
 
 import contextlib
-import textwrap
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.cluster import read
 from penstock.cluster.cluster import cluster
 from penstock.errors import ClusterError
 
 
 @pytest.fixture
-def read(tmp_path):
+def lab(tmp_path):
     """A cluster from the text of a file."""
 
     def run(text: str):
@@ -24,13 +24,13 @@ def read(tmp_path):
 
 
 def example() -> str:
-    """The second YAML of `cluster`'s own docstring: nodes that differ."""
-    return textwrap.dedent(cluster.__doc__.split("```yaml\n")[2].partition("```")[0])
+    """The YAML of the module's own docstring: nodes that differ."""
+    return read.__doc__.partition("```yaml\n")[2].partition("```")[0]
 
 
-def test_the_example_of_mixed_nodes_works(read):
+def test_the_example_of_mixed_nodes_works(lab):
     """It is what people copy."""
-    made = read(example())
+    made = lab(example())
     assert (made.ranks, made.nodes, made.kinds) == (11, 4, ("A100", "slow A100", "old", "board"))
     assert [made.node(rank) for rank in (0, 3, 4, 7, 8, 9, 10)] == [0, 0, 1, 1, 2, 2, 3]
     assert made.link(0, 1).bandwidth_bytes_per_s == 300e9
@@ -38,25 +38,25 @@ def test_the_example_of_mixed_nodes_works(read):
     assert made.link(9, 10).bandwidth_bytes_per_s == 3.125e9
 
 
-def test_a_device_like_another_has_its_figures_but_for_what_is_said(read):
+def test_a_device_like_another_has_its_figures_but_for_what_is_said(lab):
     """Half of a card, or a slower one, is described in a line."""
-    slow = read(example()).devices[8]
+    slow = lab(example()).devices[8]
     a100 = cluster("1xA100-NVLink").devices[0]
     assert (slow.memory_bytes, slow.launch_s, slow.together) == (30 * 10**9, pytest.approx(20e-6), 1.1)
     assert (slow.flops, slow.memory_bytes_per_s, slow.source) == (a100.flops, a100.memory_bytes_per_s, a100.source)
 
 
-def test_an_fpga_s_peaks_come_from_its_slices(read):
+def test_an_fpga_s_peaks_come_from_its_slices(lab):
     """Boards are sold by DSP slices; one multiply-add of 16 bits each in a cycle, five for one in float32."""
-    board = read(example()).devices[10]
+    board = lab(example()).devices[10]
     assert (board.kind, board.on_chip_bytes) == ("fpga", 43 * 10**6)
     assert board.peak("float16") == 2 * 6840 * 200e6
     assert board.peak("float32") == 2 * 6840 * 200e6 / 5
 
 
-def test_ranks_may_be_dealt_out_over_the_nodes(read):
+def test_ranks_may_be_dealt_out_over_the_nodes(lab):
     """Devices are listed node by node; `node_of` says which rank each is."""
-    made = read(
+    made = lab(
         "name: x\nnodes: [{devices: [A100, A100], inside: NVLink}, {devices: [P100, P100], inside: PCIe3}]\n"
         "node_of: [0, 1, 0, 1]\nbetween: 10GbE\n"
     )
@@ -65,24 +65,24 @@ def test_ranks_may_be_dealt_out_over_the_nodes(read):
     assert made.link(0, 1).bandwidth_bytes_per_s == 1.25e9
 
 
-def test_nvlink_is_what_each_node_s_devices_have(read):
+def test_nvlink_is_what_each_node_s_devices_have(lab):
     """One word for all nodes, and each node its own generation."""
-    made = read(
+    made = lab(
         "name: x\ninside: NVLink\nbetween: IB\nnodes:\n- devices: [{name: V100, count: 2}]\n- devices: [{name: H100, count: 2}]\n"
     )
     assert [made.link(rank, rank + 1).bandwidth_bytes_per_s for rank in (0, 2)] == [25e9, 450e9]
 
 
-def test_nodes_that_are_alike_are_the_same_cluster_in_both_forms(read):
+def test_nodes_that_are_alike_are_the_same_cluster_in_both_forms(lab):
     """The two forms say one thing."""
-    short = read("name: x\ndevices_per_node: 2\ndevices: [{name: V100, count: 4}]\ninside: PCIe3\nbetween: 10GbE\n")
-    long = read("name: x\nnodes: [{count: 2, devices: [V100, V100]}]\ninside: PCIe3\nbetween: 10GbE\n")
+    short = lab("name: x\ndevices_per_node: 2\ndevices: [{name: V100, count: 4}]\ninside: PCIe3\nbetween: 10GbE\n")
+    long = lab("name: x\nnodes: [{count: 2, devices: [V100, V100]}]\ninside: PCIe3\nbetween: 10GbE\n")
     assert short == long
 
 
-def test_one_node_of_one_device_needs_no_links(read):
+def test_one_node_of_one_device_needs_no_links(lab):
     """Nothing is ever sent."""
-    assert read("name: x\nnodes: [{devices: [H100]}]\n").ranks == 1
+    assert lab("name: x\nnodes: [{devices: [H100]}]\n").ranks == 1
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def test_one_node_of_one_device_needs_no_links(read):
         ("between: 25GbE", "between: 25GbE\ndevices_per_node: 4", "unknown key 'devices_per_node'; known are name, nodes, node_of"),
     ],
 )  # fmt: skip
-def test_a_slip_in_a_file_of_nodes_is_refused_with_file_and_key(read, old, new, message):
+def test_a_slip_in_a_file_of_nodes_is_refused_with_file_and_key(lab, old, new, message):
     """Each slip was made by hand once; none may be passed over."""
     assert old in example()
     with pytest.raises(ClusterError, match=f"lab.yaml.*{message}"):
-        read(example().replace(old, new))
+        lab(example().replace(old, new))
 
 
 @pytest.mark.parametrize(
@@ -141,10 +141,10 @@ def test_a_slip_in_a_file_of_nodes_is_refused_with_file_and_key(read, old, new, 
         ("name: 2026-13-45\n", "lab.yaml is not YAML"),
     ],
 )
-def test_what_is_no_cluster_of_nodes_is_refused(read, text, message):
+def test_what_is_no_cluster_of_nodes_is_refused(lab, text, message):
     """The message says what stands there and what may."""
     with pytest.raises(ClusterError, match=message):
-        read(text)
+        lab(text)
 
 
 scalars = st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.text(max_size=6)

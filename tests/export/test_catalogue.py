@@ -76,6 +76,18 @@ def test_what_is_left_out_is_told(plan_of):
     assert exported(plan_of(schedule("1f1b", 4, 8), LINEAR), "deepspeed").left_out == ()
 
 
+@pytest.mark.parametrize("name", ["autopipe", "seq1f1b"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_slices_are_a_matter_of_the_schedule_and_left_out_with_it(plan_of, name, replicas):
+    """The same gradients come of whole micro-batches; where the form is the schedule itself, they are refused."""
+    made = plan_of(schedule(name, 4, 8, replicas=replicas), LINEAR)
+    for library in ("torchgpipe", "deepspeed", "megatron"):
+        assert f"not this plan's {name}" in exported(made, library).left_out[0]
+    for library in ("torch", "torchtitan"):
+        with pytest.raises(PlanError, match=rf"{name} cuts micro-batches along"):
+            export(made, library)
+
+
 def test_a_form_of_two_files_is_written_to_a_folder_or_to_one_file(plan_of, tmp_path):
     """torch loads its CSV from a file of its own; other tools rather read one JSON."""
     made = plan_of(schedule("1f1b", 4, 8), LINEAR)

@@ -56,3 +56,28 @@ def test_recomputation_is_told_as_an_interval(plan_of):
     assert found.left_out == (
         "recomputation: activation_checkpoint_interval=5 recomputes every stage whole for the last micro-batch too",
     )
+
+
+def test_deepspeed_itself_gives_every_rank_the_plans_layers(plan_of):
+    """By its own topology and bounds, where it is installed; a whole PipelineModule wants a process group and a compiler."""
+    pytest.importorskip("deepspeed")
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.topology import ProcessTopology
+    from torch import nn
+
+    made = plan_of(schedule("1f1b", 4, 8, replicas=2), LINEAR)
+    bounds = ast.literal_eval(export(made, "deepspeed"))
+
+    class AsDocumented(PipelineModule):
+        def _partition_layers(self, method="uniform"):
+            self.parts = bounds
+            stage = self._topo.get_coord(self.global_rank).pipe
+            self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    for rank, (stage,) in enumerate(made.schedule.stages_of_rank):
+        module = AsDocumented.__new__(AsDocumented)
+        nn.Module.__init__(module)
+        module._topo, module.global_rank = ProcessTopology(axes=["data", "pipe"], dims=[2, 4]), rank
+        module._layer_specs = list(made.layer_names)
+        module._partition_layers()
+        assert (module._local_start, module._local_stop) == made.bounds[stage]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PlanError
 from penstock.export.catalogue import export, exported
 from penstock.schedule.catalogue import schedule
 
@@ -31,13 +30,6 @@ def test_pipelines_side_by_side_are_a_process_each(plan_of):
     found = exported(plan_of(schedule("gpipe", 4, 8, replicas=2), LINEAR), "torchgpipe")
     assert "devices=[0, 1, 2, 3], chunks=4" in found.use
     assert any(note.startswith("2 pipelines: a process for each") for note in found.left_out)
-
-
-def test_slices_of_sequences_are_refused_and_slices_of_samples_are_not(plan_of):
-    """Half micro-batches are a matter of the schedule, which torchgpipe chooses itself; half sequences are another model."""
-    assert export(plan_of(schedule("autopipe", 4, 8), LINEAR), "torchgpipe") == "[4, 4, 4, 3]"
-    with pytest.raises(PlanError, match="seq1f1b cuts sequences into slices"):
-        export(plan_of(schedule("seq1f1b", 4, 8), LINEAR), "torchgpipe")
 
 
 @pytest.mark.parametrize(

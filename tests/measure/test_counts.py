@@ -17,11 +17,22 @@ from penstock.tracing.chain import chain
 from penstock.zoo.catalogue import model
 
 PHASES = ("forward", "backward", "input_grad", "weight_grad")
-BYTES = ("name", "kind", "parameters", "parameter_bytes", "buffer_bytes", "output_bytes_per_sample", "activation_bytes_per_sample")
+BYTES = (
+    "name",
+    "kind",
+    "parameters",
+    "parameter_bytes",
+    "buffer_bytes",
+    "output_bytes_per_sample",
+    "activation_bytes_per_sample",
+)
 SMALL = {
     "vgg11_bn": ({"image": 32, "width": 4, "classes": 5}, torch.zeros(4, 3, 32, 32)),
-    "resnet18": ({"image": 32, "classes": 5}, torch.zeros(2, 3, 32, 32)),
-    "gpt": ({"layers": 2, "width": 16, "heads": 2, "tokens": 8, "vocabulary": 11, "dropout": 0.1}, torch.zeros(4, 8, dtype=torch.int64)),
+    "resnet18": ({"image": 32, "classes": 5}, torch.zeros(4, 3, 32, 32)),
+    "gpt": (
+        {"layers": 2, "width": 16, "heads": 2, "tokens": 8, "vocabulary": 11, "dropout": 0.1},
+        torch.zeros(4, 8, dtype=torch.int64),
+    ),
     "mlp": ({}, torch.zeros(4, 64)),
     "gnmt": ({"layers": 4, "hidden": 8, "vocabulary": 11}, torch.zeros(4, 2, 5, dtype=torch.int64)),
 }
@@ -39,6 +50,7 @@ def test_counted_bytes_and_names_are_those_of_a_measured_profile(name):
     made = model(name, **options)
     counted, measured = count(made, example), profile(made, example, sizes=(len(example),), repeats=1, device="cpu")
     assert (counted.fingerprint, counted.batch) == (measured.fingerprint, measured.batch)
+    assert measured.device == "cpu"
     assert counted.input_bytes_per_sample == measured.input_bytes_per_sample
     for ours, theirs in zip(counted, measured, strict=True):
         kept_inside = BYTES[:-1] if "lstm" in ours.name else BYTES  # oneDNN's workspace is its own affair
@@ -153,7 +165,9 @@ def test_like_layers_are_counted_once_and_unlike_ones_apart(monkeypatch):
 
     calls = []
     real = counting._count_layer
-    monkeypatch.setattr(counting, "_count_layer", lambda module, value, *, inner: calls.append(module) or real(module, value, inner=inner))
+    monkeypatch.setattr(
+        counting, "_count_layer", lambda module, value, *, inner: calls.append(module) or real(module, value, inner=inner)
+    )
     counted = count(nn.Sequential(nn.ReLU(), *(Scaled(1 + i % 2) for i in range(10))), torch.zeros(2, 3))
     assert len(calls) == 2 * 3
     assert [layer.launches("forward") for layer in counted][1:] == [1, 2] * 5
@@ -186,6 +200,28 @@ def test_a_layer_that_takes_another_way_for_another_size_is_added_up_by_op():
 
     works = count(nn.Sequential(nn.ReLU(), Fickle()), torch.zeros(2, 3)).layers[1].forward
     assert {work.op: work.bytes_at(4) for work in works} == {"mul": 96, "sin": 96}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_that_are_no_parameters_dicts_and_whole_numbers_go_through(device):
+    """A layer may hold a plain tensor, return a dict, and hand on what has no gradient."""
+
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = torch.ones(3, device=device)
+
+        def forward(self, x):
+            return {"x": x + self.shift, "best": x.argmax(-1)}
+
+    class Best(nn.Module):
+        def forward(self, state):
+            return state["best"]
+
+    counted = count(nn.Sequential(nn.Linear(3, 3, device=device), Shifted(), Best()), torch.zeros(2, 3))
+    assert [layer.output_bytes_per_sample for layer in counted] == [12, 20, 8]
+    assert ops(counted.layers[1].forward) == ["add", "argmax"]
+    assert counted.layers[2].backward == ()
 
 
 def test_a_layer_that_looks_at_values_is_named():

@@ -39,7 +39,9 @@ def model():
 
 def shares(efficiency):
     """What is fitted, by name."""
-    return {field.name: getattr(efficiency, field.name) for field in fields(efficiency) if field.name not in ("source", "other")}
+    return {
+        field.name: getattr(efficiency, field.name) for field in fields(efficiency) if field.name not in ("source", "other")
+    }
 
 
 def test_the_efficiencies_that_made_the_timings_are_found_again():

@@ -182,3 +182,14 @@ def test_a_truncated_file_is_refused(tmp_path, kept):
     path.write_text(path.read_text()[:kept])
     with pytest.raises(FileError, match="is not JSON"):
         Profile.load(path)
+
+
+def test_a_profile_of_before_devices_had_names_is_still_read(tmp_path):
+    """Its device is then not known, and nothing else is lost."""
+    path = tmp_path / "old.json"
+    Profile((), "0123456789ab", 4.0, 8, device="V100").save(path)
+    assert Profile.load(path).device == "V100"
+    old = json.loads(path.read_text())
+    del old["device"]
+    path.write_text(json.dumps(old))
+    assert Profile.load(path).device == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -80,7 +81,7 @@ def test_sizes_are_the_batch_in_parts_by_powers_of_two(batch):
     """From one sample to the whole batch, each once."""
     sizes = halves(batch)
     assert (sizes[0], sizes[-1]) == (1, batch)
-    assert all(a < b for a, b in zip(sizes, sizes[1:], strict=False))
+    assert all(a < b for a, b in pairwise(sizes))
 
 
 @pytest.mark.parametrize(

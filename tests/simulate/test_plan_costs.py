@@ -39,13 +39,20 @@ def test_costs_are_sums_over_each_stage_s_layers():
     costs = stage_costs(PROFILE, [1, 2, 1], 2, FOUR, micro_batches=4)
     assert costs.forward == (2, 10, 8)
     assert costs.backward == (4, 20, 16)
-    assert costs.input_grad == (1, 5, 4)
-    assert costs.weight_grad == (3, 15, 12)
+    assert costs.input_grad == (0, 5, 4), "data needs no gradient"
+    assert costs.weight_grad == (4, 15, 12), "all of the first stage's backward"
     assert costs.update == (0, 0, 0), "this profile measured no update"
     assert costs.activation_bytes == (20, 100, 80)
     assert costs.input_bytes == (14, 2000, 6000)
     assert costs.weight_bytes == (300, 3 * 500 + 3, 1203)
     assert costs.boundary_bytes == (2000, 6000)
+
+
+def test_a_stage_keeps_the_input_that_counts_at_a_layer_before_it():
+    """Only where a stage begins: inside one, the other layer has counted it."""
+    layers = tuple(replace(each, entry_bytes_per_sample=1.0) for each in PROFILE.layers)
+    costs = stage_costs(replace(PROFILE, layers=layers), [1, 2, 1], 2, FOUR, micro_batches=4)
+    assert costs.activation_bytes == (22, 102, 82)
 
 
 def test_a_boundary_costs_the_link_that_it_crosses():
@@ -140,7 +147,7 @@ def test_a_slice_pays_the_fixed_cost_of_a_whole_call():
     profile = replace(PROFILE, layers=tuple(replace(layer, forward=Timing((1, 2), (1.0, 1.5))) for layer in PROFILE.layers))
     halves = schedule("autopipe", 2, 1, sliced=1)
     whole = stage_costs(profile, [2, 2], 2, FOUR, micro_batches=1)
-    costs = slice_costs(place_costs(whole, halves, FOUR), profile, [2, 2], 2, halves.slicing)
+    costs = slice_costs(place_costs(whole, halves, FOUR), halves, [profile] * 2, [2, 2], 2)
     assert costs.forward == ((4.0,), (4.0,))  # two calls of two layers of 1 s each; the whole takes 3
     assert whole.spread("forward", 2) == (3.0, 3.0)
     assert costs.transfer == ((2 * FOUR.transfer_seconds(whole.spread("boundary_bytes", 1)[0] / 2, 0, 1),),)

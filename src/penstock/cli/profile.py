@@ -22,7 +22,7 @@ PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "input_grad", "weight
 def profile(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="A model of the zoo.")] = "vgg11_bn",
-    data: Annotated[str | None, typer.Option(help="Data whose shapes it gets; digits, or text for a GPT.")] = None,
+    data: Annotated[str | None, typer.Option(help="Data whose shapes it gets: digits, text (GPT), reversed (GNMT).")] = None,
     image: Annotated[int, typer.Option(help="Pixels a side.")] = 32,
     channels: Annotated[int, typer.Option(help="Channels of an image.")] = 3,
     tokens: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 64,

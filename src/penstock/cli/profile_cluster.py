@@ -17,6 +17,8 @@ from penstock.errors import SettingError
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from penstock.measure.cluster import ClusterFound, Progress
 
 #: Flags of `penstock profile` that say something about a cluster; the others are about a model.
@@ -54,7 +56,10 @@ def profile_cluster(context: typer.Context, spec: str, threads: int, repeats: in
 
         if warning := _busy():
             typer.echo(warning, err=True)
-        found = launch(_measure, ranks, spec, repeats, threads, threads=threads)[0]
+        try:
+            found = launch(_measure, ranks, spec, repeats, threads, threads=threads)[0]
+        finally:
+            _terminal().show_cursor()  # a rank that was ended has left it hidden, behind its bar
     if out is not None:
         found.cluster.save(out)
         typer.echo(f"wrote {out}; plan for it with: penstock plan PROFILE --cluster {out}", err=True)
@@ -102,7 +107,8 @@ def _ranks(spec: str) -> int | None:
     match = re.fullmatch(r"local:(\d{1,6})", spec)
     if match is None:
         raise SettingError(f"--cluster {spec}: what can be measured is local:N, N processes on this host, or `here`, the ranks that "
-                           "torchrun started. Clusters that are not here are described, in a word or a file: see `penstock plan`")  # fmt: skip
+                           "torchrun started. A cluster that is not here is described, in a word or a file, for `penstock plan --cluster`; a "
+                           "model is profiled for its devices by --on")  # fmt: skip
     if not 1 <= int(match[1]) <= _MOST:
         raise SettingError(f"--cluster {spec}: 1 to {_MOST} processes can be measured on a host")
     return int(match[1])
@@ -125,17 +131,23 @@ def _measure(spec: str, repeats: int, threads: int) -> ClusterFound:
 @contextmanager
 def _bar(first: bool) -> Iterator[Progress]:
     """A progress bar on the terminal, if this is the rank that shows it."""
-    from rich.console import Console
     from rich.progress import Progress as Bar
 
-    console = Console(stderr=True)
-    with Bar(console=console, transient=True, disable=not (first and console.is_terminal)) as bar:
+    console = _terminal()
+    # Drawn at each step only: a thread that redraws it would be measured, too.
+    with Bar(console=console, transient=True, disable=not (first and console.is_terminal), auto_refresh=False) as bar:
         line = bar.add_task("measuring", total=None)
 
         def show(done: int, total: int, what: str) -> None:
-            bar.update(line, completed=done, total=total, description=f"measuring {what}")
+            bar.update(line, completed=done, total=total, description=f"measuring {what}", refresh=True)
 
         yield show
+
+
+def _terminal() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 def _show(found: ClusterFound) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def train(
     config: Annotated[Path | None, typer.Argument(help="A YAML file; flags change what it says.")] = None,
     model: Annotated[str | None, typer.Option(help="A model of the zoo.")] = None,
-    data: Annotated[str | None, typer.Option(help="digits, cifar100:PATH, text or text:PATH.")] = None,
+    data: Annotated[str | None, typer.Option(help="digits, cifar100:PATH, text[:PATH] or reversed[:PATH].")] = None,
     image: Annotated[int | None, typer.Option(help="Pixels a side.")] = None,
     channels: Annotated[int | None, typer.Option(help="Channels of an image.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,

@@ -41,20 +41,7 @@ def cluster(spec: str | Path | int) -> Cluster:
               between: {latency: 30 us, bandwidth: 10 Gb/s, source: measured}
               ```
 
-              Nodes that differ are listed; a device or link may be `like` a preset but for what it says; what is not known of a
-              device is left out:
-
-              ```yaml
-              name: mixed
-              nodes:
-                - {count: 2, devices: [{name: A100, count: 4}], inside: NVLink}
-                - devices:
-                    - {name: slow A100, like: A100, memory: 30 GB, launch: 20 us, together: 1.1}
-                    - {name: old, memory: 8 GB, flops: {float32: 8 TFLOP/s}, memory_bandwidth: 320 GB/s}
-                  inside: {like: PCIe3, shared: true}
-                - devices: [{name: board, kind: fpga, memory: 4 GB, dsp: 6840, clock: 200 MHz, on_chip: 43 MB}]
-              between: 25GbE
-              ```
+              Nodes that differ are listed: see `penstock.cluster.read`.
 
     >>> print(cluster("2x8xV100-NVLink-25GbE"))
     2x8xV100-NVLink-25GbE: 16 ranks on 2 nodes (V100)

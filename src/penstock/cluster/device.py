@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, final, get_args
 
 from penstock.errors import ClusterError
-from penstock.units import format_seconds
+from penstock.units import format_bytes, format_seconds
 
 Kind = Literal["cpu", "gpu", "fpga"]
 
@@ -70,6 +70,15 @@ class Device:
             raise ClusterError(
                 f"device {self.name} takes {self.together!r} times as long while all are busy; that is 1 or more, 1 if they share nothing"
             )
+
+    def __str__(self) -> str:
+        parts = [format_bytes(self.memory_bytes)]
+        parts += [", ".join(f"{dtype} {peak / 1e12:.4g}" for dtype, peak in self.flops) + " TFLOP/s"] if self.flops else []
+        parts += [f"{self.memory_bytes_per_s / 1e9:.4g} GB/s"] if self.memory_bytes_per_s is not None else []
+        parts += [f"{format_bytes(self.on_chip_bytes)} on the chip"] if self.on_chip_bytes else []
+        parts += [f"{format_seconds(self.launch_s)} an op"] if self.launch_s else []
+        parts += [f"{self.together:.3g} times as long while all are busy"] if self.together > 1 else []
+        return f"{self.name} ({self.kind}): {'; '.join(parts)}" + (f" ({self.source})" if self.source else "")
 
     def peak(self, dtype: str) -> float | None:
         """FLOP/s of the dtype at most; None where it is not known."""

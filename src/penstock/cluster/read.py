@@ -1,4 +1,25 @@
-"""From a description, as a YAML file or presets.yaml has it, to a Cluster."""
+"""From a description, as a YAML file or presets.yaml has it, to a Cluster.
+
+Besides the form that `cluster` shows, nodes that differ may be listed. A device or link may be `like` a preset but for what it says;
+what is not known of a device is left out. `node_of: [0, 1, 0, ...]` gives the node of every rank, where ranks do not fill node after
+node.
+
+```yaml
+name: mixed
+nodes:
+  - {count: 2, devices: [{name: A100, count: 4}], inside: NVLink}
+  - devices:
+      - {name: slow A100, like: A100, memory: 30 GB, launch: 20 us, together: 1.1}
+      - {name: old, memory: 8 GB, flops: {float32: 8 TFLOP/s}, memory_bandwidth: 320 GB/s}
+    inside: {like: PCIe3, shared: true}
+  - devices: [{name: board, kind: fpga, memory: 4 GB, dsp: 6840, clock: 200 MHz, on_chip: 43 MB}]
+between: 25GbE
+```
+
+A device's keys: name, like, count, memory, kind (cpu, gpu, fpga), flops by dtype or dsp and clock, memory_bandwidth, launch (what an op
+costs before it computes), on_chip, together (seconds while all are busy over seconds alone), source. A link's: like, latency,
+bandwidth, shared, source.
+"""
 
 from __future__ import annotations
 

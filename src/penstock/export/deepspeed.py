@@ -32,8 +32,6 @@ def deepspeed(plan: Plan) -> Exported:
     if found is not None and not found.linear:
         reasons.append(f"{plan.schedule_name} has {found.schedule.stages} stages on {len(found.placement)} ranks: there rank k has "
                        "stage k, and no other")  # fmt: skip
-    if plan.slicing is not None:
-        reasons.append(f"{plan.schedule_name} cuts micro-batches along {plan.slicing.along}: they are whole there")
     if (uneven := uneven_batch(plan)) is not None:
         reasons.append(uneven)
     refuse("deepspeed", reasons)

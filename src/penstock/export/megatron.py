@@ -33,8 +33,6 @@ def megatron(plan: Plan) -> Exported:
     if found is not None and not found.loop:
         reasons.append(f"{plan.schedule_name} has stages {', '.join(map(str, found.placement))} on its ranks: there stage k is on rank "
                        f"k mod {len(found.placement)}")  # fmt: skip
-    if plan.slicing is not None:
-        reasons.append(f"{plan.schedule_name} cuts micro-batches along {plan.slicing.along}: they are whole there")
     if (uneven := uneven_batch(plan)) is not None:
         reasons.append(uneven)
     letters, wrong = _letters(plan)

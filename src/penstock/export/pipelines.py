@@ -9,6 +9,7 @@ from typing import final
 from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.slicing import Slicing
 
 
 @final
@@ -59,22 +60,33 @@ def pipelines_of(plan: Plan) -> Pipelines | None:
     if count == 1:
         used = tuple(rank for rank, stages in enumerate(made.stages_of_rank) if stages)
         return Pipelines(1, (used,), replace(made, programs=tuple(made.programs[rank] for rank in used)))
-    if made.slicing is not None or made.pairs:
-        return None
     ranks = [tuple(sorted({of_stage[j] for of_stage in made.ranks_of_stage})) for j in range(count)]
     if sum(map(len, ranks)) != len(set().union(*ranks)):
         return None
-    found = []
-    for own in ranks:
-        carried = [{op.micro_batch for op in made.programs[rank] if op.kind is Kind.F and op.stage == stage}
-                   for rank in own for stage in made.stages_of_rank[rank]]  # fmt: skip
-        if any(each != carried[0] for each in carried):
-            return None
-        numbers = {number: new for new, number in enumerate(sorted(carried[0]))}
-        found.append(tuple(tuple(_renumbered(op, numbers) for op in made.programs[rank]) for rank in own))
-    if any(programs != found[0] for programs in found):
+    found = [_alone(made, own) for own in ranks]
+    if found[0] is None or any(each != found[0] for each in found):
         return None
-    return Pipelines(count, tuple(ranks), replace(made, programs=found[0]))
+    return Pipelines(count, tuple(ranks), found[0])
+
+
+def _alone(made: Schedule, ranks: tuple[int, ...]) -> Schedule | None:
+    """What these ranks do, with numbers from 0; None if its stages have different micro-batches."""
+    carried = [{op.micro_batch for op in made.programs[rank] if op.kind is Kind.F and op.stage == stage}
+               for rank in ranks for stage in made.stages_of_rank[rank]]  # fmt: skip
+    if any(each != carried[0] for each in carried):
+        return None
+    numbers = {number: new for new, number in enumerate(sorted(carried[0]))}
+    slicing = made.slicing
+    if slicing is not None:
+        own = dict.fromkeys(slicing.micro_batch_of[number] for number in numbers)
+        slicing = Slicing(slicing.along, tuple(slicing.shares[micro_batch] for micro_batch in own))
+    held = {op for rank in ranks for op in made.programs[rank]}
+    return replace(
+        made,
+        programs=tuple(tuple(_renumbered(op, numbers) for op in made.programs[rank]) for rank in ranks),
+        pairs=frozenset((_renumbered(a, numbers), _renumbered(b, numbers)) for a, b in made.pairs if a in held and b in held),
+        slicing=slicing,
+    )
 
 
 def _renumbered(op: Op, numbers: dict[int, int]) -> Op:

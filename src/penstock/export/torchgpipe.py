@@ -16,12 +16,10 @@ def torchgpipe(plan: Plan) -> Exported:
     devices are of one node.
 
     Raises:
-        PlanError: the plan has stages with copies of their own, or is asynchronous, or cuts sequences into slices.
+        PlanError: the plan has stages with copies of their own, or is asynchronous.
     """
     found = pipelines_of(plan)
     reasons = [] if found is not None else [why_not_pipelines(plan)]
-    if plan.slicing is not None and plan.slicing.along == "tokens":
-        reasons.append(f"{plan.schedule_name} cuts sequences into slices: a micro-batch there is always whole samples")
     refuse("torchgpipe", reasons)
     assert found is not None
     rank_of = {stage: rank for rank, stages in zip(found.ranks[0], found.placement, strict=True) for stage in stages}

@@ -180,8 +180,8 @@ def _ranks(work: dict[str, Load], hosts: Sequence[str], device: torch.device, se
                 if one == turn:
                     mine = time_load(load, device, seconds / _ROUNDS)
             wires.barrier()
-            ratios.append(time_load(load, device, seconds / _ROUNDS) / mine)
-            alone[name] = min(mine, alone.get(name, mine))
+            ratios.append(time_load(load, device, seconds / _ROUNDS).mean_s / mine.mean_s)
+            alone[name] = min(mine.quiet_s, alone.get(name, mine.quiet_s))
         busy[name] = _short(statistics.median(ratios))
     made = _device(work, alone, busy, device, hosts.count(hosts[rank]))
     return _gathered(RankFound(rank, hosts[rank], made, tuple(busy.items())))

@@ -21,9 +21,6 @@ from penstock.tracing.chain import TracedChain, chain
 
 #: Samples at which everything is counted: two points make a line. Of one sample, batch norm may have nothing to normalise.
 _SIZES = (2, 4)
-#: Numbers that a recurrent layer keeps for its backward for each that it returns: four gates, the cell and the hidden state. A fake
-#: layer keeps none; cuDNN keeps about these, oneDNN 16 (measured, 1,024 hidden).
-_RESERVE = 6
 _PHASES = ("forward", "backward", "input_grad", "weight_grad")
 _Phases = dict[str, list[OpWork]]
 
@@ -33,7 +30,7 @@ def count(model: TracedChain | nn.Module | Sequence[nn.Module], example: Any, ba
 
     Everything runs on fake tensors of the CPU: no number is computed and no memory taken, so that a model of any size is counted
     in seconds. The phases are those of `penstock.profile`: each layer alone, on what the layers before made; and the bytes are the
-    same, but for what recurrent layers keep inside (see `_RESERVE`). The model is left as it was.
+    same, but for what recurrent layers keep inside (see `op_work`). The model is left as it was.
 
     Args:
         model: a chain, or anything that `chain` takes; on the meta device too.
@@ -53,8 +50,9 @@ def count(model: TracedChain | nn.Module | Sequence[nn.Module], example: Any, ba
         raise SettingError(f"batch {batch} must be 1 or more")
     runs: list[list[_Phases]] = [[] for _ in traced.modules]
     outputs: list[int] = []
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-        modules = _fake_copies(traced)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    modules = _fake_copies(traced, mode)
+    with mode, torch.enable_grad():
         alike = [_likeness(module) for module in modules]
         for size in _SIZES:
             value = _fake_samples(example, size)
@@ -67,7 +65,9 @@ def count(model: TracedChain | nn.Module | Sequence[nn.Module], example: Any, ba
                 phases, value = done[same]
                 runs[index].append(phases)
                 outputs.append(sum(leaf.numel() * leaf.element_size() for leaf in _tensors(value)))
-        kept = _activation_bytes(modules, _fake_samples(example, _SIZES[-1]))
+        kept = _activation_bytes(modules, alike, _fake_samples(example, _SIZES[-1]))
+        for index, (_, large) in enumerate(runs):
+            kept[index] += sum(work.reserve_bytes for work in large["forward"])
     works = [{phase: _lines(small[phase], large[phase]) for phase in _PHASES} for small, large in runs]
     layers = _layers(traced, works, [held / _SIZES[-1] for held in kept], [made / _SIZES[-1] for made in outputs])
     float_bytes, all_bytes = (
@@ -86,14 +86,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[OpWork] = []
-        self.reserve_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        found = op_work(func, args, kwargs or {}, out)
-        self.found += found
-        if found and found[0].op == "mkldnn_rnn_layer":
-            self.reserve_bytes += _RESERVE * out[0].numel() * out[0].element_size()
+        self.found += op_work(func, args, kwargs or {}, out)
         return out
 
 
@@ -103,11 +99,14 @@ def _counted(run: Callable[[], Any]) -> tuple[Any, list[OpWork]]:
     return result, counter.found
 
 
-def _fake_copies(traced: TracedChain) -> list[nn.Module]:
+def _fake_copies(traced: TracedChain, mode: FakeTensorMode) -> list[nn.Module]:
     """All layers in training mode, apart from the user's own, with fake weights; what was shared is shared."""
     fakes: dict[int, object] = {}
-    for module in traced.modules:
-        for tensor in (*module.parameters(), *module.buffers()):
+    held = [tensor for module in traced.modules for tensor in (*module.parameters(), *module.buffers())]
+    parts = (part for module in traced.modules for part in module.modules())
+    held += [value for part in parts for value in vars(part).values() if isinstance(value, Tensor)]
+    with mode:
+        for tensor in held:
             if id(tensor) not in fakes:
                 fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
                 fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
@@ -162,6 +161,8 @@ def _look(value: Any) -> object:
         return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
     if isinstance(value, (list, tuple)):
         return type(value), tuple(_look(item) for item in value)
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(_look(item) for item in value)
     if isinstance(value, dict):
         return type(value), tuple((key, _look(item)) for key, item in value.items())
     return value if isinstance(value, (bool, int, float, str, torch.dtype, type(None))) else ("only", id(value))
@@ -180,12 +181,13 @@ def _likeness(module: nn.Module) -> object:
     return tuple(parts)
 
 
-def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> list[int]:
+def _activation_bytes(modules: Sequence[nn.Module], alike: Sequence[object], value: Any) -> list[int]:
     """Per layer, bytes that autograd keeps for its backward, each storage at the first layer that keeps it."""
     # Storages are told apart by address, so all that were met stay alive meanwhile.
     own = [tensor.untyped_storage() for module in modules for tensor in (*module.parameters(), *module.buffers())]
     met = {storage._cdata: storage for storage in own}
     counts = [0] * len(modules)
+    same: list[object] = []
     layer = 0
 
     def keep(tensor: Tensor) -> Tensor:
@@ -197,10 +199,13 @@ def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> list[int]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         for index, module in enumerate(modules):
+            same.append((alike[index], _look(value)))
+            if len(same) > 2 and same[-1] == same[-2] == same[-3]:
+                # What came in was made by a layer like this one, which came after another: this one keeps what that kept.
+                counts[index] = counts[index - 1]
+                continue
             layer = index
-            with _Counter() as counter:
-                value = module(value)
-            counts[index] += counter.reserve_bytes
+            value = module(value)
     return counts
 
 

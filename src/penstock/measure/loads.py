@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,16 @@ class Load:
     run: Callable[[], object]
 
 
+class Taken(NamedTuple):
+    """Seconds of one run: when nothing else got in between, and on average.
+
+    Of more busy ranks than cores each works as fast as ever while it is its turn: only the average tells that they wait.
+    """
+
+    quiet_s: float
+    mean_s: float
+
+
 def loads(device: torch.device) -> dict[str, Load]:
     """The work that tells what a device can do, by name; sized so that one run takes milliseconds."""
     gpu = device.type == "cuda"
@@ -41,8 +52,8 @@ def loads(device: torch.device) -> dict[str, Load]:
     return {load.name: load for load in found}
 
 
-def time_load(load: Load, device: torch.device, seconds: float) -> float:
-    """Seconds of one run: `quiet` of those that fit into `seconds`, at least four, after one to warm up.
+def time_load(load: Load, device: torch.device, seconds: float) -> Taken:
+    """Seconds of one run, of those that fit into `seconds`, at least four, after one to warm up.
 
     Given a time and not a count, ranks that run it at once are busy at once to the end.
     """
@@ -51,7 +62,7 @@ def time_load(load: Load, device: torch.device, seconds: float) -> float:
     until = time.perf_counter() + seconds
     while len(times) < 4 or time.perf_counter() < until:
         times.append(_settled(load, device))
-    return quiet(times)
+    return Taken(quiet(times), statistics.fmean(times))
 
 
 def _settled(load: Load, device: torch.device) -> float:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.measure.quiet import quiet
+from penstock.measure.quiet import quiet, rising
 
 #: Bytes of the messages that are timed.
 SIZES: Final = (64, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
@@ -70,7 +70,7 @@ class Wires:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a message one way, by size: half of a round trip, `quiet` of many.
+    """Seconds of a message one way, by size: half of a round trip, `quiet` of many, and `rising`.
 
     Attributes:
         sizes: bytes.
@@ -96,7 +96,7 @@ def time_messages(
         peer: the other rank.
         wires: what carries the messages.
         repeats: how many times each is timed, after once to warm up; of short ones, four times as often.
-        sizes: bytes.
+        sizes: bytes, rising.
         fresh_only: leave out what the runtime's messages are not: used memory, both directions at once.
 
     Raises:
@@ -116,7 +116,11 @@ def time_messages(
         if not fresh_only:
             one = _round_trip(peer, wires, _made(AT_ONCE, wires)) / 2
             ratios.append(_both_ways(peer, wires) / one)
-    middle = [*map(quiet, (*fresh, *used[: len(buffers)])), statistics.median(ratios or [1.0])]
+    middle = [
+        *rising(list(map(quiet, fresh))),
+        *rising([quiet(times) for times in used if times]),
+        statistics.median(ratios or [1.0]),
+    ]
     found = torch.tensor(middle, dtype=torch.float64, device=wires.device)
     (wires.send if dist.get_rank() < peer else wires.receive)(found, peer).wait()
     seconds = found.tolist()

@@ -6,7 +6,6 @@ import copy
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,14 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.errors import LayerFailed, SettingError
-from penstock.grad.split import input_grad, weight_grad
-from penstock.profile.profile import LayerProfile, Profile, Timing
+from penstock.errors import SettingError
+from penstock.measure.company import Company
+from penstock.measure.passes import PHASES, Loss, Passes, WithLoss
+from penstock.measure.update import UpdateSeconds, measure_update
+from penstock.profile.profile import LayerProfile, Phase, Profile, Timing
 from penstock.tracing.chain import TracedChain, chain
 from penstock.tracing.materialise import materialise
 from penstock.tracing.randomness import drawing
+from penstock.transport.host_memory import give_back_freed_memory, keep_freed_memory
 
-_PHASES = ("forward", "backward", "input_grad", "weight_grad")
 Progress = Callable[[int, int, str], None]
 
 
@@ -32,7 +33,7 @@ Progress = Callable[[int, int, str], None]
 class _Measured:
     """One layer at one size: repeats of each phase, and bytes."""
 
-    seconds: dict[str, list[float]]
+    seconds: dict[Phase, list[float]]
     output_bytes: int
 
 
@@ -46,12 +47,20 @@ def profile(
     threads: int | None = None,
     device: str | torch.device | None = None,
     progress: Progress | None = None,
+    loss: Loss | None = None,
+    targets: Any = None,
+    together: bool = False,
 ) -> Profile:
     """Time every layer here and count its bytes.
 
-    Each layer runs alone, on what the layers before it made of `example`: once or twice to warm up, then `repeats` times
-    (more for very short layers); medians and interquartile ranges are kept. The model itself is left as it was: copies run. So are
-    torch's random numbers.
+    The chain runs forward and backward as in training, and every layer is timed where it stands: once to warm up, then `repeats` times
+    (more for short chains); medians and interquartile ranges are kept. The model itself is left as it was: copies run. So are
+    torch's random numbers. From then on this process keeps memory that it frees for itself (see `penstock.transport.host_memory`).
+
+    Ranks that share a host slow each other down. Called on all of them with `together`, each measures some of the layers while the
+    others measure theirs:
+
+        profile = ps.launch(lambda: ps.profile(model, x, threads=1, together=True), ranks=2)[0]
 
     Args:
         model: a chain, or anything that `chain` takes; on the meta device too.
@@ -62,40 +71,113 @@ def profile(
         threads: torch threads meanwhile: what a rank will have. By default as many as now.
         device: where to measure, by default the CPU, or the GPU if there is one.
         progress: called with layers done, layers in all, and the layer's name.
+        loss, targets: as training has them; what the loss takes then counts with the last layer. As many targets as the example has.
+        together: all ranks of a job call this with the same arguments, and get the same profile.
 
     Raises:
         SettingError: batch, sizes, repeats or threads are below 1, or the example has no samples.
         LayerFailed: a layer raised; the message names it.
+        RunError: `together`, and this process was not started as a rank.
     """
     traced = model if isinstance(model, TracedChain) else chain(model)
     place = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tensors = _tensors_of(example)
+    batch = int(tensors[0].shape[0]) if batch is None else batch
+    measured_sizes = _checked_sizes(batch, sizes, repeats, threads)
+    company = Company(together)
+    modules = _copies(traced, place)
+    if loss is not None:
+        modules[-1] = WithLoss(modules[-1], loss, targets)
+    keep_freed_memory()
+    with _threads(threads), torch.enable_grad(), drawing(place):
+        found = _Bench(traced, modules, place, company, progress).profile(example, batch, measured_sizes, repeats)
+    del modules
+    give_back_freed_memory()
+    return company.gathered(found)[0]
+
+
+def _tensors_of(example: Any) -> list[Tensor]:
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
     if not tensors or any(tensor.dim() == 0 or tensor.shape[0] == 0 for tensor in tensors):
         raise SettingError("the example must be tensors with at least one sample in their first dimension")
-    batch = int(tensors[0].shape[0]) if batch is None else batch
-    # Of one sample, batch norm may have nothing to normalise.
-    measured_sizes = tuple(sorted(set(sizes or (max(min(2, batch), round(batch / parts)) for parts in (1, 4, 16)))))
-    if measured_sizes[0] < 1 or batch < 1 or repeats < 1 or (threads is not None and threads < 1):
-        raise SettingError(
-            f"batch {batch}, sizes {list(measured_sizes)}, repeats {repeats} and threads {threads} must be 1 or more"
-        )
-    modules = _copies(traced, place)
-    runs: list[list[_Measured]] = [[] for _ in modules]
-    with _threads(threads), torch.enable_grad(), drawing(place):
-        for number, size in enumerate(measured_sizes):
-            value = _samples(example, size, place)
-            for index, module in enumerate(modules):
-                with _named_failure(traced, index):
-                    measured, value = _measure_layer(module, value, index > 0, repeats, place)
-                runs[index].append(measured)
-                if progress is not None:
-                    progress(number * len(modules) + index + 1, len(measured_sizes) * len(modules), traced.layers[index].name)
-        kept = _activation_bytes(modules, _samples(example, measured_sizes[0], place))
-        update = _update_seconds_per_byte(place)
-        machine = machine_facts(place)
-    layers = _layers(traced, measured_sizes, runs, [count / measured_sizes[0] for count in kept])
-    input_bytes = sum(leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in tensors)
-    return Profile(layers, traced.fingerprint, input_bytes, batch, machine, torch.__version__, update, device_name(place))
+    return tensors
+
+
+def _checked_sizes(batch: int, sizes: Sequence[int] | None, repeats: int, threads: int | None) -> tuple[int, ...]:
+    """The sizes to measure, ascending. Of one sample, batch norm may have nothing to normalise."""
+    found = tuple(sorted(set(sizes or (max(min(2, batch), round(batch / parts)) for parts in (1, 4, 16)))))
+    if found[0] < 1 or batch < 1 or repeats < 1 or (threads is not None and threads < 1):
+        raise SettingError(f"batch {batch}, sizes {list(found)}, repeats {repeats} and threads {threads} must be 1 or more")
+    return found
+
+
+@dataclass
+class _Bench:
+    """The layers of a chain, to be timed by all that are in company."""
+
+    traced: TracedChain
+    modules: list[nn.Module]
+    device: torch.device
+    company: Company
+    progress: Progress | None
+    _share: range = range(0)
+
+    def profile(self, example: Any, batch: int, sizes: tuple[int, ...], repeats: int) -> Profile:
+        """Measure all there is."""
+        runs = self.times(example, sizes, repeats)
+        kept = self.activation_bytes(_samples(example, sizes[0], self.device), sizes[0])
+        update = self.update()
+        machine = machine_facts(self.device)
+        if self.company.ranks > 1:
+            machine["ranks"] = str(self.company.ranks)
+        layers = _layers(self.traced, sizes, runs, *([count / sizes[0] for count in row] for row in kept))
+        input_bytes = sum(leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in _tensors_of(example))
+        return Profile(layers, self.traced.fingerprint, input_bytes, batch, machine, torch.__version__, update.s_per_byte,
+                       device=device_name(self.device), update_fixed_s=update.fixed_s,
+                       accumulate_s_per_byte=update.accumulate_s_per_byte)  # fmt: skip
+
+    def times(self, example: Any, sizes: Sequence[int], repeats: int) -> list[list[_Measured]]:
+        """Per layer, and in the order of the sizes, what was measured."""
+        self._share = range(len(self.modules))
+        if self.company.ranks > 1:
+            rough, size = self._passes(self._share), sizes[len(sizes) // 2]
+            self._aim(size)
+            rough.run(_samples(example, size, self.device), 1)
+            self._share = self.company.share([sum(statistics.median(row[phase]) for phase in ("forward", "backward"))
+                                              for row in rough.seconds])  # fmt: skip
+        runs: list[list[_Measured]] = [[] for _ in self.modules]
+        for number, size in enumerate(sizes):
+            self._aim(size)
+            before, passes = self._passes(range(self._share.start)), self._passes(self._share)
+            passes.run(before.value_behind(_samples(example, size, self.device)), repeats)
+            own = list(zip(self._share, map(_Measured, passes.seconds, passes.output_bytes), strict=True))
+            by_layer = dict(pair for rows in self.company.gathered(own) for pair in rows)
+            for index, layer in enumerate(self.traced.layers):
+                runs[index].append(by_layer[index])
+                if self.progress is not None:
+                    self.progress(number * len(self.modules) + index + 1, len(sizes) * len(self.modules), layer.name)
+        return runs
+
+    def activation_bytes(self, value: Any, size: int) -> tuple[list[int], list[int]]:
+        """See `_activation_bytes`; of `size` samples."""
+        self._aim(size)
+        return _activation_bytes(self.modules, value)
+
+    def update(self) -> UpdateSeconds:
+        """What happens to the gradients, of all ranks' layers."""
+        self.company.begin()
+        own = measure_update([self.modules[index] for index in self._share], self.device)
+        return UpdateSeconds.together(self.company.gathered(own))
+
+    def _aim(self, size: int) -> None:
+        """Give the loss as many targets as there are samples."""
+        last = self.modules[-1]
+        if isinstance(last, WithLoss):
+            last.aimed = _samples(last.targets, size, self.device)
+
+    def _passes(self, share: range) -> Passes:
+        names = [self.traced.layers[index].name for index in share]
+        return Passes([self.modules[index] for index in share], share.start > 0, self.device, names, self.company)
 
 
 def device_name(device: torch.device) -> str:
@@ -133,117 +215,40 @@ def _samples(example: Any, size: int, device: torch.device) -> Any:
     return pytree.tree_map(fit, example)
 
 
-def _leaves(value: Any, wants_grad: bool) -> tuple[Any, list[Tensor]]:
-    """A copy of `value`; and the leaves that its float tensors are copies of, if they want gradients."""
-    flat, spec = pytree.tree_flatten(value)
-    leaves: list[Tensor] = []
-    made = []
-    for item in flat:
-        if isinstance(item, Tensor):
-            leaf = item.detach()
-            if wants_grad and leaf.is_floating_point():
-                leaves.append(leaf.requires_grad_())
-            made.append(leaf.clone())  # layers may work in place, which autograd forbids on a leaf
-        else:
-            made.append(item)
-    return pytree.tree_unflatten(made, spec), leaves
-
-
-def _roots(output: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-def _measure_layer(module: nn.Module, value: Any, inner: bool, repeats: int,
-                   device: torch.device) -> tuple[_Measured, Any]:  # fmt: skip
-    """Time one layer's phases; returns what it makes too. The first layer of the chain needs no input gradient."""
-    seconds: dict[str, list[float]] = {phase: [] for phase in _PHASES}
-    wanted, done, started = repeats, -1, time.perf_counter()
-    output: Any = None
-    while done < wanted:
-        done += 1
-        once = _run_once(module, value, inner, device)
-        output = once.pop("output")
-        if done == 0:
-            # Short layers are noisy and cheap to repeat.
-            wanted = repeats if time.perf_counter() - started > 0.01 else 3 * repeats
-            continue
-        for phase in _PHASES:
-            seconds[phase].append(once[phase])
-    detached = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
-    counted = sum(t.numel() * t.element_size() for t in pytree.tree_leaves(detached) if isinstance(t, Tensor))
-    return _Measured(seconds, counted), detached
-
-
-def _run_once(module: nn.Module, value: Any, inner: bool, device: torch.device) -> dict[str, Any]:
-    """Forward and whole backward; then forward again and the backward in two parts."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    times: dict[str, Any] = {}
-    given, leaves = _leaves(value, inner)
-    start = _now(device)
-    output = module(given)
-    times["forward"] = _now(device) - start
-    roots = _roots(output)
-    grads: list[Tensor | None] = [torch.ones_like(root) for root in roots]
-    start = _now(device)
-    if roots:
-        torch.autograd.backward(roots, grads)
-    times["backward"] = _now(device) - start
-    given, leaves = _leaves(value, inner)
-    roots = _roots(module(given))
-    start = _now(device)
-    _, pending = input_grad(roots, grads, leaves)
-    times["input_grad"] = _now(device) - start
-    start = _now(device)
-    weight_grad(pending)
-    times["weight_grad"] = _now(device) - start
-    for parameter in parameters:
-        parameter.grad = None
-    return {**times, "output": output}
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> list[int]:
-    """Per layer, bytes that autograd keeps for its backward, each storage at the first layer that keeps it."""
+def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> tuple[list[int], list[int]]:
+    """Per layer, bytes that autograd keeps for its backward, each storage at the first layer that keeps it; and what a stage that begins
+    with the layer keeps besides: its input, unless it counts there or later.
+    """
     # Storages are told apart by address, so all that were met stay alive meanwhile: a freed one's address would be given again.
     own = [t.untyped_storage() for module in modules for t in (*module.parameters(), *module.buffers())]
     met = {storage.data_ptr(): storage for storage in own}
+    counted_at: dict[int, int] = {}
     counts = [0] * len(modules)
+    inputs: list[list[Tensor]] = []
     layer = 0
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in met:
             met[storage.data_ptr()] = storage
+            counted_at[storage.data_ptr()] = layer
             counts[layer] += storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         for index, module in enumerate(modules):
             layer = index
+            inputs.append([leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)])
             value = module(value)
-    return counts
-
-
-def _update_seconds_per_byte(device: torch.device) -> float:
-    """What an optimizer step costs per byte of parameters: SGD with momentum on 16 MiB."""
-    parameter = nn.Parameter(torch.zeros(4 * 2**20, device=device))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-    times = []
-    for _ in range(6):
-        start = _now(device)
-        optimizer.step()
-        times.append(_now(device) - start)
-    return statistics.median(times[1:]) / (parameter.numel() * parameter.element_size())
+    entries = [
+        sum(tensor.nbytes for tensor in given if counted_at.get(tensor.untyped_storage().data_ptr(), -1) < index)
+        for index, given in enumerate(inputs)
+    ]
+    return counts, entries
 
 
 def _layers(traced: TracedChain, sizes: tuple[int, ...], runs: list[list[_Measured]],
-            activations: list[float]) -> tuple[LayerProfile, ...]:  # fmt: skip
+            activations: list[float], entries: list[float]) -> tuple[LayerProfile, ...]:  # fmt: skip
     counted: set[str] = set()
     layers = []
     for index, (layer, measured) in enumerate(zip(traced.layers, runs, strict=True)):
@@ -253,7 +258,7 @@ def _layers(traced: TracedChain, sizes: tuple[int, ...], runs: list[list[_Measur
                 tuple(statistics.median(run.seconds[phase]) for run in measured),
                 tuple(_spread(run.seconds[phase]) for run in measured),
             )
-            for phase in _PHASES
+            for phase in PHASES
         }
         parameters = [traced.description.tensor(name) for name in layer.parameters if name not in counted]
         buffers = [traced.description.tensor(name) for name in layer.buffers if name not in counted]
@@ -266,6 +271,7 @@ def _layers(traced: TracedChain, sizes: tuple[int, ...], runs: list[list[_Measur
                 parameter_bytes=sum(fact.bytes for fact in parameters),
                 buffer_bytes=sum(fact.bytes for fact in buffers),
                 activation_bytes_per_sample=activations[index],
+                entry_bytes_per_sample=entries[index],
                 output_bytes_per_sample=measured[-1].output_bytes / sizes[-1],
                 **timings,
             )
@@ -288,12 +294,3 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _named_failure(traced: TracedChain, index: int) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        name = traced.layers[index].name
-        raise LayerFailed(name, f"{type(error).__name__}: {error}") from error

@@ -1,8 +1,9 @@
-"""One time out of many."""
+"""One time out of many: noise only ever adds to a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 
 def quiet(seconds: Sequence[float]) -> float:
@@ -15,3 +16,12 @@ def quiet(seconds: Sequence[float]) -> float:
     1.0
     """
     return sorted(seconds)[len(seconds) // 10]
+
+
+def rising(seconds: Sequence[float]) -> list[float]:
+    """Times of messages from the shortest to the longest, none above a longer one's: what the longer one took, it took at most.
+
+    >>> rising([2.0, 0.1, 3.0, 0.5])
+    [0.1, 0.1, 0.5, 0.5]
+    """
+    return list(accumulate(reversed(seconds), min))[::-1]

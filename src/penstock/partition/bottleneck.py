@@ -157,10 +157,10 @@ def bottleneck(profile: Profile, stages: int, **options: Unpack[Options]) -> lis
         raise PartitionError(f"overlap is {overlap!r}; it must be True or False")
     samples, costs = samples_of(profile, options.get("micro_batch")), options.get("costs")
     own = check_costs(profile.step_seconds(samples) if costs is None else costs, "costs", len(profile))
-    return minimax(own.tolist(), stages, _transfer(profile, samples, options), bool(overlap))
+    return minimax(own.tolist(), stages, transfer_of(profile, samples, options), bool(overlap))
 
 
-def _transfer(profile: Profile, samples: float, options: Options) -> Sequence[float] | None:
+def transfer_of(profile: Profile, samples: float, options: Options) -> Sequence[float] | None:
     """The cost of a cut after each layer but the last, from what the options say of links."""
     transfer, bandwidth = options.get("transfer"), options.get("bandwidth_bytes_per_s")
     latency = check_number("latency_s", options.get("latency_s", 0.0), zero=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain as chain_of
 from itertools import combinations
 from math import comb
 from typing import NamedTuple, Unpack
@@ -21,10 +22,19 @@ from penstock.partition.uniform import partition_uniform
 __all__ = ["Looped", "folded", "looped", "looped_with_bound"]
 
 #: Up to so many cuts are simply all tried.
-FEW_CUTS = 3000
+FEW_CUTS = 30_000
+
+#: The ways to make one stage: one, without a cut.
+NO_CUT = np.empty((1, 0), np.int64)
 
 #: How often the search goes over all stages at most, and how often it begins anew from a shaken cut.
 SWEEPS, SHAKES = 30, 6
+
+#: What evenness of stages weighs beside evenness of ranks.
+STAGES = 1e-6
+
+#: Below this, squares leave the range of floats.
+SMALLEST = 1e-150
 
 
 class Looped(NamedTuple):
@@ -41,13 +51,13 @@ def looped(seconds: Costs, ranks: int, rounds: int, **options: Unpack[PlacedOpti
         stages   0  1  2  3  4  5        3 ranks, 2 rounds: rank 0 has the stages 0 and 3,
         ranks    0  1  2  0  1  2        rank 1 has 1 and 4, rank 2 has 2 and 5
 
-    Of those the one with the smallest largest stage. Exact where there are at most 3,000 cuts. Beyond that a search: of every
+    Of those the one with the smallest largest stage. Exact where there are at most 30,000 cuts. Beyond that a search: of every
     `ranks` stages in a row, which are on as many ranks, the best cut is found exactly, all else left as it is, again and again;
     and from some shaken cuts anew. `looped_with_bound` says how far the bottleneck can be from the least. Layers that are all
-    alike it cuts exactly.
+    alike it cuts exactly; random ones within some percent of the least, the more of them there are for each stage the closer.
 
     >>> looped([1] * 10, ranks=2, rounds=2)
-    [3, 3, 2, 2]
+    [2, 2, 3, 3]
 
     Args:
         seconds: of a micro-batch, forward and backward, per layer; or a row of them per rank.
@@ -101,21 +111,49 @@ def _least(chain: Placement) -> float:
 
 def _tried(chain: Placement) -> list[int] | None:
     """The best of all cuts."""
-    cuts = combinations(range(1, chain.layers), chain.stages - 1)
-    fitting = (ends for cut in cuts if chain.fits(ends := [*cut, chain.layers]))
-    return min(((*chain.value(ends), ends) for ends in fitting), default=(0, 0, None))[2]
+    inner, layers = chain.stages - 1, chain.layers
+    cuts = (
+        np.fromiter(chain_of.from_iterable(combinations(range(1, layers), inner)), np.int64).reshape(-1, inner)
+        if inner
+        else NO_CUT
+    )
+    ends = np.concatenate((np.zeros((len(cuts), 1), np.int64), cuts, np.full((len(cuts), 1), layers)), axis=1)
+    number = np.arange(chain.stages)
+    stages, need = (
+        rows[number, ends[:, 1:]] - rows[number, ends[:, :-1]] for rows in (chain.costs.seconds, chain.costs.memory)
+    )
+    busiest = np.zeros(len(cuts))
+    fits = np.ones(len(cuts), bool)
+    for rank in range(chain.ranks):
+        own = [stage for stage, other in enumerate(chain.ranks_of) if other == rank]
+        busiest = np.maximum(busiest, stages[:, own].sum(axis=1))
+        fits &= need[:, own].sum(axis=1) <= chain.costs.limits[rank]
+    for link in {link for link in chain.link_of if link >= 0}:
+        own = [cut for cut, other in enumerate(chain.link_of) if other == link]
+        busiest = np.maximum(busiest, chain.costs.links[cuts[:, own]].sum(axis=1))
+    if not fits.any():
+        return None
+    most = busiest[fits].min() * (1 + chain.slack) * (1 + ROUNDING)
+    best = int(np.argmin(np.where(fits & (busiest <= most), stages.max(axis=1), np.inf)))
+    found: list[int] = ends[best, 1:].tolist()
+    return found
 
 
 def _searched(chain: Placement) -> list[int] | None:
     """The best cut of a search from several beginnings."""
-    least, best = _least(chain), None
+    least, found = _least(chain), []
     for start in _beginnings(chain):
         ends = _improved(chain, _fitted(chain, start))
-        if chain.fits(ends) and (best is None or chain.value(ends) < chain.value(best)):
-            best = ends
-        if best is not None and chain.bottleneck(best) <= least * (1 + ROUNDING):
+        if not chain.fits(ends):
+            continue
+        found.append(ends)
+        if chain.bottleneck(ends) <= least * (1 + ROUNDING):
             break
-    return best
+    best = chain.best(found)
+    if best is None:
+        return None
+    most = min(map(chain.bottleneck, found)) * (1 + chain.slack) * (1 + ROUNDING)
+    return chain.best([best, *([_smoothed(chain, best, most)])])
 
 
 def _beginnings(chain: Placement) -> Iterator[list[int]]:
@@ -152,18 +190,30 @@ def _improved(chain: Placement, ends: list[int], held: Floats | None = None) -> 
     state = (worst(ends), squares(ends))
     for _ in range(SWEEPS):
         for first in (*range(chain.stages - chain.ranks + 1), *range(chain.stages - chain.ranks - 1, 0, -1)):
-            ends = _shared(chain, ends, first, besides, (1.0, 1e-6))
+            ends = _shared(chain, ends, first, besides)
         now = (worst(ends), squares(ends))
         if now[0] >= state[0] and now[1] >= state[1] * (1 - 1e-9):
             break
         state = now
-    for first in range(chain.stages - chain.ranks + 1):
-        ends = _shared(chain, ends, first, besides, (0.0, 1.0))
     return ends
 
 
-def _shared(chain: Placement, ends: list[int], first: int, besides: Floats, goal: tuple[float, float]) -> list[int]:
-    """The cut with the layers of the stages from `first` on, as many as there are ranks, cut anew and no worse."""
+def _smoothed(chain: Placement, ends: list[int], most: float) -> list[int]:
+    """The cut with its stages as even as ranks and links within `most` allow."""
+    for _ in range(SWEEPS):
+        before = ends
+        for first in range(chain.stages - chain.ranks + 1):
+            ends = _shared(chain, ends, first, np.zeros(chain.ranks), most)
+        if ends == before:
+            break
+    return ends
+
+
+def _shared(chain: Placement, ends: list[int], first: int, besides: Floats, most: float | None = None) -> list[int]:
+    """The cut with the layers of the stages from `first` on, as many as there are ranks, cut anew and no worse.
+
+    The ranks' loads are made as even as can be; or, where `most` says what a rank may take, those of the stages are.
+    """
     count, costs = chain.ranks, chain.costs
     start, stop = ends[first - 1] if first else 0, ends[first + count - 1]
     if stop - start == count or count == 1:
@@ -191,9 +241,11 @@ def _shared(chain: Placement, ends: list[int], first: int, besides: Floats, goal
             found.append(int(choices[stage, found[-1]]))
         return float(values[count, stop]), found[::-1]
 
-    least = cut((0.0, 0.0, bound))[0]
+    least = cut((0.0, 0.0, bound))[0] if most is None else most
     if least == np.inf:
         return ends
-    unit = 1 / (least or 1.0)
-    inner = cut((goal[0] * unit**2, goal[1] * unit**2, least * (1 + ROUNDING)))[1]
+    unit = max(least, SMALLEST) ** -2
+    value, inner = cut((unit, unit * STAGES, least * (1 + ROUNDING)) if most is None else (0.0, unit, most))
+    if value == np.inf:
+        return ends
     return [*ends[:first], *inner, *ends[first + count :]]

@@ -10,7 +10,8 @@ from typing import TypedDict
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.partition.checks import Costs, Floats, check_costs, numbers_of, rows_of, sums_of
+from penstock.partition.bottleneck import ROUNDING
+from penstock.partition.checks import Costs, Floats, check_costs, check_number, numbers_of, rows_of, sums_of
 from penstock.partition.loops import Placed
 
 
@@ -22,6 +23,8 @@ class PlacedOptions(TypedDict, total=False):
     holds, kept: bytes that a layer takes, and that it keeps for a micro-batch in flight, shape (layers,) or (ranks, layers).
     in_flight: micro-batches that each stage has in flight at most, shape (stages,); 1 if not given.
     limits: bytes of every rank, shape (ranks,); infinite if not given.
+    slack: by how much, relatively, the busiest rank may be above the least that was found, for the largest stage's sake; 0 if not
+        given. Without any, ranks are even and stages often are not, and uneven stages make a pipeline wait.
     """
 
     transfer: Sequence[float] | Floats | None
@@ -29,6 +32,7 @@ class PlacedOptions(TypedDict, total=False):
     kept: Costs | None
     in_flight: Sequence[float] | None
     limits: Sequence[float] | None
+    slack: float
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Placement:
     costs: Placed
     ranks_of: tuple[int, ...]
     link_of: tuple[int, ...]
+    slack: float = 0.0
 
     @property
     def stages(self) -> int:
@@ -71,7 +76,7 @@ class Placement:
 
     def of_links(self, ends: Sequence[int]) -> Floats:
         """Seconds of every link."""
-        used = np.asarray(self.link_of)
+        used = np.asarray(self.link_of, dtype=np.int64)
         crossing = self.costs.links[np.asarray(ends[:-1], dtype=np.int64)]
         found: Floats = np.bincount(used[used >= 0], crossing[used >= 0], max(int(used.max(initial=-1)) + 1, 1)).astype(
             np.float64
@@ -86,9 +91,17 @@ class Placement:
         """Whether every rank keeps within its bytes."""
         return bool((self.of_ranks(ends, self.costs.memory) <= self.costs.limits).all())
 
-    def value(self, ends: Sequence[int]) -> tuple[float, float]:
-        """What is to be least: the busiest rank or link, and then the largest stage."""
-        return self.bottleneck(ends), float(self.of_stages(ends, self.costs.seconds).max())
+    def largest(self, ends: Sequence[int]) -> float:
+        """Seconds of the largest stage."""
+        return float(self.of_stages(ends, self.costs.seconds).max())
+
+    def best(self, cuts: Sequence[Sequence[int]]) -> list[int] | None:
+        """Of these cuts the one with the smallest largest stage among those whose busiest rank or link is within the slack."""
+        busiest = [self.bottleneck(ends) for ends in cuts]
+        most = min(busiest, default=0.0) * (1 + self.slack) * (1 + ROUNDING)
+        return min(
+            (list(ends) for ends, value in zip(cuts, busiest, strict=True) if value <= most), key=self.largest, default=None
+        )
 
 
 def placement(seconds: Costs, ranks_of: Sequence[int], options: PlacedOptions) -> Placement:
@@ -120,4 +133,5 @@ def placement(seconds: Costs, ranks_of: Sequence[int], options: PlacedOptions) -
     pairs = [(min(pair), max(pair)) for pair in pairwise(ranks_of)]
     names = {pair: number for number, pair in enumerate(dict.fromkeys(pair for pair in pairs if pair[0] != pair[1]))}
     costs = Placed(times, sums_of(held + in_flight[:, None] * each), links, allowed)
-    return Placement(costs, tuple(ranks_of), tuple(names.get(pair, -1) for pair in pairs))
+    slack = check_number("slack", options.get("slack", 0.0), zero=True)
+    return Placement(costs, tuple(ranks_of), tuple(names.get(pair, -1) for pair in pairs), slack)

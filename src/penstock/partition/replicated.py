@@ -155,7 +155,18 @@ def table_of(stage_time: Callable[[int, int, int], float], layers: int, ranks: i
 
 
 class Options(TypedDict, total=False):
-    """What `replicated` takes besides its numbers; its docstring explains each."""
+    """What `replicated` takes besides its numbers.
+
+    micro_batches: how many a batch has, for which the gradients are added up once; no stage gets more ranks than that. None, the
+        default, is an endless stream.
+    latency_s: of a message, 0 if not given.
+    sync_bandwidth_bytes_per_s: of the gradients' sum, if not that of the links.
+    overlap: whether sums and messages run beside the work (if not given, as in PipeDream's paper), or add to it (as in its code).
+    stages, exactly: see `Limits`.
+    holds, kept: bytes that a layer takes, and that it keeps for a micro-batch in flight; none if not given.
+    limit: bytes of a rank, infinite if not given. A rank of a stage on k ranks has ceil(r / k) micro-batches in flight, r = the
+        ranks of its stage and all after it together, as in 1F1B with a stage's ranks in turn, but at most ceil(M / k).
+    """
 
     micro_batches: int | None
     latency_s: float
@@ -189,17 +200,7 @@ def replicated(seconds: Sequence[float] | Floats, weight_bytes: Sequence[float] 
         output_bytes: of a micro-batch, per layer; the last layer's may be left out.
         ranks: how many there are.
         bandwidth_bytes_per_s: of each rank's link, in each direction.
-        micro_batches: how many a batch has, for which the gradients are added up once; no stage gets more ranks than that. None
-            is an endless stream.
-        latency_s: of a message, 0 if not given.
-        sync_bandwidth_bytes_per_s: of the gradients' sum, if not that of the links.
-        overlap: whether sums and messages run beside the work (if not given, as in PipeDream's paper), or add to it (as in its
-            code).
-        stages, exactly: see `Limits`.
-        holds, kept: bytes that a layer takes, and that it keeps for a micro-batch in flight; none if not given.
-        limit: bytes of a rank, infinite if not given. A rank of a stage on k ranks has ceil(r / k) micro-batches in flight,
-            r = the ranks of its stage and all after it together, as in 1F1B with a stage's ranks in turn, but at most
-            ceil(M / k).
+        options: see `Options`.
 
     Raises:
         PartitionError: numbers are out of range or do not fit each other, or layers^2 x ranks is above 2^27.
@@ -213,33 +214,40 @@ def replicated(seconds: Sequence[float] | Floats, weight_bytes: Sequence[float] 
     if (layers + 1) ** 2 * (ranks + 1) > LARGEST_TABLE:
         raise PartitionError(f"{layers} layers on {ranks} ranks need a table of {(layers + 1) ** 2 * (ranks + 1)} stages, more than "
                              f"{LARGEST_TABLE}: join layers to fewer first")  # fmt: skip
-    bandwidth = check_number("bandwidth_bytes_per_s", bandwidth_bytes_per_s)
-    sync = check_number("sync_bandwidth_bytes_per_s", options.get("sync_bandwidth_bytes_per_s", bandwidth))
-    latency = check_number("latency_s", options.get("latency_s", 0.0), zero=True)
-    links = np.zeros(layers + 1)
-    sizes = check_costs(output_bytes, "output_bytes")
-    if len(sizes) not in {layers - 1, layers}:
-        raise PartitionError(f"output_bytes: has {len(sizes)} entries, and {layers} are needed")
-    links[1:-1] = latency + sizes[: layers - 1] / bandwidth
-    copies = np.maximum(np.arange(ranks + 1.0), 1.0)
     count = options.get("micro_batches")
     if count is not None and (not isinstance(count, (int, np.integer)) or count < 1):
         raise PartitionError(f"micro_batches is {count!r}; it must be a whole number of 1 or more")
+    latency = check_number("latency_s", options.get("latency_s", 0.0), zero=True)
+    bandwidth = check_number("bandwidth_bytes_per_s", bandwidth_bytes_per_s)
+    sizes = check_costs(output_bytes, "output_bytes")
+    if len(sizes) not in {layers - 1, layers}:
+        raise PartitionError(f"output_bytes: has {len(sizes)} entries, and {layers} are needed")
+    links = np.zeros(layers + 1)
+    links[1:-1] = latency + sizes[: layers - 1] / bandwidth
+    sync = check_number("sync_bandwidth_bytes_per_s", options.get("sync_bandwidth_bytes_per_s", bandwidth))
+    summed = check_costs(weight_bytes, "weight_bytes", layers) / sync
+    table = _table(work, summed, links, ranks, options)
+    most = _room(layers, ranks, np.inf if count is None else count, options)
+    return replicated_table(table, stages=options.get("stages"), exactly=options.get("exactly", True), most_ranks=most)
+
+
+def _table(work: Floats, summed: Floats, links: Floats, ranks: int, options: Options) -> Floats:
+    """What every stage takes: of its seconds, of those that its weights take to cross a link once, and of the cuts before layers."""
+    layers, count = len(work), options.get("micro_batches")
+    copies = np.maximum(np.arange(ranks + 1.0), 1.0)
     batch = copies if count is None else np.full(ranks + 1, float(count))
     share = np.ceil(batch / copies) / batch
-    done = np.concatenate(([0.0], np.cumsum(work)))
-    owed = np.concatenate(([0.0], np.cumsum(check_costs(weight_bytes, "weight_bytes", layers))))
-    per_byte = 2 * (copies - 1) / copies / sync / batch
+    done, owed = (np.concatenate(([0.0], np.cumsum(each))) for each in (work, summed))
+    crossings = 2 * (copies - 1) / copies / batch
     join = np.maximum.reduce if options.get("overlap", True) else np.add.reduce
     table = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
     for first in range(layers):
         load, weights = (done - done[first])[first + 1 :, None], (owed - owed[first])[first + 1 :, None]
         into = np.broadcast_to(links[first] * share, (layers - first, ranks + 1))
-        table[first, first + 1 :] = join([load * share, weights * per_byte, links[first + 1 :, None] * share, into])
+        table[first, first + 1 :] = join([load * share, weights * crossings, links[first + 1 :, None] * share, into])
     if count is not None:
         table[:, :, count + 1 :] = np.inf
-    most = _room(layers, ranks, np.inf if count is None else count, options)
-    return replicated_table(table, stages=options.get("stages"), exactly=options.get("exactly", True), most_ranks=most)
+    return table
 
 
 def _room(layers: int, ranks: int, micro_batches: float, options: Options) -> Ints | None:

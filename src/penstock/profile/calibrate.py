@@ -188,4 +188,5 @@ class _Table:
                 break
             free &= ~below
             solved[below] = floor[below]
-        return solved * scale
+        found: np.ndarray = solved * scale
+        return found

@@ -63,6 +63,8 @@ def fpga(
     held = fits_on_chip(counts.parameter_bytes * roof.narrower, board) if on_chip is None else on_chip
 
     def alone(layer: LayerCounts, phase: Phase, samples: float) -> float:
+        if not layer.work(phase):
+            return 0.0
         products = sum(work.flops_at(samples) for work in layer.work(phase) if work.family != "other")
         weights = 0 if held else _WEIGHT_PASSES[phase] * layer.parameter_bytes
         moved = roof.narrower * (weights + samples * layer.activation_bytes_per_sample)

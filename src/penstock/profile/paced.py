@@ -27,7 +27,9 @@ def paced(profile: Profile, factor: float) -> Profile:
         return replace(each, forward=slower(each.forward), backward=slower(each.backward), input_grad=slower(each.input_grad),
                        weight_grad=slower(each.weight_grad))  # fmt: skip
 
-    return replace(profile, layers=tuple(map(layer, profile.layers)), update_s_per_byte=factor * profile.update_s_per_byte)
+    return replace(profile, layers=tuple(map(layer, profile.layers)), update_s_per_byte=factor * profile.update_s_per_byte,
+                   update_fixed_s=factor * profile.update_fixed_s,
+                   accumulate_s_per_byte=factor * profile.accumulate_s_per_byte)  # fmt: skip
 
 
 def profiles_of(profiles: Profiles, cluster: Cluster) -> tuple[Profile, ...]:

@@ -71,7 +71,9 @@ class Timing:
 class LayerProfile:
     """One layer's costs. Byte counts named `…_per_sample` grow with the micro-batch.
 
-    `parameter_bytes` counts a parameter at the first layer that uses it, and nowhere else.
+    `parameter_bytes` counts a parameter at the first layer that uses it, and nowhere else, and `activation_bytes_per_sample` likewise what
+    is kept for a backward. A stage that begins with this layer keeps `entry_bytes_per_sample` besides: its input, where that counts
+    at a layer before, or nowhere.
     """
 
     name: str
@@ -85,6 +87,7 @@ class LayerProfile:
     buffer_bytes: int
     activation_bytes_per_sample: float
     output_bytes_per_sample: float
+    entry_bytes_per_sample: float = 0.0
 
     def seconds(self, phase: Phase, samples: float) -> float:
         """Seconds of one phase for `samples` samples."""
@@ -97,7 +100,9 @@ class Profile:
     """A model's layers with their costs, and where they were measured.
 
     `update_s_per_byte`: seconds of an optimizer step per byte of parameters (SGD with momentum). `device`: the device's name, as
-    clusters know it: a preset's, `"cpu"`, or what CUDA calls the GPU; empty where nobody said.
+    clusters know it: a preset's, `"cpu"`, or what CUDA calls the GPU; empty where nobody said. `update_fixed_s`: seconds of that step
+    besides, whatever its size. `accumulate_s_per_byte`: seconds of adding a micro-batch's gradients to those before it, per byte of
+    them; `backward` and `weight_grad` of the layers are those of a first micro-batch.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -108,6 +113,8 @@ class Profile:
     torch_version: str = ""
     update_s_per_byte: float = 0.0
     device: str = ""
+    update_fixed_s: float = 0.0
+    accumulate_s_per_byte: float = 0.0
     schema: int = SCHEMA
 
     def __len__(self) -> int:

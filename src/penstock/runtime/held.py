@@ -33,18 +33,20 @@ class Held:
         if form in self._sizes:
             yield
             return
-        # Storages are told apart by address: all that were met stay alive meanwhile.
-        met = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in given}
+        # Storages are told apart by address: all that were met stay alive meanwhile. What is given may be a view, such as a
+        # micro-batch of its batch: the rest of its storage is other micro-batches', which count it themselves.
+        views = {tensor.untyped_storage().data_ptr(): tensor for tensor in given}
+        met: dict[int, torch.UntypedStorage] = {}
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
+            if storage.data_ptr() not in weights and storage.data_ptr() not in views:
                 met[storage.data_ptr()] = storage
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             yield
-        self._sizes[form] = sum(storage.nbytes() for storage in met.values())
+        self._sizes[form] = sum(tensor.nbytes for tensor in views.values()) + sum(storage.nbytes() for storage in met.values())
 
     def size(self, form: str) -> int:
         """Bytes that a graph of this form keeps."""

@@ -17,42 +17,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from penstock.errors import DeadlineExceeded, PeerFailed, RunError
+from penstock.errors import DeadlineExceeded, PeerFailed
 from penstock.runtime.board import reason_of
 from penstock.runtime.store_board import StoreBoard
 from penstock.schedule.lower import Link
 from penstock.transport.distributed import MOST_UNDER_WAY, TOLD_TAG, DistributedTransport, Wire
+from penstock.transport.group import join, started
 from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.transport.transport import TransportLost, TransportTimeout
+
+__all__ = ["DistributedWorld", "join", "started"]
 
 T = TypeVar("T")
 
 # Every world of a process has its own corner of the store; all processes make their worlds in the same order.
 _WORLDS = itertools.count()
-
-
-def started() -> bool:
-    """Whether this process is one of several ranks."""
-    return dist.is_available() and (dist.is_initialized() or "RANK" in os.environ)
-
-
-def join() -> int:
-    """Join the other ranks if that has not been done, and return their number.
-
-    Raises:
-        RunError: this process was not started as a rank.
-    """
-    if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            raise RunError("this process is alone: start it with torchrun --nproc-per-node N, or with ps.launch(fn, ranks=N)")
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        atexit.register(_leave)
-    return dist.get_world_size()
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class DistributedWorld:

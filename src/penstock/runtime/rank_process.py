@@ -22,6 +22,9 @@ def main(job: Path, result: Path, launcher: int) -> int:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died before the line above
         return 1
+    from penstock.transport.host_memory import keep_freed_memory
+
+    keep_freed_memory()
     import cloudpickle
     import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,13 +26,14 @@ class Hunt:
     Work is counted in ops, not in seconds, so that a search which ends by it finds the same on every machine.
     """
 
-    def __init__(self, request: PlanRequest, most_work: float) -> None:
+    def __init__(self, request: PlanRequest, most_work: float = math.inf) -> None:
         self.request = request
         self.fits: list[Scored] = []
         self.near: list[Scored] = []  # pilots: one pipeline that stands for several
         self.misfits: list[Scored] = []
         self.refusals: dict[str, None] = {}
-        self.best_s = float("inf")
+        self.tried: set[tuple[Way, Balance]] = set()
+        self.best_s = math.inf
         self.work = 0.0
         self.weighed = 0
         self._most_work = most_work
@@ -61,6 +63,7 @@ class Hunt:
 
     def weigh_way(self, way: Way, balance: Balance = "time", force: bool = False) -> Scored | None:
         """Simulate `way` if it can be made, may win, and fits; `force`: also if it cannot win."""
+        self.tried.add((way, balance))
         if way.bound_s > self.reach and not force:
             return None
         each = -(-way.micro_batches // way.shape.pipelines)

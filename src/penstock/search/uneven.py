@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 
 import numpy as np
 
@@ -28,7 +29,9 @@ def uneven(request: PlanRequest) -> Iterator[Proposal]:
     alike = len({id(request.profile_of(rank)) for rank in range(ranks)}) == 1
     names = [facts.name for facts in request.families() if facts.synchronous and facts.stages_per_rank == "1"]
     names = [name for name in ("1f1b", "zb-h1") if name in names] or names[:1]
-    if not alike or not request.copies_allowed > 1 or not 2 < ranks <= MOST_RANKS or request.by != "bottleneck" or not names:
+    # A stream goes on from batch to batch, so that every copy needs as many micro-batches of each.
+    streams = any(facts.name == "pipedream" for facts in request.families())
+    if not alike or not request.copies_allowed > 1 or not 2 < ranks <= MOST_RANKS or request.by != "bottleneck" or not (names or streams):
         return
     given = request.stages
     for micro_batches in _counts(request):
@@ -42,8 +45,12 @@ def uneven(request: PlanRequest) -> Iterator[Proposal]:
         for each in found:
             copies = tuple(count for _, count in each)
             if len(set(copies)) > 1:  # others are whole pipelines
+                lengths = tuple(length for length, _ in each)
                 for name in names:
-                    yield Proposal(tuple(length for length, _ in each), name, micro_batches, (("replicas", copies),))
+                    yield Proposal(lengths, name, micro_batches, (("replicas", copies),))
+                even = lcm(*copies) * max(1, round(micro_batches / lcm(*copies)))
+                if streams and even <= request.batch and request.micro_batches in (None, even):
+                    yield Proposal(lengths, "pipedream", even, (("replicas", copies),))
 
 
 def _counts(request: PlanRequest) -> list[int]:

@@ -16,8 +16,8 @@ from penstock.schedule.period import period_of
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
 from penstock.simulate.costs import Costs
-from penstock.simulate.device_costs import PHASES
 from penstock.simulate.plan_costs import meeting_seconds
+from penstock.simulate.stage_seconds import PHASES
 
 #: Stages on one rank that are tried, for schedules that take any number.
 STAGES_PER_RANK = (2, 3, 4)
@@ -67,7 +67,8 @@ class Space:
 
     def __init__(self, request: PlanRequest, every: list[Shape]) -> None:
         self.request, self.shapes = request, every
-        self._sums: dict[tuple[int, float], dict[str, float]] = {}
+        self._rows: dict[tuple[int, float], np.ndarray] = {}
+        self._bests: dict[tuple[tuple[int, ...], float], tuple[float, float, float]] = {}
         self._met: dict[Shape, float] = {}
 
     @cached_property
@@ -78,10 +79,25 @@ class Space:
         return sorted(found, key=lambda way: key[way])
 
     @cached_property
-    def leading(self) -> str:
-        """The schedule that stands for all in a first look: 1F1B where it is allowed, else that of the best estimate."""
-        names = [way.schedule for way in self.ways]
-        return "1f1b" if "1f1b" in names else names[0] if names else ""
+    def leading(self) -> frozenset[str]:
+        """The schedules that stand for all in a first look: of those with a flush and of those without 1F1B, or its kin PipeDream, where
+        it is allowed, else that of the best estimate.
+        """
+        found = []
+        for synchronous, favourite in ((True, "1f1b"), (False, "pipedream")):
+            kin = {facts.name for facts in self.request.families() if facts.synchronous is synchronous}
+            names = [way.schedule for way in self.ways if way.schedule in kin]
+            found += [favourite if favourite in names else names[0]] if names else []
+        return frozenset(found)
+
+    @cached_property
+    def least_s(self) -> float:
+        """No step is shorter, however stages are cut and copied: all work, shared evenly among all devices."""
+        found = [
+            count * self._load(shape, count).of_cluster
+            for shape in self.shapes[:1] for count in self.request.micro_batch_counts(self.request.cluster.ranks)
+        ]  # fmt: skip
+        return min(found, default=0.0)
 
     def _of_shape(self, shape: Shape) -> Iterator[Way]:
         request, layers = self.request, len(self.request.profile)
@@ -106,31 +122,48 @@ class Space:
                 if count <= min(self.request.batch, 64 * shape.pipelines):
                     yield count
 
-    def _sum(self, rank: int, samples: float) -> dict[str, float]:
-        """Seconds of each phase of the whole model on one device."""
+    def _seconds(self, rank: int, samples: float) -> np.ndarray:
+        """Shape (4, layers): per layer, seconds of each phase on one device."""
         profile = self.request.profile_of(rank)
         key = id(profile), samples
-        if key not in self._sums:
-            self._sums[key] = {phase: sum(profile.seconds(phase, samples)) for phase in PHASES}
-            self._sums[key]["update"] = profile.update_s_per_byte * sum(layer.parameter_bytes for layer in profile)
-        return self._sums[key]
+        if key not in self._rows:
+            self._rows[key] = np.array([profile.seconds(phase, samples) for phase in PHASES])
+        return self._rows[key]
+
+    def _least(self, kinds: Sequence[int], samples: float) -> tuple[float, float, float]:
+        """Of the whole model, every layer on the device and in the way that is fastest for it, as no cut can better: the work of a
+        micro-batch, its way through all layers, and that and back.
+
+        Which device is faster may differ from layer to layer, and so may whether a backward is worth splitting.
+        """
+        key = tuple(kinds), samples
+        if key not in self._bests:
+            rows = [self._seconds(rank, samples) for rank in kinds]
+            work = sum(np.min([f + np.minimum(b, i + w) for f, b, i, w in rows], axis=0))
+            path = sum(np.min([f + np.minimum(b, i) for f, b, i, _ in rows], axis=0))
+            self._bests[key] = float(work), float(sum(np.min([f for f, *_ in rows], axis=0))), float(path)
+        return self._bests[key]
+
+    def _kinds(self, ranks: Sequence[int]) -> list[int]:
+        """The first of these ranks with each profile."""
+        return list({id(self.request.profile_of(rank)): rank for rank in reversed(ranks)}.values())[::-1]
 
     def _load(self, shape: Shape, micro_batches: int) -> Load:
         """What a number of micro-batches puts on a shape."""
-        sums = [self._sum(rank, self.request.batch / micro_batches) for rank in shape.first]
-        unlike = {id(one): one for one in sums}
-        whole = {key: one["forward"] + one["backward"] for key, one in unlike.items()}
-        least = {
-            key: one["forward"] + min(one["backward"], one["input_grad"] + one["weight_grad"]) for key, one in unlike.items()
-        }
-        even = 1 / sum(1 / whole[id(one)] for one in sums) if all(whole.values()) else 0.0
-        # Where devices differ not at all layers alike, shares of the work do not follow from sums.
-        sharp = least[id(sums[0])] / len(sums) if len(unlike) == 1 else min(least.values()) / len(sums)
-        path = min(one["forward"] + min(one["backward"], one["input_grad"]) for one in unlike.values())
-        update = min(one["update"] for one in unlike.values()) / len(sums)
-        down = min(one["forward"] for one in unlike.values())
-        return Load(shape.ranks, shape.pipelines, micro_batches, even, sharp, down, path, update + self._met_s(shape),
-                    min(least.values()) / self.request.cluster.ranks)  # fmt: skip
+        samples, ranks = self.request.batch / micro_batches, self.request.cluster.ranks
+        kinds = self._kinds(shape.first)
+        whole = {id(self.request.profile_of(rank)): float(self._seconds(rank, samples)[:2].sum()) for rank in kinds}
+        even = 1 / sum(1 / whole[id(self.request.profile_of(rank))] for rank in shape.first) if all(whole.values()) else 0.0
+        work, down, path = self._least(kinds, samples)
+        held = sum(layer.parameter_bytes for layer in self.request.profile)
+        update = held * min(self.request.profile_of(rank).update_s_per_byte for rank in kinds) / shape.ranks
+        of_all, _, _ = self._least(self._every, samples)
+        return Load(shape.ranks, shape.pipelines, micro_batches, even, work / shape.ranks, down, path, update + self._met_s(shape),
+                    of_all / ranks)  # fmt: skip
+
+    @cached_property
+    def _every(self) -> list[int]:
+        return self._kinds(range(self.request.cluster.ranks))
 
     def _met_s(self, shape: Shape) -> float:
         """About what the copies of a stage take to add up their gradients."""

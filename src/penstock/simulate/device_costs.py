@@ -8,8 +8,9 @@ from dataclasses import replace
 from penstock.profile.profile import Phase, Profile
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
+from penstock.simulate.stage_seconds import PHASES, stage_seconds, update_seconds
 
-PHASES: tuple[Phase, ...] = ("forward", "backward", "input_grad", "weight_grad")
+__all__ = ["PHASES", "on_devices"]
 
 
 def on_devices(costs: Costs, schedule: Schedule, profiles: Sequence[Profile], lengths: Sequence[int],
@@ -28,26 +29,21 @@ def on_devices(costs: Costs, schedule: Schedule, profiles: Sequence[Profile], le
     """
     if len({id(each) for each in profiles}) == 1:
         return costs
-    ends = [sum(lengths[: s + 1]) for s in range(len(lengths))]
-    parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     unlike = {id(each): each for each in profiles}
-    layers = {key: {phase: each.seconds(phase, micro_batch) for phase in PHASES} for key, each in unlike.items()}
+    of_device = {key: stage_seconds(each, lengths, micro_batch) for key, each in unlike.items()}
     kinds = [id(each) for each in profiles]
 
     def seconds(phase: Phase) -> list[float | list[float]]:
         rows: list[float | list[float]] = []
-        for stage, (part, ranks) in enumerate(zip(parts, schedule.ranks_of_stage, strict=True)):
-            of_kind = {kind: sum(layers[kind][phase][part]) for kind in {kinds[rank] for rank in ranks}}
+        for stage, ranks in enumerate(schedule.ranks_of_stage):
+            of_kind = {kind: of_device[kind][phase][stage] for kind in {kinds[rank] for rank in ranks}}
             if len(of_kind) == 1:
                 rows += of_kind.values()
             else:
                 rows.append([of_kind[kinds[schedule.placement[stage, m]]] for m in range(schedule.slices)])
         return rows
 
-    update = [
-        max(profiles[rank].update_s_per_byte for rank in ranks)
-        * sum(layer.parameter_bytes for layer in profiles[0].layers[part])
-        for part, ranks in zip(parts, schedule.ranks_of_stage, strict=True)
-    ]
+    updates = {key: update_seconds(each, lengths) for key, each in unlike.items()}
+    update = [max(updates[kinds[rank]][stage] for rank in ranks) for stage, ranks in enumerate(schedule.ranks_of_stage)]
     return replace(costs, update=update, forward=seconds("forward"), backward=seconds("backward"),
                    input_grad=seconds("input_grad"), weight_grad=seconds("weight_grad"))  # fmt: skip

@@ -16,10 +16,11 @@ from penstock.profile.paced import Profiles, profiles_of
 from penstock.profile.profile import Phase, Profile
 from penstock.schedule.lower import partners_of
 from penstock.schedule.op import Schedule
-from penstock.schedule.slicing import Slicing
 from penstock.simulate.costs import Costs
 from penstock.simulate.device_costs import on_devices
+from penstock.simulate.host_costs import with_host_work
 from penstock.simulate.simulate import simulate_schedule
+from penstock.simulate.stage_seconds import parts_of, stage_seconds, update_seconds
 from penstock.simulate.versions import versions_held
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.choice import rule_of
@@ -47,23 +48,21 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
     stages = check_lengths(lengths, len(profile), None)
     if micro_batches < 1 or not 0 < micro_batch < math.inf:
         raise PlanError(f"{micro_batches} micro-batches of {micro_batch} samples: both must be above 0")
-    ends = [sum(stages[: s + 1]) for s in range(len(stages))]
-    parts = [slice(end - length, end) for end, length in zip(ends, stages, strict=True)]
     largest = max(micro_batch, -(-round(micro_batch * micro_batches) // micro_batches))
 
-    def seconds(phase: Phase) -> list[float]:
-        layers = profile.seconds(phase, micro_batch)
-        return [sum(layers[part]) for part in parts]
-
-    layers = [profile.layers[part] for part in parts]
+    seconds = stage_seconds(profile, stages, micro_batch)
+    layers = [profile.layers[part] for part in parts_of(stages)]
     out = [each[-1].output_bytes_per_sample for each in layers[:-1]]
     return Costs(
-        forward=seconds("forward"),
-        backward=seconds("backward"),
-        input_grad=seconds("input_grad"),
-        weight_grad=seconds("weight_grad"),
-        activation_bytes=[largest * sum(layer.activation_bytes_per_sample for layer in each) for each in layers],
-        update=[sum(layer.parameter_bytes for layer in each) * profile.update_s_per_byte for each in layers],
+        forward=seconds["forward"],
+        backward=seconds["backward"],
+        input_grad=seconds["input_grad"],
+        weight_grad=seconds["weight_grad"],
+        activation_bytes=[
+            largest * (each[0].entry_bytes_per_sample + sum(layer.activation_bytes_per_sample for layer in each))
+            for each in layers
+        ],
+        update=update_seconds(profile, stages),
         input_bytes=[largest * per_sample for per_sample in (profile.input_bytes_per_sample, *out)],
         # More stages than ranks go round them, until `place_costs` says where they really stand.
         transfer=[
@@ -126,7 +125,7 @@ def _crossing_seconds(schedule: Schedule, stage: int, count: float, cluster: Clu
 
 
 def _medium(schedule: Schedule, cluster: Cluster) -> str:
-    """ "shared" where all that crosses goes through one medium, else "duplex"."""
+    """Whether all that crosses goes through one medium ("shared"), or not ("duplex")."""
     pairs = {(schedule.placement[stage, m], schedule.placement[stage + 1, m])
              for stage in range(schedule.stages - 1) for m in range(schedule.slices)}  # fmt: skip
     links = {cluster.link(*pair) for pair in pairs if pair[0] != pair[1]}
@@ -148,17 +147,24 @@ def _with_trained_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -
     return replace(costs, weight_versions=versions)
 
 
-def slice_costs(costs: Costs, profile: Profile, lengths: Sequence[int], micro_batch: float, slicing: Slicing) -> Costs:
-    """`costs` with the seconds that slices really take: each call's fixed cost is not cut with its micro-batch.
+def slice_costs(costs: Costs, schedule: Schedule, profiles: Sequence[Profile], lengths: Sequence[int],
+                micro_batch: float) -> Costs:  # fmt: skip
+    """`costs` with the seconds that slices really take where they stand: each call's fixed cost is not cut with its micro-batch.
 
-    Slices of one micro-batch are taken for equally long.
+    Slices of one micro-batch are taken for equally long, and stand on one rank. Unchanged where micro-batches are whole.
     """
-    ends = [sum(lengths[: s + 1]) for s in range(len(lengths))]
-    parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    if schedule.slicing is None:
+        return costs
+    rows = list(zip(schedule.slicing.shares, schedule.slicing.first_of, strict=True))
+    counts = {len(row) for row, _ in rows}
+    at = {(id(each), count): stage_seconds(each, lengths, micro_batch / count)
+          for each in {id(each): each for each in profiles}.values() for count in counts}  # fmt: skip
 
     def seconds(phase: Phase) -> list[list[float]]:
-        at = {count: profile.seconds(phase, micro_batch / count) for count in {len(row) for row in slicing.shares}}
-        return [[len(row) * sum(at[len(row)][part]) for row in slicing.shares] for part in parts]
+        return [
+            [len(row) * at[id(profiles[schedule.placement[stage, first]]), len(row)][phase][stage] for row, first in rows]
+            for stage in range(len(lengths))
+        ]
 
     return replace(costs, forward=seconds("forward"), backward=seconds("backward"), input_grad=seconds("input_grad"),
                    weight_grad=seconds("weight_grad"))  # fmt: skip
@@ -173,8 +179,11 @@ def meeting_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluste
         return 0.0
     rounds = 1 if len(ranks) == 2 else 2 * (len(ranks) - 1)  # two send each other all
     piece = gradient_bytes if len(ranks) == 2 else gradient_bytes / len(ranks)
+    # On a CPU the core that sends is the one that takes: what goes both ways at once takes both times. (Two copies of VGG-11 on two
+    # cores, 113 MB: 97 ms for the exchange where one way takes 28 to 60.)
+    ways = 2 if any(cluster.devices[rank].kind == "cpu" for rank in ranks) else 1
     return rounds * max(
-        link.transfer_seconds(piece * (users if link.shared else 1)) for link, users in _links_among(ranks, cluster)
+        link.transfer_seconds(ways * piece * (users if link.shared else 1)) for link, users in _links_among(ranks, cluster)
     )
 
 
@@ -232,6 +241,4 @@ def schedule_costs(schedule: Schedule, profiles: Sequence[Profile], lengths: Seq
     micro_batch = batch / schedule.micro_batches
     costs = stage_costs(profiles[0], lengths, micro_batch, cluster, micro_batches=schedule.micro_batches)
     placed = place_costs(on_devices(costs, schedule, profiles, lengths, micro_batch), schedule, cluster, rule)
-    if schedule.slicing is not None:
-        placed = slice_costs(placed, profiles[0], lengths, micro_batch, schedule.slicing)
-    return placed
+    return with_host_work(slice_costs(placed, schedule, profiles, lengths, micro_batch), schedule, profiles, cluster)

@@ -13,7 +13,9 @@ from penstock.search.planners.bapipe_table import AS, S, Stages, fbp_as, one_f_o
 def simulated(name, stages):
     """Makespan of a family of ours with the same costs."""
     plan = ps.schedule(name, stages=stages.count, micro_batches=stages.micro_batches)
-    return ps.simulate(plan, ps.Costs(forward=stages.forward_s, backward=stages.backward_s, transfer=stages.transfer_s)).makespan
+    return ps.simulate(
+        plan, ps.Costs(forward=stages.forward_s, backward=stages.backward_s, transfer=stages.transfer_s)
+    ).makespan
 
 
 SHAPES = st.builds(Stages, count=st.integers(1, 6), micro_batches=st.integers(1, 20), forward_s=st.floats(0.5, 2),

@@ -18,8 +18,8 @@ from penstock.search.planners.shared_stages import (
     HELD_PER_PARAMETER_BYTE,
     Ranges,
     check_size,
-    largest_counts,
     least_memory,
+    likely_counts,
     packed,
 )
 from penstock.search.proposal import Objective, Proposal
@@ -59,7 +59,7 @@ def alpa(request: PlanRequest) -> Plan:
 
 
 def _proposals(request: PlanRequest, steps: float) -> Iterator[tuple[float, Proposal]]:
-    for count in largest_counts(request, steps, STEPS_IN_ALL):
+    for count in likely_counts(request, steps, STEPS_IN_ALL):
         costs = LayerCosts.of(request.profile, request.batch / count)
         table, most_stages = tables(request, costs, count)
         found = replicated_sum(table, count - 1, stages=request.stages, most_stages=most_stages)

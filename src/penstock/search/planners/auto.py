@@ -2,7 +2,7 @@
 
 In this order, each stage of the search with so much work at most, and all of it with so much time:
 
-    shapes and numbers of micro-batches with one schedule  |  stages with copies of their own  |  what the other planners propose  |
+    shapes and numbers of micro-batches with one schedule  |  what the other planners propose  |  stages with copies of their own  |
     what can win of all other schedules, most promising first  |  programs made to measure  |  the best cut again by what simulation says
 
 Most ways are never simulated: one whose lower bound is above the best time found cannot win.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import product
 
 from penstock.errors import PenstockError
 from penstock.partition.uniform import partition_uniform
@@ -53,18 +54,17 @@ def auto(request: PlanRequest) -> Plan:
     Raises:
         PlanError: nothing fits, and the message says what the nearest ways need; or no schedule takes these numbers.
     """
-    hunt = Hunt(request, SCAN)
+    hunt = Hunt(request)
     space = Space(request, shapes(request))
-    scanned = _scan(hunt, space, "time")
-    hunt.allow(SEARCH, 0.5)
-    _weigh_all(hunt, uneven(request))
-    hunt.allow(SEARCH, 0.7)
+    scanned = _scan(hunt, space)
     if hunt.fits:
         _ask_others(hunt)
+    hunt.allow(SEARCH, 0.75)
+    _weigh_all(hunt, uneven(request))
     hunt.allow(SEARCH, 0.9)
-    _search(hunt, space, scanned)
+    _search(hunt, space, scanned, "time")
     if not hunt.fits:
-        _search(hunt, space, _scan(hunt, space, "memory"), "memory")
+        _search(hunt, space, {}, "memory")
     hunt.allow(SEARCH / 4)
     _weigh_all(hunt, made_to_measure(request, spread_of(hunt.fits, POLISHED)))
     for each in spread_of(hunt.fits, POLISHED):
@@ -74,37 +74,33 @@ def auto(request: PlanRequest) -> Plan:
         raise nothing(request, hunt.misfits, list(hunt.refusals))
     _see_off(hunt, space)
     chosen = best(hunt.fits)
-    bound = min([way.bound_s for way in space.ways] + [chosen.step_s])
+    bound = min([way.bound_s for way in space.ways] + [space.least_s, chosen.step_s])
     return plan_of(request, chosen, _table(hunt, chosen), bound, remedies(request, chosen))
 
 
-def _scan(hunt: Hunt, space: Space, balance: Balance) -> dict[tuple[Shape, int], float]:
-    """The ways with one schedule: what they really take says where the others are worth a look. Returns what they take over what was
-    estimated, by shape and number of micro-batches.
+def _scan(hunt: Hunt, space: Space) -> dict[tuple[Shape, int], float]:
+    """A first look, at ways with one schedule: what they really take says where the others are worth one. Returns what they take over
+    what was estimated, by shape and number of micro-batches.
     """
-    hunt.allow(SCAN, 0.4)
+    hunt.allow(SCAN, 0.25)
     found: dict[tuple[Shape, int], float] = {}
     for way in space.ways:
         if hunt.over:
             break
-        if _leads(space, way):
-            weighed = hunt.weigh_way(way, balance)
+        if way.schedule in space.leading or way.stages == 1:
+            weighed = hunt.weigh_way(way, "time")
             if weighed is not None and way.estimate_s:
                 found[way.shape, way.micro_batches] = weighed.step_s / way.estimate_s
     return found
 
 
-def _leads(space: Space, way: Way) -> bool:
-    return way.schedule == space.leading or way.stages == 1
-
-
-def _search(hunt: Hunt, space: Space, scanned: Mapping[tuple[Shape, int], float], balance: Balance = "time") -> None:
-    """All other ways, the most promising first."""
+def _search(hunt: Hunt, space: Space, scanned: Mapping[tuple[Shape, int], float], balance: Balance) -> None:
+    """All ways that were not looked at, the most promising first."""
 
     def promise(way: Way) -> float:
         return way.estimate_s * scanned.get((way.shape, way.micro_batches), 1.0)
 
-    for way in sorted((way for way in space.ways if not _leads(space, way)), key=promise):
+    for way in sorted((way for way in space.ways if (way, balance) not in hunt.tried), key=promise):
         if hunt.over:
             break
         hunt.weigh_way(way, balance)
@@ -118,12 +114,13 @@ def _weigh_all(hunt: Hunt, proposals: Iterable[Proposal]) -> None:
 
 
 def _ask_others(hunt: Hunt) -> None:
-    """What the planners of the literature propose, within what is asked."""
-    for entry in PLANNERS.entries().values():
+    """What the planners of the literature propose, within what is asked; where it may be asynchronous, also what they do with a flush."""
+    kinds = [hunt.request, replace(hunt.request, asynchronous=False)] if hunt.request.asynchronous else [hunt.request]
+    for request, entry in product(kinds, PLANNERS.entries().values()):
         if entry.name == NAME or hunt.left_s() <= 0:
             continue
         try:
-            plan = entry.make(hunt.request)
+            plan = entry.make(request)
         except PenstockError as error:
             hunt.refuse(f"{entry.name}: {error}")
             continue

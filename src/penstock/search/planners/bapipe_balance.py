@@ -37,8 +37,9 @@ def fractional_cut(seconds: Seconds) -> tuple[float, tuple[float, ...]]:
     A part of a layer takes its share of the layer's seconds. It is T* where one accelerator is as many times faster than another at
     every layer.
 
-    >>> fractional_cut([[1.0, 1.0, 2.0], [1.0, 1.0, 2.0]])
-    (2.0, (2.0, 3.0))
+    >>> seconds, ends = fractional_cut([[1.0, 1.0, 4.0], [1.0, 1.0, 4.0]])
+    >>> round(seconds, 6), [round(end, 6) for end in ends]
+    (3.0, [2.25, 3.0])
     """
     sums = [before(tuple(row)) for row in seconds]
     layers = len(seconds[0])

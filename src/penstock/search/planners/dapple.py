@@ -60,7 +60,7 @@ def dapple(request: PlanRequest) -> Plan:
     proposals: dict[Proposal, None] = {}
     for placed, count in found:
         proposals.update(dict.fromkeys(_proposals(request, placed, count, nodes)))
-    return best_of(request, quickest(likely(request, list(proposals)), 12))
+    return best_of(request, quickest(likely(request, list(proposals)), 8))
 
 
 def _ways(nodes: Sequence[Sequence[int]], layers: int) -> int:

@@ -44,8 +44,8 @@ def placements(sizes: Sequence[int], used: Place, devices: int) -> list[Place]:
 
     >>> placements((4, 4, 4), (2, 0, 0), 3)
     [(0, 3, 0), (2, 1, 0)]
-    >>> placements((4, 4), (2, 1), 3)
-    [(2, 1), (1, 2)]
+    >>> placements((4, 4), (2, 2), 3)
+    [(2, 1)]
 
     Args:
         sizes: devices of every node.

@@ -63,8 +63,7 @@ class _Move:
 
     place: Place
     used: Place
-    own: Numbers
-    after: Numbers
+    sums: Numbers
     numbers: Numbers
 
 
@@ -154,6 +153,7 @@ class _Search:
         rows = np.zeros((3, len(prefix.rows) + 4))
         rows[:, : len(prefix.rows)] = np.array(prefix.rows).T if prefix.rows else np.zeros((3, 0))
         last = prefix.stages[-1][2] if prefix.stages else None
+        at, crossing = len(prefix.rows) + (last is not None), float(self.sums[0, prefix.start])
         counts = self.task.stages in (None, depth + 2)
         for move in self._moves(prefix.used):
             step = self.moves[move]
@@ -161,9 +161,9 @@ class _Search:
             numbers = step.numbers
             numbers[Numbered.KNOWN], numbers[Numbered.PREFIX] = self.known, number
             if last is not None:
-                numbers[Numbered.BEFORE] = self._transfer(last, step.place)
-            best, where = extend(rows, len(prefix.rows), prefix.start, step.own, step.after, self.sums, numbers, table.values,
-                                 table.origins)  # fmt: skip
+                latency, per_byte = self._transfer(last, step.place)
+                rows[:2, at - 1] = latency + per_byte * crossing
+            best, where = extend(rows, at, prefix.start, step.sums, numbers, (table.values, table.origins))
             if where >= 0 and counts:
                 self.known = min(self.known, best)
                 if best < self.found.get(depth + 2, (np.inf,))[0]:
@@ -202,10 +202,15 @@ class _Search:
 
         network, rest = self.task.network, self._rest(used)
         numbers = Numbered(
-            self.task.micro_batches, 0.0, (0.0, 0.0), network.transfer(place, rest), network.all_reduce(place),
-            network.all_reduce(rest), sum(self.task.sizes) - sum(used), 0, number,
-        )  # fmt: skip
-        return _Move(place, used, self.own[sum(place) - 1], self.own[sum(rest) - 1], numbers.array())
+            self.task.micro_batches,
+            network.transfer(place, rest),
+            network.all_reduce(place),
+            network.all_reduce(rest),
+            sum(self.task.sizes) - sum(used),
+            number,
+        )
+        sums = np.concatenate([self.own[sum(place) - 1], self.own[sum(rest) - 1], self.sums])
+        return _Move(place, used, sums, numbers.array())
 
     def _table(self, used: Place, depth: int) -> _Table:
         """Nodes of equal size are alike: which of them are used does not make another state."""

@@ -53,13 +53,16 @@ def step_seconds(request: PlanRequest, ranks: int, micro_batches: int) -> float:
 
         max over ranks( ceil(M / R) (F + B)(batch / M) + update )  +  2 (R - 1) (latency + weights / (R bandwidth))
 
-    F and B are of the whole model for so many samples; latency and bandwidth are of the slowest link on the ring.
+    F and B are of the whole model for so many samples; latency and bandwidth are of the slowest link on the ring. Gradients of one part
+    are added to those of the parts before.
     """
     parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
     each = -(-micro_batches // ranks)
     profiles = {id(profile): profile for profile in map(request.profile_of, range(ranks))}
     own = max(
-        each * sum(profile.step_seconds(request.batch / micro_batches)) + profile.update_s_per_byte * parameter_bytes
+        each * sum(profile.step_seconds(request.batch / micro_batches))
+        + parameter_bytes * (profile.update_s_per_byte + (each - 1) * profile.accumulate_s_per_byte)
+        + (profile.update_fixed_s if parameter_bytes else 0.0)
         for profile in profiles.values()
     )
     if ranks == 1:

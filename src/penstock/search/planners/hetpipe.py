@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
@@ -91,13 +91,21 @@ def _candidates(request: PlanRequest) -> Iterator[Found]:
         if request.stages not in (None, stages) or virtual_workers > request.copies_allowed:
             continue
         arranged = orders(request.cluster, allocation, speeds)
-        for count in request.micro_batch_counts(1 if request.asynchronous else virtual_workers):
-            if not request.asynchronous and (count < virtual_workers or count % virtual_workers):
-                continue
+        for count in _counts(request, virtual_workers):
             task = _Task(request, count)
             cuts = [cut for order in arranged if (cut := task.cut(policy, order)) is not None]
             if cuts:
                 yield min(cuts, key=lambda each: each.step_s)
+
+
+def _counts(request: PlanRequest, virtual_workers: int) -> Iterable[int]:
+    """Numbers of micro-batches: of a batch that virtual workers share, as many for each of them."""
+    if request.asynchronous:
+        return request.micro_batch_counts()
+    if request.micro_batches is not None:
+        return (request.micro_batches,) if request.micro_batches % virtual_workers == 0 else ()
+    counts = (virtual_workers * each for each in request.micro_batch_counts())
+    return [count for count in counts if count <= request.batch]
 
 
 def _speeds(request: PlanRequest) -> list[float]:

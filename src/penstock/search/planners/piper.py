@@ -18,8 +18,8 @@ from penstock.search.planners.shared_stages import (
     HELD_PER_PARAMETER_BYTE,
     Ranges,
     check_size,
-    largest_counts,
     least_memory,
+    likely_counts,
     packed,
     slowest_bandwidth,
 )
@@ -28,7 +28,7 @@ from penstock.search.request import PlanRequest
 from penstock.search.score import best_of
 
 #: Entries of the tables, layers^2 x devices: of one, and of all that are searched together.
-MOST_ENTRIES, ENTRIES_IN_ALL = 2e7, 1.2e7
+MOST_ENTRIES, ENTRIES_IN_ALL = 5e6, 1.2e7
 
 
 @register("piper", source="Tarnawski et al. 2021, Piper, section 4; github.com/msr-fiddle/piper, algo.cpp")
@@ -64,7 +64,7 @@ def _proposals(request: PlanRequest, entries: float) -> Iterator[tuple[float, Pr
     tried: tuple[Recompute, ...] = ("never", "always")
     if request.recompute != "auto":
         tried = (request.recompute,)
-    for count in largest_counts(request, entries * len(tried), ENTRIES_IN_ALL):
+    for count in likely_counts(request, entries * len(tried), ENTRIES_IN_ALL):
         costs = LayerCosts.of(request.profile, request.batch / count)
         for recompute in tried:
             table, most_stages = tables(request, costs, count, recompute=recompute != "never")

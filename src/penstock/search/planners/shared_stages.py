@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,16 +64,18 @@ def check_size(planner: str, work: float, most: float, what: str) -> None:
         PlanError: it is; `what` says what `work` counts.
     """
     if work > most:
-        raise PlanError(f"{planner}'s search is for {what} up to {most:.0e}, and here they are {work:.1e}: merge layers, ask for fewer "
+        raise PlanError(f"{planner}'s search is for {what} up to {most:.3g}, and here are {work:.3g}: merge layers, ask for fewer "
                         "devices, or ask planner 'auto'")  # fmt: skip
 
 
-def largest_counts(request: PlanRequest, work: float, most: float) -> tuple[int, ...]:
-    """Numbers of micro-batches to search for: all of them, or if a search takes `work` of `most` that may be taken together, the
-    largest ones.
+def likely_counts(request: PlanRequest, work: float, most: float) -> list[int]:
+    """Numbers of micro-batches to search for, ascending: all of them, or if a search takes `work` of `most` that may be taken together,
+    those nearest to four for every device or layer.
     """
     counts = request.micro_batch_counts(request.copies_allowed)
-    return counts[-max(1, int(most / work)) :]
+    usual = 4 * min(request.cluster.ranks, len(request.profile))
+    nearest = sorted(counts, key=lambda count: (abs(math.log2(count / usual)), count))
+    return sorted(nearest[: max(1, int(most / work))])
 
 
 def slowest_bandwidth(cluster: Cluster) -> float:
@@ -90,7 +93,7 @@ def least_memory(request: PlanRequest) -> int:
 def packed(cluster: Cluster, sizes: Sequence[int]) -> tuple[int, ...]:
     """Devices for groups of these sizes, such that as few as can be stand in two nodes: in the order of the groups.
 
-    In the order of the nodes, if no group that a node has room for is in two of them then. Else the largest is placed first, each on
+    In the order of the nodes, if no group is in more of them than it must be then. Else the largest is placed first, each on
     whole nodes as far as it fills them, then in the node that it leaves the least room in: powers of two in nodes of a power of two
     always fit without gaps (Zheng et al. 2022, Alpa, appendix A).
 
@@ -102,7 +105,7 @@ def packed(cluster: Cluster, sizes: Sequence[int]) -> tuple[int, ...]:
     largest = max(map(len, free))
     order = [rank for node in free for rank in node]
     own_nodes = [{cluster.node(rank) for rank in order[start:end]} for start, end in ranges_of(sizes)]
-    if all(len(nodes) == 1 or size > largest for nodes, size in zip(own_nodes, sizes, strict=True)):
+    if all(len(nodes) == -(-size // largest) for nodes, size in zip(own_nodes, sizes, strict=True)):
         return tuple(order[: sum(sizes)])
     groups: dict[int, list[int]] = {}
     for group in sorted(range(len(sizes)), key=lambda each: -sizes[each]):

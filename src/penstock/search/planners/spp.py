@@ -9,7 +9,7 @@ from penstock.plan import Plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.scope import check_alike, check_scope, quickest
-from penstock.search.planners.shared_stages import check_size, largest_counts, ranges_of
+from penstock.search.planners.shared_stages import check_size, likely_counts, ranges_of
 from penstock.search.planners.spp_cut import Loads, Stages, least_load
 from penstock.search.planners.spp_execution import makespan
 from penstock.search.planners.spp_order import device_order
@@ -17,11 +17,11 @@ from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.score import best_of
 
-#: Steps of PRM, stages x devices^2 x layers^2: of one, and of all that are searched together.
-MOST_STEPS, STEPS_IN_ALL = 4e9, 2e8
+#: Steps of PRM, stages x devices^2 x layers^2, that are searched together; and devices beyond which one search takes too long.
+STEPS_IN_ALL, MOST_DEVICES = 2e8, 32
 
-#: Devices beyond which the graph of bandwidths is not cut: 64 take up to a second.
-MOST_DEVICES = 64
+#: Layers beyond which it does.
+MOST_LAYERS = 256
 
 
 @register("spp", source="Luo et al. 2022, SPP, INFOCOM; LITERATURE 8.3")
@@ -44,8 +44,8 @@ def spp(request: PlanRequest) -> Plan:
     check_alike(request, "spp")
     devices, layers = request.cluster.ranks, len(request.profile)
     check_size("spp", devices, MOST_DEVICES, "devices")
+    check_size("spp", layers, MOST_LAYERS, "layers")
     steps = float(min(devices, layers) * devices**2 * layers**2)
-    check_size("spp", steps, MOST_STEPS, "stages x devices^2 x layers^2")
     found = sorted(_proposals(request, steps), key=lambda each: each[0])
     if not found:
         raise PlanError(f"spp finds no stages of {layers} layers for all {devices} devices, each copy with a micro-batch: give more "
@@ -57,7 +57,7 @@ def _proposals(request: PlanRequest, steps: float) -> Iterator[tuple[float, Prop
     """The best number of stages for each number of micro-batches, with its makespan."""
     order = device_order(request.cluster)
     most = min(len(order), len(request.profile))
-    for count in largest_counts(request, steps, STEPS_IN_ALL):
+    for count in likely_counts(request, steps, STEPS_IN_ALL):
         costs = LayerCosts.of(request.profile, request.batch / count)
         loads = Loads(costs, request.cluster, order, count, min(request.copies_allowed, count, len(order)))
         found = least_load(loads, most if request.stages is None else min(most, request.stages))

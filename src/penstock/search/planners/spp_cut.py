@@ -59,25 +59,26 @@ class Loads:
 
     def channel(self, place: int, copies_before: int, copies: int) -> Numbers:
         """Shape (layers + 1,): seconds one way of the cut before a layer, from the devices before `place` to those from it on."""
-        latency, per_byte = self._hops[place, copies_before, copies]
-        return latency + per_byte * self.ranges.input_bytes
+        found: Numbers = self.channels(place, copies)[copies_before - 1]
+        return found
+
+    def channels(self, place: int, copies: int) -> Numbers:
+        """Shape (copies before, layers + 1): the same for 1, 2, … devices before `place`."""
+        before = np.arange(1, min(place, self.most_copies) + 1)
+        # Of a group the slowest link: that of all devices between the place and the first of it.
+        latency, slowness = (
+            np.maximum.accumulate(each[place - before, place : place + copies].max(axis=1)) for each in self._links
+        )
+        return latency[:, None] + (slowness / np.minimum(before, copies))[:, None] * self.ranges.input_bytes
 
     @cached_property
-    def _hops(self) -> dict[tuple[int, int, int], tuple[float, float]]:
-        """Latency, and seconds per byte, of the slowest link between the groups on both sides of a place."""
-        devices, most, found = len(self.order), self.most_copies, {}
+    def _links(self) -> tuple[Numbers, Numbers]:
+        """Latency, and seconds per byte, between any two devices by their places in the order."""
         links = [[self.cluster.link(a, b) for b in self.order] for a in self.order]
-        latency = np.array([[link.latency_s for link in row] for row in links])
-        slowness = np.array([[1 / link.bandwidth_bytes_per_s for link in row] for row in links])
-        for place in range(1, devices):
-            for before in range(1, min(place, most) + 1):
-                for after in range(1, min(devices - place, most) + 1):
-                    block = np.s_[place - before : place, place : place + after]
-                    found[place, before, after] = (
-                        float(latency[block].max()),
-                        float(slowness[block].max()) / min(before, after),
-                    )
-        return found
+        return (
+            np.array([[link.latency_s for link in row] for row in links]),
+            np.array([[1 / link.bandwidth_bytes_per_s for link in row] for row in links]),
+        )
 
 
 def least_load(loads: Loads, most_stages: int) -> dict[int, tuple[float, Stages]]:
@@ -91,6 +92,7 @@ def least_load(loads: Loads, most_stages: int) -> dict[int, tuple[float, Stages]
     """
     layers, devices, most = len(loads.costs), len(loads.order), loads.most_copies
     stage = {(i, r): loads.stage(i, r) for i in range(1, devices + 1) for r in range(1, min(i, most) + 1)}
+    channels = {(i - r, r): 2 * loads.channels(i - r, r) for i, r in stage if i > r}
     shape = (layers + 1, devices + 1, most + 1)
     least = np.full(shape, np.inf)
     for r in range(1, min(devices, most) + 1):
@@ -99,7 +101,7 @@ def least_load(loads: Loads, most_stages: int) -> dict[int, tuple[float, Stages]
     found = {}
     for count in range(1, most_stages + 1):
         if count > 1:
-            least, begins, copies_before = _one_more(loads, stage, least)
+            least, begins, copies_before = _one_more(stage, channels, least)
             steps.append((begins, copies_before))
         copies = int(np.argmin(least[layers, devices]))
         load = float(least[layers, devices, copies])
@@ -108,9 +110,11 @@ def least_load(loads: Loads, most_stages: int) -> dict[int, tuple[float, Stages]
     return found
 
 
-def _one_more(loads: Loads, stage: dict[tuple[int, int], Numbers], before: Numbers) -> tuple[Numbers, Choices, Choices]:
+def _one_more(
+    stage: dict[tuple[int, int], Numbers], channels: dict[tuple[int, int], Numbers], before: Numbers
+) -> tuple[Numbers, Choices, Choices]:
     """W with one more stage, and for every entry the layer at which that begins, and the devices of the one before."""
-    most = loads.most_copies
+    most = before.shape[2] - 1
     least = np.full_like(before, np.inf)
     begins: Choices = np.zeros(before.shape, np.int16)
     copies_before: Choices = np.zeros(before.shape, np.int16)
@@ -118,10 +122,7 @@ def _one_more(loads: Loads, stage: dict[tuple[int, int], Numbers], before: Numbe
         place = i - r
         if place == 0:
             continue
-        ways = [
-            np.maximum(before[:, place, other], 2 * loads.channel(place, other, r)) for other in range(1, min(place, most) + 1)
-        ]
-        fed = np.stack(ways)
+        fed = np.maximum(before[:, place, 1 : min(place, most) + 1].T, channels[place, r])
         other = fed.argmin(axis=0)
         total = np.maximum(fed.min(axis=0)[:, None], table)
         first = total.argmin(axis=0)

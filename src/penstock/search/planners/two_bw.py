@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from penstock.errors import PlanError
-from penstock.partition.catalogue import partition
 from penstock.plan import Plan
 from penstock.search.catalogue import register
+from penstock.search.planners.bapipe_balance import balanced_lengths
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.scope import check_alike, check_scope, quickest
 from penstock.search.proposal import Objective, Proposal
@@ -126,7 +126,7 @@ def _largest(request: PlanRequest, width: int, depth: int, recompute: bool) -> S
 def _shape(request: PlanRequest, devices: tuple[int, int], batch: tuple[int, int], recompute: bool) -> Shape:
     (width, depth), (size, count) = devices, batch
     costs = LayerCosts.of(request.profile, size)
-    lengths = tuple(partition(request.profile, depth, by="bottleneck", costs=list(costs.seconds)))
+    lengths = balanced_lengths([costs.seconds] * depth)
     return Shape(width, depth, size, count, recompute, lengths, seconds(request, costs, lengths, width, count, recompute),
                  memory(costs, lengths, recompute=recompute))  # fmt: skip
 

@@ -20,30 +20,28 @@ Numbers = Any
 class Numbered:
     """What `extend` gets as one array.
 
-    `micro_batches`; `known`, a latency that is possible, so that what is surely above it need not be entered; `before` and `behind`,
-    latency and seconds per byte of the transfers there; `reduce` and `reduce_rest`, the same of the all-reduce of the new stage and of
-    the rest; `devices` left behind the new stage; `prefix` and `move`, where this comes from.
+    `micro_batches`; `known`, a latency that is possible, so that what is surely above it need not be entered; `behind`, latency and
+    seconds per byte of the transfer from the new stage to the rest; `reduce` and `reduce_rest`, the same of the all-reduce of the new
+    stage and of the rest; `devices` left behind the new stage; `prefix` and `move`, where this comes from.
     """
 
     micro_batches: float
-    known: float
-    before: tuple[float, float]
     behind: tuple[float, float]
     reduce: tuple[float, float]
     reduce_rest: tuple[float, float]
     devices: int
-    prefix: int
     move: int
+    known: float = 0.0
+    prefix: int = 0
 
     #: Where in the array these stand.
     KNOWN: ClassVar[int] = 1
-    BEFORE: ClassVar[slice] = slice(2, 4)
-    PREFIX: ClassVar[int] = 11
+    PREFIX: ClassVar[int] = 2
 
     def array(self) -> Numbers:
-        """All numbers in this order."""
-        pairs = (*self.before, *self.behind, *self.reduce, *self.reduce_rest)
-        return np.array([self.micro_batches, self.known, *pairs, self.devices, self.prefix, self.move], float)
+        """All numbers, in the order that `extend` reads them."""
+        pairs = (*self.behind, *self.reduce, *self.reduce_rest)
+        return np.array([self.micro_batches, self.known, self.prefix, self.move, self.devices, *pairs], float)
 
 
 def _latency(forward: Numbers, backward: Numbers, reduce: Numbers, count: int, micro_batches: float) -> Any:
@@ -83,71 +81,68 @@ def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
 latency = _compiled(_latency)
 
 
-def _extend(stages: Numbers, count: int, start: int, own: Numbers, rest: Numbers, layers: Numbers, numbers: Numbers,
-            values: Numbers, origins: Numbers) -> tuple[float, int]:  # fmt: skip
-    """Enter every pipeline with one more stage into the table of the state that it leads to; the best of them, and where its last
-    stage starts, infinite where there is none.
+def _enter(values: Numbers, origins: Numbers, stop: int, kind: int, key: float, origin: tuple[float, float]) -> None:
+    """Put a way among the best of one ranking, if it is one of them."""
+    keep = values.shape[0] // 2
+    top, place = kind * keep, kind * keep + keep - 1
+    if key >= values[place, stop]:
+        return
+    while place > top and values[place - 1, stop] > key:
+        values[place, stop] = values[place - 1, stop]
+        origins[0, place, stop] = origins[0, place - 1, stop]
+        origins[1, place, stop] = origins[1, place - 1, stop]
+        place -= 1
+    values[place, stop] = key
+    origins[0, place, stop], origins[1, place, stop] = origin
+
+
+enter = _compiled(_enter)
+
+
+def _extend(
+    stages: Numbers, at: int, start: int, sums: Numbers, numbers: Numbers, table: tuple[Numbers, Numbers]
+) -> tuple[float, int]:
+    """Enter every pipeline with one more stage into the table of the state that it leads to; the least latency of them, and where the
+    rest starts; -1 where there is none.
 
     Args:
-        stages: [3, at least count + 4]: forward, backward and all-reduce of the prefix, and room for four more.
-        count: stages and transfers of the prefix.
+        stages: [3, at + 3 or more]: forward, backward and all-reduce of the prefix and of the transfer behind it, and room.
+        at: how many of them there are.
         start: the new stage's first layer; it ends before any later layer.
-        own, rest: [2, n + 1]: forward and backward before every layer, at the new stage's number of copies and at that of the rest.
-        layers: [3, n + 1]: output bytes of the layer before, weights before it, and the least work before it.
+        sums: [7, n + 1], before every layer: forward and backward at the new stage's number of copies, and at that of the rest; output
+            bytes of the layer before; weights; the least work.
         numbers: see `Numbered`.
-        values: [2 keep, n + 1]: the table's least latencies by the layer that the rest starts with, ascending: with the rest as one
-            stage, and with the rest spread evenly.
-        origins: [2, 2 keep, n + 1]: their prefixes and moves.
+        table: [2 keep, n + 1], the least latencies by the layer that the rest starts with, ascending: with the rest as one stage, and
+            with the rest spread evenly; [2, 2 keep, n + 1], their prefixes and moves.
     """
-    micro_batches, known = numbers[0], numbers[1]
-    last = own.shape[1] - 1
-    first = stages[0, 0] + stages[1, 0] if count else 0.0
-    keep = values.shape[0] // 2
+    rounds, known, devices, last = numbers[0] - 1, numbers[1], numbers[4], sums.shape[1] - 1
+    first = stages[0, 0] + stages[1, 0] if at else 0.0
     best, where = 1e300, -1
     most, forward, ending = 0.0, 0.0, 0.0
-    for s in range(count):
+    for s in range(at):
         most = max(most, stages[0, s] + stages[1, s])
         forward += stages[0, s]
         ending = max(ending, stages[2, s]) + stages[1, s]
-    at = count
-    if start > 0:
-        seconds = numbers[2] + layers[0, start] * numbers[3]
-        stages[0, at] = stages[1, at] = seconds
-        stages[2, at] = 0.0
-        most = max(most, 2 * seconds)
-        forward += seconds
-        ending += seconds
-        at += 1
     for stop in range(start + 1, last):
-        f, b = own[0, stop] - own[0, start], own[1, stop] - own[1, start]
-        if (micro_batches - 1) * max(most, f + b) + (first if count else f + b) > known:
+        f, b = sums[0, stop] - sums[0, start], sums[1, stop] - sums[1, start]
+        share = (sums[6, last] - sums[6, stop]) / devices
+        if rounds * max(most, f + b) + (first if at else f + b) > known:
             break
-        if (micro_batches - 1) * (layers[2, last] - layers[2, stop]) / numbers[10] + first > known:
+        if rounds * share + first > known:
             continue
         stages[0, at], stages[1, at] = f, b
-        stages[2, at] = numbers[6] + (layers[1, stop] - layers[1, start]) * numbers[7]
-        seconds = numbers[4] + layers[0, stop] * numbers[5]
-        stages[0, at + 1] = stages[1, at + 1] = seconds
-        stages[2, at + 1] = 0.0
-        stages[0, at + 2], stages[1, at + 2] = rest[0, last] - rest[0, stop], rest[1, last] - rest[1, stop]
-        stages[2, at + 2] = numbers[8] + (layers[1, last] - layers[1, stop]) * numbers[9]
-        value = latency(stages[0], stages[1], stages[2], at + 3, micro_batches)
+        stages[2, at] = numbers[7] + (sums[5, stop] - sums[5, start]) * numbers[8]
+        hop = numbers[5] + sums[4, stop] * numbers[6]
+        stages[0, at + 1], stages[1, at + 1], stages[2, at + 1] = hop, hop, 0.0
+        stages[0, at + 2], stages[1, at + 2] = sums[2, last] - sums[2, stop], sums[3, last] - sums[3, stop]
+        stages[2, at + 2] = numbers[9] + (sums[5, last] - sums[5, stop]) * numbers[10]
+        value = latency(stages[0], stages[1], stages[2], at + 3, rounds + 1)
         if value < best:
             best, where = value, stop
         # What the rest adds is the same for all ways to a state, unless it is what they are too slow for.
-        slowest = max(most, f + b, 2 * seconds, (layers[2, last] - layers[2, stop]) / numbers[10])
-        rank = (micro_batches - 1) * slowest + forward + f + max(ending, stages[2, at]) + b + 2 * seconds
-        for kind, key in enumerate((value, rank)):
-            first_place, place = kind * keep, kind * keep + keep - 1
-            if key >= values[place, stop]:
-                continue
-            while place > first_place and values[place - 1, stop] > key:
-                values[place, stop] = values[place - 1, stop]
-                origins[0, place, stop] = origins[0, place - 1, stop]
-                origins[1, place, stop] = origins[1, place - 1, stop]
-                place -= 1
-            values[place, stop] = key
-            origins[0, place, stop], origins[1, place, stop] = numbers[11], numbers[12]
+        spread = rounds * max(most, f + b, 2 * hop, share) + forward + f + max(ending, stages[2, at]) + b + 2 * hop
+        enter(table[0], table[1], stop, 0, value, (numbers[2], numbers[3]))
+        enter(table[0], table[1], stop, 1, spread, (numbers[2], numbers[3]))
     return best, where
 
 

@@ -1,0 +1,68 @@
+"""`limited` from a profile: the bytes that it counts, and what it says when nothing fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import PartitionError
+from penstock.partition.catalogue import partition
+from penstock.partition.limited import bytes_per_stage, limited
+
+
+def test_without_a_limit_it_is_the_exact_cut(make_profile):
+    """One name for both: a planner sets the limit or does not."""
+    profile = make_profile([3, 1, 4, 1, 5, 9, 2, 6])
+    for stages in range(1, 9):
+        assert partition(profile, stages, "limited") == partition(profile, stages)
+
+
+@pytest.mark.parametrize("states", [0, 1, 2])
+def test_weights_gradients_optimizer_and_activations_are_counted(make_profile, states):
+    """4 bytes per parameter, (2 + states) times, and the activations of as many micro-batches as 1F1B has in flight."""
+    profile = make_profile([1.0] * 8, parameters=[10, 1, 1, 1, 1, 1, 1, 10], output_bytes=[3.0] * 8, sizes=(4,))
+    holds = [4 * (2 + states) * count for count in (10, 1, 1, 1, 1, 1, 1, 10)]
+    numbers = holds, [12.0] * 8, [3.0, 2.0, 1.0]
+    for limit in range(60, 400, 5):
+        expected = limited([1.0] * 8, None, *numbers, [limit] * 3)
+        if expected is None:
+            with pytest.raises(PartitionError, match="no cut into 3 stages fits"):
+                partition(profile, 3, "limited", memory_limit=limit, optimizer_states=states)
+            continue
+        assert partition(profile, 3, "limited", memory_limit=limit, optimizer_states=states) == expected
+        assert max(bytes_per_stage(expected, *numbers)) <= limit
+
+
+def test_in_flight_links_and_limits_can_be_given(make_profile):
+    """Another schedule has other peaks, and another cluster other ranks."""
+    profile = make_profile([1.0] * 4, output_bytes=[8.0, 8, 8, 8], sizes=(1,))
+    assert partition(profile, 2, "limited", in_flight=[1, 1]) == [2, 2]
+    assert partition(profile, 2, "limited", in_flight=[4, 1], memory_limit=[50, 100]) == [1, 3]
+    assert partition(profile, 2, "limited", in_flight=[1, 4], memory_limit=[100, 60]) == [3, 1]
+    slow = make_profile([1.0] * 4, output_bytes=[1.0, 80, 8, 8], sizes=(1,))
+    assert partition(slow, 2, "limited", bandwidth_bytes_per_s=8.0) == [1, 3]
+
+
+def test_where_nothing_fits_the_nearest_cut_and_its_fullest_stage_are_named(make_profile):
+    """How much is lacking, and where, is what the next attempt needs to know."""
+    profile = make_profile([1.0] * 4, parameters=[1, 1, 1, 256], output_bytes=[0.0] * 4)
+    message = r"no cut into 2 stages fits: even in \[3, 1\], which comes nearest, stage 1 needs 3\.0 KiB and has 1\.0 KiB\. More stages"
+    with pytest.raises(PartitionError, match=message):
+        partition(profile, 2, "limited", memory_limit=1024)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_limit": 0}, "memory_limit is 0; it must be a plain number above 0"),
+        ({"memory_limit": "1 GiB"}, "memory_limit is '1'; it must|memory_limit is '1 GiB'; it must"),
+        ({"memory_limit": [1, 2, 3]}, "memory_limit has 3 entries, and 2 stages"),
+        ({"in_flight": [1]}, "in_flight: has 1 entries, and 2 are needed"),
+        ({"optimizer_states": -1}, "optimizer_states is -1; it must be a plain number 0 or more"),
+        ({"latency_s": 1.0}, "latency_s is 1.0 without a bandwidth_bytes_per_s"),
+        ({"overlap": 1}, "overlap is 1; it must be True or False"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(make_profile, options, message):
+    """Each would otherwise be a plausible and wrong cut."""
+    with pytest.raises(PartitionError, match=message):
+        partition(make_profile([1, 1, 1, 1]), 2, "limited", **options)

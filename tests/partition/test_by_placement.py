@@ -1,0 +1,63 @@
+"""Cuts for several stages per rank from a profile."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.errors import PartitionError
+from penstock.partition.catalogue import partition
+
+
+def ranks_of(by, stages, ranks):
+    return [*range(ranks)] * (stages // ranks) if by == "looped" else [*range(stages // 2), *range(stages // 2 - 1, -1, -1)]
+
+
+@pytest.mark.parametrize(("by", "options"), [("looped", {"ranks": 4}), ("folded", {})])
+def test_ranks_are_evener_than_with_the_cut_that_evens_out_stages(vgg, by, options):
+    """What a rank has to do is the sum of its stages; the slowest single stage is another question."""
+    costs = np.array(vgg.step_seconds(32))
+
+    def busiest(lengths):
+        edges = np.cumsum([0, *lengths])
+        stages = [costs[a:b].sum() for a, b in zip(edges, edges[1:], strict=False)]  # noqa: RUF007
+        return np.bincount(ranks_of(by, 8, 4), stages).max()
+
+    found = partition(vgg, 8, by, **options)
+    assert (len(found), min(found) >= 1, sum(found)) == (8, True, 25)
+    assert busiest(found) < busiest(partition(vgg, 8))
+    assert busiest(found) <= 1.2 * costs.sum() / 4
+    assert busiest(partition(vgg, 8, by, slack=0.1, **options)) <= 1.1 * busiest(found) * (1 + 1e-9)
+
+
+def test_one_stage_per_rank_is_the_exact_cut_of_a_chain(vgg):
+    """Without a number of ranks nothing is shared."""
+    costs = vgg.step_seconds(32)
+    edges = np.cumsum([0, *partition(vgg, 4, "looped")])
+    assert max(sum(costs[a:b]) for a, b in zip(edges, edges[1:], strict=False)) == pytest.approx(39.885)  # noqa: RUF007
+
+
+@pytest.mark.parametrize("stages", [2, 4, 6, 14])
+def test_folds_of_every_even_number_of_stages_give_each_a_layer(make_profile, stages):
+    """The laws of all methods, for the numbers that this one takes."""
+    profile = make_profile([0, 0, 5, 0.1, 0.1, 1000, 0, 1, 1, 2, 3, 0, 0, 7])
+    lengths = partition(profile, stages, "folded")
+    assert (len(lengths), sum(lengths)) == (stages, 14)
+    assert min(lengths) >= 1
+    assert all(type(length) is int for length in lengths)
+
+
+@pytest.mark.parametrize(
+    ("by", "options", "message"),
+    [
+        ("folded", {}, "folded gives every rank two stages, and 3 is odd: ask for 4, or one less"),
+        ("looped", {"ranks": 2}, "looped deals 3 stages out to ranks in turn, the same number to each, not to 2 ranks"),
+        ("looped", {"ranks": 0}, "not to 0 ranks"),
+        ("looped", {"ranks": 1, "slack": -0.1}, "slack is -0.1; it must be a plain number 0 or more"),
+        ("looped", {"micro_batch": 0}, "micro_batch is 0; it must be a plain number above 0"),
+    ],
+)
+def test_stages_that_cannot_be_dealt_out_are_refused(make_profile, by, options, message):
+    """A rank with a stage less than the others is another schedule."""
+    with pytest.raises(PartitionError, match=message):
+        partition(make_profile([1, 1, 1, 1]), 3, by, **options)

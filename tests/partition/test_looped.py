@@ -1,0 +1,215 @@
+"""Several stages per rank: the cut against every other there is, for interleaved placements and for the V."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import PartitionError
+from penstock.partition import compiled
+from penstock.partition.looped import folded, looped, looped_with_bound
+
+REAL = st.one_of(st.just(0.0), st.sampled_from([0.1, 0.2, 0.3]), st.integers(0, 5).map(float), st.floats(0, 1))
+
+
+@pytest.fixture(params=["plain", "compiled"], scope="module")
+def loops(request):
+    """Both forms of the loops, whatever there is to do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "WORTH_LOADING", {"plain": np.inf, "compiled": 0}[request.param])
+        patch.setattr(compiled, "WORTH_CALLING", {"plain": np.inf, "compiled": 0}[request.param])
+        yield
+
+
+def every_cut(layers, stages):
+    """The ends of the stages of all cuts."""
+    for cuts in combinations(range(1, layers), stages - 1):
+        yield [*cuts, layers]
+
+
+@st.composite
+def chains(draw, stages_of):
+    """Up to nine layers on some ranks, with any of the options."""
+    layers = draw(st.integers(2, 9))
+    shapes = [shape for shape in stages_of if len(stages_of[shape]) <= layers]
+    shape = draw(st.sampled_from(shapes))
+    stages, ranks = len(stages_of[shape]), shape[0]
+
+    def rows(values):
+        count = draw(st.sampled_from([1, ranks]))
+        return [draw(st.lists(values, min_size=layers, max_size=layers)) for _ in range(count)]
+
+    options = {}
+    if draw(st.booleans()):
+        options["transfer"] = draw(st.lists(REAL, min_size=layers - 1, max_size=layers - 1))
+    if draw(st.booleans()):
+        options |= {"holds": rows(st.integers(0, 9)), "kept": rows(st.integers(0, 9)),
+                    "in_flight": draw(st.lists(st.sampled_from([0, 1, 2.5]), min_size=stages, max_size=stages)),
+                    "limits": draw(st.lists(st.integers(0, 60), min_size=ranks, max_size=ranks))}  # fmt: skip
+    options["slack"] = draw(st.sampled_from([0.0, 0.0, 0.2]))
+    return shape, rows(REAL), options
+
+
+def loads(rows, ends, ranks_of, flying=None):
+    """What every rank has to do, layer by layer."""
+    found, start = [0.0] * (max(ranks_of) + 1), 0
+    for stage, (end, rank) in enumerate(zip(ends, ranks_of, strict=True)):
+        found[rank] += (1 if flying is None else flying[stage]) * sum(rows[rank % len(rows)][start:end])
+        start = end
+    return found
+
+
+def busiest(seconds, options, ends, ranks_of):
+    """Seconds of the busiest rank or link; all cuts between two ranks are on one link."""
+    links = {}
+    for end, pair in zip(ends, pairwise(ranks_of), strict=False):
+        if pair[0] != pair[1] and "transfer" in options:
+            links[frozenset(pair)] = links.get(frozenset(pair), 0) + options["transfer"][end - 1]
+    return max(*loads(seconds, ends, ranks_of), *links.values(), 0.0)
+
+
+def fits(options, ends, ranks_of):
+    if "limits" not in options:
+        return True
+    held, kept = loads(options["holds"], ends, ranks_of), loads(options["kept"], ends, ranks_of, options["in_flight"])
+    return all(a + b <= limit for a, b, limit in zip(held, kept, options["limits"], strict=True))
+
+
+def largest(seconds, ends, ranks_of):
+    edges = pairwise([0, *ends])
+    return max(sum(seconds[rank % len(seconds)][a:b]) for rank, (a, b) in zip(ranks_of, edges, strict=True))
+
+
+V = {(ranks,): [*range(ranks), *range(ranks - 1, -1, -1)] for ranks in (1, 2, 3, 4)}
+LOOPS = {(ranks, rounds): [*range(ranks)] * rounds for ranks in (1, 2, 3) for rounds in (1, 2, 3)}
+
+
+def check(found, case, ranks_of, exact=True):
+    """Whether no cut is better, and if none is given, none fits."""
+    _, seconds, options = case
+    cuts = [ends for ends in every_cut(len(seconds[0]), len(ranks_of)) if fits(options, ends, ranks_of)]
+    if found is None:
+        assert not (exact and cuts)
+        return
+    ends = np.cumsum(found).tolist()
+    assert ends in cuts
+    least = min(busiest(seconds, options, cut, ranks_of) for cut in cuts)
+    most = least * (1 + options["slack"]) * (1 + 1e-10)
+    if exact:
+        assert busiest(seconds, options, ends, ranks_of) <= most
+        others = [cut for cut in cuts if busiest(seconds, options, cut, ranks_of) <= most * (1 - 2e-10)]
+        assert largest(seconds, ends, ranks_of) <= min((largest(seconds, c, ranks_of) for c in others), default=np.inf) * (
+            1 + 1e-10
+        )
+
+
+@pytest.mark.usefixtures("loops")
+@settings(deadline=None, max_examples=80)
+@given(case=chains(V))
+def test_no_v_has_a_faster_busiest_rank_and_none_as_fast_a_smaller_largest_stage(case):
+    """Unlike ranks, links, and memory of both stages together included; what is said not to fit must not."""
+    check(folded(case[1], case[0][0], **case[2]), case, V[case[0]])
+
+
+@settings(deadline=None, max_examples=150)
+@given(case=chains(LOOPS))
+def test_no_loop_of_few_layers_has_a_faster_busiest_rank(case):
+    """All cuts are tried there, and the lower bound is the bottleneck."""
+    shape, seconds, options = case
+    check(looped(seconds, *shape, **options), case, LOOPS[shape])
+    found = looped_with_bound(seconds, *shape, **options)
+    assert found is None or found.lower_bound == found.bottleneck
+
+
+@pytest.mark.usefixtures("loops")
+@settings(deadline=None, max_examples=60)
+@given(case=chains(LOOPS))
+def test_the_search_is_no_better_than_possible_and_never_below_its_bound(case):
+    """The same chains without trying all cuts: nothing that does not fit, and a lower bound that is one."""
+    shape, seconds, options = case
+    ranks_of = LOOPS[shape]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(looped_with_bound.__globals__, "FEW_CUTS", 0)
+        found = looped_with_bound(seconds, *shape, **options)
+    if found is None:
+        return
+    check(found.lengths, case, ranks_of, exact=False)
+    cuts = [ends for ends in every_cut(len(seconds[0]), len(ranks_of)) if fits(options, ends, ranks_of)]
+    least = min(busiest(seconds, options, cut, ranks_of) for cut in cuts)
+    assert found.bottleneck == pytest.approx(busiest(seconds, options, np.cumsum(found.lengths).tolist(), ranks_of), rel=1e-9)
+    assert found.lower_bound <= least * (1 + 1e-9)
+    if options["slack"] == 0:
+        assert found.bottleneck <= 1.5 * least + 1e-9
+
+
+def test_what_the_search_misses_it_misses_by_little():
+    """Where all cuts can still be tried, on random chains: few layers per stage are the hardest case."""
+    ratios = []
+    for seed in range(12):
+        costs = np.random.default_rng(seed).random(17)
+        exact = looped_with_bound(costs, 3, 2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(looped_with_bound.__globals__, "FEW_CUTS", 0)
+            ratios.append(looped_with_bound(costs, 3, 2).bottleneck / exact.bottleneck)
+    assert min(ratios) >= 1 - 1e-12
+    assert np.mean(ratios) < 1.03
+    assert max(ratios) < 1.08
+
+
+@pytest.mark.parametrize(("layers", "ranks", "rounds"), [(100, 8, 2), (96, 8, 4), (61, 4, 3)])
+def test_layers_that_are_alike_are_dealt_out_exactly(layers, ranks, rounds):
+    """A transformer's: of so many layers some rank has the rounded-up share, and nobody needs more."""
+    found = looped_with_bound([1.0] * layers, ranks, rounds)
+    assert found.bottleneck == found.lower_bound == -(-layers // ranks)
+    assert max(found.lengths) <= -(-layers // (ranks * rounds)) + 1
+    assert sum(found.lengths) == layers
+
+
+def test_a_hundred_layers_in_a_v_are_nearly_even():
+    """Beyond brute force: two stages per rank leave little to chance."""
+    costs = np.random.default_rng(1).random(100)
+    found = folded(costs, 8)
+    edges = np.cumsum([0, *found])
+    stages = [costs[a:b].sum() for a, b in pairwise(edges)]
+    ranks = [stages[rank] + stages[15 - rank] for rank in range(8)]
+    assert max(ranks) <= 1.02 * costs.sum() / 8
+    smooth = np.cumsum([0, *folded(costs, 8, slack=0.05)])
+    assert max(costs[a:b].sum() for a, b in pairwise(smooth)) < max(stages)
+
+
+def test_memory_moves_layers_away_from_the_rank_with_most_in_flight():
+    """Rank 0 of a V has its first stage's micro-batches for longest."""
+    assert folded([1] * 8, 2) == [2, 2, 2, 2]
+    found = folded([1] * 8, 2, kept=[1] * 8, in_flight=[4, 3, 2, 1], limits=[7, 14])
+    assert found[0] == 1
+    assert folded([1] * 8, 2, kept=[1] * 8, in_flight=[4, 3, 2, 1], limits=[4, 14]) is None
+    tight = looped([1] * 40, 4, 2, kept=[1] * 40, in_flight=[4, 4, 4, 4, 1, 1, 1, 1], limits=[20] * 4)
+    edges = np.cumsum([0, *tight])
+    need = [0] * 4
+    for stage, (a, b) in enumerate(pairwise(edges)):
+        need[stage % 4] += (b - a) * (4 if stage < 4 else 1)
+    assert max(need) <= 20
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: folded([1] * 5, 3), "cannot make 6 stages from 5 layers"),
+        (lambda: folded([1] * 5, 0), "ranks is 0; it must be a whole number"),
+        (lambda: looped([1] * 5, 2, 0), "rounds is 0; it must be a whole number"),
+        (lambda: looped([1] * 5, True, 2), "ranks is True; it must be a whole number"),
+        (lambda: looped([1] * 5, 2, 2, limits=[1]), "limits: .1. must be one number of bytes for each of 2 ranks"),
+        (lambda: looped([1] * 5, 2, 2, in_flight=[1, 1]), "in_flight: has 2 entries, and 4 are needed"),
+        (lambda: looped([1] * 5, 2, 2, transfer=[1]), "transfer: has 1 entries, and 4 are needed"),
+        (lambda: looped([[1] * 5] * 3, 2, 2), r"seconds: has the shape \(3, 5\); it must be \(5,\) or \(2, 5\)"),
+        (lambda: looped([1] * 5, 2, 2, slack=-1), "slack is -1"),
+    ],
+)
+def test_numbers_that_do_not_fit_each_other_are_refused(call, message):
+    """Rows are of ranks here and of stages elsewhere: a mix-up must not go through."""
+    with pytest.raises(PartitionError, match=message):
+        call()

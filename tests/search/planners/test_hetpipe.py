@@ -1,0 +1,159 @@
+"""HetPipe's planner: virtual workers, their orders, and the cut."""
+
+from itertools import accumulate, combinations, pairwise, permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.cluster.cluster import Cluster
+from penstock.cluster.device import Device, Link
+from penstock.errors import PlanError
+from penstock.search.catalogue import plan
+from penstock.search.planners.hetpipe import minimax
+from penstock.search.planners.hetpipe_allocation import allocations, orders
+
+#: The paper's four kinds: TITAN V, TITAN RTX, RTX 2060, Quadro P4000; memory and speed.
+KINDS = {"V": (12, 15e12), "R": (24, 16e12), "G": (6, 6.5e12), "Q": (8, 5.3e12)}
+
+
+def cluster_of(names, per_node=4, unit=10**9, bandwidth=1e9):
+    """Devices of these kinds in this order."""
+    devices = tuple(Device(name, KINDS[name][0] * unit, flops=(("float32", KINDS[name][1]),)) for name in names)
+    return Cluster("c", devices, per_node, Link(1e-5, bandwidth), Link(3e-5, bandwidth / 2))
+
+
+def kinds(cluster, allocation):
+    """The kinds in each virtual worker, as text."""
+    return ["".join(sorted(cluster.devices[rank].name for rank in own)) for own in allocation]
+
+
+PAPER = cluster_of("VVVVRRRRGGGGQQQQ")
+SPEEDS = [1 / KINDS[device.name][1] for device in PAPER.devices]
+
+
+def test_the_papers_policies_make_its_virtual_workers():
+    """NP: a node each. ED: one of each kind. HD: the fast with the slow, VVQQ and RRGG."""
+    found = {}
+    for policy, allocation in allocations(PAPER, SPEEDS, 40):
+        found.setdefault(policy, kinds(PAPER, allocation))
+    assert found["node partition"] == ["VVVV", "RRRR", "GGGG", "QQQQ"]
+    assert found["equal distribution"] == ["GQRV"] * 4
+    assert sorted(found["hybrid distribution"]) == ["GGVV", "GGVV", "QQRR", "QQRR"]
+
+
+def test_every_allocation_uses_every_device_once_in_virtual_workers_of_equal_size():
+    """Whatever the policy: the schedule has copies of equal length."""
+    for _, allocation in allocations(PAPER, SPEEDS, 40):
+        assert sorted(rank for own in allocation for rank in own) == list(range(16))
+        assert len({len(own) for own in allocation}) == 1
+
+
+def test_no_virtual_worker_has_more_devices_than_there_are_layers():
+    """Each of them needs a stage."""
+    assert {len(allocation[0]) for _, allocation in allocations(PAPER, SPEEDS, 4)} == {4}
+
+
+def test_virtual_workers_with_equal_devices_are_tried_in_every_order_alike():
+    """4! orders of four kinds, the same for all, since they share one cut."""
+    allocation = next(each for policy, each in allocations(PAPER, SPEEDS, 4) if policy == "equal distribution")
+    found = orders(PAPER, allocation, SPEEDS)
+    names = {tuple(PAPER.devices[rank].name for rank in own) for order in found for own in order}
+    assert names == set(permutations("VRGQ"))
+    assert all(len({tuple(PAPER.devices[rank].name for rank in own) for own in order}) == 1 for order in found)
+
+
+def test_with_too_many_orders_those_by_memory_and_speed_are_tried():
+    """Sixteen devices in one virtual worker have 63 million orders."""
+    found = orders(PAPER, (tuple(range(16)),), SPEEDS)
+    assert 2 <= len(found) <= 4
+
+
+tables = st.integers(1, 6).flatmap(
+    lambda n: st.lists(
+        st.tuples(st.lists(st.floats(0.1, 5), min_size=n, max_size=n), st.floats(1, 12)), min_size=1, max_size=min(n, 4)
+    )
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(tables)
+def test_the_cut_is_the_best_of_all_that_fit(rows):
+    """Heterogeneous stages, each with a limit of its own: the paper's integer program, by enumeration."""
+    n = len(rows[0][0])
+    times, fits = [], []
+    for seconds, limit in rows:
+        sums = np.array([[sum(seconds[i : j + 1]) if j >= i else np.inf for j in range(n)] for i in range(n)])
+        times.append(sums)
+        fits.append(np.array([[j - i + 1 <= limit / 3 for j in range(n)] for i in range(n)]))
+    best = np.inf
+    for cuts in combinations(range(1, n), len(rows) - 1):
+        spans = list(pairwise((0, *cuts, n)))
+        if all(fits[s][a, b - 1] for s, (a, b) in enumerate(spans)):
+            best = min(best, max(times[s][a, b - 1] for s, (a, b) in enumerate(spans)))
+    lengths, slowest = minimax(times, fits)
+    assert slowest == pytest.approx(best)
+    assert (sum(lengths) == n) == np.isfinite(best)
+
+
+def objective(profile, cluster, found):
+    """The slowest stage of any virtual worker, computing and receiving, shared by them all; no memory asked."""
+    stages, samples = found.stages, found.batch / found.micro_batches
+    devices = found.devices or tuple(range(found.ranks))
+    ends = list(accumulate(found.lengths, initial=0))
+    slowest = 0.0
+    for first in range(0, len(devices), stages):
+        own = devices[first : first + stages]
+        for stage, rank in enumerate(own):
+            factor = KINDS[cluster.devices[0].name][1] / KINDS[cluster.devices[rank].name][1]
+            layers = profile.layers[ends[stage] : ends[stage + 1]]
+            taken = factor * sum(layer.seconds("forward", samples) + layer.seconds("backward", samples) for layer in layers)
+            if stage:
+                crossing = samples * profile.layers[ends[stage] - 1].output_bytes_per_sample
+                taken += cluster.transfer_seconds(crossing, own[stage - 1], rank)
+            if stage + 1 < stages:
+                crossing = samples * layers[-1].output_bytes_per_sample
+                taken += cluster.transfer_seconds(crossing, rank, own[stage + 1])
+            slowest = max(slowest, taken)
+    return found.micro_batches * slowest / (len(devices) // stages)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_objective_is_the_slowest_stage_shared_by_the_virtual_workers(profile_of, asynchronous):
+    """Computing on the very device and receiving, from the plan alone."""
+    profile, cluster = profile_of([1e-3, 2e-3, 1e-3, 3e-3, 1e-3, 1e-3]), cluster_of("VVGG", 2, 10**12)
+    found = plan(profile, cluster, 64, planner="hetpipe", asynchronous=asynchronous)
+    assert found.objective.value == pytest.approx(objective(profile, cluster, found))
+    assert found.schedule_name == ("hetpipe" if asynchronous else "1f1b")
+
+
+def test_the_slow_device_gets_the_shorter_stage(profile_of):
+    """Equal distribution of two kinds: each virtual worker has one of both."""
+    found = plan(profile_of([1e-3] * 12, output=1.0), cluster_of("VVGG", 2, 10**12), 64, planner="hetpipe", stages=2)
+    names = [cluster_of("VVGG", 2).devices[rank].name for rank in found.devices[:2]]
+    lengths = dict(zip(names, found.lengths, strict=True))
+    assert lengths["V"] > lengths["G"]
+
+
+def test_early_stages_stand_where_the_memory_is(profile_of):
+    """More micro-batches are in flight on them: with activations that fill it, the device with more memory comes first."""
+    profile = profile_of([1e-3] * 8, activation=1000.0, parameters=1, output=1.0)
+    found = plan(profile, cluster_of("RG", 1, unit=2_100), 16, planner="hetpipe", stages=2, micro_batches=4, recompute="never")
+    assert [cluster_of("RG", 1).devices[rank].name for rank in (found.devices or (0, 1))] == ["R", "G"]
+
+
+def test_as_many_are_in_flight_as_fit(profile_of):
+    """N_m falls where memory does not hold p of them."""
+    profile = profile_of([1e-3] * 4, activation=1000.0, parameters=1, output=1.0)
+    asked = {"planner": "hetpipe", "stages": 4, "micro_batches": 1, "asynchronous": True, "recompute": "never"}
+    roomy = plan(profile, cluster_of("VVVV", 4, unit=10**6), 4, **asked)
+    tight = plan(profile, cluster_of("VVVV", 4, unit=1_000), 4, **asked)
+    assert dict(roomy.schedule_options)["in_flight"] == 4
+    assert dict(tight.schedule_options)["in_flight"] < 4
+
+
+def test_stages_that_no_allocation_has_are_refused(profile_of):
+    """Four nodes of four make virtual workers of 4, 8 or 16."""
+    with pytest.raises(PlanError, match="hetpipe finds no virtual workers of 5 devices on c"):
+        plan(profile_of([1e-3] * 8), PAPER, 16, planner="hetpipe", stages=5)

@@ -1,0 +1,35 @@
+"""Megatron's grid."""
+
+import pytest
+from tests.search.planners.cutters import ask, bounds, profile
+
+from penstock.errors import PlanError
+from penstock.search.planners.megatron import megatron
+
+
+@pytest.mark.parametrize("asked", [{}, {"max_replicas": 1}, {"schedules": ("interleaved",)}, {"stages": 4}])
+def test_the_objective_is_the_estimate_of_the_step(asked):
+    """(v m + p - 1) / v micro-batches of the slowest rank, for m of one pipeline."""
+    costs = profile([(0.1, 0.2)] * 12, fixed=1e-3)
+    found = megatron(ask(costs, "4xV100-NVLink", batch=64, **asked))
+    pipelines = max(map(len, found.schedule.ranks_of_stage))
+    width = found.ranks // pipelines
+    virtual, each = found.stages // width, found.micro_batches // pipelines
+    seconds = costs.step_seconds(64 / found.micro_batches)
+    parts = [sum(seconds[a:b]) for a, b in bounds(found.lengths)]
+    slowest = max(sum(parts[rank::width]) for rank in range(width))
+    assert found.objective.value == pytest.approx((virtual * each + width - 1) / virtual * slowest)
+    if "schedules" in asked:
+        assert virtual > 1
+
+
+def test_layers_are_shared_evenly():
+    """It counts layers, and nothing else."""
+    found = megatron(ask(profile([(0.1 * i, 0.2) for i in range(1, 11)]), "4xV100-NVLink", max_replicas=1, schedules=("1f1b",)))
+    assert max(found.lengths) - min(found.lengths) <= 1
+
+
+def test_numbers_that_do_not_go_are_refused():
+    """Seven micro-batches on two pipelines are no grid point, and so many stages no multiple."""
+    with pytest.raises(PlanError, match="megatron finds no way to cut 10 layers for 4 devices"):
+        megatron(ask(profile([(0.1, 0.2)] * 10), "4xV100-NVLink", stages=2, micro_batches=7))
