@@ -100,9 +100,9 @@ def measure(name: str, ways: list[Way], chosen: Way, steps: int) -> tuple[dict[W
         pipe, x, y = pipeline(name, way)
         first[way] = statistics.median(seconds(pipe, x, y, steps))
         pipe.close()
-    told = [first]
-    dist.broadcast_object_list(told, 0)  # all ranks must agree on who is in the final
-    first = told[0]
+    told = torch.tensor([first[way] for way in ways], dtype=torch.float64)
+    dist.broadcast(told, 0)  # all ranks must agree on who is in the final
+    first = dict(zip(ways, told.tolist(), strict=True))
     finalists = list(dict.fromkeys([*sorted(ways, key=first.__getitem__)[:FINALISTS], chosen]))
     pipes = {way: pipeline(name, way) for way in finalists}
     again: dict[Way, list[float]] = {way: [] for way in finalists}

@@ -5,27 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate, combinations
 
 import torch
 from common import TOKENS, analytic, data_parallel_s, form, planned
 from side_by_side import Row, Section
 
 import penstock as ps
+from penstock.cluster.device import Link
 from penstock.cluster.machines import Cluster
 from penstock.cluster.presets import Presets
 from penstock.measure.counts import count
 from penstock.profile.counts import ModelCounts
-from penstock.profile.fpga import Units, fits_on_chip, fpga
-from penstock.profile.paced import Profiles
+from penstock.profile.fpga import fits_on_chip, fpga, streamed_hop_seconds
 from penstock.simulate.plan_costs import meeting_seconds
 from penstock.zoo.catalogue import model
 
 GPUS = ("BaPipe-4xV100", "BaPipe-8xV100")
 BOARDS = ("BaPipe-4xVCU118", "BaPipe-2xVCU129+2xVCU118", "BaPipe-4xVCU129")
-#: Samples of data parallelism on each device.
+#: Bandwidths between GPUs that are tried, in bytes/s: PCI Express 3 at its peak, what it carries through a busy host, 10 Gb/s.
+LINKS = {"PCIe 3 at its peak": 15.75e9, "4 GB/s": 4e9, "10 Gb/s": 1.25e9}
+#: Samples of data parallelism on each GPU.
 SHARE = {"vgg16": 32, "resnet50": 32, "gnmt": 64}
-#: The same on FPGA boards, which have 4 GB.
-BOARD_SHARE = {"vgg16": 16, "resnet50": 16, "gnmt": 16}
+#: The same on each FPGA board: one as its pipeline takes them, and many.
+BOARD_SHARES = (1, 16)
 MODELS = tuple(SHARE)
 
 
@@ -37,71 +40,124 @@ def counted(name: str) -> ModelCounts:
 
 
 def gpu_rows(report: Callable[[str], None]) -> list[Row]:
-    """Our best synchronous plan over data parallelism."""
+    """Our plan over data parallelism, at several speeds of the links."""
     rows = []
-    for cluster in map(ps.cluster, GPUS):
+    for whole in map(ps.cluster, GPUS):
         for name in MODELS:
-            report(f"{name} on {cluster.name}")
-            own, batch = analytic(name, "V100", 128), SHARE[name] * cluster.ranks
-            plain, bare = (data_parallel_s(own, cluster, SHARE[name], overlap=overlap) for overlap in (True, False))
-            found = [each for each in (planned(own, cluster, batch, planner) for planner in ("bapipe", "auto")) if each is not None]
-            best = min(found, key=lambda each: each.predicted.step_s)
-            note = f"{best.planner}: {form(best)}; {bare / best.predicted.step_s:.2f} times DP without overlap"
-            rows.append(Row(f"{name} on {cluster.name}", None, plain / best.predicted.step_s, note))
+            report(f"{name} on {whole.name}")
+            for words, bandwidth in LINKS.items():
+                cluster = replace(whole, inside=Link(whole.inside.latency_s, bandwidth))
+                rows.append(_gpu_row(name, cluster, f"{name} on {whole.ranks} V100, {words}"))
     return rows
 
 
-def board_profiles(name: str, cluster: Cluster, batch: int, units: Units, *, on_chip: bool | None = None) -> dict[str, ps.Profile]:
-    """One for every kind of board, in 16 bits."""
-    presets = Presets.load()
-    return {
-        kind: fpga(counted(name), presets.device(kind), batch=batch, dtype="float16", on_chip=on_chip, units=units)
-        for kind in cluster.kinds
-    }
+def _gpu_row(name: str, cluster: Cluster, case: str) -> Row:
+    own, batch = analytic(name, "V100", 128), SHARE[name] * cluster.ranks
+    plain, bare = (data_parallel_s(own, cluster, SHARE[name], overlap=overlap) for overlap in (True, False))
+    found = [each for each in (planned(own, cluster, batch, planner) for planner in ("bapipe", "auto")) if each is not None]
+    best = min(found, key=lambda each: each.predicted.step_s)
+    note = f"{best.planner}: {form(best)}; {bare / best.predicted.step_s:.2f} over DP without overlap"
+    return Row(case, None, plain / best.predicted.step_s, note)
 
 
-def board_plain_s(name: str, cluster: Cluster) -> float:
-    """Data parallelism over boards: the slowest with an even share, weights in its DDR where they do not fit the chip."""
-    share = BOARD_SHARE[name]
-    profiles = board_profiles(name, cluster, share * cluster.ranks, "shared")
-    slowest = max(sum(each.step_seconds(share)) for each in profiles.values())
-    # Gradients of 16 bits: half of what the profiles count.
-    return slowest + meeting_seconds(range(cluster.ranks), sum(each.parameter_bytes for each in counted(name)) / 2, cluster)
+@cache
+def board_profile(name: str, board: str, samples: int, on_chip: bool) -> ps.Profile:
+    """A model on one board in 16 bits, its weights on the chip or in the DDR."""
+    counts = replace(counted(name), batch=samples)
+    return fpga(counts, Presets.load().device(board), dtype="float16", on_chip=on_chip)
 
 
-def stays_on_chip(name: str, plan: ps.Plan, cluster: Cluster) -> bool:
-    """Whether every board of a plan holds its stages' weights and gradients on its chip."""
-    held = [0.0] * plan.ranks
-    for (start, stop), ranks in zip(plan.bounds, plan.schedule.ranks_of_stage, strict=True):
-        for rank in ranks:
-            held[rank] += sum(layer.parameter_bytes for layer in counted(name).layers[start:stop]) / 2
-    devices = plan.devices or tuple(range(plan.ranks))
-    return all(fits_on_chip(count, cluster.devices[device]) for count, device in zip(held, devices, strict=True))
+def board_plain_s(name: str, cluster: Cluster, share: int) -> float:
+    """Data parallelism over boards, each with an even share, so that the slowest counts; weights are in the DDR."""
+    slowest = max(sum(board_profile(name, kind, share, False).step_seconds(share)) for kind in cluster.kinds)
+    return slowest + meeting_seconds(range(cluster.ranks), _weight_bytes(name, 0, len(counted(name))), cluster)
 
 
-def board_plan(name: str, cluster: Cluster) -> tuple[float, str]:
-    """Seconds of a step of the best pipeline over boards, and what it is."""
-    batch = BOARD_SHARE[name] * cluster.ranks
-    found: list[tuple[float, str]] = []
-    for units in ("shared", "separate"):
+def _weight_bytes(name: str, start: int, stop: int) -> float:
+    """Of layers start .. stop - 1, in 16 bits: half of what was counted."""
+    return sum(layer.parameter_bytes for layer in counted(name).layers[start:stop]) / 2
+
+
+Stage = tuple[float, float, float]
+
+
+def board_stages(name: str, cluster: Cluster, samples: int) -> list[dict[tuple[int, int], Stage]]:
+    """Per board and range of layers: forward and backward of a micro-batch, and the update; off the chip what does not fit there."""
+    layers = len(counted(name))
+    before = [0.0, *accumulate(_weight_bytes(name, i, i + 1) for i in range(layers))]
+    found = []
+    for board in cluster.devices:
+        sums = {}
         for on_chip in (True, False):
-            profiles: Profiles = board_profiles(name, cluster, batch, units, on_chip=on_chip)
-            plan = planned(profiles, cluster, batch, "bapipe")
-            if plan is None or (on_chip and not stays_on_chip(name, plan, cluster)):
-                continue
-            where = "weights on the chips" if on_chip else "weights in DDR"
-            found.append((plan.predicted.step_s, f"bapipe: {form(plan)}, units {units}, {where}"))
-    return min(found, default=(float("nan"), "nothing fits"))
+            own = board_profile(name, board.name, samples, on_chip)
+            sums[on_chip] = (
+                [[0.0, *accumulate(own.seconds(phase, samples))] for phase in ("forward", "backward")],
+                own.update_s_per_byte,
+            )
+        ranges = {}
+        for start, stop in combinations(range(layers + 1), 2):
+            weights = before[stop] - before[start]
+            (forward, backward), update = sums[fits_on_chip(weights, board)]
+            ranges[start, stop] = forward[stop] - forward[start], backward[stop] - backward[start], 2 * weights * update
+        found.append(ranges)
+    return found
+
+
+def best_cut(stages: list[dict[tuple[int, int], Stage]], layers: int) -> list[tuple[int, int]]:
+    """The ranges of layers whose slowest forward and backward are least, board by board in their order."""
+    best: dict[int, tuple[float, list[tuple[int, int]]]] = {0: (0.0, [])}
+    for number, own in enumerate(stages):
+        last = number == len(stages) - 1
+        after: dict[int, tuple[float, list[tuple[int, int]]]] = {}
+        for stop in [layers] if last else range(1, layers):
+            tried = [
+                (max(slowest, sum(own[start, stop][:2])), [*cuts, (start, stop)])
+                for start, (slowest, cuts) in best.items()
+                if start < stop
+            ]
+            if tried:
+                after[stop] = min(tried)
+        best = after
+    return best[layers][1]
+
+
+def board_pipeline(name: str, cluster: Cluster, batch: int) -> tuple[float, str]:
+    """Seconds of a step of BaPipe's pipeline over boards, and what it is: the best number of micro-batches."""
+    found = []
+    sizes = [2**power for power in range(batch.bit_length()) if batch % 2**power == 0]
+    for samples in sizes:
+        stages = board_stages(name, cluster, samples)
+        cut = best_cut(stages, len(counted(name)))
+        rows = [own[each] for own, each in zip(stages, cut, strict=True)]
+        out = [samples * counted(name).layers[stop - 1].output_bytes_per_sample / 2 for _, stop in cut[:-1]]
+        rate = cluster.between.bandwidth_bytes_per_s
+        whole = [cluster.between.latency_s + count / rate for count in out]
+        streamed = [
+            cluster.between.latency_s + streamed_hop_seconds(count, rate, row[0]) for count, row in zip(out, rows, strict=False)
+        ]
+        step, still = (_board_step(rows, transfer, batch // samples) for transfer in (streamed, whole))
+        chips = sum(fits_on_chip(_weight_bytes(name, *each), board) for each, board in zip(cut, cluster.devices, strict=True))
+        words = f"cut {':'.join(str(b - a) for a, b in cut)}, M={batch // samples}, weights of {chips} boards on their chips; not streamed {still / step:.2f} times as long"
+        found.append((step, words))
+    return min(found)
+
+
+def _board_step(rows: list[Stage], transfer: list[float], micro_batches: int) -> float:
+    forward, backward, update = map(list, zip(*rows, strict=True))
+    costs = ps.Costs(forward=forward, backward=backward, update=update, transfer=transfer)
+    return ps.simulate(ps.schedule("1f1b", stages=len(rows), micro_batches=micro_batches), costs).makespan
 
 
 def board_rows(report: Callable[[str], None]) -> list[Row]:
     """The same over FPGA boards."""
     rows = []
     for cluster in map(ps.cluster, BOARDS):
+        report(cluster.name)
         for name in MODELS:
-            report(f"{name} on {cluster.name}")
-            seconds, note = board_plan(name, cluster)
-            rows.append(Row(f"{name} on {cluster.name}", None, board_plain_s(name, cluster) / seconds, note))
+            for share in BOARD_SHARES:
+                seconds, note = board_pipeline(name, cluster, share * cluster.ranks)
+                case = f"{name} on {cluster.name.removeprefix('BaPipe-')}, {share} sample{'s' * (share > 1)} a board"
+                rows.append(Row(case, None, board_plain_s(name, cluster, share) / seconds, note))
     return rows
 
 
@@ -137,9 +193,10 @@ def memory_rows(report: Callable[[str], None]) -> list[Row]:
     for cluster in map(ps.cluster, GPUS):
         report(f"deepest GNMT on {cluster.name}")
         plain = deepest(cluster, "data-parallel", micro_batches=cluster.ranks)
-        ours = deepest(cluster, "bapipe")
-        note = f"GNMT-{ours} against GNMT-{plain} ({_parameters(ours) / _parameters(plain):.1f} times the parameters)"
-        rows.append(Row(f"layers of the largest GNMT on {cluster.name}, over DP's", 4.0, ours / plain, note))
+        for words, options in (("micro-batches as large", {"micro_batches": cluster.ranks}), ("smaller micro-batches", {})):
+            ours = deepest(cluster, "bapipe", **options)
+            note = f"GNMT-{ours} against GNMT-{plain} ({_parameters(ours) / _parameters(plain):.1f} times the parameters)"
+            rows.append(Row(f"{cluster.ranks} V100, {words}", 4.0, ours / plain, note))
     return rows
 
 
@@ -150,20 +207,40 @@ def _parameters(layers: int) -> int:
 def sections(report: Callable[[str], None]) -> list[Section]:
     """GPUs, boards, memory."""
     gpus, boards, memory = gpu_rows(report), board_rows(report), memory_rows(report)
-    top = [Row("largest on GPUs", 3.2, max(row.ours or 0 for row in gpus)), Row("largest on FPGA boards", 3.2, max(row.ours or 0 for row in boards))]
-    published = ("up to 3.2 times and 4 times: the abstract; its tables are not public, and which models, batches and baselines they are for is "
-                 "from memory",)  # fmt: skip
+    published = (("up to 3.2 times and 4 times: the abstract. Its tables are not public; which models, clusters and baselines they are for is "
+                 "from memory, and no link's speed or batch is known"),)  # fmt: skip
+    ours = ("ours: seconds of data parallelism over those of our plan",)
     return [
-        Section("bapipe", "BaPipe: our best plan over data parallelism, times faster", "times", (*gpus, *boards, *top), published, (
-            f"GPUs: V100 at float32 by roofline, PCIe 3 assumed (presets BaPipe-4xV100, -8xV100); data parallelism with {SHARE} samples on "
-            "each device, gradients beside the backward in buckets of 25 MiB; ours the faster of `bapipe` and `auto`, both with a flush",
-            f"FPGA: presets' DSPs, clock and DDR (clock, DDR and links assumed), 16 bits; {BOARD_SHARE} samples on each board; data parallelism "
-            "waits for the slowest board; ours the fastest of `bapipe` with shared or separate units, weights on the chips where they fit",
+        Section("bapipe-gpu", "BaPipe on GPUs: our best plan over data parallelism", "times", (*gpus, _largest(gpus)), published, (
+            *ours,
+            (f"V100 at float32 by roofline; {_words(SHARE)} samples on each device, GNMT with {TOKENS} tokens; data parallelism adds up gradients "
+            "beside the backward in buckets of 25 MiB; ours is the faster of `bapipe` and `auto`, both with a flush after every batch"),
         ), misses=(
-            "Our data parallelism has perfect links and overlap, so that on V100 over PCIe there is less to gain than against the frameworks "
-            "of 2020; its paper's baselines include PipeDream and GPipe with memory limits.",
+            ("Where links carry PCI Express' peak, data parallelism with its gradients beside the backward is as good as anything: nothing is "
+            "left to gain. 3.2 times is in the range that slower links give; which of them the paper had, is not known."),
         )),
-        Section("bapipe-memory", "BaPipe: the deepest GNMT that fits, without recompute", "times", tuple(memory), published,
-                (f"16 GB; {SHARE['gnmt']} samples per device, {TOKENS} tokens; SGD with momentum (12 bytes a parameter); layers like GNMT-16's "
-                 "third repeated",)),
+        Section("bapipe-fpga", "BaPipe on FPGA boards: a pipeline over data parallelism", "times", (*boards, _largest(boards)), published, (
+            *ours,
+            "boards: presets' DSPs and chips' memory (from the chips' data), clock, DDR and links assumed; 16 bits; 80 % of the DSPs' peak",
+            ("the pipeline: 1F1B-AS, features stream to the next board while they are computed; layers cut so that the slowest board is least, "
+            "weights on the chip of every board whose weights and gradients fit there; the best number of micro-batches. Data parallelism: "
+            "each board has the whole model, so its weights are in the DDR, and waits for the slowest board; gradients are added up afterwards"),
+        ), misses=(
+            ("What a board gains depends on how many samples it has at a time: with one, weights pass through the DDR for every sample, and a "
+            "pipeline that keeps them on the chips gains most; with 16 that is shared among them. The paper's batch is not public."),
+        )),
+        Section("bapipe-memory", "BaPipe: the deepest GNMT that fits over data parallelism's, without recompute", "times", tuple(memory), published,
+                ((f"16 GB; a batch of {SHARE['gnmt']} samples per device, {TOKENS} tokens; SGD with momentum (12 bytes a parameter); layers like "
+                 "GNMT-16's third repeated; `bapipe`'s cut"),),
+                misses=(("4 devices hold 4 times the weights, but no more than as many layers: of activations 1F1B's first rank holds as many "
+                        "micro-batches as there are devices. Smaller micro-batches give more than 4."),)),
     ]  # fmt: skip
+
+
+def _largest(rows: list[Row]) -> Row:
+    best = max(rows, key=lambda row: row.ours or 0)
+    return Row("largest", 3.2, best.ours, best.case)
+
+
+def _words(shares: dict[str, int]) -> str:
+    return ", ".join(f"{count} ({name})" for name, count in shares.items())

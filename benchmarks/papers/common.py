@@ -28,7 +28,7 @@ TOKENS = 40
 #: PyTorch's DDP adds up gradients in buckets of this many bytes while the backward goes on.
 BUCKET_BYTES = 25 * 2**20
 #: Seconds that `auto` may take for one plan.
-BUDGET_S = 4.0
+BUDGET_S = 2.0
 
 
 @cache
@@ -40,7 +40,9 @@ def analytic(name: str, device: str, batch: int, **options: int) -> ps.Profile:
     return ps.analytic(model(name, device="meta", **options), example, device, batch=batch)
 
 
-def layer(name: str, forward_s: float, backward_s: float, output_bytes: float, parameter_bytes: int, samples: int) -> LayerProfile:
+def layer(
+    name: str, forward_s: float, backward_s: float, output_bytes: float, parameter_bytes: int, samples: int
+) -> LayerProfile:
     """A layer that was measured at one size; what it keeps is what it puts out, and its backward is two equal halves."""
     times = [Timing((samples,), (seconds,)) for seconds in (forward_s, backward_s, backward_s / 2, backward_s / 2)]
     each = output_bytes / samples
@@ -52,8 +54,12 @@ def table_profile(name: str, samples: int) -> ps.Profile:
 
     Times at other sizes are taken in proportion.
     """
-    rows = [line.split() for line in (DATA / f"{name}.txt").read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    layers = tuple(layer(word, float(f) / 1e3, float(b) / 1e3, float(out), int(weights), samples) for word, f, b, out, weights in rows)
+    rows = [
+        line.split() for line in (DATA / f"{name}.txt").read_text(encoding="utf-8").splitlines() if not line.startswith("#")
+    ]
+    layers = tuple(
+        layer(word, float(f) / 1e3, float(b) / 1e3, float(out), int(weights), samples) for word, f, b, out, weights in rows
+    )
     return ps.Profile(layers, name, layers[0].output_bytes_per_sample, samples, device="V100")
 
 
@@ -114,7 +120,9 @@ def form(plan: ps.Plan) -> str:
         return f"DP over {copies[0]}" if copies[0] > 1 else "one device"
     if set(copies) == {1}:
         return f"straight, {len(copies)} stages ({plan.schedule_name}, M={plan.micro_batches})"
-    return f"{':'.join(map(str, copies))}, cut {':'.join(map(str, plan.lengths))} ({plan.schedule_name}, M={plan.micro_batches})"
+    return (
+        f"{':'.join(map(str, copies))}, cut {':'.join(map(str, plan.lengths))} ({plan.schedule_name}, M={plan.micro_batches})"
+    )
 
 
 def cut_behind(profile: ps.Profile, word: str) -> tuple[int, int]:

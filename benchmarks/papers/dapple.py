@@ -35,7 +35,9 @@ BERT = {("gpipe", 2, "never"): (5.10, 12.1), ("1f1b", 2, "never"): (5.10, 10.6),
 NAMES = {"gpipe": "GPipe", "1f1b": "DAPPLE"}
 
 
-def blocks(name: str, count: int, seconds: tuple[float, float], out: float, weights: int, embedding: int, samples: int) -> ps.Profile:
+def blocks(
+    name: str, count: int, seconds: tuple[float, float], out: float, weights: int, embedding: int, samples: int
+) -> ps.Profile:
     """An embedding and `count` equal blocks."""
     first = layer("embedding", 6e-5, 0.0, out, embedding, samples)
     rest = tuple(layer(f"block{index}", *seconds, out, weights, samples) for index in range(count))
@@ -118,15 +120,21 @@ def plans(report: Callable[[str], None]) -> list[Section]:
                 gains[f"{name} on {config}"] = found.pipedream.predicted.step_s / best
     where = max(gains, key=lambda key: gains[key])
     published = (
-        "plans, micro-batches and batches (LITERATURE 4.2, from memory); layers' costs of VGG-19, BERT-48, XLNet-36, GNMT-16 and AmoebaNet-36 "
-        "from its repository's profiles of a V100; configurations A (2 x 8, NVLink, 25 Gb/s), B (16 x 1, 25 Gb/s), C (16 x 1, 10 Gb/s)",
+        (
+            "plans, micro-batches and batches (LITERATURE 4.2, from memory); layers' costs of VGG-19, BERT-48, XLNet-36, GNMT-16 and AmoebaNet-36 "
+            "from its repository's profiles of a V100; configurations A (2 x 8, NVLink, 25 Gb/s), B (16 x 1, 25 Gb/s), C (16 x 1, 10 Gb/s)"
+        ),
     )
     assumed = (
-        "ours: seconds of a step of the published plan over those of what our `dapple` takes, both by our simulator, in which gradients "
-        "are added up after the last backward (above 1: the published plan is slower). How many times DP: against data parallelism with "
-        "gradients beside the backward, in buckets of 25 MiB",
-        "ResNet-50: a V100's roofline. What a layer keeps for its backward is taken to be its output: the profiles do not say; SGD with "
-        "momentum (12 bytes a parameter)",
+        (
+            "ours: seconds of a step of the published plan over those of what our `dapple` takes, both by our simulator, in which gradients "
+            "are added up after the last backward (above 1: the published plan is slower). How many times DP: against data parallelism with "
+            "gradients beside the backward, in buckets of 25 MiB"
+        ),
+        (
+            "ResNet-50: a V100's roofline. What a layer keeps for its backward is taken to be its output: the profiles do not say; SGD with "
+            "momentum (12 bytes a parameter)"
+        ),
         "copies of a stage take micro-batches in turn here; DAPPLE splits each micro-batch among them",
     )
     return [
@@ -141,7 +149,9 @@ def plans(report: Callable[[str], None]) -> list[Section]:
 def _plan_misses(rows: list[Row]) -> tuple[str, ...]:
     slower = sum(row.ours is not None and row.ours > 1.02 for row in rows)
     faster = sum(row.ours is not None and row.ours < 0.98 for row in rows)
-    return (f"Of {len(rows)} published plans {slower} are more than 2 % slower than ours by the simulator, and {faster} more than 2 % faster.",)
+    return (
+        f"Of {len(rows)} published plans {slower} are more than 2 % slower than ours by the simulator, and {faster} more than 2 % faster.",
+    )
 
 
 def bert_step(system: str, micro_batches: int, recompute: str, pace: float = 1.0, fixed_s: float = 0.0) -> float:
@@ -160,12 +170,13 @@ def bert_bytes(system: str, micro_batches: int, weights: float, activations: flo
 
 def throughput() -> list[Section]:
     """BERT-48 on two stages."""
-    plain = [
-        Row(_case(key), paper, 2 * key[1] / bert_step(*key)) for key, (paper, _) in BERT.items()
-    ]
+    plain = [Row(_case(key), paper, 2 * key[1] / bert_step(*key)) for key, (paper, _) in BERT.items()]
     # Two unknowns, two numbers: seconds at M = 16 and 8 are (M + 1) x pace x stage + fixed, but for the hops.
     pace, fixed = _fit_pace()
-    again = [Row(_case(key), paper, 2 * key[1] / bert_step(*key, pace, fixed), fitted=key in FITTED) for key, (paper, _) in BERT.items()]
+    again = [
+        Row(_case(key), paper, 2 * key[1] / bert_step(*key, pace, fixed), fitted=key in FITTED)
+        for key, (paper, _) in BERT.items()
+    ]
     weights, activations = _fit_bytes()
     memory = [
         Row(f"{_case(key)}, GB", paper, bert_bytes(*key[:2], weights, activations), fitted=key[1] == 2)
@@ -173,17 +184,22 @@ def throughput() -> list[Section]:
     ]  # fmt: skip
     gain = Row("DAPPLE M=16 over GPipe M=2 (GPipe's largest)", 1.604, plain[3].ours / plain[0].ours if plain[0].ours else None)
     fits = max(m for m in range(1, 33) if bert_bytes("gpipe", m, weights, activations) <= 16)
-    gain_again = Row("DAPPLE M=16 over GPipe M=2", 1.604, again[3].ours / again[0].ours if again[0].ours else None, f"GPipe's largest M that fits 16 GB: {fits}")
-    source = ("throughput and memory (LITERATURE 4.2, from memory); 2.69 and 4.47 ms for a block at 2 samples, from its repository's profile; "
-              "25 Gb/s between the two devices",)  # fmt: skip
+    gain_again = Row(
+        "DAPPLE M=16 over GPipe M=2",
+        1.604,
+        again[3].ours / again[0].ours if again[0].ours else None,
+        f"GPipe's largest M that fits 16 GB: {fits}",
+    )
+    source = (("throughput and memory (LITERATURE 4.2, from memory); 2.69 and 4.47 ms for a block at 2 samples, from its repository's profile; "
+              "25 Gb/s between the two devices"),)  # fmt: skip
     return [
         Section("dapple-bert", "DAPPLE: BERT-48 on two stages, from its profile alone", "samples/s", (*plain, gain), source,
-                misses=("All rows are fast by about the same factor: the run was slower than the profile of its blocks says (loss, optimizer "
-                        "and a fixed cost per batch are not in it).",)),
+                misses=(("All rows are fast by about the same factor: the run was slower than the profile of its blocks says (loss, optimizer "
+                        "and a fixed cost per batch are not in it)."),)),
         Section("dapple-bert-fitted", "The same with the pace and a fixed cost fitted", "samples/s; GB", (*again, gain_again, *memory), source,
                 fitted=(f"{pace:.2f} times the profile's seconds and {fixed * 1e3:.0f} ms per batch, to M=8 and M=16 without recompute",
-                        f"{weights / 1e9:.1f} GB of weights, gradients and optimizer state and {activations / 1e9:.1f} GB of one micro-batch's "
-                        "activations on each device, to M=2 of both systems; that the paper's GB is the mean of the devices is assumed")),
+                        (f"{weights / 1e9:.1f} GB of weights, gradients and optimizer state and {activations / 1e9:.1f} GB of one micro-batch's "
+                        "activations on each device, to M=2 of both systems; that the paper's GB is the mean of the devices is assumed"))),
     ]  # fmt: skip
 
 

@@ -41,19 +41,22 @@ def resnet_table(published: Mapping[str, Published], device: Device) -> Section:
         cluster = ps.cluster("torchgpipe").on(range(stages))
         schedule = ps.schedule("gpipe", stages=stages, micro_batches=micro_batches, backward_order="reverse")
         lengths = cut(balance, len(own))
-        costs = place_costs(stage_costs(own, lengths, batch / micro_batches, cluster, micro_batches=micro_batches), schedule, cluster)
+        costs = place_costs(
+            stage_costs(own, lengths, batch / micro_batches, cluster, micro_batches=micro_batches), schedule, cluster
+        )
         recompute = "never" if case == "no pipeline" else "except_last"
         step = ps.simulate(schedule, costs, recompute=recompute).makespan
         name = case if case == "no pipeline" else f"{case} partition{'s' * (stages > 1)}"
         rows.append(Row(name, paper, batch / step, f"batch {batch:,} in {micro_batches:,}, cut {':'.join(map(str, lengths))}"))
     base = rows[0]
     rows += [
-        Row(f"{row.case}, times no pipeline", (row.paper or 0) / (base.paper or 1), (row.ours or 0) / (base.ours or 1)) for row in rows[1:]
+        Row(f"{row.case}, times no pipeline", (row.paper or 0) / (base.paper or 1), (row.ours or 0) / (base.ours or 1))
+        for row in rows[1:]
     ]
     return Section(
         "torchgpipe-resnet101", "torchgpipe, ResNet-101 on P40", "samples/s; times", tuple(rows),
         ("samples/s, batches, micro-batches, balance of its 370 layers and checkpoint=except_last: its benchmark (benchmarks/resnet101-speed)",),
-        ("costs: ResNet-101 on a P40's roofline at float32; efficiencies are those fitted to V100, none to a P40; PCIe 3 between the devices; its "
-         "boundaries at the nearest residual block",),
+        (("costs: ResNet-101 on a P40's roofline at float32; efficiencies are those fitted to V100, none to a P40; PCIe 3 between the devices; its "
+         "boundaries at the nearest residual block"),),
         misses=("U-Net, torchgpipe's third model, is not in the zoo.",),
     )  # fmt: skip

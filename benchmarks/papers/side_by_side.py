@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
-#: What a row's "from" column may say of the published number.
-ABSTRACT, TABLE, MEMORY = "abstract", "table", "from memory"
-
 
 @final
 @dataclass(frozen=True)
@@ -48,6 +45,13 @@ class Section:
         """Ratios of the rows that nothing was fitted to."""
         return [row.ratio for row in self.rows if row.ratio is not None and not row.fitted]
 
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> Section:
+        """What `data` gave."""
+        rows = tuple(Row(**{key: value for key, value in row.items() if key != "ratio"}) for row in data["rows"])
+        told = {key: tuple(data[key]) for key in ("published", "assumed", "fitted", "misses")}
+        return cls(data["name"], data["title"], data["unit"], rows, **told)
+
     def summary(self) -> str:
         """How far off, in a sentence."""
         off = [max(ratio, 1 / ratio) - 1 for ratio in self.predicted if ratio > 0]
@@ -61,16 +65,27 @@ class Section:
 
     def data(self) -> dict[str, Any]:
         """For results.json."""
-        rows = [{**asdict(row), "ratio": rounded(row.ratio), "paper": rounded(row.paper), "ours": rounded(row.ours)} for row in self.rows]
+        rows = [
+            {**asdict(row), "ratio": rounded(row.ratio), "paper": rounded(row.paper), "ours": rounded(row.ours)}
+            for row in self.rows
+        ]
         return {**asdict(self), "rows": rows, "summary": self.summary()}
 
     def markdown(self) -> str:
         """The section of a page."""
         noted = any(row.note for row in self.rows)
         beside = any(row.paper is not None for row in self.rows)
-        head = ["case", *([f"paper ({self.unit})", "ours", "ours / paper"] if beside else [f"ours ({self.unit})"]), *(["how"] if noted else [])]
+        head = [
+            "case",
+            *([f"paper ({self.unit})", "ours", "ours / paper"] if beside else [f"ours ({self.unit})"]),
+            *(["how"] if noted else []),
+        ]
         body = [
-            [row.case, *([shown(row.paper), shown(row.ours), ratio_text(row)] if beside else [shown(row.ours)]), *([row.note] if noted else [])]
+            [
+                row.case,
+                *([shown(row.paper), shown(row.ours), ratio_text(row)] if beside else [shown(row.ours)]),
+                *([row.note] if noted else []),
+            ]
             for row in self.rows
         ]
         parts = [f"### {self.title}", "", table(head, body), "", self.summary()]
@@ -93,7 +108,7 @@ def rounded(number: float | None) -> float | None:
 def shown(number: float | None) -> str:
     """Three digits and a half; nothing for None."""
     if number is None:
-        return "–"
+        return "-"
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}" if abs(number) < 100 else f"{number:.0f}"
 
 
@@ -101,5 +116,7 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """A Markdown table that reads well as text."""
     rows = [list(head), *map(list, body)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + " |" for row in rows]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + " |" for row in rows
+    ]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])

@@ -40,7 +40,7 @@ def test_schedules_that_torch_has_go_by_its_names(plan_of, name, stages, theirs)
     lengths = [15 - stages + 1, *[1] * (stages - 1)]
     found = exported(plan_of(schedule(name, stages, 8), lengths), "torchtitan")
     assert f'pipeline_parallel_schedule = "{theirs}"' in found.use
-    assert "pipeline_parallel_degree = 4, pipeline_parallel_microbatch_size = 2" in found.use
+    assert "pipeline_parallel_degree = 4, num_pp_microbatches = 8" in found.use
 
 
 def test_torch_has_every_schedule_by_the_name_that_is_given():

@@ -15,17 +15,13 @@ from penstock.measure.counts import count
 from penstock.measure.profile import profile
 from penstock.tracing.chain import chain
 from penstock.zoo.catalogue import model
+from penstock.zoo.gpt import gpt_loss
 
 PHASES = ("forward", "backward", "input_grad", "weight_grad")
 BYTES = (
-    "name",
-    "kind",
-    "parameters",
-    "parameter_bytes",
-    "buffer_bytes",
-    "output_bytes_per_sample",
+    "name", "kind", "parameters", "parameter_bytes", "buffer_bytes", "output_bytes_per_sample", "entry_bytes_per_sample",
     "activation_bytes_per_sample",
-)
+)  # fmt: skip
 SMALL = {
     "vgg11_bn": ({"image": 32, "width": 4, "classes": 5}, torch.zeros(4, 3, 32, 32)),
     "resnet18": ({"image": 32, "classes": 5}, torch.zeros(4, 3, 32, 32)),
@@ -55,6 +51,19 @@ def test_counted_bytes_and_names_are_those_of_a_measured_profile(name):
     for ours, theirs in zip(counted, measured, strict=True):
         kept_inside = BYTES[:-1] if "lstm" in ours.name else BYTES  # oneDNN's workspace is its own affair
         assert [getattr(ours, key) for key in kept_inside] == [getattr(theirs, key) for key in kept_inside]
+
+
+def test_a_loss_counts_with_the_last_layer():
+    """Of a large vocabulary it keeps more than all blocks; what leaves the model is still the model's."""
+    options, example = SMALL["gpt"]
+    made, settings = model("gpt", **options), {"loss": gpt_loss, "targets": example}
+    plain, counted = count(made, example), count(made, example, **settings)
+    measured = profile(made, example, sizes=(4,), repeats=1, device="cpu", **settings)
+    for ours, theirs in zip(counted, measured, strict=True):
+        assert [getattr(ours, key) for key in BYTES] == [getattr(theirs, key) for key in BYTES]
+    assert counted.layers[-1].activation_bytes_per_sample >= plain.layers[-1].activation_bytes_per_sample + 8 * 11 * 4
+    assert counted.layers[-1].launches("backward") > plain.layers[-1].launches("backward")
+    assert counted.layers[:-1] == plain.layers[:-1]
 
 
 def test_a_linear_map_is_three_products_and_the_bytes_of_their_operands():

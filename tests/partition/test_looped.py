@@ -102,9 +102,8 @@ def check(found, case, ranks_of, exact=True):
     if exact:
         assert busiest(seconds, options, ends, ranks_of) <= most
         others = [cut for cut in cuts if busiest(seconds, options, cut, ranks_of) <= most * (1 - 2e-10)]
-        assert largest(seconds, ends, ranks_of) <= min((largest(seconds, c, ranks_of) for c in others), default=np.inf) * (
-            1 + 1e-10
-        )
+        smallest = min((largest(seconds, cut, ranks_of) for cut in others), default=np.inf)
+        assert largest(seconds, ends, ranks_of) <= smallest * (1 + 2e-6)
 
 
 @pytest.mark.usefixtures("loops")

@@ -21,7 +21,7 @@ BASIC = ("gpipe", "1f1b", "naive")
 
 def plan(profile, cluster, batch, **options):
     """With one copy of every stage, unless a test is about copies."""
-    return search(profile, cluster, batch, **{"max_replicas": 1, **options})
+    return search(profile, cluster, batch, **{"max_replicas": 1, "budget_s": 1000.0, **options})
 
 
 def cluster_of(ranks, latency_s=0.0, bandwidth=1e12, memory=10**12):
@@ -302,7 +302,7 @@ def test_asynchronous_schedules_are_weighed_when_they_are_asked_for(profile_of):
     assert kinds == {"flush"}
     both = plan(profile, cluster_of(4), 4, asynchronous=True, budget_s=1000)
     assert not both.synchronous
-    assert {"flush", "stash"} <= {row.weights for row in both.candidates}
+    assert {"stash", "avgpipe"} <= {row.weights for row in both.candidates}
     assert "schedule" in str(both)
     assert "weights" in next(line for line in str(both).splitlines() if "recompute  step" in line)
 

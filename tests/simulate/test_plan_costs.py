@@ -7,10 +7,11 @@ import pytest
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PartitionError, PlanError
 from penstock.plan import Plan, Prediction
+from penstock.profile.paced import paced
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Schedule
-from penstock.simulate.plan_costs import costs_of_plan, place_costs, simulate_plan, slice_costs, stage_costs
+from penstock.simulate.plan_costs import costs_of_plan, meeting_seconds, place_costs, simulate_plan, slice_costs, stage_costs
 from penstock.simulate.simulate import peak_memory
 from penstock.simulate.steady import steady
 from penstock.weights.catalogue import weight_rule
@@ -92,11 +93,45 @@ def test_transfers_follow_the_placement_of_the_schedule():
     assert place_costs(costs, folded, FOUR).transfer == (0, SLOW.transfer_seconds(2000), 0)
 
 
-def test_of_copies_the_slowest_link_counts():
-    """Costs have one number per boundary; too slow is the safe side."""
+def test_each_micro_batch_takes_the_link_between_its_own_copies():
+    """The first stays on its node, the second goes to the other one; where all take the same way, one number says so."""
     costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=2)
     both_ways = Schedule.parse("rank 0 | 0F0 1F1 0B0 1B1 0U1 1U1\nrank 1 | 1F0 1B0 1U1\nrank 2 | 0F1 0B1 0U1")
-    assert place_costs(costs, both_ways, FOUR).transfer == (SLOW.transfer_seconds(2000),)
+    assert place_costs(costs, both_ways, FOUR).transfer == ((LINK.transfer_seconds(2000), SLOW.transfer_seconds(2000)),)
+    alike = Schedule.parse("rank 0 | 0F0 0B0 0U1\nrank 1 | 1F0 1B0 1U1\nrank 2 | 0F1 0B1 0U1\nrank 3 | 1F1 1B1 1U1")
+    assert place_costs(costs, alike, FOUR).transfer == (LINK.transfer_seconds(2000),)
+
+
+def test_a_plan_stands_on_the_devices_that_it_names():
+    """Ranks 0 and 2 are on different nodes: two messages of 22 s each way, one after the other, then cost more than the stages."""
+    near, far = (simulate_plan(replace(a_plan(), devices=devices), PROFILE, FOUR).makespan for devices in ((1, 0), (0, 2)))
+    assert near == simulate_plan(a_plan(), PROFILE, FOUR).makespan
+    assert far == pytest.approx(3 + 22 + 22 + 7 + 14 + 22 + 22 + 6)
+    with pytest.raises(PlanError, match="is on device 3 of its cluster, four has devices 0 to 1"):
+        simulate_plan(replace(a_plan(), devices=(0, 3)), PROFILE, FOUR.on((0, 1)))
+
+
+def test_a_plan_s_stages_take_what_their_devices_take():
+    """By name, by peak, or all alike: stage 1 on a device three times as slow."""
+    mixed = replace(FOUR, devices=(Device("d", 10**9, flops=(("float32", 3e12),)), Device("e", 10**9, flops=(("float32", 1e12),))) * 2)
+    expected = 3 + 2.5 + 21 + 21 + 42 + 42 + 2.5 + 6
+    assert simulate_plan(a_plan(), PROFILE, mixed).makespan == pytest.approx(expected)
+    assert simulate_plan(a_plan(), {"d": PROFILE, "e": paced(PROFILE, 3.0)}, mixed).makespan == pytest.approx(expected)
+    assert simulate_plan(a_plan(), {"d": PROFILE, "e": PROFILE}, mixed).makespan == pytest.approx(3 + 2.5 + 7 + 7 + 14 + 14 + 2.5 + 6)
+
+
+def test_copies_of_a_whole_model_meet_over_the_link_between_nodes():
+    """Of four ranks on two nodes: three rounds and three, a quarter of the gradients each, over the slower link."""
+    assert meeting_seconds((0, 1), 4000, FOUR) == LINK.transfer_seconds(4000)
+    assert meeting_seconds((0, 2), 4000, FOUR) == SLOW.transfer_seconds(4000)
+    assert meeting_seconds(range(4), 4000, FOUR) == 6 * SLOW.transfer_seconds(1000)
+    assert meeting_seconds((2,), 4000, FOUR) == 0
+
+
+def test_copies_on_one_node_share_its_link_to_the_others_where_that_is_shared():
+    """Both of a node send through it."""
+    shared = replace(FOUR, between=replace(SLOW, shared=True))
+    assert meeting_seconds(range(4), 4000, shared) == 6 * SLOW.transfer_seconds(2000)
 
 
 def test_copies_take_time_to_add_up_their_gradients():

@@ -11,6 +11,7 @@ from torch import nn
 from penstock.cluster.device import Device
 from penstock.cluster.presets import Presets
 from penstock.measure.counts import count
+from penstock.measure.passes import Loss
 from penstock.profile.calibrate import calibrated
 from penstock.profile.fpga import fpga
 from penstock.profile.profile import Profile
@@ -27,6 +28,8 @@ def analytic(
     sizes: Sequence[int] | None = None,
     dtype: str = "float32",
     calibrate: Profile | str | Path | None = None,
+    loss: Loss | None = None,
+    targets: Any = None,
 ) -> Profile:
     """What a model would cost on a device that is not here, by its operations, bytes and launches.
 
@@ -42,6 +45,7 @@ def analytic(
         dtype: in which it computes: "float32", "tf32", "bfloat16", "float16"; see `roofline` for what is narrower then.
         calibrate: a profile of the same model that was measured on this device, or its file: the shares of the peaks are fitted to it.
             Without it they are those of a V100.
+        loss, targets: as training has them; what the loss takes then counts with the last layer. Targets of any number of samples.
 
     Returns:
         The profile; its `device` is the device's name.
@@ -53,7 +57,7 @@ def analytic(
         FileError: the profile to calibrate with cannot be read.
     """
     target = Presets.load().device(device) if isinstance(device, str) else device
-    counts = count(model, example, batch)
+    counts = count(model, example, batch, loss=loss, targets=targets)
     if target.kind == "fpga":
         return fpga(counts, target, sizes=sizes, dtype=dtype)
     reached: Efficiency | None = None

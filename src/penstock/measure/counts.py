@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.errors import LayerFailed, SettingError
 from penstock.grad.split import input_grad, weight_grad
 from penstock.measure.op_work import OpWork, op_work
+from penstock.measure.passes import Loss, WithLoss, bytes_of
 from penstock.profile.counts import LayerCounts, ModelCounts, Work
 from penstock.tracing.chain import TracedChain, chain
 
@@ -25,21 +26,29 @@ _PHASES = ("forward", "backward", "input_grad", "weight_grad")
 _Phases = dict[str, list[OpWork]]
 
 
-def count(model: TracedChain | nn.Module | Sequence[nn.Module], example: Any, batch: int | None = None) -> ModelCounts:
+def count(
+    model: TracedChain | nn.Module | Sequence[nn.Module],
+    example: Any,
+    batch: int | None = None,
+    *,
+    loss: Loss | None = None,
+    targets: Any = None,
+) -> ModelCounts:
     """Count the work of every layer in each phase: operations, bytes and launches; and its bytes.
 
     Everything runs on fake tensors of the CPU: no number is computed and no memory taken, so that a model of any size is counted
-    in seconds. The phases are those of `penstock.profile`: each layer alone, on what the layers before made; and the bytes are the
-    same, but for what recurrent layers keep inside (see `op_work`). The model is left as it was.
+    in seconds. Phases and bytes are those of `penstock.profile`, but for what recurrent layers keep inside (see `op_work`). The model is
+    left as it was.
 
     Args:
         model: a chain, or anything that `chain` takes; on the meta device too.
         example: inputs of the model, any number of samples in their first dimension, on any device.
         batch: samples of a batch. By default as many as `example` has.
+        loss, targets: as training has them; what the loss takes then counts with the last layer. Targets of any number of samples.
 
     Raises:
         SettingError: the batch is below 1, or the example has no samples.
-        LayerFailed: a layer raised, for example because it looks at values; the message names it.
+        LayerFailed: a layer raised, for example because it looks at values.
     """
     traced = model if isinstance(model, TracedChain) else chain(model)
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
@@ -52,10 +61,12 @@ def count(model: TracedChain | nn.Module | Sequence[nn.Module], example: Any, ba
     outputs: list[int] = []
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     modules = _fake_copies(traced, mode)
+    if loss is not None:
+        modules[-1] = WithLoss(modules[-1], loss, targets)
     with mode, torch.enable_grad():
         alike = [_likeness(module) for module in modules]
         for size in _SIZES:
-            value = _fake_samples(example, size)
+            value = _aimed(modules, example, size)
             outputs, done = [], {}
             for index, module in enumerate(modules):
                 same = index > 0, alike[index], _look(value)
@@ -64,19 +75,23 @@ def count(model: TracedChain | nn.Module | Sequence[nn.Module], example: Any, ba
                         done[same] = _count_layer(module, value, inner=index > 0)
                 phases, value = done[same]
                 runs[index].append(phases)
-                outputs.append(sum(leaf.numel() * leaf.element_size() for leaf in _tensors(value)))
-        kept = _activation_bytes(modules, alike, _fake_samples(example, _SIZES[-1]))
-        for index, (_, large) in enumerate(runs):
-            kept[index] += sum(work.reserve_bytes for work in large["forward"])
+                outputs.append(module.output_bytes if isinstance(module, WithLoss) else bytes_of(_tensors(value)))
+        kept, entries = _activation_bytes(modules, alike, _aimed(modules, example, _SIZES[-1]))
+        kept = [each + sum(work.reserve_bytes for work in run[-1]["forward"]) for each, run in zip(kept, runs, strict=True)]
     works = [{phase: _lines(small[phase], large[phase]) for phase in _PHASES} for small, large in runs]
-    layers = _layers(traced, works, [held / _SIZES[-1] for held in kept], [made / _SIZES[-1] for made in outputs])
-    float_bytes, all_bytes = (
-        sum(leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in tensors if floats <= leaf.is_floating_point())
-        for floats in (True, False)
+    rows = ([held / _SIZES[-1] for held in row] for row in (kept, outputs, entries))
+    layers = _layers(traced, works, *rows)
+    all_bytes, float_bytes = (
+        sum(leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in found)
+        for found in (tensors, [leaf for leaf in tensors if leaf.is_floating_point()])
     )
+    return ModelCounts(layers, traced.fingerprint, all_bytes, float_bytes, batch, _width(traced), torch.__version__)
+
+
+def _width(traced: TracedChain) -> int:
+    """Bytes of a number of the weights; of the widest."""
     widths = (fact.bytes // max(torch.Size(fact.shape).numel(), 1) for fact in traced.description.tensors if fact.trainable)
-    width = max(widths, default=4)
-    return ModelCounts(layers, traced.fingerprint, all_bytes, float_bytes, batch, width, torch.__version__)
+    return max(widths, default=4)
 
 
 @final
@@ -118,6 +133,13 @@ def _fake_samples(example: Any, size: int) -> Any:
         lambda leaf: torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype, device="cpu") if isinstance(leaf, Tensor) else leaf,
         example,
     )
+
+
+def _aimed(modules: Sequence[nn.Module], example: Any, size: int) -> Any:
+    """Fake samples; the loss, if there is one, gets as many targets."""
+    if isinstance(modules[-1], WithLoss):
+        modules[-1].aimed = _fake_samples(modules[-1].targets, size)
+    return _fake_samples(example, size)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -181,19 +203,25 @@ def _likeness(module: nn.Module) -> object:
     return tuple(parts)
 
 
-def _activation_bytes(modules: Sequence[nn.Module], alike: Sequence[object], value: Any) -> list[int]:
-    """Per layer, bytes that autograd keeps for its backward, each storage at the first layer that keeps it."""
+def _activation_bytes(modules: Sequence[nn.Module], alike: Sequence[object], value: Any) -> tuple[list[int], list[int]]:
+    """Per layer, bytes that autograd keeps for its backward, each storage at the first layer that keeps it; and what a stage that begins
+    with the layer keeps besides: its input, unless it counts there or later.
+    """
     # Storages are told apart by address, so all that were met stay alive meanwhile.
     own = [tensor.untyped_storage() for module in modules for tensor in (*module.parameters(), *module.buffers())]
     met = {storage._cdata: storage for storage in own}
+    counted_at: dict[int, int] = {}
+    inputs: list[list[Tensor]] = []
     counts = [0] * len(modules)
     same: list[object] = []
+    repeated: dict[int, int] = {}
     layer = 0
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in met:
             met[storage._cdata] = storage
+            counted_at[storage._cdata] = layer
             counts[layer] += storage.nbytes()
         return tensor
 
@@ -202,11 +230,19 @@ def _activation_bytes(modules: Sequence[nn.Module], alike: Sequence[object], val
             same.append((alike[index], _look(value)))
             if len(same) > 2 and same[-1] == same[-2] == same[-3]:
                 # What came in was made by a layer like this one, which came after another: this one keeps what that kept.
-                counts[index] = counts[index - 1]
+                counts[index], repeated[index] = counts[index - 1], index - 1
+                inputs.append([])
                 continue
             layer = index
+            inputs.append(_tensors(value))
             value = module(value)
-    return counts
+    entries = [
+        sum(tensor.nbytes for tensor in given if counted_at.get(tensor.untyped_storage()._cdata, -1) < index)
+        for index, given in enumerate(inputs)
+    ]
+    for index, before in repeated.items():
+        entries[index] = entries[before]
+    return counts, entries
 
 
 def _lines(small: list[OpWork], large: list[OpWork]) -> tuple[Work, ...]:
@@ -235,8 +271,8 @@ def _summed(name: str, run: list[OpWork]) -> OpWork:
                   sum(work.bytes for work in found))  # fmt: skip
 
 
-def _layers(traced: TracedChain, works: list[dict[str, tuple[Work, ...]]], kept: list[float],
-            outputs: list[float]) -> tuple[LayerCounts, ...]:  # fmt: skip
+def _layers(traced: TracedChain, works: list[dict[str, tuple[Work, ...]]], kept: list[float], outputs: list[float],
+            entries: list[float]) -> tuple[LayerCounts, ...]:  # fmt: skip
     counted: set[str] = set()
     layers = []
     for index, layer in enumerate(traced.layers):
@@ -252,6 +288,7 @@ def _layers(traced: TracedChain, works: list[dict[str, tuple[Work, ...]]], kept:
                 buffer_bytes=sum(fact.bytes for fact in buffers),
                 activation_bytes_per_sample=kept[index],
                 output_bytes_per_sample=outputs[index],
+                entry_bytes_per_sample=entries[index],
                 **works[index],
             )
         )

@@ -92,4 +92,5 @@ def rows_of(numbers: Floats, what: str, stages: int, layers: int) -> Floats:
 
 
 def sums_of(rows: Floats) -> Floats:
+    """Prefix sums of every row, 0 before the first layer."""
     return np.concatenate((np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)), axis=1)

@@ -14,8 +14,8 @@ from penstock.partition.compiled import run
 from penstock.partition.loops import fold, peel
 from penstock.partition.placed import PlacedOptions, Placement, placement
 
-#: A range this narrow, relatively, is as narrow as rounded sums are exact.
-NARROW = 3e-13
+#: A range this narrow, relatively, is as narrow as rounded sums are exact; and what is narrow enough for the largest stage.
+NARROW, ABOUT = 3e-13, 1e-6
 
 #: By how much a bound that no cut keeps is raised, relatively, and then twice as much; where it is 0, what that is a part of.
 FIRST_STEP, TINY = 0.01, 1e-6
@@ -27,7 +27,7 @@ def folded(seconds: Costs, ranks: int, **options: Unpack[PlacedOptions]) -> list
         stages   0  1  2  3  4  5        rank 0 has the stages 0 and 5,
         ranks    0  1  2  2  1  0        rank 1 has 1 and 4, rank 2 has 2 and 3
 
-    Both are exact to 1 part in 10^12, and with `slack` so is the second.
+    The first is exact to 1 part in 10^12, the second to 1 in 10^6, with `slack` too.
 
     >>> folded([1, 2, 3, 4, 5, 6, 7, 8], ranks=2)
     [4, 2, 1, 1]
@@ -58,23 +58,23 @@ def folded(seconds: Costs, ranks: int, **options: Unpack[PlacedOptions]) -> list
     limit = float(chain.costs.seconds[:, -1].max()) * 2 + float(chain.costs.links.max()) * 2
     if not _possible(chain, limit, limit):
         return None
-    even = _least(lambda bound: _possible(chain, bound, limit), lambda bound: _cut(chain, bound, limit), (0.0, limit))
+    even = _least(lambda bound: _possible(chain, bound, limit), lambda bound: _cut(chain, bound, limit), (limit, NARROW))
     if even is None:
         return None
     bound = chain.bottleneck(even) * (1 + chain.slack) * (1 + ROUNDING)
-    ends = _least(lambda largest: _possible(chain, bound, largest), lambda largest: _cut(chain, bound, largest), (0.0, bound))
+    ends = _least(lambda largest: _possible(chain, bound, largest), lambda largest: _cut(chain, bound, largest), (bound, ABOUT))
     return [int(length) for length in np.diff([0, *(ends or even)])]
 
 
 def _least(
-    possible: Callable[[float], bool], cut: Callable[[float], list[int] | None], limits: tuple[float, float]
+    possible: Callable[[float], bool], cut: Callable[[float], list[int] | None], search: tuple[float, float]
 ) -> list[int] | None:
     """The cut of the least value that has one; `possible` is true for that and for all above.
 
-    None if the larger of the limits has none; below the smaller there is none.
+    None if the upper end of the search, which comes with how narrow its range must become, has none.
     """
-    least, limit = limits
-    low = _bisected(possible, limit, least)
+    limit, narrow = search
+    low = _bisected(possible, limit, 0.0, narrow)
     high, found = low * (1 + ROUNDING), cut(low * (1 + ROUNDING))
     if found is not None:
         return found
@@ -83,12 +83,12 @@ def _least(
     while found is None and high < limit:
         low, high, step = high, min(low * (1 + step) + step * TINY * limit, limit), step * 2
         found = cut(high)
-    return None if found is None else cut(_bisected(lambda value: cut(value) is not None, high, low))
+    return None if found is None else cut(_bisected(lambda value: cut(value) is not None, high, low, narrow))
 
 
-def _bisected(holds: Callable[[float], bool], high: float, low: float = 0.0) -> float:
+def _bisected(holds: Callable[[float], bool], high: float, low: float, narrow: float) -> float:
     """The least value above `low` for which something holds that holds for `high`, and for all that are larger."""
-    while high - low > NARROW * high:
+    while high - low > narrow * high:
         middle = (low + high) / 2
         if not low < middle < high:
             break

@@ -30,6 +30,9 @@ NO_CUT = np.empty((1, 0), np.int64)
 #: How often the search goes over all stages at most, and how often it begins anew from a shaken cut.
 SWEEPS, SHAKES = 30, 6
 
+#: Layers x stages from which on the search is long enough without that.
+MANY = 30_000
+
 #: What evenness of stages weighs beside evenness of ranks.
 STAGES = 1e-6
 
@@ -71,7 +74,8 @@ def looped(seconds: Costs, ranks: int, rounds: int, **options: Unpack[PlacedOpti
     Raises:
         PartitionError: fewer layers than stages, or numbers that do not fit each other.
 
-    Source: our own. On one shared core 100 layers on 8 ranks in 2 rounds take 20 ms, 1,000 on 64 take 3 s.
+    Source: our own. On one shared core 100 layers on 8 ranks take 70 ms in 2 rounds, 200 in 4, and 3 where they are alike;
+    1,000 on 64 take some seconds.
     """
     found = looped_with_bound(seconds, ranks, rounds, **options)
     return None if found is None else found.lengths
@@ -162,7 +166,7 @@ def _beginnings(chain: Placement) -> Iterator[list[int]]:
     yield np.cumsum(minimax(each, chain.stages)).tolist()
     yield np.cumsum(partition_uniform(chain.layers, chain.stages)).tolist()
     rng = np.random.default_rng(0)
-    for _ in range(SHAKES):
+    for _ in range(SHAKES if chain.layers * chain.stages <= MANY else 0):
         yield np.cumsum(minimax(each * rng.uniform(0.7, 1.3, chain.layers), chain.stages)).tolist()
 
 
@@ -234,7 +238,7 @@ def _shared(chain: Placement, ends: list[int], first: int, besides: Floats, most
     def cut(goal: tuple[float, float, float]) -> tuple[float, list[int]]:
         values = np.full((count + 1, chain.layers + 1), np.inf)
         choices = np.zeros((count + 1, chain.layers + 1), np.int64)
-        turns = 100 * (stop - start) ** 2 / count
+        turns = 1000 * (stop - start) ** 2 / count
         run(share, turns, window, held, (start, stop), goal, values, choices)
         found = [stop]
         for stage in range(count, 1, -1):

@@ -113,11 +113,12 @@ def peel(placed: Placed, bound: float, largest: float, before: Numbers, found: N
     """
     seconds, memory, _, limits = placed
     layers, ranks = seconds.shape[1] - 1, len(limits)
-    found[:] = layers + 1
-    found[0] = layers
+    for layer in range(layers + 1):
+        found[layer] = layers if layer == 0 else layers + 1
     for rank in range(ranks):
-        before[:] = found
-        found[:] = layers + 1
+        for layer in range(layers + 1):
+            before[layer] = found[layer]
+            found[layer] = layers + 1
         front, front_bytes = seconds[rank], memory[rank]
         back, back_bytes = seconds[2 * ranks - 1 - rank], memory[2 * ranks - 1 - rank]
         for start in range(layers + 1):

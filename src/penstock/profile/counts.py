@@ -65,6 +65,7 @@ class LayerCounts:
     buffer_bytes: int
     activation_bytes_per_sample: float
     output_bytes_per_sample: float
+    entry_bytes_per_sample: float = 0.0
 
     def work(self, phase: Phase) -> tuple[Work, ...]:
         """The ops of one phase."""

@@ -24,6 +24,8 @@ Seconds = Callable[[LayerCounts, Phase, float], float]
 DTYPE_BYTES: Final = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
 #: What SGD with momentum moves for each byte of parameters: reads weight, gradient and momentum, writes weight and momentum.
 UPDATE_TRAFFIC: Final = 5.0
+#: And what adding a micro-batch's gradients to those before it moves: reads both, writes the sum.
+ACCUMULATE_TRAFFIC: Final = 3.0
 #: How often Winograd's F(4 x 4, 3 x 3) moves its bytes: once if all is one kernel, 5.5 times if its transforms, which make 36 numbers of
 #: every 16, are kernels of their own. Fitted, as the defaults of `Efficiency` are; between 2.0 and 2.8 over VGG-19's blocks 1 to 4.
 #: Source of the algorithm: Lavin and Gray 2016, "Fast algorithms for convolutional neural networks".
@@ -191,6 +193,7 @@ def roofline(
         machine={"device": f"{device.kind}: {device.name}, by a roofline at {dtype}", "efficiency": reached.source},
         device=device.name,
         update_s_per_byte=UPDATE_TRAFFIC / (roof.bytes_per_s * reached.memory),
+        accumulate_s_per_byte=ACCUMULATE_TRAFFIC / (roof.bytes_per_s * reached.memory),
     )
 
 
@@ -199,6 +202,10 @@ def analytic_profile(counts: ModelCounts, sizes: Sequence[int], roof: Roof, seco
     device it says nothing.
     """
     narrower = roof.narrower
+
+    def timing(layer: LayerCounts, phase: Phase) -> Timing:
+        return Timing(tuple(sizes), tuple(seconds(layer, phase, size) for size in sizes))
+
     layers = tuple(
         LayerProfile(
             name=layer.name,
@@ -208,7 +215,11 @@ def analytic_profile(counts: ModelCounts, sizes: Sequence[int], roof: Roof, seco
             buffer_bytes=layer.buffer_bytes,
             activation_bytes_per_sample=layer.activation_bytes_per_sample * narrower,
             output_bytes_per_sample=layer.output_bytes_per_sample * narrower,
-            **{phase: Timing(tuple(sizes), tuple(seconds(layer, phase, size) for size in sizes)) for phase in PHASES},
+            entry_bytes_per_sample=layer.entry_bytes_per_sample * narrower,
+            forward=timing(layer, "forward"),
+            backward=timing(layer, "backward"),
+            input_grad=timing(layer, "input_grad"),
+            weight_grad=timing(layer, "weight_grad"),
         )
         for layer in counts
     )

@@ -20,22 +20,27 @@ class Held:
         self.now = 0
         self.peak = 0
         self._sizes: dict[str, int] = {}
+        self._provisional: set[str] = set()
 
     @contextmanager
-    def looking(self, form: str, given: Iterable[Tensor], weights: frozenset[int]) -> Iterator[None]:
+    def looking(self, form: str, given: Iterable[Tensor], weights: frozenset[int], targets: Iterable[Tensor] = (),
+                final: bool = True) -> Iterator[None]:  # fmt: skip
         """Count what autograd saves in here, if the form is new.
 
         Args:
             form: a name that graphs of the same shapes share.
             given: tensors that are kept in any case.
             weights: where the memory of parameters and buffers begins, which are not counted.
+            targets: tensors that count only if they are kept; a micro-batch of them.
+            final: whether the next graph of this form will be like this one; else that one is looked at again.
         """
-        if form in self._sizes:
+        if form in self._sizes and form not in self._provisional:
             yield
             return
         # Storages are told apart by address: all that were met stay alive meanwhile. What is given may be a view, such as a
         # micro-batch of its batch: the rest of its storage is other micro-batches', which count it themselves.
         views = {tensor.untyped_storage().data_ptr(): tensor for tensor in given}
+        parts = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in targets}
         met: dict[int, torch.UntypedStorage] = {}
 
         def keep(tensor: Tensor) -> Tensor:
@@ -46,7 +51,9 @@ class Held:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             yield
-        self._sizes[form] = sum(tensor.nbytes for tensor in views.values()) + sum(storage.nbytes() for storage in met.values())
+        (self._provisional.discard if final else self._provisional.add)(form)
+        kept = sum(parts.get(start, storage.nbytes()) for start, storage in met.items())
+        self._sizes[form] = kept + sum(tensor.nbytes for tensor in views.values())
 
     def size(self, form: str) -> int:
         """Bytes that a graph of this form keeps."""

@@ -260,7 +260,11 @@ class Stage:
         """Let what is held of a new form be counted. What can be evicted is held by something else; it counts as much."""
         if not keeps:
             return nullcontext()
-        return self.held.looking(self._form(batch, micro_batch), inputs.tensors, self._weights())
+        # The first graph may be of copies of the inputs, see `_run`.
+        final = batch.training in self._changes_input
+        found = () if batch.targets is None or self.loss is None else pytree.tree_leaves(batch.targets[micro_batch])
+        targets = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        return self.held.looking(self._form(batch, micro_batch), inputs.tensors, self._weights(), targets, final)
 
     def _roots(
         self, batch: Batch, micro_batch: int, arrived: Payload | None

@@ -9,12 +9,15 @@ from typing import Literal
 import numpy as np
 
 from penstock.partition.catalogue import partition
+from penstock.partition.folded import folded
 from penstock.partition.limited import limited
+from penstock.partition.looped import looped
 from penstock.search.request import PlanRequest
 from penstock.simulate.plan_costs import stage_costs
 
-#: What a cut evens out: the slowest stage or link, the same within the memory of every rank, or the stage that holds most.
-Balance = Literal["time", "limits", "memory"]
+#: What a cut evens out: the slowest stage or link; the slowest rank, where ranks have several stages; the slowest stage within the
+#: memory of every rank; or the stage that holds most.
+Balance = Literal["time", "ranks", "limits", "memory"]
 
 
 def cut(request: PlanRequest, places: Sequence[int], micro_batches: int, balance: Balance,
@@ -41,6 +44,8 @@ def cut(request: PlanRequest, places: Sequence[int], micro_batches: int, balance
             partition(profile, stages, by="bottleneck", costs=[w + held * k for w, k in zip(weights, kept, strict=True)])
         )
     alike = len({id(request.profile_of(rank)) for rank in places}) == 1
+    if balance == "ranks":
+        return _of_ranks(request, places, micro_batch)
     links = [cluster.link(a, b) for a, b in pairwise(places) if a != b]
     if balance == "time" and alike and len(set(links)) <= 1:
         link = links[0] if links else cluster.inside
@@ -55,6 +60,21 @@ def cut(request: PlanRequest, places: Sequence[int], micro_batches: int, balance
     weights, kept = _bytes(request, micro_batches) if balance == "limits" else ([0.0] * len(profile), [0.0] * len(profile))
     limits = [float(request.memory_bytes(rank)) for rank in places]
     found = limited(seconds, transfer, np.array(weights), np.array(kept), in_flight or (1.0,) * stages, limits)
+    return None if found is None else tuple(found)
+
+
+def _of_ranks(request: PlanRequest, places: Sequence[int], micro_batch: float) -> tuple[int, ...] | None:
+    """The cut of a loop or a V whose busiest rank is least; None for other placements."""
+    ranks, stages = max(places) + 1, len(places)
+    seconds = [request.profile_of(rank).step_seconds(micro_batch) for rank in range(ranks)]
+    link = request.cluster.link(0, ranks - 1)
+    transfer = [link.transfer_seconds(micro_batch * layer.output_bytes_per_sample) for layer in request.profile.layers[:-1]]
+    if list(places) == [*range(ranks), *range(ranks - 1, -1, -1)]:
+        found = folded(seconds, ranks, transfer=transfer)
+    elif ranks > 1 and list(places) == [stage % ranks for stage in range(stages)] and stages % ranks == 0 and stages > ranks:
+        found = looped(seconds, ranks, stages // ranks, transfer=transfer)
+    else:
+        found = None
     return None if found is None else tuple(found)
 
 

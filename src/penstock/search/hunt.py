@@ -20,6 +20,10 @@ from penstock.search.ways import Way, least_s
 OVERHEAD = 3000
 
 
+#: A way this near to the best is cut again for its ranks, where they have several stages each and are not more than these.
+NEAR, FEW_RANKS = 1.1, 32
+
+
 class Hunt:
     """Ways that were weighed for one request, until the time or the work allowed is spent.
 
@@ -90,6 +94,11 @@ class Hunt:
             lengths = self._cut(way, made, "limits")
             if lengths is not None and lengths != proposal.lengths:
                 found = self.weigh(replace(proposal, lengths=lengths), force)
+        several = way.stages > way.shape.ranks and balance == "time" and way.shape.ranks <= FEW_RANKS
+        if several and found is not None and found.step_s <= self.best_s * NEAR:
+            lengths = self._cut(way, made, "ranks")
+            if lengths is not None and lengths != found.laid.proposal.lengths:
+                found = self.weigh(replace(proposal, lengths=lengths), force) or found
         return found
 
     def weigh(self, proposal: Proposal, force: bool = False) -> Scored | None:
@@ -100,7 +109,6 @@ class Hunt:
                 found = self._simulated(first, force)
                 if found is None or (found.step_s > self.reach and not force):
                     return None
-                proposal = replace(proposal, recompute=found.recompute)
             found = self._simulated(lay_out(self.request, proposal), force)
         except (ScheduleError, PlanError, SettingError) as error:
             self.refuse(str(error))

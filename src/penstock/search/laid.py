@@ -140,6 +140,8 @@ def pilot(request: PlanRequest, proposal: Proposal) -> Laid | None:
     """The first of several pipelines, which all do the same: with what its stages take to meet their copies, it takes as long as all
     of them where all have such devices and links as it has, and never longer. None where the proposal has no such.
 
+    Where the last micro-batch is not recomputed, it is taken for that of each pipeline, and is really that of one.
+
     Raises:
         ScheduleError, PlanError: as `lay_out`.
     """

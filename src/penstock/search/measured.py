@@ -36,7 +36,9 @@ def made_to_measure(request: PlanRequest, found: Sequence[Scored]) -> Iterator[P
         proposal, room = each.laid.proposal, _room(each)
         if room is not None and proposal.stages * proposal.micro_batches <= MOST_OPS:
             limits: tuple[tuple[str, Option], ...] = (("memory_limit", room), ("budget_s", SECONDS), ("max_rounds", ROUNDS))
-            yield Proposal(proposal.lengths, "synthesised", proposal.micro_batches, limits, each.recompute, None, proposal.devices)
+            yield Proposal(
+                proposal.lengths, "synthesised", proposal.micro_batches, limits, each.recompute, None, proposal.devices
+            )
 
 
 def _is_plain(each: Scored) -> bool:

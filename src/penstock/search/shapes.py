@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from penstock.cluster.cluster import Cluster
+from penstock.partition.ordered import best_order
 from penstock.search.request import PlanRequest
 
 #: Up to so many devices every number of pipelines and of ranks in each is tried; of more, those that use nearly all of them.
 FEW = 16
+
+#: Longer pipelines of several kinds have them kind after kind only.
+MOST_ORDERED = 64
+
+#: Micro-batches of a pipeline that the order of kinds is worked out for.
+USUAL_MICRO_BATCHES = 16
 
 #: Orders of the kinds of devices along a pipeline that are tried.
 MOST_ORDERS = 6
@@ -41,10 +48,26 @@ def shapes(request: PlanRequest) -> list[Shape]:
     for kinds in _kinds(request):
         for order in _orders(request.cluster, kinds):
             for pipelines, counts in _counts(request, order):
-                for across in (False, True) if request.cluster.nodes > 1 else (False,):
-                    shape = _shape(request.cluster, order, counts, pipelines, across)
-                    found[shape] = None
+                for kinds_along in _along(request, order, counts, pipelines):
+                    for across in (False, True) if request.cluster.nodes > 1 else (False,):
+                        found[_shape(request.cluster, kinds_along, pipelines, across)] = None
     return list(found)
+
+
+def _along(request: PlanRequest, order: tuple[str, ...], counts: tuple[int, ...], pipelines: int) -> Iterator[tuple[str, ...]]:
+    """The kinds of a pipeline's devices along it: kind after kind; and where there are several, in the order in which the slowest stage
+    is fastest.
+    """
+    yield tuple(name for name, count in zip(order, counts, strict=True) for _ in range(count))
+    if len(order) == 1 or sum(counts) > MOST_ORDERED:
+        return
+    rank_of = {device.name: rank for rank, device in enumerate(request.cluster.devices)}
+    samples = request.batch / (pipelines * min(USUAL_MICRO_BATCHES, -(-request.batch // pipelines)))
+    seconds = [request.profile_of(rank_of[name]).step_seconds(samples) for name in order]
+    sizes = [samples * layer.output_bytes_per_sample for layer in request.profile.layers[:-1]]
+    best = best_order(seconds, counts, sum(counts), transfer=list(map(request.cluster.between.transfer_seconds, sizes)))
+    if best is not None:
+        yield tuple(order[kind] for kind in best.kinds)
 
 
 def _kinds(request: PlanRequest) -> list[tuple[str, ...]]:
@@ -101,18 +124,12 @@ def _few(longest: int, alone: bool) -> list[int]:
     return _spread(longest) if alone else [longest]
 
 
-def _shape(cluster: Cluster, order: tuple[str, ...], counts: tuple[int, ...], pipelines: int, across: bool) -> Shape:
-    own = []
-    for name in order:
+def _shape(cluster: Cluster, kinds_along: tuple[str, ...], pipelines: int, across: bool) -> Shape:
+    left = {}
+    for name in dict.fromkeys(kinds_along):
         ranks = [rank for rank, device in enumerate(cluster.devices) if device.name == name]
-        own.append(_across(cluster, ranks) if across else ranks)
-    devices = [
-        rank
-        for number in range(pipelines)
-        for ranks, count in zip(own, counts, strict=True)
-        for rank in ranks[number * count : (number + 1) * count]
-    ]
-    return Shape(pipelines, sum(counts), tuple(devices))
+        left[name] = iter(_across(cluster, ranks) if across else ranks)
+    return Shape(pipelines, len(kinds_along), tuple(next(left[name]) for _ in range(pipelines) for name in kinds_along))
 
 
 def _across(cluster: Cluster, ranks: list[int]) -> list[int]:

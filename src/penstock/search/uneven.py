@@ -31,16 +31,24 @@ def uneven(request: PlanRequest) -> Iterator[Proposal]:
     names = [name for name in ("1f1b", "zb-h1") if name in names] or names[:1]
     # A stream goes on from batch to batch, so that every copy needs as many micro-batches of each.
     streams = any(facts.name == "pipedream" for facts in request.families())
-    if not alike or not request.copies_allowed > 1 or not 2 < ranks <= MOST_RANKS or request.by != "bottleneck" or not (names or streams):
+    if (
+        not alike
+        or not request.copies_allowed > 1
+        or not 2 < ranks <= MOST_RANKS
+        or request.by != "bottleneck"
+        or not (names or streams)
+    ):
         return
     given = request.stages
     for micro_batches in _counts(request):
         table = _table(request, micro_batches)
         wanted: tuple[int | None, ...] = (None, *(s for s in STAGES if s <= min(layers, ranks))) if given is None else (given,)
         found: dict[tuple[tuple[int, int], ...], None] = {}
+        most = min(request.copies_allowed, micro_batches)
+        table[:, :, most + 1 :] = np.inf
         for stages in wanted:
-            made = replicated_table(table, None, stages=stages)
-            if made is not None and max(copies for _, copies in made) <= min(request.copies_allowed, micro_batches):
+            made = replicated_table(table, None, stages=stages, exactly=most >= ranks)
+            if made is not None:
                 found[tuple(made)] = None
         for each in found:
             copies = tuple(count for _, count in each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -68,8 +69,9 @@ class Space:
     def __init__(self, request: PlanRequest, every: list[Shape]) -> None:
         self.request, self.shapes = request, every
         self._rows: dict[tuple[int, float], np.ndarray] = {}
-        self._bests: dict[tuple[tuple[int, ...], float], tuple[float, float, float]] = {}
+        self._bests: dict[tuple[tuple[int, ...], float], tuple[float, float]] = {}
         self._met: dict[Shape, float] = {}
+        self._shared: dict[tuple[tuple[tuple[int, int], ...], float], float] = {}
 
     @cached_property
     def ways(self) -> list[Way]:
@@ -130,19 +132,37 @@ class Space:
             self._rows[key] = np.array([profile.seconds(phase, samples) for phase in PHASES])
         return self._rows[key]
 
-    def _least(self, kinds: Sequence[int], samples: float) -> tuple[float, float, float]:
-        """Of the whole model, every layer on the device and in the way that is fastest for it, as no cut can better: the work of a
-        micro-batch, its way through all layers, and that and back.
+    def _least(self, kinds: Sequence[int], samples: float) -> tuple[float, float]:
+        """Of the whole model, every layer on the device and in the way that is fastest for it, as no cut can better: a micro-batch's way
+        through all layers, and that and back.
 
         Which device is faster may differ from layer to layer, and so may whether a backward is worth splitting.
         """
         key = tuple(kinds), samples
         if key not in self._bests:
             rows = [self._seconds(rank, samples) for rank in kinds]
-            work = sum(np.min([f + np.minimum(b, i + w) for f, b, i, w in rows], axis=0))
             path = sum(np.min([f + np.minimum(b, i) for f, b, i, _ in rows], axis=0))
-            self._bests[key] = float(work), float(sum(np.min([f for f, *_ in rows], axis=0))), float(path)
+            self._bests[key] = float(sum(np.min([f for f, *_ in rows], axis=0))), float(path)
         return self._bests[key]
+
+    def _shared_s(self, ranks: Sequence[int], samples: float) -> float:
+        """Seconds of each device at the least, if they share the work of a micro-batch however they like.
+
+        One of another kind than the first is at all layers at most as much faster as at the layer that suits it best.
+        """
+        counts = Counter(id(self.request.profile_of(rank)) for rank in ranks)
+        key = tuple(counts.items()), samples
+        if key not in self._shared:
+            kinds = self._kinds(ranks)
+            rows = [f + np.minimum(b, i + w) for f, b, i, w in (self._seconds(rank, samples) for rank in kinds)]
+            some = rows[0] > 0
+            rate = sum(
+                counts[id(self.request.profile_of(rank))]
+                * float(np.max(rows[0][some] / np.maximum(row[some], 1e-300), initial=0.0))
+                for rank, row in zip(kinds, rows, strict=True)
+            )
+            self._shared[key] = float(rows[0].sum()) / rate if rate else 0.0
+        return self._shared[key]
 
     def _kinds(self, ranks: Sequence[int]) -> list[int]:
         """The first of these ranks with each profile."""
@@ -154,12 +174,11 @@ class Space:
         kinds = self._kinds(shape.first)
         whole = {id(self.request.profile_of(rank)): float(self._seconds(rank, samples)[:2].sum()) for rank in kinds}
         even = 1 / sum(1 / whole[id(self.request.profile_of(rank))] for rank in shape.first) if all(whole.values()) else 0.0
-        work, down, path = self._least(kinds, samples)
+        down, path = self._least(kinds, samples)
         held = sum(layer.parameter_bytes for layer in self.request.profile)
         update = held * min(self.request.profile_of(rank).update_s_per_byte for rank in kinds) / shape.ranks
-        of_all, _, _ = self._least(self._every, samples)
-        return Load(shape.ranks, shape.pipelines, micro_batches, even, work / shape.ranks, down, path, update + self._met_s(shape),
-                    of_all / ranks)  # fmt: skip
+        return Load(shape.ranks, shape.pipelines, micro_batches, even, self._shared_s(shape.first, samples), down, path, update + self._met_s(shape),
+                    self._shared_s(range(ranks), samples))  # fmt: skip
 
     @cached_property
     def _every(self) -> list[int]:

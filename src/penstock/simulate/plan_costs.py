@@ -220,8 +220,11 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
         raise PlanError(f"the plan is for a chain with fingerprint {plan.fingerprint}, the profile is of "
                         f"{own[0].fingerprint}: profile that model, or plan anew")  # fmt: skip
     devices = plan.devices or tuple(range(plan.ranks))
-    if max(devices) >= cluster.ranks:
+    if plan.ranks > cluster.ranks:
         raise PlanError(f"{plan.schedule_name} runs on {plan.ranks} ranks, cluster {cluster.name} has {cluster.ranks}")
+    if max(devices) >= cluster.ranks:
+        raise PlanError(f"the plan is on device {max(devices)} of its cluster, {cluster.name} has devices 0 to {cluster.ranks - 1}: "
+                        "plan anew")  # fmt: skip
     rule = rule_of(plan.schedule, plan.weights)
     return schedule_costs(plan.schedule, [own[rank] for rank in devices], plan.lengths, cluster.on(devices), plan.batch, rule)
 

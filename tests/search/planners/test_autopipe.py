@@ -66,3 +66,13 @@ def test_micro_batches_are_sliced_until_the_start_up_is_bridged():
     assert found.schedule_name == "autopipe"
     assert dict(found.schedule_options) == {"sliced": math.ceil(3 / 4)}
     assert autopipe(ask(profile([(0.1, 0.2)] * 8), "4xV100-NVLink", schedules=("1f1b",))).schedule_name == "1f1b"
+
+
+@pytest.mark.parametrize(("stages", "count", "sliced", "seconds"), [(4, 8, 1, 31.5), (8, 16, 2, 65.5)])
+def test_the_slicers_known_cases_come_out_of_the_whole_plan(stages, count, sliced, seconds):
+    """LITERATURE 6.4: 33 falls to 31.5 with one micro-batch cut in two, 69 to 65.5 with two; transfers are a millionth of a step."""
+    costs = profile([(1.0, 2.0)] * stages, batch=count, output=[0.0] * stages)
+    found = autopipe(ask(costs, f"{stages}xV100-NVLink", batch=count, micro_batches=count))
+    assert dict(found.schedule_options) == {"sliced": sliced}
+    assert found.predicted.step_s == pytest.approx(seconds, rel=1e-4)
+    assert found.objective.value == pytest.approx((3 * stages - 1) * 3, rel=1e-3)

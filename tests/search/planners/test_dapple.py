@@ -109,3 +109,11 @@ def test_more_stages_than_devices_are_refused(profile_of):
     """Every stage needs a device of its own."""
     with pytest.raises(PlanError, match="dapple finds no pipeline of 5 stages"):
         plan(profile_of([1e-3] * 6), cluster_of(4), 16, planner="dapple", stages=5)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_no_stage_has_more_copies_than_there_are_micro_batches(profile, micro_batches):
+    """Each copy needs one of its own, however many samples there are to split."""
+    found = plan(profile, cluster_of(4), 64, planner="dapple", micro_batches=micro_batches)
+    assert max(map(len, found.schedule.ranks_of_stage)) <= micro_batches
+    assert found.micro_batches == micro_batches

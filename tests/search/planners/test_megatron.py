@@ -29,7 +29,16 @@ def test_layers_are_shared_evenly():
     assert max(found.lengths) - min(found.lengths) <= 1
 
 
-def test_numbers_that_do_not_go_are_refused():
-    """Seven micro-batches on two pipelines are no grid point, and so many stages no multiple."""
-    with pytest.raises(PlanError, match="megatron finds no way to cut 10 layers for 4 devices"):
-        megatron(ask(profile([(0.1, 0.2)] * 10), "4xV100-NVLink", stages=2, micro_batches=7))
+def test_pipelines_get_equally_many_micro_batches():
+    """Three pipelines of two ranks share 3, 6, 12 …; of seven micro-batches, one pipeline gets all."""
+    found = megatron(ask(profile([(0.1, 0.2)] * 10), "6xV100-NVLink", stages=2))
+    assert max(map(len, found.schedule.ranks_of_stage)) == 3
+    assert found.micro_batches % 3 == 0
+    found = megatron(ask(profile([(0.1, 0.2)] * 10), "4xV100-NVLink", stages=2, micro_batches=7))
+    assert (found.ranks, found.micro_batches) == (2, 7)
+
+
+def test_a_number_of_stages_that_is_no_grid_point_is_refused():
+    """Six stages are not 1, 2 or 4 on each of up to two ranks."""
+    with pytest.raises(PlanError, match="megatron finds no way to cut 10 layers for 2 devices"):
+        megatron(ask(profile([(0.1, 0.2)] * 10), "2xV100-NVLink", stages=6))

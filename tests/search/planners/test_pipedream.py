@@ -95,6 +95,15 @@ def test_a_number_of_stages_and_of_replicas_is_kept(profile):
         assert max(dict(found.schedule_options).get("replicas", (1,))) <= most
 
 
+def test_where_a_cut_for_time_does_not_fit_it_is_cut_within_memory(profile_of):
+    """Two and two layers would be even; the second layer's activations wait only behind an early stage."""
+    profile = profile_of([1e-3] * 4, activation=[100, 10_000, 100, 100], parameters=1, output=1)
+    asked = {"planner": "pipedream", "stages": 2, "max_replicas": 1, "micro_batches": 4, "recompute": "never"}
+    roomy = plan(profile, cluster_of(2), 16, **asked)
+    tight = plan(profile, cluster_of(2, memory=50_000), 16, **asked)
+    assert (roomy.lengths, tight.lengths) == ((2, 2), (1, 3))
+
+
 def test_devices_of_different_kinds_are_refused(profile):
     """Its recurrence has one time per layer."""
     with pytest.raises(PlanError, match="pipedream takes all devices for equal, and c has d, e"):

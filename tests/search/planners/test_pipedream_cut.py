@@ -109,6 +109,22 @@ def test_the_cuts_that_have_no_equal_are_those_of_the_authors_optimizer():
         assert found.parts == parts(stages)
 
 
+#: The same runs: how many times as fast as data parallelism on all of the machine.
+SPEED_UPS = {"vgg16": (2.838, 1.232, 1.756, 2.017, 0.890), "alexnet": (5.980, 1.788, 3.700, 3.085, 1.233)}
+
+
+@pytest.mark.parametrize("name", ["vgg16", "alexnet"])
+def test_the_speed_up_over_data_parallelism_is_what_the_authors_optimizer_printed(name):
+    """One stage on all components, level by level, counts its all-reduce as theirs does."""
+    costs = load(name)
+    for (machines, straight, _, _), printed in zip(ORACLES[name], SPEED_UPS[name], strict=True):
+        whole = ()
+        for components, _ in machines:
+            whole = (Part(0, len(costs), components, whole),)
+        found = hierarchical_cut(costs, [Level(*machine) for machine in machines], Rules("code", straight=straight))
+        assert slowest(costs, whole, machines, "code") / found.slowest_s == pytest.approx(printed, abs=6e-4)
+
+
 def test_the_time_of_the_whole_model_is_that_of_the_profile():
     """One device takes what the authors' optimizer printed as "single"."""
     for name, seconds in (("vgg16", "0.672535"), ("alexnet", "0.085321")):
@@ -134,7 +150,7 @@ def cuts(start, stop, sizes):
 amounts = st.floats(0.01, 10)
 chains = st.integers(1, 5).flatmap(
     lambda n: st.tuples(*(st.lists(amounts, min_size=n, max_size=n) for _ in range(3))).map(
-        lambda rows: LayerCosts(tuple(rows[0]), (0.0,) * n, tuple(rows[1]), (0.0,) * n, tuple(rows[2]))
+        lambda rows: LayerCosts(tuple(rows[0]), (0.0,) * n, tuple(rows[1]), tuple(rows[1]), tuple(rows[2]))
     )
 )
 
@@ -176,6 +192,35 @@ def test_with_few_replicas_or_a_number_of_stages_the_cut_is_the_best_of_those(co
     found = hierarchical_cut(costs, [Level(components, bandwidth)], rules)
     assert found.slowest_s == pytest.approx(min(slowest(costs, each, [(components, bandwidth)], "paper") for each in every))
     assert len(found.parts) == stages
+
+
+@settings(max_examples=60, deadline=None)
+@given(chains, st.integers(1, 4), st.floats(0.5, 60), st.sampled_from(("paper", "code")), st.booleans())
+def test_within_memory_the_cut_is_the_best_of_those_whose_stages_hold_no_more(costs, components, memory, form, stash):
+    """What waits behind a stage is components behind over its own, rounded up; the paper's form holds what is worked on besides."""
+
+    def fits(found):
+        left = components
+        for part in found:
+            left -= part.replicas
+            waiting = -(-left // part.replicas)
+            weights, kept = (sum(each[part.start : part.stop]) for each in (costs.parameter_bytes, costs.activation_bytes))
+            held = waiting * (weights + kept)
+            if form == "paper":
+                held = (waiting + 1) * kept + weights * (2 + (waiting + 1 if stash else 1))
+            if held > memory:
+                return False
+        return True
+
+    rules = Rules(form, memory_bytes=memory, stash=stash)
+    every = [each for each in cuts(0, len(costs), (components,)) if fits(each)]
+    if not every:
+        with pytest.raises(PlanError, match="and a component has"):
+            hierarchical_cut(costs, [Level(components, 2.0)], rules)
+        return
+    found = hierarchical_cut(costs, [Level(components, 2.0)], rules)
+    assert found.slowest_s == pytest.approx(min(slowest(costs, each, [(components, 2.0)], form) for each in every))
+    assert fits(found.parts)
 
 
 def test_a_straight_pipeline_on_more_devices_than_layers_is_refused():

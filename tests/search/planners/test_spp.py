@@ -101,3 +101,10 @@ def test_one_device_is_one_stage():
     assert found.lengths == (3,)
     assert found.objective.value == pytest.approx(32 * 0.9)
     assert math.isclose(found.objective.value, found.predicted.step_s)
+
+
+def test_devices_that_have_no_layer_and_no_micro_batch_are_left_over():
+    """Two layers and two micro-batches can use four devices of six."""
+    found = spp(ask(profile([(0.1, 0.2)] * 2), "6xV100-NVLink", micro_batches=2))
+    assert found.ranks <= 4
+    assert spp(ask(profile([(0.1, 0.2)] * 3), "6xV100-NVLink", max_replicas=1)).ranks == 3

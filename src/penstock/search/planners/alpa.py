@@ -35,7 +35,8 @@ MOST_STEPS, STEPS_IN_ALL = 5e7, 8e7
 def alpa(request: PlanRequest) -> Plan:
     """The stages and submeshes with the least sum of t + (B - 1) max t over the stages' latencies t, for B micro-batches.
 
-    A submesh is 1, 2, 4, … devices of a node, or all devices of 1, 2, … nodes; together they are all devices. Inside a submesh
+    A submesh is 1, 2, 4, … devices of a node, or all devices of 1, 2, … nodes; together they are all devices, or
+    where no submeshes make these up, as fast as some can be. Inside a submesh
     Alpa shares out single operators, and finds out how by another planner; here it is data parallelism: a stage's t is its forward
     and backward over the number n of its devices, and a B-th part of what it takes them to add up the stage's gradients. The
     stage that is the s-th from the end keeps s micro-batches, an n-th of each on every device. Transfers between stages are not
@@ -53,8 +54,8 @@ def alpa(request: PlanRequest) -> Plan:
     check_size("alpa", steps, MOST_STEPS, "(layers x devices)^2")
     found = sorted(_proposals(request, steps), key=lambda each: each[0])
     if not found:
-        raise PlanError(f"alpa finds no stages of {len(request.profile)} layers for submeshes that are all {request.cluster.ranks} "
-                        "devices, fit the memory and have a micro-batch for each device: give more micro-batches, or other devices")  # fmt: skip
+        raise PlanError(f"alpa finds no stages of {len(request.profile)} layers for submeshes of {request.cluster.ranks} "
+                        "devices that fit the memory and have a micro-batch for each device: give more micro-batches, or other devices")  # fmt: skip
     return best_of(request, quickest([proposal for _, proposal in found]))
 
 
@@ -62,7 +63,9 @@ def _proposals(request: PlanRequest, steps: float) -> Iterator[tuple[float, Prop
     for count in likely_counts(request, steps, STEPS_IN_ALL):
         costs = LayerCosts.of(request.profile, request.batch / count)
         table, most_stages = tables(request, costs, count)
-        found = replicated_sum(table, count - 1, stages=request.stages, most_stages=most_stages)
+        found = None
+        for exactly in (True, False):
+            found = found or replicated_sum(table, count - 1, stages=request.stages, most_stages=most_stages, exactly=exactly)
         if found is None:
             continue
         lengths, sizes = (tuple(numbers) for numbers in zip(*found, strict=True))

@@ -57,7 +57,8 @@ def auto(request: PlanRequest) -> Plan:
     hunt = Hunt(request)
     space = Space(request, shapes(request))
     scanned = _scan(hunt, space)
-    if hunt.fits:
+    asked = bool(hunt.fits)  # what little fits, if anything, is found sooner by the search than by them
+    if asked:
         _ask_others(hunt)
     hunt.allow(SEARCH, 0.75)
     _weigh_all(hunt, uneven(request))
@@ -65,6 +66,8 @@ def auto(request: PlanRequest) -> Plan:
     _search(hunt, space, scanned, "time")
     if not hunt.fits:
         _search(hunt, space, {}, "memory")
+    if not asked:
+        _ask_others(hunt)
     hunt.allow(SEARCH / 4)
     _weigh_all(hunt, made_to_measure(request, spread_of(hunt.fits, POLISHED)))
     for each in spread_of(hunt.fits, POLISHED):
@@ -131,9 +134,12 @@ def _ask_others(hunt: Hunt) -> None:
 
 def _allowed(request: PlanRequest, plan: Plan) -> bool:
     """Whether another planner kept to what the request says."""
-    named = request.schedules is None or plan.schedule_name in {facts.name for facts in request.families()}
-    copies = max(map(len, plan.schedule.ranks_of_stage))
-    return named and (plan.synchronous or request.asynchronous) and copies <= request.copies_allowed
+    named = request.schedules is not None and plan.schedule_name in {facts.name for facts in request.families()}
+    free = request.schedules is None and (plan.synchronous or request.asynchronous)
+    numbers = request.stages in (None, plan.stages) and request.micro_batches in (None, plan.micro_batches)
+    copies = max(map(len, plan.schedule.ranks_of_stage)) <= request.copies_allowed
+    cut = request.by in ("bottleneck", plan.lengths)
+    return (named or free) and numbers and copies and cut and request.weights in (None, plan.weights)
 
 
 def _say_why_none(hunt: Hunt, space: Space) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
-from math import comb
+from math import comb, prod
 
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError
@@ -65,8 +66,9 @@ def dapple(request: PlanRequest) -> Plan:
 
 def _ways(nodes: Sequence[Sequence[int]], layers: int) -> int:
     """About how many steps the search has: layers, numbers of devices used of each node, and policies with numbers of devices."""
-    devices, largest = sum(map(len, nodes)), max(map(len, nodes))
-    states = comb(largest + len(nodes), len(nodes))
+    sizes = Counter(map(len, nodes))
+    devices = sum(map(len, nodes))
+    states = prod(comb(size + count, count) for size, count in sizes.items())  # nodes of equal size are alike
     return layers * states * devices * (3 if 1 < len(nodes) < devices else 1)
 
 
@@ -86,7 +88,8 @@ def _counts(request: PlanRequest, *, many: bool) -> list[int]:
 
 def _task(request: PlanRequest, nodes: Sequence[Sequence[int]], count: int) -> Task:
     samples = request.batch / count
-    copies = max(1, min(request.copies_allowed, int(samples)))
+    # Our runtime gives every copy a micro-batch of its own, the paper's a sample at least.
+    copies = max(1, min(request.copies_allowed, int(samples), request.micro_batches or request.batch))
     whole = LayerCosts.of(request.profile, samples)
     costs = [whole, *(LayerCosts.of(request.profile, samples / each) for each in range(2, copies + 1))]
     return Task(costs, tuple(map(len, nodes)), network_of(request.cluster), count, request.stages)

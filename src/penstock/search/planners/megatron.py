@@ -10,7 +10,7 @@ from penstock.plan import Option, Plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.scope import SIMULATED_FORWARDS, check_alike, check_scope
-from penstock.search.planners.straight import allowed
+from penstock.search.planners.straight import allowed, copies_of, counts_of
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.score import best_of
@@ -21,7 +21,7 @@ VIRTUAL, SIMULATED = (1, 2, 4), 12
 
 @register("megatron", source="Narayanan et al. 2021, SC, section 3, with equal numbers of layers and no tensor parallelism")
 def megatron(request: PlanRequest) -> Plan:
-    """The best of a grid: p ranks in a pipeline, d pipelines with p d of all devices, v stages on a rank, every stage as many layers.
+    """The best of a grid: p ranks in a pipeline, d pipelines, as many as there are devices for, v stages on a rank, every stage as many layers.
 
     Megatron has no planner; the paper's section 3 says how to choose by hand, from the bubble (p - 1) / v m of m micro-batches of one
     pipeline. The objective is its estimate, (v m + p - 1) / v times a micro-batch's seconds on the slowest rank; the dozen with the
@@ -42,21 +42,21 @@ def megatron(request: PlanRequest) -> Plan:
 def _proposals(request: PlanRequest) -> Iterator[Proposal]:
     ranks, layers = request.cluster.ranks, len(request.profile)
     schedules = allowed(request, "1f1b", "interleaved")
-    costs = {
-        count: LayerCosts.of(request.profile, request.batch / count).seconds for count in request.micro_batch_counts(ranks)
-    }
+    costs: dict[int, tuple[float, ...]] = {}
     for width in range(1, min(ranks, layers) + 1):
-        copies = min(ranks // width, request.copies_allowed)
-        for virtual in VIRTUAL if width > 1 else (1,):
-            stages, schedule = width * virtual, "1f1b" if virtual == 1 else "interleaved"
-            if stages > layers or request.stages not in (None, stages) or schedule not in schedules:
-                continue
-            lengths = tuple(partition_uniform(layers, stages))
-            for count, seconds in costs.items():
-                each, uneven = divmod(count, copies)
-                if not each or uneven or stages * count > SIMULATED_FORWARDS or (virtual > 1 and each % width):
+        copies = copies_of(request, width)
+        for count in counts_of(request, width, copies):
+            each = count // copies
+            if count not in costs:
+                costs[count] = LayerCosts.of(request.profile, request.batch / count).seconds
+            for virtual in VIRTUAL if width > 1 else (1,):
+                stages, schedule = width * virtual, "1f1b" if virtual == 1 else "interleaved"
+                if stages > layers or request.stages not in (None, stages) or schedule not in schedules:
                     continue
-                value = (virtual * each + width - 1) / virtual * _slowest(seconds, lengths, width)
+                if stages * count > SIMULATED_FORWARDS or (virtual > 1 and each % width):
+                    continue
+                lengths = tuple(partition_uniform(layers, stages))
+                value = (virtual * each + width - 1) / virtual * _slowest(costs[count], lengths, width)
                 options: tuple[tuple[str, Option], ...] = () if virtual == 1 else (("chunks", virtual),)
                 options += () if copies == 1 else (("replicas", copies),)
                 yield Proposal(lengths, schedule, count, options, objective=Objective("estimated step", value, "s"))

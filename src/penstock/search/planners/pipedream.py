@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from math import lcm
 
 from penstock.cluster.cluster import Cluster
@@ -11,7 +12,7 @@ from penstock.plan import Plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.pipedream_cut import Level, Rules, hierarchical_cut, spread
-from penstock.search.planners.scope import check_alike, check_scope, likely, nodes_of, quickest
+from penstock.search.planners.scope import check_alike, check_scope, likely, may_fit, nodes_of, quickest
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.score import best_of
@@ -31,7 +32,8 @@ def pipedream(request: PlanRequest) -> Plan:
 
     With `asynchronous` the schedule is the paper's own, 1F1B-RR with stashed weights; a batch then has as many micro-batches as let
     every copy of a stage have equally many. Without, it is "1f1b" on the same stages and copies: a flush after every batch, and
-    gradients are added up once in it, not after each micro-batch, as the cut supposes.
+    gradients are added up once in it, not after each micro-batch, as the cut supposes. Where nothing that was cut for time alone fits, all
+    is cut again within memory.
 
     Raises:
         PlanError: devices are of different kinds; the search would take too long; or nothing fits.
@@ -40,24 +42,35 @@ def pipedream(request: PlanRequest) -> Plan:
     check_alike(request, "pipedream")
     counts = request.micro_batch_counts(request.copies_allowed)
     levels, _ = _levels(request)
-    steps = (len(request.profile) * max(level.components for level in levels)) ** 2
+    steps = _check_size(request, levels)
+    counts = counts[-max(1, int(STEPS_IN_ALL / steps)) :]
+    found = [proposal for _, proposal in sorted(_proposals(request, counts), key=lambda each: each[0])]
+    if not any(may_fit(request, proposal) for proposal in found):
+        with suppress(PlanError):  # the message about those without is the better one
+            tight = sorted(_proposals(request, counts, within_memory=True), key=lambda each: each[0])
+            found += [proposal for _, proposal in tight]
+    return best_of(request, quickest(likely(request, found)))
+
+
+def _check_size(request: PlanRequest, levels: Sequence[Level]) -> float:
+    """How many steps the search takes.
+
+    Raises:
+        PlanError: they are too many.
+    """
+    steps = float(len(request.profile) * max(level.components for level in levels)) ** 2
     if steps > MOST_STEPS:
         raise PlanError(f"pipedream's search takes layers^2 x devices^2 = {steps:.1e} steps on {request.cluster.name}, more than "
                         f"{MOST_STEPS:.0e}: merge layers, or describe the devices as nodes of several")  # fmt: skip
-    found = list(_proposals(request, counts[-max(1, int(STEPS_IN_ALL / steps)) :]))
-    found.sort(key=lambda each: each[0])
-    if not found:
-        raise PlanError(f"pipedream finds no cut of {len(request.profile)} layers for {request.cluster.ranks} devices with "
-                        f"{max(counts)} micro-batches: every copy of a stage needs one")  # fmt: skip
-    return best_of(request, quickest(likely(request, [proposal for _, proposal in found])))
+    return steps
 
 
-def _proposals(request: PlanRequest, counts: Sequence[int]) -> Iterator[tuple[float, Proposal]]:
+def _proposals(request: PlanRequest, counts: Sequence[int], *, within_memory: bool = False) -> Iterator[tuple[float, Proposal]]:
     """One for each number of micro-batches, with a guess of a step's seconds."""
     refusals: list[PlanError] = []
     for count in counts:
         try:
-            seconds, proposal = _proposal(request, count)
+            seconds, proposal = _proposal(request, count, within_memory=within_memory)
         except PlanError as error:
             refusals.append(error)
             continue
@@ -66,15 +79,20 @@ def _proposals(request: PlanRequest, counts: Sequence[int]) -> Iterator[tuple[fl
         raise refusals[-1]
 
 
-def _proposal(request: PlanRequest, count: int) -> tuple[float, Proposal]:
+def _proposal(request: PlanRequest, count: int, *, within_memory: bool) -> tuple[float, Proposal]:
     costs = LayerCosts.of(request.profile, request.batch / count)
     most = min(count, request.copies_allowed)
     levels, components = _levels(request)
-    rules = _rules(request, most)
-    if len(levels) == 1:
+    limit = min(request.memory_bytes(rank) for rank in range(request.cluster.ranks)) if within_memory else None
+    rules = Rules()
+    if len(levels) == 1 or within_memory:  # what a node's devices hold together says little of what each does
         components = list(range(_useful(request, most)))
         levels = [Level(len(components), _slowest(request.cluster))]
-    found = hierarchical_cut(costs, levels, rules if len(levels) == 1 else None)
+        rules = Rules(
+            straight=most == 1, most_replicas=most, stages=request.stages, memory_bytes=limit, stash=request.asynchronous
+        )
+    _check_size(request, levels)
+    found = hierarchical_cut(costs, levels, rules)
     stages = spread(found.parts, components)
     replicas = tuple(len(devices) for *_, devices in stages)
     if max(replicas) > most:
@@ -96,10 +114,6 @@ def _proposal(request: PlanRequest, count: int) -> tuple[float, Proposal]:
         devices=tuple(rank for *_, devices in stages for rank in devices),
         objective=Objective("slowest stage or link for a micro-batch", found.slowest_s, "s"),
     )
-
-
-def _rules(request: PlanRequest, most: int) -> Rules:
-    return Rules(straight=most == 1, most_replicas=most, stages=request.stages)
 
 
 def _useful(request: PlanRequest, most: int) -> int:

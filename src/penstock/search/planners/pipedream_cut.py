@@ -45,12 +45,18 @@ class Rules:
         straight: no stage stands twice, as in `--straight_pipeline`.
         most_replicas: the most components of a stage; None is no limit.
         stages: how many stages; None leaves it free. Only where there is one level.
+        memory_bytes: what a component may hold; None is no limit. With w micro-batches waiting behind a stage, w = ceil(components behind
+            / components of the stage), it holds activations of w + 1, and as many versions of the weights, gradients and momenta. In
+            the code: w times activations and weights, and nothing else.
+        stash: weights have a version for every micro-batch in flight; else one.
     """
 
     form: Literal["paper", "code"] = "paper"
     straight: bool = False
     most_replicas: int | None = None
     stages: int | None = None
+    memory_bytes: float | None = None
+    stash: bool = True
 
 
 @final
@@ -92,10 +98,11 @@ def hierarchical_cut(costs: LayerCosts, levels: Sequence[Level], rules: Rules | 
     """
     rules = rules or Rules()
     seconds, weights = over_ranges(costs.seconds), over_ranges(costs.parameter_bytes)
+    kept = over_ranges(costs.activation_bytes)
     output = np.asarray(costs.output_bytes, float)
     within, tables = 1, []
     for number, level in enumerate(levels):
-        table = _Table(seconds, weights, output, level, rules)
+        table = _Table(seconds, weights, kept, output, level, rules)
         table.fill(within, whole_only=number == len(levels) - 1)
         seconds = table.of_all()
         within = level.components
@@ -115,6 +122,8 @@ def _limits(rules: Rules) -> str:
         found.append("no stage may stand twice")
     elif rules.most_replicas is not None:
         found.append(f"no stage may have more than {rules.most_replicas} replicas")
+    if rules.memory_bytes is not None:
+        found.append(f"and a component has {rules.memory_bytes:.3g} bytes")
     return ", ".join(found)
 
 
@@ -131,8 +140,8 @@ class _Table:
     `time[s]` has [i, j, m]; s counts stages where their number is asked for, and is 0 where it is not.
     """
 
-    def __init__(self, seconds: Numbers, weights: Numbers, output: Numbers, level: Level, rules: Rules) -> None:
-        self.seconds, self.weights, self.level, self.rules = seconds, weights, level, rules
+    def __init__(self, seconds: Numbers, weights: Numbers, kept: Numbers, output: Numbers, level: Level, rules: Rules) -> None:
+        self.seconds, self.weights, self.kept, self.level, self.rules = seconds, weights, kept, level, rules
         self.layers, self.most = len(output), level.components
         self.replicas = 1 if rules.straight else min(self.most, rules.most_replicas or self.most)
         counts = np.arange(1, self.replicas + 1)
@@ -161,12 +170,26 @@ class _Table:
         self.last = [np.zeros(shape, np.int32) for _ in range(stages)]  # components of the last stage
         for j in range(self.layers):
             upto = min(j + 1, rows)
-            self.time[0][:upto, j, 1 : self.replicas + 1] = self._stage(slice(0, upto), j, within)
+            over = self._over(slice(0, upto), j, self.most - self.counts)
+            whole = np.where(over, np.inf, self._stage(slice(0, upto), j, within))
+            self.time[0][:upto, j, 1 : self.replicas + 1] = whole
             self.last[0][:upto, j, 1 : self.replicas + 1] = np.arange(1, self.replicas + 1)
         free = self.rules.stages is None
         for s in range(0 if free else 1, stages):
             for j in range(1, self.layers):
                 self._cut(s, s if free else s - 1, j)
+
+    def _over(self, rows: slice, j: int, behind: Numbers | int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        """Whether the stages from each of `rows` to layer j hold more than they may, by number of components."""
+        if self.rules.memory_bytes is None:
+            return np.zeros((1, 1), bool)
+        waiting: Numbers = np.ceil(behind / self.counts)
+        weights, kept = self.weights[rows, j, None], self.kept[rows, j, None]
+        if self.rules.form == "code":
+            held: Numbers = waiting * (weights + kept)
+        else:
+            held = (waiting + 1) * kept + ((waiting + 1 if self.rules.stash else 1) + 2) * weights
+        return held > self.rules.memory_bytes
 
     def _cut(self, s: int, before: int, j: int) -> None:
         """All ranges that end with layer j, cut once more."""
@@ -175,7 +198,8 @@ class _Table:
         rows = min(j, len(time))
         for m in range(2, self.most + 1):
             count = min(m - 1, self.replicas)
-            found = np.maximum(earlier[:rows, :j, m - 1 : m - 1 - count : -1], after[None, :, :count]).reshape(rows, -1)
+            last = np.where(self._over(slice(1, j + 1), j, self.most - m), np.inf, after)[None, :, :count]
+            found = np.maximum(earlier[:rows, :j, m - 1 : m - 1 - count : -1], last).reshape(rows, -1)
             best = found.argmin(axis=1)
             value = found[np.arange(rows), best]
             better = np.flatnonzero(value < time[:rows, j, m])

@@ -29,7 +29,8 @@ def spp(request: PlanRequest) -> Plan:
     """The stages, copies and devices with the least makespan of the list schedule.
 
     1. RDO orders the devices by recursive minimum cuts (`device_order`).
-    2. PRM puts stages on neighbours in that order, each on as many as it likes and all devices used, for the least load of the busiest
+    2. PRM puts stages on neighbours in that order, each on as many as it likes and all devices used, as far as
+       there are layers and micro-batches for them, for the least load of the busiest
        stage or channel; for every number of stages (`least_load`).
     3. PE schedules the micro-batches on stages and channels (`makespan`), and the number of stages with the least makespan is taken.
 
@@ -55,12 +56,14 @@ def spp(request: PlanRequest) -> Plan:
 
 def _proposals(request: PlanRequest, steps: float) -> Iterator[tuple[float, Proposal]]:
     """The best number of stages for each number of micro-batches, with its makespan."""
-    order = device_order(request.cluster)
-    most = min(len(order), len(request.profile))
+    every = device_order(request.cluster)
     for count in likely_counts(request, steps, STEPS_IN_ALL):
         costs = LayerCosts.of(request.profile, request.batch / count)
-        loads = Loads(costs, request.cluster, order, count, min(request.copies_allowed, count, len(order)))
-        found = least_load(loads, most if request.stages is None else min(most, request.stages))
+        copies_allowed = min(request.copies_allowed, count)
+        # More devices than this no cut can use: the first of the order are taken.
+        order = every[: copies_allowed * (request.stages or len(costs))]
+        loads = Loads(costs, request.cluster, order, count, min(copies_allowed, len(order)))
+        found = least_load(loads, min(len(order), request.stages or len(costs)))
         if request.stages is not None:
             found = {number: way for number, way in found.items() if number == request.stages}
         chosen: tuple[float, Stages] | None = None

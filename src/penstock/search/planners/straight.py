@@ -16,8 +16,12 @@ def stages_of(request: PlanRequest) -> int:
 
 
 def copies_of(request: PlanRequest, stages: int) -> int:
-    """How many whole pipelines of so many stages there are devices, samples and leave for."""
-    return max(1, min(request.cluster.ranks // stages, request.copies_allowed, request.batch))
+    """How many whole pipelines of so many stages there are devices, samples and leave for; of a number of micro-batches that is asked
+    for, each gets equally many.
+    """
+    most = max(1, min(request.cluster.ranks // stages, request.copies_allowed, request.batch))
+    asked = request.micro_batches
+    return most if asked is None else max(copies for copies in range(1, most + 1) if asked % copies == 0)
 
 
 def method_of(request: PlanRequest, planner: str, methods: tuple[str, ...], *schedules: str) -> str:
@@ -38,12 +42,11 @@ def counts_of(request: PlanRequest, stages: int, copies: int = 1) -> Iterator[in
     """The numbers of micro-batches to try, of all the pipelines together: equally many for each, larger numbers only while they are
     quick to simulate; or the one that is asked for.
     """
-    counts = [count for count in request.micro_batch_counts() if count * copies <= request.batch]
     forwards = 0
-    for each in counts if request.micro_batches is None else [request.micro_batches / copies]:
-        count = round(each * copies)
+    for each in request.micro_batch_counts():
+        count = each if request.micro_batches is not None else each * copies
         forwards += stages * count
-        if forwards > SIMULATED_FORWARDS and each > 1:
+        if count > request.batch or (forwards > SIMULATED_FORWARDS and each > 1):
             return
         yield count
 

@@ -1,0 +1,42 @@
+"""Predicted memory against what a run counts: profile, plan and run of the same model. Bytes, so no clock is looked at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.search.proposal import Proposal
+from penstock.search.request import PlanRequest
+from penstock.search.score import scored
+
+#: Predicted bytes / measured bytes of the rank that is most off. Tighten it, never widen.
+BAND = (0.98, 1.02)
+
+
+def model():
+    """Six blocks, of which every other one keeps what it makes: so stages begin behind layers that do, and that do not."""
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.ReLU()) if i % 2 else nn.Sequential(nn.Linear(32, 32)) for i in range(6)]
+    return nn.Sequential(*blocks, nn.Linear(32, 8))
+
+
+@pytest.mark.parametrize("recompute", ["never", "except_last", "always"])
+@pytest.mark.parametrize(("schedule", "lengths", "micro_batches"), [
+    ("gpipe", (5, 5), 8), ("gpipe", (6, 4), 8), ("1f1b", (3, 7), 4), ("interleaved", (2, 3, 2, 3), 4), ("zb-v", (3, 2, 2, 3), 4),
+])  # fmt: skip
+def test_predicted_peaks_are_what_a_run_holds(schedule, lengths, micro_batches, recompute):
+    """A plan that says it fits must fit. Activations are most of it here: the weights are small, and the batch is not."""
+    torch.manual_seed(0)
+    made, x, y = model(), torch.randn(512, 32), torch.randn(512, 8)
+    profile = ps.profile(made, x, sizes=(64,), repeats=1, loss=nn.functional.mse_loss, targets=y)
+    request = PlanRequest(profile, ps.cluster("local:2"), 512, recompute=recompute)
+    plan = scored(request, Proposal(lengths, schedule, micro_batches, recompute=recompute))
+    pipe = ps.Pipeline(made, plan, loss=nn.functional.mse_loss, executor="threads",
+                       optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9))  # fmt: skip
+    for _ in range(2):
+        pipe.train_batch(x, y)
+    measured = pipe.timeline().peak_memory
+    pipe.close()
+    ratios = [a / b for a, b in zip(plan.predicted.peak_memory, measured, strict=True)]
+    assert all(BAND[0] <= ratio <= BAND[1] for ratio in ratios), (plan.predicted.peak_memory, measured)

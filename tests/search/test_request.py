@@ -1,0 +1,101 @@
+"""What a planner is asked, and what it makes of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.cluster.cluster import Cluster, Device, Link, cluster
+from penstock.errors import PlanError, SettingError, UnknownName
+from penstock.search.request import MOST_IN_A_PIPELINE, PlanRequest
+from tests.search.random_requests import FAST, SLOW
+
+LINK = Link(0.0, 1e12)
+MIXED = Cluster("mixed", (Device("fast", 1000, flops=FAST), Device("slow", 500, flops=SLOW), Device("fast", 1000, flops=FAST)), 3, LINK, LINK)
+
+
+def test_the_profile_is_the_first_device_s_and_every_rank_has_its_own(profile_of):
+    """One object for all devices of a kind."""
+    request = PlanRequest(replace(profile_of([1.0]), device="fast"), MIXED, 4)
+    assert request.profile is request.profile_of(0) is request.profile_of(2)
+    assert request.profile_of(1).step_seconds(1) == pytest.approx([4.5])
+
+
+def test_part_of_the_cluster_is_the_same_question_about_those_devices(profile_of):
+    """In the order given, each with its profile and memory."""
+    request = PlanRequest(replace(profile_of([1.0, 1.0]), device="fast"), MIXED, 4, memory_limit=800, stages=2)
+    part = request.on((1, 2))
+    assert [device.name for device in part.cluster.devices] == ["slow", "fast"]
+    assert part.profile is request.profile_of(1)
+    assert part.profile_of(1) is request.profile_of(2)
+    assert [part.memory_bytes(rank) for rank in (0, 1)] == [500, 800]
+    assert (part.batch, part.stages, part.recompute) == (4, 2, "auto")
+
+
+@pytest.mark.parametrize(
+    ("batch", "pipelines", "expected"),
+    [(1, 1, (1,)), (7, 1, (1, 2, 4)), (8, 1, (1, 2, 4, 8)), (1000, 1, (1, 2, 4, 8, 16, 32, 64)), (1000, 4, (1, 2, 4, 8, 16, 32, 64, 128, 256))],
+)
+def test_numbers_of_micro_batches_are_powers_of_two_up_to_what_pays(profile_of, batch, pipelines, expected):
+    """64 for each pipeline."""
+    assert MOST_IN_A_PIPELINE == 64
+    assert PlanRequest(profile_of([1.0]), MIXED, batch).micro_batch_counts(pipelines) == expected
+    assert PlanRequest(profile_of([1.0]), MIXED, batch, micro_batches=1).micro_batch_counts(pipelines) == (1,)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(None, 3), (1, 1), (2, 2), (8, 3)])
+def test_copies_are_as_many_as_allowed_and_as_there_are_devices(profile_of, most, expected):
+    """None leaves it to the planner."""
+    assert PlanRequest(profile_of([1.0]), MIXED, 4, max_replicas=most).copies_allowed == expected
+
+
+def test_a_given_cut_gives_the_number_of_stages(profile_of):
+    """And another number beside it is a contradiction."""
+    assert PlanRequest(profile_of([1.0] * 3), MIXED, 4, by=(1, 2)).stages == 2
+    with pytest.raises(PlanError, match=r"the cut \[1, 2\] has 2 stages, but 3 are asked for"):
+        PlanRequest(profile_of([1.0] * 3), MIXED, 4, by=(1, 2), stages=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batch": True}, "batch is True; it must be a whole number"),
+        ({"max_replicas": 0}, "max_replicas is 0; it must be a whole number of 1 or more"),
+        ({"max_replicas": 1.5}, "max_replicas is 1.5; it must be"),
+        ({"micro_batches": 5}, "micro_batches is 5, but there are only 4 samples in the batch"),
+        ({"budget_s": float("nan")}, "budget_s is nan; it must be 0 s or more"),
+        ({"schedules": ()}, "schedules is empty"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_name(profile_of, given, message):
+    """Before anything is searched."""
+    with pytest.raises(PlanError, match=message):
+        PlanRequest(profile_of([1.0] * 2), MIXED, **{"batch": 4, **given})
+
+
+def test_profiles_that_do_not_go_with_the_cluster_are_refused_when_asked(profile_of):
+    """Of two models, or not of every kind of device; an empty one has nothing to plan."""
+    profile = profile_of([1.0])
+    with pytest.raises(PlanError, match="there is no profile for slow of mixed, only for fast"):
+        PlanRequest({"fast": profile}, MIXED, 4)
+    with pytest.raises(PlanError, match="of different models"):
+        PlanRequest({"fast": profile, "slow": replace(profile, fingerprint="other")}, MIXED, 4)
+    with pytest.raises(PlanError, match="the profile has no layers"):
+        PlanRequest(replace(profile, layers=()), cluster("local:1"), 4)
+
+
+def test_schedules_are_named_once_each_by_their_own_names_or_are_all_synchronous_ones(profile_of):
+    """Aliases too; and asynchronous ones where they are asked for."""
+    profile = profile_of([1.0])
+    named = PlanRequest(profile, MIXED, 4, schedules=("gpipe", "dapple", "1f1b")).families()
+    assert [facts.name for facts in named] == ["gpipe", "1f1b"]
+    assert all(facts.synchronous and not facts.causal for facts in PlanRequest(profile, MIXED, 4).families())
+    both = {facts.synchronous for facts in PlanRequest(profile, MIXED, 4, asynchronous=True).families()}
+    assert both == {True, False}
+    with pytest.raises(UnknownName, match="no schedule called '1f1'"):
+        PlanRequest(profile, MIXED, 4, schedules=("1f1",))
+
+
+def test_a_rule_goes_with_the_optimizer_or_is_refused(profile_of):
+    """Before a plan that no run would take."""
+    with pytest.raises(SettingError, match="weight rule 'xpipe' has no formula for SGD"):
+        PlanRequest(profile_of([1.0]), MIXED, 4, weights="xpipe", optimizer="SGD")
