@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.errors import PenstockError as PenstockError
     from penstock.errors import ScheduleError as ScheduleError
     from penstock.event import Timeline as Timeline
+    from penstock.export.catalogue import export as export
     from penstock.measure.analytic import analytic as analytic
     from penstock.measure.profile import profile as profile
     from penstock.partition.catalogue import partition as partition
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.schedule.op import Op as Op
     from penstock.schedule.op import Schedule as Schedule
     from penstock.search.catalogue import plan as plan
+    from penstock.search.compare import compare as compare
     from penstock.search.schedules import schedule as schedule
     from penstock.search.schedules import schedules as schedules
     from penstock.simulate.costs import Costs as Costs
@@ -43,6 +45,7 @@ _HOMES = {
     "Profile": "profile.profile",
     "cluster": "cluster.cluster",
     "plan": "search.catalogue",
+    "compare": "search.compare",
     "Plan": "plan",
     "schedule": "search.schedules",
     "schedules": "search.schedules",
@@ -55,6 +58,7 @@ _HOMES = {
     "Timeline": "event",
     "draw": "draw.draw",
     "partition": "partition.catalogue",
+    "export": "export.catalogue",
     "Pipeline": "runtime.pipeline",
     "launch": "runtime.launch",
     "PenstockError": "errors",
@@ -65,7 +69,7 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605 - one table serves both
 
 # Rooms and functions share their names: `penstock.schedule` is the function, `penstock.schedule.op` a module. Python binds a
 # sub-package to its parent when it is first loaded, so the (empty) rooms are loaded first, and their names given back.
-for _room in ("profile", "cluster", "plan", "schedule", "verify", "simulate", "draw", "partition"):
+for _room in ("profile", "cluster", "plan", "schedule", "verify", "simulate", "draw", "partition", "export"):
     importlib.import_module(f"penstock.{_room}")
     del globals()[_room]
 

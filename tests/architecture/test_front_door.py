@@ -10,7 +10,7 @@ import penstock as ps
 
 NAMES = [
     "Costs", "Op", "PenstockError", "Pipeline", "Plan", "Profile", "Schedule", "ScheduleError", "Timeline", "analytic", "chain", "cluster",
-    "draw", "launch", "partition", "plan", "profile", "schedule", "schedules", "simulate", "simulate_many",
+    "compare", "draw", "export", "launch", "partition", "plan", "profile", "schedule", "schedules", "simulate", "simulate_many",
     "verify",
 ]  # fmt: skip
 

@@ -69,6 +69,8 @@ def test_deepspeed_itself_gives_every_rank_the_plans_layers(plan_of):
     bounds = ast.literal_eval(export(made, "deepspeed"))
 
     class AsDocumented(PipelineModule):
+        """The recipe of the exporter's docstring."""
+
         def _partition_layers(self, method="uniform"):
             self.parts = bounds
             stage = self._topo.get_coord(self.global_rank).pipe

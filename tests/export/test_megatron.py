@@ -122,3 +122,27 @@ def test_the_embedding_and_the_head_may_stand_alone(plan_of):
     """As a heavy vocabulary asks for."""
     names = ("token", *(f"layers.{i}" for i in range(3)), "norm", "head")
     assert export(plan_of(schedule("1f1b", 4, 4), (1, 2, 1, 2), names), "megatron") == "E|tt|t|L"
+
+
+@pytest.mark.parametrize(
+    ("made", "lengths"),
+    [
+        (schedule("1f1b", 4, 8), (4, 4, 4, 3)),
+        (schedule("interleaved", 8, 8), (2, 2, 2, 2, 2, 2, 1, 2)),
+        (schedule("1f1b", 2, 4), (1, 14)),
+    ],
+    ids=["cut evenly", "interleaved", "embedding alone"],
+)
+def test_megatron_itself_builds_the_plans_layers_on_every_rank(plan_of, made, lengths):
+    """By its own parser, validator and offsets, where it is installed."""
+    theirs = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout", exc_type=ImportError)
+    planned = plan_of(made, lengths)
+    layout = theirs.PipelineParallelLayerLayout(export(planned, "megatron"), made.ranks)
+    layout.validate_layer_layout(12, None)
+    for rank, stages in enumerate(made.stages_of_rank):
+        for virtual, stage in enumerate(stages):
+            start, end = planned.bounds[stage]
+            kinds = [kind.name for kind in layout.layout[rank][virtual]]
+            blocks = [name for name in planned.layer_names[start:end] if name.startswith("blocks")]
+            assert kinds.count("decoder") == len(blocks)
+            assert ("embedding" in kinds, "loss" in kinds) == (stage == 0, stage == made.stages - 1)

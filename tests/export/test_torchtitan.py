@@ -4,9 +4,12 @@ import json
 import tomllib
 
 import pytest
+import torch
+from torch import nn
 
 from penstock.errors import PlanError
 from penstock.export.catalogue import export, exported
+from penstock.export.torchtitan import ITS_OWN
 from penstock.schedule.catalogue import schedule
 from penstock.tracing.chain import chain
 from penstock.zoo.catalogue import model
@@ -40,14 +43,12 @@ def test_schedules_that_torch_has_go_by_its_names(plan_of, name, stages, theirs)
     lengths = [15 - stages + 1, *[1] * (stages - 1)]
     found = exported(plan_of(schedule(name, stages, 8), lengths), "torchtitan")
     assert f'pipeline_parallel_schedule = "{theirs}"' in found.use
-    assert "pipeline_parallel_degree = 4, num_pp_microbatches = 8" in found.use
+    assert "pipeline_parallel_degree = 4, pipeline_parallel_microbatch_size = 2" in found.use
 
 
 def test_torch_has_every_schedule_by_the_name_that_is_given():
     """Names are torch's own table's, in the version that is installed."""
     from torch.distributed.pipelining.schedules import get_schedule_class
-
-    from penstock.export.torchtitan import ITS_OWN
 
     for name in ITS_OWN.values():
         assert get_schedule_class(name)
@@ -64,3 +65,49 @@ def test_what_the_csv_cannot_say_is_refused(plan_of):
     """Evicted activations have no action there."""
     with pytest.raises(PlanError, match="hands activations to another rank"):
         export(plan_of(schedule("bpipe", 4, 8), LINEAR), "torchtitan")
+
+
+class Tolerant(nn.Module):
+    """A model as torchtitan wants it: layers in a ModuleDict, and a forward that passes over what its stage has not got."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Linear(3, 4)
+        self.blocks = nn.ModuleDict({str(i): nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for i in range(5)})
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        """Run what is there."""
+        x = self.embedding(x) if self.embedding is not None else x
+        for block in self.blocks.values():
+            x = block(x)
+        x = self.norm(x) if self.norm is not None else x
+        return self.head(x) if self.head is not None else x
+
+
+def test_torchtitan_itself_makes_the_plans_stages(plan_of):
+    """By its own splitter and its own placement, where it is installed."""
+    theirs = pytest.importorskip("torchtitan.distributed.pipeline_parallel", exc_type=ImportError)
+    names = ("embedding", *(f"blocks.{i}" for i in range(5)), "norm", "head")
+    made = plan_of(schedule("interleaved", 4, 4), (2, 3, 1, 2), names)
+    model, x = Tolerant(), torch.randn(2, 3)
+    value = x
+    for part, (start, end) in zip(json.loads(export(made, "torchtitan")), made.bounds, strict=True):
+        stage = theirs._split_module(model, part)
+        kept = {name for name, _ in stage.named_modules() if name in names}
+        assert kept == set(names[start:end])
+        value = stage(value)
+    torch.testing.assert_close(value, model(x))
+
+
+@pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), ("interleaved", 8), ("zb-v", 8), ("dualpipe-v", 8)])
+def test_torchtitan_itself_places_stages_where_the_plan_has_them(plan_of, name, stages):
+    """It knows two placements, and chooses by the schedule's name."""
+    theirs = pytest.importorskip("torchtitan.distributed.pipeline_parallel", exc_type=ImportError)
+    made = plan_of(schedule(name, stages, 8), [15 - stages + 1, *[1] * (stages - 1)])
+    parts = json.loads(export(made, "torchtitan"))
+    placed = [
+        theirs._get_pp_rank_to_stage_indices_mapping(rank, made.ranks, ITS_OWN[name], len(parts)) for rank in range(made.ranks)
+    ]
+    assert tuple(placed) == made.schedule.stages_of_rank

@@ -82,7 +82,9 @@ def test_one_kind_of_devices_needs_no_peak():
 @pytest.mark.parametrize(("devices", "lacking"), [((device("V", 10), device("x")), "x"), ((device("x"), device("P", 5)), "x")])
 def test_a_device_whose_pace_nobody_knows_is_refused(devices, lacking):
     """A guess would be a wrong plan."""
-    with pytest.raises(PlanError, match=f"nothing says how fast {lacking} is: give its flops in the cluster file, or one profile"):
+    with pytest.raises(
+        PlanError, match=f"nothing says how fast {lacking} is: give its flops in the cluster file, or one profile"
+    ):
         profiles_of(replace(PROFILE, device=""), cluster(*devices))
 
 
@@ -97,7 +99,10 @@ def test_profiles_are_found_by_the_name_of_the_device():
     [
         ({"V": PROFILE}, "there is no profile for P of mixed, only for V"),
         ({}, "there is no profile for V of mixed, only for nothing"),
-        ({"V": PROFILE, "P": replace(PROFILE, fingerprint="g")}, "of different models: V has fingerprint f, P has fingerprint g"),
+        (
+            {"V": PROFILE, "P": replace(PROFILE, fingerprint="g")},
+            "of different models: V has fingerprint f, P has fingerprint g",
+        ),
     ],
 )
 def test_profiles_that_do_not_cover_the_cluster_are_refused(profiles, message):

@@ -1,13 +1,13 @@
 """What a plan tells besides what runs."""
 
 import pytest
+from tests.search.random_requests import FAST, SLOW
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.search.explain import ROWS, data_parallel_s, one_device_s
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.score import best_of, scored
-from tests.search.random_requests import FAST, SLOW
 
 LINK = Link(0.5, 1000.0)
 
@@ -68,7 +68,9 @@ def test_there_is_no_data_parallelism_of_one_device_or_with_fewer_samples_than_d
 def test_the_table_begins_with_the_plan_and_is_no_longer_than_a_screen(profile_of):
     """All others once, best first."""
     request = PlanRequest(profile_of([1.0] * 4), FOUR, 16)
-    proposals = [Proposal(cut, name, 8) for name in ("gpipe", "1f1b", "naive", "zb-h1") for cut in ((4,), (2, 2), (2, 1, 1), (1,) * 4)]
+    proposals = [
+        Proposal(cut, name, 8) for name in ("gpipe", "1f1b", "naive", "zb-h1") for cut in ((4,), (2, 2), (2, 1, 1), (1,) * 4)
+    ]
     found = best_of(request, proposals)
     assert len(found.candidates) == ROWS
     first = found.candidates[0]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.search.random_requests import FAST, SLOW, clusters, cuts, links, profiles
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PlanError, ScheduleError
@@ -13,7 +14,6 @@ from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.simulate.simulate import RECOMPUTE
 from penstock.simulate.steady import steady
-from tests.search.random_requests import FAST, SLOW, clusters, cuts, links, profiles
 
 LINK = Link(0.0, 1e12)
 

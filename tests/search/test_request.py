@@ -3,14 +3,20 @@
 from dataclasses import replace
 
 import pytest
+from tests.search.random_requests import FAST, SLOW
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PlanError, SettingError, UnknownName
 from penstock.search.request import MOST_IN_A_PIPELINE, PlanRequest
-from tests.search.random_requests import FAST, SLOW
 
 LINK = Link(0.0, 1e12)
-MIXED = Cluster("mixed", (Device("fast", 1000, flops=FAST), Device("slow", 500, flops=SLOW), Device("fast", 1000, flops=FAST)), 3, LINK, LINK)
+MIXED = Cluster(
+    "mixed",
+    (Device("fast", 1000, flops=FAST), Device("slow", 500, flops=SLOW), Device("fast", 1000, flops=FAST)),
+    3,
+    LINK,
+    LINK,
+)
 
 
 def test_the_profile_is_the_first_device_s_and_every_rank_has_its_own(profile_of):
@@ -33,7 +39,13 @@ def test_part_of_the_cluster_is_the_same_question_about_those_devices(profile_of
 
 @pytest.mark.parametrize(
     ("batch", "pipelines", "expected"),
-    [(1, 1, (1,)), (7, 1, (1, 2, 4)), (8, 1, (1, 2, 4, 8)), (1000, 1, (1, 2, 4, 8, 16, 32, 64)), (1000, 4, (1, 2, 4, 8, 16, 32, 64, 128, 256))],
+    [
+        (1, 1, (1,)),
+        (7, 1, (1, 2, 4)),
+        (8, 1, (1, 2, 4, 8)),
+        (1000, 1, (1, 2, 4, 8, 16, 32, 64)),
+        (1000, 4, (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+    ],
 )
 def test_numbers_of_micro_batches_are_powers_of_two_up_to_what_pays(profile_of, batch, pipelines, expected):
     """64 for each pipeline."""

@@ -17,10 +17,17 @@ def request(profile_of, **options):
 
 def test_the_fastest_that_fits_is_planned_and_all_others_are_told_once_each(profile_of):
     """One row for each schedule, number of stages and of copies."""
-    proposals = [Proposal((2, 2), "gpipe", m) for m in (1, 2, 8, 4)] + [Proposal((1,) * 4, "1f1b", 8), Proposal((4,), "gpipe", 1)]
+    proposals = [Proposal((2, 2), "gpipe", m) for m in (1, 2, 8, 4)] + [
+        Proposal((1,) * 4, "1f1b", 8),
+        Proposal((4,), "gpipe", 1),
+    ]
     found = best_of(request(profile_of), proposals)
     assert (found.schedule_name, found.lengths, found.micro_batches) == ("1f1b", (1, 1, 1, 1), 8)
-    assert [(row.schedule, row.stages, row.micro_batches) for row in found.candidates] == [("1f1b", 4, 8), ("gpipe", 2, 8), ("gpipe", 1, 1)]
+    assert [(row.schedule, row.stages, row.micro_batches) for row in found.candidates] == [
+        ("1f1b", 4, 8),
+        ("gpipe", 2, 8),
+        ("gpipe", 1, 1),
+    ]
     assert [row.step_s for row in found.candidates] == sorted(row.step_s for row in found.candidates)
     assert simulate_plan(found, profile_of([1.0] * 4), cluster("4xV100-10GbE")).makespan == found.predicted.step_s
     found.check()
@@ -28,9 +35,13 @@ def test_the_fastest_that_fits_is_planned_and_all_others_are_told_once_each(prof
 
 def test_one_that_cannot_be_made_does_not_spoil_the_others(profile_of):
     """A planner may propose for a schedule that refuses these numbers."""
-    found = best_of(request(profile_of), [Proposal((1,) * 5, "1f1b", 8), Proposal((2, 2), "1f1b", 9), Proposal((2, 2), "1f1b", 8)])
+    found = best_of(
+        request(profile_of), [Proposal((1,) * 5, "1f1b", 8), Proposal((2, 2), "1f1b", 9), Proposal((2, 2), "1f1b", 8)]
+    )
     assert found.lengths == (2, 2)
-    with pytest.raises(PlanError, match="no schedule can be made for these numbers\n  9 micro-batches are more than the 8 samples"):
+    with pytest.raises(
+        PlanError, match="no schedule can be made for these numbers\n  9 micro-batches are more than the 8 samples"
+    ):
         best_of(request(profile_of), [Proposal((2, 2), "1f1b", 9)])
 
 

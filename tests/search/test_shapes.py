@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.search.random_requests import FAST, SLOW, clusters, profiles
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape, shapes
-from tests.search.random_requests import FAST, SLOW, clusters, profiles
 
 LINK = Link(0.0, 1e12)
 

@@ -6,13 +6,13 @@ from math import inf, lcm
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.search.random_requests import FAST, SLOW, links, profiles
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.search.laid import lay_out, weigh
 from penstock.search.request import PlanRequest
 from penstock.search.uneven import uneven
 from penstock.simulate.plan_costs import meeting_seconds
-from tests.search.random_requests import FAST, SLOW, links, profiles
 
 
 def on(ranks: int, link: Link = Link(0.0, 1e12)) -> Cluster:
@@ -20,7 +20,7 @@ def on(ranks: int, link: Link = Link(0.0, 1e12)) -> Cluster:
     return Cluster("c", (Device("d", 10**12),) * ranks, 1, link, link)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(profiles(2, 5), st.integers(3, 5), links(), st.integers(3, 20), st.sampled_from([None, 2, 3]))
 def test_proposals_can_be_made_and_keep_what_was_asked(profile, ranks, link, batch, most):
     """Copies within what is allowed, ranks within what there are, each with a micro-batch at least."""
@@ -78,13 +78,17 @@ def test_fewer_copies_than_the_best_has_are_tried_where_no_more_are_allowed(prof
 
 def test_every_copy_in_a_stream_gets_as_many_micro_batches(profile_of):
     """A stream goes on from batch to batch, so that what is left over would fall to another copy each time."""
-    request = PlanRequest(profile_of([4.0] * 4 + [0.1] * 2, parameters=[10] * 4 + [10**9] * 2), on(5, Link(0.0, 1e9)), 64, asynchronous=True)
+    request = PlanRequest(
+        profile_of([4.0] * 4 + [0.1] * 2, parameters=[10] * 4 + [10**9] * 2), on(5, Link(0.0, 1e9)), 64, asynchronous=True
+    )
     streams = [proposal for proposal in uneven(request) if proposal.schedule == "pipedream"]
     assert streams
     assert all(proposal.micro_batches % lcm(*proposal.replicas) == 0 for proposal in streams)
 
 
-MIXED = Cluster("c", (Device("fast", 10**9, flops=FAST), Device("slow", 10**9, flops=SLOW)) * 2, 4, Link(0, 1e12), Link(0, 1e12))
+MIXED = Cluster(
+    "c", (Device("fast", 10**9, flops=FAST), Device("slow", 10**9, flops=SLOW)) * 2, 4, Link(0, 1e12), Link(0, 1e12)
+)
 
 
 @pytest.mark.parametrize(

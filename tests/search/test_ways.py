@@ -1,9 +1,11 @@
 """What is tried, and the bounds that spare trying."""
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.search.random_requests import clusters, cuts, profiles, unlike
 
-from penstock.cluster.cluster import cluster
+from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PlanError, ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.op import Schedule
@@ -14,7 +16,6 @@ from penstock.search.request import PlanRequest
 from penstock.search.shapes import shapes
 from penstock.search.ways import Space, least_s
 from penstock.simulate.costs import Costs
-from penstock.simulate.plan_costs import stage_costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.steady import steady
 
@@ -96,20 +97,56 @@ def test_no_more_stages_than_layers_and_no_more_micro_batches_than_samples(profi
     assert {way.micro_batches for way in listed} == {1, 2, 3}
 
 
-def test_the_cut_for_memory_evens_out_bytes(profile_of):
-    """The last way to make it fit."""
-    profile = profile_of([8.0, 1.0, 1.0, 1.0], activation=1.0, parameters=[10, 1000, 1000, 1000])
-    request = PlanRequest(profile, cluster(2), 4)
-    assert cut(request, (0, 1), 2, "time") == (1, 3)
-    lengths = cut(request, (0, 1), 2, "memory")
-    costs = stage_costs(profile, lengths, 2, request.cluster, micro_batches=2)
-    assert lengths in ((2, 2), (3, 1))
-    assert max(costs.weight_bytes) == 6000
+@settings(max_examples=25, deadline=None)
+@given(st.data(), profiles(2, 6, simple=False), clusters(4), st.integers(1, 17), st.booleans())
+def test_no_cut_of_a_way_is_faster_than_its_bound(data, profile, on, batch, asynchronous):
+    """Whatever is faster at which layer, on which device, split or whole."""
+    given = data.draw(unlike(profile)) if len(on.kinds) > 1 else profile
+    request = PlanRequest(given, on, batch, asynchronous=asynchronous)
+    space = Space(request, shapes(request))
+    for way in data.draw(st.lists(st.sampled_from(space.ways), max_size=6)):
+        lengths = data.draw(cuts(len(profile), way.stages))
+        proposal = Proposal(lengths, way.schedule, way.micro_batches, way.all_options, devices=way.shape.devices)
+        try:
+            laid = lay_out(request, proposal)
+        except (ScheduleError, PlanError):
+            continue
+        taken = steady(laid.made, laid.costs).seconds_per_batch
+        assert max(way.bound_s, space.least_s) <= taken * (1 + 1e-9)
+        assert least_s(laid.made, laid.costs) <= taken * (1 + 1e-9)
 
 
-def test_the_cut_avoids_a_boundary_that_the_link_cannot_carry(profile_of):
-    """Even stages over a choked link are slower than uneven ones beside it."""
-    profile = profile_of([1.0] * 4, output=[1.0, 1e10, 1.0, 1.0])
-    made = cluster("2xV100-1GbE")
-    assert cut(PlanRequest(profile, made, 16), (0, 1), 1, "time") != (2, 2)
-    assert cut(PlanRequest(profile_of([1.0] * 4), made, 16), (0, 1), 1, "time") == (2, 2)
+def test_devices_that_are_each_faster_at_some_layers_are_bound_by_the_faster_of_each(profile_of):
+    """1 s a layer where each stands on its own device, 10 on the other: the sums alone would say 11."""
+    given = {"a": profile_of([1.0, 10.0]), "b": profile_of([10.0, 1.0])}
+    link = Link(0.0, 1e12)
+    on = Cluster("c", (Device("a", 10**9), Device("b", 10**9)), 2, link, link)
+    request = PlanRequest(given, on, 16, ("gpipe",), max_replicas=1)
+    (way,) = (way for way in ways(request) if way.micro_batches == 16 and way.shape.devices == (0, 1))
+    laid = lay_out(request, Proposal((1, 1), "gpipe", 16))
+    assert way.bound_s <= steady(laid.made, laid.costs).seconds_per_batch == pytest.approx(17 * 3)
+
+
+def test_the_bound_of_even_stages_is_sharp(profile_of):
+    """Otherwise nothing would be pruned: 4 stages of 3 s and 16 micro-batches take 57; shares of the work that no layers allow, 51.1."""
+    (way,) = (
+        way
+        for way in ways(
+            PlanRequest(profile_of([1.0] * 4), cluster(4), 16, ("gpipe",), stages=4, micro_batches=16, max_replicas=1)
+        )
+    )
+    assert way.bound_s == pytest.approx(51.1, abs=0.1)
+    assert way.estimate_s == pytest.approx(57)
+
+
+def test_the_leading_schedules_are_1f1b_and_pipedream_where_they_are_weighed(profile_of):
+    """A first look with one of each kind; else with the best estimate's."""
+    profile = profile_of([1.0] * 4)
+
+    def leading(**options):
+        request = PlanRequest(profile, cluster(4), 16, **options)
+        return Space(request, shapes(request)).leading
+
+    assert leading() == {"1f1b"}
+    assert leading(asynchronous=True) == {"1f1b", "pipedream"}
+    assert leading(schedules=("gpipe",)) == {"gpipe"}

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.search.random_requests import profiles, unlike
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.errors import ScheduleError
@@ -16,7 +17,6 @@ from penstock.simulate.device_costs import on_devices
 from penstock.simulate.plan_costs import schedule_costs, stage_costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.weights.catalogue import weight_rule
-from tests.search.random_requests import profiles, unlike
 
 FREE = Link(0.0, 1e15)
 PHASE_OF = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input_grad", Kind.W: "weight_grad"}
@@ -46,7 +46,9 @@ NAMES = ("1f1b", "gpipe", "zb-h1", "chimera", "pipedream")
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), profiles(4, 6, simple=False), st.sampled_from(NAMES), st.integers(1, 4), st.sampled_from([1, 2, (2, 1), (1, 3)]))
+@given(
+    st.data(), profiles(4, 6, simple=False), st.sampled_from(NAMES), st.integers(1, 4), st.sampled_from([1, 2, (2, 1), (1, 3)])
+)
 def test_every_op_takes_what_its_own_device_takes_for_its_layers(data, profile, name, micro_batches, replicas):
     """Stages on unlike devices, and copies of one stage on unlike devices."""
     kinds = list(data.draw(unlike(profile)).values())
@@ -63,7 +65,9 @@ def test_every_op_takes_what_its_own_device_takes_for_its_layers(data, profile, 
             if op.kind in PHASE_OF:
                 expected = slow_seconds(devices[rank], PHASE_OF[op.kind], lengths, op.stage, 1.5)
                 assert of_op(placed, PHASE_OF[op.kind], op.stage, op.micro_batch) == pytest.approx(expected)
-    assert replace(placed, **{phase: getattr(costs, phase) for phase in (*PHASE_OF.values(), "update")}) == costs, "bytes are the model's"
+    assert replace(placed, **{phase: getattr(costs, phase) for phase in (*PHASE_OF.values(), "update")}) == costs, (
+        "bytes are the model's"
+    )
 
 
 def test_ranks_alike_leave_the_costs_as_they_are(profile_of):
@@ -122,7 +126,10 @@ def profile_of():
         def line(per_sample):
             return Timing((1, 16), (fixed + per_sample, fixed + 16 * per_sample))
 
-        layers = (LayerProfile(f"l{i}", "L", line(s), line(2 * s), line(s), line(s), 1, parameters, 0, 1.0, 1.0) for i, s in enumerate(seconds))
+        layers = (
+            LayerProfile(f"l{i}", "L", line(s), line(2 * s), line(s), line(s), 1, parameters, 0, 1.0, 1.0)
+            for i, s in enumerate(seconds)
+        )
         return Profile(tuple(layers), "abc", 1.0, 16)
 
     return make

@@ -113,11 +113,15 @@ def test_a_plan_stands_on_the_devices_that_it_names():
 
 def test_a_plan_s_stages_take_what_their_devices_take():
     """By name, by peak, or all alike: stage 1 on a device three times as slow."""
-    mixed = replace(FOUR, devices=(Device("d", 10**9, flops=(("float32", 3e12),)), Device("e", 10**9, flops=(("float32", 1e12),))) * 2)
+    mixed = replace(
+        FOUR, devices=(Device("d", 10**9, flops=(("float32", 3e12),)), Device("e", 10**9, flops=(("float32", 1e12),))) * 2
+    )
     expected = 3 + 2.5 + 21 + 21 + 42 + 42 + 2.5 + 6
     assert simulate_plan(a_plan(), PROFILE, mixed).makespan == pytest.approx(expected)
     assert simulate_plan(a_plan(), {"d": PROFILE, "e": paced(PROFILE, 3.0)}, mixed).makespan == pytest.approx(expected)
-    assert simulate_plan(a_plan(), {"d": PROFILE, "e": PROFILE}, mixed).makespan == pytest.approx(3 + 2.5 + 7 + 7 + 14 + 14 + 2.5 + 6)
+    assert simulate_plan(a_plan(), {"d": PROFILE, "e": PROFILE}, mixed).makespan == pytest.approx(
+        3 + 2.5 + 7 + 7 + 14 + 14 + 2.5 + 6
+    )
 
 
 def test_copies_of_a_whole_model_meet_over_the_link_between_nodes():

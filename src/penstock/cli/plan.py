@@ -49,6 +49,8 @@ def plan(
     from penstock.simulate.plan_costs import simulate_plan
     from penstock.store import to_json
 
+    if compare and planner != "auto":
+        raise SettingError(f"--compare asks every planner: leave out --planner {planner}")
     if recompute not in ("auto", "never", "except_last", "always"):
         raise SettingError(f"--recompute is auto, never, except_last or always, not {recompute!r}")
     PLANNERS.find(planner)
@@ -59,8 +61,9 @@ def plan(
         "max_replicas": max_replicas, "memory_limit": memory_limit, "recompute": recompute, "asynchronous": asynchronous,
         "weights": weights, "weights_options": options.numbers_named("weights-option", weights_option), "budget_s": budget,
     }  # fmt: skip
-    every = ask_all(costs, target, batch or samples, **asked) if compare else ()
-    found = _best(every) if compare else search(costs, target, batch or samples, planner=planner, **asked)
+    size = samples if batch is None else batch
+    every = ask_all(costs, target, size, **asked) if compare else ()
+    found = _best(every) if compare else search(costs, target, size, planner=planner, **asked)
     if out is not None:
         found.save(out)
         typer.echo(f"wrote {out}", err=True)

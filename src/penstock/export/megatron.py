@@ -17,7 +17,7 @@ _NUMBERED = re.compile(r"(?P<list>.+?)\.(?P<number>\d+)(\..+)?")
 _REPEATED = 3
 
 
-@register("megatron", source="Megatron-Core d98e8a64, transformer/pipeline_parallel_layer_layout.py")
+@register("megatron", source="Megatron-Core 0.16.1, transformer/pipeline_parallel_layer_layout.py")
 def megatron(plan: Plan) -> Exported:
     """A layout such as `Et*3|(t*4|)*6ttL`: E the embedding, t a decoder layer, L what comes after them (norm, output layer, loss).
 

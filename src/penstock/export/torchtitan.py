@@ -15,7 +15,7 @@ ITS_OWN = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "
 
 
 @register(
-    "torchtitan", source="torchtitan 2025, distributed/pipeline_parallel.py; config parallelism.module_fqns_per_model_part"
+    "torchtitan", source="torchtitan 0.3.0, distributed/pipeline_parallel.py; config parallelism.module_fqns_per_model_part"
 )
 def torchtitan(plan: Plan) -> Exported:
     """A list of lists of names, which is JSON, TOML and Python: one list for every stage, in the model's order.
@@ -41,7 +41,7 @@ def torchtitan(plan: Plan) -> Exported:
     if own is None:
         schedule += ', pipeline_parallel_schedule_csv = "…" (the same plan, exported to csv)'
     use = (f"module_fqns_per_model_part = {text if plan.layers < 8 else '…'}, pipeline_parallel_degree = {len(found.placement)}, "
-           f"num_pp_microbatches = {found.schedule.micro_batches}, {schedule}")  # fmt: skip
+           f"pipeline_parallel_microbatch_size = {plan.batch // plan.micro_batches}, {schedule}")  # fmt: skip
     notes = []
     if plan.devices and plan.devices != tuple(range(plan.ranks)):
         notes.append(f"the devices: rank r belongs on device {list(plan.devices)} of {plan.cluster}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.cluster.cluster import Cluster
 from penstock.plan import Plan, Recompute
@@ -56,10 +56,27 @@ def plan(profile: Profiles, cluster: Cluster, batch: int, *, planner: str = "aut
             for the optimizer.
     """
     entry = PLANNERS.find(planner)
-    names = (schedules,) if isinstance(schedules, str) else None if schedules is None else tuple(schedules)
-    by = partition if isinstance(partition, str) else tuple(partition)
-    limit = None if memory_limit is None else parse_bytes(memory_limit)
-    options = tuple((name, float(value)) for name, value in (weights_options or {}).items())
-    request = PlanRequest(profile, cluster, batch, names, limit, recompute, budget_s, stages, micro_batches, by, asynchronous,
-                          weights, options, optimizer, max_replicas)  # fmt: skip
+    request = asked(profile, cluster, batch, schedules=schedules, asynchronous=asynchronous, memory_limit=memory_limit,
+                    max_replicas=max_replicas, recompute=recompute, budget_s=budget_s, stages=stages, micro_batches=micro_batches,
+                    partition=partition, weights=weights, weights_options=weights_options, optimizer=optimizer)  # fmt: skip
     return replace(entry.make(request), planner=entry.name)
+
+
+def asked(profile: Profiles, cluster: Cluster, batch: int, *, schedules: Sequence[str] | str | None = None,
+          memory_limit: int | str | None = None, partition: str | Sequence[int] = "bottleneck",
+          weights_options: Mapping[str, float] | None = None, **others: Any) -> PlanRequest:  # fmt: skip
+    """What `plan` asks a planner, from the same arguments.
+
+    Raises:
+        PlanError, UnknownName, SettingError: as `plan`, but for what planners find.
+    """
+    return PlanRequest(
+        profile,
+        cluster,
+        batch,
+        schedules=(schedules,) if isinstance(schedules, str) else None if schedules is None else tuple(schedules),
+        memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+        by=partition if isinstance(partition, str) else tuple(partition),
+        weights_options=tuple((name, float(value)) for name, value in (weights_options or {}).items()),
+        **others,
+    )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from penstock.cluster.cluster import Cluster
-from penstock.errors import PlanError
+from penstock.errors import PenstockError
 from penstock.plan import Plan
 from penstock.profile.paced import Profiles
-from penstock.search.catalogue import PLANNERS, plan
+from penstock.search.catalogue import PLANNERS, asked
 
 
 @final
@@ -40,16 +40,17 @@ def compare(profile: Profiles, cluster: Cluster, batch: int, *, planners: Sequen
 
     Raises:
         UnknownName: there is no planner of such a name.
-        PlanError: what is asked is refused whatever the planner.
+        PlanError, SettingError, UnknownName: what is asked is refused whatever the planner, as `plan` says.
     """
     names = list(PLANNERS.entries()) if planners is None else [PLANNERS.find(name).name for name in planners]
+    request = asked(profile, cluster, batch, **options)
     found = []
     for name in names:
         start = time.perf_counter()
         made, refusal = None, ""
         try:
-            made = plan(profile, cluster, batch, planner=name, **options)
-        except PlanError as error:
+            made = replace(PLANNERS.find(name).make(request), planner=name)
+        except PenstockError as error:
             refusal = str(error)
         found.append(Compared(name, made, refusal, time.perf_counter() - start))
     return tuple(sorted(found, key=lambda each: (each.step_s, each.planner)))

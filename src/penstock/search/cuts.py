@@ -15,6 +15,9 @@ from penstock.partition.looped import looped
 from penstock.search.request import PlanRequest
 from penstock.simulate.plan_costs import stage_costs
 
+#: Ranks may be this much slower than they could, relatively, where that makes the largest of their stages smaller.
+SLACK = 0.02
+
 #: What a cut evens out: the slowest stage or link; the slowest rank, where ranks have several stages; the slowest stage within the
 #: memory of every rank; or the stage that holds most.
 Balance = Literal["time", "ranks", "limits", "memory"]
@@ -46,9 +49,9 @@ def cut(request: PlanRequest, places: Sequence[int], micro_batches: int, balance
     alike = len({id(request.profile_of(rank)) for rank in places}) == 1
     if balance == "ranks":
         return _of_ranks(request, places, micro_batch)
-    links = [cluster.link(a, b) for a, b in pairwise(places) if a != b]
-    if balance == "time" and alike and len(set(links)) <= 1:
-        link = links[0] if links else cluster.inside
+    links = {cluster.link(a, b) if a != b else None for a, b in pairwise(places)}
+    link = next(iter(links), cluster.inside)
+    if balance == "time" and alike and len(links) <= 1 and link is not None:
         return tuple(partition(profile, stages, by="bottleneck", micro_batch=micro_batch, latency_s=link.latency_s,
                                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s))  # fmt: skip
     unlike = {id(each): each for each in map(request.profile_of, places)}
@@ -70,9 +73,9 @@ def _of_ranks(request: PlanRequest, places: Sequence[int], micro_batch: float) -
     link = request.cluster.link(0, ranks - 1)
     transfer = [link.transfer_seconds(micro_batch * layer.output_bytes_per_sample) for layer in request.profile.layers[:-1]]
     if list(places) == [*range(ranks), *range(ranks - 1, -1, -1)]:
-        found = folded(seconds, ranks, transfer=transfer)
+        found = folded(seconds, ranks, transfer=transfer, slack=SLACK)
     elif ranks > 1 and list(places) == [stage % ranks for stage in range(stages)] and stages % ranks == 0 and stages > ranks:
-        found = looped(seconds, ranks, stages // ranks, transfer=transfer)
+        found = looped(seconds, ranks, stages // ranks, transfer=transfer, slack=SLACK)
     else:
         found = None
     return None if found is None else tuple(found)

@@ -81,6 +81,11 @@ class Hunt:
                 self.refuse(f"{made.name} in {made.stages} stages needs {made.ranks} ranks, {self.request.cluster.name} has "
                             f"{self.request.cluster.ranks}")  # fmt: skip
             return None
+        copies = way.shape.pipelines * max(map(len, made.ranks_of_stage))
+        if (
+            copies > self.request.copies_allowed and self.request.schedules is None
+        ):  # Chimera's two directions are copies as well
+            return None
         devices = way.shape.devices if made.ranks <= len(way.shape.devices) else tuple(range(made.ranks))
         if devices == tuple(range(len(devices))):
             devices = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from penstock.cluster.cluster import Cluster
@@ -47,8 +47,7 @@ def remedies(request: PlanRequest, chosen: Scored) -> list[Remedy]:
 def _changes(request: PlanRequest, chosen: Scored) -> Iterator[tuple[str, PlanRequest]]:
     cluster = request.cluster
     for where in ("inside", "between"):
-        if (where == "inside" and max(map(cluster.node, range(cluster.ranks))) + 1 == cluster.ranks) or \
-                (where == "between" and cluster.nodes == 1):  # fmt: skip
+        if cluster.nodes == (cluster.ranks if where == "inside" else 1):  # it has no such link
             continue
         place = "inside a node" if where == "inside" else "between nodes"
         wide = _with_link(cluster, where, lambda link: replace(link, bandwidth_bytes_per_s=2 * link.bandwidth_bytes_per_s))
@@ -72,17 +71,11 @@ def _changes(request: PlanRequest, chosen: Scored) -> Iterator[tuple[str, PlanRe
         )
 
 
-def _with_link(cluster: Cluster, where: str, change: object) -> Cluster:
-    assert callable(change)
-
-    def changed(link: Link) -> Link:
-        made: Link = change(link)
-        return made
-
+def _with_link(cluster: Cluster, where: str, change: Callable[[Link], Link]) -> Cluster:
     if where == "between":
-        return cluster.with_links(between=changed(cluster.between))
-    insides = tuple((node, changed(link)) for node, link in cluster.insides)
-    return replace(cluster.with_links(inside=changed(cluster.inside)), insides=insides)
+        return cluster.with_links(between=change(cluster.between))
+    insides = tuple((node, change(link)) for node, link in cluster.insides)
+    return replace(cluster.with_links(inside=change(cluster.inside)), insides=insides)
 
 
 def _twice_the_batch(request: PlanRequest, chosen: Scored) -> list[Remedy]:

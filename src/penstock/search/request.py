@@ -29,11 +29,12 @@ MOST_IN_A_PIPELINE = 64
 class PlanRequest:
     """A model, a cluster, a batch, and what the plan may and must be. None leaves the planner free.
 
-    `profiles` is one profile, or one for every kind of device (`profiles_of`). `max_replicas` is the most copies of a stage.
-    `memory_limit` is in bytes for every rank, besides what its device has. `recompute` is one of `RECOMPUTE`, or "auto".
-    `by` says how to cut: a partition method's name, or the lengths of the stages (`stages` is then their number). `asynchronous`
-    says to weigh asynchronous schedules too. `weights` is the weight rule, where it is not to be each schedule's own, and
-    `weights_options` is what that is given. `optimizer` is the name of torch's class, where it is known.
+    `profiles` is one profile, or one for every kind of device (`profiles_of`). `max_replicas` is the most copies of a stage,
+    which a schedule that is named may have all the same if it is made of copies, as Chimera is. `memory_limit` is in bytes
+    for every rank, besides what its device has. `recompute` is one of `RECOMPUTE`, or "auto". `by` says how to cut: a
+    partition method's name, or the lengths of the stages (`stages` is then their number). `asynchronous` says to weigh
+    asynchronous schedules too. `weights` is the weight rule, where it is not to be each schedule's own, and `weights_options`
+    is what that is given. `optimizer` is the name of torch's class, where it is known.
 
     Raises:
         PlanError: a number is out of its range, or the weight rule does not go with the schedules.

@@ -15,6 +15,9 @@ from penstock.simulate.plan_costs import meeting_seconds
 #: More ranks than this are shared out evenly only: the table of what every stage would take grows with them.
 MOST_RANKS = 128
 
+#: Up to so many ranks all must be used: of more, some may be left over where the slowest stage is none the worse.
+FEW = 16
+
 #: Numbers of stages that are tried besides the best by the slowest stage alone: fewer fill and drain faster.
 STAGES = (2, 3, 4)
 
@@ -47,7 +50,7 @@ def uneven(request: PlanRequest) -> Iterator[Proposal]:
         most = min(request.copies_allowed, micro_batches)
         table[:, :, most + 1 :] = np.inf
         for stages in wanted:
-            made = replicated_table(table, None, stages=stages, exactly=most >= ranks)
+            made = replicated_table(table, None, stages=stages, exactly=most >= ranks and ranks <= FEW)
             if made is not None:
                 found[tuple(made)] = None
         for each in found:

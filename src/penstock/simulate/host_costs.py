@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -70,11 +71,11 @@ def _messages(costs: Costs, schedule: Schedule, cluster: Cluster) -> tuple[list[
     share = 1 / _whole(schedule)
     for stage, count in enumerate(crossing):
         parts = schedule.slices * share
-        for pair in _pairs(schedule, stage):
+        for pair, times in _pairs(schedule, stage).items():
             seconds = SEND_S + cluster.transfer_seconds(count / parts, *pair)
             for found, sender, taker in ((forward, stage, stage + 1), (backward, stage + 1, stage)):
-                found[sender] += share * seconds
-                found[taker] += share * RECEIVE_S
+                found[sender] += share * times * seconds
+                found[taker] += share * times * RECEIVE_S
     return forward, backward
 
 
@@ -85,10 +86,10 @@ def _flights(schedule: Schedule, cluster: Cluster) -> list[float]:
             for stage in range(schedule.stages - 1)]  # fmt: skip
 
 
-def _pairs(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
-    """The ranks of a boundary, for every micro-batch or slice that crosses there."""
-    pairs = ((schedule.placement[stage, n], schedule.placement[stage + 1, n]) for n in range(schedule.slices))
-    return [pair for pair in pairs if pair[0] != pair[1]]
+def _pairs(schedule: Schedule, stage: int) -> Counter[tuple[int, int]]:
+    """The ranks of a boundary, and how many micro-batches or slices cross there."""
+    pairs = Counter((schedule.placement[stage, n], schedule.placement[stage + 1, n]) for n in range(schedule.slices))
+    return Counter({pair: times for pair, times in pairs.items() if pair[0] != pair[1]})
 
 
 def _whole(schedule: Schedule) -> int:

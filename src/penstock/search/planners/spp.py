@@ -24,7 +24,7 @@ STEPS_IN_ALL, MOST_DEVICES = 2e8, 32
 MOST_LAYERS = 256
 
 
-@register("spp", source="Luo et al. 2022, SPP, INFOCOM; LITERATURE 8.3")
+@register("spp", source="Luo et al. 2022, SPP, INFOCOM (arXiv 2204.10562)")
 def spp(request: PlanRequest) -> Plan:
     """The stages, copies and devices with the least makespan of the list schedule.
 
