@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import FileError, PlanError
-from penstock.plan import Candidate, Plan, Prediction
+from penstock.plan import Candidate, Objective, Plan, Prediction, Remedy, Traffic
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
 from penstock.schedule.slicing import Slicing
@@ -86,6 +86,13 @@ def test_the_schedule_is_read_back_whole():
         ({"weights": "stach"}, "no weight rule called 'stach'. Did you mean 'stash'"),
         ({"weights": "stash"}, "weight rule 'stash' does not go with 1f1b, which is synchronous"),
         ({"weights_options": [["decay", 0.5]]}, "weight rule 'flush' has no option decay: it takes none"),
+        ({"devices": [1]}, r"devices \[1\] must be 2 different ones of the cluster's 4"),
+        ({"devices": [1, 1]}, r"devices \[1, 1\] must be 2 different ones of the cluster's 4"),
+        ({"devices": [0, 4]}, r"devices \[0, 4\] must be 2 different ones of the cluster's 4"),
+        ({"devices": [-1, 0]}, r"devices \[-1, 0\] must be 2 different ones"),
+        ({"devices": ["first", 0]}, "is no plan: at devices.0"),
+        ({"objective": {"name": "time", "value": "little", "unit": "s"}}, "is no plan: at objective.value"),
+        ({"remedies": [{"change": "more"}]}, "is no plan: at remedies.0.step_s"),
         ({"synchronous": False}, "a synchronous plan has no stream, an asynchronous one has: synchronous is False, stream is None"),
         ({"stream": {"batches": 1}}, r"synchronous is True, stream is Stream\(batches=1"),
         ({"predicted": {"step_s": 1, "bubble_ratio": 0, "peak_memory": [1], "samples_per_s": 1, "one_device_s": 1}},
@@ -195,3 +202,56 @@ def test_an_asynchronous_plan_says_how_stale_gradients_are_and_which_were_asynch
     ]
     text = str(stream_plan(weights="pipemare", weights_options=(("decay", 0.25),)))
     assert "asynchronous: weights pipemare, decay 0.25, staleness at most 1, 1 version and 2 more of their size" in text
+
+
+def told() -> Plan:
+    """A plan with all that a planner may tell of it."""
+    predicted = Prediction(0.5, 0.2, (1000, 2000), 32.0, 0.9, 0.6, 0.4, ((("weights", 900), ("activations", 100)), (("weights", 2000),)),
+                           (Traffic(0, 1, 2048), Traffic(1, 0, 1024)))  # fmt: skip
+    return replace(plan(), predicted=predicted, devices=(3, 1), torch_version="2.13.0+cpu", planner="dapple",
+                   objective=Objective("pipeline latency", 0.45, "s"), remedies=(Remedy("twice the bandwidth", 0.4),))  # fmt: skip
+
+
+def test_all_that_a_planner_tells_comes_back_from_json(tmp_path):
+    """Devices, parts of memory, traffic, bounds, remedies and whose plan it is."""
+    told().save(tmp_path / "p.json")
+    assert Plan.load(tmp_path / "p.json") == told()
+
+
+def test_all_that_a_planner_tells_is_printed():
+    """Who made it and by what, how far from the best it can be, where it stands, what it holds and sends, and what would help."""
+    text = str(told())
+    for line in (
+        "by planner dapple, which makes least its pipeline latency 450.0 ms",
+        "1.80 times one device and 1.20 times data parallelism",
+        "lower bound: nothing of what was weighed can take less than 400.0 ms; the gap is 25.0%",
+        "on devices 3, 1",
+        "memory of a rank at its fullest:",
+        "traffic of a step, both ways: 0↔1 3.0 KiB",
+        "twice the bandwidth  400.0 ms  -20.0%",
+    ):
+        assert line in text
+    assert "by planner" not in str(plan())
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"), [(0.45, "s", "x 450.0 ms"), (2048, "bytes", "x 2.0 KiB"), (1.25, "1", "x 1.25")]
+)
+def test_an_objective_prints_with_its_unit(value, unit, text):
+    """Papers make least seconds, bytes, or a plain number."""
+    assert str(Objective("x", value, unit)) == text
+
+
+@pytest.mark.parametrize("here", ["2.13.1", "2.13.0+cu128", "2.13.0a0", ""])
+def test_a_torch_of_the_same_two_numbers_will_do(here):
+    """Builds and repairs change no times worth a new plan; where nobody says, nothing is known to differ."""
+    told().check_fits("abc", 2, here)
+    plan().check_fits("abc", 2, here)
+
+
+def test_another_torch_is_refused_with_both_versions():
+    """With all else that differs."""
+    with pytest.raises(PlanError, match=r"made with torch 2\.13\.0\+cpu, and this is torch 2\.9\.1") as caught:
+        told().check_fits("xyz", 1, "2.9.1")
+    assert "it uses 2 ranks, and there are 1" in str(caught.value)
+    assert "this one's is xyz" in str(caught.value)

@@ -94,7 +94,7 @@ def workload(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor, Loss]:
 def measured_profile(name: str) -> Profile:
     """On every rank, the profile of a model: a layer is measured while the other rank measures another one."""
     made, x, y, loss = workload(name)
-    return ps.profile(made, x, threads=1, loss=loss, targets=y, together=True)
+    return ps.profile(made, x, threads=1, loss=loss, targets=y, together=True, repeats=9)
 
 
 def planned(profile: Profile, on: Cluster, case: Case) -> Plan:

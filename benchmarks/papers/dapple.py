@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import final
 
-from common import analytic, data_parallel_s, form, layer, planned, scored_plan, table_profile
+from common import analytic, data_parallel_s, form, layer, planned, table_profile
 from side_by_side import Row, Section
 
 import penstock as ps
 from penstock.errors import PenstockError
 from penstock.search.proposal import Proposal
+from penstock.search.request import PlanRequest
+from penstock.search.score import best_of
 
 #: Samples of DAPPLE's micro-batch and of its batch, by model.
 SIZES = {"VGG-19": (32, 2048), "ResNet-50": (128, 2048), "GNMT-16": (64, 1024), "BERT-48": (2, 64), "XLNet-36": (1, 128),
@@ -60,19 +62,21 @@ def profile(name: str) -> ps.Profile:
 CUTS = {"VGG-19": 20, "GNMT-16": {9: 10}, "BERT-48": {23: 24}, "XLNet-36": {18: 19}, "AmoebaNet-36": {24: 29, 27: 32}}
 
 
-def published_proposal(name: str, plan: Published) -> Proposal:
-    """A published plan on our chain."""
+def published_proposals(name: str, plan: Published) -> list[Proposal]:
+    """A published plan on our chain: its micro-batches whole, and in as many parts as its largest stage has copies, as DAPPLE splits them."""
     own, (micro, batch) = profile(name), SIZES[name]
-    count = batch // micro
-    if plan == "DP":
-        return Proposal((len(own),), "1f1b", max(count, 16), (("replicas", 16),))
     if plan == "straight":
-        return Proposal(tuple(ps.partition(own, 16)), "1f1b", count)
-    copies, lengths = plan
-    place = CUTS[name]
-    cut = place[lengths[0]] if isinstance(place, dict) else place
-    assert not isinstance(copies, str)
-    return Proposal((cut, len(own) - cut), "1f1b", max(count, *copies), (("replicas", copies),))
+        return [Proposal(tuple(ps.partition(own, 16)), "1f1b", batch // micro)]
+    if plan == "DP":
+        copies, lengths = (16,), (len(own),)
+    else:
+        assert not isinstance(plan, str)
+        copies, weighted = plan
+        place = CUTS[name]
+        cut = place[weighted[0]] if isinstance(place, dict) else place
+        lengths = cut, len(own) - cut
+    counts = {max(batch // micro, *copies), min(batch // micro * max(copies), batch)}
+    return [Proposal(lengths, "1f1b", count, (("replicas", copies),)) for count in sorted(counts)]
 
 
 @final
@@ -89,8 +93,9 @@ class Weighed:
 def weighed(name: str, config: str, plan: Published) -> Weighed:
     """All that is asked of a model on a configuration."""
     cluster, (_, batch) = ps.cluster(CONFIGS[config]), SIZES[name]
+    request = PlanRequest(profile(name), cluster, batch)
     try:
-        published: float | None = scored_plan(profile(name), cluster, batch, published_proposal(name, plan)).predicted.step_s
+        published: float | None = best_of(request, published_proposals(name, plan)).predicted.step_s
     except PenstockError:
         published = None
     dapple, pipedream = (planned(profile(name), cluster, batch, planner) for planner in ("dapple", "pipedream"))
@@ -136,7 +141,7 @@ def plans(report: Callable[[str], None]) -> list[Section]:
             "ResNet-50: a V100's roofline. What a layer keeps for its backward is taken to be its output: the profiles do not say; SGD with "
             "momentum (12 bytes a parameter)"
         ),
-        "copies of a stage take micro-batches in turn here; DAPPLE splits each micro-batch among them",
+        "copies of a stage take micro-batches in turn here; DAPPLE splits each among them, so the published plans are taken with whole micro-batches or with such parts, whichever is faster",
     )
     return [
         Section("dapple-plans", "DAPPLE: the published plans, and what our `dapple` takes for the same costs", "published / ours", tuple(rows), published,
@@ -154,6 +159,10 @@ def _plan_misses(rows: list[Row]) -> tuple[str, ...]:
     faster = sum(row.ours is not None and row.ours < 0.98 for row in rows)
     return (
         f"Of {len(rows)} published plans {slower} are more than 2 % slower than ours by the simulator, and {faster} more than 2 % faster.",
+        (
+            "Most of ours take more and smaller micro-batches than were published. The profiles were measured at one size, and times at others are "
+            "taken in proportion: small micro-batches cost nothing here that they would cost on a V100, so that part of the gain is not real."
+        ),
     )
 
 

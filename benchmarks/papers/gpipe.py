@@ -34,7 +34,7 @@ def gpipe_table() -> Section:
     """Equal stages, as the paper's transformer has them: what the schedule alone makes."""
     base = chain_step([1 / 2] * 2, 1, "always")
     rows = [
-        Row(f"{model}, K={k}, M={m}", paper, base / chain_step([1 / k / m] * k, m, "always"))
+        Row(f"{model}, K={k}, M={m}", paper, base / chain_step([1 / k / m] * k, m, "always"), fitted=(k, m) == (2, 1))
         for model, by_count in TABLE.items()
         for m, papers in by_count.items()
         for k, paper in zip((2, 4, 8), papers, strict=True)
@@ -88,7 +88,7 @@ def amoebanet_table() -> Section:
             4 / chain_step([1 / n / m] * n, m, recompute),
         )
         note = f"{published:g} samples/s; batch {batch:,}, balance {':'.join(map(str, balance))}; {equal:.2f} if perfectly balanced"
-        rows.append(Row(f"n={n}, M={m}", published / AMOEBANET[first], speed, note))
+        rows.append(Row(f"n={n}, M={m}", published / AMOEBANET[first], speed, note, fitted=(n, m) == (2, 1)))
     return Section(
         "torchgpipe-amoebanet", "torchgpipe, AmoebaNet-D (18, 256) on P40: speed-up over n=2, M=1", "times", tuple(rows),
         ("samples/s, batches, micro-batches, balance and checkpointing (always at M=1, else all but the last) of its benchmark",),

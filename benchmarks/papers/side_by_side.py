@@ -12,7 +12,8 @@ from typing import Any, final
 @final
 @dataclass(frozen=True)
 class Row:
-    """One case: the paper's number, ours, both in the section's unit; None where there is none. `fitted`: ours was fitted to it."""
+    """One case: the paper's number, ours, both in the section's unit; None where there is none. `fitted`: ours was fitted to it, or
+    both are normalised by it."""
 
     case: str
     paper: float | None

@@ -43,7 +43,7 @@ def test_everything_takes_so_many_times_as_long_and_nothing_takes_more_bytes():
             assert getattr(other, phase).spread_s == (1.5, 0.75)
         bare = {"forward": own.forward, "backward": own.backward, "input_grad": own.input_grad, "weight_grad": own.weight_grad}
         assert replace(other, **bare) == own
-    seconds = {name for name in ("update_s_per_byte", "update_fixed_s", "accumulate_s_per_byte")}
+    seconds = ("update_s_per_byte", "update_fixed_s", "accumulate_s_per_byte")
     for name in seconds:
         assert getattr(slow, name) == pytest.approx(3 * getattr(PROFILE, name))
     assert replace(slow, layers=PROFILE.layers, **{name: getattr(PROFILE, name) for name in seconds}) == PROFILE

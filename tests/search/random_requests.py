@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -78,4 +79,4 @@ def cuts(layers: int, stages: int) -> st.SearchStrategy[tuple[int, ...]]:
         else st.just([])
     )
     ends = inner.map(lambda found: [0, *sorted(found), layers])
-    return ends.map(lambda found: tuple(b - a for a, b in zip(found, found[1:], strict=False)))
+    return ends.map(lambda found: tuple(b - a for a, b in pairwise(found)))

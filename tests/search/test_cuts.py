@@ -107,7 +107,7 @@ def test_a_method_or_a_cut_that_the_request_names_is_taken_whatever_the_balance(
 
 def test_an_unknown_method_is_refused_by_name(profile_of):
     """With the closest that there is."""
-    with pytest.raises(UnknownName, match="'unifrom'. Did you mean 'uniform'"):
+    with pytest.raises(UnknownName, match=r"'unifrom'\. Did you mean 'uniform'"):
         cut(PlanRequest(profile_of([1.0] * 4), cluster(2), 4, by="unifrom"), (0, 1), 2, "time")
 
 

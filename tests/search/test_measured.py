@@ -55,7 +55,7 @@ def test_named_schedules_and_weights_are_left_at_that(profile_of):
 
 def test_with_time_enough_the_order_of_the_best_is_searched_within_its_memory(profile_of):
     """Room for activations is what weights leave; where something is recomputed, nobody knows it."""
-    found, request = proposals(profile_of, PLAIN, Proposal((1, 3), "1f1b", 4), memory_limit=30_000, budget_s=SEARCHED_FROM_S)
+    found, _ = proposals(profile_of, PLAIN, Proposal((1, 3), "1f1b", 4), memory_limit=30_000, budget_s=SEARCHED_FROM_S)
     (searched,) = (each for each in found if each.schedule == "synthesised")
     assert searched.lengths == (2, 2)
     assert dict(searched.options)["memory_limit"] == (30_000 - 6000,) * 2

@@ -152,6 +152,15 @@ def test_copies_take_time_to_add_up_their_gradients():
     assert update(3) == pytest.approx(4 * max(FOUR.transfer_seconds(gradients / 3, 0, other) for other in (1, 2)))
 
 
+def test_copies_on_cpus_send_take_and_add_by_the_same_cores():
+    """97 ms where the link's own time was 28 to 60."""
+    two = (Device("d", 10**9, "cpu"),) * 2
+    assert meeting_seconds((0, 1), 1000.0, Cluster("slow", two, 2, LINK, LINK)) == 0.5 + 1.4
+    fast = Link(0.0, 1e12)
+    assert meeting_seconds((0, 1), 1e9, Cluster("fast", two, 2, fast, fast)) == pytest.approx(0.7)
+    assert meeting_seconds((0, 1), 1000.0, FOUR) == 0.5 + 1.0
+
+
 def test_copies_that_meet_once_in_a_wave_take_their_share_of_that_at_every_update():
     """HetPipe's virtual workers: 0 and 1 on one node, 2 and 3 on the other, so that copies meet over the slow link."""
     made = schedule("hetpipe", 2, 1)

@@ -63,20 +63,20 @@ def plan(profile: Profiles, cluster: Cluster, batch: int, *, planner: str = "aut
 
 
 def asked(profile: Profiles, cluster: Cluster, batch: int, *, schedules: Sequence[str] | str | None = None,
-          memory_limit: int | str | None = None, partition: str | Sequence[int] = "bottleneck",
-          weights_options: Mapping[str, float] | None = None, **others: Any) -> PlanRequest:  # fmt: skip
+          **options: Any) -> PlanRequest:  # fmt: skip
     """What `plan` asks a planner, from the same arguments.
 
     Raises:
         PlanError, UnknownName, SettingError: as `plan`, but for what planners find.
     """
+    limit, by, weights_options = (options.pop(name, None) for name in ("memory_limit", "partition", "weights_options"))
     return PlanRequest(
         profile,
         cluster,
         batch,
         schedules=(schedules,) if isinstance(schedules, str) else None if schedules is None else tuple(schedules),
-        memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
-        by=partition if isinstance(partition, str) else tuple(partition),
+        memory_limit=None if limit is None else parse_bytes(limit),
+        by="bottleneck" if by is None else by if isinstance(by, str) else tuple(by),
         weights_options=tuple((name, float(value)) for name, value in (weights_options or {}).items()),
-        **others,
+        **options,
     )

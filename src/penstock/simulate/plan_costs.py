@@ -25,10 +25,11 @@ from penstock.simulate.versions import versions_held
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.choice import rule_of
 
-#: On CPUs, how many times as long as one way gradients take that copies send each other both ways, with their sum: the core that sends is
-#: the one that takes and adds. Measured on two cores: VGG-11, 113 MB, 80 to 97 ms where one way takes 55 to 62; ResNet-18, 45 MB, 30
-#: where 22; an MLP, 26 MB, 14 to 18 where 12 to 14 (benchmarks/fidelity).
-BOTH_WAYS = 1.4
+#: On CPUs the core that sends gradients to another copy is the one that takes that copy's and adds them, through memory that is in no
+#: cache: that takes so many times as long as one way of the link, and at least so many seconds per byte. Measured on two cores, sums
+#: included: VGG-11, 114 MB, 87 ms; ResNet-18, 45 MB, 27; an MLP, 36 MB, 23; GPT, 11 MB, 10; where the link said 2 to 4.5 GB/s
+#: (benchmarks/fidelity).
+BOTH_WAYS, BOTH_WAYS_S_PER_BYTE = 1.4, 7e-10
 
 
 def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cluster: Cluster, *, micro_batches: int,
@@ -130,11 +131,15 @@ def _crossing_seconds(schedule: Schedule, stage: int, count: float, cluster: Clu
 
 
 def _medium(schedule: Schedule, cluster: Cluster) -> str:
-    """Whether all that crosses goes through one medium ("shared"), or not ("duplex")."""
+    """Whether all that crosses goes through one medium ("shared"), or not ("duplex"). Every node's inside is one of its own: only
+    where one node's is all that is used, or what is between them, the simulator can say so.
+    """
     pairs = {(schedule.placement[stage, m], schedule.placement[stage + 1, m])
              for stage in range(schedule.stages - 1) for m in range(schedule.slices)}  # fmt: skip
     links = {cluster.link(*pair) for pair in pairs if pair[0] != pair[1]}
-    return "shared" if len(links) == 1 and next(iter(links)).shared else "duplex"
+    nodes = {(cluster.node(a), cluster.node(b)) for a, b in pairs if a != b}
+    one = len(nodes) == 1 or all(a != b for a, b in nodes)
+    return "shared" if one and len(links) == 1 and next(iter(links)).shared else "duplex"
 
 
 def _with_trained_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -> Costs:
@@ -184,9 +189,12 @@ def meeting_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluste
         return 0.0
     rounds = 1 if len(ranks) == 2 else 2 * (len(ranks) - 1)  # two send each other all
     piece = gradient_bytes if len(ranks) == 2 else gradient_bytes / len(ranks)
-    much = BOTH_WAYS if any(cluster.devices[rank].kind == "cpu" for rank in ranks) else 1.0
+    much, least = 1.0, 0.0
+    if any(cluster.devices[rank].kind == "cpu" for rank in ranks):
+        much, least = BOTH_WAYS, BOTH_WAYS_S_PER_BYTE * piece
     return rounds * max(
-        link.transfer_seconds(much * piece * (users if link.shared else 1)) for link, users in _links_among(ranks, cluster)
+        max(link.transfer_seconds(much * piece * (users if link.shared else 1)), least)
+        for link, users in _links_among(ranks, cluster)
     )
 
 
