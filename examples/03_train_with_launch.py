@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import penstock as ps
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.training.data.batches import batches
 from penstock.training.data.catalogue import dataset
 from penstock.zoo.catalogue import model

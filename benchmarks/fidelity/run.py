@@ -26,7 +26,7 @@ from penstock.cluster.device import Link
 from penstock.event import Event, Timeline
 from penstock.measure.link import measure_link
 from penstock.measure.profile import machine_facts
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.runtime.processes import join
 from penstock.schedule.op import Kind

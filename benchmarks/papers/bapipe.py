@@ -54,7 +54,9 @@ def gpu_rows(report: Callable[[str], None]) -> list[Row]:
 def _gpu_row(name: str, cluster: Cluster, case: str) -> Row:
     own, batch = analytic(name, "V100", 128), SHARE[name] * cluster.ranks
     plain, bare = (data_parallel_s(own, cluster, SHARE[name], overlap=overlap) for overlap in (True, False))
-    found = [each for each in (planned(own, cluster, batch, planner) for planner in ("bapipe", "auto")) if each is not None]
+    found = [
+        each for each in (planned(own, cluster, batch, planner) for planner in ("bapipe", "dapple", "auto")) if each is not None
+    ]
     best = min(found, key=lambda each: each.predicted.step_s)
     note = f"{best.planner}: {form(best)}; {bare / best.predicted.step_s:.2f} over DP without overlap"
     return Row(case, None, plain / best.predicted.step_s, note)
@@ -217,7 +219,7 @@ def sections(report: Callable[[str], None]) -> list[Section]:
         Section("bapipe-gpu", "BaPipe on GPUs: our best plan over data parallelism", "times", (*gpus, _largest(gpus)), published, (
             *ours,
             (f"V100 at float32 by roofline; {_words(SHARE)} samples on each device, GNMT with {TOKENS} tokens; data parallelism adds up gradients "
-            "beside the backward in buckets of 25 MiB; ours is the faster of `bapipe` and `auto`, both with a flush after every batch"),
+            "beside the backward in buckets of 25 MiB; ours is the fastest of `bapipe`, `dapple` and `auto`, with a flush after every batch"),
         ), misses=(
             ("Where links carry PCI Express' peak, data parallelism with its gradients beside the backward is as good as anything, and better "
                  "than ours: our simulator adds up gradients after the last backward. 3.2 times is in the range that slower links give; which of "

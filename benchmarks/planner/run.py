@@ -55,7 +55,13 @@ def example(case: Case) -> Any:
     return one if kind == "tokens" else (one, one)
 
 
-GPT_100 = {"layers": 97, "width": 1024, "heads": 16, "tokens": 512, "vocabulary": 32000}  # with embedding, norm and head 100 layers
+GPT_100 = {
+    "layers": 97,
+    "width": 1024,
+    "heads": 16,
+    "tokens": 512,
+    "vocabulary": 32000,
+}  # with embedding, norm and head 100 layers
 GPT_24 = {"layers": 24, "width": 1024, "heads": 16, "tokens": 512, "vocabulary": 32000}
 CASES = [
     Case("gpt", GPT_100, ("tokens", 512), "8xA100-NVLink", 64),
@@ -138,7 +144,7 @@ def show(row: dict[str, Any]) -> None:
           f"{row['lower_bound_s'] * 1e3:.1f} ms; planned in {row['seconds']:.1f} s ({row['cpu_s']:.1f} s of CPU), peak "
           f"{row['peak_rss_mib']:.0f} MiB")  # fmt: skip
     for each in row["planners"]:
-        ratio = f"{each['step_s'] / row['step_s']:7.3f}" if each["step_s"] else "      –"
+        ratio = f"{each['step_s'] / row['step_s']:7.3f}" if each["step_s"] else "   none"
         print(f"  {each['planner']:18} {ratio}  {each['seconds']:6.2f} s  {each['plan'][:120]}")
     sys.stdout.flush()
 

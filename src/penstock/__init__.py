@@ -46,7 +46,7 @@ _HOMES = {
     "cluster": "cluster.cluster",
     "plan": "search.catalogue",
     "compare": "search.compare",
-    "Plan": "plan",
+    "Plan": "plan.plan",
     "schedule": "search.schedules",
     "schedules": "search.schedules",
     "Schedule": "schedule.op",

@@ -30,7 +30,7 @@ def test_functions_stay_functions_when_rooms_of_their_name_are_imported():
         "draw.draw",
         "simulate.costs",
         "verify.verify",
-        "plan",
+        "plan.plan",
     ):
         importlib.import_module(f"penstock.{module}")
     assert ps.schedule("gpipe", stages=2, micro_batches=2).stages == 2

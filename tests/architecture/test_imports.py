@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "penstock"
 ORDER = [
     "errors", "units", "registry", "store", "notebook",
     "model", "cluster", "profile",
-    "partition", "schedule", "weights", "plan", "plan_text", "event",
+    "partition", "schedule", "weights", "plan", "event",
     "draw", "verify", "simulate", "search", "export",
     "zoo", "tracing", "grad", "transport", "measure", "optim", "runtime", "training",
     "study", "__init__", "cli", "__main__",

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from penstock.plan import Plan, Prediction
+from penstock.plan.plan import Plan, Prediction
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.csv import to_csv
 

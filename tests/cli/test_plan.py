@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.search.catalogue import PLANNERS
 

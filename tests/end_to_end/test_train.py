@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.training.config import load
 from penstock.training.task import make_task

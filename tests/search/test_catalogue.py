@@ -4,7 +4,7 @@ import pytest
 
 from penstock.cluster.cluster import cluster
 from penstock.errors import PlanError, SettingError, UnknownName
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.search.catalogue import PLANNERS, plan
 

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PartitionError, PlanError
-from penstock.plan import Plan, Prediction
+from penstock.plan.plan import Plan, Prediction
 from penstock.profile.paced import paced
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule

@@ -67,7 +67,7 @@ def export(
 def _export_plan(path: Path, library: str | None, to: Path | None) -> None:
     """Print or write the plan in the library's form; how it is used, and what it leaves out, goes to standard error."""
     from penstock.export.catalogue import EXPORTERS, exported
-    from penstock.plan import Plan
+    from penstock.plan.plan import Plan
     from penstock.verify.verify import verify
 
     if library is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import final
 
 from penstock.errors import RunError, SettingError
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.registry import Registry
 from penstock.schedule.op import Schedule
 

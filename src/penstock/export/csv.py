@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.export.catalogue import Exported, register
 from penstock.export.pipelines import pipelines_of
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.schedule.csv import to_csv
 from penstock.schedule.op import Schedule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.export.catalogue import Exported, register
 from penstock.export.pipelines import pipelines_of, refuse, told, uneven_batch, why_not_pipelines
 from penstock.partition.uniform import partition_uniform
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 
 
 @register("deepspeed", source="DeepSpeed 0.19.8, runtime/pipe/module.py, PipelineModule._partition_layers")

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from penstock.export.catalogue import Exported, register
 from penstock.export.pipelines import Pipelines, pipelines_of, refuse, told, uneven_batch, why_not_pipelines
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 
 #: A layer of a list of blocks, `decoder.layers.3`, or a part of one, `decoder.layers.3.mlp`.
 _NUMBERED = re.compile(r"(?P<list>.+?)\.(?P<number>\d+)(\..+)?")

@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from penstock.export.catalogue import Exported, register
 from penstock.export.pipelines import refuse, row
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.schedule.op import Kind
 
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import final
 
 from penstock.errors import PlanError
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.slicing import Slicing
 

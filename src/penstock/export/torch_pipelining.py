@@ -6,7 +6,7 @@ import json
 
 from penstock.export.catalogue import Exported, register
 from penstock.export.pipelines import pipelines_of, refuse, stage_names, uneven_batch, why_not_pipelines
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.schedule.csv import to_csv
 from penstock.schedule.csv_export import why_not
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.export.catalogue import Exported, register
 from penstock.export.pipelines import pipelines_of, refuse, told, why_not_pipelines
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 
 
 @register("torchgpipe", aliases=("fairscale",), source="torchgpipe 0.0.7, gpipe.py; FairScale 0.4.13, nn/pipe/pipe.py")

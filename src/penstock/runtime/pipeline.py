@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.errors import PlanError, RunError, SettingError
 from penstock.event import Timeline
 from penstock.optim.update import OptimizerFactory
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.runtime import checkpoint, state
 from penstock.runtime.assembly import Training, assemble
 from penstock.runtime.batch import Batch, make_batch

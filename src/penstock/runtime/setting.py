@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.errors import PlanError, ScheduleError, SettingError
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.schedule.catalogue import schedule as make_schedule
 from penstock.schedule.op import HANDING, Schedule
 from penstock.simulate.simulate import recomputes

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from penstock.cluster.cluster import Cluster
-from penstock.plan import Plan, Recompute
+from penstock.plan.plan import Plan, Recompute
 from penstock.profile.paced import Profiles
 from penstock.registry import Registry
 from penstock.search.request import PlanRequest

@@ -7,7 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from penstock.plan import Option, Plan, Prediction, Remedy, Traffic
+from penstock.plan.plan import Option, Plan, Prediction, Remedy, Traffic
 from penstock.search.laid import Scored
 from penstock.search.request import PlanRequest
 from penstock.simulate.plan_costs import meeting_seconds

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any, cast, final
 
 from penstock.errors import PlanError
-from penstock.plan import Candidate, Option, Recompute
+from penstock.plan.plan import Candidate, Option, Recompute
 from penstock.schedule.op import Schedule
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from penstock.plan import Option
+from penstock.plan.plan import Option
 from penstock.search.laid import Scored
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest

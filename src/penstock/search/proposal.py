@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, final
 
-from penstock.plan import Objective, Option, Recompute
+from penstock.plan.plan import Objective, Option, Recompute
 
 __all__ = ["Objective", "Proposal"]
 

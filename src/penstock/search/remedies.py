@@ -8,7 +8,7 @@ from dataclasses import replace
 from penstock.cluster.cluster import Cluster
 from penstock.cluster.device import Link
 from penstock.errors import PenstockError
-from penstock.plan import Remedy
+from penstock.plan.plan import Remedy
 from penstock.profile.paced import paced
 from penstock.search.hunt import Hunt
 from penstock.search.laid import Scored, is_measured, lay_out, relaid

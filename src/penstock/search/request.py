@@ -9,7 +9,7 @@ from typing import Literal, final
 
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError, SettingError
-from penstock.plan import Recompute
+from penstock.plan.plan import Recompute
 from penstock.profile.paced import Profiles, profiles_of
 from penstock.profile.profile import Profile
 from penstock.schedule.catalogue import FAMILIES, ScheduleFacts, schedules

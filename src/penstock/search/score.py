@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.errors import PlanError, ScheduleError
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.search.explain import plan_of
 from penstock.search.laid import Scored, best, first_of_kind, lay_out, nothing, weigh
 from penstock.search.proposal import Proposal

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.plan import Option
+from penstock.plan.plan import Option
 from penstock.schedule.catalogue import ScheduleFacts, schedule
 from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.period import period_of

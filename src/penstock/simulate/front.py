@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from penstock.cluster.cluster import Cluster
 from penstock.errors import SettingError
 from penstock.event import Timeline
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.profile.paced import Profiles
 from penstock.profile.profile import Profile
 from penstock.schedule.op import Schedule

@@ -11,7 +11,7 @@ from penstock.cluster.device import Link
 from penstock.errors import PlanError
 from penstock.event import Timeline
 from penstock.partition.catalogue import check_lengths
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.profile.paced import Profiles, profiles_of
 from penstock.profile.profile import Phase, Profile
 from penstock.schedule.lower import partners_of

@@ -14,9 +14,8 @@ from penstock.draw.compare import draw_pair
 from penstock.draw.draw import draw
 from penstock.errors import FileError, PlanError
 from penstock.event import Timeline
-from penstock.measure.profile import profile
 from penstock.optim.catalogue import kind_of
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.runtime.launch import launch
 from penstock.runtime.link import link_here
@@ -26,7 +25,7 @@ from penstock.tracing.chain import TracedChain, chain
 from penstock.training.baseline import plain_step_s
 from penstock.training.checks import an_optimizer, check_words, known_schedule
 from penstock.training.config import TrainConfig
-from penstock.training.rank import RankResult, train_rank
+from penstock.training.rank import RankResult, profile_rank, train_rank
 from penstock.training.task import make_task
 from penstock.weights.choice import rule_of
 from penstock.weights.uses import readings
@@ -99,7 +98,7 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
     say(f"{config.model}: {len(traced)} layers, {traced.parameter_count:,} parameters · {task.data.description}")
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // ranks)
-    measured = _profile(config, traced, task.example(), threads, say)
+    measured = _profile(config, traced, ranks, threads, say)
     host = cluster(f"local:{ranks}")
     if ranks > 1:
         link = link_here()
@@ -161,10 +160,14 @@ def _ranks(config: TrainConfig) -> int:
     return config.ranks or config.stage_count() or len(os.sched_getaffinity(0))
 
 
-def _profile(config: TrainConfig, traced: TracedChain, example: object, threads: int, say: Say) -> Profile:
+def _profile(config: TrainConfig, traced: TracedChain, ranks: int, threads: int, say: Say) -> Profile:
+    """The profile that is given, or what all ranks measure together: each is slowed down by the others, as it will be."""
     if config.profile is None:
         say(f"measuring {len(traced)} layers with {threads} thread{'s' * (threads > 1)} …")
-        return profile(traced, example, config.batch, repeats=config.profile_repeats, threads=threads, device="cpu")
+        if ranks == 1:
+            return profile_rank(config, threads)
+        measured: list[Profile] = launch(profile_rank, ranks, config, threads, True)
+        return measured[0]
     found = Profile.load(config.profile)
     if found.fingerprint != traced.fingerprint:
         raise FileError(f"{config.profile} is the profile of another model: its layers and shapes have fingerprint "

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.event import Timeline
-from penstock.plan import Plan
+from penstock.measure.profile import profile
+from penstock.plan.plan import Plan
+from penstock.profile.profile import Profile
 from penstock.runtime.pipeline import Pipeline
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import count_batches
@@ -54,6 +56,13 @@ class RankResult:
     peak_rss_bytes: int = 0
     seconds: float = 0.0
     step_times: list[float] = field(default_factory=list)
+
+
+def profile_rank(config: TrainConfig, threads: int, together: bool = False) -> Profile:
+    """Measure the model of a run, alone or with all other ranks."""
+    task = make_task(config)
+    return profile(task.model, task.example(), config.batch, repeats=config.profile_repeats, threads=threads, device="cpu",
+                   loss=task.loss, targets=task.data.train_targets[: len(task.example())], together=together)  # fmt: skip
 
 
 def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> RankResult:

@@ -16,7 +16,7 @@ from itertools import product
 
 from penstock.errors import PenstockError
 from penstock.partition.uniform import partition_uniform
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.search.catalogue import PLANNERS, register
 from penstock.search.cuts import Balance
 from penstock.search.explain import ROWS, plan_of

@@ -11,7 +11,7 @@ from statistics import median
 from typing import final
 
 from penstock.partition.bottleneck import minimax
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.search.catalogue import register
 from penstock.search.planners.autopipe_path import Path, critical_path
 from penstock.search.planners.layer_costs import LayerCosts

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import final
 
 from penstock.errors import PlanError
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.schedule.catalogue import FAMILIES
 from penstock.search.catalogue import register
 from penstock.search.laid import CLOSE

@@ -9,7 +9,7 @@ from math import comb, prod
 
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError
-from penstock.plan import Option, Plan
+from penstock.plan.plan import Option, Plan
 from penstock.search.catalogue import register
 from penstock.search.planners.dapple_places import Network
 from penstock.search.planners.dapple_search import Placed, Task, devices_of, search

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.errors import PlanError
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.search.catalogue import register
 from penstock.search.planners.scope import check_scope, may_fit
 from penstock.search.proposal import Objective, Proposal

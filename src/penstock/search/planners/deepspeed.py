@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from penstock.partition.catalogue import partition
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.search.catalogue import register
 from penstock.search.planners.straight import copies_of, counts_of, method_of, stages_of
 from penstock.search.proposal import Objective, Proposal

@@ -10,7 +10,7 @@ from typing import final
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.plan import Option, Plan
+from penstock.plan.plan import Option, Plan
 from penstock.schedule.families.pipedream import falling
 from penstock.search.catalogue import register
 from penstock.search.planners.hetpipe_allocation import Allocation, allocations, orders

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from penstock.errors import PlanError
 from penstock.partition.uniform import partition_uniform
-from penstock.plan import Option, Plan
+from penstock.plan.plan import Option, Plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.scope import SIMULATED_FORWARDS, check_alike, check_scope

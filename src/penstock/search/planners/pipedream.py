@@ -8,7 +8,7 @@ from math import lcm
 
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.pipedream_cut import Level, Rules, hierarchical_cut, spread

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import PlanError
 from penstock.partition.replicated import replicated_table
-from penstock.plan import Plan, Recompute
+from penstock.plan.plan import Plan, Recompute
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts, Numbers
 from penstock.search.planners.scope import check_alike, check_scope, quickest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.partition.catalogue import partition
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.search.catalogue import register
 from penstock.search.planners.straight import counts_of, method_of, stages_of
 from penstock.search.proposal import Objective, Proposal

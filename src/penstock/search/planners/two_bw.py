@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from penstock.errors import PlanError
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.search.catalogue import register
 from penstock.search.planners.bapipe_balance import balanced_lengths
 from penstock.search.planners.layer_costs import LayerCosts

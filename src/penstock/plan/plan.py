@@ -284,6 +284,6 @@ class Plan:
         return plan
 
     def __str__(self) -> str:
-        from penstock.plan_text import describe  # it needs what stands here
+        from penstock.plan.text import describe  # it needs what stands here
 
         return describe(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.plan import Candidate, Plan
+from penstock.plan.plan import Candidate, Plan
 from penstock.units import format_bytes, format_seconds
 
 #: Ranks whose memory and traffic are told one by one; of more only the fullest.

@@ -1,0 +1,1 @@
+"""All of what there is to do, in one value."""

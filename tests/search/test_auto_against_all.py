@@ -1,0 +1,129 @@
+"""The default planner against every other one, every cut, and what was asked."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.search.random_requests import clusters, profiles
+from tests.search.random_requests import links as random_links
+
+from penstock.cluster.cluster import Cluster, Device, Link
+from penstock.search.catalogue import plan as search
+from penstock.search.compare import compare
+from penstock.search.laid import CLOSE, lay_out, weigh
+from penstock.search.proposal import Proposal
+from penstock.search.request import MICRO_BATCHES, PlanRequest
+from penstock.simulate.plan_costs import simulate_plan
+
+
+def plan(profile, cluster, batch, **options):
+    """With one copy of every stage, unless a test is about copies."""
+    return search(profile, cluster, batch, **{"max_replicas": 1, "budget_s": 1000.0, **options})
+
+
+def cluster_of(ranks, latency_s=0.0, bandwidth=1e12, memory=10**12):
+    """So many equal devices, one on each node."""
+    link = Link(latency_s, bandwidth)
+    return Cluster("c", (Device("d", memory),) * ranks, 1, link, link)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    profiles(2, 6),
+    clusters(5),
+    st.sampled_from([1, 3, 8, 17]),
+    st.sampled_from([{}, {}, {"max_replicas": 1}, {"asynchronous": True}]),
+)
+def test_auto_is_never_slower_than_any_planner_of_the_literature(profile, on, batch, options):
+    """On models and clusters that nobody has seen; and every plan is whole, fits, and predicts what simulating it gives."""
+    found = compare(profile, on, batch, budget_s=1000, **options)
+    (auto,) = (each for each in found if each.planner == "auto")
+    if auto.plan is None:
+        assert all(each.plan is None for each in found)
+        return
+    assert auto.step_s <= found[0].step_s * (1 + CLOSE)
+    assert auto.plan.predicted.lower_bound_s <= found[0].step_s * (1 + 1e-9)
+    for made in (each.plan for each in found if each.plan is not None):
+        made.check()
+        predicted, timeline = made.predicted, simulate_plan(made, profile, on)
+        assert predicted.peak_memory == timeline.peak_memory
+        assert not made.synchronous or predicted.step_s == timeline.makespan
+        devices = made.devices or range(made.ranks)
+        assert all(held <= on.devices[at].memory_bytes for held, at in zip(predicted.peak_memory, devices, strict=True))
+
+
+@settings(max_examples=3, deadline=None)
+@given(profiles(2, 5), clusters(4, memory=(10**12,)), st.sampled_from([4, 9]))
+def test_the_same_question_about_any_cluster_gets_the_same_plan_and_it_survives_a_file(tmp_path_factory, profile, on, batch):
+    """Whatever the order of a set, or the time that it took."""
+    found = plan(profile, on, batch, budget_s=1000, max_replicas=None)
+    assert plan(profile, on, batch, budget_s=1000, max_replicas=None) == found
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    found.save(path)
+    again = type(found).load(path)
+    assert again == found
+    assert str(again) == str(found)
+
+
+def every_cut(layers, stages):
+    """Lengths of all cuts."""
+    return (tuple(map(int.__sub__, (*inner, layers), (0, *inner))) for inner in combinations(range(1, layers), stages - 1))
+
+
+@settings(max_examples=8, deadline=None)
+@given(profiles(2, 5), st.integers(1, 4), random_links(), st.sampled_from([1, 4, 8]), st.sampled_from([10**12, 60_000]))
+def test_auto_is_as_fast_as_the_best_of_all_cuts_schedules_micro_batches_and_copies(profile, ranks, link, batch, memory):
+    """Not only of the exact cuts: every way there is, one by one."""
+    on, names = Cluster("c", (Device("d", memory),) * ranks, 1, link, link), ("1f1b", "gpipe")
+    request = PlanRequest(profile, on, batch)
+    ways = [
+        Proposal(lengths, name, m, (("replicas", copies),))
+        for copies in range(1, ranks + 1) for stages in range(1, min(len(profile), ranks // copies) + 1)
+        for lengths in every_cut(len(profile), stages) for name in names
+        for m in MICRO_BATCHES if copies <= m <= batch
+    ]  # fmt: skip
+    fits = [found.step_s for found in (weigh(lay_out(request, way))[-1] for way in ways) if not found.lack]
+    if not fits:
+        return
+    found = plan(profile, on, batch, schedules=names, budget_s=1000, max_replicas=None)
+    assert found.predicted.step_s <= min(fits) * (1 + CLOSE)
+
+
+def test_what_only_other_planners_find_within_memory_is_found(profile_of):
+    """Where the first look finds nothing that fits, they are asked all the same."""
+    profile, on = profile_of([1.0] * 4, parameters=100), cluster_of(2)
+    for limit in (1500,):
+        found = compare(profile, on, 16, memory_limit=limit, budget_s=1000)
+        (auto,) = (each for each in found if each.planner == "auto")
+        assert (auto.plan is None) == all(each.plan is None for each in found)
+        assert auto.plan is None or auto.step_s <= found[0].step_s * (1 + CLOSE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stages": 2}, {"micro_batches": 3}, {"partition": (1, 3)}, {"partition": "uniform", "stages": 2}, {"max_replicas": 1}, {"recompute": "always"},
+     {"schedules": ("gpipe",)}, {"schedules": ("pipedream",), "stages": 2}, {"weights": "stash"}],
+    ids=str,
+)  # fmt: skip
+def test_what_was_asked_is_kept_whoever_proposes(profile_of, options):
+    """Other planners have habits of their own: where they do not keep to the request, their plans do not count."""
+    found = plan(profile_of([1.0, 3.0, 1.0, 2.0], fixed=0.1), cluster_of(4), 12, **{"max_replicas": None, **options})
+    assert found.stages == options.get("stages", found.stages)
+    assert found.micro_batches == options.get("micro_batches", found.micro_batches)
+    assert found.recompute == options.get("recompute", found.recompute)
+    assert found.schedule_name in options.get("schedules", (found.schedule_name,))
+    assert found.weights == options.get("weights", found.weights)
+    assert max(map(len, found.schedule.ranks_of_stage)) <= options.get("max_replicas", 4)
+    if options.get("partition") == (1, 3):
+        assert found.lengths == (1, 3)
+    if options.get("partition") == "uniform":
+        assert found.lengths == (2, 2)
+
+
+def test_a_named_stream_s_own_planner_counts(profile_of):
+    """Naming an asynchronous schedule is asking for it: what PipeDream's planner proposes with it is weighed."""
+    profile, on = profile_of([1.0, 3.0, 1.0, 2.0, 1.0]), cluster_of(4, 1e-3, 1e4)
+    (auto, own) = (search(profile, on, 12, planner=name, schedules=("pipedream",), asynchronous=flag, budget_s=1000)
+                   for name, flag in (("auto", False), ("pipedream", True)))  # fmt: skip
+    assert auto.predicted.step_s <= own.predicted.step_s * (1 + CLOSE)
