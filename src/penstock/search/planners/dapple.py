@@ -78,10 +78,6 @@ def _counts(request: PlanRequest, *, many: bool) -> list[int]:
     if request.micro_batches is not None:
         most = request.micro_batches
         counts = [each for each in range(1, most + 1) if most % each == 0]
-    if len(counts) > 1 and request.stages != 1:
-        counts = [
-            each for each in counts if each > 1
-        ]  # with one there is nothing to pipeline; copies of all do as well with two
     few = [each for each in counts if each in FEW_COUNTS]
     return (few or counts[-1:]) if many else counts
 
