@@ -52,7 +52,7 @@ def example(case: Case) -> Any:
     if kind == "image":
         return torch.zeros(1, 3, size, size)
     one = torch.zeros(1, size, dtype=torch.long)
-    return one if kind == "tokens" else (one, one)
+    return one if kind == "tokens" else torch.stack([one, one], dim=1)
 
 
 GPT_100 = {

@@ -130,11 +130,15 @@ class Profile:
 
     def seconds(self, phase: Phase, samples: float) -> list[float]:
         """Per layer, seconds of one phase for `samples` samples."""
-        return [layer.seconds(phase, samples) for layer in self.layers]
+        known: dict[tuple[Phase, float], list[float]] = self.__dict__.setdefault("_known", {})  # planners ask a thousand times
+        if (phase, samples) not in known:
+            known[phase, samples] = [layer.seconds(phase, samples) for layer in self.layers]
+        return list(known[phase, samples])
 
     def step_seconds(self, samples: float) -> list[float]:
         """Per layer, seconds of forward and backward for `samples` samples."""
-        return [layer.seconds("forward", samples) + layer.seconds("backward", samples) for layer in self.layers]
+        return [forward + back for forward, back in
+                zip(self.seconds("forward", samples), self.seconds("backward", samples), strict=True)]  # fmt: skip
 
     def save(self, path: str | Path) -> None:
         """Write JSON with a schema version."""

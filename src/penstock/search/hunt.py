@@ -17,7 +17,7 @@ from penstock.search.shapes import Shape
 from penstock.search.ways import Way, least_s
 
 #: What one more way takes besides its ops, in ops.
-OVERHEAD = 3000
+OVERHEAD = 8000
 
 
 #: A way this near to the best is cut again for its ranks, where they have several stages each and are not more than these.

@@ -24,7 +24,7 @@ MOST, WORTH = 5, 0.005
 FEW_RANKS = 32
 
 #: Ops simulated in search of a plan for one rank more.
-WORK = 300_000
+WORK = 120_000
 
 
 def remedies(request: PlanRequest, chosen: Scored) -> list[Remedy]:
