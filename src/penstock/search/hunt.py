@@ -16,6 +16,9 @@ from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
 from penstock.search.ways import Way, least_s
 
+#: The budget that numbers of ops are for.
+USUAL_BUDGET_S = 10.0
+
 #: What one more way takes besides its ops, in ops.
 OVERHEAD = 8000
 
@@ -57,8 +60,8 @@ class Hunt:
         return bool(self.fits) and (self.work >= self._most_work or time.monotonic() >= self._until)
 
     def allow(self, more: float, share: float = 1.0) -> None:
-        """So many ops more from here on, until this share of the time is spent."""
-        self._most_work = self.work + more
+        """So many ops more from here on, and with a longer budget than usual more of them; until this share of the time is spent."""
+        self._most_work = self.work + more * max(1.0, self.request.budget_s / USUAL_BUDGET_S)
         self._until = self._start + share * self.request.budget_s
 
     def left_s(self) -> float:

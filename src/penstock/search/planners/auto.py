@@ -34,7 +34,7 @@ from penstock.search.ways import Space, Way
 
 NAME = "auto"
 
-#: Ops simulated at most: with one schedule, and with all others.
+#: Ops simulated at most in the usual budget: with one schedule, and with all others.
 SCAN, SEARCH = 400_000, 1_300_000
 
 #: Of a schedule with so many stages and copies no more ways are looked at once so many came to nothing, or where the best is this many
@@ -90,7 +90,7 @@ def _scan(hunt: Hunt, space: Space) -> dict[tuple[Shape, int], float]:
     """A first look, at ways with one schedule: what they really take says where the others are worth one. Returns what they take over
     what was estimated, by shape and number of micro-batches.
     """
-    hunt.allow(SCAN, 0.25)
+    hunt.allow(SCAN, 0.4)
     found: dict[tuple[Shape, int], float] = {}
     for way in space.ways:
         if hunt.over:
