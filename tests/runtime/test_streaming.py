@@ -92,7 +92,9 @@ def test_versions_are_counted_and_their_bytes_are_in_the_peak_memory(weights, ve
     flush = pipeline("1f1b")
     flush.train_batch(*batches(1)[0])
     first = flush.timeline().peak_memory
-    flush.train_batch(*batches(1)[0])  # the very first graph copies its input, to see whether layers change it; so does a stream's
+    flush.train_batch(
+        *batches(1)[0]
+    )  # the very first graph copies its input, to see whether layers change it; so does a stream's
     stage_bytes = [4 * (8 * 8 + 8), 4 * (8 * 8 + 8), 4 * (8 * 8 + 8 + 8 * 4 + 4)]
     expected = [(count - 1) * size for count, size in zip(versions, stage_bytes, strict=True)]
     kept = [(count - 1) * _saved(flush, stage) for stage, count in enumerate((3, 2, 1))]
