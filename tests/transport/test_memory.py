@@ -110,3 +110,13 @@ def test_reopening_forgets_the_failure_and_what_was_on_its_way():
         receiver.post(0, FIRST, "s").wait()
     sender.send(1, FIRST, payload(4), "s")
     assert receiver.post(0, FIRST, "s").wait().value().item() == 4
+
+
+def test_the_same_message_twice_arrives_twice_in_order():
+    """One of two copies may be an update ahead: its next gradients must not take the place of those that nobody has taken yet."""
+    exchange, message = Exchange(), Message(Kind.U, 0, 0)
+    for number in (1.0, 2.0):
+        exchange.put((0, 1, message), Payload.of([torch.tensor(number)], (False,)))
+    assert [exchange.take((0, 1, message), 1.0).tensors[0].item() for _ in range(2)] == [1.0, 2.0]
+    with pytest.raises(TransportTimeout):
+        exchange.take((0, 1, message), 0.01)

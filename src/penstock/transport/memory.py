@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from penstock.schedule.lower import Message
@@ -11,17 +12,20 @@ from penstock.transport.transport import TransportLost, TransportTimeout
 
 
 class Exchange:
-    """What the ranks of one process share: payloads on their way, by sender, receiver and message."""
+    """What the ranks of one process share: payloads on their way, by sender, receiver and message; of one message in the order sent.
+
+    Copies of a stage send each other the same message at every update, and one of two may be an update ahead.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._payloads: dict[tuple[int, int, Message], Payload] = {}
+        self._payloads: defaultdict[tuple[int, int, Message], deque[Payload]] = defaultdict(deque)
         self._closed: str | None = None
 
     def put(self, key: tuple[int, int, Message], payload: Payload) -> None:
         """Leave a payload for its receiver."""
         with self._changed:
-            self._payloads[key] = payload
+            self._payloads[key].append(payload)
             self._changed.notify_all()
 
     def take(self, key: tuple[int, int, Message], deadline_s: float) -> Payload:
@@ -29,7 +33,11 @@ class Exchange:
         with self._changed:
             came = self._changed.wait_for(lambda: key in self._payloads or self._closed is not None, deadline_s)
             if key in self._payloads:
-                return self._payloads.pop(key)
+                waiting = self._payloads[key]
+                payload = waiting.popleft()
+                if not waiting:
+                    del self._payloads[key]
+                return payload
             if came:
                 raise TransportLost(self._closed)
             raise TransportTimeout
