@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from penstock.errors import PlanError, ScheduleError, SettingError
 from penstock.schedule.op import Kind, Schedule
@@ -21,7 +22,6 @@ USUAL_BUDGET_S = 10.0
 
 #: What one more way takes besides its ops, in ops.
 OVERHEAD = 8000
-
 
 #: A way this near to the best is cut again for its ranks, where they have several stages each and are not more than these.
 NEAR, FEW_RANKS = 1.1, 32
@@ -84,10 +84,8 @@ class Hunt:
                 self.refuse(f"{made.name} in {made.stages} stages needs {made.ranks} ranks, {self.request.cluster.name} has "
                             f"{self.request.cluster.ranks}")  # fmt: skip
             return None
-        copies = way.shape.pipelines * max(map(len, made.ranks_of_stage))
-        if (
-            copies > self.request.copies_allowed and self.request.schedules is None
-        ):  # Chimera's two directions are copies as well
+        copies = way.shape.pipelines * max(map(len, made.ranks_of_stage))  # Chimera's two directions are copies as well
+        if copies > self.request.copies_allowed and self.request.schedules is None:
             return None
         devices = way.shape.devices if made.ranks <= len(way.shape.devices) else tuple(range(made.ranks))
         if devices == tuple(range(len(devices))):
@@ -158,7 +156,7 @@ class Hunt:
         """Equal for shapes whose pipelines are cut alike."""
         cluster = self.request.cluster
         profiles = tuple(id(self.request.profile_of(rank)) for rank in shape.first)
-        links = tuple(id(cluster.link(a, b)) for a, b in zip(shape.first, shape.first[1:], strict=False))
+        links = tuple(id(cluster.link(a, b)) for a, b in pairwise(shape.first))
         return profiles, links
 
 

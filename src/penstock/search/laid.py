@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -24,6 +25,9 @@ from penstock.weights.choice import rule_of
 
 #: Times this close, relatively, count as equal: then memory decides, then the number of micro-batches.
 CLOSE = 1e-3
+
+#: Peaks whose logarithms round to one multiple of this count as equal: a plan that is simpler is worth that little memory.
+LEAN = 0.02
 
 #: Ways that are told when nothing fits.
 MISFITS = 4
@@ -71,7 +75,8 @@ class Scored:
     def preference(self) -> tuple[bool, int, int, int, float, str, str]:
         """Smallest first, among those whose times count as equal."""
         made = self.laid.made
-        return not made.synchronous, max(self.memory), made.micro_batches, made.stages, self.step_s, made.name, self.recompute
+        lean = round(math.log(max(1, *self.memory)) / LEAN)
+        return not made.synchronous, lean, made.micro_batches, made.stages, self.step_s, made.name, self.recompute
 
     @property
     def kind(self) -> tuple[str, int, int | tuple[int, ...]]:
@@ -208,10 +213,13 @@ def _lack(request: PlanRequest, memory: Sequence[int]) -> tuple[float, str]:
     return excess, words if excess > 1 else ""
 
 
-def best(fits: Iterable[Scored]) -> Scored:
-    """The fastest; of those within 0.1 % of it a synchronous one, then the leanest, then the one with the fewest micro-batches."""
+def best(fits: Iterable[Scored], most_s: float = math.inf) -> Scored:
+    """The fastest; of those within 0.1 % of it a synchronous one, then the leanest (to about 2 %), then the one with the fewest
+    micro-batches. None slower than `most_s` is taken for another's sake.
+    """
     every = list(fits)
-    reach = min(each.step_s for each in every) * (1 + CLOSE)
+    fastest = min(each.step_s for each in every)
+    reach = min(fastest * (1 + CLOSE), max(fastest, most_s))
     return min((each for each in every if each.step_s <= reach), key=lambda each: each.preference)
 
 
