@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -13,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.errors import LayerFailed, SettingError
+from penstock.errors import SettingError
 from penstock.grad.split import input_grad, weight_grad
 from penstock.measure.op_work import OpWork, op_work
-from penstock.measure.passes import Loss, WithLoss, bytes_of
+from penstock.measure.passes import Loss, WithLoss, bytes_of, named_failure
 from penstock.profile.counts import LayerCounts, ModelCounts, Work
 from penstock.tracing.chain import TracedChain, chain
 
@@ -71,7 +70,7 @@ def count(
             for index, module in enumerate(modules):
                 same = index > 0, alike[index], _look(value)
                 if same not in done:
-                    with _named_failure(traced, index):
+                    with named_failure(traced.layers[index].name):
                         done[same] = _count_layer(module, value, inner=index > 0)
                 phases, value = done[same]
                 runs[index].append(phases)
@@ -273,19 +272,15 @@ def _summed(name: str, run: list[OpWork]) -> OpWork:
 
 def _layers(traced: TracedChain, works: list[dict[str, tuple[Work, ...]]], kept: list[float], outputs: list[float],
             entries: list[float]) -> tuple[LayerCounts, ...]:  # fmt: skip
-    counted: set[str] = set()
     layers = []
-    for index, layer in enumerate(traced.layers):
-        parameters = [traced.description.tensor(name) for name in layer.parameters if name not in counted]
-        buffers = [traced.description.tensor(name) for name in layer.buffers if name not in counted]
-        counted.update(layer.parameters, layer.buffers)
+    for index, (layer, weights) in enumerate(zip(traced.layers, traced.description.weights, strict=True)):
         layers.append(
             LayerCounts(
                 name=layer.name,
                 kind=layer.kind,
-                parameters=sum(torch.Size(fact.shape).numel() for fact in parameters),
-                parameter_bytes=sum(fact.bytes for fact in parameters),
-                buffer_bytes=sum(fact.bytes for fact in buffers),
+                parameters=weights.parameters,
+                parameter_bytes=weights.parameter_bytes,
+                buffer_bytes=weights.buffer_bytes,
                 activation_bytes_per_sample=kept[index],
                 output_bytes_per_sample=outputs[index],
                 entry_bytes_per_sample=entries[index],
@@ -293,11 +288,3 @@ def _layers(traced: TracedChain, works: list[dict[str, tuple[Work, ...]]], kept:
             )
         )
     return tuple(layers)
-
-
-@contextmanager
-def _named_failure(traced: TracedChain, index: int) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise LayerFailed(traced.layers[index].name, f"{type(error).__name__}: {error}") from error

@@ -45,6 +45,15 @@ class _Step:
         return [leaf for leaf in self.given if leaf is not None]
 
 
+@contextmanager
+def named_failure(layer: str) -> Iterator[None]:
+    """Whatever is raised in here is raised as that layer's failure."""
+    try:
+        yield
+    except Exception as error:
+        raise LayerFailed(layer, f"{type(error).__name__}: {error}") from error
+
+
 class WithLoss(nn.Module):
     """The last layer and the loss of what it makes; `output_bytes` are of the layer's output."""
 
@@ -107,7 +116,7 @@ class Passes:
         """What the layers make of `value`, untimed."""
         with torch.no_grad():
             for index, module in enumerate(self.modules):
-                with self._named_failure(index):
+                with named_failure(self.names[index]):
                     value = module(value)
         return value
 
@@ -134,7 +143,7 @@ class Passes:
         steps = []
         self.output_bytes = []
         for index, module in enumerate(self.modules):
-            with self._named_failure(index):
+            with named_failure(self.names[index]):
                 given, leaves, copies = _leaves(value, self.inner or index > 0, self._changes[index])
                 start = now(self.device)
                 value = module(given)
@@ -154,7 +163,7 @@ class Passes:
         arriving: Sequence[Tensor | None] = [None] * len(steps[-1].made) if steps else []
         for index in reversed(range(len(steps))):
             step = steps[index]
-            with self._named_failure(index):
+            with named_failure(self.names[index]):
                 pairs = [(root, grad) for root, grad in zip(step.made, arriving, strict=True) if root.requires_grad]
                 roots = [root for root, _ in pairs]
                 grads = [torch.ones_like(root) if grad is None else grad for root, grad in pairs]
@@ -169,18 +178,11 @@ class Passes:
         """Seconds of the weight part, after the input part of all layers, as a rank has it."""
         seconds = [0.0] * len(steps)
         for index in reversed(range(len(steps))):
-            with self._named_failure(index):
+            with named_failure(self.names[index]):
                 start = now(self.device)
                 weight_grad(steps[index].pending)
                 seconds[index] = now(self.device) - start
         return seconds
-
-    @contextmanager
-    def _named_failure(self, index: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise LayerFailed(self.names[index], f"{type(error).__name__}: {error}") from error
 
     @staticmethod
     def _whole(step: _Step, roots: list[Tensor], grads: list[Tensor]) -> list[Tensor | None]:

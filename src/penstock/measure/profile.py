@@ -249,9 +249,8 @@ def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> tuple[list[in
 
 def _layers(traced: TracedChain, sizes: tuple[int, ...], runs: list[list[_Measured]],
             activations: list[float], entries: list[float]) -> tuple[LayerProfile, ...]:  # fmt: skip
-    counted: set[str] = set()
     layers = []
-    for index, (layer, measured) in enumerate(zip(traced.layers, runs, strict=True)):
+    for index, (layer, weights, measured) in enumerate(zip(traced.layers, traced.description.weights, runs, strict=True)):
         timings = {
             phase: Timing(
                 sizes,
@@ -260,16 +259,13 @@ def _layers(traced: TracedChain, sizes: tuple[int, ...], runs: list[list[_Measur
             )
             for phase in PHASES
         }
-        parameters = [traced.description.tensor(name) for name in layer.parameters if name not in counted]
-        buffers = [traced.description.tensor(name) for name in layer.buffers if name not in counted]
-        counted.update(layer.parameters, layer.buffers)
         layers.append(
             LayerProfile(
                 name=layer.name,
                 kind=layer.kind,
-                parameters=sum(torch.Size(fact.shape).numel() for fact in parameters),
-                parameter_bytes=sum(fact.bytes for fact in parameters),
-                buffer_bytes=sum(fact.bytes for fact in buffers),
+                parameters=weights.parameters,
+                parameter_bytes=weights.parameter_bytes,
+                buffer_bytes=weights.buffer_bytes,
                 activation_bytes_per_sample=activations[index],
                 entry_bytes_per_sample=entries[index],
                 output_bytes_per_sample=measured[-1].output_bytes / sizes[-1],

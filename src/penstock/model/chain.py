@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 
 from penstock.errors import ChainError
 
@@ -36,6 +37,15 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """What a layer holds that no layer before it does: numbers in parameters, and bytes."""
+
+    parameters: int
+    parameter_bytes: int
+    buffer_bytes: int
+
+
+@dataclass(frozen=True)
 class Chain:
     """Layers in the order in which they run, and the facts of every tensor they use, each once."""
 
@@ -60,16 +70,22 @@ class Chain:
         return self._by_name[name]
 
     @property
+    def weights(self) -> tuple[Weights, ...]:
+        """Per layer, what it holds; tensors that several layers use count at the first."""
+        counted: set[str] = set()
+        found = []
+        for layer in self.layers:
+            own, kept = ([self._by_name[name] for name in dict.fromkeys(names) if name not in counted]
+                         for names in (layer.parameters, layer.buffers))  # fmt: skip
+            counted.update(layer.parameters, layer.buffers)
+            found.append(Weights(sum(prod(each.shape) for each in own), sum(each.bytes for each in own),
+                                 sum(each.bytes for each in kept)))  # fmt: skip
+        return tuple(found)
+
+    @property
     def parameter_count(self) -> int:
         """Numbers in all parameters, each parameter once however often it is used."""
-        names = dict.fromkeys(name for layer in self.layers for name in layer.parameters)
-        total = 0
-        for name in names:
-            count = 1
-            for extent in self._by_name[name].shape:
-                count *= extent
-            total += count
-        return total
+        return sum(each.parameters for each in self.weights)
 
     @property
     def tied(self) -> dict[str, tuple[int, ...]]:
