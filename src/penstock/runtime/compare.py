@@ -17,6 +17,7 @@ from penstock.runtime.stage import Loss
 from penstock.runtime.world import World
 from penstock.tracing.chain import TracedChain
 from penstock.tracing.materialise import materialise
+from penstock.tracing.names import parameters_of, state_of
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
 from penstock.tracing.slices import has_past
 
@@ -82,10 +83,10 @@ def compare(world: World, placed: state.Placed, play: Callable[[], Tensor], batc
     plain_grads: dict[str, Tensor] = {}
     plain_state: dict[str, Tensor] = {}
     for layer, module in zip(placed.traced.layers, modules, strict=True):
-        for name, parameter in module.named_parameters(layer.name):
+        for name, parameter in parameters_of(layer.name, module):
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             plain_grads.setdefault(placed.traced.aliases[name], grad)
-        plain_state.update(module.state_dict(prefix=f"{layer.name}."))
+        plain_state.update(state_of(layer.name, module))
     parameters = {name for layer in placed.traced.layers for name in layer.parameters} | set(plain_grads)
     moved = {name: tensor for name, tensor in found_state.items() if placed.traced.aliases.get(name, name) not in parameters}
     return Comparison(
@@ -105,7 +106,7 @@ def _one_device(placed: state.Placed, values: Mapping[str, Tensor]) -> list[nn.M
     with torch.no_grad():
         for layer, module in zip(placed.traced.layers, modules, strict=True):
             module.zero_grad()
-            for name, target in module.state_dict(prefix=f"{layer.name}.").items():
+            for name, target in state_of(layer.name, module).items():
                 target.copy_(values[name])
     return modules
 

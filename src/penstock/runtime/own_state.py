@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from penstock.errors import SettingError
 from penstock.optim.stage_weights import StageWeights
 from penstock.runtime.stage import Stage
+from penstock.tracing.names import parameters_of
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ def names_of(stage: Stage) -> dict[Tensor, str]:
     """The stage's trainable parameters by their first name."""
     names: dict[Tensor, str] = {}
     for layer in stage.layers:
-        for name, parameter in layer.module.named_parameters(layer.name):
+        for name, parameter in parameters_of(layer.name, layer.module):
             names.setdefault(parameter, name)
     return {parameter: names[parameter] for parameter in stage.update.parameters}
 

@@ -12,6 +12,7 @@ from penstock.errors import SettingError
 from penstock.runtime.stage import Stage
 from penstock.runtime.world import World
 from penstock.tracing.chain import TracedChain
+from penstock.tracing.names import state_of
 from penstock.transport.payload import TensorForm
 
 
@@ -40,10 +41,10 @@ class Placed:
 
 def own(stage: Stage) -> dict[str, Tensor]:
     """A stage's parameters and persistent buffers, live, by the names that the whole model's `state_dict` has for them."""
-    held: dict[str, object] = {}
+    held: dict[str, Tensor] = {}
     for layer in stage.layers:
-        held |= layer.module.state_dict(prefix=f"{layer.name}.")
-    return {name: value for name, value in held.items() if isinstance(value, Tensor)}
+        held |= state_of(layer.name, layer.module)
+    return held
 
 
 def put(stages: Sequence[Stage], tensors: Mapping[str, Tensor]) -> None:
@@ -97,13 +98,12 @@ def _described(placed: Placed) -> dict[int, dict[str, TensorForm]]:
     """Names and forms of what every rank holds, known everywhere since everywhere has the chain."""
     described: dict[int, dict[str, TensorForm]] = {}
     for rank, layers in placed.layers_of_rank().items():
-        held: dict[str, object] = {}
+        held: dict[str, Tensor] = {}
         for layer in layers:
-            held |= placed.traced.modules[layer].state_dict(prefix=f"{placed.traced.layers[layer].name}.")
+            held |= state_of(placed.traced.layers[layer].name, placed.traced.modules[layer])
         described[rank] = {
             name: TensorForm(tuple(value.shape), str(value.dtype).removeprefix("torch."), wants_grad=False)
             for name, value in held.items()
-            if isinstance(value, Tensor)
         }
     return described
 

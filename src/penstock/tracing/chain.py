@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,11 +17,17 @@ class TracedChain:
     """A chain and the modules that run its layers: `modules[i]` takes what `modules[i - 1]` returned.
 
     `aliases` has every name that `state_dict` of the whole model uses for a shared tensor, with the name that the chain uses.
+
+    Where a stage begins at layer i, what it takes is `entries[i](crossed, inputs)`: what came over the boundary, with what can be made
+    again of the micro-batch's inputs, which every rank has; where one ends after layer i, `exits[i](made)` is what crosses. Layers that
+    are in neither have nothing of the kind: what one returns crosses, and the next one takes.
     """
 
     description: Chain
     modules: tuple[nn.Module, ...]
     aliases: dict[str, str]
+    entries: Mapping[int, nn.Module] = field(default_factory=dict)
+    exits: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
