@@ -73,7 +73,7 @@ def measure(name: str, stages: int, micro_batches: int, rounds: int, steps: int,
     """Milliseconds per step of each system, by round; on every rank. `ahead` has more ways to post receives to compare."""
     import gc
 
-    from penstock.runtime import pipeline
+    from penstock.runtime import player
     from penstock.runtime.processes import join
 
     join()
@@ -83,7 +83,7 @@ def measure(name: str, stages: int, micro_batches: int, rounds: int, steps: int,
     systems = {f"{who} {schedule}": make(name, schedule, lengths, micro_batches)
                for schedule in ("1f1b", "gpipe") for who, make in makers.items()}  # fmt: skip
     for ops in ahead:
-        pipeline.AHEAD = ops
+        player.AHEAD = ops
         systems[f"penstock 1f1b, ahead {ops}"] = penstock_step(name, "1f1b", lengths, micro_batches)
         systems[f"penstock 1f1b, ahead {ops}"]()  # programs are lowered at the first step
     times: dict[str, list[float]] = {system: [] for system in systems}

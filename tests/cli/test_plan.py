@@ -98,7 +98,7 @@ def test_compare_and_a_planner_contradict_each_other(penstock, profile_file):
         (("--budget", -1), "error: budget_s is -1.0; it must be 0 s or more"),
         (("--micro-batches", 9), "error: micro_batches is 9, but there are only 8 samples in the batch"),
         (("--stages", 6), "error: stages is 6, but there are only 5 layers"),
-        (("--recompute", "some"), "error: --recompute is auto, never, except_last or always, not 'some'"),
+        (("--recompute", "some"), "error: --recompute is auto, never, except_last, always or selective, not 'some'"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused_by_name(penstock, profile_file, words, message, compare):

@@ -77,6 +77,19 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, profile):
     assert all(torch.equal(whole[name], continued[name]) for name in whole)
 
 
+def test_clipping_mixed_precision_and_accumulation_are_flags(tmp_path, profile):
+    """What most recipes say besides a learning rate."""
+    flags = ["--clip-grad-norm", "0.5", "--autocast", "float16", "--accumulate", "2", "--limit-steps", "5"]
+    ran = subprocess.run([*TRAIN, "--profile", str(profile), "--schedule", "1f1b", "--out", str(tmp_path), *flags, "--json"],
+                         capture_output=True, text=True, check=False)  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["steps"] == 5
+    config = load(tmp_path / "config.yaml", {})
+    assert (config.clip_grad_norm, config.autocast, config.accumulate, config.compile) == (0.5, "float16", 2, False)
+    index = json.loads((tmp_path / "checkpoint" / "checkpoint.json").read_text())
+    assert index["scaler"] == {"scale": 65536.0, "steps": 3.0, "skipped": 0.0}
+
+
 def _started(tmp_path, profile):
     """A run that would go on for ever, once its first epoch is over; and the processes of its ranks."""
     command = [*TRAIN, "--epochs", "100000", "--profile", str(profile), "--out", str(tmp_path / "run")]
@@ -122,7 +135,8 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_word(tmp_path, profile):
     assert "Traceback" not in ran.stderr
 
 
-STREAM = [*TRAIN, "--weights", "stash", "--schedule", "pipedream"]
+#: The cut is said, for what an asynchronous run learns depends on it, and a planner may choose another one the next time.
+STREAM = [*TRAIN, "--weights", "stash", "--schedule", "pipedream", "--partition", "6,9"]
 
 
 def test_an_asynchronous_run_trains_as_a_stream_and_says_what_it_kept(tmp_path, profile):

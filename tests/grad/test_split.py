@@ -108,7 +108,7 @@ def call(module, *inputs):
 
 SMALL = {"gpt": {"layers": 2, "width": 16, "heads": 2, "tokens": 6, "vocabulary": 11, "dropout": 0.1}, "mlp": {"layers": 3}}
 #: Whose layers pass on several values each; tests/conformance/models.py has them.
-OTHERS = {"gnmt", "gnmt16"}
+OTHERS = {"gnmt", "gnmt16", "unet"}
 
 
 @functools.cache

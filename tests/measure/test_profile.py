@@ -13,6 +13,7 @@ from torch import nn
 from penstock.errors import LayerFailed, SettingError
 from penstock.measure import passes
 from penstock.measure import profile as measuring
+from penstock.measure.analytic import analytic
 from penstock.measure.profile import profile
 from penstock.profile.profile import Profile, check_timing
 from penstock.tracing.chain import chain
@@ -418,3 +419,33 @@ def test_an_example_without_samples_is_refused(example):
     """There is nothing to repeat."""
     with pytest.raises(SettingError, match=r"^the example must be tensors with at least one sample in their first dimension$"):
         quick(perceptron(), example)
+
+
+class Skipping(nn.Module):
+    """A skip over two layers, and a mask made of the inputs, which nobody sends."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x, mask):
+        inner = self.first(x)
+        return self.third(self.second(torch.relu(inner)).masked_fill(mask, 0.0) + inner)
+
+
+def test_a_traced_model_is_measured_and_counted_by_what_crosses_its_boundaries():
+    """Planner and runtime must mean the same bytes: two values of 6 numbers cross the first boundary, one the second, and no mask."""
+    inputs = torch.randn(4, 4), torch.zeros(4, 1, dtype=torch.bool)
+    traced = chain(Skipping(), inputs)
+    measured = profile(traced, inputs, sizes=[2, 4], repeats=1)
+    counted = analytic(traced, inputs, "V100")
+    for found in (measured, counted):
+        assert [layer.name for layer in found.layers] == ["first", "second", "third"]
+        assert [layer.output_bytes_per_sample for layer in found.layers] == [24.0, 24.0, 8.0]
+        assert [layer.parameters for layer in found.layers] == [30, 42, 14]
+        assert found.fingerprint == traced.fingerprint
+    value = inputs
+    for index, module in enumerate(traced.modules[:-1]):
+        value = module(value)
+        crossing = traced.exits[index](value)
+        assert sum(each.nbytes for each in crossing.values()) == 4 * measured.layers[index].output_bytes_per_sample

@@ -51,8 +51,9 @@ CUSTOM = Schedule.parse("rank 0 | 0F0 0F1 1F1 1B1 0B1 1F0 1B0 0B0 1U1 0U1\nrank 
         stream_plan(),
         stream_plan(schedule("hetpipe", 2, 2)),
         stream_plan(weights="pipemare", weights_options=(("decay", 0.25),)),
+        replace(plan(), recompute="selective", recomputed=(0, 1), segment_starts=(1,)),
     ],
-    ids=["1f1b", "with options", "custom", "stream", "waves", "weights' options"],
+    ids=["1f1b", "with options", "custom", "stream", "waves", "weights' options", "some layers again"],
 )
 def test_a_plan_comes_back_from_json_as_it_was(tmp_path, made):
     """Plans travel between machines; any schedule must survive, a user's own and idle ranks too."""
@@ -73,10 +74,16 @@ def test_the_schedule_is_read_back_whole():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": 1}, "is no plan of schema 2: its schema is 1"),
+        ({"schema": 2}, "is no plan of schema 3: its schema is 2"),
         ({"colour": "red"}, "is no plan: at colour: Unexpected"),
         ({"batch": "many"}, "is no plan: at batch"),
         ({"recompute": "sometimes"}, "is no plan: at recompute"),
+        ({"recomputed": [0]}, 'recomputed and segment_starts say which layers recompute="selective" runs again, and recompute is .never'),
+        ({"recompute": "selective", "recomputed": [1, 0]}, r"recomputed \[1, 0\] must be different ones of the 3 layers, ascending"),
+        ({"recompute": "selective", "recomputed": [0, 3]}, r"recomputed \[0, 3\] must be different ones of the 3 layers"),
+        ({"recompute": "selective", "recomputed": [1, 1]}, r"recomputed \[1, 1\] must be different ones"),
+        ({"recompute": "selective", "recomputed": ["a"]}, "is no plan: at recomputed.0"),
+        ({"recompute": "selective", "recomputed": [0, 1], "segment_starts": [2]}, r"segment_starts \[2\] must be different ones of recomputed"),
         ({"lengths": [2, 2]}, r"stage lengths \[2, 2\] must be positive and sum to the 3 layers"),
         ({"lengths": [3, 0]}, r"stage lengths \[3, 0\] must be positive"),
         ({"lengths": [1, 1, 1]}, "the programs have 2 stages, the lengths 3"),
@@ -134,6 +141,26 @@ def test_a_plan_prints_its_cuts_its_prediction_and_why_the_others_lost():
         "    gpipe     2       4  never      500.1 ms  equal   3.9 KiB      bubble",
         "    gpipe     2       8  never      400.0 ms  -20.0%  4.0 GiB      needs 4.0 GiB, has 2.0 GiB on rank 1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"recompute": "selective", "recomputed": (0, 1), "segment_starts": (1,)},
+            "runs 2 of 3 layers again in 2 segments: 3.2% more",
+        ),
+        ({"recompute": "selective", "recomputed": (1, 2)}, "runs 2 of 3 layers again in 2 segments: 3.2% more"),
+        ({"recompute": "selective"}, "runs 0 of 3 layers again: 3.2% more"),
+        ({"recompute": "always"}, "runs all 3 layers again: 3.2% more"),
+        ({"recompute": "except_last"}, "runs all 3 layers again but of the last micro-batch: 3.2% more"),
+    ],
+)
+def test_a_plan_prints_what_runs_again_and_what_that_is_good_for(changes, line):
+    """Segments end where a stage does."""
+    made = plan()
+    told = str(replace(made, predicted=replace(made.predicted, more_work=0.032, less_kept=0.41), **changes))
+    assert f"  {line} work, 41% less activations kept for a backward" in told.splitlines()
 
 
 def test_a_plan_of_nothing_prints_too():

@@ -64,7 +64,7 @@ def test_a_plan_for_another_model_and_a_plan_beside_ones_own_words_are_refused(p
         (
             {"balance": [3, 4], "recompute": "sometimes"},
             SettingError,
-            "recompute is one of never, except_last, always, not 'sometimes'",
+            "recompute is one of never, except_last, always, selective, not 'sometimes'",
         ),
         ({"balance": [3, 4], "weights": "stush"}, UnknownName, "no weight rule called 'stush'"),
         (
@@ -95,15 +95,6 @@ def test_what_cannot_run_is_refused_with_the_numbers(options, error, message):
     """Before a thread is started or a process waits for another."""
     with pytest.raises(error, match=message):
         pipeline(**options)
-
-
-def test_tied_weights_that_a_cut_would_part_are_refused_by_name():
-    """Each stage would train its own copy of what is one weight."""
-    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-    model[2].weight = model[0].weight
-    with pytest.raises(ChainError, match=r"0\.weight is used by layers 0, 2, which this cut puts into stages 0, 1"):
-        pipeline(model, balance=[1, 2])
-    pipeline(model, balance=[3])
 
 
 @pytest.mark.parametrize(

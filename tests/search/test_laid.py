@@ -9,9 +9,10 @@ from tests.search.random_requests import FAST, SLOW, clusters, cuts, links, prof
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PlanError, ScheduleError
-from penstock.search.laid import CLOSE, best, first_of_kind, lay_out, made_of, nothing, pilot, relaid, weigh
+from penstock.search.laid import CLOSE, best, first_of_kind, lay_out, made_of, nothing, pilot, relaid
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
+from penstock.search.weigh import weigh
 from penstock.simulate.simulate import RECOMPUTE
 from penstock.simulate.steady import steady
 
@@ -140,7 +141,7 @@ def test_as_little_is_recomputed_as_fits_or_what_was_asked(profile_of):
     assert tried(10**6) == [("never", False)]
     assert tried(2000)[0] == ("never", True)
     assert tried(2000)[-1][1] is False
-    assert tried(100) == [(recompute, True) for recompute in RECOMPUTE]
+    assert sorted(tried(100)) == sorted((recompute, True) for recompute in RECOMPUTE)
     assert tried(10**6, own="always") == [("always", False)]
     assert tried(10**6, recompute="except_last", own="always") == [("except_last", False)]
 

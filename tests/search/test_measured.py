@@ -4,10 +4,11 @@ import pytest
 
 from penstock.cluster.cluster import cluster
 from penstock.search.hunt import Hunt
-from penstock.search.laid import lay_out, weigh
+from penstock.search.laid import lay_out
 from penstock.search.measured import SEARCHED_FROM_S, made_to_measure
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
+from penstock.search.weigh import weigh
 
 
 def proposals(profile_of, *ways, memory_limit=None, **options):

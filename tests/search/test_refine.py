@@ -8,10 +8,11 @@ from tests.search.random_requests import cuts, links, profiles
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.search.hunt import Hunt
-from penstock.search.laid import lay_out, weigh
+from penstock.search.laid import lay_out
 from penstock.search.proposal import Proposal
 from penstock.search.refine import WORTH, refined
 from penstock.search.request import PlanRequest
+from penstock.search.weigh import weigh
 
 
 def on(ranks: int, link: Link = Link(0.0, 1e12)) -> Cluster:

@@ -8,11 +8,12 @@ from tests.search.random_requests import FAST, SLOW
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.profile.paced import paced
 from penstock.search.catalogue import plan
-from penstock.search.laid import lay_out, weigh
+from penstock.search.laid import lay_out
 from penstock.search.proposal import Proposal
 from penstock.search.remedies import MOST, WORTH, remedies
 from penstock.search.request import PlanRequest
 from penstock.search.score import scored
+from penstock.search.weigh import weigh
 from penstock.simulate.plan_costs import simulate_plan
 
 INSIDE, BETWEEN = Link(1e-2, 1e3), Link(5e-2, 3e2)

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from tests.search.random_requests import FAST, SLOW, links, profiles
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
-from penstock.search.laid import lay_out, weigh
+from penstock.search.laid import lay_out
 from penstock.search.request import PlanRequest
 from penstock.search.uneven import uneven
+from penstock.search.weigh import weigh
 from penstock.simulate.plan_costs import meeting_seconds
 
 

@@ -85,7 +85,7 @@ def test_recompute_of_three_micro_batches(recompute, expected):
 
 def test_an_unknown_word_for_recompute_is_refused():
     """Ours are listed, so that torchgpipe's users find theirs."""
-    with pytest.raises(SettingError, match="recompute is one of never, except_last, always, not 'offload'"):
+    with pytest.raises(SettingError, match="recompute is one of never, except_last, always, selective, not 'offload'"):
         recomputes("offload", 0, 1)
 
 

@@ -213,7 +213,7 @@ def test_a_schedule_that_lacks_an_op_is_refused():
 
 def test_an_unknown_recompute_is_refused():
     """The three words are torchgpipe's."""
-    with pytest.raises(SettingError, match="recompute is one of never, except_last, always, not 'sometimes'"):
+    with pytest.raises(SettingError, match="recompute is one of never, except_last, always, selective, not 'sometimes'"):
         simulate_schedule(schedule("gpipe", 2, 2), Costs(), recompute="sometimes")
 
 

@@ -30,6 +30,12 @@ from penstock.training.config import TrainConfig
         ({"partition": "3,4"}, "sums to 7, but the model has 8"),
         ({"micro_batches": 65}, "a batch of 64 cannot be cut into 65"),
         ({"memory_limit": "some"}, "'some' is not a quantity"),
+        ({"schedule": "pipedream", "clip_grad_norm": 1.0}, "clip_grad_norm needs a schedule whose stages update together"),
+        (
+            {"weights": "stash", "accumulate": 2},
+            "accumulate needs a schedule whose stages update together, and this run's is asynchronous",
+        ),
+        ({"asynchronous": True, "autocast": "float16"}, "autocast float16, which scales the loss, needs a schedule"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_reason(asked, words):
@@ -50,6 +56,8 @@ def test_what_does_not_go_together_is_refused_with_the_reason(asked, words):
         {"weights": "xpipe", "optimizer": "adamw", "stages": 3, "micro_batches": 3},
         {"schedule": "hetpipe", "stages": 2},
         {"asynchronous": True, "weights": "none"},
+        {"asynchronous": True, "autocast": "bfloat16"},
+        {"clip_grad_norm": 1.0, "accumulate": 2, "autocast": "float16"},
         {"asynchronous": True},
     ],
 )

@@ -14,7 +14,8 @@ from penstock.zoo.catalogue import model, models
 from penstock.zoo.gpt import gpt_loss
 
 #: Published parameter counts at 1,000 classes and 224 pixels; those of gpt and mlp are worked out by hand from their formulas, those
-#: of gnmt are the sums of PipeDream's profiles of GNMT-8 and GNMT-16 with their vocabulary of 32,320.
+#: of gnmt are the sums of PipeDream's profiles of GNMT-8 and GNMT-16 with their vocabulary of 32,320; that of unet is the one that
+#: PyTorch's implementations of the paper with padding and batch norm have at 2 classes.
 PUBLISHED = {
     "gnmt": 193_765_952,
     "gnmt16": 277_717_568,
@@ -22,6 +23,7 @@ PUBLISHED = {
     "mlp": 29_770,
     "resnet18": 11_689_512,
     "resnet50": 25_557_032,
+    "unet": 31_037_698,
     "vgg11": 132_863_336,
     "vgg11_bn": 132_868_840,
     "vgg13": 133_047_848,
@@ -37,6 +39,7 @@ SMALL: dict[str, dict[str, object]] = {
     "gnmt16": {"hidden": 8, "vocabulary": 11},
     "gpt": {"layers": 2, "width": 16, "heads": 2, "tokens": 6, "vocabulary": 11},
     "mlp": {"layers": 3},
+    "unet": {"classes": 10, "image": 32, "width": 4, "levels": 2},
     **{name: {"classes": 10, "image": 32} for name in PUBLISHED if name.startswith(("resnet", "vgg"))},
 }
 

@@ -44,7 +44,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Seconds = Annotated[str | None, typer.Option(help="One number for all stages, or one per stage: 1,2,1.5 or 3ms.")]
 Boundary = Annotated[str | None, typer.Option(help="One number for all boundaries, or one per boundary.")]
 Bytes = Annotated[str | None, typer.Option(help="Bytes, one number for all or one per stage or boundary: 64MiB or 1GB,2GB.")]
-Recompute = Annotated[str, typer.Option("--recompute", help="never, except_last or always.")]
+Recompute = Annotated[str, typer.Option("--recompute", help="never, except_last, always or selective.")]
 
 
 #: Longer rows of numbers are cut in the middle.

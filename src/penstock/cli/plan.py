@@ -28,7 +28,7 @@ def plan(
     stages: Stages = None,
     micro_batches: MicroBatches = None,
     max_replicas: Annotated[int | None, typer.Option(help="Most copies of a stage; 1 for none.")] = None,
-    recompute: Annotated[str, typer.Option(help="auto, never, except_last or always.")] = "auto",
+    recompute: Annotated[str, typer.Option(help="auto, never, except_last, always, or selective: some layers.")] = "auto",
     memory_limit: Annotated[str | None, typer.Option(help="Bytes that a rank may hold, such as '2 GiB'.")] = None,
     asynchronous: Annotated[bool, typer.Option("--asynchronous", help="Weigh schedules without a flush too.")] = False,
     weights: Weights = None,
@@ -51,8 +51,8 @@ def plan(
 
     if compare and planner != "auto":
         raise SettingError(f"--compare asks every planner: leave out --planner {planner}")
-    if recompute not in ("auto", "never", "except_last", "always"):
-        raise SettingError(f"--recompute is auto, never, except_last or always, not {recompute!r}")
+    if recompute not in ("auto", "never", "except_last", "always", "selective"):
+        raise SettingError(f"--recompute is auto, never, except_last, always or selective, not {recompute!r}")
     PLANNERS.find(planner)
     costs, samples = _profiles(profile)
     target = describe(cluster)

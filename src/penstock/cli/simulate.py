@@ -32,6 +32,17 @@ Links = Annotated[
     str, typer.Option(help="duplex: a link each way between two ranks; half-duplex: one for both ways; shared: one for all.")
 ]
 
+Again = Annotated[
+    str | None, typer.Option(help="With --recompute selective: seconds of the forwards that run again. All, if not given.")
+]
+KeptBytes = Annotated[
+    str | None,
+    typer.Option(help="With --recompute selective: of the activation bytes, those that are kept. The input, if not given."),
+]
+AgainBytes = Annotated[
+    str | None, typer.Option(help="With --recompute selective: the most that comes back at once. All, if not given.")
+]
+
 
 def simulate(
     schedule: ScheduleName = None,
@@ -57,6 +68,9 @@ def simulate(
     activation_bytes: Bytes = None,
     input_bytes: Bytes = None,
     weight_bytes: Bytes = None,
+    again: Again = None,
+    kept_bytes: KeptBytes = None,
+    again_bytes: AgainBytes = None,
     overlap: Annotated[bool, typer.Option(help="Transfers run beside compute, or a rank stands still while it sends.")] = True,
     recompute: Recompute = "never",
     draw: Annotated[bool, typer.Option("--draw", help="Draw the timeline too.")] = False,
@@ -75,7 +89,8 @@ def simulate(
     flags = {"forward": forward, "backward": backward, "input_grad": input_grad, "weight_grad": weight_grad, "update": update,
              "pair": pair, "evict": evict, "transfer": transfer, "transfer_back": transfer_back, "latency": latency,
              "bandwidth": bandwidth, "boundary_bytes": boundary_bytes, "activation_bytes": activation_bytes,
-             "input_bytes": input_bytes, "weight_bytes": weight_bytes}  # fmt: skip
+             "input_bytes": input_bytes, "weight_bytes": weight_bytes, "again": again, "kept_bytes": kept_bytes,
+             "again_bytes": again_bytes}  # fmt: skip
     costs = options.costs_given(flags, links)
     name = options.for_weights(schedule, csv, weights)
     whole = options.the_schedule(name, stages, micro_batches, csv, option, costs)

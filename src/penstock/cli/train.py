@@ -47,6 +47,10 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     momentum: Annotated[float | None, typer.Option(help="Of sgd.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Weight decay.")] = None,
+    clip_grad_norm: Annotated[float | None, typer.Option(help="How long the gradients of all stages may be together.")] = None,
+    autocast: Annotated[str | None, typer.Option(help="Mixed precision: bfloat16, or float16 with a scaled loss.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Batches for each step.")] = None,
+    compile: Annotated[bool | None, typer.Option("--compile", help="torch.compile for every stage.")] = None,  # noqa: A002
     seed: Annotated[int | None, typer.Option(help="Of weights, dropout and the order of the data.")] = None,
     out: Annotated[str | None, typer.Option(help="The run's folder; by default a new one in runs/.")] = None,
     resume: Annotated[bool | None, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = None,

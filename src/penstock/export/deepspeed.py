@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from penstock.export.catalogue import Exported, register
-from penstock.export.pipelines import pipelines_of, refuse, told, uneven_batch, why_not_pipelines
+from penstock.export.pipelines import (
+    pipelines_of,
+    refuse,
+    segment_lengths,
+    selective_layers,
+    told,
+    uneven_batch,
+    why_not_pipelines,
+)
 from penstock.partition.uniform import partition_uniform
 from penstock.plan.plan import Plan
 
@@ -24,8 +32,8 @@ def deepspeed(plan: Plan) -> Exported:
     ranks as the plan does. DeepSpeed plays 1F1B.
 
     Raises:
-        PlanError: the plan has several stages on a rank, stages with copies of their own, or micro-batches of several sizes, or is
-            asynchronous.
+        PlanError: the plan has several stages on a rank, stages with copies of their own, or micro-batches of several sizes, is
+            asynchronous, or runs some layers again and not others.
     """
     found = pipelines_of(plan)
     reasons = [] if found is not None else [why_not_pipelines(plan)]
@@ -34,6 +42,9 @@ def deepspeed(plan: Plan) -> Exported:
                        "stage k, and no other")  # fmt: skip
     if (uneven := uneven_batch(plan)) is not None:
         reasons.append(uneven)
+    if plan.recomputed and _interval(plan) is None:
+        reasons.append(f"layers {selective_layers(plan)} run again: activation_checkpoint_interval=n runs all layers again, every n of a "
+                       "stage together")  # fmt: skip
     refuse("deepspeed", reasons)
     assert found is not None
     parts = [0, *(end for _, end in plan.bounds)]
@@ -46,12 +57,23 @@ def deepspeed(plan: Plan) -> Exported:
         notes.append(
             f'{found.count} pipelines: topology=ProcessTopology(axes=["data", "pipe"], dims=[{found.count}, {plan.stages}])'
         )
-    if plan.recompute != "never":
+    if plan.recompute == "selective" and plan.recomputed:
+        notes.append(f"recomputation (selective): activation_checkpoint_interval={_interval(plan)}")
+    elif plan.recompute in ("except_last", "always"):
         except_last = " for the last micro-batch too" if plan.recompute == "except_last" else ""
         notes.append(
             f"recomputation: activation_checkpoint_interval={max(plan.lengths)} recomputes every stage whole{except_last}"
         )
     return Exported(str(parts), use, tuple(notes))
+
+
+def _interval(plan: Plan) -> int | None:
+    """How many layers of a stage run again together, where all do; None where they do not, or not in equal numbers."""
+    found = max((b - a for of_stage in segment_lengths(plan) for a, b in of_stage), default=0)
+    for of_stage, length in zip(segment_lengths(plan), plan.lengths, strict=True):
+        if of_stage != [(at, min(at + found, length)) for at in range(0, length, found)]:
+            return None
+    return found
 
 
 def _uniform(plan: Plan) -> bool:

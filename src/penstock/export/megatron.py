@@ -7,7 +7,15 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from penstock.export.catalogue import Exported, register
-from penstock.export.pipelines import Pipelines, pipelines_of, refuse, told, uneven_batch, why_not_pipelines
+from penstock.export.pipelines import (
+    Pipelines,
+    pipelines_of,
+    refuse,
+    selective_layers,
+    told,
+    uneven_batch,
+    why_not_pipelines,
+)
 from penstock.plan.plan import Plan
 
 #: A layer of a list of blocks, `decoder.layers.3`, or a part of one, `decoder.layers.3.mlp`.
@@ -26,7 +34,8 @@ def megatron(plan: Plan) -> Exported:
 
     Raises:
         PlanError: there is no such list, a cut lies in a decoder layer, among the layers before or among those after; stages stand on
-            other ranks; the plan has stages with copies of their own, or micro-batches of several sizes, or is asynchronous.
+            other ranks; the plan has stages with copies of their own, or micro-batches of several sizes, is asynchronous, or runs other
+            layers again than Megatron's flags can say.
     """
     found = pipelines_of(plan)
     reasons = [] if found is not None else [why_not_pipelines(plan)]
@@ -36,6 +45,9 @@ def megatron(plan: Plan) -> Exported:
     if (uneven := uneven_batch(plan)) is not None:
         reasons.append(uneven)
     letters, wrong = _letters(plan)
+    if plan.recomputed and not wrong and _recompute_flags(plan) is None:
+        reasons.append(f"layers {selective_layers(plan)} run again: there it is all decoder layers in groups of one size (uniform), or the "
+                       "first n of every stage one by one (block), and nothing else")  # fmt: skip
     refuse("megatron", [*reasons, *wrong])
     assert found is not None
     text = _written(letters)
@@ -44,11 +56,9 @@ def megatron(plan: Plan) -> Exported:
 
 def _letters(plan: Plan) -> tuple[list[str], list[str]]:
     """One letter for every layer, all of a stage in one word; or what has no letter."""
-    lists = [None if (match := _NUMBERED.fullmatch(name)) is None else match["list"] for name in plan.layer_names]
-    runs = [list(run) for name, run in groupby(range(plan.layers), lambda layer: lists[layer]) if name is not None]
-    if not runs:
+    blocks = _blocks(plan)
+    if not blocks:
         return [], ["none of its layers is one of a numbered list, such as blocks.0: which are decoder layers is not known"]
-    blocks = max(runs, key=lambda run: len({_number(plan.layer_names[i]) for i in run}))
     first, last = blocks[0], blocks[-1]
     wrong = []
     if first == 0 or last == plan.layers - 1:
@@ -68,6 +78,32 @@ def _letters(plan: Plan) -> tuple[list[str], list[str]]:
         decoders = len({_number(plan.layer_names[i]) for i in own})
         words.append("E" * (stage == 0) + "t" * decoders + "L" * (stage == plan.stages - 1))
     return words, wrong
+
+
+def _blocks(plan: Plan) -> list[int]:
+    """The layers that are decoder layers, or parts of them."""
+    lists = [None if (match := _NUMBERED.fullmatch(name)) is None else match["list"] for name in plan.layer_names]
+    runs = [list(run) for name, run in groupby(range(plan.layers), lambda layer: lists[layer]) if name is not None]
+    return max(runs, key=lambda run: len({_number(plan.layer_names[i]) for i in run}), default=[])
+
+
+def _recompute_flags(plan: Plan) -> str | None:
+    """Megatron's flags for the layers that run again; None where it has none that do the same."""
+    first, last = _blocks(plan)[0], _blocks(plan)[-1]
+    numbers = [_number(plan.layer_names[layer]) for layer in range(first, last + 1)]
+    if len(set(numbers)) < len(numbers):  # a layer there is several here
+        return None
+    decoders = [(max(a, first), min(b, last + 1)) for a, b in plan.bounds]
+    found = [plan.selection.of_stage(*each) for each in plan.bounds]
+    size = max(b - a for of_stage in found for a, b in of_stage)
+    together = [[(at, min(at + size, b)) for at in range(a, b, size)] for a, b in decoders]
+    if found == together:
+        return f"--recompute-granularity full --recompute-method uniform --recompute-num-layers {size}"
+    count = max(map(len, found))
+    one_by_one = [[(at, at + 1) for at in range(a, min(a + count, b))] for a, b in decoders]
+    if found == one_by_one:
+        return f"--recompute-granularity full --recompute-method block --recompute-num-layers {count}"
+    return None
 
 
 def _number(name: str) -> int:
@@ -105,6 +141,8 @@ def _notes(plan: Plan, found: Pipelines) -> list[str]:
     if found.count > 1:
         notes.append(f"{found.count} pipelines: start {plan.ranks} ranks; Megatron numbers them stage by stage, the plan pipeline by "
                      "pipeline")  # fmt: skip
-    if plan.recompute != "never":
+    if plan.recomputed:
+        notes.append(f"recomputation (selective): {_recompute_flags(plan)}")
+    elif plan.recompute in ("except_last", "always"):
         notes.append(f"recomputation ({plan.recompute}): --recompute-granularity full --recompute-method uniform")
     return notes

@@ -6,7 +6,7 @@ import json
 from itertools import takewhile
 
 from penstock.export.catalogue import Exported, register
-from penstock.export.pipelines import refuse, row
+from penstock.export.pipelines import refuse, row, selective_layers
 from penstock.plan.plan import Plan
 from penstock.schedule.op import Kind
 
@@ -32,6 +32,8 @@ def pipedream(plan: Plan) -> Exported:
         )
     if any(len(stages) > 1 for stages in made.stages_of_rank):
         reasons.append(f"{plan.schedule_name} has several stages on a rank: there each has one")
+    if plan.recomputed:
+        reasons.append(f"layers {selective_layers(plan)} run again: with --recompute there every stage runs again whole")
     refuse("pipedream", reasons)
     depths = [len(list(takewhile(lambda op: op.kind is Kind.F, made.programs[ranks[0]]))) - 1 for ranks in made.ranks_of_stage]
     text = json.dumps(
@@ -48,7 +50,7 @@ def pipedream(plan: Plan) -> Exported:
                      f"after {plan.micro_batches} micro-batches")  # fmt: skip
     if plan.devices and plan.devices != tuple(range(plan.ranks)):
         notes.append(f"the devices: rank r belongs on device {row(plan.devices)} of {plan.cluster}")
-    if plan.recompute != "never":
+    if plan.recompute in ("except_last", "always"):
         notes.append(f"recomputation ({plan.recompute}): --recompute")
     layers = ", ".join(f"Stage{stage} of {length}" for stage, length in enumerate(plan.lengths))
     return Exported(text + "\n", f"main_with_runtime.py --config_path FILE, with modules {layers} layers", tuple(notes))

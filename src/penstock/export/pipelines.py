@@ -142,6 +142,18 @@ def told(plan: Plan, own: str, plays: str) -> list[str]:
     return notes
 
 
+def segment_lengths(plan: Plan) -> list[list[tuple[int, int]]]:
+    """Of every stage, the segments that run again, counted from its first layer: first, and one past the last."""
+    return [[(a - first, b - first) for a, b in plan.selection.of_stage(first, end)] for first, end in plan.bounds]
+
+
+def selective_layers(plan: Plan) -> str:
+    """The layers that run again, for a note: `3-5 6-8 11`, a dash within a segment."""
+    found = [segment for of_stage, (first, _) in zip(segment_lengths(plan), plan.bounds, strict=True)
+             for segment in ((a + first, b + first) for a, b in of_stage)]  # fmt: skip
+    return " ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in found) or "none"
+
+
 def row(numbers: tuple[int, ...]) -> str:
     """Numbers in a list, runs of more than three as `0-7`."""
     words = []

@@ -29,6 +29,7 @@ def torch(plan: Plan) -> Exported:
         pipelines           copies of the whole; each is a process group of its own, and gradients are averaged over them
         schedule            the CSV of one pipeline, "compute_only"; in a folder, the name of its file
         recompute, batch, devices, fingerprint      of the plan
+        recomputed          of selective recomputation: by stage, the names of the modules of every segment that runs again
 
     Raises:
         PlanError: the plan has stages with copies of their own, micro-batches of several sizes, or a schedule that the CSV cannot say;
@@ -51,11 +52,14 @@ def torch(plan: Plan) -> Exported:
         "pipelines": [list(ranks) for ranks in found.ranks],
         "batch": plan.batch,
         "recompute": plan.recompute,
+        **({"recomputed": _segments(plan)} if plan.recomputed else {}),
         "devices": list(plan.devices),
         "fingerprint": plan.fingerprint,
     }
     notes = []
-    if plan.recompute != "never":
+    if plan.recomputed:
+        notes.append("recomputation (selective): wrap each list of modules under recomputed in torch.utils.checkpoint yourself")
+    elif plan.recompute in ("except_last", "always"):
         notes.append(f"recomputation ({plan.recompute}): wrap the layers in torch.utils.checkpoint yourself")
     if found.schedule.splits_backward:
         notes.append("frozen layers: I and W of a stage whose input needs no gradient leave it without gradients in torch 2.13; replace "
@@ -67,3 +71,7 @@ def torch(plan: Plan) -> Exported:
         tuple(notes),
         (("stages.json", json.dumps({**facts, "schedule": SCHEDULE}, indent=1) + "\n"), (SCHEDULE, schedule)),
     )
+
+
+def _segments(plan: Plan) -> list[list[list[str]]]:
+    return [[list(plan.layer_names[a:b]) for a, b in plan.selection.of_stage(first, end)] for first, end in plan.bounds]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.export.catalogue import Exported, register
-from penstock.export.pipelines import pipelines_of, refuse, told, why_not_pipelines
+from penstock.export.pipelines import pipelines_of, refuse, selective_layers, told, why_not_pipelines
 from penstock.plan.plan import Plan
 
 
@@ -16,10 +16,12 @@ def torchgpipe(plan: Plan) -> Exported:
     devices are of one node.
 
     Raises:
-        PlanError: the plan has stages with copies of their own, or is asynchronous.
+        PlanError: the plan has stages with copies of their own, is asynchronous, or runs some layers again and not others.
     """
     found = pipelines_of(plan)
     reasons = [] if found is not None else [why_not_pipelines(plan)]
+    if plan.recomputed:
+        reasons.append(f"layers {selective_layers(plan)} run again: there a partition runs again whole, or not at all")
     refuse("torchgpipe", reasons)
     assert found is not None
     rank_of = {stage: rank for rank, stages in zip(found.ranks[0], found.placement, strict=True) for stage in stages}
@@ -32,8 +34,9 @@ def torchgpipe(plan: Plan) -> Exported:
         )
     if any("." in name for name in plan.layer_names):
         notes.append("Sequentials in one another: give it the flat one, nn.Sequential(*penstock.chain(model).modules)")
+    checkpoint = "never" if plan.recompute == "selective" else plan.recompute
     return Exported(
         text,
-        f"GPipe(model, balance={text}, devices={devices}, chunks={found.schedule.micro_batches}, checkpoint={plan.recompute!r})",
+        f"GPipe(model, balance={text}, devices={devices}, chunks={found.schedule.micro_batches}, checkpoint={checkpoint!r})",
         tuple(notes),
     )

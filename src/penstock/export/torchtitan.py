@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 
 from penstock.export.catalogue import Exported, register
-from penstock.export.pipelines import Pipelines, pipelines_of, refuse, stage_names, uneven_batch, why_not_pipelines
+from penstock.export.pipelines import (
+    Pipelines,
+    pipelines_of,
+    refuse,
+    selective_layers,
+    stage_names,
+    uneven_batch,
+    why_not_pipelines,
+)
 from penstock.plan.plan import Plan
 from penstock.schedule.csv_export import why_not
 
@@ -25,7 +33,7 @@ def torchtitan(plan: Plan) -> Exported:
 
     Raises:
         PlanError: stages stand on other ranks; the plan has stages with copies of their own, or micro-batches of several sizes, or is
-            asynchronous; or its schedule is neither torch's own nor can be said in its CSV.
+            asynchronous, or runs some layers again and not others; or its schedule is neither torch's own nor can be said in its CSV.
     """
     found = pipelines_of(plan)
     reasons = [] if found is not None else [why_not_pipelines(plan)]
@@ -33,6 +41,9 @@ def torchtitan(plan: Plan) -> Exported:
         reasons += _why_not(plan, found)
     if (uneven := uneven_batch(plan)) is not None:
         reasons.append(uneven)
+    if plan.recomputed:
+        reasons.append(f"layers {selective_layers(plan)} run again: there activation_checkpoint chooses by op, or every n-th block, and "
+                       "cannot be told which layers")  # fmt: skip
     refuse("torchtitan", reasons)
     assert found is not None
     text = json.dumps(stage_names(plan))
@@ -47,7 +58,7 @@ def torchtitan(plan: Plan) -> Exported:
         notes.append(f"the devices: rank r belongs on device {list(plan.devices)} of {plan.cluster}")
     if found.count > 1:
         notes.append(f"{found.count} pipelines: data_parallel_replicate_degree = {found.count}")
-    if plan.recompute != "never":
+    if plan.recompute in ("except_last", "always"):
         notes.append(f'recomputation ({plan.recompute}): activation_checkpoint.mode = "full"')
     return Exported(text, use, tuple(notes))
 

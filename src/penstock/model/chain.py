@@ -107,7 +107,7 @@ class Chain:
         """First layer and one past the last layer of every stage.
 
         Raises:
-            ChainError: a stage is empty, the lengths do not add up to the chain, or a tied tensor would lie in two stages.
+            ChainError: a stage is empty, or the lengths do not add up to the chain.
         """
         if any(length < 1 for length in lengths) or sum(lengths) != len(self):
             raise ChainError(f"stage lengths {list(lengths)} sum to {sum(lengths)} and must be positive and "
@@ -116,11 +116,4 @@ class Chain:
         for length in lengths:
             bounds.append((start, start + length))
             start += length
-        for name, users in self.tied.items():
-            stages = sorted({next(s for s, (a, b) in enumerate(bounds) if a <= user < b) for user in users})
-            if len(stages) > 1:
-                layers = ", ".join(self.layers[user].name for user in users)
-                raise ChainError(f"{name} is used by layers {layers}, which this cut puts into stages "
-                                 f"{', '.join(map(str, stages))}. Tied weights must lie in one stage for now: "
-                                 "move the cut so that these layers stay together, or untie them")  # fmt: skip
         return bounds

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, final
 
 from penstock.errors import FileError, PenstockError, PlanError
+from penstock.plan.segments import Selection
 from penstock.schedule.op import Schedule
 from penstock.schedule.slicing import Slicing
 from penstock.schedule.stream import Stream
@@ -15,9 +16,9 @@ from penstock.store import read_json, write_json
 from penstock.units import format_bytes, format_seconds
 from penstock.weights.choice import rule_of
 
-SCHEMA = 2
+SCHEMA = 3
 
-Recompute = Literal["never", "except_last", "always"]
+Recompute = Literal["never", "except_last", "always", "selective"]
 
 #: What an option of a schedule may be: plain, so that a plan is JSON.
 Option = bool | int | float | str | tuple[int, ...] | None
@@ -77,6 +78,8 @@ class Prediction:
         lower_bound_s: no way that the planner could choose is faster; 0 where it does not know.
         memory_parts: per rank, what `peak_memory` is for: (holder, bytes).
         traffic: bytes from rank to rank, where there are any.
+        more_work: seconds of forwards that run again, over those of all work without.
+        less_kept: share of a micro-batch's activations, of all stages, that recompute does not keep between forward and backward.
     """
 
     step_s: float
@@ -88,6 +91,8 @@ class Prediction:
     lower_bound_s: float = 0.0
     memory_parts: tuple[tuple[tuple[str, int], ...], ...] = ()
     traffic: tuple[Traffic, ...] = ()
+    more_work: float = 0.0
+    less_kept: float = 0.0
 
     @property
     def speed_up(self) -> float:
@@ -135,7 +140,10 @@ class Plan:
             further, if they are.
         stream: of an asynchronous schedule, how it goes on: the programs are then a stretch of it, which repeats itself.
         micro_batches, batch: parts of a batch, and samples in a batch.
-        recompute: "never", "except_last" or "always" (see `simulate_schedule`).
+        recompute: "never", "except_last", "always" or "selective" (see `simulate_schedule`).
+        recomputed: if that is "selective", the layers that run again before their backward, by their place in the whole chain.
+        segment_starts: consecutive ones of a stage run again together, as one segment, of which only the input is kept; those that
+            begin another one all the same.
         weights, weights_options: name of the weight rule, and what it is given besides its defaults.
         cluster, cluster_ranks: name and size of the cluster it was made for.
         devices: per rank, which device of the cluster it is on; empty: rank r is on device r.
@@ -169,6 +177,8 @@ class Plan:
     planner: str = "auto"
     objective: Objective | None = None
     remedies: tuple[Remedy, ...] = ()
+    recomputed: tuple[int, ...] = ()
+    segment_starts: tuple[int, ...] = ()
     schema: int = SCHEMA
 
     @property
@@ -203,6 +213,11 @@ class Plan:
         ends = [sum(self.lengths[: stage + 1]) for stage in range(self.stages)]
         return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
+    @property
+    def selection(self) -> Selection:
+        """The layers that selective recompute runs again."""
+        return Selection(self.recomputed, self.segment_starts)
+
     def check(self) -> None:
         """Refuse a plan whose parts do not fit each other; whether its schedule is sound, `verify` says.
 
@@ -230,6 +245,7 @@ class Plan:
             raise PlanError(
                 f"devices {list(self.devices)} must be {self.ranks} different ones of the cluster's {self.cluster_ranks}"
             )
+        self._check_recomputed()
         if self.synchronous is not (self.stream is None):
             raise PlanError("a synchronous plan has no stream, an asynchronous one has: synchronous is "
                             f"{self.synchronous}, stream is {self.stream}")  # fmt: skip
@@ -238,6 +254,15 @@ class Plan:
                 f"{found.batches} batches of {found.micro_batches} are not the {found.slices} micro-batches of the programs"
             )
         rule_of(found, self.weights, dict(self.weights_options))
+
+    def _check_recomputed(self) -> None:
+        if self.recompute != "selective" and (self.recomputed or self.segment_starts):
+            raise PlanError(f'recomputed and segment_starts say which layers recompute="selective" runs again, and recompute is '
+                            f"{self.recompute!r}")  # fmt: skip
+        if list(self.recomputed) != sorted(set(self.recomputed) & set(range(self.layers))):
+            raise PlanError(f"recomputed {list(self.recomputed)} must be different ones of the {self.layers} layers, ascending")
+        if list(self.segment_starts) != sorted(set(self.segment_starts) & set(self.recomputed)):
+            raise PlanError(f"segment_starts {list(self.segment_starts)} must be different ones of recomputed, ascending")
 
     def check_fits(self, chain_fingerprint: str, ranks: int, torch_version: str = "") -> None:
         """Refuse a model, a number of ranks or a torch that this plan was not made for.

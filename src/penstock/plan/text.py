@@ -26,6 +26,7 @@ def describe(plan: Plan) -> str:
     lines = [what, time]
     lines += [] if plan.synchronous else [_asynchrony(plan)]
     lines += [] if plan.planner == "auto" else [f"  by planner {plan.planner}{_objective(plan)}"]
+    lines += _recomputed(plan)
     lines += _bound(plan)
     lines += [f"  on devices {', '.join(map(str, plan.devices))}"] if plan.devices and plan.ranks <= MOST_ROWS else []
     lines += table(("stage", "rank", "layers", "from", "to", "peak memory of rank"), _stage_rows(plan))
@@ -60,6 +61,18 @@ def _bound(plan: Plan) -> list[str]:
         return []
     bound = format_seconds(plan.predicted.lower_bound_s)
     return [f"  lower bound: nothing of what was weighed can take less than {bound}; the gap is {max(gap, 0.0):.1%}"]
+
+
+def _recomputed(plan: Plan) -> list[str]:
+    """What recompute runs again, what that takes, and what it is good for."""
+    if plan.recompute == "never":
+        return []
+    layers = f"all {plan.layers} layers" if plan.recompute != "selective" else f"{len(plan.recomputed)} of {plan.layers} layers"
+    found = [segment for first, end in plan.bounds for segment in plan.selection.of_stage(first, end)]
+    pieces = f" in {len(found)} segment{'s' * (len(found) > 1)}" if found else ""
+    but = " but of the last micro-batch" if plan.recompute == "except_last" else ""
+    work, kept = plan.predicted.more_work, plan.predicted.less_kept
+    return [f"  runs {layers} again{pieces}{but}: {work:.1%} more work, {kept:.0%} less activations kept for a backward"]
 
 
 def _asynchrony(plan: Plan) -> str:

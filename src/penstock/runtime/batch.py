@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import SettingError
 from penstock.schedule.slicing import Slicing
+from penstock.transport.records import to_plain
 
 
 @dataclass
@@ -21,7 +22,8 @@ class Batch:
     """Micro-batches of inputs and targets, and the results that ops leave behind, all by the numbers that ops have.
 
     `shares[n]` is the share of micro-batch n in the batch's samples, and in their tokens where those are cut: the mean loss weighs
-    samples and tokens, not micro-batches. `slicing` is how those micro-batches that this batch fills are cut.
+    samples and tokens, not micro-batches. `slicing` is how those micro-batches that this batch fills are cut. `keeps_outputs`: leave the
+    model's outputs behind, though there are targets.
     """
 
     step: int
@@ -33,6 +35,7 @@ class Batch:
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     slicing: Slicing | None = None
+    keeps_outputs: bool = False
 
     @property
     def micro_batches(self) -> int:
@@ -52,7 +55,7 @@ class Batch:
     @cached_property
     def forms(self) -> list[str]:
         """By number, a name for the form of what stages pass on: what has the same name has the same shapes."""
-        return [f"{self.signature}.{number}" for number in self.numbers]
+        return _forms(self.signature, len(self.inputs))
 
     def place(self, number: int) -> tuple[int, int]:
         """Which whole micro-batch `number` belongs to, and how many of those there are."""
@@ -118,7 +121,7 @@ def token_count(value: Any, what: str) -> int:
 
 
 def _extent(value: Any, dim: int, otherwise: str) -> int:
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    tensors = [value] if type(value) is Tensor else [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     counts = {int(tensor.shape[dim]) if tensor.dim() > dim else 0 for tensor in tensors}
     if len(counts) != 1 or 0 in counts:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensors"
@@ -128,6 +131,8 @@ def _extent(value: Any, dim: int, otherwise: str) -> int:
 
 def cut(value: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
     """`value` in parts of these sizes along one dimension of its tensors."""
+    if type(value) is Tensor:
+        return list(torch.split(value, list(sizes), dim))
     leaves, spec = pytree.tree_flatten(value)
     parts = len(sizes)
     pieces = [list(torch.split(leaf, list(sizes), dim)) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
@@ -182,6 +187,7 @@ def make_batch(x: Any, y: Any, micro_batches: int, *, step: int, training: bool,
         SettingError: inputs and targets have no samples, or not the same number; or sequences are to be cut, and they are not the
             second dimension of everything, or are shorter than they have slices.
     """
+    x, y = to_plain(x), to_plain(y)
     samples = sample_count(x, "the inputs of a batch")
     if y is not None and sample_count(y, "the targets of a batch") != samples:
         raise SettingError(f"a batch has {samples} inputs and {sample_count(y, 'the targets')} targets")
@@ -200,12 +206,23 @@ def make_batch(x: Any, y: Any, micro_batches: int, *, step: int, training: bool,
         inputs = _sliced(inputs, lengths)
         targets = None if targets is None else _sliced(targets, lengths)
         shares = [length / tokens * share for share, row in zip(shares, lengths, strict=True) for length in row]
-    forms = [(tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in pytree.tree_leaves(x)]
-    text = repr((training, y is not None, len(sizes), forms, str(pytree.tree_structure(x))))
-    if slicing is not None:
-        text += repr(slicing)
-    signature = hashlib.sha256(text.encode()).hexdigest()[:16]
+    forms = tuple(
+        [(tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in pytree.tree_leaves(x)]
+    )
+    structure = "" if isinstance(x, Tensor) else str(pytree.tree_structure(x))
+    signature = _signature(training, y is not None, len(sizes), forms, structure, slicing)
     return Batch(step, inputs, targets, shares, signature, training, slicing=slicing)
+
+
+@lru_cache(maxsize=1024)
+def _signature(*what: object) -> str:
+    """A short name of what makes the shapes of a batch's micro-batches, the same in every process."""
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=1024)
+def _forms(signature: str, count: int) -> list[str]:
+    return [f"{signature}.{number}" for number in range(count)]
 
 
 def _slice_lengths(x: Any, y: Any, slicing: Slicing) -> list[list[int]]:

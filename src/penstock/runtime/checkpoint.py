@@ -41,7 +41,18 @@ class Checkpoint:
     step: int
     fingerprint: str
     files: tuple[str, ...]
+    scaler: dict[str, float] | None = None
+    schedulers: tuple[str, ...] = ()
     schema: int = SCHEMA
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come, besides what its stages hold: batches, the scaler's state, and the schedulers' as JSON."""
+
+    step: int
+    scaler: Mapping[str, float] | None = None
+    schedulers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,14 +78,15 @@ class Versioned:
         return tensors | rule_state(self.stage, self.weights, self.prefix), facts
 
 
-def save(folder: Path, world: World, placed: Placed, step: int, versioned: Sequence[Versioned] = (), copies: int = 1) -> None:
+def save(folder: Path, world: World, placed: Placed, progress: Progress, versioned: Sequence[Versioned] = (),
+         copies: int = 1) -> None:  # fmt: skip
     """Write the stages held here; rank 0 completes the checkpoint when all have written, and removes the one before.
 
     Args:
         folder: where to.
         world: the ranks.
         placed: which holds what.
-        step: batches trained so far.
+        progress: how far the run has come.
         versioned: of a stream, the stages held here.
         copies: how many of each stage have optimizers of their own.
 
@@ -84,7 +96,7 @@ def save(folder: Path, world: World, placed: Placed, step: int, versioned: Seque
     """
     # Names are new each time: files of an earlier checkpoint, or of another run, stay what they are until the index is replaced.
     token = int(world.broadcast(torch.tensor(time.time_ns()), 0, TensorForm((), "int64", wants_grad=False)))
-    names = {(stage, copy): f"step-{step:08d}-stage-{stage:04d}{f'-copy-{copy}' if copy else ''}-{token:016x}.safetensors"
+    names = {(stage, copy): f"step-{progress.step:08d}-stage-{stage:04d}{f'-copy-{copy}' if copy else ''}-{token:016x}.safetensors"
              for stage in range(len(placed.lengths)) for copy in range(copies)}  # fmt: skip
 
     def write(rank: int) -> None:
@@ -93,9 +105,8 @@ def save(folder: Path, world: World, placed: Placed, step: int, versioned: Seque
             if placed.home[stage.index] == rank:
                 own = of_rank.pop((stage.index, 0), None)
                 tensors, facts = optimizer_state(stage, "") if own is None else own.own_state()
-                model = {
-                    f"model/{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in state.own(stage).items()
-                }
+                model = {f"model/{name}": tensor.detach().cpu().contiguous().clone()
+                         for name, tensor in state.counted(placed, stage).items()}  # fmt: skip
                 _write(folder / names[stage.index, 0], model | tensors, facts)
         for place, each in of_rank.items():
             if each.copy:
@@ -103,7 +114,9 @@ def save(folder: Path, world: World, placed: Placed, step: int, versioned: Seque
 
     def complete(rank: int) -> None:
         if rank == 0:
-            write_json(folder / _INDEX, Checkpoint(step, placed.traced.fingerprint, tuple(names.values())))
+            scaler = None if progress.scaler is None else {name: float(value) for name, value in progress.scaler.items()}
+            write_json(folder / _INDEX, Checkpoint(progress.step, placed.traced.fingerprint, tuple(names.values()), scaler,
+                                                   progress.schedulers))  # fmt: skip
             for old in folder.glob("step-*"):
                 if old.name not in names.values() and old.suffix in (".safetensors", ".partial"):
                     old.unlink(missing_ok=True)
@@ -114,8 +127,8 @@ def save(folder: Path, world: World, placed: Placed, step: int, versioned: Seque
     world.barrier()
 
 
-def load(folder: Path, placed: Placed, versioned: Callable[[], Sequence[Versioned]] = tuple) -> int:
-    """Fill the stages held here and return the step at which the checkpoint was taken. Gradients are dropped.
+def load(folder: Path, placed: Placed, versioned: Callable[[], Sequence[Versioned]] = tuple) -> Progress:
+    """Fill the stages held here and return how far the run had come when the checkpoint was taken. Gradients are dropped.
 
     Args:
         folder: where `save` wrote.
@@ -135,14 +148,15 @@ def load(folder: Path, placed: Placed, versioned: Callable[[], Sequence[Versione
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Facts] = {}
     prefixes = {id(each.stage): each.prefix for each in versioned()}
-    parts = {f"model/{name}" for stage in placed.local for name in state.own(stage)}
+    wanted = {name for stage in placed.local for name in state.own(stage)}
+    parts = {f"model/{name}" for name in wanted | {placed.traced.aliases.get(name, name) for name in wanted}}
     trained = {name for stage in placed.local for name in names_of(stage).values()}
     parts |= {f"{own}{kind}/{name}" for own in {"", *prefixes.values()} for kind in ("optimizer", "weights")
               for name in trained}  # fmt: skip
     for name in index.files:
         _read(folder / Path(name).name, parts, tensors, facts)
     try:
-        state.put(placed.local, _below("model/", tensors))
+        state.put(placed, _below("model/", tensors))
     except SettingError as error:
         raise FileError(f"the checkpoint {folder} does not fit: {error}") from error
     for stage in placed.local:
@@ -153,7 +167,7 @@ def load(folder: Path, placed: Placed, versioned: Callable[[], Sequence[Versione
             restore_optimizer(stage.update.optimizer, names_of(stage), _below(f"{own}optimizer/", tensors), _below(own, facts))
     for each in versioned():
         restore_rule(each.stage, each.weights, _below(f"{each.prefix}weights/", tensors))
-    return index.step
+    return Progress(index.step, index.scaler, index.schedulers)
 
 
 def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,124 +14,242 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.runtime import state
-from penstock.runtime.batch import Batch
-from penstock.runtime.stage import Loss
-from penstock.runtime.world import World
+from penstock.runtime.assembly import Assembly, Training
+from penstock.runtime.batch import Batch, join
+from penstock.runtime.results import by_micro_batch
 from penstock.tracing.chain import TracedChain
+from penstock.tracing.deferred_batch_norm import begin
 from penstock.tracing.materialise import materialise
 from penstock.tracing.names import parameters_of, state_of
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
+from penstock.tracing.side_loss import collecting_side_losses
 from penstock.tracing.slices import has_past
+
+#: Lines of a printed comparison of each kind.
+_ROWS = 8
+
+#: A difference is held against the largest value of the tensor itself, and where that is next to nothing, as the gradients of biases
+#: that change nothing are, against this share of the largest of its kind.
+_NEXT_TO_NOTHING = 1e-3
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Largest absolute differences between the pipeline and one device that accumulates the same micro-batches.
 
-    `gradients` and `buffers` by name; `loss` is the difference of the mean losses. `scale` has the largest absolute value of
-    each on the one device, to hold the difference against.
+    `gradients` and `buffers` by name, `outputs` by place in the model's output; `loss` is the difference of the mean losses. `scale` has
+    the largest absolute value of each on the one device, to hold the difference against: buffers as `buffer NAME`, outputs as `output
+    PLACE`.
     """
 
     gradients: Mapping[str, float] = field(default_factory=dict)
     buffers: Mapping[str, float] = field(default_factory=dict)
     loss: float = 0.0
     scale: Mapping[str, float] = field(default_factory=dict)
+    outputs: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def worst(self) -> tuple[str, float]:
         """The name and size of the largest difference."""
-        everything = {**self.gradients, **self.buffers, "loss": self.loss}
+        everything = {**self.gradients, **self.buffers, **self.outputs, "loss": self.loss}
         name = max(everything, key=lambda key: everything[key])
         return name, everything[name]
 
+    @property
+    def relative(self) -> float:
+        """The largest difference in proportion to what it is of; infinite where the one is no number and the other is."""
+        return max((row[3] for row in self.rows()), default=0.0)
 
-def compare(world: World, placed: state.Placed, play: Callable[[], Tensor], batch: Batch, loss: Loss, seed: int) -> Comparison:
-    """Play a batch without updates and hold gradients, buffers and loss against plain training on rank 0.
+    def rows(self) -> list[tuple[str, str, float, float]]:
+        """Kind, name, largest difference, and that in proportion, worst first."""
+        found = []
+        for kind, errors in (
+            ("gradient", self.gradients),
+            ("buffer", self.buffers),
+            ("output", self.outputs),
+            ("loss", {"loss": self.loss}),
+        ):
+            prefix = "" if kind in ("gradient", "loss") else f"{kind} "
+            sizes = {name: self.scale.get(f"{prefix}{name}", 0.0) for name in errors}
+            least = _NEXT_TO_NOTHING * max(sizes.values(), default=0.0)
+            found += [(kind, name, error, _ratio(error, max(sizes[name], least))) for name, error in errors.items()]
+        return sorted(found, key=lambda row: -row[3])
+
+    def __str__(self) -> str:
+        if not self.gradients and not self.outputs:
+            return "nothing was compared here: rank 0 has the comparison"
+        rows = self.rows()
+        counts = ", ".join(f"{len(of)} {kind}{'s' * (len(of) != 1)}" for kind, of in
+                           (("gradient", self.gradients), ("buffer", self.buffers), ("output", self.outputs)))  # fmt: skip
+        shown = [
+            row
+            for kind in ("loss", "output", "gradient", "buffer")
+            for row in [each for each in rows if each[0] == kind][:_ROWS]
+        ]
+        width = max(len(name) for _, name, _, _ in shown)
+        lines = [f"pipeline against one device: {counts} and the loss; largest difference {self.relative:.2g} of what it is of"]
+        lines += [
+            f"  {kind:<8}  {name:<{width}}  differs by {error:.2e}, {ratio:.1e} of it" for kind, name, error, ratio in shown
+        ]
+        left = len(rows) - len(shown)
+        return "\n".join(
+            [*lines, f"  and {left} more, none of which differs more than the last of its kind"] if left else lines
+        )
+
+
+def _ratio(error: float, size: float) -> float:
+    if error == 0.0:
+        return 0.0
+    return error / size if size > 0 and math.isfinite(error) else math.inf
+
+
+def compare(made: Assembly, play: Callable[[], Tensor], batch: Batch, training: Training) -> Comparison:
+    """Play a batch without updates and hold gradients, buffers, outputs and loss against plain training on rank 0.
 
     Gradients and buffers of the stages are afterwards as they were before.
 
     Args:
-        world: the ranks.
-        placed: where layers are.
+        made: the ranks.
         play: runs the batch's program without updates and returns its mean loss.
-        batch: the batch.
-        loss: the loss function.
-        seed: the pipeline's seed, for dropout.
+        batch: the batch, which keeps its outputs.
+        training: how the model is trained.
     """
+    world, placed = made.world, made.placed
     before = state.collect(world, placed)
-    grads = [(parameter, parameter.grad) for stage in placed.local for parameter in stage.update.parameters]
+    trained = [parameter for stage in made.stages for parameter in (*stage.update.parameters, *stage.update.borrowed)]
+    grads = [(parameter, parameter.grad) for parameter in trained]
     buffers = [(buffer, buffer.detach().clone()) for stage in placed.local for module in stage.modules()
                for buffer in module._buffers.values() if buffer is not None]  # fmt: skip
+    scales = [(stage, stage.loss_scale) for stage in made.stages]
     for parameter, _ in grads:
         parameter.grad = None
+    for stage, _ in scales:
+        stage.loss_scale = 1.0
     try:
         found_loss = play()
         found_grads, found_state = state.collect_grads(world, placed), state.collect(world, placed)
+        found_outputs = by_micro_batch(world, made.setting.schedule, batch)
     finally:
         for parameter, grad in grads:
             parameter.grad = grad
+        for stage, scale in scales:
+            stage.loss_scale = scale
         with torch.no_grad():
             for buffer, content in buffers:
                 buffer.copy_(content)
     if 0 not in world.local_ranks:
         return Comparison()
-    modules = _one_device(placed, before)
+    plain = _OneDevice(placed, batch, training)
     # Sequences that the schedule cuts stay whole here, which checks the layers' `forward_slice` against their `forward`; but where
     # layers draw random numbers, these go by slice.
-    plain_loss, drew = _plain_training(modules, batch.with_whole_sequences() if batch.cuts_tokens else batch, loss, seed)
-    if drew and batch.cuts_tokens:
-        modules = _one_device(placed, before)
-        plain_loss, _ = _plain_training(modules, batch, loss, seed)
-    plain_grads: dict[str, Tensor] = {}
-    plain_state: dict[str, Tensor] = {}
-    for layer, module in zip(placed.traced.layers, modules, strict=True):
-        for name, parameter in parameters_of(layer.name, module):
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            plain_grads.setdefault(placed.traced.aliases[name], grad)
-        plain_state.update(state_of(layer.name, module))
-    parameters = {name for layer in placed.traced.layers for name in layer.parameters} | set(plain_grads)
-    moved = {name: tensor for name, tensor in found_state.items() if placed.traced.aliases.get(name, name) not in parameters}
-    return Comparison(
-        {name: _difference(grad, plain_grads[name]) for name, grad in found_grads.items()},
-        {name: _difference(tensor, plain_state[name]) for name, tensor in moved.items()},
-        abs(float(found_loss) - plain_loss),
-        {name: float(grad.abs().max()) for name, grad in plain_grads.items() if grad.numel()} | {"loss": abs(plain_loss)},
-    )
+    plain.train(before, whole=batch.cuts_tokens)
+    if plain.drew and batch.cuts_tokens:
+        plain.train(before, whole=False)
+    return plain.against(found_loss, found_grads, found_state, found_outputs)
 
 
-def _one_device(placed: state.Placed, values: Mapping[str, Tensor]) -> list[nn.Module]:
+@dataclass
+class _OneDevice:
+    """Plain training, in the process of rank 0 on the CPU."""
+
+    placed: state.Placed
+    batch: Batch
+    training: Training
+    loss: float = 0.0
+    drew: bool = False
+    whole: bool = False
+    modules: list[nn.Module] = field(default_factory=list)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+    def train(self, values: Mapping[str, Tensor], *, whole: bool) -> None:
+        """Forward and backward of all micro-batches in turn from these values, gradients accumulated, slices of one in one graph."""
+        self.modules = _one_device(self.placed, values, self.training)
+        self.loss, self.drew, self.whole = 0.0, False, whole
+        self.outputs.clear()
+        batch = self.batch.with_whole_sequences() if whole else self.batch
+        assert batch.targets is not None
+        for module in self.modules:
+            begin(module, len(batch.inputs))
+        for row in batch.rows():
+            parts = []
+            pasts: dict[int, Any] = {}
+            for n in row:
+                with self._mixed(), collecting_side_losses() as sides:
+                    value, drew = _plain_forward(self.modules, batch, n, self.training.seed, pasts)
+                    # As the loss gets it: some losses work in place.
+                    self.outputs[n] = pytree.tree_map(
+                        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value
+                    )
+                    loss = self.training.loss(value, batch.targets[n])
+                parts.append(sum(sides, loss) * batch.shares[n])
+                self.drew = self.drew or drew
+            torch.autograd.backward(parts)
+            self.loss += sum(float(part.detach()) for part in parts)
+
+    def _mixed(self) -> AbstractContextManager[None]:
+        mixed = self.training.options.autocast
+        return nullcontext() if mixed is None else torch.autocast("cpu", dtype=mixed)
+
+    def against(
+        self, loss: Tensor, grads: Mapping[str, Tensor], found: Mapping[str, Tensor], outputs: Mapping[int, Any]
+    ) -> Comparison:
+        """What the pipeline has found, held against it."""
+        aliases = self.placed.traced.aliases
+        plain_grads: dict[str, Tensor] = {}
+        plain_state: dict[str, Tensor] = {}
+        for layer, module in zip(self.placed.traced.layers, self.modules, strict=True):
+            for name, parameter in parameters_of(layer.name, module):
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                plain_grads.setdefault(aliases.get(name, name), grad.to_dense() if grad.is_sparse else grad)
+            plain_state.update(state_of(layer.name, module))
+        parameters = {name for layer in self.placed.traced.layers for name in layer.parameters} | set(plain_grads)
+        moved = {name: tensor for name, tensor in found.items() if aliases.get(name, name) not in parameters}
+        made, expected = (
+            _leaves(self.batch, outputs),
+            _leaves(self.batch.with_whole_sequences() if self.whole else self.batch, self.outputs),
+        )
+        scale = {name: _largest(grad) for name, grad in plain_grads.items()} | {"loss": abs(self.loss)}
+        scale |= {f"buffer {name}": _largest(plain_state[name]) for name in moved}
+        scale |= {f"output {place}": max(map(_largest, row)) for place, row in expected.items()}
+        return Comparison(
+            {name: _difference(grad, plain_grads[name]) for name, grad in grads.items()},
+            {name: _difference(tensor, plain_state[name]) for name, tensor in moved.items()},
+            abs(float(loss) - self.loss),
+            scale,
+            {place: max(map(_difference, made[place], row)) for place, row in expected.items()},
+        )
+
+
+def _leaves(batch: Batch, outputs: Mapping[int, Any]) -> dict[str, list[Tensor]]:
+    """The tensors of some outputs, in the order of the micro-batches, by their place in one output; slices of one joined."""
+    rows: dict[str, list[Tensor]] = {}
+    for row in batch.rows():
+        value = outputs[row[0]] if len(row) == 1 else join([outputs[n] for n in row], dim=1)
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            if isinstance(leaf, Tensor):
+                rows.setdefault(f"output{pytree.keystr(path)}", []).append(leaf.detach().cpu())
+    return rows
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() and not tensor.dtype.is_complex else float(tensor.abs().sum())
+
+
+def _one_device(placed: state.Placed, values: Mapping[str, Tensor], training: Training) -> list[nn.Module]:
     """A copy of the whole model on the CPU with these values."""
     copied = tuple(copy.deepcopy(nn.ModuleList(placed.traced.modules)))
     # Layers from the meta device are initialised first, for the buffers that no state has.
     modules = materialise(TracedChain(placed.traced.description, copied, placed.traced.aliases), range(len(copied)),
                           torch.device("cpu"), seed=0)  # fmt: skip
+    layout = training.options.memory_format
+    if layout is not None:
+        modules = [module.to(memory_format=layout) for module in modules]  # type: ignore[call-overload]
     with torch.no_grad():
         for layer, module in zip(placed.traced.layers, modules, strict=True):
             module.zero_grad()
             for name, target in state_of(layer.name, module).items():
                 target.copy_(values[name])
     return modules
-
-
-def _plain_training(modules: list[nn.Module], batch: Batch, loss: Loss, seed: int) -> tuple[float, bool]:
-    """Forward and backward of all micro-batches in turn, gradients accumulated, slices of one in one graph.
-
-    Returns:
-        The mean loss, and whether any layer has drawn random numbers.
-    """
-    assert batch.targets is not None
-    total = 0.0
-    drew = False
-    for row in batch.rows():
-        parts = []
-        pasts: dict[int, Any] = {}
-        for n in row:
-            value, drawn = _plain_forward(modules, batch, n, seed, pasts)
-            parts.append(loss(value, batch.targets[n]) * batch.shares[n])
-            drew = drew or drawn
-        torch.autograd.backward(parts)
-        total += sum(float(part.detach()) for part in parts)
-    return total, drew
 
 
 def _plain_forward(modules: list[nn.Module], batch: Batch, n: int, seed: int, pasts: dict[int, Any]) -> tuple[Any, bool]:
@@ -153,4 +273,11 @@ def _plain_forward(modules: list[nn.Module], batch: Batch, n: int, seed: int, pa
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
+    if one.shape != other.shape:
+        return math.inf
+    if one.dtype.is_complex or not one.numel():
+        return float((one - other).abs().max()) if one.numel() else 0.0
+    difference = (one.double() - other.double()).abs()
+    # Infinities of one sign and numbers that are none are equal in both, and that is no difference.
+    difference[(one == other) | (one.isnan() & other.isnan())] = 0.0
+    return math.inf if bool(difference.isnan().any()) else float(difference.max())

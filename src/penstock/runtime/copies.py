@@ -11,7 +11,7 @@ torch's DistributedDataParallel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -19,15 +19,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from penstock.runtime.packed import Packed, flat, unflat
 from penstock.runtime.stage import Stage
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Transport
-
-#: Numbers from which on a tensor travels by itself, and how many of those one message takes.
-_LARGE = 1 << 16
-_MOST_LARGE = 24
 
 #: Runs what may wait for a rank, and turns what a transport raises into what happened.
 Guard = Callable[[int, Callable[[], Payload | None]], Payload | None]
@@ -56,6 +53,7 @@ class Copies:
         rank: this one.
         transport: its links.
         guard: see `Guard`.
+        apart: parameters that other stages use too, whose gradients come together elsewhere.
     """
 
     stage: Stage
@@ -63,11 +61,16 @@ class Copies:
     rank: int
     transport: Transport
     guard: Guard
+    apart: Collection[Tensor] = ()
     _before: list[Tensor | None] | None = None
+
+    def __post_init__(self) -> None:
+        elsewhere = set(map(id, self.apart))
+        self._parameters = [each for each in self.stage.update.parameters if id(each) not in elsewhere]
 
     def begin(self) -> None:
         """Before a batch: gradients of earlier ones, which no update has used, are set aside: they have been added up."""
-        parameters = self.stage.update.parameters
+        parameters = self._parameters
         self._before = [parameter.grad for parameter in parameters] if self._before is None else self._before
         for parameter in parameters:
             parameter.grad = None
@@ -81,7 +84,7 @@ class Copies:
 
         Every copy must come here, in the same order on ranks that share several stages; until they have, this waits.
         """
-        parameters = self.stage.update.parameters
+        parameters = self._parameters
         if parameters:
             here = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
             own = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
@@ -104,7 +107,7 @@ class Copies:
     def _all_sum(self, flags: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Flags and tensors added up over the copies, in the order of the ranks."""
         if len(self.ranks) == 2:
-            packed = _Packed.of(tensors)
+            packed = Packed.of(tensors)
             found = self._exchange(Round.GRADIENTS, [[flags, *packed.parts]] * 2)
             mine = self.ranks.index(self.rank)
             own, theirs = found[mine], found[1 - mine]
@@ -113,13 +116,12 @@ class Copies:
                 there + here if self.transport.shares else there.add_(here) for here, there in zip(own, theirs, strict=True)
             ]
             return sums[0], packed.unpacked(sums[1:])
-        flat = _flat(tensors)
-        pieces = list(zip(*(part.tensor_split(len(self.ranks)) for part in flat), strict=True))
+        pieces = list(zip(*(part.tensor_split(len(self.ranks)) for part in flat(tensors)), strict=True))
         found = self._exchange(Round.GRADIENTS, [[flags, *piece] for piece in pieces])
         flags = _sum([row[0] for row in found])
         own = [_sum(column) for column in zip(*(row[1:] for row in found), strict=True)]
         handed = self._exchange(Round.SUMS, [own] * len(self.ranks))
-        return flags, _unflat([torch.cat(column) for column in zip(*handed, strict=True)], tensors)
+        return flags, unflat([torch.cat(column) for column in zip(*handed, strict=True)], tensors)
 
     def _exchange(self, number: Round, rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """Send `rows[n]` to the n-th copy; what the copies have sent here, in the order of the ranks, the own row among them."""
@@ -142,14 +144,14 @@ class Copies:
         message = Message(Kind.U, self.stage.index, number)
         first, *others = self.ranks
         if self.rank == first:
-            flat = _flat(tensors)  # copies: the next batch may change the tensors before they have left
+            parts = flat(tensors)  # copies: the next batch may change the tensors before they have left
             for rank in others:
-                self.transport.send(rank, message, Payload.of(flat, (False,) * len(flat)), number.name)
+                self.transport.send(rank, message, Payload.of(parts, (False,) * len(parts)), number.name)
             return
         arrived = self.guard(first, self.transport.post(first, message, number.name).wait)
         assert arrived is not None
         with torch.no_grad():
-            for tensor, value in zip(tensors, _unflat(arrived.tensors, tensors), strict=True):
+            for tensor, value in zip(tensors, unflat(arrived.tensors, tensors), strict=True):
                 tensor.copy_(value)
 
 
@@ -182,51 +184,6 @@ class WaveMessages:
 
     def _message(self, wave: int) -> Message:
         return Message(Kind.U, self.here.stage.index, _WAVES + wave % _MOST_WAVES)
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """Tensors in few parts: the large ones as they are, since copies cost time, the small ones flat and in a row."""
-
-    parts: list[Tensor]
-    large: list[int]
-    small: list[Tensor]
-    count: int
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> _Packed:
-        """Pack them."""
-        by_size = sorted(range(len(tensors)), key=lambda i: -tensors[i].numel())
-        large = sorted(i for i in by_size[:_MOST_LARGE] if tensors[i].numel() >= _LARGE)
-        small = [tensor for i, tensor in enumerate(tensors) if i not in set(large)]
-        return cls([*(tensors[i].detach() for i in large), *_flat(small)], large, small, len(tensors))
-
-    def unpacked(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Others' parts, laid out as the tensors were."""
-        found: dict[int, Tensor] = dict(zip(self.large, parts[: len(self.large)], strict=True))
-        rest = iter(_unflat(parts[len(self.large) :], self.small))
-        return [found[i] if i in found else next(rest) for i in range(self.count)]
-
-
-def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """One flat tensor for every dtype and device among them."""
-    return [torch.cat([tensor.detach().reshape(-1) for tensor in group]) for group in _groups(tensors).values()]
-
-
-def _unflat(flat: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of `_flat`."""
-    found: dict[int, Tensor] = {}
-    for whole, group in zip(flat, _groups(like).values(), strict=True):
-        parts = torch.split(whole, [tensor.numel() for tensor in group])
-        found.update({id(tensor): part.reshape(tensor.shape) for tensor, part in zip(group, parts, strict=True)})
-    return [found[id(tensor)] for tensor in like]
-
-
-def _groups(tensors: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return groups
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from penstock.errors import DeadlineExceeded, PeerFailed, StageFailed
+from penstock.errors import DeadlineExceeded, PeerFailed, RunError, StageFailed
 from penstock.optim.stage_weights import StageWeights
 from penstock.runtime.batch import Batch
 from penstock.runtime.board import Board
@@ -15,14 +15,17 @@ from penstock.runtime.clock import Clock, Mark
 from penstock.runtime.copies import Copies
 from penstock.runtime.held import Held, optimizer_bytes
 from penstock.runtime.stage import Stage
+from penstock.runtime.steps import Step, steps_of
 from penstock.runtime.under_way import UnderWay
-from penstock.schedule.lower import Action, Direction, Message, Transfer
+from penstock.schedule.lower import Action, Message
 from penstock.schedule.op import HANDING, Kind, Op
-from penstock.schedule.rules import feeds, takes
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Arrival, Transport, TransportLost, TransportTimeout
 
 T = TypeVar("T")
+
+#: Programs whose steps are remembered: those of small batches and of evaluation are others.
+_MOST_PROGRAMS = 64
 
 
 @dataclass
@@ -49,7 +52,12 @@ class Interpreter:
     _taken_in: dict[tuple[int, int], Payload] = field(default_factory=dict)
     _updating: bool = True
     _streaming: bool = True
-    _step: int = 0
+    _at_step: int = 0
+    _computing: bool = False
+    _started: Mark = None
+    _stands_at: int | str = ""
+    _since: float = 0.0
+    _programs: dict[int, tuple[Sequence[Action], tuple[Step, ...]]] = field(default_factory=dict)
 
     def play(self, program: Sequence[Action], batch: Batch, *, update: bool = True) -> None:
         """Run the program on one batch; without `update`, a U adds up the gradients of copies and leaves the weights.
@@ -61,7 +69,12 @@ class Interpreter:
         """
         self.begin()
         self._updating, self._streaming = update, False
-        self.go_on(program, UnderWay.alone(batch))
+        kept = self._programs.get(id(program))
+        if kept is None or kept[0] is not program:
+            if len(self._programs) > _MOST_PROGRAMS:
+                self._programs.clear()
+            kept = self._programs[id(program)] = program, steps_of(program, self.stage_count)
+        self._run(kept[1], UnderWay.alone(batch))
         self.finish()
 
     def begin(self) -> None:
@@ -72,15 +85,19 @@ class Interpreter:
 
     def go_on(self, actions: Sequence[Action], batches: UnderWay) -> None:
         """Run some more of a program, of which all batches that it names have come. Raises as `play`."""
+        self._run(steps_of(actions, self.stage_count), batches)
+
+    def _run(self, steps: Sequence[Step], batches: UnderWay) -> None:
+        step: Step | None = None
         try:
-            for action in actions:
-                if isinstance(action, Transfer):
-                    self._transfer(action, batches)
-                else:
-                    self._op(action, batches)
-        except BaseException:
+            for step in steps:
+                self._step(step, batches)
+        except BaseException as error:
             self.forget()
-            raise
+            meaning = self._meaning(error, step)
+            if meaning is error:
+                raise
+            raise meaning from error
         self.board.doing("is between batches")
 
     def release(self, before: int) -> None:
@@ -128,62 +145,69 @@ class Interpreter:
         """Start and end of some ops that have been run."""
         return [(self.clock.seconds(start), self.clock.seconds(end)) for start, end in map(self.marks.__getitem__, ops)]
 
-    def _transfer(self, action: Transfer, batches: UnderWay) -> None:
-        message, peer = action.message, action.peer
-        found = batches.find(message.micro_batch)
-        if found is None:
-            return
-        batch, number = found
-        form = batch.forms[number]
-        if action.direction is Direction.RECV:
-            self._arrivals[message] = self._guard(f"rank {peer}", lambda: self.transport.post(peer, message, form))
-        else:
-            payload = self._values.pop(message)
-            self._guard(f"rank {peer}", lambda: self.transport.send(peer, message, payload, form))
+    def _step(self, step: Step, batches: UnderWay) -> None:
+        """One op, with its receives and sends. What goes wrong meanwhile is found in `_stands_at`."""
+        for peer, message in step.posts:
+            if (expected := batches.find(message.micro_batch)) is not None:
+                self._stands_at, self._since = peer, time.monotonic()
+                self._arrivals[message] = self.transport.post(peer, message, expected[0].forms[expected[1]])
+        op = step.op
+        if op is None or step.kind is Kind.U:
+            if op is not None:
+                self._begun(step)
+                self._update(op)
+                self._ended(op)
+        elif (found := batches.find(step.number)) is not None:
+            batch, number = found
+            self._at_step = batch.step
+            arrived = None if step.taken is None else self._arrived(step)
+            self._begun(step)
+            made = self._compute(op, batch, number, arrived)
+            self._ended(op)
+            if made is not None and step.fed is not None:
+                self._values[step.fed] = made
+        for peer, message in step.sends:
+            if (expected := batches.find(message.micro_batch)) is not None:
+                self._stands_at, self._since = peer, time.monotonic()
+                self.transport.send(peer, message, self._values.pop(message), expected[0].forms[expected[1]])
 
-    def _op(self, op: Op, batches: UnderWay) -> None:
-        if op.kind is Kind.U:
-            self._timed(op, lambda: self._update(op))
-            return
-        found = batches.find(op.micro_batch)
-        if found is None:
-            return
-        batch, number = found
-        self._step = batch.step
-        arrived = self._arrived(op)
-        made = self._timed(op, lambda: self._compute(op, batch, number, arrived))
-        if made is None:
-            return
-        fed = (op.kind, op.stage) if op.kind in HANDING else feeds(op, self.stage_count)
-        if fed is not None:
-            self._values[Message(fed[0], op.stage, op.micro_batch)] = made
+    def _begun(self, step: Step) -> None:
+        self.board.doing(step.text)
+        self._computing = True
+        self._started = self.clock.mark()
 
-    def _arrived(self, op: Op) -> Payload | None:
+    def _ended(self, op: Op) -> None:
+        self.marks[op] = self._started, self.clock.mark()
+        self._computing = False
+
+    def _arrived(self, step: Step) -> Payload | None:
         """What the op takes from another stage or rank, waited for."""
-        taken = (op.kind, op.stage) if op.kind in HANDING else takes(op, self.stage_count)
-        if taken is None:
+        message = step.taken
+        assert message is not None
+        if (here := self._values.pop(message, None)) is not None:
+            return here
+        arrival = self._arrivals.pop(message, None)
+        if arrival is None and step.kind in HANDING:
             return None
-        message = Message(*taken, op.micro_batch)
-        if message in self._values:
-            return self._values.pop(message)
-        if op.kind in HANDING and message not in self._arrivals:
-            return None
-        maker = f"{taken[1]}{taken[0].value}{op.micro_batch}"
-        self.board.doing(f"waits for {maker}")
-        return self._guard(maker, self._arrivals.pop(message).wait)
+        assert arrival is not None
+        self.board.doing(step.waits)
+        self._stands_at, self._since = step.maker, time.monotonic()
+        return arrival.wait()
 
-    def _timed(self, op: Op, action: Callable[[], T]) -> T:
-        self.board.doing(f"is at {op}")
-        start = self.clock.mark()
-        try:
-            made = action()
-        except (PeerFailed, DeadlineExceeded):
-            raise
-        except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
-            raise StageFailed(self.rank, op.stage, str(op), self._step, cause) from error
-        self.marks[op] = start, self.clock.mark()
-        return made
+    def _meaning(self, error: BaseException, step: Step | None) -> BaseException:
+        """An error in a step, as others have to hear of it."""
+        computing, self._computing = self._computing, False
+        if isinstance(error, (TransportTimeout, TransportLost)):
+            stands_at = self._stands_at if isinstance(self._stands_at, str) else f"rank {self._stands_at}"
+            return self._stopped(error, stands_at, time.monotonic() - self._since)
+        if (
+            not computing
+            or step is None
+            or isinstance(error, (PeerFailed, DeadlineExceeded))
+            or not isinstance(error, Exception)
+        ):
+            return error
+        return StageFailed(self.rank, step.stage, str(step.op), self._at_step, f"{type(error).__name__}: {error}")
 
     def _compute(self, op: Op, batch: Batch, number: int, arrived: Payload | None) -> Payload | None:
         if op.kind in HANDING:
@@ -247,9 +271,11 @@ class Interpreter:
         started = time.monotonic()
         try:
             return action()
-        except TransportTimeout as error:
-            waited = time.monotonic() - started
-            raise DeadlineExceeded(self.rank, waited_for, waited, self.board.elsewhere()) from error
-        except TransportLost as error:
-            reason = self.board.failure(patience_s=2.0)
-            raise PeerFailed(self.rank, waited_for, reason or "the rank that was to send it is gone without a word") from error
+        except (TransportTimeout, TransportLost) as error:
+            raise self._stopped(error, waited_for, time.monotonic() - started) from error
+
+    def _stopped(self, error: TransportTimeout | TransportLost, waited_for: str, waited_s: float) -> RunError:
+        if isinstance(error, TransportTimeout):
+            return DeadlineExceeded(self.rank, waited_for, waited_s, self.board.elsewhere())
+        reason = self.board.failure(patience_s=2.0)
+        return PeerFailed(self.rank, waited_for, reason or "the rank that was to send it is gone without a word")

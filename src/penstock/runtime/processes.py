@@ -20,15 +20,21 @@ from torch._C._distributed_c10d import PrefixStore
 from penstock.errors import DeadlineExceeded, PeerFailed
 from penstock.runtime.board import reason_of
 from penstock.runtime.store_board import StoreBoard
-from penstock.schedule.lower import Link
+from penstock.schedule.lower import Link, Message
+from penstock.schedule.op import Kind
 from penstock.transport.distributed import MOST_UNDER_WAY, TOLD_TAG, DistributedTransport, Wire
 from penstock.transport.group import join, started
 from penstock.transport.payload import Header, Payload, TensorForm
-from penstock.transport.transport import TransportLost, TransportTimeout
+from penstock.transport.routed import route
+from penstock.transport.same_host import SameHostTransport
+from penstock.transport.transport import Arrival, Transport, TransportLost, TransportTimeout
 
 __all__ = ["DistributedWorld", "join", "started"]
 
 T = TypeVar("T")
+
+#: What is told outside programs goes by this name.
+_TOLD = Message(Kind.U, (1 << 20) - 1, 0)
 
 # Every world of a process has its own corner of the store; all processes make their worlds in the same order.
 _WORLDS = itertools.count()
@@ -53,8 +59,10 @@ class DistributedWorld:
             groups = {(link, meets): dist.new_group(list(link), timeout, "nccl") for link, meets in keys}
             groups = {(link, meets): group for (link, meets), group in groups.items() if self._rank in link}
         self._wire = Wire(self._rank, self._device, store, deadline_s, shared, groups)
-        self._board = StoreBoard(store, self._rank, self.size, self._wire.abort)
-        self._transport = DistributedTransport(self._wire)
+        self._near = SameHostTransport(self._rank, deadline_s, self._device)
+        self._near.connect(store, self.size, willing=not groups)
+        self._transport = route(self._near, DistributedTransport(self._wire), self.size - 1)
+        self._board = StoreBoard(store, self._rank, self.size, self._stop)
         self._told: deque[tuple[dist.Work, Tensor]] = deque()
         atexit.register(self.close)
 
@@ -73,7 +81,11 @@ class DistributedWorld:
         del rank
         return self._device
 
-    def transport(self, rank: int) -> DistributedTransport:
+    def _stop(self) -> None:
+        self._near.abort()
+        self._wire.abort()
+
+    def transport(self, rank: int) -> Transport:
         """See `World.transport`."""
         del rank
         return self._transport
@@ -92,7 +104,7 @@ class DistributedWorld:
             return {self._rank: job(self._rank)}
         except BaseException as error:
             self._board.fail(reason_of(error, self._rank))
-            self._wire.abort()
+            self._stop()
             raise
 
     def broadcast(self, value: Any, source: int, form: TensorForm | None = None) -> Any:
@@ -141,7 +153,9 @@ class DistributedWorld:
     def tell(self, numbers: Tensor) -> None:
         """See `World.tell`."""
         for other in range(self.size):
-            if other != self._rank:
+            if other in self._near.reachable:
+                self._near.send(other, _TOLD, Payload("", (numbers,), (False,)), "")
+            elif other != self._rank:
                 try:
                     work = dist.isend(numbers, other, group=self._wire.shared, tag=TOLD_TAG)
                 except RuntimeError as error:
@@ -153,6 +167,9 @@ class DistributedWorld:
 
     def hear(self, source: int, count: int) -> Callable[[], Tensor]:
         """See `World.hear`."""
+        if source in self._near.reachable:
+            arrival = self._near.post(source, _TOLD, "")
+            return lambda: self.run(lambda _: self._taken(arrival, source))[self._rank]
         numbers = torch.empty(count, dtype=torch.float64)
         work = self.run(lambda _: dist.irecv(numbers, source, group=self._wire.shared, tag=TOLD_TAG))[self._rank]
 
@@ -170,16 +187,23 @@ class DistributedWorld:
         """See `World.close`."""
         atexit.unregister(self.close)
         self._board.close()
+        self._near.close()
 
     def _share(self, tensor: Tensor, source: int) -> None:
         self._wait(dist.broadcast(tensor, source, group=self._wire.shared, async_op=True), f"rank {source}")
 
+    def _taken(self, arrival: Arrival, source: int) -> Tensor:
+        tensor: Tensor = self._waited(arrival.wait, f"rank {source}").leaves[0]
+        return tensor.cpu()
+
     def _wait(self, work: dist.Work | None, waited_for: str) -> None:
-        if work is None:
-            return
+        if work is not None:
+            self._waited(lambda: self._wire.wait(work), waited_for)
+
+    def _waited(self, action: Callable[[], T], waited_for: str) -> T:
         self._board.doing(f"waits for {waited_for}")
         try:
-            self._wire.wait(work)
+            return action()
         except TransportTimeout as error:
             raise DeadlineExceeded(self._rank, waited_for, self._wire.deadline_s, self._board.elsewhere()) from error
         except TransportLost as error:

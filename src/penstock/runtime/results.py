@@ -12,6 +12,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.world import World
 from penstock.schedule.op import Schedule
 from penstock.transport.payload import TensorForm
+from penstock.transport.records import from_plain
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -19,14 +20,15 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def mean_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor:
     """The mean loss of the batch, a float tensor, the same on every rank: micro-batches' shares added up in their order."""
     holders = schedule.ranks_of_stage[-1]
-    total, source = None, holders[0]
-    if len(holders) == 1:
-        if batch.losses:
-            total = torch.stack([batch.losses[m] for m in sorted(batch.losses)]).sum().float()
-    else:
-        total, source = _from_copies(world, schedule, batch), 0
-    result: Tensor = world.broadcast(total, source, TensorForm((), "float32", wants_grad=False))
-    return result
+    if len(holders) > 1:
+        result: Tensor = world.broadcast(_from_copies(world, schedule, batch), 0, TensorForm((), "float32", wants_grad=False))
+        return result
+    if holders[0] not in world.local_ranks:
+        return world.hear(holders[0], 1)()[0].float()
+    total = torch.stack([batch.losses[m] for m in sorted(batch.losses)]).sum().float()
+    if len(world.local_ranks) < world.size:
+        world.run(lambda _: world.tell(total.double().reshape(1)))
+    return total
 
 
 def outputs(world: World, schedule: Schedule, batch: Batch) -> Any:
@@ -35,14 +37,25 @@ def outputs(world: World, schedule: Schedule, batch: Batch) -> Any:
     if len(holders) == 1:
         last = holders[0]
         joined = world.run(lambda rank: batch.joined(batch.outputs) if rank == last else None)
-        return world.broadcast(joined.get(last), last)
+        return from_plain(world.broadcast(joined.get(last), last))
     found: dict[int, Any] = {}
     for holder in holders:
         own = _held_by(schedule, holder, len(batch.numbers))
         if own:
             here = [batch.outputs[m] for m in own] if holder in world.local_ranks else None
             found |= zip(own, world.broadcast(here, holder), strict=True)
-    return batch.joined(found)
+    return from_plain(batch.joined(found))
+
+
+def by_micro_batch(world: World, schedule: Schedule, batch: Batch) -> dict[int, Any]:
+    """The model's outputs by micro-batch, on every rank, of a batch that has kept them."""
+    found: dict[int, Any] = {}
+    for holder in schedule.ranks_of_stage[-1]:
+        own = _held_by(schedule, holder, len(batch.numbers))
+        if own:
+            here = [batch.outputs[m] for m in own] if holder in world.local_ranks else None
+            found |= zip(own, world.broadcast(here, holder), strict=True)
+    return found
 
 
 def _held_by(schedule: Schedule, rank: int, micro_batches: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,12 +26,14 @@ class Setting:
     recompute: str
     weights: str
     weights_options: Mapping[str, float] = field(default_factory=dict)
+    recomputed: frozenset[int] = frozenset()
 
     @classmethod
     def of_plan(cls, plan: Plan, traced: TracedChain) -> Setting:
         """What the plan says, once it fits the model."""
         plan.check_fits(traced.fingerprint, plan.ranks, torch.__version__)
-        return cls(tuple(plan.lengths), plan.schedule, plan.recompute, plan.weights, dict(plan.weights_options))
+        return cls(tuple(plan.lengths), plan.schedule, plan.recompute, plan.weights, dict(plan.weights_options),
+                   frozenset(plan.recomputed))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Words:
     balance: Sequence[int] | None = None
     schedule: str | Schedule | None = None
     micro_batches: int | None = None
-    recompute: str | None = None
+    recompute: str | Collection[int | str] | None = None
     weights: str | None = None
     weights_options: Mapping[str, float] | None = None
 
@@ -71,7 +73,20 @@ def setting_of(traced: TracedChain, plan: Plan | None, words: Words) -> Setting:
             f"the schedule has {schedule.micro_batches} micro-batches, micro_batches={micro_batches} says otherwise"
         )
     weights = words.weights or ("flush" if schedule.stream is None else schedule.stream.weights)
-    return Setting(lengths, schedule, words.recompute or "never", weights, dict(words.weights_options or {}))
+    recompute, recomputed = _recompute(traced, words.recompute)
+    return Setting(lengths, schedule, recompute, weights, dict(words.weights_options or {}), recomputed)
+
+
+def _recompute(traced: TracedChain, wish: str | Collection[int | str] | None) -> tuple[str, frozenset[int]]:
+    """When micro-batches run again, or, of layers by name or place, that these do."""
+    if wish is None or isinstance(wish, str):
+        return wish or "never", frozenset()
+    places = {layer.name: index for index, layer in enumerate(traced.layers)}
+    for layer in wish:
+        if layer not in places and layer not in places.values():
+            raise SettingError(f"recompute names layer {layer!r}, which the model has not: it has {len(traced)} layers, numbered from 0, such "
+                               f"as {', '.join(map(repr, list(places)[:4]))}")  # fmt: skip
+    return "selective", frozenset(places.get(layer, layer) for layer in wish)  # type: ignore[arg-type]
 
 
 def check(setting: Setting) -> None:

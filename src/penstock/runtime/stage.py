@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,55 +11,69 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.errors import SettingError
 from penstock.grad.split import PendingWeights, input_grad, weight_grad
+from penstock.grad.whole import whole_grad
 from penstock.optim.update import Update
 from penstock.runtime.batch import Batch
 from penstock.runtime.buffers import Buffers, Contents
 from penstock.runtime.eviction import Saved
 from penstock.runtime.held import Held
+from penstock.runtime.layers import StageLayer, StageLayers
 from penstock.runtime.past import Past, Pasts, tensors_of
+from penstock.runtime.stage_loss import Loss, StageLoss, Starts, total
 from penstock.simulate.simulate import recomputes
-from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
-from penstock.tracing.slices import has_past
+from penstock.tracing.side_loss import collect_side_losses, collecting_side_losses
 from penstock.transport.payload import Payload
+from penstock.transport.records import from_plain, to_plain
 
-Loss = Callable[[Any, Any], Tensor]
+__all__ = ["Loss", "Stage", "StageLayer"]
 
 #: Step and micro-batch: several batches may be under way.
 _Key = tuple[int, int]
 
-
-@dataclass(frozen=True)
-class StageLayer:
-    """A layer's place in the whole chain, its name and its module."""
-
-    index: int
-    name: str
-    module: nn.Module
+#: Under this key side losses of the stages before travel beside what they made.
+_SIDE = "penstock.side_loss"
 
 
-@dataclass
+@dataclass(slots=True)
 class _Kept:
     """What one micro-batch keeps on a stage: its inputs as leaves, and the roots of its graph, its outputs and then its past.
 
     Without `roots` it will be recomputed, from these inputs and the buffers that its forward saw. `found` has more leaves, where it
-    is a slice: what it found of the slices before. `size` is in bytes.
+    is a slice: what it found of the slices before. `own` are the last of `roots`, which take no gradient from the stage after: the
+    loss and the side losses. `size` is in bytes.
     """
 
     inputs: Payload
     found: dict[int, Any]
     roots: list[Tensor] | None
+    own: int
     buffers: Contents
     saved: Saved | None = None
     size: int = 0
+
+
+@dataclass(slots=True)
+class _Plain:
+    """What one micro-batch keeps on a stage where one tensor comes in and one goes out, and nothing else is asked for."""
+
+    leaf: Tensor | None
+    root: Tensor | None
+    size: int
+
+
+_NOTHING = Payload("*", (), ())
+_NO_PAST = Past(keeps=False)
+_AS_IT_IS = nullcontext()
 
 
 @dataclass
 class Stage:
     """Runs ops of one stage. Knows nothing of schedules, ranks or links.
 
-    `evicted`: micro-batches that `evict` will be asked for. `held`: what counts what is kept, for all stages of a rank.
+    `evicted`: micro-batches that `evict` will be asked for. `held`: what counts what is kept, for all stages of a rank. `entry`,
+    `exit`, `recomputed`, `compile`, `offload`: see `StageLayers`. `autocast`: the dtype of mixed precision. `loss_scale`: what gradients are
+    multiplied by, and the loss that is reported is not.
     """
 
     index: int
@@ -71,17 +85,29 @@ class Stage:
     loss: Loss | None = None
     evicted: Collection[int] = ()
     held: Held = field(default_factory=Held)
-    _kept: dict[_Key, _Kept] = field(default_factory=dict)
+    entry: nn.Module | None = None
+    exit: Callable[[Any], Any] | None = None
+    autocast: torch.dtype | None = None
+    loss_scale: float = 1.0
+    recomputed: frozenset[int] = frozenset()
+    compile: Mapping[str, Any] | None = None
+    offload: bool = False
+    _kept: dict[_Key, _Kept | _Plain] = field(default_factory=dict)
     _pending: dict[_Key, tuple[PendingWeights, int]] = field(default_factory=dict)
     _pasts: Pasts = field(default_factory=Pasts)
 
     def __post_init__(self) -> None:
-        self._drawing = {layer.index for layer in self.layers if may_draw(layer.module)}
-        self._handing_on = {layer.index for layer in self.layers if has_past(layer.module)}
+        self._running = StageLayers(
+            self.layers, self.device, self.seed, self.entry, self.exit, self.recomputed, self.compile, self.offload
+        )
         self._buffers = Buffers(list(self.modules()))
         # By training or not, whether the layers change what they are given. Not known before they have run once: the flag
         # `inplace` tells only of some of torch's own, and a layer may hand on its input, or a view of it, to one that does.
         self._changes_input: dict[bool, bool] = {}
+        # Forms of micro-batches that the short way is known to do for, and the bytes that they keep.
+        self._plain: dict[str, int] = {}
+        self._starts = Starts()
+        self._losses = None if self.loss is None else StageLoss(self.loss, self.device)
 
     def weight_bytes(self) -> int:
         """Bytes of parameters and buffers."""
@@ -90,8 +116,7 @@ class Stage:
 
     def modules(self) -> Iterator[nn.Module]:
         """All modules of the stage."""
-        for layer in self.layers:
-            yield from layer.module.modules()
+        return self._running.modules()
 
     def forward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload | None:
         """F: run the layers on one micro-batch.
@@ -104,6 +129,9 @@ class Stage:
         Returns:
             What the next stage takes; None on the last.
         """
+        size = self._plain.get(batch.forms[micro_batch])
+        if size is not None and (arrived is None or arrived.structure == ""):
+            return self._forward_plainly(batch, micro_batch, arrived, size)
         source = Payload.of(batch.inputs[micro_batch]) if arrived is None else arrived
         wants = source.wants_grad if arrived is not None and batch.training else (False,) * len(source.tensors)
         leaves = [tensor.detach().to(self.device) for tensor in source.tensors]
@@ -115,20 +143,20 @@ class Stage:
         after = batch.next_slice(micro_batch)
         past = Past(self._pasts.waiting.pop(micro_batch, {}), keeps=after is not None)
         keeps = batch.training and not again
-        saved = Saved(self._weights()) if keeps and micro_batch in self.evicted else None
+        saved = Saved(self._running.weights()) if keeps and micro_batch in self.evicted else None
         with (
             self._looking(batch, micro_batch, inputs, keeps),
             torch.set_grad_enabled(keeps),
             saved.saving() if saved else nullcontext(),
         ):
-            output = self._run(batch, micro_batch, inputs, past)
-        if self.loss is not None:
-            result = None
-            roots = [output] if isinstance(output, Tensor) and output.requires_grad else []
-        else:
+            output, own = self._run(batch, micro_batch, inputs, past)
+        result = None
+        roots: list[Tensor] = []
+        if self.loss is None:
             flags = self._grad_flags(output, inputs) if again else None
             result = Payload.of(output, flags)
             roots = [tensor for tensor in result.tensors if tensor.requires_grad]
+        roots += own
         if after is not None:
             left = tensors_of(past.left)
             roots += [tensor for tensor in left if tensor.requires_grad]
@@ -136,12 +164,66 @@ class Stage:
             self._pasts.leave(after, past.left, flags)
         if batch.training:
             size = sum(leaf.nbytes for leaf in leaves) if again else self.held.size(self._form(batch, micro_batch))
-            self._kept[batch.step, micro_batch] = _Kept(inputs, past.found, None if again else roots, buffers, saved, size)
+            self._kept[batch.step, micro_batch] = _Kept(
+                inputs, past.found, None if again else roots, len(own), buffers, saved, size
+            )
             self.held.take(size)
+            if not (again or saved or own[1:] or batch.outputs):
+                self._learn(batch, micro_batch, inputs, result, size=size)
+        return result
+
+    def _learn(self, batch: Batch, micro_batch: int, inputs: Payload, result: Payload | None, *, size: int) -> None:
+        """Let the next micro-batches of this form go the short way, if it would do."""
+        one_out = self.loss is not None if result is None else result.structure == ""
+        known = self._changes_input.get(True) is False and batch.targets is not None
+        if known and one_out and inputs.structure == "" and not batch.cuts_tokens and not batch.keeps_outputs:
+            self._plain[batch.forms[micro_batch]] = size
+
+    def _forward_plainly(self, batch: Batch, micro_batch: int, arrived: Payload | None, size: int) -> Payload | None:
+        """F where one tensor comes and one goes. The form, which has the mode in it, says that it is so."""
+        if arrived is None:
+            leaf, value = None, batch.inputs[micro_batch].to(self.device)
+        else:
+            leaf = value = arrived.leaves[0].detach().to(self.device)
+            if arrived.wants_grad[0]:
+                leaf.requires_grad_(True)
+        given = value
+        sides: list[Tensor] = []
+        outer = collect_side_losses(sides)
+        try:
+            with torch.enable_grad(), self._mixed():
+                value = self._running.run(batch, micro_batch, value, _NO_PAST)
+                if self._losses is not None:
+                    value = self._losses.of(batch, micro_batch, value, sides)
+        finally:
+            collect_side_losses(outer)
+        root = value if value.requires_grad else None
+        self.held.take(size)
+        if sides:
+            return self._with_sides(batch, micro_batch, (given, leaf, root, value), sides, size)
+        self._kept[batch.step, micro_batch] = _Plain(leaf, root, size)
+        return None if self.loss is not None else Payload("", (value,), (root is not None,))
+
+    def _with_sides(self, batch: Batch, micro_batch: int, made: tuple[Tensor, Tensor | None, Tensor | None, Tensor],
+                    sides: list[Tensor], size: int) -> Payload | None:  # fmt: skip
+        """What `_forward_plainly` has made where a layer turns out to have side losses, though micro-batches before had none."""
+        del self._plain[batch.forms[micro_batch]]
+        given, leaf, root, value = made
+        own = [side for side in sides if side.requires_grad]
+        result = None
+        roots = [] if root is None else [root]
+        if self.loss is None:
+            result = Payload.of({_SIDE: total(sides), "value": value})
+        inputs = Payload("", (given,), (leaf is not None and leaf.requires_grad,))
+        count = len(own) + (len(roots) if self.loss is not None else 0)
+        self._kept[batch.step, micro_batch] = _Kept(inputs, {}, [*roots, *own], count, {}, None, size)
         return result
 
     def backward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
         """B: gradients of weights and inputs. Takes the gradients of what `forward` returned, returns those of what it took."""
+        if type(kept := self._kept[batch.step, micro_batch]) is _Plain:
+            del self._kept[batch.step, micro_batch]
+            return self._backward_plainly(batch, micro_batch, arrived, kept)
         leaves, past, roots, grads, size = self._roots(batch, micro_batch, arrived)
         live = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
         if live:
@@ -149,6 +231,18 @@ class Stage:
         self._pasts.give_back(micro_batch, [leaf.grad for leaf in past])
         self.held.give(size)
         return Payload.flat([leaf.grad for leaf in leaves])
+
+    def _backward_plainly(self, batch: Batch, micro_batch: int, arrived: Payload | None, kept: _Plain) -> Payload:
+        root, leaf = kept.root, kept.leaf
+        if root is not None:
+            grad = self._started(batch, micro_batch, root) if arrived is None else _to(arrived.leaves[0], self.device)
+            if grad is not None:
+                whole_grad(root, grad)
+        self.held.give(kept.size)
+        if leaf is None or not leaf.requires_grad:
+            return _NOTHING
+        found = leaf.grad
+        return Payload("*", (found,), () if found is None else (False,))
 
     def input_grad(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
         """I: gradients of the inputs only; W has to follow."""
@@ -167,6 +261,7 @@ class Stage:
     def evict(self, batch: Batch, micro_batch: int) -> Payload:
         """E: give what the forward has saved away. What will be recomputed has saved nothing."""
         kept = self._kept[batch.step, micro_batch]
+        assert isinstance(kept, _Kept)  # what may be evicted never goes the short way
         self.held.give(kept.size)
         saved = kept.saved
         content = torch.empty(0, dtype=torch.uint8) if saved is None else saved.take_out()
@@ -175,6 +270,7 @@ class Stage:
     def load(self, batch: Batch, micro_batch: int, arrived: Payload) -> None:
         """L: take it back."""
         kept = self._kept[batch.step, micro_batch]
+        assert isinstance(kept, _Kept)
         self.held.take(kept.size)
         saved = kept.saved
         if saved is not None:
@@ -186,11 +282,6 @@ class Stage:
         self.held.begin()
         self._pending.clear()
         self._pasts.clear()
-
-    def _weights(self) -> frozenset[int]:
-        """Where the memory of parameters and buffers begins."""
-        tensors = (t for module in self.modules() for t in (*module._parameters.values(), *module._buffers.values()))
-        return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -204,44 +295,37 @@ class Stage:
             for module, training in modes:
                 module.training = training
 
-    def _run(self, batch: Batch, micro_batch: int, inputs: Payload, past: Past) -> Any:
-        """The layers, and on the last stage the loss or the outputs' delivery. Random numbers depend on what, not on where."""
+    def _run(self, batch: Batch, micro_batch: int, inputs: Payload, past: Past) -> tuple[Any, list[Tensor]]:
+        """What the layers make, and what starts a gradient of its own: the loss, on the last stage, and side losses."""
         copies: list[Tensor] = []
         if self._changes_input.get(batch.training, True):
             # Autograd forbids changing a leaf in place, and nobody else may see such a change.
             copies = [tensor.clone() for tensor in inputs.tensors]
             inputs = inputs.with_tensors(copies)
-        value = inputs.value()
-        seeded = self._drawing if batch.training else set()
-        with drawing(self.device) if seeded else nullcontext():
-            for layer in self.layers:
-                if layer.index in seeded:
-                    seed_generators(self.device, stream_seed(self.seed, batch.step, layer.index, micro_batch))
-                if batch.cuts_tokens and layer.index in self._handing_on:
-                    value = past.run(layer.index, layer.name, layer.module, value)
-                else:
-                    value = layer.module(value)
-        past.check_unchanged()
-        if batch.training not in self._changes_input:
-            self._changes_input[batch.training] = any(copy._version for copy in copies)
-        return value if self.loss is None else self._deliver(batch, micro_batch, value)
+        value = inputs.value() if inputs.structure == "" else from_plain(inputs.value())
+        before: Tensor | None = None
+        if type(value) is dict and _SIDE in value:
+            before, value = value[_SIDE], value["value"]
+        with self._mixed(), collecting_side_losses() as sides:
+            value = self._running.run(batch, micro_batch, value, past)
+            past.check_unchanged()
+            if batch.training not in self._changes_input:
+                self._changes_input[batch.training] = any(copy._version for copy in copies)
+            told = sides if before is None else [before.to(self.device), *sides]
+            value = to_plain(value) if self._losses is None else self._losses.of(batch, micro_batch, value, told)
+            if self.loss is None and told:
+                value = {_SIDE: total(told), "value": value}
+        own = [side for side in sides if side.requires_grad] if batch.training else []
+        if self.loss is not None and isinstance(value, Tensor) and value.requires_grad:
+            own.append(value)
+        return value, own
 
-    def _deliver(self, batch: Batch, micro_batch: int, value: Any) -> Any:
-        """The micro-batch's share of the batch's mean loss; without targets, its outputs are kept for the caller."""
-        if batch.targets is None:
-            batch.outputs[micro_batch] = value
-            return None
-        assert self.loss is not None
-        target = pytree.tree_map(
-            lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, batch.targets[micro_batch]
-        )
-        loss = self.loss(value, target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise SettingError(f"the loss must be one number, the mean over the samples it is given; this one is {shape}")
-        share = loss.reshape(()) * batch.shares[micro_batch]
-        batch.losses.setdefault(micro_batch, share.detach())
-        return share
+    def _started(self, batch: Batch, micro_batch: int, root: Tensor) -> Tensor:
+        """The gradient that a loss or a side loss begins with: the micro-batch's share in the batch, scaled."""
+        return self._starts.of(batch.shares[micro_batch] * self.loss_scale, root)
+
+    def _mixed(self) -> AbstractContextManager[None]:
+        return _AS_IT_IS if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
 
     def _grad_flags(self, output: Any, inputs: Payload) -> tuple[bool, ...]:
         """Which outputs want a gradient when the forward ran without a graph: any float one, if anything here is trained."""
@@ -264,7 +348,7 @@ class Stage:
         final = batch.training in self._changes_input
         found = () if batch.targets is None or self.loss is None else pytree.tree_leaves(batch.targets[micro_batch])
         targets = [leaf for leaf in found if isinstance(leaf, Tensor)]
-        return self.held.looking(self._form(batch, micro_batch), inputs.tensors, self._weights(), targets, final)
+        return self.held.looking(self._form(batch, micro_batch), inputs.tensors, self._running.weights(), targets, final)
 
     def _roots(
         self, batch: Batch, micro_batch: int, arrived: Payload | None
@@ -275,6 +359,12 @@ class Stage:
         Recomputes the graph if needed.
         """
         kept = self._kept.pop((batch.step, micro_batch))
+        if isinstance(kept, _Plain):
+            here = [kept.leaf] if kept.leaf is not None and kept.leaf.requires_grad else []
+            if (root := kept.root) is None:
+                return here, [], [], [], kept.size
+            start = self._started(batch, micro_batch, root) if arrived is None else _to(arrived.leaves[0], self.device)
+            return here, [], [root], [start], kept.size
         leaves = [leaf for leaf in kept.inputs.tensors if leaf.requires_grad]
         past_leaves = [leaf for leaf in tensors_of(kept.found) if leaf.requires_grad]
         grads: list[Tensor | None] = [] if arrived is None else [_to(leaf, self.device) for leaf in arrived.leaves]
@@ -286,18 +376,21 @@ class Stage:
             past = Past(kept.found, keeps=after is not None)
             looking = self._looking(batch, micro_batch, kept.inputs, keeps=True)
             with looking, torch.enable_grad(), self._buffers.as_they_were(kept.buffers):
-                output = self._run(batch, micro_batch, kept.inputs, past)
+                output, own = self._run(batch, micro_batch, kept.inputs, past)
             full = self.held.size(self._form(batch, micro_batch))
             self.held.take(full - kept.size)
             kept.size = full
-            roots = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            roots = []
             if self.loss is None:
+                found = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
                 flags = self._grad_flags(output, kept.inputs)
-                roots = [root for root, flag in zip(roots, flags, strict=True) if flag]
+                roots = [root for root, flag in zip(found, flags, strict=True) if flag]
+            roots += own
+            kept.own = len(own)
             left = tensors_of(past.left)
             roots += [root for root, flag in zip(left, self._grad_flags(left, kept.inputs), strict=True) if flag]
-        if self.loss is not None:
-            grads = [torch.ones_like(root) for root in roots[: len(roots) - len(grads_of_past)]]
+        first = len(roots) - len(grads_of_past) - kept.own
+        grads += [self._started(batch, micro_batch, root) for root in roots[first : first + kept.own]]
         pairs = [(root, grad) for root, grad in zip(roots, [*grads, *grads_of_past], strict=True) if root.requires_grad]
         return leaves, past_leaves, [root for root, _ in pairs], [grad for _, grad in pairs], kept.size
 

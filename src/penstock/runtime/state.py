@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from penstock.errors import SettingError
 from penstock.runtime.stage import Stage
 from penstock.runtime.world import World
 from penstock.tracing.chain import TracedChain
-from penstock.tracing.names import state_of
+from penstock.tracing.names import parameters_of, state_of
 from penstock.transport.payload import TensorForm
 
 
@@ -20,7 +20,8 @@ from penstock.transport.payload import TensorForm
 class Placed:
     """Which rank holds which layers, and the stages that are held here. A stage with copies counts as its first rank's: `home`.
 
-    `local` are all stages held here, `at_home` those of them that are not copies of another rank's.
+    `local` are all stages held here, `at_home` those of them that are not copies of another rank's. `shared` has, by the chain's name,
+    the rank whose tensor counts of those that several stages use.
     """
 
     traced: TracedChain
@@ -28,6 +29,7 @@ class Placed:
     home: tuple[int, ...]
     local: Sequence[Stage]
     at_home: Sequence[Stage]
+    shared: Mapping[str, int] = field(default_factory=dict)
 
     def layers_of_rank(self) -> dict[int, list[int]]:
         """Layer indices by the rank that holds them, ascending."""
@@ -47,16 +49,18 @@ def own(stage: Stage) -> dict[str, Tensor]:
     return held
 
 
-def put(stages: Sequence[Stage], tensors: Mapping[str, Tensor]) -> None:
-    """Copy values into some stages: into all, or if anything does not fit, into none.
+def put(placed: Placed, tensors: Mapping[str, Tensor]) -> None:
+    """Copy values into the stages that are held here: into all, or if anything does not fit, into none.
+
+    Of a tensor that has several names any of them will do.
 
     Raises:
         SettingError: a tensor is missing or has another shape.
     """
     pairs = []
-    for stage in stages:
+    for stage in placed.local:
         for name, target in own(stage).items():
-            source = tensors.get(name)
+            source = tensors.get(name, tensors.get(placed.traced.aliases.get(name, name)))
             if source is None:
                 raise SettingError(f"the state has no {name!r}, which stage {stage.index} needs")
             if source.shape != target.shape:
@@ -69,33 +73,57 @@ def put(stages: Sequence[Stage], tensors: Mapping[str, Tensor]) -> None:
             target.copy_(source)
 
 
+def counted(placed: Placed, stage: Stage) -> dict[str, Tensor]:
+    """Of `own`, what nobody else answers for: each tensor under one name, and what several stages use at its home alone."""
+    rank = placed.home[stage.index]
+    return {name: tensor for name, tensor in own(stage).items() if _counts(placed, name, rank)}
+
+
+def _counts(placed: Placed, name: str, rank: int) -> bool:
+    return placed.traced.aliases.get(name, name) == name and placed.shared.get(name, rank) == rank
+
+
 def collect(world: World, placed: Placed) -> dict[str, Tensor]:
-    """All stages' tensors on rank 0, in the order of the chain; elsewhere nothing."""
+    """All stages' tensors on rank 0, in the order of the chain, under all of their names; elsewhere nothing."""
     described = _described(placed)
-    local: dict[int, list[Tensor]] = {rank: [] for rank in world.local_ranks}
+    local: dict[int, dict[str, Tensor]] = {rank: {} for rank in world.local_ranks}
     for stage in placed.at_home:
-        local[placed.home[stage.index]] += own(stage).values()
-    return _named(world.gather(local, {rank: list(forms.values()) for rank, forms in described.items()}), described)
+        local[placed.home[stage.index]] |= counted(placed, stage)
+    found = _gathered(world, local, described)
+    if not found:
+        return {}
+    names = (
+        name
+        for layer, module in zip(placed.traced.layers, placed.traced.modules, strict=True)
+        for name in state_of(layer.name, module)
+    )
+    return {name: found[placed.traced.aliases.get(name, name)] for name in names}
 
 
 def collect_grads(world: World, placed: Placed) -> dict[str, Tensor]:
     """The gradients of all trainable parameters on rank 0, by the chain's names; zeros where there is none."""
     described: dict[int, dict[str, TensorForm]] = {}
+    facts = placed.traced.description
     for rank, layers in placed.layers_of_rank().items():
         names = dict.fromkeys(name for layer in layers for name in placed.traced.layers[layer].parameters)
-        facts = [placed.traced.description.tensor(name) for name in names]
-        described[rank] = {fact.name: TensorForm(fact.shape, fact.dtype, wants_grad=False) for fact in facts if fact.trainable}
-    local: dict[int, list[Tensor]] = {rank: [] for rank in world.local_ranks}
+        chosen = [facts.tensor(name) for name in names if facts.tensor(name).trainable and _counts(placed, name, rank)]
+        described[rank] = {fact.name: TensorForm(fact.shape, fact.dtype, wants_grad=False) for fact in chosen}
+    local: dict[int, dict[str, Tensor]] = {rank: {} for rank in world.local_ranks}
     for stage in placed.at_home:
-        rank = placed.home[stage.index]
-        local[rank] += [
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in stage.update.parameters
-        ]
-    return _named(world.gather(local, {rank: list(forms.values()) for rank, forms in described.items()}), described)
+        held = local[placed.home[stage.index]]
+        for layer in stage.layers:
+            for name, parameter in parameters_of(layer.name, layer.module):
+                if name not in described[placed.home[stage.index]]:
+                    continue
+                grad = parameter.grad
+                held.setdefault(
+                    name, torch.zeros_like(parameter) if grad is None else grad.to_dense() if grad.is_sparse else grad
+                )
+    return _gathered(world, local, described)
 
 
 def _described(placed: Placed) -> dict[int, dict[str, TensorForm]]:
-    """Names and forms of what every rank holds, known everywhere since everywhere has the chain."""
+    """Names and forms of what every rank answers for, known everywhere since everywhere has the chain."""
     described: dict[int, dict[str, TensorForm]] = {}
     for rank, layers in placed.layers_of_rank().items():
         held: dict[str, Tensor] = {}
@@ -104,11 +132,16 @@ def _described(placed: Placed) -> dict[int, dict[str, TensorForm]]:
         described[rank] = {
             name: TensorForm(tuple(value.shape), str(value.dtype).removeprefix("torch."), wants_grad=False)
             for name, value in held.items()
+            if _counts(placed, name, rank)
         }
     return described
 
 
-def _named(gathered: dict[int, list[Tensor]], described: dict[int, dict[str, TensorForm]]) -> dict[str, Tensor]:
+def _gathered(world: World, local: Mapping[int, Mapping[str, Tensor]],
+              described: Mapping[int, Mapping[str, TensorForm]]) -> dict[str, Tensor]:  # fmt: skip
+    """The described tensors of all ranks, on rank 0."""
+    rows = {rank: [held[name] for name in described.get(rank, {})] for rank, held in local.items()}
+    gathered = world.gather(rows, {rank: list(forms.values()) for rank, forms in described.items()})
     return {
         name: tensor
         for rank, tensors in sorted(gathered.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -69,6 +70,15 @@ class Streaming:
         self._fed += 1
         self._collect(self.portions.done(index))
         self._broken = False
+        if batch.step < self.made.setting.weights_options.get("warm_up", 0):
+            self.flush()
+
+    def taken(self, first: int) -> Iterator[Tensor]:
+        """The losses that are there, of the batches from step `first` on: those before were somebody's who has stopped asking."""
+        while self.ready:
+            step, loss = self.ready.popleft()
+            if step >= first:
+                yield loss
 
     def flush(self) -> None:
         """Let everything under way finish: every batch is done, and parameters are the newest version. Raises as `feed`."""

@@ -36,7 +36,8 @@ def plan(profile: Profiles, cluster: Cluster, batch: int, *, planner: str = "aut
             They count by their seconds per batch between filling and draining. Not needed for those that are named.
         memory_limit: bytes that every rank may hold, or a text such as "2 GiB", besides the limit of its device.
         max_replicas: most copies of a stage; None leaves it to the planner.
-        recompute: "never", "except_last", "always", or "auto": only where memory does not suffice without.
+        recompute: "never", "except_last", "always"; "selective": only some layers run again before their backward, those that free
+            enough memory in the least time; or "auto": only where memory does not suffice without, and then what is fastest.
         budget_s: seconds after which the search ends with the best plan so far. It goes on while nothing has been found
             that fits. A search that ends before its budget always gives the same plan.
         stages: number of stages; None leaves it to the planner.

@@ -10,8 +10,9 @@ import numpy as np
 from penstock.plan.plan import Option, Plan, Prediction, Remedy, Traffic
 from penstock.search.laid import Scored
 from penstock.search.request import PlanRequest
+from penstock.simulate.memory import Changes
 from penstock.simulate.plan_costs import meeting_seconds
-from penstock.simulate.simulate import simulate_schedule
+from penstock.simulate.simulate import simulate_schedule, tables_of
 
 #: Rows of the table that explains the plan.
 ROWS = 12
@@ -44,6 +45,8 @@ def plan_of(request: PlanRequest, chosen: Scored, weighed: Sequence[Scored] = ()
         micro_batches=made.micro_batches,
         batch=request.batch,
         recompute=chosen.recompute,
+        recomputed=() if laid.selection is None else laid.selection.recomputed,
+        segment_starts=() if laid.selection is None else laid.selection.starts,
         weights=laid.rule.name,
         weights_options=request.weights_options,
         cluster=request.cluster.name,
@@ -73,7 +76,19 @@ def prediction(request: PlanRequest, chosen: Scored, lower_bound_s: float) -> Pr
         lower_bound_s=min(lower_bound_s, chosen.step_s),
         memory_parts=parts,
         traffic=_traffic(chosen),
+        **_of_recompute(chosen),
     )
+
+
+def _of_recompute(chosen: Scored) -> dict[str, float]:
+    """How much more work there is than without, and how much less is kept, as shares."""
+    if chosen.recompute == "never":
+        return {}
+    made, costs = chosen.laid.made, chosen.laid.costs
+    plain, own = (tables_of(made, costs, recompute) for recompute in ("never", chosen.recompute))
+    work, more = (float(each.seconds[0][each.work].sum()) for each in (plain, own))
+    kept, less = (float(Changes.of(each).kept_at_start.sum()) for each in (plain, own))
+    return {"more_work": more / work - 1 if work else 0.0, "less_kept": max(1 - less / kept, 0.0) if kept else 0.0}
 
 
 def _traffic(chosen: Scored) -> tuple[Traffic, ...]:

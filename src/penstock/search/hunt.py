@@ -11,11 +11,12 @@ from itertools import pairwise
 from penstock.errors import PlanError, ScheduleError, SettingError
 from penstock.schedule.op import Kind, Schedule
 from penstock.search.cuts import Balance, cut
-from penstock.search.laid import CLOSE, Laid, Scored, lay_out, made_of, pilot, weigh
+from penstock.search.laid import CLOSE, Laid, Scored, lay_out, made_of, pilot
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
 from penstock.search.ways import Way, least_s
+from penstock.search.weigh import weigh
 
 #: The budget that numbers of ops are for.
 USUAL_BUDGET_S = 10.0
@@ -129,7 +130,7 @@ class Hunt:
         if not force and least_s(laid.made, laid.costs) > self.reach:
             return None
         self.weighed += 1
-        every = weigh(laid)
+        every = weigh(laid, math.inf if force or not self.fits else self.reach)
         self.misfits += [each for each in every if each.lack]
         if every[-1].lack:
             return None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, cast, final
+from typing import Any, final
 
 from penstock.errors import PlanError
 from penstock.plan.plan import Candidate, Option, Recompute
+from penstock.plan.segments import Selection
 from penstock.schedule.op import Schedule
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
@@ -17,9 +18,8 @@ from penstock.search.schedules import MADE_TO_MEASURE, schedule
 from penstock.search.why import bound_by
 from penstock.simulate.costs import Costs
 from penstock.simulate.plan_costs import meeting_seconds, schedule_costs, stage_costs
-from penstock.simulate.simulate import RECOMPUTE, peak_memory
+from penstock.simulate.selective import with_selection
 from penstock.simulate.steady import Steady, steady
-from penstock.units import format_bytes
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.choice import rule_of
 
@@ -38,7 +38,8 @@ MISFITS = 4
 class Laid:
     """A proposal with its schedule, weight rule and costs. `request` is about the devices it stands on, in its order.
 
-    `pipelines` is above 1 where `made` is one of so many pipelines, which stands for all.
+    `pipelines` is above 1 where `made` is one of so many pipelines, which stands for all. `selection` has the layers that run again if
+    recompute is selective; the costs are then with them.
     """
 
     request: PlanRequest
@@ -47,6 +48,16 @@ class Laid:
     rule: WeightRule
     costs: Costs
     pipelines: int = 1
+    selection: Selection | None = None
+
+    def with_selection(self, selection: Selection | None) -> Laid:
+        """The same with these layers run again; None changes nothing."""
+        if selection is None:
+            return self
+        profiles = [self.request.profile_of(rank) for rank in range(self.made.ranks)]
+        micro_batch = self.request.batch / self.proposal.micro_batches
+        costs = with_selection(self.costs, self.made, profiles, self.proposal.lengths, micro_batch, selection)
+        return replace(self, costs=costs, selection=selection)
 
 
 @final
@@ -131,7 +142,7 @@ def relaid(laid: Laid, request: PlanRequest) -> Laid:
     placed = request.on(devices) if devices else request
     profiles = [placed.profile_of(rank) for rank in range(laid.made.ranks)]
     costs = schedule_costs(laid.made, profiles, laid.proposal.lengths, placed.cluster, request.batch, laid.rule)
-    return replace(laid, request=placed, costs=costs)
+    return replace(laid, request=placed, costs=costs).with_selection(laid.selection)
 
 
 @lru_cache(maxsize=8)
@@ -188,29 +199,6 @@ def _made(request: PlanRequest, proposal: Proposal) -> Schedule:
 def is_measured(name: str) -> bool:
     """Whether a schedule is made for given costs."""
     return name in MADE_TO_MEASURE.entries()
-
-
-def weigh(laid: Laid) -> list[Scored]:
-    """With as little recomputing as will do: what does not fit, and last what fits and is simulated, if anything does."""
-    asked = laid.proposal.recompute if laid.request.recompute == "auto" else laid.request.recompute
-    tried = RECOMPUTE if asked == "auto" else (asked,)
-    found = []
-    for recompute in cast("tuple[Recompute, ...]", tried):
-        memory = peak_memory(laid.made, laid.costs, recompute) or ()
-        found.append(Scored(laid, recompute, memory, *_lack(laid.request, memory)))
-        if not found[-1].lack:
-            found[-1] = found[-1].simulated()
-            break
-    return found
-
-
-def _lack(request: PlanRequest, memory: Sequence[int]) -> tuple[float, str]:
-    """What the fullest rank needs / has, and in words what it lacks, if it does."""
-    has = [request.memory_bytes(rank) for rank in range(len(memory))]
-    rank = max(range(len(memory)), key=lambda r: memory[r] / has[r])
-    excess = memory[rank] / has[rank]
-    words = f"needs {format_bytes(memory[rank])}, has {format_bytes(has[rank])} on rank {rank}"
-    return excess, words if excess > 1 else ""
 
 
 def best(fits: Iterable[Scored], most_s: float = math.inf) -> Scored:

@@ -21,7 +21,7 @@ class Proposal:
         micro_batches: parts of a batch.
         options: what the schedule takes besides; a hybrid has `("replicas", 4)` for so many whole pipelines, or
             `("replicas", (2, 1))` for ranks per stage.
-        recompute: "never", "except_last", "always", or "auto": as little as fits.
+        recompute: "never", "except_last", "always", "selective", or "auto": as little as fits.
         weights: name of the weight rule; None is the schedule's own.
         devices: the cluster's rank that each rank of the schedule is; empty: rank r is r.
         objective: what the planner's own paper makes least.

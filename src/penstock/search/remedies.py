@@ -84,7 +84,9 @@ def _twice_the_batch(request: PlanRequest, chosen: Scored) -> list[Remedy]:
         return []
     proposal = replace(chosen.laid.proposal, recompute=chosen.recompute, micro_batches=2 * chosen.laid.proposal.micro_batches)
     try:
-        laid = lay_out(replace(request, batch=2 * request.batch, micro_batches=None), proposal)
+        laid = lay_out(replace(request, batch=2 * request.batch, micro_batches=None), proposal).with_selection(
+            chosen.laid.selection
+        )
     except PenstockError:
         return []
     return [

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from penstock.errors import PlanError, ScheduleError
 from penstock.plan.plan import Plan
 from penstock.search.explain import plan_of
-from penstock.search.laid import Scored, best, first_of_kind, lay_out, nothing, weigh
+from penstock.search.laid import Scored, best, first_of_kind, lay_out, nothing
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
+from penstock.search.weigh import finer, weigh
 
 
 def best_of(request: PlanRequest, proposals: Iterable[Proposal]) -> Plan:
@@ -31,9 +32,10 @@ def best_of(request: PlanRequest, proposals: Iterable[Proposal]) -> Plan:
         misfits += [each for each in found if each.lack]
     if not fits:
         raise nothing(request, misfits, list(refusals))
-    chosen = best(fits)
-    others = sorted(fits, key=lambda each: (each is not chosen, each.step_s, each.preference))
-    return plan_of(request, chosen, first_of_kind(others))
+    coarse = best(fits)
+    chosen = finer(coarse)
+    others = sorted(fits, key=lambda each: (each is not coarse, each.step_s, each.preference))[1:]
+    return plan_of(request, chosen, first_of_kind([chosen, *others]))
 
 
 def scored(request: PlanRequest, proposal: Proposal) -> Plan:

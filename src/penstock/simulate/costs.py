@@ -58,6 +58,10 @@ class Costs:
         activation_bytes: what one micro-batch keeps on a stage from F to the end of its backward.
         activation_bytes_after_input_grad: what is left of it between I and W; all when not given.
         input_bytes: the part of it that is the stage's input: all that recompute keeps.
+        again: seconds of the forward of those layers that selective recompute runs again; `forward` when not given.
+        kept_bytes: the part of `activation_bytes` that selective recompute keeps; `input_bytes` when not given.
+        again_bytes: the most that is there again of the rest at one time, while a whole B runs; all of it when not given, as it is
+            with a backward in two parts.
         weight_bytes: weights, gradients and optimizer state of a stage together.
         gradient_bytes, optimizer_bytes: the parts of `weight_bytes` that are these; what they leave are weights.
         weight_versions: how many versions of the weights a stage holds, 1 when not given.
@@ -84,6 +88,9 @@ class Costs:
     gradient_bytes: PerStage = None
     optimizer_bytes: PerStage = None
     weight_versions: PerStage = None
+    again: PerStage = None
+    kept_bytes: PerStage = None
+    again_bytes: PerStage = None
     links: str = "duplex"
     boundary_buffers: bool = True
 

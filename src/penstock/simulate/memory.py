@@ -4,10 +4,11 @@ Counted, in bytes, each from the second it is there until the second it is gone:
 
     weights, gradients, optimizer   always; weights as often as versions of them are kept
     activations                     of a micro-batch, from the start of its F to the end of its B or W; with recompute only the
-                                    stage's input. After I what W still needs, if that is known. E hands them to the partner,
+                                    stage's input, or what the layers keep that do not run again. After I what W still needs, if
+                                    that is known. E hands them to the partner,
                                     L back: the sender holds them until they have arrived, the receiver as soon as they leave.
     recompute                       what recompute makes again, from the start of B or I to the end of B or W (of I, if it is
-                                    known what W needs)
+                                    known what W needs); of layers that run again segment by segment, in a B the largest segment
     boundary                        a received activation from its arrival to the start of its F, whose activations it is one of
                                     then; a received gradient from its arrival to the end of its B or I; a sent value from the
                                     end of its op until it has arrived. What stays on its rank arrives at once.
@@ -53,7 +54,8 @@ class Changes:
             row = int(np.argmax(after > full))
             raise SettingError(f"costs: stage {ops.stage[row]} keeps {after[row]:g} activation_bytes_after_input_grad, more than "
                                f"its {full[row]:g} activation_bytes")  # fmt: skip
-        kept = np.where(tables.again, tables.of_ops("input_bytes", every), full)
+        small = "kept_bytes" if tables.selective and tables.amounts.get("kept_bytes") is not None else "input_bytes"
+        kept = np.where(tables.again, tables.of_ops(small, every), full)
         split = ops.of_kind(Kind.I, Kind.W)
         forward, back, inputs, weights = (ops.of_kind(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
         frees = tables.amounts.get("activation_bytes_after_input_grad") is not None  # at the end of I
@@ -61,7 +63,9 @@ class Changes:
         none = np.zeros(len(ops))
         start, end = np.where(forward, kept, none), none - np.where(back, kept, none) - np.where(weights, before_w, none)
         end += np.where(inputs, before_w - kept, none)
-        again = full - kept
+        again = np.maximum(full - kept, 0.0) if tables.selective else full - kept
+        if tables.selective and tables.amounts.get("again_bytes") is not None:
+            again = np.where(back, tables.of_ops("again_bytes", every), again)
         more = np.where(back | inputs, again, none)
         gone = np.where(back | (inputs if frees else weights), again, none)
         loads = ops.of_kind(*HANDING)

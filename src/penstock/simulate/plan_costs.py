@@ -19,8 +19,9 @@ from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.device_costs import on_devices
 from penstock.simulate.host_costs import with_host_work
+from penstock.simulate.selective import with_selection
 from penstock.simulate.simulate import simulate_schedule
-from penstock.simulate.stage_seconds import parts_of, stage_seconds, update_seconds
+from penstock.simulate.stage_seconds import largest_part, parts_of, stage_seconds, update_seconds
 from penstock.simulate.versions import versions_held
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.choice import rule_of
@@ -54,7 +55,7 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
     stages = check_lengths(lengths, len(profile), None)
     if micro_batches < 1 or not 0 < micro_batch < math.inf:
         raise PlanError(f"{micro_batches} micro-batches of {micro_batch} samples: both must be above 0")
-    largest = max(micro_batch, -(-round(micro_batch * micro_batches) // micro_batches))
+    largest = largest_part(micro_batch, micro_batches)
 
     seconds = stage_seconds(profile, stages, micro_batch)
     layers = [profile.layers[part] for part in parts_of(stages)]
@@ -236,8 +237,11 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
     if max(devices) >= cluster.ranks:
         raise PlanError(f"the plan is on device {max(devices)} of its cluster, {cluster.name} has devices 0 to {cluster.ranks - 1}: "
                         "plan anew")  # fmt: skip
-    rule = rule_of(plan.schedule, plan.weights)
-    return schedule_costs(plan.schedule, [own[rank] for rank in devices], plan.lengths, cluster.on(devices), plan.batch, rule)
+    rule, kinds = rule_of(plan.schedule, plan.weights), [own[rank] for rank in devices]
+    costs = schedule_costs(plan.schedule, kinds, plan.lengths, cluster.on(devices), plan.batch, rule)
+    if plan.recompute != "selective":
+        return costs
+    return with_selection(costs, plan.schedule, kinds, plan.lengths, plan.batch / plan.micro_batches, plan.selection)
 
 
 def schedule_costs(schedule: Schedule, profiles: Sequence[Profile], lengths: Sequence[int], cluster: Cluster, batch: float,

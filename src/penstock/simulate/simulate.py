@@ -36,7 +36,7 @@ def simulate_schedule(schedule: Schedule, costs: Costs, *, overlap: bool = True,
         costs: seconds per stage and boundary; bytes too if memory is wanted.
         overlap: transfers run beside compute; False makes the sending rank stand still until its message has arrived.
         recompute: "never", "except_last" or "always": a recomputed micro-batch's B (or I) costs a forward more, and keeps only
-            its stage's input from F until then.
+            its stage's input from F until then. "selective": every B (or I) costs `costs.again` more, and `costs.kept_bytes` are kept.
 
     Raises:
         SettingError: the costs do not fit the schedule.

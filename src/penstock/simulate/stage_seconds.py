@@ -16,6 +16,11 @@ def parts_of(lengths: Sequence[int]) -> list[slice]:
     return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
 
+def largest_part(micro_batch: float, micro_batches: int) -> float:
+    """Samples in the largest micro-batch of a batch that is cut into nearly equal ones."""
+    return max(micro_batch, -(-round(micro_batch * micro_batches) // micro_batches))
+
+
 def stage_seconds(profile: Profile, lengths: Sequence[int], samples: float) -> dict[Phase, list[float]]:
     """By phase, what the ops of every stage take for so many samples.
 

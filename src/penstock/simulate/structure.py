@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Structure:
         column: per op, the place of its micro-batch (uncut) among `numbers`, those of all.
         micro_batches: of one batch.
         effort: ops walked in simulations so far; says when Numba pays.
-        cache: what others derive from this and the costs' form.
+        cache: what others derive from this and the costs' form, once.
     """
 
     ops: OpArrays
@@ -46,7 +46,7 @@ class Structure:
     numbers: Array
     micro_batches: int
     effort: int = 0
-    cache: dict[object, Array] = field(default_factory=dict)
+    cache: dict[object, Any] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:

@@ -21,7 +21,7 @@ from penstock.schedule.op import Kind
 from penstock.simulate.amounts import Amounts
 from penstock.simulate.structure import Structure
 
-RECOMPUTE = ("never", "except_last", "always")
+RECOMPUTE = ("never", "except_last", "always", "selective")
 
 _UP, _DOWN, _EVICT = 7, 8, 9
 _BLOCKS = 11  #: the last is all 0
@@ -31,7 +31,9 @@ _AGAIN = 4  #: from the blocks of B and I to those of the recomputed
 
 
 def recomputes(recompute: str, micro_batch: int, micro_batches: int) -> bool:
-    """Whether this micro-batch's forward runs again before its backward (torchgpipe's `checkpoint`)."""
+    """Whether this micro-batch's whole forward runs again before its backward (torchgpipe's `checkpoint`). With "selective" none does, and
+    some layers of every one do.
+    """
     if recompute not in RECOMPUTE:
         raise SettingError(f"recompute is one of {', '.join(RECOMPUTE)}, not {recompute!r}")
     return recompute == "always" or (recompute == "except_last" and micro_batch != micro_batches - 1)
@@ -44,7 +46,7 @@ class Tables:
     Attributes:
         made: the schedule's structure.
         amounts: the costs.
-        recompute: "never", "except_last" or "always".
+        recompute: one of `RECOMPUTE`.
     """
 
     made: Structure
@@ -56,6 +58,11 @@ class Tables:
         """Whether there is an entry for every op."""
         ops = self.made.ops
         return self.amounts.by_micro_batch or ops.slicing is not None or len(self.made.pairs) > 0
+
+    @property
+    def selective(self) -> bool:
+        """Whether only some layers run again."""
+        return self.recompute == "selective"
 
     @cached_property
     def work(self) -> Array:
@@ -83,7 +90,7 @@ class Tables:
             back = self.amounts.get("transfer_back")
             table = table + self._table({_UP: latency} if back is not None else {_UP: latency, _DOWN: latency}, whole=True)
         if len(self.made.pairs):
-            self._join_pairs(table, blocks[0])
+            self._join_pairs(table, self._again_seconds(blocks[0]))
         return table
 
     @cached_property
@@ -94,7 +101,9 @@ class Tables:
 
     @cached_property
     def again(self) -> Array:
-        """Per op, whether its micro-batch is recomputed: of a stream too, the last one of every batch is its last."""
+        """Per op, whether its micro-batch is recomputed, wholly or in part: of a stream too, the last one of every batch is its last."""
+        if self.selective:
+            return np.ones(len(self.made.ops), bool)
         numbers, count = self.made.numbers, self.made.micro_batches
         return np.take(np.array([recomputes(self.recompute, int(m) % count, count) for m in numbers], bool), self.made.column)
 
@@ -108,7 +117,8 @@ class Tables:
         cache = self.made.cache
         if (what, recompute) not in cache:
             cache[what, recompute] = self._places(_WORK if what == "work" else _HOP)
-        return cache[what, recompute]
+        found: Array = cache[what, recompute]
+        return found
 
     def _places(self, block_of: dict[str, int]) -> Array:
         ops, stages = self.made.ops, self.made.stages
@@ -128,11 +138,17 @@ class Tables:
     def _work_blocks(self) -> Iterator[tuple[int, Array]]:
         """Seconds of every kind of op, every default filled in."""
         forward, backward, inputs, weights = self.amounts.work()
+        again = self._again_seconds(forward)
         yield from enumerate(
-            (forward, backward, inputs, weights, self.amounts.known("update"), backward + forward, inputs + forward)
+            (forward, backward, inputs, weights, self.amounts.known("update"), backward + again, inputs + again)
         )
 
-    def _join_pairs(self, table: Array, forward: Array) -> None:
+    def _again_seconds(self, forward: Array) -> Array:
+        """What runs again before a recomputed micro-batch's backward."""
+        given = self.amounts.get("again") if self.selective else None
+        return forward if given is None else given
+
+    def _join_pairs(self, table: Array, again_seconds: Array) -> None:
         """The ops of a pair both take the seconds of the pair."""
         made = self.made
         first, second = made.pairs, made.pairs + 1
@@ -144,7 +160,7 @@ class Tables:
             lower = first + second - upper
             is_both = (kinds[upper] == ord("F")) & (kinds[lower] == ord("B"))
             upper, lower = upper[is_both], lower[is_both]
-            again = np.where(self.again[lower], self._gathered(forward, lower), 0.0)
+            again = np.where(self.again[lower], self._gathered(again_seconds, lower), 0.0)
             both = np.broadcast_to(both, (len(table), len(first))).copy()
             both[:, is_both] = self._gathered(given, upper) + again
         table[:, first] = table[:, second] = both

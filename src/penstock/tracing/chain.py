@@ -1,15 +1,18 @@
-"""From `nn.Sequential`, or a list of modules, to a chain of layers with its modules."""
+"""From a model, or a list of modules, to a chain of layers with its modules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.errors import ChainError
 from penstock.model.chain import Chain, Layer, TensorFacts
+from penstock.tracing.names import prefix_of
+from penstock.tracing.trace import Part, trace
+from penstock.tracing.traced import Entry, leave
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,29 +60,33 @@ class TracedChain:
 def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> TracedChain:
     """Make a chain of layers from a model.
 
-    Args:
-        model: an `nn.Sequential` (nested ones are flattened) or a list of modules, each of which takes what the one before
-            returned: a tensor, or nested tuples, lists and dicts of tensors. Modules on the meta device are welcome.
-        example: an input of the model; needed by nothing here yet, kept for models that must be traced.
+    An `nn.Sequential`, or a list of modules, is taken as it is: nested ones are flattened, and a layer is a module, named by its qualified
+    name in `model`. Any other model is traced on `example`, and a layer is what runs around one module with weights of its own; see
+    docs/models.md. Either way the layers hold the model's own tensors, so that training them trains the model.
 
-    Returns:
-        The chain. A layer is named by its module's qualified name in `model`.
+    Args:
+        model: any model; or a list of modules, each of which takes what the one before returned: a tensor, or nested tuples, lists and
+            dicts of tensors. Modules on the meta device are welcome.
+        example: inputs of a model that must be traced, two or more samples: a tensor for `model(x)`, a tuple or list for `model(*x)`, a
+            dict for `model(**x)`. Batches may later have other numbers of samples and tokens. Not needed otherwise.
 
     Raises:
-        ChainError: `model` is something else, or has no layers, or a layer's weights have no shape yet.
+        ChainError: the model must be traced, and there is no example, or it cannot be; or it has no layers, or a layer's weights have
+            no shape yet.
     """
-    del example
     if isinstance(model, nn.Module):
         named = list(_flatten(model, ""))
         if len(named) == 1 and named[0][1] is model:
+            if example is not None:
+                return _traced(model, example)
             has = "has a forward or hooks of its own" if isinstance(model, nn.Sequential) else "is not an nn.Sequential"
             raise ChainError(
-                f"{type(model).__name__} {has}, so where it may be cut is not known. "
-                "Give its layers in order: ps.chain([model.stem, *model.blocks, model.head])"
+                f"{type(model).__name__} {has}, so where it may be cut is not known. Let it be traced on an example of its inputs: "
+                "ps.chain(model, example); or give its layers in order: ps.chain([model.stem, *model.blocks, model.head])"
             )
     else:
         if not isinstance(model, Iterable):
-            raise ChainError(f"a chain is made of an nn.Sequential or a list of modules, not {type(model).__name__}")
+            raise ChainError(f"a chain is made of a model or a list of modules, not {type(model).__name__}")
         parts = list(model)
         for part in parts:
             if not isinstance(part, nn.Module):
@@ -87,7 +94,17 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
         named = [pair for index, part in enumerate(parts) for pair in _flatten(part, str(index))]
     if not named:
         raise ChainError("the model has no layers")
-    return _describe(named)
+    return _describe([Part(name, type(module).__name__, tuple(part for part, _ in module.named_modules(prefix=name)), module)
+                      for name, module in named])  # fmt: skip
+
+
+def _traced(model: nn.Module, example: Any) -> TracedChain:
+    parts, variants = trace(model, example)
+    described = _describe(parts)
+    inner = range(1, len(parts))
+    return replace(
+        described, entries={index: Entry(variants) for index in inner}, exits=dict.fromkeys(range(len(parts) - 1), leave)
+    )
 
 
 def _flatten(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -101,17 +118,17 @@ def _flatten(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _flatten(child, f"{name}.{child_name}" if name else child_name)
 
 
-def _describe(named: list[tuple[str, nn.Module]]) -> TracedChain:
+def _describe(parts: Sequence[Part]) -> TracedChain:
     first_name: dict[int, str] = {}
     aliases: dict[str, str] = {}
     facts: dict[str, TensorFacts] = {}
     layers = []
-    for name, module in named:
-        parameters = _names(module.named_parameters(name, remove_duplicate=False), first_name, aliases, facts)
-        buffers = _names(module.named_buffers(name, remove_duplicate=False), first_name, aliases, facts)
-        modules = tuple(part for part, _ in module.named_modules(prefix=name))
-        layers.append(Layer(name, type(module).__name__, modules, parameters, buffers))
-    return TracedChain(Chain(tuple(layers), tuple(facts.values())), tuple(module for _, module in named), aliases)
+    for part in parts:
+        prefix = prefix_of(part.name, part.module)
+        parameters = _names(part.module.named_parameters(prefix, remove_duplicate=False), first_name, aliases, facts)
+        buffers = _names(part.module.named_buffers(prefix, remove_duplicate=False), first_name, aliases, facts)
+        layers.append(Layer(part.name, part.kind, part.modules, parameters, buffers))
+    return TracedChain(Chain(tuple(layers), tuple(facts.values())), tuple(part.module for part in parts), aliases)
 
 
 def _names(named: Iterator[tuple[str, Tensor]], first_name: dict[int, str], aliases: dict[str, str],

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from penstock.errors import ChainError
 from penstock.tracing.chain import TracedChain
+from penstock.tracing.initialise import drawn
 from penstock.tracing.randomness import drawing, seed_generators, stream_seed
+from penstock.tracing.traced import TracedLayer
 
 
 def materialise(traced: TracedChain, indices: Sequence[int], device: torch.device, seed: int) -> list[nn.Module]:
@@ -21,7 +23,7 @@ def materialise(traced: TracedChain, indices: Sequence[int], device: torch.devic
     the layer's index alone. What already has values, in them or shared with them, keeps these.
 
     Raises:
-        ChainError: a submodule on the meta device has tensors of its own and no `reset_parameters`.
+        ChainError: a submodule on the meta device has tensors of its own and no `reset_parameters`; for traced models see `initialise`.
     """
     modules = [traced.modules[index] for index in indices]
     if not any(tensor.is_meta for module in modules for tensor in _tensors(module)):
@@ -37,6 +39,9 @@ def materialise(traced: TracedChain, indices: Sequence[int], device: torch.devic
     with drawing(device), torch.no_grad():
         for index, module in zip(indices, modules, strict=True):
             seed_generators(device, stream_seed(seed, -1, index))
+            if isinstance(module, TracedLayer):
+                _fill_traced(module, device, made)
+                continue
             for name, part in _children_first(module, traced.layers[index].name):
                 _fill(part, name, device, made)
     return [module.to(device) for module in modules]
@@ -79,3 +84,16 @@ def _fill(part: nn.Module, name: str, device: torch.device, made: dict[int, Tens
     reset()
     for tensor, values in settled:
         tensor.copy_(values)
+
+
+def _fill_traced(layer: TracedLayer, device: torch.device, made: dict[int, Tensor]) -> None:
+    """The same for a layer of a traced model, whose modules are elsewhere."""
+    held = {first: tensors[key] for first, (tensors, key) in layer.places.items()}
+    wanted = {first: tensor for first, tensor in held.items() if tensor.is_meta and id(tensor) not in made}
+    found = drawn(layer.variants.skeleton, layer.variants.names, wanted, device)
+    made.update((id(wanted[first]), tensor) for first, tensor in found.items())
+    for part in layer.modules():
+        for holder in (part._parameters, part._buffers):
+            for key, tensor in holder.items():
+                if tensor is not None and tensor.is_meta:
+                    holder[key] = made[id(tensor)]  # type: ignore[assignment]  # the dict's own kind goes back into it

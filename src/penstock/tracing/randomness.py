@@ -25,8 +25,12 @@ _GENERATORS = threading.RLock()
 def may_draw(module: nn.Module) -> bool:
     """Whether a forward of `module` could draw random numbers: true unless every part of it is known never to.
 
-    Seeding costs some 10 µs per layer and micro-batch, so layers that cannot draw are spared it.
+    Seeding costs some 10 µs per layer and micro-batch, so layers that cannot draw are spared it. A layer that was cut out of a traced
+    model knows, and says so by `draws`.
     """
+    known = getattr(module, "draws", None)
+    if isinstance(known, bool):
+        return known
     return any(_part_may_draw(part) for part in module.modules())
 
 

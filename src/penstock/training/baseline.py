@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from penstock.tracing.chain import chain
 from penstock.tracing.materialise import materialise
 from penstock.training.config import TrainConfig
-from penstock.training.optimizer import optimizer_factory
+from penstock.training.optimizer import autocast_dtype, optimizer_factory
 from penstock.training.task import make_task
 
 
@@ -22,12 +23,15 @@ def plain_step_seconds(config: TrainConfig) -> list[float]:
     model = nn.Sequential(*materialise(traced, range(len(traced)), torch.device("cpu"), config.seed))
     optimizer = optimizer_factory(config)(list(model.parameters()))
     times = []
+    mixed = autocast_dtype(config)
     for number, (x, y) in enumerate(task.epoch(config, 0)):
         if number > config.baseline_steps:
             break
         start = time.perf_counter()
         optimizer.zero_grad()
-        task.loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+        with nullcontext() if mixed is None else torch.autocast("cpu", dtype=mixed):
+            loss = task.loss(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         times.append(time.perf_counter() - start)
     return times[1:] or times

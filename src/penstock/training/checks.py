@@ -50,6 +50,7 @@ def _check_asynchrony(config: TrainConfig) -> None:
     name = _schedule_name(config)
     facts = None if name is None else schedules()[FAMILIES.find(name).name]
     rule = weight_rule(config.weights or (facts.weights if facts is not None else "flush"))
+    _check_together(config, synchronous=rule.synchronous and not config.asynchronous)
     if facts is not None and facts.synchronous != rule.synchronous:
         raise PlanError(does_not_go(rule.name, facts.name, facts.synchronous))
     if not (config.asynchronous and facts is None):
@@ -60,6 +61,20 @@ def _check_asynchrony(config: TrainConfig) -> None:
             stage_weights(Site(update, lambda number: Use(number, 0, Reads(number, number), number, True, True), rule, options))
     if facts is not None and not rule.synchronous:
         _check_numbers(config, facts.name, rule)
+
+
+def _check_together(config: TrainConfig, *, synchronous: bool) -> None:
+    """Refuse what needs the gradients of all stages at once where these update at different times, or may do so.
+
+    Raises:
+        SettingError: that is so.
+    """
+    asked = {"clip_grad_norm": config.clip_grad_norm is not None, "accumulate": config.accumulate > 1,
+             "autocast float16, which scales the loss,": config.autocast == "float16"}  # fmt: skip
+    for name, wish in asked.items():
+        if wish and not synchronous:
+            raise SettingError(f"{name} needs a schedule whose stages update together, and this run's is asynchronous, or may be: take a "
+                               "synchronous one, or leave it out")  # fmt: skip
 
 
 def _check_numbers(config: TrainConfig, name: str, rule: WeightRule) -> None:

@@ -30,6 +30,10 @@ class TrainConfig:
         asynchronous: let the planner choose among asynchronous schedules too.
         memory_limit: bytes per rank that the plan may use, such as "2 GiB".
         optimizer, lr, momentum, weight_decay: of the update.
+        clip_grad_norm: how long the gradients of all stages may be together.
+        autocast: mixed precision; float16 with dynamic loss scaling.
+        accumulate: batches for each step.
+        compile: torch.compile for every stage.
         seed: of weights, dropout and the order of the data.
         out: the run's folder; by default a new one in runs/.
         resume: go on from the last checkpoint in `out`.
@@ -63,6 +67,10 @@ class TrainConfig:
     lr: float = 0.05
     momentum: float = 0.9
     weight_decay: float = 0.0
+    clip_grad_norm: float | None = None
+    autocast: Literal["bfloat16", "float16"] | None = None
+    accumulate: int = 1
+    compile: bool = False
     seed: int = 0
     out: str | None = None
     resume: bool = False
@@ -74,12 +82,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("epochs", 1), ("limit_steps", 1), ("ranks", 1), ("stages", 1), ("image", 1), ("channels", 1),
-                            ("tokens", 1), ("profile_repeats", 1), ("baseline_steps", 0)):  # fmt: skip
+                            ("tokens", 1), ("accumulate", 1), ("profile_repeats", 1), ("baseline_steps", 0)):  # fmt: skip
             number = getattr(self, name)
             if isinstance(number, int) and number < least:
                 raise SettingError(f"{name} is {number}; it must be {least} or more")
-        for name in ("lr", "deadline_s"):
-            if not getattr(self, name) > 0:
+        for name in ("lr", "deadline_s", "clip_grad_norm"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise SettingError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.resume and self.out is None:
             raise SettingError("resume needs out: the folder of the run to go on with")

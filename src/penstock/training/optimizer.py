@@ -1,6 +1,8 @@
-"""Optimizers by name, for configurations and flags."""
+"""Optimizers by name, and what else of training a configuration says, as a Pipeline takes it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,3 +22,14 @@ def optimizer_factory(config: TrainConfig) -> OptimizerFactory:
         return kind(parameters, config.lr, weight_decay=config.weight_decay)
 
     return make
+
+
+def training_options(config: TrainConfig) -> dict[str, Any]:
+    """Keywords of `Pipeline` beyond schedule, loss and optimizer."""
+    return {"clip_grad_norm": config.clip_grad_norm, "autocast": autocast_dtype(config), "scaler": config.autocast == "float16",
+            "accumulate": config.accumulate, "compile": config.compile}  # fmt: skip
+
+
+def autocast_dtype(config: TrainConfig) -> torch.dtype | None:
+    """The dtype of mixed precision."""
+    return None if config.autocast is None else getattr(torch, config.autocast)

@@ -26,7 +26,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import count_batches
 from penstock.training.metrics import Metrics
-from penstock.training.optimizer import optimizer_factory
+from penstock.training.optimizer import optimizer_factory, training_options
 from penstock.training.progress import Progress
 from penstock.training.stream import Feed, Pace, steady_of
 from penstock.training.task import Task, make_task
@@ -73,7 +73,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> Ra
     """
     task = make_task(config)
     pipe = Pipeline(task.model, plan, loss=task.loss, optimizer=optimizer_factory(config), seed=config.seed,
-                    deadline_s=config.deadline_s, executor="processes")  # fmt: skip
+                    deadline_s=config.deadline_s, executor="processes", **training_options(config))  # fmt: skip
     first = dist.get_rank() == 0
     if config.resume:
         pipe.load(folder / "checkpoint")
@@ -88,10 +88,20 @@ def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> Ra
     result.seconds = time.monotonic() - started
     weights = pipe.state_dict()
     if first:
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "weights.safetensors")
+        save_file(_apart(weights), folder / "weights.safetensors")
     result.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pipe.close()
     return result
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors with memory of their own, as the file wants them: a tied one has several names for one."""
+    met: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        found[name] = tensor.clone() if id(tensor) in met else tensor.contiguous()
+        met.add(id(tensor))
+    return found
 
 
 def busy_shares(timeline: Timeline, whole: float | None = None) -> list[float]:
@@ -128,6 +138,7 @@ class _Training:
             # The epoch's last batch may be a small one, which would not show a step as it was planned.
             last_whole = number * per_epoch + len(self.task.data.train_inputs) // self.config.batch
             self._steps(batches, {last_whole, until})
+            self.pipe.update()  # with what the epoch's last batches have left, if they were too few for a step
         else:
             self._stream(batches)
         result.test_loss, result.test_accuracy = test(self.pipe, self.task, self.config.batch)

@@ -31,6 +31,7 @@ from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape, shapes
 from penstock.search.uneven import uneven
 from penstock.search.ways import Space, Way
+from penstock.search.weigh import finer
 
 NAME = "auto"
 
@@ -76,6 +77,7 @@ def auto(request: PlanRequest) -> Plan:
     _weigh_all(hunt, made_to_measure(request, spread_of(hunt.fits, POLISHED)))
     for each in spread_of(hunt.fits, POLISHED):
         refined(hunt, each)
+    hunt.fits += [finer(each) for each in spread_of(hunt.fits, POLISHED)]
     if not hunt.fits:
         _say_why_none(hunt, space)
         raise nothing(request, hunt.misfits, list(hunt.refusals))

@@ -64,7 +64,14 @@ def may_fit(request: PlanRequest, proposal: Proposal) -> bool:
         kept = samples * sum(layer.activation_bytes_per_sample for layer in layers)
         before = request.profile.layers[start - 1].output_bytes_per_sample if start else request.profile.input_bytes_per_sample
         in_flight = min(-(-number // copies), -(-proposal.micro_batches // copies))
-        held = in_flight * kept if again == "never" else (in_flight - 1) * samples * before + kept
+        if again == "never":
+            held = in_flight * kept
+        elif again in ("always", "except_last"):
+            held = (in_flight - 1) * samples * before + kept
+        else:  # whatever runs again, the first layer keeps its input or what it saves, and each layer's comes back
+            first = layers[0].activation_bytes_per_sample + layers[0].entry_bytes_per_sample
+            largest = max(layer.activation_bytes_per_sample for layer in layers)
+            held = samples * ((in_flight - 1) * min(before, first) + largest)
         held += sum(3 * layer.parameter_bytes + layer.buffer_bytes for layer in layers)
         ranks = proposal.devices[rank : rank + copies] or range(rank, rank + copies)
         if held > min(request.memory_bytes(each) for each in ranks):

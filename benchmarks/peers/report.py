@@ -1,0 +1,150 @@
+"""What was found, as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cells import Cell, Cuts
+from measuring import OURS, Bound, Row
+
+#: In the picture, by the first word of a system's name.
+COLOURS = {"penstock": "#c8102e", "torch": "#ee7f2d", "torchgpipe": "#8a6fb0", "fairscale": "#4878a8", "deepspeed": "#2f9e8f",
+           "ddp": "#b08d57", "plain": "#8c8c8c", "floor:": "#3a3a3a"}  # fmt: skip
+
+FINE = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2, 2.2, 2.5, 3)
+COARSE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 10, 20, 50)
+
+
+def record(cell: Cell, cuts: Cuts, rows: Sequence[Row], bound: Bound) -> dict[str, Any]:
+    """One cell of results.json."""
+    alone, together = (statistics.median(times) if times else None for times in (bound.alone_s, bound.together_s))
+    return {
+        "workload": cell.workload,
+        "stages": cell.stages,
+        "micro_batches": cell.micro_batches,
+        "lengths": list(cuts.lengths),
+        "lengths_of_halves": list(cuts.halves or ()),
+        "bound_ms": {"alone": _ms(alone), "together": _ms(together)},
+        "systems": {row.system: _row(row, alone, together) for row in rows if row.system != "bound"},
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
+
+
+def _row(row: Row, alone: float | None, together: float | None) -> dict[str, Any]:
+    if not row.seconds:
+        return {"note": row.note}
+    found: dict[str, Any] = {"step_ms": _ms(row.step_s), "step_ms_by_round": [_ms(seconds) for seconds in row.seconds]}
+    if row.ratio:
+        found["ratio"] = dict(
+            zip(("lower_quartile", "median", "upper_quartile"), (round(part, 3) for part in row.ratio), strict=True)
+        )
+    if alone and together:
+        found["efficiency"] = {"alone": round(alone / row.step_s, 3), "together": round(together / row.step_s, 3)}
+    found["peak_bytes_by_process"] = row.peaks
+    if row.whole_peaks:
+        found["peaks_with_making"] = True
+    if row.error is not None:
+        found["gradient_error"] = row.error
+    found["idle_cpu_s"] = round(row.idle_s, 3)
+    if row.note:
+        found["note"] = row.note
+    return found
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """One cell, the fastest first."""
+    bound = found["bound_ms"]
+    head = f"{found['workload']}, {found['stages']} ranks, {found['micro_batches']} micro-batches, cut {found['lengths']}"
+    if bound["alone"]:
+        head += f"; bound {bound['alone']:.2f} ms by ops alone, {bound['together']:.2f} ms by ops together"
+    lines = [head, (f"  {'':24}{'ms/step':>10}{'to ours':>9}{'spread':>15}{'of bound':>10}{'together':>10}"
+                   f"{'MiB/rank':>10}{'MiB in all':>12}{'gradients':>11}")]  # fmt: skip
+    done = {name: row for name, row in found["systems"].items() if "step_ms" in row}
+    for name, row in sorted(done.items(), key=lambda pair: pair[1]["step_ms"]):
+        ratio, efficiency, peaks = (
+            row.get("ratio"),
+            row.get("efficiency"),
+            [peak / 2**20 for peak in row["peak_bytes_by_process"]],
+        )
+        middle = f"{ratio['median']:.2f}" if ratio else "-"
+        spread = f"{ratio['lower_quartile']:.2f} - {ratio['upper_quartile']:.2f}" if ratio and name != OURS else ""
+        shares = [f"{efficiency[kind]:.1%}" if efficiency else "-" for kind in ("alone", "together")]
+        error = f"{row['gradient_error']:.0e}" if "gradient_error" in row else "-"
+        lines.append(f"  {name:24}{row['step_ms']:>10.2f}{middle:>9}{spread:>15}{shares[0]:>10}{shares[1]:>10}"
+                     f"{max(peaks):>10.0f}{sum(peaks):>12.0f}{error:>11}" + (f"  {row['note']}" if "note" in row else ""))  # fmt: skip
+    lines += [f"  {name:24}{row['note']}" for name, row in found["systems"].items() if name not in done]
+    return "\n".join(lines)
+
+
+def picture(cells: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A row of bars for each cell: times of a step in terms of ours, a panel for each workload."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    panels = {name: list(rows) for name, rows in itertools.groupby(cells, key=lambda cell: cell["workload"])}
+    names = sorted(
+        dict.fromkeys(name for cell in cells for name, row in cell["systems"].items() if "ratio" in row and name != OURS),
+        key=_peer_place,
+    )
+    if not names:
+        return
+    figure, axes = plt.subplots(len(panels), 1, figsize=(max(8.0, 1.0 + 2.0 * max(map(len, panels.values()))), 3.0 * len(panels) + 1),
+                                squeeze=False, layout="constrained")  # fmt: skip
+    width = 0.86 / len(names)
+    for axis, (workload, rows) in zip(axes[:, 0], panels.items(), strict=True):
+        for place, name in enumerate(names):
+            at = [(x, row["systems"][name]["ratio"]) for x, row in enumerate(rows) if "ratio" in row["systems"].get(name, {})]
+            xs = [x + (place - (len(names) - 1) / 2) * width for x, _ in at]
+            middles = [ratio["median"] for _, ratio in at]
+            spread = [[ratio["median"] - ratio["lower_quartile"] for _, ratio in at],
+                      [ratio["upper_quartile"] - ratio["median"] for _, ratio in at]]  # fmt: skip
+            colour, hatch, shade = _style(name, names)
+            axis.bar(xs, [middle - 1 for middle in middles], width, bottom=1, color=colour, alpha=shade, hatch=hatch, label=name,
+                     edgecolor="white", linewidth=0.3)  # fmt: skip
+            if at:
+                axis.errorbar(xs, middles, yerr=spread, fmt="none", ecolor="black", elinewidth=0.6)
+        axis.set_yscale("log", base=2)
+        axis.minorticks_off()
+        found = [row["systems"][name]["ratio"] for row in rows for name in names if "ratio" in row["systems"].get(name, {})]
+        bottom = 0.92 * min([0.85, *(ratio["lower_quartile"] for ratio in found)])
+        top = 1.08 * max([1.3, *(ratio["upper_quartile"] for ratio in found)])
+        ticks = [tick for tick in (COARSE if top > 5 * bottom else FINE) if bottom < tick < top]
+        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_ylim(bottom, top)
+        axis.axhline(1, color=COLOURS["penstock"], linewidth=1)
+        axis.set_xticks(range(len(rows)), [f"{row['stages']} ranks, M = {row['micro_batches']}" for row in rows])
+        axis.set_xlim(-0.5, len(rows) - 0.5)
+        axis.grid(axis="y", color="#dddddd", linewidth=0.5)
+        axis.set_axisbelow(True)
+        axis.set_title(workload, loc="left", fontsize=10)
+        axis.set_ylabel("step, in terms of\nPenstock 1F1B", fontsize=8)
+        axis.tick_params(labelsize=8)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _peer(name: str) -> str:
+    return name.split(maxsplit=1)[0].rstrip(",")
+
+
+def _peer_place(name: str) -> int:
+    return list(COLOURS).index(_peer(name)) if _peer(name) in COLOURS else len(COLOURS)
+
+
+def _style(name: str, names: Sequence[str]) -> tuple[str, str, float]:
+    """A colour for the peer; its systems differ by shade and hatching."""
+    peer = name.split(maxsplit=1)[0].rstrip(",")
+    peer = "floor:" if peer.startswith("floor") else peer
+    place = [each for each in names if each.startswith(peer)].index(name)
+    return COLOURS.get(peer, "#999999"), ("", "////", "....")[place % 3], (1.0, 0.8, 0.6)[place % 3]

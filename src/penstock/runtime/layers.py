@@ -1,0 +1,149 @@
+"""The layers of a stage, run one after another: random numbers, slices, mixed precision, compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.grad.offload import offloading
+from penstock.grad.recompute import Recomputing
+from penstock.runtime.batch import Batch
+from penstock.runtime.past import Past
+from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
+from penstock.tracing.slices import has_past
+from penstock.transport.records import from_plain
+
+
+@dataclass(frozen=True)
+class StageLayer:
+    """A layer's place in the whole chain, its name and its module."""
+
+    index: int
+    name: str
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Layers that are called as one: the first one's place and name, and whether they draw random numbers or hand on a past."""
+
+    index: int
+    name: str
+    module: nn.Module
+    call: Callable[[Any], Any]
+    draws: bool = False
+    hands_on: bool = False
+
+
+@dataclass
+class StageLayers:
+    """What a stage runs on a value.
+
+    Attributes:
+        layers: in order.
+        device: where they compute.
+        seed: of random numbers, which depend on it, the step, the layer and the micro-batch, never on where a layer runs.
+        entry: makes of what has crossed the boundary, and the micro-batch's inputs, what the first layer takes.
+        exit: makes of what the last layer returns what crosses the next boundary.
+        recomputed: layers that run again before their backward instead of keeping what they have saved.
+        compile: options of `torch.compile`, with which neighbouring layers become one function; None leaves them as they are.
+        offload: keep what is saved for the backward in host memory, where the device has a memory of its own.
+    """
+
+    layers: Sequence[StageLayer]
+    device: torch.device
+    seed: int
+    entry: nn.Module | None = None
+    exit: Callable[[Any], Any] | None = None
+    recomputed: frozenset[int] = frozenset()
+    compile: Mapping[str, Any] | None = None
+    offload: bool = False
+    _parts: list[_Part] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        found = [
+            _Part(layer.index, layer.name, layer.module, layer.module, may_draw(layer.module), has_past(layer.module))
+            for layer in self.layers
+        ]
+        self._parts = found if self.compile is None else list(self._compiled(found, self.compile))
+        self._calls = [part.call for part in self._parts]
+        self._draws = any(part.draws for part in self._parts)
+        self._again = Recomputing(self._parts, self.recomputed)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules."""
+        if self.entry is not None:
+            yield from self.entry.modules()
+        for layer in self.layers:
+            yield from layer.module.modules()
+
+    def run(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+        """What the layers make of `value`, and what they leave in `past`."""
+        if self.offload and torch.is_grad_enabled():
+            with offloading(self.weights()):
+                return self._through(batch, micro_batch, value, past)
+        return self._through(batch, micro_batch, value, past)
+
+    def weights(self) -> frozenset[int]:
+        """Where the memory of parameters and buffers begins."""
+        tensors = (t for module in self.modules() for t in (*module._parameters.values(), *module._buffers.values()))
+        return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None)
+
+    def _through(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+        if self.entry is not None:
+            value = self.entry(value, self._inputs(batch, micro_batch))
+        if not (self._draws and batch.training) and not batch.cuts_tokens and not self.recomputed:
+            for call in self._calls:
+                value = call(value)
+        else:
+            value = self._run(batch, micro_batch, value, past)
+        return value if self.exit is None else self.exit(value)
+
+    def _run(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+        def call(part: _Part, value: Any) -> Any:
+            if part.draws and batch.training:
+                seed_generators(self.device, stream_seed(self.seed, batch.step, part.index, micro_batch))
+            if part.hands_on and batch.cuts_tokens:
+                return past.run(part.index, part.name, part.module, value)
+            return part.call(value)
+
+        with drawing(self.device) if self._draws and batch.training else nullcontext():
+            if self.recomputed and torch.is_grad_enabled():
+                return self._again.run(value, self._called_again(call))
+            for part in self._parts:
+                value = call(part, value)
+            return value
+
+    def _called_again(self, call: Callable[[_Part, Any], Any]) -> Callable[[_Part, Any], Any]:
+        """The same for calls from a backward, when nobody has the generators to himself any more."""
+
+        def alone(part: _Part, value: Any) -> Any:
+            with drawing(self.device) if part.draws else nullcontext():
+                return call(part, value)
+
+        return alone
+
+    def _inputs(self, batch: Batch, micro_batch: int) -> Any:
+        given = batch.inputs[micro_batch]
+        return from_plain(pytree.tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, given))
+
+    def _compiled(self, parts: Sequence[_Part], options: Mapping[str, Any]) -> Iterator[_Part]:
+        """Neighbours that neither draw nor hand on nor run again by themselves become one."""
+        alone = {part.index for part in parts if part.draws or part.hands_on or self.recomputed}
+        for by_itself, group in groupby(parts, key=lambda part: part.index in alone):
+            if by_itself:
+                for part in group:
+                    yield _Part(
+                        part.index, part.name, part.module, torch.compile(part.module, **options), part.draws, part.hands_on
+                    )
+                continue
+            members = list(group)
+            whole = members[0].module if len(members) == 1 else nn.Sequential(*(part.module for part in members))
+            yield _Part(members[0].index, members[0].name, whole, torch.compile(whole, **options))

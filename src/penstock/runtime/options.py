@@ -1,0 +1,114 @@
+"""How a model is trained beyond its schedule: mixed precision, clipping, accumulation, compiled stages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from penstock.errors import SettingError
+from penstock.optim.groups import GroupsOf
+from penstock.schedule.op import Schedule
+from penstock.tracing.chain import TracedChain
+from penstock.tracing.deferred_batch_norm import convert
+
+_MIXED = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a caller may ask for; `Pipeline` says what each is."""
+
+    clip_grad_norm: float | None = None
+    autocast: torch.dtype | None = None
+    scaler: object = None
+    parameter_groups: GroupsOf | None = None
+    accumulate: int = 1
+    compile: bool | Mapping[str, Any] | None = None
+    memory_format: torch.memory_format | None = None
+    deferred_batch_norm: bool = False
+
+    @property
+    def compiled(self) -> Mapping[str, Any] | None:
+        """Options of `torch.compile`, or None where nothing is compiled."""
+        if isinstance(self.compile, Mapping):
+            return self.compile
+        return {} if self.compile else None
+
+    def check(self, schedule: Schedule, loss: object, *, steps: bool) -> None:
+        """Refuse what makes no sense, alone or with the schedule.
+
+        Args:
+            schedule: what is to be run.
+            loss: the loss function.
+            steps: whether there is an optimizer.
+
+        Raises:
+            SettingError: something does not; the message says what and why.
+        """
+        reduction = getattr(loss, "reduction", "mean")
+        if reduction != "mean":
+            raise SettingError(f"the loss reduces by {reduction!r}; it must be the mean over the samples "
+                               "it is given, so that micro-batches can be weighed by their sizes")  # fmt: skip
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise SettingError(f"clip_grad_norm is the longest that the gradients may be, above 0, not {self.clip_grad_norm}")
+        if self.autocast is not None and self.autocast not in _MIXED:
+            raise SettingError(f"autocast is torch.bfloat16 or torch.float16, not {self.autocast!r}")
+        check_accumulate(self.accumulate, schedule)
+        if self.memory_format not in (None, torch.channels_last, torch.channels_last_3d, torch.contiguous_format):
+            raise SettingError(f"memory_format is torch.channels_last or torch.channels_last_3d, not {self.memory_format!r}")
+        asked = [
+            name for name, wish in (("clip_grad_norm", self.clip_grad_norm is not None), ("scaler", bool(self.scaler))) if wish
+        ]
+        if asked and not schedule.synchronous:
+            raise SettingError(f"{' and '.join(asked)}: {schedule.name} is asynchronous, its stages update at different times, so there is "
+                               "no moment at which the gradients of all of them are there. Take a synchronous schedule; of mixed "
+                               "precision torch.bfloat16 needs no scaler")  # fmt: skip
+        if self.deferred_batch_norm and not schedule.synchronous:
+            raise SettingError(f"deferred_batch_norm: {schedule.name} is asynchronous and begins a batch before the one before has ended, so "
+                               "statistics of whole batches would be of mixed ones. Take a synchronous schedule")  # fmt: skip
+        asked += ["parameter_groups"] * bool(self.parameter_groups) + ["accumulate"] * (self.accumulate > 1)
+        if asked and not steps:
+            raise SettingError(f"{asked[0]} is of the update, and this pipeline has no optimizer: give it one by optimizer=")
+
+    def converted(self, traced: TracedChain, micro_batches: int) -> TracedChain:
+        """The chain with the layers that are asked for.
+
+        Args:
+            traced: the model.
+            micro_batches: of a batch.
+        """
+        if not self.deferred_batch_norm:
+            return traced
+        return replace(traced, modules=tuple(convert(module, micro_batches) for module in traced.modules))
+
+    def check_compiler(self, device: torch.device) -> None:
+        """Refuse to compile where there is no compiler: torch would say so in the middle of the first batch.
+
+        Raises:
+            SettingError: there is none.
+        """
+        options = self.compiled
+        if options is None or options.get("backend", "inductor") != "inductor" or device.type != "cpu":
+            return
+        wanted = os.environ.get("CXX", "g++")
+        if shutil.which(wanted) is None and shutil.which("clang++") is None:
+            raise SettingError(f"compile: torch.compile makes C++ of a stage that runs on a CPU, and there is no compiler {wanted!r} here. "
+                               "Install one, or name it in CXX; compile={'backend': 'aot_eager'} needs none, and is not faster")  # fmt: skip
+
+
+def check_accumulate(count: object, schedule: Schedule) -> None:
+    """Refuse a number of batches for one step that makes no sense.
+
+    Raises:
+        SettingError: it is none, or the schedule updates by itself.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise SettingError(f"accumulate is a number of batches for each step, 1 or more, not {count!r}")
+    if count > 1 and not schedule.synchronous:
+        raise SettingError(f"accumulate={count}: {schedule.name} is asynchronous and updates after every batch, while later ones are under "
+                           "way. Take larger batches of more micro-batches instead")  # fmt: skip

@@ -1,0 +1,61 @@
+"""The ranks that a pipeline runs on: processes, or threads of this one."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from penstock.errors import PlanError, SettingError
+from penstock.model.chain import Chain
+from penstock.runtime.processes import DistributedWorld, join, started
+from penstock.runtime.setting import Setting
+from penstock.runtime.threads import ThreadWorld
+from penstock.runtime.tied import shared_tensors
+from penstock.runtime.world import World
+from penstock.schedule.lower import Link, messages
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a caller wants the ranks."""
+
+    executor: str | None
+    device: torch.device | None
+    deadline_s: float
+
+
+def world_of(setting: Setting, description: Chain, place: Place, *, talks: bool) -> World:
+    """The ranks to run on.
+
+    Args:
+        setting: what they run.
+        description: the model's chain.
+        place: where.
+        talks: whether all of them tell rank 0 about their gradients.
+
+    Raises:
+        SettingError, PlanError: what is asked for makes no sense, or there is another number of ranks.
+        RunError: the ranks are not there.
+    """
+    schedule = setting.schedule
+    if place.executor not in (None, "processes", "threads"):
+        raise SettingError(f"executor is 'processes' or 'threads', not {place.executor!r}")
+    if place.deadline_s <= 0:
+        raise SettingError(f"deadline_s is above 0, not {place.deadline_s}")
+    if place.executor == "threads" or (place.executor is None and schedule.ranks == 1 and not started()):
+        alone = place.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return ThreadWorld(schedule.ranks, alone, place.deadline_s)
+    found = join()
+    if found != schedule.ranks:
+        raise PlanError(f"the schedule is for {schedule.ranks} ranks and there {'is' if found == 1 else 'are'} {found}: "
+                        f"start {schedule.ranks} processes")  # fmt: skip
+    links = {link for link, *_ in messages(schedule)}
+    links |= {Link(link.target, link.source) for link in links}
+    meeting = {Link(*pair) for ranks in schedule.ranks_of_stage for pair in itertools.permutations(ranks, 2)}
+    for shared in shared_tensors(description, setting.lengths, schedule):
+        meeting |= shared.links
+    if talks:
+        meeting |= {link for rank in range(1, schedule.ranks) for link in (Link(0, rank), Link(rank, 0))}
+    return DistributedWorld(place.device, place.deadline_s, links, meeting)

@@ -1,0 +1,328 @@
+"""One run of a model on tensors without contents, written down op by op: torch.export's graph of it, with what the graph holds for.
+
+torch.export was chosen over torch.fx by what they can do (docs/models.md has the figures): it takes every form of Python that does not
+look at values of tensors, keeps composite ops whole (a linear map, attention, dropout), so that autograd does what it does in the model,
+and knows for which other shapes its graph is right. What it gets wrong without a word is put right here, or refused: functions with
+a backward of their own, `.data`, buffers that are replaced, and hooks on gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ChainError
+from penstock.tracing.domain import Domain
+from penstock.tracing.faults import Refused, fault
+from penstock.tracing.interception import Interceptor, intercepted
+
+# torch.export changes things of the whole process while it runs.
+_ONE_AT_A_TIME = threading.RLock()
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """Inputs without their contents: nesting, tensors' forms, and all that is no tensor, which becomes part of the graph."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, inputs: Any) -> Form:
+        """The form of some inputs; a mapping of another kind than dict is taken as a dict."""
+        if isinstance(inputs, Mapping) and not isinstance(inputs, dict):
+            inputs = dict(inputs)
+        leaves, spec = pytree.tree_flatten(inputs)
+        return cls(spec, tuple(leaves))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What must be the same for one graph to serve two inputs, whatever their shapes."""
+        leaves = tuple(
+            (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf)) for leaf in self.leaves
+        )
+        return str(self.spec), leaves
+
+    def value(self, tensors: Sequence[Tensor]) -> Any:
+        """The inputs with other tensors."""
+        given = iter(tensors)
+        return pytree.tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """A model on a micro-batch's inputs: a tensor is its argument, a tuple or list its arguments, a dict its keyword arguments."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+_MOVES = object()
+
+
+@dataclass(frozen=True, eq=False)
+class _Fields:
+    """Stands for a dataclass while its fields are in a list."""
+
+    kind: type
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, _Fields)
+
+
+@dataclass(eq=False)
+class Outputs:
+    """How a model's outputs nest: dataclasses that torch cannot take apart are lists of their fields here."""
+
+    spec: pytree.TreeSpec | None = None
+    constants: list[Any] = field(default_factory=list)
+
+    def flatten(self, output: Any) -> tuple[Any, ...]:
+        """What changes from run to run: tensors, and whole numbers that depend on shapes."""
+        leaves, self.spec = pytree.tree_flatten(_opened(output))
+        moving = []
+        self.constants = []
+        for leaf in leaves:
+            if isinstance(leaf, (Tensor, torch.SymInt)):
+                moving.append(leaf)
+                self.constants.append(_MOVES)
+            elif isinstance(leaf, _PLAIN):
+                self.constants.append(leaf)
+            else:
+                raise Refused(f"it returns a {type(leaf).__name__}, which is no nesting of tensors")
+        return tuple(moving)
+
+    def value(self, moving: Sequence[Any]) -> Any:
+        """The model's own output."""
+        given = iter(moving)
+        assert self.spec is not None
+        return _closed(pytree.tree_unflatten([next(given) if each is _MOVES else each for each in self.constants], self.spec))
+
+
+def _opened(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type) and type(value) not in pytree.SUPPORTED_NODES:
+        return [_Fields(type(value)), *(_opened(getattr(value, each.name)) for each in fields(value) if each.init)]
+    if type(value) in (list, tuple):
+        return type(value)(_opened(item) for item in value)
+    if type(value) is dict:
+        return {key: _opened(item) for key, item in value.items()}
+    return value
+
+
+def _closed(value: Any) -> Any:
+    if type(value) is list and value and isinstance(value[0], _Fields):
+        names = [each.name for each in fields(value[0].kind) if each.init]
+        return value[0].kind(**dict(zip(names, map(_closed, value[1:]), strict=True)))
+    if type(value) in (list, tuple):
+        return type(value)(_closed(item) for item in value)
+    if type(value) is dict:
+        return {key: _closed(item) for key, item in value.items()}
+    return value
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """A graph over flat tensors: what holds its constants, how outputs nest, and for which shapes it is right."""
+
+    graph: fx.Graph
+    holder: fx.GraphModule
+    outputs: Outputs
+    domain: Domain
+    functions: Mapping[str, Any]
+
+
+class _Flat(nn.Module):
+    """The model on its inputs' tensors one by one, to its outputs' tensors one by one."""
+
+    def __init__(self, model: nn.Module, form: Form, outputs: Outputs, interceptor: Interceptor) -> None:
+        super().__init__()
+        self.model = model
+        self._form, self._outputs, self._interceptor = form, outputs, interceptor
+
+    def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """Run the model."""
+        before = [(part._buffers, key, buffer) for part in self.model.modules() for key, buffer in part._buffers.items()]
+        with self._interceptor:
+            moving = self._outputs.flatten(call(self.model, self._form.value(tensors)))
+            for holder, key, buffer in before:
+                made = holder.get(key)
+                if made is buffer:
+                    continue
+                # The model has put another tensor in its place: the same values in the same tensor, where others find them.
+                holder[key] = buffer
+                if buffer is None or made is None or made.shape != buffer.shape:
+                    raise Refused(
+                        f"it gives its buffer {key!r} another shape as it runs, which only the layer that has it would know"
+                    )
+                with torch.no_grad():
+                    buffer.copy_(made.detach())
+        return moving
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers are on the meta device: what it does, without its weights."""
+    made: dict[int, object] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in made:
+            empty: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    try:
+        return copy.deepcopy(model, made)
+    except Exception as error:
+        raise ChainError(f"{type(model).__name__} cannot be copied to be traced ({type(error).__name__}: {error}). A tensor that the model "
+                         "keeps must be a buffer, or none that autograd has made; locks, files and their like it should make when "
+                         "they are needed") from error  # fmt: skip
+
+
+def capture(skeleton: nn.Module, form: Form, *, training: bool) -> Capture:
+    """Write down what a model does with inputs of a form, and of other shapes where it does the same with these.
+
+    Args:
+        skeleton: the model, from `skeleton_of`.
+        form: of the inputs.
+        training: in the modes that its parts have; else all of them in evaluation mode.
+
+    Raises:
+        ChainError: the model does what cannot be written down; the message has its file and line.
+    """
+    with _ONE_AT_A_TIME:
+        return _apart(lambda: _captured(skeleton, form, training))
+
+
+def _captured(skeleton: nn.Module, form: Form, training: bool) -> Capture:
+    try:
+        return _exported(skeleton, form, training, dynamic=True)
+    except Refused as error:
+        raise fault(skeleton, error) from error
+    except Exception:  # noqa: BLE001  # torch.export raises of all kinds; with sizes that are numbers it can do more
+        try:
+            return _exported(skeleton, form, training, dynamic=False)
+        except Exception as error:
+            raise fault(skeleton, error) from error
+
+
+def _apart(work: Callable[[], Capture]) -> Capture:
+    """Work in a thread of its own, where there is nothing of what surrounds the caller: a batch of another form may come up while a rank
+    counts what autograd keeps, or on fake tensors. Only autocast is the caller's: a model may go by dtypes.
+    """
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    found: list[Capture] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with ExitStack() as surroundings:
+                for kind, dtype in autocast:
+                    surroundings.enter_context(torch.autocast(kind, dtype))
+                found.append(work())
+        except BaseException as error:  # noqa: BLE001  # raised again where it was asked for
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="tracing")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def _exported(skeleton: nn.Module, form: Form, training: bool, *, dynamic: bool) -> Capture:
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    outputs, interceptor = Outputs(), Interceptor()
+    model = _faked(skeleton, mode)
+    if not training:
+        model.eval()
+    flat = _Flat(model, form, outputs, interceptor)
+    flat.training = model.training
+    with mode:
+        tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in form.tensors)
+    with warnings.catch_warnings(), intercepted(interceptor), torch.enable_grad(), without_caches(model):
+        warnings.simplefilter("ignore")
+        program = torch.export.export(flat, tensors, dynamic_shapes=_dimensions(tensors) if dynamic else None, strict=False)
+        try:
+            holder = program.module(check_guards=False)
+        except TypeError:  # torch before 2.9 has no guards in there
+            holder = program.module()
+    assert isinstance(holder, fx.GraphModule)
+    _check_constants(holder)
+    return Capture(holder.graph, holder, outputs, Domain.of(holder.graph), interceptor.functions)
+
+
+def _faked(skeleton: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy with tensors of the CPU, as far as the model can see."""
+    made: dict[int, object] = {}
+    with mode:
+        for tensor in (*skeleton.parameters(), *skeleton.buffers()):
+            if id(tensor) not in made:
+                fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+    return copy.deepcopy(skeleton, made)
+
+
+def _dimensions(tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Which sizes may change: samples, and tokens. Sides of images and the like seldom do; where they do, they have a graph each."""
+    auto = torch.export.Dim.AUTO
+
+    def of(tensor: Tensor) -> dict[int, Any]:
+        free = tensor.dim() if not tensor.is_floating_point() else 2 if tensor.dim() == 3 else 1
+        return {dim: auto for dim in range(min(free, tensor.dim())) if tensor.shape[dim] > 1}
+
+    return {"tensors": tuple(of(tensor) for tensor in tensors)}
+
+
+@contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """Models of transformers return keys and values for generation unless told otherwise; in a pipeline these would travel to its end."""
+    configs = {id(config): config for part in model.modules() if (config := vars(part).get("config")) is not None}
+    before = []
+    for config in configs.values():
+        if getattr(config, "use_cache", False) is True:
+            with suppress(AttributeError, TypeError):
+                config.use_cache = False
+                before.append(config)
+    try:
+        yield
+    finally:
+        for config in before:
+            config.use_cache = True
+
+
+def _check_constants(holder: fx.GraphModule) -> None:
+    """A tensor of the trace among the constants is one that the model hid from it.
+
+    Raises:
+        Refused: there is one.
+    """
+    known = {id(tensor) for tensor in (*holder.parameters(), *holder.buffers())}
+    for node in holder.graph.find_nodes(op="get_attr"):
+        value = constant(holder, node.target)
+        if isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor)):
+            shape = tuple(value.shape)
+            named = str(node.target).removeprefix("model.")
+            if id(value) in known and not named.startswith("lifted_tensor"):
+                continue
+            raise Refused(f"it uses a tensor of shape {shape} ({named}) that it has hidden from tracing, or that is on the meta device and no "
+                          "buffer, so that its values are not known")  # fmt: skip
+
+
+def constant(holder: nn.Module, target: Any) -> Any:
+    """What a get_attr node stands for."""
+    value: Any = holder
+    for name in str(target).split("."):
+        value = getattr(value, name)
+    return value

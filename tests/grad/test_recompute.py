@@ -1,0 +1,468 @@
+"""Layers that run again for their backward give what they give without, to the bit, and keep less."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import RunError
+from penstock.grad.recompute import Recomputing, run
+from penstock.grad.split import input_grad, weight_grad
+
+SHAPE = (6, 4, 5, 5)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's place and module."""
+
+    index: int
+    module: nn.Module
+
+
+class Split(nn.Module):
+    """Makes a dict of a tensor, with a number beside it, and one tensor twice."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"both": (x * 2, x.sin()), "count": 3, "again": [x, x]}
+
+
+class Join(nn.Module):
+    """Makes a tensor of that dict."""
+
+    def forward(self, value: dict[str, Any]) -> Tensor:
+        (a, b), (c, d) = value["both"], value["again"]
+        assert c is d
+        return a * b + value["count"] * c * d
+
+
+class Add(nn.Module):
+    """Changes what it is given in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.bias).mul_(2)
+
+
+class Counted(nn.Module):
+    """Its result depends on how often it has run, which a buffer counts, and it replaces another of its buffers each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(()), persistent=False)
+        self.register_buffer("queue", torch.zeros(2**18))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = self.last + x.detach().mean()
+        self.queue[int(self.calls)] = 1
+        return x.sin() * self.calls.clone() + x * self.last + self.queue[:3].sum()
+
+
+class Square(torch.autograd.Function):
+    """One of a user's own, which saves its input and its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x * x
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, y = ctx.saved_tensors
+        return grad * (2 * x + 0 * y)
+
+
+class Own(nn.Module):
+    """Runs a function with a backward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Square.apply(x.tanh())
+
+
+class Checkpointed(nn.Module):
+    """Recomputes by itself, inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Tanh(), nn.Conv2d(4, 4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def frozen() -> nn.Module:
+    """Its weight is not trained."""
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+    conv.weight.requires_grad_(False)
+    return conv
+
+
+KINDS: dict[str, Callable[[], list[nn.Module]]] = {
+    "conv": lambda: [nn.Conv2d(4, 4, 3, padding=1)],
+    "norm": lambda: [nn.BatchNorm2d(4)],
+    "relu in place": lambda: [nn.ReLU(inplace=True)],
+    "tanh": lambda: [nn.Tanh()],
+    "dropout": lambda: [nn.Dropout(0.3)],
+    "structure": lambda: [Split(), Join()],
+    "add in place": lambda: [Add()],
+    "counted": lambda: [Counted()],
+    "own": lambda: [Own()],
+    "checkpointed": lambda: [Checkpointed()],
+    "frozen": lambda: [frozen()],
+}
+
+
+def layers_of(kinds: list[str]) -> list[Layer]:
+    """The chain of these, in float64, numbered from 10."""
+    torch.manual_seed(0)
+    modules = [module.double() for kind in kinds for module in KINDS[kind]()]
+    return [Layer(10 + index, module) for index, module in enumerate(modules)]
+
+
+def unseeded(layer: Layer, value: Any) -> Any:
+    """The layer alone."""
+    return layer.module(value)
+
+
+def seeded(layer: Layer, value: Any) -> Any:
+    """As a stage calls layers: the same random numbers each time."""
+    torch.manual_seed(layer.index)
+    return layer.module(value)
+
+
+@dataclass
+class Result:
+    """What one step of several micro-batches leaves."""
+
+    outputs: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor | None] = field(default_factory=list)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def step(layers: list[Layer], forward: Callable[[Tensor], Tensor], split: bool, wants_grad: bool = True) -> Result:
+    """Three forwards, and then their backwards, in the order of GPipe."""
+    found, under_way = Result(), []
+    for number in range(3):
+        x = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(number)).requires_grad_(wants_grad)
+        out = forward(x * 1.0 if wants_grad else x.clone())  # a leaf must not be changed in place
+        found.outputs.append(out.detach().clone())
+        under_way.append((x, out))
+    for x, out in under_way:
+        if not out.requires_grad:
+            continue
+        grad = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+        leaves = [x] if wants_grad else []
+        if split:
+            grads, pending = input_grad([out], [grad], leaves)
+            weight_grad(pending)
+            found.inputs += grads
+        else:
+            torch.autograd.backward([out], [grad])
+            found.inputs += [leaf.grad for leaf in leaves]
+    for layer in layers:
+        found.grads |= {f"{layer.index}.{name}": p.grad for name, p in layer.module.named_parameters() if p.grad is not None}
+        found.buffers |= {f"{layer.index}.{name}": b.clone() for name, b in layer.module.named_buffers()}
+    return found
+
+
+def same(a: Result, b: Result) -> None:
+    """To the bit."""
+    assert a.grads.keys() == b.grads.keys()
+    pairs = [*zip(a.outputs, b.outputs, strict=True), *zip(a.inputs, b.inputs, strict=True)]
+    pairs += [(a.grads[name], b.grads[name]) for name in a.grads] + [(a.buffers[name], b.buffers[name]) for name in a.buffers]
+    for one, other in pairs:
+        assert (one is None) is (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=6), st.booleans(), st.booleans())
+def test_a_step_leaves_what_it_leaves_when_nothing_runs_again(data, kinds, split, wants_grad):
+    """Outputs, gradients of inputs and weights, and buffers: for all layers, any of them, whole backwards and those in two parts."""
+    plain = layers_of(kinds)
+    again = copy.deepcopy(plain)
+    indices = [layer.index for layer in plain]
+    recomputed = data.draw(st.sets(st.sampled_from(indices)))
+    starts = data.draw(st.sets(st.sampled_from(sorted(recomputed)))) if recomputed else set()
+    made = Recomputing(again, recomputed, starts)
+
+    def straight(value: Any) -> Any:
+        for layer in plain:
+            value = seeded(layer, value)
+        return value
+
+    try:
+        expected = step(plain, straight, split, wants_grad)
+    except RuntimeError as error:  # a layer changes in place what the one before has saved: no model of anybody's
+        assume("modified by an inplace operation" not in str(error))
+        raise
+    same(expected, step(again, lambda value: made.run(value, seeded), split, wants_grad))
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "in two parts"])
+def test_a_segment_runs_again_once_whatever_the_backward(split):
+    """A backward in two parts walks over the graph several times; torch's checkpoint would run again each time."""
+    layers = layers_of(["conv", "norm", "tanh", "conv", "tanh", "conv"])
+    calls: list[int] = []
+
+    def counted(layer: Layer, value: Any) -> Any:
+        calls.append(layer.index)
+        return seeded(layer, value)
+
+    x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
+    out = run(layers, x, {11, 12, 14}, counted)
+    assert calls == [10, 11, 12, 13, 14, 15]
+    calls.clear()
+    if split:
+        weight_grad(input_grad([out], [torch.ones_like(out)], [x])[1])
+    else:
+        out.backward(torch.ones_like(out))
+    assert calls == [14, 11, 12], "the last segment first, each once"
+
+
+def kept_bytes(layers: list[Layer], recomputed: set[int], starts: set[int] = frozenset()) -> int:
+    """What stays in memory between a forward and its backward, besides weights."""
+    seen: dict[int, int] = {}
+    own = {tensor.untyped_storage().data_ptr() for layer in layers for tensor in layer.module.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
+    made = Recomputing(layers, recomputed, starts)
+    made.run(x, seeded)  # now it is known that they change nothing in place
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = made.run(x, seeded)
+    assert out.requires_grad
+    return sum(seen.values())
+
+
+def test_a_segment_keeps_its_input_and_no_more():
+    """Hooks around the whole, such as those that count or hand activations away, find what is kept and nothing else."""
+    layers = layers_of(["tanh", "tanh", "tanh", "tanh"])
+    size = 8 * torch.Size(SHAPE).numel()
+    assert kept_bytes(layers, set()) == 4 * size
+    assert kept_bytes(layers, {10, 11, 12, 13}) == size
+    assert kept_bytes(layers, {10, 11, 12, 13}, {12}) == 2 * size
+    assert kept_bytes(layers, {11, 12}) == 2 * size, "the first's output is the segment's input, and the last keeps its own"
+
+
+class Watched(torch.autograd.Function):
+    """exp, which saves its result, in memory whose end can be seen."""
+
+    made: ClassVar[list[weakref.ref[Any]]] = []
+    most: ClassVar[int] = 0
+
+    @classmethod
+    def live(cls) -> int:
+        """How many results are there."""
+        return sum(ref() is not None for ref in cls.made)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        array = np.exp(x.numpy())
+        Watched.made.append(weakref.ref(array))
+        y = torch.from_numpy(array)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        Watched.most = max(Watched.most, Watched.live())
+        return grad * y
+
+
+class Exp(nn.Module):
+    """That as a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Watched.apply(x / 8)
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "starts", "kept", "most"),
+    [
+        (set(), set(), 8, 8),
+        # The last result belongs to the caller. The whole segment comes back, its first forward's last result is still there.
+        (set(range(8)), set(), 1, 9),
+        # Inputs of three segments; then each comes back alone, and lets go of an input that nobody saves.
+        (set(range(8)), {2, 4, 6}, 4, 5),
+        # Two segments of three between two that are kept: their inputs are kept anyway, or given.
+        ({1, 2, 3, 5, 6, 7}, set(), 3, 6),
+    ],
+)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "in two parts"])
+def test_what_came_back_goes_with_its_segment(monkeypatch, recomputed, starts, kept, most, split):
+    """The peak is what is kept and the largest segment, not all; of a backward in two parts all, which its second part needs."""
+    monkeypatch.setattr(Watched, "made", [])
+    monkeypatch.setattr(Watched, "most", 0)
+    layers = [Layer(index, Exp()) for index in range(8)]
+    x = torch.randn(10, dtype=torch.float64, requires_grad=True)
+    made = Recomputing(layers, recomputed, starts)
+    made.run(x, unseeded)
+    assert Watched.live() == 0, "a forward without a backward leaves nothing"
+    gc.disable()  # nor may a cycle keep anything until the collector comes
+    out = made.run(x, unseeded)
+    assert Watched.live() == kept
+    if split:
+        pending = input_grad([out], [torch.ones(10, dtype=torch.float64)], [x])[1]
+        weight_grad(pending)
+        assert Watched.most >= most
+    else:
+        out.backward(torch.ones(10, dtype=torch.float64))
+        assert Watched.most == most
+    del out
+    assert Watched.live() == 0
+    gc.enable()
+
+
+def test_hooks_are_left_as_they_were_when_a_layer_fails():
+    """A failing layer's own error comes through, in the forward and in the backward."""
+    layers = layers_of(["tanh", "tanh"])
+
+    def call(layer: Layer, value: Any) -> Any:
+        if failing and layer.index == 11:
+            raise ValueError("no more")
+        return layer.module(value)
+
+    x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
+    failing = True
+    with pytest.raises(ValueError, match="no more"):
+        run(layers, x, {10, 11}, call)
+    failing = False
+    out = run(layers, x, {10, 11}, call)
+    failing = True
+    with pytest.raises(ValueError, match="no more"):
+        out.sum().backward()
+    y = x.tanh()
+    y.sum().backward()
+
+
+def test_a_forward_that_is_not_the_same_twice_is_refused():
+    """Wrong numbers without a word would be worse."""
+
+    class Growing(nn.Module):
+        def __init__(self, how: str) -> None:
+            super().__init__()
+            self.how, self.runs = how, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs += 1
+            if self.how == "fewer":
+                return x.tanh() if self.runs > 1 else x.tanh().sin()
+            return x[: -self.runs].tanh().sin()
+
+    for how, message in (("fewer", "it made 1 of 2"), ("shape", "it made one of shape .* for one of")):
+        layers = [Layer(3, Growing(how)), Layer(4, nn.Identity())]
+        out = run(layers, torch.randn(9, requires_grad=True), {3, 4}, unseeded)
+        with pytest.raises(RunError, match=f"layers 3 to 4: run again .*{message}"):
+            out.sum().backward()
+
+
+def test_what_is_changed_in_place_after_it_was_saved_is_refused_as_torch_does():
+    """Without recomputing torch refuses such a model; with it nobody else would notice."""
+
+    class Wrong(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.exp()
+            y.add_(1)  # exp's backward needs it as it was
+            return y.sin()
+
+    layers = [Layer(0, Wrong())]
+    for recomputed, error in (
+        (set(), "modified by an inplace operation"),
+        ({0}, "layer 0: a tensor of shape .* was changed in place"),
+    ):
+        out = run(layers, torch.randn(3, requires_grad=True), recomputed, unseeded)
+        with pytest.raises(RuntimeError, match=error):
+            out.sum().backward()
+
+
+def test_an_input_that_somebody_changes_later_is_refused():
+    """A layer behind changes what the segment was given, through another name: the second forward would see it."""
+    layers = [Layer(0, nn.Tanh()), Layer(1, nn.Tanh())]
+    x = torch.randn(3, requires_grad=True) * 1
+    made = Recomputing(layers, {0, 1})
+    made.run(x, unseeded)  # now it is known that they change nothing
+    out = made.run(x, unseeded)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_layer_that_walks_over_its_own_graph_is_refused():
+    """Its saved tensors are asked for before its forward is done."""
+
+    class Penalty(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.autograd.grad(x.tanh().sum(), x, create_graph=True)[0]
+
+    with pytest.raises(RunError, match="layer 5: its forward walks back over its own graph"):
+        run([Layer(5, Penalty())], torch.randn(3, requires_grad=True), {5}, unseeded)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["forward alone", "backward too"])
+def test_mixed_precision_is_the_forwards_own(inside):
+    """A backward runs outside of autocast, or in a region of another precision; the second forward is as the first."""
+    found = []
+    for recomputed in (set(), {0, 1, 2}):
+        torch.manual_seed(0)
+        layers = [Layer(0, nn.Linear(8, 8)), Layer(1, nn.Tanh()), Layer(2, nn.Linear(8, 8))]
+        x = torch.randn(4, 8, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(layers, x, recomputed, unseeded)
+        assert out.dtype is torch.bfloat16
+        with torch.autocast("cpu", torch.float16) if inside else nullcontext():
+            out.float().sum().backward()
+        found.append([x.grad, *(p.grad for layer in layers for p in layer.module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_without_gradients_layers_run_once_and_keep_nothing():
+    """Evaluation is not to pay for it."""
+    layers = layers_of(["conv", "tanh"])
+    with torch.no_grad():
+        out = run(layers, torch.randn(SHAPE, dtype=torch.float64), {10, 11}, seeded)
+    assert out.grad_fn is None
+
+
+def test_only_what_the_backward_asks_for_runs_again():
+    """An output that nobody uses, and the ops behind the last saved tensor."""
+    calls = []
+
+    class Ending(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.exp()
+            calls.append("saved")
+            y = y + 1
+            calls.append("behind")
+            return y
+
+    layers = [Layer(0, Ending()), Layer(1, Ending())]
+    out = run(layers, torch.randn(3, requires_grad=True), {0, 1}, unseeded)
+    calls.clear()
+    out.sum().backward()
+    assert calls == ["saved", "behind"], "the last op that saves ends it"

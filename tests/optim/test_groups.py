@@ -1,0 +1,40 @@
+"""Parameter groups: the same ones, in the same order, in every stage's optimizer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from penstock.optim.groups import Groups
+
+
+def named():
+    """Three trainable parameters and a frozen one."""
+    made = {name: nn.Parameter(torch.ones(1)) for name in ("a.weight", "a.bias", "b.weight", "b.bias")}
+    made["b.weight"].requires_grad_(False)
+    return made
+
+
+def by_kind(name, parameter):
+    """Biases do not decay; what is frozen is not asked about."""
+    assert parameter.requires_grad
+    return {"weight_decay": 0.0} if name.endswith("bias") else {"lr": 0.5}
+
+
+def test_parameters_with_the_same_options_are_one_group_in_order_of_appearance():
+    """The whole model is asked, on every rank, so that all have the same groups."""
+    groups = Groups.of(by_kind, named().items())
+    assert groups.options == ({"lr": 0.5}, {"weight_decay": 0.0})
+    assert groups.place == {"a.weight": 0, "a.bias": 1, "b.bias": 1}
+
+
+def test_a_stage_has_all_groups_some_of_them_empty():
+    """A scheduler by group counts on it."""
+    held = named()
+    groups = Groups.of(by_kind, held.items())
+    groups.know({held["b.bias"]: "b.bias"})
+    optimizer = groups.factory(lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.3))([held["b.bias"]])
+    assert [(len(g["params"]), g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0, 0.5, 0.3), (1, 0.1, 0.0)]
+    held["b.bias"].grad = torch.ones(1)
+    optimizer.step()
+    assert torch.allclose(held["b.bias"], torch.tensor([0.9]))

@@ -1,0 +1,82 @@
+"""Dynamic loss scaling: the same scales as torch's GradScaler, from the same gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock.errors import SettingError
+from penstock.optim.scaling import LossScaler
+
+CPU = torch.device("cpu")
+
+
+@given(
+    st.lists(st.sampled_from(["fine", "inf", "nan"]), max_size=20),
+    st.sampled_from([1.0, 1024.0, 2.0**127]),
+    st.sampled_from([2.0, 1.5]),
+    st.sampled_from([0.5, 0.3]),
+    st.integers(1, 4),
+)
+@settings(deadline=None, max_examples=40)
+def test_scales_and_steps_are_torchs_own(story, start, growth, backoff, interval):
+    """Also where a scale could only grow to infinity: torch leaves it then."""
+    options = {"init_scale": start, "growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
+    ours, theirs = LossScaler(options), torch.amp.GradScaler("cpu", **options)
+    mine, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([other], lr=0.1)
+    skipped = 0
+    for event in story:
+        theirs.scale(torch.ones(()))  # it makes its scale at the first use
+        grad = torch.full((2,), {"fine": 0.25, "inf": float("inf"), "nan": float("nan")}[event])
+        mine.grad, other.grad = grad * ours.scale, grad * theirs.get_scale()
+        found = float(ours.unscale([mine], CPU))
+        theirs.unscale_(optimizer)
+        assert torch.equal(mine.grad, other.grad) or event == "nan"
+        assert (found > 0) == (not mine.grad.isfinite().all())
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(found)
+        skipped += found > 0
+        assert ours.scale == theirs.get_scale()
+    assert ours.skipped == skipped
+    again = LossScaler(options)
+    again.load_state_dict(ours.state_dict())
+    assert again.state_dict() == ours.state_dict()
+
+
+def test_what_a_user_may_say():
+    """True, options, or a scaler of torch's to be like."""
+    assert LossScaler.of(None) is LossScaler.of(False) is None
+    assert LossScaler.of(True).scale == 65536.0
+    assert LossScaler.of({"init_scale": 8}).scale == 8.0
+    assert LossScaler.of(torch.amp.GradScaler("cpu", init_scale=4.0)).scale == 4.0
+    assert LossScaler.of(torch.amp.GradScaler("cpu", enabled=False)) is None
+
+
+def test_gradients_in_float16_are_refused():
+    """Divided by the scale they would vanish, which is what the scale is against."""
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(SettingError, match="keep the parameters in float32"):
+        LossScaler({}).unscale([parameter], CPU)
+
+
+def test_sparse_gradients_are_unscaled_once():
+    """Rows that were met twice are added up first."""
+    embedding = nn.Embedding(5, 3, sparse=True)
+    (embedding(torch.tensor([1, 1, 4])).sum() * 8).backward()
+    assert LossScaler({"init_scale": 8.0}).unscale([embedding.weight], CPU) == 0
+    assert embedding.weight.grad.to_dense()[:, 0].tolist() == [0, 2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("scale", [0.0, float("inf"), -1.0])
+def test_a_saved_scale_that_is_none_is_refused(scale):
+    """A file is data from outside."""
+    with pytest.raises(SettingError, match="the scale of a saved scaler is above 0"):
+        LossScaler({}).load_state_dict({"scale": scale, "steps": 0, "skipped": 0})
+    with pytest.raises(SettingError, match=r"growth_interval is a number of steps, 1 or more, not 0\.5"):
+        LossScaler({"growth_interval": 0.5})

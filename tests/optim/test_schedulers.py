@@ -1,0 +1,84 @@
+"""Schedulers over the optimizers of several stages."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, ReduceLROnPlateau, StepLR
+
+from penstock.errors import SettingError
+from penstock.optim.schedulers import Schedulers, stand_in
+
+
+def optimizers(*groups):
+    """One for each number of groups."""
+    return [SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(count)], lr=1.0, momentum=0.9) for count in groups]
+
+
+def stepped(schedulers, held, times):
+    """As training does."""
+    for _ in range(times):
+        for optimizer in held:
+            optimizer.step()
+        schedulers.step()
+
+
+def test_all_move_as_one():
+    """Stages learn at one rate."""
+    held = optimizers(1, 1)
+    found = Schedulers(lambda optimizer: StepLR(optimizer, 2, gamma=0.5), held)
+    stepped(found, held, 4)
+    assert found.get_last_lr() == [0.25]
+    assert [optimizer.param_groups[0]["lr"] for optimizer in held] == [0.25, 0.25]
+
+
+def test_a_state_goes_into_optimizers_that_have_other_groups():
+    """A factory of the user's own may make groups by what a stage has: what is by group then stays the stage's."""
+    held = optimizers(2)
+    found = Schedulers(lambda optimizer: MultiStepLR(optimizer, [2, 3], gamma=0.5), held)
+    stepped(found, held, 3)
+    others = optimizers(1, 2)
+    restored = Schedulers(lambda optimizer: MultiStepLR(optimizer, [2, 3], gamma=0.5), others, found.as_json())
+    assert restored.get_last_lr() == [1.0]
+    assert [group["lr"] for group in others[1].param_groups] == [0.25, 0.25]
+    assert restored.state_dict()["last_epoch"] == 3
+
+
+def test_the_best_metric_so_far_is_kept_and_infinity_with_it():
+    """JSON as Python writes it has infinities, and a plateau begins with one."""
+    held = optimizers(1)
+    found = Schedulers(lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.1), held)
+    again = Schedulers(lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.1), optimizers(1), found.as_json())
+    assert again.state_dict()["best"] == float("inf")
+    found.step(torch.tensor(2.0))
+    found.step(torch.tensor(3.0))
+    assert json.loads(found.as_json())["best"] == 2.0
+    assert found.get_last_lr() == pytest.approx([0.1])
+
+
+def test_a_stand_in_steps_nothing_and_knows_the_rate():
+    """For ranks where nothing is trained."""
+    optimizer = stand_in(lambda params: SGD(params, lr=2.0))
+    assert Schedulers(lambda each: StepLR(each, 1), [optimizer]).get_last_lr() == [2.0]
+
+
+class Odd(LRScheduler):
+    """Keeps something that no file can hold."""
+
+    def get_lr(self):
+        """As it is."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self):
+        """What it keeps."""
+        return {"odd": object()}
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_by_its_class():
+    """Before a file is written without it."""
+    with pytest.raises(SettingError, match="the state of Odd cannot go into a checkpoint: Object of type object"):
+        Schedulers(Odd, optimizers(1)).as_json()

@@ -1,0 +1,142 @@
+"""Shared memory and its slots: what is found again, what is lent, what grows."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import RunError
+from penstock.transport.arena import LINE, Arena, Segment, _rounded, split_place
+
+
+@pytest.fixture
+def arena():
+    """An arena of nobody's; closed when the test is over."""
+    made = Arena()
+    yield made
+    made.close()
+
+
+def test_what_one_writes_the_other_reads():
+    """The same memory, opened by its number in another process's table of files; this one's own here."""
+    mine = Segment.make(4096)
+    other = Segment.open(os.getpid(), mine.fd)
+    mine.words[8] = 2**63
+    mine.bytes[100:104].view(torch.float32).fill_(2.5)
+    assert other.words[8] == 2**63
+    assert other.bytes[100:104].view(torch.float32).item() == 2.5
+    assert not mine.opened
+    other.words[0] = 1
+    assert mine.opened
+    mine.close()
+    mine.close()  # twice is once
+    assert other.words[8] == 2**63
+
+
+def test_memory_that_is_closed_cannot_be_opened_any_more():
+    """Nor that of a process that is gone."""
+    mine = Segment.make(4096)
+    fd = mine.fd
+    mine.close()
+    with pytest.raises(OSError, match="No such file"):
+        Segment.open(os.getpid(), fd)
+
+
+def test_a_freed_slot_is_taken_again_and_the_last_freed_first(arena):
+    """Its lines are the likeliest to be in the cache still."""
+    pool = arena.pool(1000)
+    slots = [arena.take(pool) for _ in range(4)]
+    assert len({slot.place for slot in slots}) == 4
+    for slot in (slots[1], slots[3]):
+        slot.free()
+    assert [arena.take(pool) for _ in range(2)] == [slots[3], slots[1]]
+
+
+def test_a_place_names_the_segment_and_where_in_it(arena):
+    """The receiver knows nothing else of it."""
+    pool = arena.pool(300)
+    for _ in range(200):
+        slot = arena.take(pool)
+        fd, offset = split_place(slot.place)
+        assert fd == slot.segment.fd
+        assert slot.start == offset + LINE == 8 * slot.state + LINE
+        assert slot.start % LINE == 0
+        assert slot.start + pool.nbytes <= len(slot.segment.memory)
+    assert len({slot.place for slot in pool.out}) == 200
+    assert len(arena.segments) > 1
+
+
+def test_a_smaller_message_takes_a_larger_slot_that_is_free_up_to_four_times_its_size(arena):
+    """Sequences of many lengths would else each keep memory; but one of a few bytes does not hold one of many."""
+    large = arena.take(arena.pool(4096))
+    large.free()
+    assert arena.take(arena.pool(1024)) is large
+    assert arena.take(arena.pool(4096)) is not large
+    large.free()
+    assert arena.take(arena.pool(1000)) is large  # 1000 bytes go where 1024 go
+    large.free()
+    assert arena.take(arena.pool(800)) is not large
+    assert arena.take(arena.pool(4096)) is large
+
+
+def test_a_pool_that_is_kept_apart_neither_lends_nor_borrows(arena):
+    """What entries lie in must never have held a message."""
+    kept = arena.kept_pool(2048)
+    for pool, others in ((kept, arena.pool(1024)), (arena.pool(2048), kept), (arena.pool(4096), kept)):
+        slot = arena.take(pool)
+        slot.free()
+        assert arena.take(others) is not slot
+        assert arena.take(pool) is slot
+
+
+def test_want_of_memory_says_how_much_and_what_helps(arena, monkeypatch):
+    """And leaves the arena as it was."""
+    arena.take(arena.pool(100))
+    before = arena.nbytes
+    files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+    def none(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", none)
+    with pytest.raises(RunError, match=rf"1,052,672 bytes are wanted beside {before:,} .*No space left.*fewer micro-batches"):
+        arena.take(arena.pool(2**20))
+    assert arena.nbytes == before
+    assert len(os.listdir("/proc/self/fd")) == files  # noqa: PTH208
+    monkeypatch.undo()
+    assert arena.take(arena.pool(2**20)).pool is arena.pool(2**20)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**42))
+def test_room_is_whole_lines_and_less_than_a_quarter_more(nbytes):
+    """Of a power of two, which most tensors are, nothing is wasted."""
+    room = _rounded(nbytes)
+    assert room >= max(nbytes, 256)
+    assert room % LINE == 0
+    assert nbytes < 256 or room < 1.25 * nbytes + 1
+    assert _rounded(room) == room
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=30), st.integers(1, 8))
+def test_no_two_messages_share_a_byte_and_memory_follows_what_is_in_flight(lengths, depth):
+    """A queue of `depth` messages, any lengths, gone through three times."""
+    arena, flying, grown = Arena(), [], []
+    for _ in range(3):
+        for length in lengths:
+            if len(flying) == depth:
+                flying.pop(0)[0].free()
+            flying.append((arena.take(arena.pool(length)), length))
+            spans = sorted((*split_place(slot.place), slot.start + size) for slot, size in flying)
+            for (fd, _, end), (next_fd, start, _) in itertools.pairwise(spans):
+                assert fd != next_fd or end <= start
+        grown.append(arena.nbytes)
+    whole = sum(LINE + _rounded(length) for length in lengths)
+    assert grown[2] <= 1.2 * min(depth, 3 * len(lengths)) * whole + 2 * 32 * 1024 + 4096 * len(arena.segments)
+    arena.close()

@@ -1,0 +1,80 @@
+"""How tensors lie in a slot, and when two payloads lie the same way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.transport.arena import LINE, Arena
+from penstock.transport.layout import Layout, key_of, told
+from penstock.transport.payload import Payload
+
+
+@pytest.fixture
+def slot():
+    """Room for a little."""
+    arena = Arena()
+    yield arena.take(arena.pool(10_000))
+    arena.close()
+
+
+def layout_of(value, number=0):
+    """As both sides make it."""
+    return Layout.parse(told(number, Payload.of(value)))
+
+
+def test_tensors_lie_one_after_another_each_at_a_line_of_its_own(slot):
+    """As torch's own do: kernels are quicker on them, and some give other roundings elsewhere."""
+    value = [torch.ones(3, dtype=torch.int8), torch.empty(0), torch.ones(17), torch.tensor(1.5, dtype=torch.float64)]
+    layout = layout_of(value)
+    views = layout.views(slot)
+    assert layout.nbytes == (1 + 0 + 2 + 1) * LINE
+    assert [(view.shape, view.dtype) for view in views] == [(tensor.shape, tensor.dtype) for tensor in value]
+    assert [view.data_ptr() - slot.segment.bytes.data_ptr() - slot.start for view in views if view.numel()] == [0, 64, 192]
+    assert layout.views(slot) is views
+
+
+def test_views_of_many_layouts_are_not_all_kept(slot):
+    """Shapes that depend on the data may never come again."""
+    for number in range(200):
+        layout_of(torch.ones(number), number).views(slot)
+    assert len(slot.views) <= 64
+
+
+def test_a_payload_is_filled_as_it_was():
+    """Constants are in the layout, tensors are not."""
+    value = {"a": (None, torch.ones(2), 3), "b": [torch.zeros(1, requires_grad=True)]}
+    mine = Payload.of(value)
+    assert layout_of(value).filled(mine.tensors) == mine
+
+
+@pytest.mark.parametrize("other", [
+    torch.ones(2, 4, 3, 3, dtype=torch.float64),
+    torch.ones(2, 4, 9),
+    torch.ones(2, 4, 3, 3).requires_grad_(),
+    torch.ones(2, 4, 3, 3).to(memory_format=torch.channels_last),
+    [torch.ones(2, 4, 3, 3)],
+    (torch.ones(2, 4, 3, 3), None),
+    (torch.ones(2, 4, 3, 3), 0),
+    (torch.ones(2, 4, 3, 3), False),
+    (torch.ones(2, 4, 3, 3), 0.0),
+    (torch.ones(2, 4, 3, 3), -0.0),
+    (torch.ones(2, 4, 3, 3).to(memory_format=torch.channels_last), None),
+])  # fmt: skip
+def test_what_differs_in_anything_but_its_numbers_lies_differently(other):
+    """Each of these would else be read as another of them."""
+    others = [
+        torch.ones(2, 4, 3, 3),
+        (torch.zeros(2, 4, 3, 3), 1),
+        (torch.zeros(2, 4, 3, 3), True),
+        [torch.ones(2, 4, 3, 3), None],
+    ]
+    mine = key_of(Payload.of(other))
+    assert mine == key_of(Payload.of(other))
+    assert all(mine != key_of(Payload.of(value)) for value in others)
+
+
+def test_what_is_not_contiguous_lies_as_if_it_were():
+    """A turned view and its copy need not be told twice."""
+    turned = torch.arange(6.0).reshape(2, 3).t()
+    assert key_of(Payload.of(turned)) == key_of(Payload.of(turned.contiguous()))
