@@ -231,7 +231,6 @@ def keywords(samples, length):
 MODELS = {
     "resnet": (ResNet, lambda samples, _: torch.randn(samples, 3, 8, 8)),
     "unet": (UNet, lambda samples, _: torch.randn(samples, 3, 8, 8)),
-    "translator": (Translator, lambda samples, length: (tokens(samples, length), tokens(samples, length - 1))),
     "translator by keywords": (Translator, keywords),
     "statistics": (Statistics, lambda samples, _: torch.randn(samples, 8)),
     "checkpointed": (Checkpointed, lambda samples, _: torch.randn(samples, 8)),
@@ -285,7 +284,7 @@ def test_a_traced_chain_gives_the_models_outputs_gradients_buffers_and_state(nam
     assert {key: value.data_ptr() for key, value in held.items()} == {
         key: value.data_ptr() for key, value in model.state_dict().items()
     }
-    for samples, length, training in ((3, 6, True), (5, 4, True), (1, 6, True), (2, 7, False)):
+    for samples, length, training in ((5, 6, True), (1, 6, True), (2, 4, False)):
         given = inputs(samples, length)
         for module in (plain, *traced.modules):
             module.train(training)

@@ -31,6 +31,7 @@ from penstock.schedule.op import Kind
 from penstock.tracing.chain import TracedChain
 from penstock.tracing.materialise import materialise
 from penstock.tracing.names import parameters_of
+from penstock.transport.coded import CodedTransport
 from penstock.transport.payload import TensorForm
 from penstock.weights.choice import rule_of
 from penstock.weights.uses import Uses, uses
@@ -183,15 +184,13 @@ def assemble(traced: TracedChain, setting: Setting, world: World, training: Trai
     tied: dict[int, Tied] = {}
     for rank in world.local_ranks:
         stages, held = bench.stages(rank)
-        made = Interpreter(
-            rank, stages, len(setting.lengths), world.transport(rank), world.board(rank), clock_for(world.device(rank))
-        )
+        transport, code = world.transport(rank), training.options.boundary
+        crossing = transport if code is None else CodedTransport(transport, code)
+        made = Interpreter(rank, stages, len(setting.lengths), crossing, world.board(rank), clock_for(world.device(rank)))
         for stage in stages.values():
             stage.held = made.held
         copies = {
-            index: Copies(
-                stage, schedule.ranks_of_stage[index], rank, made.transport, made.guard, [tensor for _, tensor in held]
-            )
+            index: Copies(stage, schedule.ranks_of_stage[index], rank, transport, made.guard, [tensor for _, tensor in held])
             for index, stage in stages.items()
             if len(schedule.ranks_of_stage[index]) > 1
         }
@@ -200,7 +199,7 @@ def assemble(traced: TracedChain, setting: Setting, world: World, training: Trai
         interpreters[rank] = made
         over_ranks = [(each, tensor) for each, tensor in held if len(each.ranks) > 1]
         if over_ranks:
-            tied[rank] = Tied(rank, over_ranks, made.transport, made.guard)
+            tied[rank] = Tied(rank, over_ranks, transport, made.guard)
     return Assembly(traced, world, setting, interpreters, apart, shared, tied, bench.make)
 
 
@@ -285,7 +284,8 @@ class _Bench:
         entry = traced.entries.get(first) if index else None
         return Stage(index, layers, device, update, training.seed, setting.recompute, training.loss if last else None, evicted,
                      entry=None if entry is None else entry.to(device), exit=None if last else traced.exits.get(end - 1),
-                     autocast=training.options.autocast, recomputed=setting.recomputed, compile=training.options.compiled)  # fmt: skip
+                     autocast=training.options.autocast, recomputed=setting.recomputed, segment_starts=setting.segment_starts,
+                     compile=training.options.compiled, offload=training.options.offload)  # fmt: skip
 
 
 def _names(traced: TracedChain, layers: Sequence[StageLayer]) -> dict[nn.Parameter, str]:

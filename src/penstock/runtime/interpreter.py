@@ -132,14 +132,16 @@ class Interpreter:
     def peak_bytes(self) -> int:
         """The most that the rank has held: weights in all their versions, their gradients, optimizer state, and activations."""
         fixed = 0
+        whole: dict[int, int] = {}  # stages of a rank that use the same weight hold it once
+        gradients: dict[int, int] = {}
         for index, stage in self.stages.items():
-            weights = self.weights.get(index)
-            trained = sum(parameter.nbytes for parameter in stage.update.parameters)
-            versions = trained if weights is None else weights.held_bytes()
-            optimizers = [stage.update.optimizer, *(() if weights is None else weights.more_optimizers())]
-            untrained, gradients = stage.weight_bytes() - trained, trained
-            fixed += untrained + versions + gradients + sum(map(optimizer_bytes, optimizers))
-        return fixed + self.held.peak
+            update, weights = stage.update, self.weights.get(index)
+            whole |= {id(tensor): tensor.nbytes for tensor in stage.tensors()}
+            gradients |= {id(parameter): parameter.nbytes for parameter in (*update.parameters, *update.borrowed)}
+            optimizers = [update.optimizer, *(() if weights is None else weights.more_optimizers())]
+            more = 0 if weights is None else weights.held_bytes() - sum(parameter.nbytes for parameter in update.parameters)
+            fixed += more + sum(map(optimizer_bytes, optimizers))
+        return fixed + sum(whole.values()) + sum(gradients.values()) + self.held.peak
 
     def seconds(self, ops: Sequence[Op]) -> list[tuple[float, float]]:
         """Start and end of some ops that have been run."""

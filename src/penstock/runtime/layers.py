@@ -52,7 +52,8 @@ class StageLayers:
         seed: of random numbers, which depend on it, the step, the layer and the micro-batch, never on where a layer runs.
         entry: makes of what has crossed the boundary, and the micro-batch's inputs, what the first layer takes.
         exit: makes of what the last layer returns what crosses the next boundary.
-        recomputed: layers that run again before their backward instead of keeping what they have saved.
+        recomputed: layers that run again before their backward instead of keeping what they have saved; consecutive ones together,
+            but for those in `segment_starts`, which begin anew.
         compile: options of `torch.compile`, with which neighbouring layers become one function; None leaves them as they are.
         offload: keep what is saved for the backward in host memory, where the device has a memory of its own.
     """
@@ -63,6 +64,7 @@ class StageLayers:
     entry: nn.Module | None = None
     exit: Callable[[Any], Any] | None = None
     recomputed: frozenset[int] = frozenset()
+    segment_starts: frozenset[int] = frozenset()
     compile: Mapping[str, Any] | None = None
     offload: bool = False
     _parts: list[_Part] = field(default_factory=list)
@@ -75,7 +77,7 @@ class StageLayers:
         self._parts = found if self.compile is None else list(self._compiled(found, self.compile))
         self._calls = [part.call for part in self._parts]
         self._draws = any(part.draws for part in self._parts)
-        self._again = Recomputing(self._parts, self.recomputed)
+        self._again = Recomputing(self._parts, self.recomputed, self.segment_starts)
 
     def modules(self) -> Iterator[nn.Module]:
         """All modules."""

@@ -15,6 +15,7 @@ from penstock.optim.groups import GroupsOf
 from penstock.schedule.op import Schedule
 from penstock.tracing.chain import TracedChain
 from penstock.tracing.deferred_batch_norm import convert
+from penstock.transport.coded import check_code
 
 _MIXED = (torch.bfloat16, torch.float16)
 
@@ -31,6 +32,8 @@ class Options:
     compile: bool | Mapping[str, Any] | None = None
     memory_format: torch.memory_format | None = None
     deferred_batch_norm: bool = False
+    offload: bool = False
+    boundary: str | None = None
 
     @property
     def compiled(self) -> Mapping[str, Any] | None:
@@ -59,6 +62,8 @@ class Options:
         if self.autocast is not None and self.autocast not in _MIXED:
             raise SettingError(f"autocast is torch.bfloat16 or torch.float16, not {self.autocast!r}")
         check_accumulate(self.accumulate, schedule)
+        if self.boundary is not None:
+            check_code(self.boundary)
         if self.memory_format not in (None, torch.channels_last, torch.channels_last_3d, torch.contiguous_format):
             raise SettingError(f"memory_format is torch.channels_last or torch.channels_last_3d, not {self.memory_format!r}")
         asked = [

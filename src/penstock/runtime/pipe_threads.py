@@ -64,7 +64,8 @@ class Crew:
             queue = _Jobs()
             # Daemons, so that one that is stuck in a layer does not keep the process from ending.
             threading.Thread(target=_serve, args=(queue,), name=f"penstock-pipe-{len(self._queues)}", daemon=True).start()
-            weakref.finalize(self, queue.put, None)
+            # At the end of the process they are left asleep: one that wakes while the interpreter goes is torn out of torch's C++.
+            weakref.finalize(self, queue.put, None).atexit = False
             self._queues.append(queue)
         done = SimpleQueue[bool]()
         inference, own = torch.is_inference_mode_enabled(), torch.get_num_threads()

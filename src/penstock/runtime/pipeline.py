@@ -70,6 +70,9 @@ class Pipeline:
         compile: True, or options of `torch.compile`, for every stage.
         memory_format: such as torch.channels_last, for weights.
         deferred_batch_norm: let running statistics be those of whole batches, and not move with every micro-batch.
+        offload: keep what layers save for their backward in host memory, where the device has a memory of its own.
+        boundary: "bfloat16" or "int8": send activations and their gradients in fewer bits. That changes what is learnt, a little
+            (benchmarks/boundary).
 
     Raises:
         SettingError, PlanError, ScheduleError, ChainError: what is asked for makes no sense, or cannot be done.
@@ -101,12 +104,23 @@ class Pipeline:
         compile: bool | Mapping[str, Any] | None = None,  # noqa: A002 - as torch calls it
         memory_format: torch.memory_format | None = None,
         deferred_batch_norm: bool = False,
+        offload: bool = False,
+        boundary: str | None = None,
     ) -> None:
         traced = model if isinstance(model, TracedChain) else chain(model)
         words = Words(balance, schedule, micro_batches, recompute, weights, weights_options)
         self.setting = setting_of(traced, plan, words)
         options = Options(
-            clip_grad_norm, autocast, scaler, parameter_groups, accumulate, compile, memory_format, deferred_batch_norm
+            clip_grad_norm,
+            autocast,
+            scaler,
+            parameter_groups,
+            accumulate,
+            compile,
+            memory_format,
+            deferred_batch_norm,
+            offload,
+            boundary,
         )
         check(self.setting)
         options.check(self.setting.schedule, loss, steps=optimizer is not None)

@@ -27,13 +27,14 @@ class Setting:
     weights: str
     weights_options: Mapping[str, float] = field(default_factory=dict)
     recomputed: frozenset[int] = frozenset()
+    segment_starts: frozenset[int] = frozenset()
 
     @classmethod
     def of_plan(cls, plan: Plan, traced: TracedChain) -> Setting:
         """What the plan says, once it fits the model."""
         plan.check_fits(traced.fingerprint, plan.ranks, torch.__version__)
         return cls(tuple(plan.lengths), plan.schedule, plan.recompute, plan.weights, dict(plan.weights_options),
-                   frozenset(plan.recomputed))  # fmt: skip
+                   frozenset(plan.recomputed), frozenset(plan.segment_starts))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Stage:
     """Runs ops of one stage. Knows nothing of schedules, ranks or links.
 
     `evicted`: micro-batches that `evict` will be asked for. `held`: what counts what is kept, for all stages of a rank. `entry`,
-    `exit`, `recomputed`, `compile`, `offload`: see `StageLayers`. `autocast`: the dtype of mixed precision. `loss_scale`: what gradients are
+    `exit`, `recomputed`, `segment_starts`, `compile`, `offload`: see `StageLayers`. `autocast`: the dtype of mixed precision. `loss_scale`: what gradients are
     multiplied by, and the loss that is reported is not.
     """
 
@@ -90,6 +90,7 @@ class Stage:
     autocast: torch.dtype | None = None
     loss_scale: float = 1.0
     recomputed: frozenset[int] = frozenset()
+    segment_starts: frozenset[int] = frozenset()
     compile: Mapping[str, Any] | None = None
     offload: bool = False
     _kept: dict[_Key, _Kept | _Plain] = field(default_factory=dict)
@@ -98,7 +99,15 @@ class Stage:
 
     def __post_init__(self) -> None:
         self._running = StageLayers(
-            self.layers, self.device, self.seed, self.entry, self.exit, self.recomputed, self.compile, self.offload
+            self.layers,
+            self.device,
+            self.seed,
+            self.entry,
+            self.exit,
+            self.recomputed,
+            self.segment_starts,
+            self.compile,
+            self.offload,
         )
         self._buffers = Buffers(list(self.modules()))
         # By training or not, whether the layers change what they are given. Not known before they have run once: the flag
@@ -109,10 +118,12 @@ class Stage:
         self._starts = Starts()
         self._losses = None if self.loss is None else StageLoss(self.loss, self.device)
 
-    def weight_bytes(self) -> int:
-        """Bytes of parameters and buffers."""
-        tensors = (t for module in self.modules() for t in (*module._parameters.values(), *module._buffers.values()))
-        return sum({id(tensor): tensor.nbytes for tensor in tensors if tensor is not None}.values())
+    def tensors(self) -> Iterator[Tensor]:
+        """All parameters and buffers; one that two modules share comes twice."""
+        for module in self.modules():
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    yield tensor
 
     def modules(self) -> Iterator[nn.Module]:
         """All modules of the stage."""
@@ -329,7 +340,7 @@ class Stage:
 
     def _grad_flags(self, output: Any, inputs: Payload) -> tuple[bool, ...]:
         """Which outputs want a gradient when the forward ran without a graph: any float one, if anything here is trained."""
-        trained = any(inputs.wants_grad) or bool(self.update.parameters)
+        trained = any(inputs.wants_grad) or self.update.trains
         return tuple(
             trained and (leaf.is_floating_point() or leaf.is_complex())
             for leaf in pytree.tree_leaves(output)

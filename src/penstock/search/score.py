@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.plan.plan import Plan
 from penstock.search.explain import plan_of
-from penstock.search.laid import Scored, best, first_of_kind, lay_out, nothing
+from penstock.search.laid import CLOSE, Scored, best, first_of_kind, lay_out, nothing
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.weigh import finer, weigh
@@ -22,13 +23,15 @@ def best_of(request: PlanRequest, proposals: Iterable[Proposal]) -> Plan:
     fits: list[Scored] = []
     misfits: list[Scored] = []
     refusals: dict[str, None] = {}
+    reach = math.inf
     for proposal in proposals:
         try:
-            found = weigh(lay_out(request, proposal))
+            found = weigh(lay_out(request, proposal), reach)
         except (ScheduleError, PlanError) as error:
             refusals[str(error)] = None
             continue
         fits += [each for each in found if not each.lack]
+        reach = min((each.step_s for each in fits), default=math.inf) * (1 + CLOSE)
         misfits += [each for each in found if each.lack]
     if not fits:
         raise nothing(request, misfits, list(refusals))

@@ -39,12 +39,21 @@ def bits_of(tensor: Tensor, code: str) -> list[Tensor]:
     """
     if code == "bfloat16":
         return [tensor.to(torch.bfloat16)]
-    if code != "int8":
-        raise SettingError(f"a boundary is sent as one of {', '.join(CODES)}, or as it is (None), not as {code!r}")
+    check_code(code)
     rows = tensor if tensor.dim() else tensor.reshape(1)
     scale = rows.abs().amax(dim=-1, keepdim=True).float() / 127
     # Rows with an infinity or a NaN keep it in their scale, so that whoever looks for overflow finds it.
     return [(rows / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.int8), scale]
+
+
+def check_code(code: str) -> None:
+    """Refuse what is not one of `CODES`.
+
+    Raises:
+        SettingError: it is not.
+    """
+    if code not in CODES:
+        raise SettingError(f"a boundary is sent as one of {', '.join(CODES)}, or as it is (None), not as {code!r}")
 
 
 def tensor_of(bits: list[Tensor], dtype: torch.dtype, shape: torch.Size) -> Tensor:
