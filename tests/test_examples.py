@@ -55,6 +55,12 @@ def test_training_in_threads_prints_its_golden_output_but_for_fractions(tmp_path
     assert float(last) < 0.1 < float(first)
 
 
+@pytest.mark.parametrize("example", ["04_any_model.py", "05_pipe.py"])
+def test_the_other_ways_in_print_their_golden_output_but_for_fractions(example, tmp_path):
+    """A model that is traced, and a pipeline that is a module."""
+    assert without_fractions(run(str(EXAMPLES / example), cwd=tmp_path)) == without_fractions(expected(example))
+
+
 def test_training_with_launch_plans_and_learns_the_digits(tmp_path):
     """The way from a model to a plan to processes that train, as a user goes it."""
     printed = run(str(EXAMPLES / "03_train_with_launch.py"), cwd=tmp_path)

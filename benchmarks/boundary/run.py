@@ -72,11 +72,17 @@ def main() -> None:
         ends = [statistics.mean(losses(code, seed, given.steps)[-20:]) for seed in range(given.seeds)]
         rows[code or "as it is"] = {"bytes": sent(code), "final_loss": [round(end, 4) for end in ends]}
     base = rows["as it is"]["final_loss"]
-    print(f"{'boundary':10} {'bytes':>8}  loss after {given.steps} steps (mean of the last 20), by seed; difference to as it is")
+    print(
+        f"{'boundary':10} {'bytes':>8}  loss after {given.steps} steps (mean of the last 20), by seed; difference to as it is"
+    )
     for name, row in rows.items():
         row["difference"] = [round(a - b, 4) for a, b in zip(row["final_loss"], base, strict=True)]  # type: ignore[call-overload]
         print(f"{name:10} {row['bytes']:>8}  {row['final_loss']}  {row['difference']}")
-    machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__, "python": platform.python_version()}
+    machine = {
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     given.out.write_text(json.dumps({"machine": machine, "steps": given.steps, "results": rows}, indent=1) + "\n")
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.partition.catalogue import partition as partition
     from penstock.profile.profile import Profile as Profile
     from penstock.runtime.launch import launch as launch
+    from penstock.runtime.pipe import Pipe as Pipe
     from penstock.runtime.pipeline import Pipeline as Pipeline
     from penstock.schedule.op import Op as Op
     from penstock.schedule.op import Schedule as Schedule
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
     from penstock.simulate.front import simulate as simulate
     from penstock.simulate.many import simulate_many as simulate_many
     from penstock.tracing.chain import chain as chain
+    from penstock.tracing.side_loss import side_loss as side_loss
+    from penstock.tracing.skippable import Namespace as Namespace
+    from penstock.tracing.skippable import pop as pop
+    from penstock.tracing.skippable import skippable as skippable
+    from penstock.tracing.skippable import stash as stash
+    from penstock.tracing.skippable import verify_skippables as verify_skippables
     from penstock.verify.front import verify as verify
 
 __version__ = "0.1.0"
@@ -60,6 +67,13 @@ _HOMES = {
     "partition": "partition.catalogue",
     "export": "export.catalogue",
     "Pipeline": "runtime.pipeline",
+    "Pipe": "runtime.pipe",
+    "side_loss": "tracing.side_loss",
+    "skippable": "tracing.skippable",
+    "stash": "tracing.skippable",
+    "pop": "tracing.skippable",
+    "Namespace": "tracing.skippable",
+    "verify_skippables": "tracing.skippable",
     "launch": "runtime.launch",
     "PenstockError": "errors",
     "ScheduleError": "errors",

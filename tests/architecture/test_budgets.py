@@ -16,7 +16,9 @@ LIMITS = {"lines of a file": 400, "lines of a function": 60, "arguments": 6}
 EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
     ("arguments", "measure/analytic.py:analytic"): (9, "2026-11-21", "front door: 3 arguments and 6 keyword-only settings"),
     ("arguments", "measure/profile.py:profile"): (11, "2026-11-21", "front door: 3 arguments and 8 keyword-only settings"),
-    ("arguments", "runtime/pipeline.py:Pipeline.__init__"): (24, "2026-11-21", "front door: a plan, or its parts, and training by keyword"),
+    ("arguments", "runtime/pipeline.py:Pipeline.__init__"): (24, "2026-11-21", "front door: a plan or its parts, and options"),
+    ("lines of a file", "runtime/pipeline.py"): (411, "2026-11-21", "front door: a line for every word it takes"),
+    ("lines of a function", "runtime/pipeline.py:Pipeline.__init__"): (67, "2026-11-21", "half of it is its 24 parameters"),
     ("arguments", "search/catalogue.py:plan"): (16, "2026-11-21", "front door: 3 arguments and 13 keyword-only settings"),
     ("arguments", "training/data/batches.py:batches"): (7, "2026-11-21", "four of them keyword-only"),
     ("arguments", "zoo/vgg.py:vgg"): (7, "2026-11-21", "a model's options, most of them keyword-only"),

@@ -9,9 +9,9 @@ import sys
 import penstock as ps
 
 NAMES = [
-    "Costs", "Op", "PenstockError", "Pipeline", "Plan", "Profile", "Schedule", "ScheduleError", "Timeline", "analytic", "chain", "cluster",
-    "compare", "draw", "export", "launch", "partition", "plan", "profile", "schedule", "schedules", "simulate", "simulate_many",
-    "verify",
+    "Costs", "Namespace", "Op", "PenstockError", "Pipe", "Pipeline", "Plan", "Profile", "Schedule", "ScheduleError", "Timeline", "analytic", "chain", "cluster",
+    "compare", "draw", "export", "launch", "partition", "plan", "pop", "profile", "schedule", "schedules", "side_loss", "simulate",
+    "simulate_many", "skippable", "stash", "verify", "verify_skippables",
 ]  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def test_a_wrong_gradient_on_one_stage_is_found_and_named(monkeypatch):
 def test_a_buffer_that_moves_twice_is_found(monkeypatch):
     """A recomputed forward that moves running statistics again was the commonest bug of torchgpipe's kind."""
     pipe, model, x, y = pipeline("resnet", recompute="always")
-    monkeypatch.setattr("penstock.runtime.buffers.Buffers.contents", lambda self: {})
+    monkeypatch.setattr("penstock.grad.buffers.Buffers.contents", lambda self: {})
     found = pipe.compare_with_one_device(x, y)
     assert {name for name, error in found.buffers.items() if error} == {name for name, _ in model.named_buffers()}
 

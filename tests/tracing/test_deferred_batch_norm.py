@@ -12,7 +12,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import SettingError
-from penstock.runtime.buffers import Buffers
+from penstock.grad.buffers import Buffers
 from penstock.tracing.deferred_batch_norm import DeferredBatchNorm, begin, convert, revert
 from penstock.tracing.recomputing import PASSES
 

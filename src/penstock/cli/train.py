@@ -32,7 +32,7 @@ def train(
     schedule: Annotated[str | None, typer.Option(help="See `penstock schedules`; else the planner's choice.")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Parts of a batch; else the planner's choice.")] = None,
     partition: Annotated[str | None, typer.Option(help="A method, type:REGEX, or layers per stage: 5,6,4.")] = None,
-    recompute: Annotated[str | None, typer.Option(help="auto, never, except_last or always.")] = None,
+    recompute: Annotated[str | None, typer.Option(help="auto, never, except_last, always or selective.")] = None,
     weights: options.Weights = None,
     weights_option: options.WeightsOption = None,
     asynchronous: Annotated[

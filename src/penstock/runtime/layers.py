@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -77,6 +77,7 @@ class StageLayers:
         self._parts = found if self.compile is None else list(self._compiled(found, self.compile))
         self._calls = [part.call for part in self._parts]
         self._draws = any(part.draws for part in self._parts)
+        self._straight = not (self.entry or self.exit or self.recomputed or self.offload)
         self._again = Recomputing(self._parts, self.recomputed, self.segment_starts)
 
     def modules(self) -> Iterator[nn.Module]:
@@ -88,10 +89,26 @@ class StageLayers:
 
     def run(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
         """What the layers make of `value`, and what they leave in `past`."""
+        if self._straight and not batch.cuts_tokens and not (self._draws and batch.training):
+            for call in self._calls:
+                value = call(value)
+            return value
         if self.offload and torch.is_grad_enabled():
             with offloading(self.weights()):
                 return self._through(batch, micro_batch, value, past)
         return self._through(batch, micro_batch, value, past)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Layers in evaluation mode; afterwards every module is in the mode it was in."""
+        modes = [(module, module.training) for module in self.modules()]
+        try:
+            for module, _ in modes:
+                module.training = False
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
     def weights(self) -> frozenset[int]:
         """Where the memory of parameters and buffers begins."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.runtime.buffers import Buffers, Contents
+from penstock.grad.buffers import Buffers, Contents
 from penstock.runtime.pipe_random import Drawing, Draws, Habits
 from penstock.tracing.recomputing import PASSES
 from penstock.tracing.skippable import Skip, Skippable, Waiting, waiting_skips

@@ -80,6 +80,10 @@ def setting_of(traced: TracedChain, plan: Plan | None, words: Words) -> Setting:
 
 def _recompute(traced: TracedChain, wish: str | Collection[int | str] | None) -> tuple[str, frozenset[int]]:
     """When micro-batches run again, or, of layers by name or place, that these do."""
+    if wish == "selective":
+        raise SettingError(
+            'which layers run again? Name them: recompute=["blocks.0", …], or let ps.plan(recompute="selective") choose'
+        )
     if wish is None or isinstance(wish, str):
         return wish or "never", frozenset()
     places = {layer.name: index for index, layer in enumerate(traced.layers)}
@@ -105,6 +109,9 @@ def check(setting: Setting) -> None:
     rule_of(schedule, setting.weights, setting.weights_options)
     verify(schedule) if schedule.stream is None else verify(schedule, weights=setting.weights)
     recomputes(setting.recompute, 0, 1)
+    if setting.recomputed and schedule.slicing is not None and schedule.slicing.along == "tokens":
+        raise SettingError(f"{schedule.name} cuts sequences, and single layers cannot run again then, since slices hand on to each other "
+                           "what they have found: recompute whole micro-batches (always, except_last), or none")  # fmt: skip
     if schedule.stages != len(setting.lengths):
         raise PlanError(
             f"the schedule has {schedule.stages} stages, the balance {list(setting.lengths)} has {len(setting.lengths)}"

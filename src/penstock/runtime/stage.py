@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.grad.buffers import Buffers, Contents
 from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.grad.whole import whole_grad
 from penstock.optim.update import Update
 from penstock.runtime.batch import Batch
-from penstock.runtime.buffers import Buffers, Contents
 from penstock.runtime.eviction import Saved
 from penstock.runtime.held import Held
 from penstock.runtime.layers import StageLayer, StageLayers
@@ -72,8 +72,8 @@ class Stage:
     """Runs ops of one stage. Knows nothing of schedules, ranks or links.
 
     `evicted`: micro-batches that `evict` will be asked for. `held`: what counts what is kept, for all stages of a rank. `entry`,
-    `exit`, `recomputed`, `segment_starts`, `compile`, `offload`: see `StageLayers`. `autocast`: the dtype of mixed precision. `loss_scale`: what gradients are
-    multiplied by, and the loss that is reported is not.
+    `exit`, `recomputed`, `segment_starts`, `compile`, `offload`: see `StageLayers`. `autocast`: the dtype of mixed precision.
+    `loss_scale`: what gradients are multiplied by, and the loss that is reported is not.
     """
 
     index: int
@@ -115,6 +115,7 @@ class Stage:
         self._changes_input: dict[bool, bool] = {}
         # Forms of micro-batches that the short way is known to do for, and the bytes that they keep.
         self._plain: dict[str, int] = {}
+        self._on_host = self.device.type == "cpu"
         self._starts = Starts()
         self._losses = None if self.loss is None else StageLoss(self.loss, self.device)
 
@@ -128,6 +129,10 @@ class Stage:
     def modules(self) -> Iterator[nn.Module]:
         """All modules of the stage."""
         return self._running.modules()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Layers in evaluation mode; afterwards every module is in the mode it was in."""
+        return self._running.evaluating()
 
     def forward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload | None:
         """F: run the layers on one micro-batch.
@@ -192,17 +197,17 @@ class Stage:
 
     def _forward_plainly(self, batch: Batch, micro_batch: int, arrived: Payload | None, size: int) -> Payload | None:
         """F where one tensor comes and one goes. The form, which has the mode in it, says that it is so."""
-        if arrived is None:
-            leaf, value = None, batch.inputs[micro_batch].to(self.device)
-        else:
-            leaf = value = arrived.leaves[0].detach().to(self.device)
-            if arrived.wants_grad[0]:
-                leaf.requires_grad_(True)
+        leaf = None
+        value = batch.inputs[micro_batch] if arrived is None else arrived.leaves[0].detach()
+        if not self._on_host:
+            value = value.to(self.device)
+        if arrived is not None and arrived.wants_grad[0]:
+            leaf = value.requires_grad_(True)
         given = value
         sides: list[Tensor] = []
         outer = collect_side_losses(sides)
         try:
-            with torch.enable_grad(), self._mixed():
+            with _AS_IT_IS if torch.is_grad_enabled() else torch.enable_grad(), self._mixed():
                 value = self._running.run(batch, micro_batch, value, _NO_PAST)
                 if self._losses is not None:
                     value = self._losses.of(batch, micro_batch, value, sides)
@@ -221,11 +226,9 @@ class Stage:
         del self._plain[batch.forms[micro_batch]]
         given, leaf, root, value = made
         own = [side for side in sides if side.requires_grad]
-        result = None
         roots = [] if root is None else [root]
-        if self.loss is None:
-            result = Payload.of({_SIDE: total(sides), "value": value})
-        inputs = Payload("", (given,), (leaf is not None and leaf.requires_grad,))
+        result = Payload.of({_SIDE: total(sides), "value": value}) if self.loss is None else None
+        inputs = Payload("", (given,), (leaf is not None,))
         count = len(own) + (len(roots) if self.loss is not None else 0)
         self._kept[batch.step, micro_batch] = _Kept(inputs, {}, [*roots, *own], count, {}, None, size)
         return result
@@ -250,10 +253,9 @@ class Stage:
             if grad is not None:
                 whole_grad(root, grad)
         self.held.give(kept.size)
-        if leaf is None or not leaf.requires_grad:
+        if leaf is None:
             return _NOTHING
-        found = leaf.grad
-        return Payload("*", (found,), () if found is None else (False,))
+        return Payload("*", (None,), ()) if leaf.grad is None else Payload("", (leaf.grad,), (False,))
 
     def input_grad(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
         """I: gradients of the inputs only; W has to follow."""
@@ -293,18 +295,6 @@ class Stage:
         self.held.begin()
         self._pending.clear()
         self._pasts.clear()
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Layers in evaluation mode; afterwards every module is in the mode it was in."""
-        modes = [(module, module.training) for module in self.modules()]
-        try:
-            for module, _ in modes:
-                module.training = False
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
 
     def _run(self, batch: Batch, micro_batch: int, inputs: Payload, past: Past) -> tuple[Any, list[Tensor]]:
         """What the layers make, and what starts a gradient of its own: the loss, on the last stage, and side losses."""
@@ -371,7 +361,7 @@ class Stage:
         """
         kept = self._kept.pop((batch.step, micro_batch))
         if isinstance(kept, _Plain):
-            here = [kept.leaf] if kept.leaf is not None and kept.leaf.requires_grad else []
+            here = [] if kept.leaf is None else [kept.leaf]
             if (root := kept.root) is None:
                 return here, [], [], [], kept.size
             start = self._started(batch, micro_batch, root) if arrived is None else _to(arrived.leaves[0], self.device)

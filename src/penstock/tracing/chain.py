@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from penstock.errors import ChainError
 from penstock.model.chain import Chain, Layer, TensorFacts
 from penstock.tracing.names import prefix_of
+from penstock.tracing.skippable import carrying
 from penstock.tracing.trace import Part, trace
 from penstock.tracing.traced import Entry, leave
 
@@ -94,8 +95,8 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
         named = [pair for index, part in enumerate(parts) for pair in _flatten(part, str(index))]
     if not named:
         raise ChainError("the model has no layers")
-    return _describe([Part(name, type(module).__name__, tuple(part for part, _ in module.named_modules(prefix=name)), module)
-                      for name, module in named])  # fmt: skip
+    return _describe([Part(name, type(module).__name__, tuple(part for part, _ in module.named_modules(prefix=name)), carried)
+                      for (name, module), (_, carried) in zip(named, carrying(named), strict=True)])  # fmt: skip
 
 
 def _traced(model: nn.Module, example: Any) -> TracedChain:

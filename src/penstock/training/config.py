@@ -58,7 +58,7 @@ class TrainConfig:
     schedule: str | None = None
     micro_batches: int | None = None
     partition: str = "bottleneck"
-    recompute: Literal["auto", "never", "except_last", "always"] = "auto"
+    recompute: Literal["auto", "never", "except_last", "always", "selective"] = "auto"
     weights: str | None = None
     weights_options: dict[str, float] = field(default_factory=dict)
     asynchronous: bool = False

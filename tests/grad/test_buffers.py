@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.runtime import buffers
-from penstock.runtime.buffers import Buffers
+from penstock.grad import buffers
+from penstock.grad.buffers import Buffers
 
 
 def module_with(**tensors):
