@@ -59,6 +59,10 @@ class Held:
         """Bytes that a graph of this form keeps."""
         return self._sizes[form]
 
+    def settled(self, form: str) -> bool:
+        """Whether that is known for good."""
+        return form in self._sizes and form not in self._provisional
+
     def take(self, size: int) -> None:
         """So many bytes more."""
         self.now += size

@@ -191,7 +191,7 @@ class Stage:
     def _learn(self, batch: Batch, micro_batch: int, inputs: Payload, result: Payload | None, *, size: int) -> None:
         """Let the next micro-batches of this form go the short way, if it would do."""
         one_out = self.loss is not None if result is None else result.structure == ""
-        known = self._changes_input.get(True) is False and batch.targets is not None
+        known = self._changes_input.get(True) is False and self.held.settled(self._form(batch, micro_batch))
         if known and one_out and inputs.structure == "" and not batch.cuts_tokens and not batch.keeps_outputs:
             self._plain[batch.forms[micro_batch]] = size
 
