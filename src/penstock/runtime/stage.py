@@ -255,7 +255,7 @@ class Stage:
         self.held.give(kept.size)
         if leaf is None:
             return _NOTHING
-        return Payload("*", (None,), ()) if leaf.grad is None else Payload("", (leaf.grad,), (False,))
+        return Payload.flat([leaf.grad])
 
     def input_grad(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
         """I: gradients of the inputs only; W has to follow."""

@@ -65,7 +65,9 @@ class Payload:
 
     @classmethod
     def flat(cls, gradients: list[Tensor | None]) -> Payload:
-        """A list of gradients, with None where there is none."""
+        """A list of gradients, with None where there is none; a single one as itself, which is the shortest to say."""
+        if len(gradients) == 1 and gradients[0] is not None:
+            return cls("", (gradients[0],), (False,))
         return cls("*", tuple(gradients), tuple(False for gradient in gradients if gradient is not None))
 
     @property
