@@ -29,6 +29,7 @@ from penstock.runtime.tied import Shared, Tied, shared_tensors, tensors_of
 from penstock.runtime.world import World
 from penstock.schedule.op import Kind
 from penstock.tracing.chain import TracedChain
+from penstock.tracing.elsewhere import without_others
 from penstock.tracing.materialise import materialise
 from penstock.tracing.names import parameters_of
 from penstock.transport.coded import CodedTransport
@@ -200,7 +201,10 @@ def assemble(traced: TracedChain, setting: Setting, world: World, training: Trai
         over_ranks = [(each, tensor) for each, tensor in held if len(each.ranks) > 1]
         if over_ranks:
             tied[rank] = Tied(rank, over_ranks, transport, made.guard)
-    return Assembly(traced, world, setting, interpreters, apart, shared, tied, bench.make)
+    if len(world.local_ranks) < world.size:
+        held_here = {layer.index for made in interpreters.values() for stage in made.stages.values() for layer in stage.layers}
+        bench.traced = without_others(traced, held_here)
+    return Assembly(bench.traced, world, setting, interpreters, apart, shared, tied, bench.make)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -238,7 +238,8 @@ def _largest(tensor: Tensor) -> float:
 def _one_device(placed: state.Placed, values: Mapping[str, Tensor], training: Training) -> list[nn.Module]:
     """A copy of the whole model on the CPU with these values."""
     copied = tuple(copy.deepcopy(nn.ModuleList(placed.traced.modules)))
-    # Layers from the meta device are initialised first, for the buffers that no state has.
+    _give_memory(copied)
+    # What is still on the meta device is initialised, for the buffers that no state has.
     modules = materialise(TracedChain(placed.traced.description, copied, placed.traced.aliases), range(len(copied)),
                           torch.device("cpu"), seed=0)  # fmt: skip
     layout = training.options.memory_format
@@ -250,6 +251,17 @@ def _one_device(placed: state.Placed, values: Mapping[str, Tensor], training: Tr
             for name, target in state_of(layer.name, module).items():
                 target.copy_(values[name])
     return modules
+
+
+def _give_memory(modules: Sequence[nn.Module]) -> None:
+    """Real parameters for those on the meta device: all get their values from the state."""
+    made: dict[int, nn.Parameter] = {}
+    for part in (part for module in modules for part in module.modules()):
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                part._parameters[name] = made[id(parameter)]
 
 
 def _plain_forward(modules: list[nn.Module], batch: Batch, n: int, seed: int, pasts: dict[int, Any]) -> tuple[Any, bool]:

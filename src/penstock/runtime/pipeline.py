@@ -137,6 +137,7 @@ class Pipeline:
         self._accumulate = accumulate
         self._training = Training(loss, optimizer, seed, options)
         self._made = assemble(self.chain, self.setting, self._world, self._training)
+        self.chain = self._made.traced
         self._made.share_weights()
         self._together = Together(self._made, scaling, clip_grad_norm)
         self._player = Player(self._made, self._together)
