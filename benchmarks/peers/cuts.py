@@ -79,7 +79,12 @@ def cuts_of(cell: Cell, profile: ps.Profile) -> Cuts:
     assert layers == len(profile)
 
     def cut(stages: int) -> tuple[int, ...]:
-        return tuple(ps.partition(profile, stages, by="bottleneck", micro_batch=samples / cell.micro_batches))
+        lengths = tuple(ps.partition(profile, stages, by="bottleneck", micro_batch=samples / cell.micro_batches))
+        # A stage without weights has nothing to give an optimizer, which some peers refuse: then all stages have as many layers.
+        firsts = [sum(lengths[:stage]) for stage in range(stages)]
+        bare = any(not any(layer.parameters for layer in profile.layers[first : first + length])
+                   for first, length in zip(firsts, lengths, strict=True))  # fmt: skip
+        return tuple(ps.partition(profile, stages, by="uniform")) if bare else lengths
 
     return Cuts(cut(cell.stages), cut(2 * cell.stages) if layers >= 2 * cell.stages else None)
 

@@ -101,7 +101,11 @@ class DistributedWorld:
             reason = self._board.failure() or "an earlier failure closed its links"
             raise PeerFailed(self._rank, "a new batch", reason)
         try:
-            return {self._rank: job(self._rank)}
+            try:
+                return {self._rank: job(self._rank)}
+            except TransportLost as error:
+                reason = self._board.failure(patience_s=2.0) or "a rank is gone without a word"
+                raise PeerFailed(self._rank, "its message to leave", reason) from error
         except BaseException as error:
             self._board.fail(reason_of(error, self._rank))
             self._stop()
