@@ -26,6 +26,14 @@ def test_a_sound_pipeline_agrees_and_says_on_what(penstock):
     assert lines[-1] == "mlp on 3 ranks trains as one device does: tolerance 0.001"
 
 
+@pytest.mark.parametrize("executor", [(), ("--threads",)])
+def test_more_stages_than_layers_are_refused_before_a_rank_is_started(penstock, executor):
+    """Ninety-nine processes that all find out would take minutes to say so."""
+    ran = penstock("verify", "--train", "mlp", "--stages", 99, *executor)
+    assert ran.status == 2
+    assert "mlp has 15 layers, which make at most as many stages, not 99" in ran.err
+
+
 def test_a_wrong_gradient_is_exit_status_1(penstock, monkeypatch):
     """A check that cannot fail is none; scripts ask for the status."""
     right = Stage.backward

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.errors import SettingError
 from penstock.plan.plan import Plan
 from penstock.runtime.compare import Comparison
 from penstock.runtime.launch import launch
@@ -42,10 +43,18 @@ class SelfCheck:
             RunError: a rank failed.
             PenstockError: what is asked for cannot be done.
         """
+        self._check_stages()
         if threads:
             return check(self, "threads")
         found: list[Comparison] = launch(check, self.ranks, self, "processes")
         return found[0]
+
+    def _check_stages(self) -> None:
+        """Before any rank is started: whether the model has a layer for every stage."""
+        if self.schedule is not None and self.schedule.stages > (layers := len(chain(make_task(self.config).model))):
+            raise SettingError(
+                f"{self.config.model} has {layers} layers, which make at most as many stages, not {self.schedule.stages}"
+            )
 
 
 def check(asked: SelfCheck, executor: str) -> Comparison:
