@@ -16,7 +16,9 @@ import penstock as ps
 
 BATCH = 32
 
-torch.set_num_threads(1)  # sums are split by threads: with more of them, gradients would agree only up to rounding
+torch.set_num_threads(
+    1
+)  # sums are split by threads: with more of them, gradients would agree only up to rounding
 torch.manual_seed(0)
 x, y = torch.randn(BATCH, 20), torch.randint(0, 5, (BATCH,))
 
@@ -42,16 +44,23 @@ def make_pipeline(balance: list[int], schedule: str) -> ps.Pipeline:
     )
 
 
-print(ps.chain(make_model()).parameter_count, "parameters in", len(ps.chain(make_model())), "layers")
+print(
+    ps.chain(make_model()).parameter_count, "parameters in", len(ps.chain(make_model())), "layers"
+)
 
 pipe = make_pipeline(balance=[3, 2, 2], schedule="1f1b")
 gradients = pipe.compare_with_one_device(x, y).gradients
-print(f"largest difference from plain training in any of {len(gradients)} gradients: {max(gradients.values()):g}")
+print(
+    f"largest difference from plain training in any of {len(gradients)} gradients: {max(gradients.values()):g}"
+)
 
 losses = [float(loss) for loss in pipe.train((x, y) for _ in range(60))]
 print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {len(losses)} batches")
 
-print("what rank 1 did last:", *(str(event.op) for event in pipe.timeline().compute if event.rank == 1))
+print(
+    "what rank 1 did last:",
+    *(str(event.op) for event in pipe.timeline().compute if event.rank == 1),
+)
 
 with tempfile.TemporaryDirectory() as folder:
     pipe.save(folder)

@@ -42,7 +42,9 @@ def train(plan: Plan) -> list[str]:
         right = pipe.forward(digits.test_inputs.flatten(1)).argmax(1) == digits.test_targets
         told.append(f"epoch {epoch}: loss {last:.3f}, test accuracy {right.float().mean():.1%}")
     measured = pipe.timeline().makespan
-    told.append(f"a step: {plan.predicted.step_s * 1000:.1f} ms predicted, {measured * 1000:.1f} ms the last one")
+    told.append(
+        f"a step: {plan.predicted.step_s * 1000:.1f} ms predicted, {measured * 1000:.1f} ms the last one"
+    )
     pipe.close()
     return told
 

@@ -22,8 +22,12 @@ class Translator(nn.Module):
     def __init__(self, words: int = 50, width: int = 32) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
-        self.reads = nn.ModuleList([nn.TransformerEncoderLayer(width, 4, 64, batch_first=True) for _ in range(2)])
-        self.writes = nn.ModuleList([nn.TransformerDecoderLayer(width, 4, 64, batch_first=True) for _ in range(2)])
+        self.reads = nn.ModuleList(
+            [nn.TransformerEncoderLayer(width, 4, 64, batch_first=True) for _ in range(2)]
+        )
+        self.writes = nn.ModuleList(
+            [nn.TransformerDecoderLayer(width, 4, 64, batch_first=True) for _ in range(2)]
+        )
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -53,12 +57,17 @@ print(
     f"{chain.parameter_count:,} parameters in {len(chain)} layers, among them",
     ", ".join(layer.name for layer in list(chain)[:4]),
 )
-print("used by several:", {name: [chain[user].name for user in users] for name, users in chain.description.tied.items()})
+print(
+    "used by several:",
+    {name: [chain[user].name for user in users] for name, users in chain.description.tied.items()},
+)
 
 third = len(chain) // 3
 pipe = ps.Pipeline(
     chain,
-    loss=lambda output, said: functional.cross_entropy(output["scores"].flatten(0, 1), said.flatten()),
+    loss=lambda output, said: functional.cross_entropy(
+        output["scores"].flatten(0, 1), said.flatten()
+    ),
     optimizer=lambda params: torch.optim.Adam(params, lr=0.003),
     balance=[third, third, len(chain) - 2 * third],
     schedule="1f1b",
@@ -67,10 +76,18 @@ pipe = ps.Pipeline(
     device="cpu",
 )
 difference = max(pipe.compare_with_one_device(x, y).gradients.values())
-print("gradients are those of plain training:", "yes" if difference < 1e-6 else f"no, off by {difference:g}")
+print(
+    "gradients are those of plain training:",
+    "yes" if difference < 1e-6 else f"no, off by {difference:g}",
+)
 
 shown = [batch(8, words) for words in (7, 5)]
 losses = [float(loss) for loss in pipe.train(shown[step % 2] for step in range(60))]
-print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {len(losses)} batches of 7 and 5 words")
-print("the same names in its state:", "yes" if set(pipe.state_dict()) == set(model.state_dict()) else "no")
+print(
+    f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {len(losses)} batches of 7 and 5 words"
+)
+print(
+    "the same names in its state:",
+    "yes" if set(pipe.state_dict()) == set(model.state_dict()) else "no",
+)
 pipe.close()

@@ -70,7 +70,14 @@ def make_images() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 plain = make_model()
-model = ps.Pipe(make_model(), balance=[3, 4], devices=2, chunks=MICRO_BATCHES, checkpoint="always", deferred_batch_norm=True)
+model = ps.Pipe(
+    make_model(),
+    balance=[3, 4],
+    devices=2,
+    chunks=MICRO_BATCHES,
+    checkpoint="always",
+    deferred_batch_norm=True,
+)
 model.load_state_dict(plain.state_dict())
 x, y = make_images()
 
@@ -82,7 +89,10 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 loss_of(model(x)).backward()
 loss_of(torch.cat([plain(part) for part in x.chunk(MICRO_BATCHES)])).backward()
-same = all(torch.allclose(a.grad, b.grad, atol=1e-6) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+same = all(
+    torch.allclose(a.grad, b.grad, atol=1e-6)
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+)
 print("gradients are those of the plain model:", "yes" if same else "no")
 
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

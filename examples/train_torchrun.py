@@ -30,12 +30,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/torchrun"), help="of checkpoints, on a disk that all ranks see"
+        "--folder",
+        type=Path,
+        default=Path("runs/torchrun"),
+        help="of checkpoints, on a disk that all ranks see",
     )
     options = parser.parse_args()
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    torch.set_num_threads(
+        max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"]))
+    )
     digits = dataset("digits")
     x, y = digits.train_inputs.flatten(1), digits.train_targets
     layers = model("mlp", device="meta", features=64, hidden=1024, layers=4, classes=10)
@@ -55,7 +60,10 @@ def main() -> None:
             last = float(loss)
         right = pipe.forward(digits.test_inputs.flatten(1)).argmax(1) == digits.test_targets
         if rank == 0:
-            print(f"epoch {epoch}: loss {last:.3f}, test accuracy {right.float().mean():.1%}", flush=True)
+            print(
+                f"epoch {epoch}: loss {last:.3f}, test accuracy {right.float().mean():.1%}",
+                flush=True,
+            )
         pipe.save(options.folder / str(epoch))
     pipe.close()
 

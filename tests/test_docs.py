@@ -15,18 +15,24 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 #: Run block by block. CONTRIBUTING.md is followed in tests/architecture/test_contributing.py.
-RUN = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()]
+RUN = [
+    path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()
+]
 LINKED = [*RUN, *(path for path in (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md") if path.exists()),
           *sorted((ROOT / "benchmarks").rglob("*.md"))]  # fmt: skip
 
-FENCE = re.compile(r"^(?P<bars>`{3,})(?P<language>[^\n`]*)\n(?P<body>.*?)^(?P=bars)[ ]*$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?P<bars>`{3,})(?P<language>[^\n`]*)\n(?P<body>.*?)^(?P=bars)[ ]*$", re.MULTILINE | re.DOTALL
+)
 GOLDEN = re.compile(r"<!--\s*golden:.*?-->\s*\Z", re.DOTALL)
 NOT_RUN = re.compile(r"<!--\s*not run:\s*(?P<reason>.*?)\s*-->\s*\Z", re.DOTALL)
 
 
 def named(paths):
     """Parametrisation by file."""
-    return pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in paths])
+    return pytest.mark.parametrize(
+        "path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in paths]
+    )
 
 
 @dataclass
@@ -50,7 +56,9 @@ def blocks_of(text: str) -> list[Block]:
         language, before = fence["language"].strip(), text[: fence.start()]
         skipped = NOT_RUN.search(before)
         if language == "python" and skipped:
-            assert skipped["reason"], f"say why the block in line {before.count(chr(10)) + 1} is not run"
+            assert skipped["reason"], (
+                f"say why the block in line {before.count(chr(10)) + 1} is not run"
+            )
         elif language == "python":
             blocks.append(Block(before.count("\n") + 2, fence["body"]))
             end = fence.end()
@@ -83,7 +91,9 @@ def play(path: Path, blocks: list[Block]) -> None:
             if shown is not None and not doctest.OutputChecker().check_output(
                 wanted.format(tidy(shown)), found, doctest.ELLIPSIS
             ):
-                pytest.fail(f"{path.name}:{block.line} prints\n{found}\nand the page shows\n{shown}")
+                pytest.fail(
+                    f"{path.name}:{block.line} prints\n{found}\nand the page shows\n{shown}"
+                )
 
 
 def outside_fences(text: str) -> str:
@@ -94,7 +104,9 @@ def outside_fences(text: str) -> str:
 def links_of(text: str) -> list[str]:
     """Targets of links and pictures that are files here."""
     prose = outside_fences(text)
-    found = re.findall(r"\]\(\s*<?([^)>\s]+)", prose) + re.findall(r"(?:src|href)=\"([^\"]+)\"", prose)
+    found = re.findall(r"\]\(\s*<?([^)>\s]+)", prose) + re.findall(
+        r"(?:src|href)=\"([^\"]+)\"", prose
+    )
     return [link for link in found if not re.match(r"[a-z][a-z+.-]*:", link)]
 
 
@@ -149,7 +161,9 @@ def test_the_story_walks_the_rooms_in_the_order_of_imports():
     source = (ROOT / "tests" / "architecture" / "test_imports.py").read_text(encoding="utf-8")
     listed = re.search(r"^ORDER = \[(.*?)\]", source, re.MULTILINE | re.DOTALL)
     order = re.findall(r'"(\w+)"', listed[1])
-    told = re.findall(r"^## .*?`(\w+)/?`", (ROOT / "docs" / "story.md").read_text(encoding="utf-8"), re.MULTILINE)
+    told = re.findall(
+        r"^## .*?`(\w+)/?`", (ROOT / "docs" / "story.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert told == [room for room in order if room in told]
     assert len(told) > 10
 
@@ -193,7 +207,11 @@ of which
 def test_the_page_reader_reads_pages():
     """The keeper itself: a block that is overlooked is a claim that nobody checks."""
     first, second, third = blocks_of(PAGE)
-    assert (first.line, first.code, first.output) == (5, 'x = 1\nprint(x, "and more")\n', "1 and ...\n")
+    assert (first.line, first.code, first.output) == (
+        5,
+        'x = 1\nprint(x, "and more")\n',
+        "1 and ...\n",
+    )
     assert (second.code, second.output, second.excerpt) == ("assert x == 1\n", None, None)
     assert (third.output, third.excerpt) == (None, "of which\n2 are shown\n")
     assert links_of(PAGE) == ["one.md#two-words", "p.svg"]
@@ -206,7 +224,8 @@ def test_output_that_differs_from_the_page_is_shown_beside_it(wrong):
     """Both texts, or the writer of the page has to run it by hand."""
     page = PAGE.replace(f"{wrong}\n```", f"5 {wrong}\n```")
     with pytest.raises(
-        pytest.fail.Exception, match=rf"page\.md:\d+ prints\n[^5]+and the page shows\n(of which\n)?5 {re.escape(wrong)}"
+        pytest.fail.Exception,
+        match=rf"page\.md:\d+ prints\n[^5]+and the page shows\n(of which\n)?5 {re.escape(wrong)}",
     ):
         play(Path("page.md"), blocks_of(page))
 

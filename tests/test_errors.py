@@ -67,7 +67,11 @@ def test_an_error_is_whole_after_a_copy(error, text, fields):
 
 def test_every_error_is_of_the_family_and_of_a_kind_that_python_knows():
     """`except penstock.PenstockError` catches all, and `except ValueError` what it always did."""
-    found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    found = [
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+    ]
     assert len(found) >= 15
     for kind in found:
         assert issubclass(kind, PenstockError)

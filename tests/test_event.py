@@ -23,7 +23,11 @@ from penstock.verify.verify import verify
 
 def line(*rows, ranks=2, stages=2):
     """A timeline from (rank, op text, start, end[, to_rank])."""
-    return Timeline.of([Event(rank, Op.parse(op), start, end, 0, *to) for rank, op, start, end, *to in rows], ranks, stages)
+    return Timeline.of(
+        [Event(rank, Op.parse(op), start, end, 0, *to) for rank, op, start, end, *to in rows],
+        ranks,
+        stages,
+    )
 
 
 def test_seconds_count_from_the_first_event():
@@ -55,7 +59,9 @@ def test_bubble_ratio_is_idle_over_all_ranks_times_makespan():
 
 def test_span_bubble_ratio_is_over_the_longest_span_of_a_rank():
     """LITERATURE 0.2: first op's start to last op's end of a rank, updates left out; spans 4 and 3, work 4 + 2."""
-    made = line((0, "0F0", 0, 2), (0, "0B0", 2, 4), (0, "0U1", 6, 9), (1, "1F0", 3, 4), (1, "1B0", 5, 6))
+    made = line(
+        (0, "0F0", 0, 2), (0, "0B0", 2, 4), (0, "0U1", 6, 9), (1, "1F0", 3, 4), (1, "1B0", 5, 6)
+    )
     assert made.span_bubble_ratio == 1 - 6 / (2 * 4)
     assert made.bubble_ratio == 1 - 9 / (2 * 9)
 
@@ -79,14 +85,25 @@ def test_the_two_bubble_ratios_agree_for_gpipe_and_one_f_one_b(name, p, m):
 def test_an_empty_timeline_has_no_figures():
     """Nothing ran: 0 everywhere, no division by it."""
     made = Timeline.of([], 2, 3)
-    assert (made.makespan, made.busy, made.bubble_ratio, made.span_bubble_ratio) == (0.0, (0.0, 0.0), 0.0, 0.0)
+    assert (made.makespan, made.busy, made.bubble_ratio, made.span_bubble_ratio) == (
+        0.0,
+        (0.0, 0.0),
+        0.0,
+        0.0,
+    )
     assert made.peak_in_flight == (0, 0, 0)
 
 
 def test_peak_in_flight_is_per_stage_the_most_that_one_of_its_ranks_holds():
     """Copies share the work, not the memory: 2 on rank 0 and 1 on rank 1 are 2."""
     made = line(
-        (0, "0F0", 0, 1), (0, "0F1", 1, 2), (1, "0F2", 0, 1), (0, "0I0", 2, 3), (0, "0W0", 3, 4), (1, "0B2", 1, 3), stages=1
+        (0, "0F0", 0, 1),
+        (0, "0F1", 1, 2),
+        (1, "0F2", 0, 1),
+        (0, "0I0", 2, 3),
+        (0, "0W0", 3, 4),
+        (1, "0B2", 1, 3),
+        stages=1,
     )
     assert made.peak_in_flight == (2,)
 
@@ -95,7 +112,11 @@ def test_peak_in_flight_is_per_stage_the_most_that_one_of_its_ranks_holds():
 @settings(deadline=None, max_examples=60)
 def test_peak_in_flight_does_not_depend_on_how_long_ops_take(made):
     """It once did: where ops take no time, an end was counted before the start it belongs to."""
-    for costs in (Costs(forward=0, backward=0), Costs(forward=1, backward=0), Costs(forward=0, backward=1)):
+    for costs in (
+        Costs(forward=0, backward=0),
+        Costs(forward=1, backward=0),
+        Costs(forward=0, backward=1),
+    ):
         assert simulate_schedule(made, costs).peak_in_flight == verify(made).peak_in_flight
 
 
@@ -106,7 +127,9 @@ def test_bubble_ratios_lie_between_0_and_1(made, forward, backward):
     timeline = simulate_schedule(made, Costs(forward=forward, backward=backward))
     assert 0 <= timeline.bubble_ratio < 1
     assert 0 <= timeline.span_bubble_ratio < 1
-    assert timeline.ranks * timeline.makespan * (1 - timeline.bubble_ratio) == pytest.approx(sum(timeline.busy))
+    assert timeline.ranks * timeline.makespan * (1 - timeline.bubble_ratio) == pytest.approx(
+        sum(timeline.busy)
+    )
 
 
 def test_a_simulated_timeline_makes_its_events_when_they_are_asked_for():
@@ -114,7 +137,9 @@ def test_a_simulated_timeline_makes_its_events_when_they_are_asked_for():
     made = simulate_schedule(schedule("1f1b", 3, 4), Costs(transfer=0.5))
     assert (made.makespan, made.busy, made.peak_in_flight) == (22.0, (12.0,) * 3, (3, 2, 1))
     assert "events" not in vars(made)
-    assert made.events == tuple(sorted(made.events, key=lambda event: (event.start, event.end, event.rank)))
+    assert made.events == tuple(
+        sorted(made.events, key=lambda event: (event.start, event.end, event.rank))
+    )
     assert made.events is made.events
     assert len(made.compute) == 3 * (2 * 4 + 1)
 
@@ -125,7 +150,14 @@ def test_a_simulated_timeline_equals_one_made_of_its_events():
     again = Timeline(made.events, 3, 3, made.peak_memory, title=made.title)
     assert again == made
     assert hash(again) == hash(made)
-    for name in ("makespan", "busy", "bubble_ratio", "span_bubble_ratio", "peak_in_flight", "peak_on_rank"):
+    for name in (
+        "makespan",
+        "busy",
+        "bubble_ratio",
+        "span_bubble_ratio",
+        "peak_in_flight",
+        "peak_on_rank",
+    ):
         assert getattr(again, name) == getattr(made, name)
     assert (again.memory, again.memory_holders) == (None, None)
 
@@ -143,7 +175,9 @@ def test_a_timeline_can_be_copied_changed_and_pickled():
 
 def test_ops_that_run_as_one_are_busy_once():
     """The two events of a pair have one span; a rank can't be busy for more than all the time."""
-    made = line((0, "0F0", 0, 1), (0, "0F1", 1, 4), (0, "0B0", 1, 4), (0, "0B1", 4, 6), ranks=1, stages=1)
+    made = line(
+        (0, "0F0", 0, 1), (0, "0F1", 1, 4), (0, "0B0", 1, 4), (0, "0B1", 4, 6), ranks=1, stages=1
+    )
     assert made.busy == (6.0,)
     assert (made.bubble_ratio, made.span_bubble_ratio) == (0.0, 0.0)
 
@@ -166,14 +200,21 @@ def test_a_rank_of_two_stages_holds_both_s_micro_batches():
 
 def test_slices_are_in_flight_as_the_shares_that_they_are():
     """Memory is counted in micro-batches, whatever they are cut into; a whole number prints as one."""
-    made = line((0, "0F0", 0, 1), (0, "0F1", 1, 2), (0, "0F2", 2, 3), (0, "0B1", 3, 4), ranks=1, stages=1)
+    made = line(
+        (0, "0F0", 0, 1), (0, "0F1", 1, 2), (0, "0F2", 2, 3), (0, "0B1", 3, 4), ranks=1, stages=1
+    )
     cut = replace(made, slicing=Slicing("samples", ((0.25, 0.75), (0.5, 0.5))))
     assert (made.peak_in_flight, cut.peak_in_flight) == ((3,), (1.5,))
-    assert str(replace(made, slicing=Slicing("samples", ((0.25, 0.25, 0.5),))).peak_on_rank) == "(1,)"
+    assert (
+        str(replace(made, slicing=Slicing("samples", ((0.25, 0.25, 0.5),))).peak_on_rank) == "(1,)"
+    )
 
 
 def test_a_memory_curve_knows_its_peak():
     """The first of equal ones; nothing held is 0."""
     curve = MemoryCurve(np.array([0.0, 1.0, 2.0, 3.0]), np.array([5, 9, 3, 9]))
     assert (curve.peak, curve.peak_at) == (9, 1.0)
-    assert (MemoryCurve(np.zeros(0), np.zeros(0, int)).peak, MemoryCurve(np.zeros(0), np.zeros(0, int)).peak_at) == (0, 0.0)
+    assert (
+        MemoryCurve(np.zeros(0), np.zeros(0, int)).peak,
+        MemoryCurve(np.zeros(0), np.zeros(0, int)).peak_at,
+    ) == (0, 0.0)

@@ -38,13 +38,19 @@ def without_fractions(text: str) -> str:
 def test_every_example_says_what_it_shows_tells_and_takes(path):
     """Who opens an example wants to know first whether it is the right one."""
     said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    assert [word for word in ("Shows:", "Story:", "Takes:") if not re.search(rf"^{word} \S", said, re.MULTILINE)] == []
+    assert [
+        word
+        for word in ("Shows:", "Story:", "Takes:")
+        if not re.search(rf"^{word} \S", said, re.MULTILINE)
+    ] == []
 
 
 def test_simulating_prints_its_golden_output_without_torch(tmp_path):
     """Planning answers at once and anywhere, to the last digit."""
     script = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
-    assert run("-c", script, str(EXAMPLES / "01_simulate.py"), cwd=tmp_path) == expected("01_simulate.py")
+    assert run("-c", script, str(EXAMPLES / "01_simulate.py"), cwd=tmp_path) == expected(
+        "01_simulate.py"
+    )
 
 
 def test_training_in_threads_prints_its_golden_output_but_for_fractions(tmp_path):
@@ -58,14 +64,21 @@ def test_training_in_threads_prints_its_golden_output_but_for_fractions(tmp_path
 @pytest.mark.parametrize("example", ["04_any_model.py", "05_pipe.py"])
 def test_the_other_ways_in_print_their_golden_output_but_for_fractions(example, tmp_path):
     """A model that is traced, and a pipeline that is a module."""
-    assert without_fractions(run(str(EXAMPLES / example), cwd=tmp_path)) == without_fractions(expected(example))
+    assert without_fractions(run(str(EXAMPLES / example), cwd=tmp_path)) == without_fractions(
+        expected(example)
+    )
 
 
 def test_training_with_launch_plans_and_learns_the_digits(tmp_path):
     """The way from a model to a plan to processes that train, as a user goes it."""
     printed = run(str(EXAMPLES / "03_train_with_launch.py"), cwd=tmp_path)
     assert "on 2 of 2 ranks of local:2: 2 stages" in printed
-    right = [float(share) for share in re.findall(r"^epoch \d: loss \S+, test accuracy (\S+)%$", printed, re.MULTILINE)]
+    right = [
+        float(share)
+        for share in re.findall(
+            r"^epoch \d: loss \S+, test accuracy (\S+)%$", printed, re.MULTILINE
+        )
+    ]
     assert len(right) == 3
     assert right[-1] > 90
     assert re.search(r"^a step: \S+ ms predicted, \S+ ms the last one$", printed, re.MULTILINE)

@@ -29,7 +29,9 @@ def folder(tmp_path, monkeypatch):
         f"from penstock.registry import Registry\nKINDS = Registry('colour scheme', {package!r})\n"
     )
     for name, aliases, colour in (("sunset", ("dusk",), "red"), ("noon", (), "white")):
-        (tmp_path / package / f"{name}.py").write_text(ENTRY.format(package=package, name=name, aliases=aliases, colour=colour))
+        (tmp_path / package / f"{name}.py").write_text(
+            ENTRY.format(package=package, name=name, aliases=aliases, colour=colour)
+        )
     yield __import__(f"{package}_list").KINDS
     for module in [module for module in sys.modules if module.startswith(package)]:
         del sys.modules[module]
@@ -55,7 +57,11 @@ def test_an_unknown_name_is_refused_with_the_closest_and_all(folder):
     message = r"^no colour scheme called 'dusc'\. Did you mean 'dusk'\? Known: noon, sunset, dusk$"
     with pytest.raises(UnknownName, match=message) as caught:
         folder.find("dusc")
-    assert (caught.value.kind, caught.value.name, caught.value.known) == ("colour scheme", "dusc", ("noon", "sunset", "dusk"))
+    assert (caught.value.kind, caught.value.name, caught.value.known) == (
+        "colour scheme",
+        "dusc",
+        ("noon", "sunset", "dusk"),
+    )
 
 
 def test_an_unknown_name_like_no_other_is_refused_without_a_guess(folder):

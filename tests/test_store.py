@@ -55,7 +55,9 @@ def test_writing_replaces_the_old_file(tmp_path):
 
 def test_a_folder_that_is_not_there_is_refused_with_the_path(tmp_path):
     """The user chose the path; the message repeats it."""
-    with pytest.raises(FileError, match=r"cannot write .*nowhere/thing\.json: No such file or directory"):
+    with pytest.raises(
+        FileError, match=r"cannot write .*nowhere/thing\.json: No such file or directory"
+    ):
         write_json(tmp_path / "nowhere" / "thing.json", THING)
 
 
@@ -105,4 +107,6 @@ def test_what_is_not_exactly_of_the_form_is_refused_with_its_place(tmp_path, tex
 
 def test_a_whole_number_is_taken_where_a_float_is_meant(tmp_path):
     """JSON has one kind of number, and people write 2 for 2.0."""
-    assert read(tmp_path, '{"name": "a", "count": 1, "schema": 3, "parts": [{"seconds": [2]}]}').parts[0].seconds == (2.0,)
+    assert read(
+        tmp_path, '{"name": "a", "count": 1, "schema": 3, "parts": [{"seconds": [2]}]}'
+    ).parts[0].seconds == (2.0,)

@@ -32,14 +32,19 @@ def test_seconds_are_read_from_what_people_write(text, seconds):
                                   "1e999", -1, float("nan"), float("inf"), "1_000", "3 G iB"])  # fmt: skip
 def test_what_is_no_number_of_bytes_is_refused_with_an_example(text):
     """`1e999`, nan and inf once escaped as Python's own OverflowError and ValueError."""
-    with pytest.raises(SettingError, match=r"is not a quantity in B, KiB, MiB.*; write for example '80 B'"):
+    with pytest.raises(
+        SettingError, match=r"is not a quantity in B, KiB, MiB.*; write for example '80 B'"
+    ):
         parse_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["", "soon", "3 GiB", "-1", -0.5, float("nan"), "1e400 h"])
 def test_what_is_no_number_of_seconds_is_refused_with_an_example(text):
     """A negative or endless duration has no meaning anywhere in the program."""
-    with pytest.raises(SettingError, match=r"is not a quantity in ns, us, µs, ms, s, min, h; write for example '80 s'"):
+    with pytest.raises(
+        SettingError,
+        match=r"is not a quantity in ns, us, µs, ms, s, min, h; write for example '80 s'",
+    ):
         parse_seconds(text)
 
 

@@ -27,13 +27,17 @@ def text() -> torch.Tensor:
     """The bytes of what Python says of itself."""
     import pydoc_data.topics
 
-    return torch.frombuffer(bytearray("\n".join(pydoc_data.topics.topics.values()).encode()), dtype=torch.uint8).long()
+    return torch.frombuffer(
+        bytearray("\n".join(pydoc_data.topics.topics.values()).encode()), dtype=torch.uint8
+    ).long()
 
 
 def losses(code: str | None, seed: int, steps: int) -> list[float]:
     """Of every step."""
     torch.manual_seed(seed)
-    model = zoo_model("gpt", layers=STAGES, width=WIDTH, heads=4, tokens=TOKENS, vocabulary=256, dropout=0.0)
+    model = zoo_model(
+        "gpt", layers=STAGES, width=WIDTH, heads=4, tokens=TOKENS, vocabulary=256, dropout=0.0
+    )
     pipe = ps.Pipeline(model, balance=ps.partition(model_profile(model), stages=STAGES, by="uniform"), schedule="1f1b",
                        micro_batches=MICRO_BATCHES, loss=gpt_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=2e-3),
                        boundary=code, executor="threads")  # fmt: skip
@@ -50,7 +54,9 @@ def losses(code: str | None, seed: int, steps: int) -> list[float]:
 
 def model_profile(model: torch.nn.Module) -> ps.Profile:
     """Enough of one to cut by."""
-    return ps.analytic(ps.chain(model), torch.zeros(1, TOKENS, dtype=torch.int64), "A100", batch=BATCH)
+    return ps.analytic(
+        ps.chain(model), torch.zeros(1, TOKENS, dtype=torch.int64), "A100", batch=BATCH
+    )
 
 
 def sent(code: str | None) -> int:
@@ -69,8 +75,13 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: dict[str, dict[str, object]] = {}
     for code in (None, *CODES):
-        ends = [statistics.mean(losses(code, seed, given.steps)[-20:]) for seed in range(given.seeds)]
-        rows[code or "as it is"] = {"bytes": sent(code), "final_loss": [round(end, 4) for end in ends]}
+        ends = [
+            statistics.mean(losses(code, seed, given.steps)[-20:]) for seed in range(given.seeds)
+        ]
+        rows[code or "as it is"] = {
+            "bytes": sent(code),
+            "final_loss": [round(end, 4) for end in ends],
+        }
     base = rows["as it is"]["final_loss"]
     print(
         f"{'boundary':10} {'bytes':>8}  loss after {given.steps} steps (mean of the last 20), by seed; difference to as it is"
@@ -83,7 +94,9 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    given.out.write_text(json.dumps({"machine": machine, "steps": given.steps, "results": rows}, indent=1) + "\n")
+    given.out.write_text(
+        json.dumps({"machine": machine, "steps": given.steps, "results": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -23,14 +23,23 @@ QUESTION = Question(tasks=("digits", "gpt"), depths=(2, 4, 8), seeds=3)
 def main() -> None:
     """Run what is not run yet, print the tables, keep the results here."""
     words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--folder", type=Path, default=Path("runs/convergence"), help="where records are kept as they come")
-    words.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="cases at a time")
+    words.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/convergence"),
+        help="where records are kept as they come",
+    )
+    words.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="cases at a time"
+    )
     given = words.parse_args()
 
     def say(line: object) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    results = Study(QUESTION, given.folder, given.jobs).run(lambda _: lambda ended: say(ended.case), say)
+    results = Study(QUESTION, given.folder, given.jobs).run(
+        lambda _: lambda ended: say(ended.case), say
+    )
     print(text(results))
     # All losses of all runs are a megabyte; means over nine batches or so make the same curves.
     (HERE / "results.json").write_text(results.as_json(thin=True))

@@ -61,7 +61,12 @@ def workload(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor, Loss]:
     # Layers that differ, as the cut has to find the middle of the work and not of the list.
     widths = (256, 512, 1024, 1024, 512, 256, 128)
     layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
-    return nn.Sequential(*layers), torch.randn(512, 256), torch.randn(512, 128), nn.functional.mse_loss
+    return (
+        nn.Sequential(*layers),
+        torch.randn(512, 256),
+        torch.randn(512, 128),
+        nn.functional.mse_loss,
+    )
 
 
 def measured_profile(name: str) -> Profile:
@@ -92,7 +97,9 @@ def seconds(pipe: ps.Pipeline, x: torch.Tensor, y: torch.Tensor, steps: int) -> 
     return found
 
 
-def measure(name: str, ways: list[Way], chosen: Way, steps: int) -> tuple[dict[Way, float], dict[Way, float]]:
+def measure(
+    name: str, ways: list[Way], chosen: Way, steps: int
+) -> tuple[dict[Way, float], dict[Way, float]]:
     """Medians of all ways, and of the finalists in their second run."""
     join()
     first: dict[Way, float] = {}
@@ -115,7 +122,15 @@ def measure(name: str, ways: list[Way], chosen: Way, steps: int) -> tuple[dict[W
 def compare(name: str, on: Cluster, steps: int) -> dict[str, object]:
     """Plan, run everything, and say how far the plan is from the best."""
     profile = ps.launch(measured_profile, RANKS, name, threads=1)[0]
-    plan = ps.plan(profile, on, profile.batch, schedules=SCHEDULES, stages=RANKS, recompute="never", max_replicas=1)
+    plan = ps.plan(
+        profile,
+        on,
+        profile.batch,
+        schedules=SCHEDULES,
+        stages=RANKS,
+        recompute="never",
+        max_replicas=1,
+    )
     chosen = Way(plan.lengths, plan.schedule_name, plan.micro_batches)
     layers = len(profile)
     ways = [
@@ -139,7 +154,10 @@ def compare(name: str, on: Cluster, steps: int) -> dict[str, object]:
     }
     for key, value in result.items():
         print(f"  {key:20} {value}", flush=True)
-    result["final_ms"] = {str(way): round(taken * 1e3, 2) for way, taken in sorted(final.items(), key=lambda each: each[1])}
+    result["final_ms"] = {
+        str(way): round(taken * 1e3, 2)
+        for way, taken in sorted(final.items(), key=lambda each: each[1])
+    }
     result["all_ms"] = {str(way): round(taken * 1e3, 2) for way, taken in first.items()}
     return result
 
@@ -166,7 +184,9 @@ def main() -> None:
     machine = {**machine_facts(torch.device("cpu")), "torch": torch.__version__, "python": platform.python_version(),
                "link": str(on.inside)}  # fmt: skip
     taken = round(time.perf_counter() - started, 1)
-    given.out.write_text(json.dumps({"machine": machine, "seconds": taken, "results": results}, indent=1) + "\n")
+    given.out.write_text(
+        json.dumps({"machine": machine, "seconds": taken, "results": results}, indent=1) + "\n"
+    )
     print(f"{taken} s")
 
 

@@ -61,7 +61,9 @@ class Case:
 
     def __str__(self) -> str:
         more = "" if self.recompute == "never" else f" recompute {self.recompute}"
-        return f"{self.schedule} S={self.stages} M={self.micro_batches}{more}" + (f" x{self.copies}" if self.copies > 1 else "")
+        return f"{self.schedule} S={self.stages} M={self.micro_batches}{more}" + (
+            f" x{self.copies}" if self.copies > 1 else ""
+        )
 
 
 CASES = (
@@ -103,10 +105,15 @@ def measured_profile(name: str) -> Profile:
 
 def planned(profile: Profile, on: Cluster, case: Case) -> Plan:
     """The plan of one configuration, cut by `bottleneck`."""
-    lengths = ps.partition(profile, case.stages, by="bottleneck", micro_batch=profile.batch / case.micro_batches)
+    lengths = ps.partition(
+        profile, case.stages, by="bottleneck", micro_batch=profile.batch / case.micro_batches
+    )
     request = PlanRequest(profile, on, profile.batch, recompute=case.recompute)  # type: ignore[arg-type]
     options = (("replicas", case.copies),) if case.copies > 1 else ()
-    return scored(request, Proposal(tuple(lengths), case.schedule, case.micro_batches, options, case.recompute))  # type: ignore[arg-type]
+    return scored(
+        request,
+        Proposal(tuple(lengths), case.schedule, case.micro_batches, options, case.recompute),
+    )  # type: ignore[arg-type]
 
 
 def run(name: str, plans: list[Plan], steps: int) -> list[tuple[list[float], list[Timeline]]]:
@@ -118,7 +125,9 @@ def run(name: str, plans: list[Plan], steps: int) -> list[tuple[list[float], lis
     found: dict[int, tuple[list[float], list[Timeline]]] = {}
     for index, plan in [*enumerate(plans)] * ROUNDS:
         made, x, y, loss = workload(name)
-        pipe = ps.Pipeline(made, plan, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9))
+        pipe = ps.Pipeline(
+            made, plan, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9)
+        )
         for _ in range(4):
             pipe.train_batch(x, y)
         seconds, timelines = [], []
@@ -138,7 +147,11 @@ def run(name: str, plans: list[Plan], steps: int) -> list[tuple[list[float], lis
 def parts(timeline: Timeline) -> dict[str, float]:
     """Seconds of the rank in the mean: layers, updates, and the rest: messages and waits."""
     updates, ops = (sum(map(_seconds, kind)) / timeline.ranks for kind in _split(timeline.compute))
-    return {"layers": ops, "update": updates, "messages and waits": timeline.makespan - ops - updates}
+    return {
+        "layers": ops,
+        "update": updates,
+        "messages and waits": timeline.makespan - ops - updates,
+    }
 
 
 def _split(events: tuple[Event, ...]) -> tuple[list[Event], list[Event]]:
@@ -153,17 +166,37 @@ def _seconds(event: Event) -> float:
 def predicted_parts(plan: Plan, profile: Profile, on: Cluster) -> dict[str, float]:
     """The same of the simulation, which has the CPU's part of messages in the ops."""
     found = parts(ps.simulate(plan, profile, on))
-    costs, layers = costs_of_plan(plan, profile, on), stage_seconds(profile, plan.lengths, plan.batch / plan.micro_batches)
+    costs, layers = (
+        costs_of_plan(plan, profile, on),
+        stage_seconds(profile, plan.lengths, plan.batch / plan.micro_batches),
+    )
     down, up = (
-        [cost - own for cost, own in zip(costs.spread(phase, plan.stages) or (), layers[phase], strict=True)]
+        [
+            cost - own
+            for cost, own in zip(costs.spread(phase, plan.stages) or (), layers[phase], strict=True)
+        ]
         for phase in ("forward", "input_grad")
     )
     by_kind = {Kind.F: down, Kind.B: up, Kind.I: up}
-    moved = sum(by_kind[op.kind][op.stage] for row in plan.schedule.programs for op in row if op.kind in by_kind) / plan.ranks
-    return {**found, "layers": found["layers"] - moved, "messages and waits": found["messages and waits"] + moved}
+    moved = (
+        sum(
+            by_kind[op.kind][op.stage]
+            for row in plan.schedule.programs
+            for op in row
+            if op.kind in by_kind
+        )
+        / plan.ranks
+    )
+    return {
+        **found,
+        "layers": found["layers"] - moved,
+        "messages and waits": found["messages and waits"] + moved,
+    }
 
 
-def record(plan: Plan, profile: Profile, on: Cluster, seconds: list[float], timelines: list[Timeline]) -> dict[str, object]:
+def record(
+    plan: Plan, profile: Profile, on: Cluster, seconds: list[float], timelines: list[Timeline]
+) -> dict[str, object]:
     """One row of the results."""
     step = statistics.median(seconds)
     quarters = statistics.quantiles(seconds, n=4)
@@ -173,7 +206,10 @@ def record(plan: Plan, profile: Profile, on: Cluster, seconds: list[float], time
     outside = step - statistics.median(timeline.makespan for timeline in timelines)
     peaks = timelines[-1].peak_memory or ()
     errors = [a / b - 1 for a, b in zip(plan.predicted.peak_memory, peaks, strict=True)]
-    off = {**{name: expected[name] - real[name] for name in expected}, "outside the schedule": -outside}
+    off = {
+        **{name: expected[name] - real[name] for name in expected},
+        "outside the schedule": -outside,
+    }
     return {
         "lengths": list(plan.lengths),
         "predicted_ms": round(plan.predicted.step_s * 1e3, 2),
@@ -183,7 +219,9 @@ def record(plan: Plan, profile: Profile, on: Cluster, seconds: list[float], time
         "predicted_peak_bytes": list(plan.predicted.peak_memory),
         "measured_peak_bytes": list(peaks),
         "memory_error": round(max(errors, key=abs), 4),
-        "parts_ms": {name: [round(expected[name] * 1e3, 2), round(real[name] * 1e3, 2)] for name in expected},
+        "parts_ms": {
+            name: [round(expected[name] * 1e3, 2), round(real[name] * 1e3, 2)] for name in expected
+        },
         "outside_ms": round(outside * 1e3, 2),
         "most_off": max(off, key=lambda name: abs(off[name])),
     }
@@ -220,7 +258,12 @@ def main() -> None:
     """Print a table, write results.json."""
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--quick", action="store_true", help="6 configurations")
-    words.add_argument("--steps", type=int, default=12, help="timed steps of each configuration, in each of two rounds")
+    words.add_argument(
+        "--steps",
+        type=int,
+        default=12,
+        help="timed steps of each configuration, in each of two rounds",
+    )
     words.add_argument("--out", type=Path, default=None)
     given = words.parse_args()
     started, rows = time.perf_counter(), {}
@@ -245,7 +288,9 @@ def main() -> None:
     machine = {**machine_facts(torch.device("cpu")), "torch": torch.__version__, "python": platform.python_version(),
                "link": str(on.inside)}  # fmt: skip
     out = given.out or Path(__file__).with_name("quick.json" if given.quick else "results.json")
-    out.write_text(json.dumps({"machine": machine, "summary": told, "results": rows}, indent=1) + "\n")
+    out.write_text(
+        json.dumps({"machine": machine, "summary": told, "results": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

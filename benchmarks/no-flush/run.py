@@ -25,7 +25,11 @@ from penstock.zoo.catalogue import model as zoo_model
 from penstock.zoo.gpt import gpt_loss
 
 #: Schedule and micro-batches per batch; the first of each number is what the others are held against.
-SYSTEMS = {1: ("1f1b", "pipedream"), 2: ("1f1b", "pipedream", "2bw"), 4: ("1f1b", "pipedream", "2bw")}
+SYSTEMS = {
+    1: ("1f1b", "pipedream"),
+    2: ("1f1b", "pipedream", "2bw"),
+    4: ("1f1b", "pipedream", "2bw"),
+}
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -35,7 +39,12 @@ def workload(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor], object, list[
     torch.manual_seed(0)
     if name == "mlp":
         layers = [layer for _ in range(8) for layer in (nn.Linear(768, 768), nn.ReLU())]
-        return nn.Sequential(*layers), (torch.randn(256, 768), torch.randn(256, 768)), nn.functional.mse_loss, [8, 8]
+        return (
+            nn.Sequential(*layers),
+            (torch.randn(256, 768), torch.randn(256, 768)),
+            nn.functional.mse_loss,
+            [8, 8],
+        )
     made = zoo_model("gpt", layers=8, width=192, heads=6, tokens=64, vocabulary=256)
     count = len(ps.chain(made))
     batch = torch.randint(0, 256, (16, 64)), torch.randint(0, 256, (16, 64))
@@ -68,14 +77,18 @@ class Stream:
         return taken / count
 
 
-def measure(name: str, micro_batches: int, rounds: int, count: int) -> tuple[dict[str, list[float]], list[list[float]]]:
+def measure(
+    name: str, micro_batches: int, rounds: int, count: int
+) -> tuple[dict[str, list[float]], list[list[float]]]:
     """Seconds per batch of each system, by round; and of the first, the fastest F, B and U on each rank."""
     import gc
 
     from penstock.runtime.processes import join
 
     join()
-    systems = {schedule: Stream(name, schedule, micro_batches) for schedule in SYSTEMS[micro_batches]}
+    systems = {
+        schedule: Stream(name, schedule, micro_batches) for schedule in SYSTEMS[micro_batches]
+    }
     times: dict[str, list[float]] = {schedule: [] for schedule in systems}
     fastest: dict[tuple[str, int], float] = {}
     for _ in range(rounds):
@@ -106,7 +119,9 @@ def main() -> None:
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name in ("mlp", "gpt"):
         for micro_batches in SYSTEMS:
-            found = ps.launch(measure, 2, name, micro_batches, given.rounds, given.batches, threads=1)
+            found = ps.launch(
+                measure, 2, name, micro_batches, given.rounds, given.batches, threads=1
+            )
             times = found[0][0]
             expected = simulated(micro_batches, found[0][1])
             first = SYSTEMS[micro_batches][0]
@@ -114,14 +129,22 @@ def main() -> None:
             results[case] = {
                 schedule: {
                     "ms_per_batch": round(statistics.median(times[schedule]) * 1e3, 2),
-                    "to_1f1b": round(statistics.median(a / b for a, b in zip(times[schedule], times[first], strict=True)), 3),
+                    "to_1f1b": round(
+                        statistics.median(
+                            a / b for a, b in zip(times[schedule], times[first], strict=True)
+                        ),
+                        3,
+                    ),
                     "to_1f1b_simulated": round(expected[schedule] / expected[first], 3),
                 }
                 for schedule in times
             }
             print(case)
             for schedule, row in results[case].items():
-                print(f"  {schedule:10} " + "  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+                print(
+                    f"  {schedule:10} " + "  ".join(f"{key} {value}" for key, value in row.items()),
+                    flush=True,
+                )
     machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__,
                "python": platform.python_version()}  # fmt: skip
     given.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")

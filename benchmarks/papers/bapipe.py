@@ -35,7 +35,9 @@ MODELS = tuple(SHARE)
 @cache
 def counted(name: str) -> ModelCounts:
     """What a model does."""
-    shape, dtype = ((1, 2, TOKENS), torch.int64) if name == "gnmt" else ((1, 3, 224, 224), torch.float32)
+    shape, dtype = (
+        ((1, 2, TOKENS), torch.int64) if name == "gnmt" else ((1, 3, 224, 224), torch.float32)
+    )
     return count(model(name, device="meta"), torch.zeros(shape, dtype=dtype, device="meta"), 128)
 
 
@@ -53,12 +55,20 @@ def gpu_rows(report: Callable[[str], None]) -> list[Row]:
 
 def _gpu_row(name: str, cluster: Cluster, case: str) -> Row:
     own, batch = analytic(name, "V100", 128), SHARE[name] * cluster.ranks
-    plain, bare = (data_parallel_s(own, cluster, SHARE[name], overlap=overlap) for overlap in (True, False))
+    plain, bare = (
+        data_parallel_s(own, cluster, SHARE[name], overlap=overlap) for overlap in (True, False)
+    )
     found = [
-        each for each in (planned(own, cluster, batch, planner) for planner in ("bapipe", "dapple", "auto")) if each is not None
+        each
+        for each in (
+            planned(own, cluster, batch, planner) for planner in ("bapipe", "dapple", "auto")
+        )
+        if each is not None
     ]
     best = min(found, key=lambda each: each.predicted.step_s)
-    note = f"{best.planner}: {form(best)}; {bare / best.predicted.step_s:.2f} over DP without overlap"
+    note = (
+        f"{best.planner}: {form(best)}; {bare / best.predicted.step_s:.2f} over DP without overlap"
+    )
     return Row(case, None, plain / best.predicted.step_s, note)
 
 
@@ -73,9 +83,12 @@ def board_plain_s(name: str, cluster: Cluster, share: int, at_once: int) -> floa
     """Data parallelism over boards, each with an even share, so that the slowest counts; weights are in the DDR."""
     parts = share // at_once
     slowest = max(
-        parts * sum(board_profile(name, kind, at_once, on_chip=False).step_seconds(at_once)) for kind in cluster.kinds
+        parts * sum(board_profile(name, kind, at_once, on_chip=False).step_seconds(at_once))
+        for kind in cluster.kinds
     )
-    return slowest + meeting_seconds(range(cluster.ranks), _weight_bytes(name, 0, len(counted(name))), cluster)
+    return slowest + meeting_seconds(
+        range(cluster.ranks), _weight_bytes(name, 0, len(counted(name))), cluster
+    )
 
 
 def _weight_bytes(name: str, start: int, stop: int) -> float:
@@ -96,14 +109,21 @@ def board_stages(name: str, cluster: Cluster, samples: int) -> list[dict[tuple[i
         for on_chip in (True, False):
             own = board_profile(name, board.name, samples, on_chip=on_chip)
             sums[on_chip] = (
-                [[0.0, *accumulate(own.seconds(phase, samples))] for phase in ("forward", "backward")],
+                [
+                    [0.0, *accumulate(own.seconds(phase, samples))]
+                    for phase in ("forward", "backward")
+                ],
                 own.update_s_per_byte,
             )
         ranges = {}
         for start, stop in combinations(range(layers + 1), 2):
             weights = before[stop] - before[start]
             (forward, backward), update = sums[fits_on_chip(weights, board)]
-            ranges[start, stop] = forward[stop] - forward[start], backward[stop] - backward[start], 2 * weights * update
+            ranges[start, stop] = (
+                forward[stop] - forward[start],
+                backward[stop] - backward[start],
+                2 * weights * update,
+            )
         found.append(ranges)
     return found
 
@@ -134,14 +154,23 @@ def board_pipeline(name: str, cluster: Cluster, batch: int) -> tuple[float, str]
         stages = board_stages(name, cluster, samples)
         cut = best_cut(stages, len(counted(name)))
         rows = [own[each] for own, each in zip(stages, cut, strict=True)]
-        out = [samples * counted(name).layers[stop - 1].output_bytes_per_sample / 2 for _, stop in cut[:-1]]
+        out = [
+            samples * counted(name).layers[stop - 1].output_bytes_per_sample / 2
+            for _, stop in cut[:-1]
+        ]
         rate = cluster.between.bandwidth_bytes_per_s
         whole = [cluster.between.latency_s + count / rate for count in out]
         streamed = [
-            cluster.between.latency_s + streamed_hop_seconds(count, rate, row[0]) for count, row in zip(out, rows, strict=False)
+            cluster.between.latency_s + streamed_hop_seconds(count, rate, row[0])
+            for count, row in zip(out, rows, strict=False)
         ]
-        step, still = (_board_step(rows, transfer, batch // samples) for transfer in (streamed, whole))
-        chips = sum(fits_on_chip(_weight_bytes(name, *each), board) for each, board in zip(cut, cluster.devices, strict=True))
+        step, still = (
+            _board_step(rows, transfer, batch // samples) for transfer in (streamed, whole)
+        )
+        chips = sum(
+            fits_on_chip(_weight_bytes(name, *each), board)
+            for each, board in zip(cut, cluster.devices, strict=True)
+        )
         words = f"cut {':'.join(str(b - a) for a, b in cut)}, M={batch // samples}, weights of {chips} boards on their chips; not streamed {still / step:.2f} times as long"
         found.append((step, words))
     return min(found)
@@ -150,7 +179,9 @@ def board_pipeline(name: str, cluster: Cluster, batch: int) -> tuple[float, str]
 def _board_step(rows: list[Stage], transfer: list[float], micro_batches: int) -> float:
     forward, backward, update = map(list, zip(*rows, strict=True))
     costs = ps.Costs(forward=forward, backward=backward, update=update, transfer=transfer)
-    return ps.simulate(ps.schedule("1f1b", stages=len(rows), micro_batches=micro_batches), costs).makespan
+    return ps.simulate(
+        ps.schedule("1f1b", stages=len(rows), micro_batches=micro_batches), costs
+    ).makespan
 
 
 def board_rows(report: Callable[[str], None]) -> list[Row]:
@@ -162,16 +193,26 @@ def board_rows(report: Callable[[str], None]) -> list[Row]:
             for share, at_once in BOARD_SHARES:
                 seconds, note = board_pipeline(name, cluster, share * cluster.ranks)
                 case = f"{name} on {cluster.name.removeprefix('BaPipe-')}, {share} samples a board, {'all at once' if at_once == share else 'one at a time'}"
-                rows.append(Row(case, None, board_plain_s(name, cluster, share, at_once) / seconds, note))
+                rows.append(
+                    Row(case, None, board_plain_s(name, cluster, share, at_once) / seconds, note)
+                )
     return rows
 
 
 def deep_gnmt(layers: int, batch: int) -> ps.Profile:
     """GNMT with so many LSTM layers: GNMT-16's with the third of encoder and decoder repeated."""
     own = analytic("gnmt16", "V100", 128)
-    names = [each.name.rpartition(".")[2] if "classifier" in each.name else each.name for each in own]
-    third = {half: next(i for i, name in enumerate(names) if name == f"{half}.lstm3") for half in ("encoder", "decoder")}
-    last = {half: next(i for i, name in enumerate(names) if name == f"{half}.lstm8") for half in ("encoder", "decoder")}
+    names = [
+        each.name.rpartition(".")[2] if "classifier" in each.name else each.name for each in own
+    ]
+    third = {
+        half: next(i for i, name in enumerate(names) if name == f"{half}.lstm3")
+        for half in ("encoder", "decoder")
+    }
+    last = {
+        half: next(i for i, name in enumerate(names) if name == f"{half}.lstm8")
+        for half in ("encoder", "decoder")
+    }
     made = []
     for index, each in enumerate(own):
         half = next((half for half in third if third[half] <= index < last[half]), None)
@@ -187,7 +228,10 @@ def deepest(cluster: Cluster, planner: str, **options: object) -> int:
     batch, low, high = SHARE["gnmt"] * cluster.ranks, 6, 2048
     while high - low > 2:
         middle = (low + high) // 4 * 2
-        fits = planned(deep_gnmt(middle, batch), cluster, batch, planner, recompute="never", **options) is not None
+        fits = (
+            planned(deep_gnmt(middle, batch), cluster, batch, planner, recompute="never", **options)
+            is not None
+        )
         low, high = (middle, high) if fits else (low, middle)
     return low
 
@@ -198,7 +242,10 @@ def memory_rows(report: Callable[[str], None]) -> list[Row]:
     for cluster in map(ps.cluster, GPUS):
         report(f"deepest GNMT on {cluster.name}")
         plain = deepest(cluster, "data-parallel", micro_batches=cluster.ranks)
-        for words, options in (("micro-batches as large", {"micro_batches": cluster.ranks}), ("smaller micro-batches", {})):
+        for words, options in (
+            ("micro-batches as large", {"micro_batches": cluster.ranks}),
+            ("smaller micro-batches", {}),
+        ):
             ours = deepest(cluster, "bapipe", **options)
             note = f"GNMT-{ours} against GNMT-{plain} ({_parameters(ours) / _parameters(plain):.1f} times the parameters)"
             rows.append(Row(f"{cluster.ranks} V100, {words}", 4.0, ours / plain, note))

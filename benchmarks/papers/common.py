@@ -41,10 +41,18 @@ def analytic(name: str, device: str, batch: int, **options: int) -> ps.Profile:
 
 
 def layer(
-    name: str, forward_s: float, backward_s: float, output_bytes: float, parameter_bytes: int, samples: int
+    name: str,
+    forward_s: float,
+    backward_s: float,
+    output_bytes: float,
+    parameter_bytes: int,
+    samples: int,
 ) -> LayerProfile:
     """A layer that was measured at one size; what it keeps is what it puts out, and its backward is two equal halves."""
-    times = [Timing((samples,), (seconds,)) for seconds in (forward_s, backward_s, backward_s / 2, backward_s / 2)]
+    times = [
+        Timing((samples,), (seconds,))
+        for seconds in (forward_s, backward_s, backward_s / 2, backward_s / 2)
+    ]
     each = output_bytes / samples
     return LayerProfile(name, "layer", *times, parameter_bytes // 4, parameter_bytes, 0, each, each)
 
@@ -55,10 +63,13 @@ def table_profile(name: str, samples: int) -> ps.Profile:
     Times at other sizes are taken in proportion.
     """
     rows = [
-        line.split() for line in (DATA / f"{name}.txt").read_text(encoding="utf-8").splitlines() if not line.startswith("#")
+        line.split()
+        for line in (DATA / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+        if not line.startswith("#")
     ]
     layers = tuple(
-        layer(word, float(f) / 1e3, float(b) / 1e3, float(out), int(weights), samples) for word, f, b, out, weights in rows
+        layer(word, float(f) / 1e3, float(b) / 1e3, float(out), int(weights), samples)
+        for word, f, b, out, weights in rows
     )
     return ps.Profile(layers, name, layers[0].output_bytes_per_sample, samples, device="V100")
 
@@ -68,11 +79,16 @@ def graph_profile(name: str, samples: int) -> ps.Profile:
     rows = json.loads((GRAPHS / f"{name}.json").read_text(encoding="utf-8"))["layers"]
     # The first node is the reading of images; Size and View compute nothing, and without them the graph is a chain.
     inputs, *nodes = [row for row in rows if row[1] not in ("Size", "View")]
-    layers = tuple(layer(f"{n}.{kind}", f / 1e3, b / 1e3, out, weights, samples) for n, kind, f, b, out, weights in nodes)
+    layers = tuple(
+        layer(f"{n}.{kind}", f / 1e3, b / 1e3, out, weights, samples)
+        for n, kind, f, b, out, weights in nodes
+    )
     return ps.Profile(layers, name, inputs[4] / samples, samples, device="V100")
 
 
-def data_parallel_s(profile: ps.Profile, cluster: Cluster, samples: float, *, overlap: bool = True) -> float:
+def data_parallel_s(
+    profile: ps.Profile, cluster: Cluster, samples: float, *, overlap: bool = True
+) -> float:
     """A step of data parallelism, `samples` on each device.
 
     Gradients are added up over a ring, bucket by bucket as backwards fill them, last layer first; the network carries one bucket at a
@@ -82,7 +98,11 @@ def data_parallel_s(profile: ps.Profile, cluster: Cluster, samples: float, *, ov
     now = sum(profile.seconds("forward", samples))
     backward = profile.seconds("backward", samples)
     if not overlap:
-        return now + sum(backward) + meeting_seconds(ranks, sum(each.parameter_bytes for each in profile), cluster)
+        return (
+            now
+            + sum(backward)
+            + meeting_seconds(ranks, sum(each.parameter_bytes for each in profile), cluster)
+        )
     network = bucket = 0.0
     for index in reversed(range(len(profile))):
         now += backward[index]
@@ -93,12 +113,16 @@ def data_parallel_s(profile: ps.Profile, cluster: Cluster, samples: float, *, ov
     return max(now, network)
 
 
-def scored_plan(profile: ps.Profile, cluster: Cluster, batch: int, proposal: Proposal, **options: object) -> ps.Plan:
+def scored_plan(
+    profile: ps.Profile, cluster: Cluster, batch: int, proposal: Proposal, **options: object
+) -> ps.Plan:
     """One way to run, simulated."""
     return scored(PlanRequest(profile, cluster, batch, **options), proposal)  # type: ignore[arg-type]
 
 
-def planned(profile: ps.Profile, cluster: Cluster, batch: int, planner: str = "auto", **options: object) -> ps.Plan | None:
+def planned(
+    profile: ps.Profile, cluster: Cluster, batch: int, planner: str = "auto", **options: object
+) -> ps.Plan | None:
     """A planner's plan, or None where it has none."""
     try:
         return ps.plan(profile, cluster, batch=batch, planner=planner, budget_s=BUDGET_S, **options)
@@ -120,9 +144,7 @@ def form(plan: ps.Plan) -> str:
         return f"DP over {copies[0]}" if copies[0] > 1 else "one device"
     if set(copies) == {1}:
         return f"straight, {len(copies)} stages ({plan.schedule_name}, M={plan.micro_batches})"
-    return (
-        f"{':'.join(map(str, copies))}, cut {':'.join(map(str, plan.lengths))} ({plan.schedule_name}, M={plan.micro_batches})"
-    )
+    return f"{':'.join(map(str, copies))}, cut {':'.join(map(str, plan.lengths))} ({plan.schedule_name}, M={plan.micro_batches})"
 
 
 def cut_behind(profile: ps.Profile, word: str) -> tuple[int, int]:

@@ -38,7 +38,13 @@ NAMES = {"gpipe": "GPipe", "1f1b": "DAPPLE"}
 
 
 def blocks(
-    name: str, count: int, seconds: tuple[float, float], out: float, weights: int, embedding: int, samples: int
+    name: str,
+    count: int,
+    seconds: tuple[float, float],
+    out: float,
+    weights: int,
+    embedding: int,
+    samples: int,
 ) -> ps.Profile:
     """An embedding and `count` equal blocks."""
     first = layer("embedding", 6e-5, 0.0, out, embedding, samples)
@@ -55,11 +61,20 @@ def profile(name: str) -> ps.Profile:
         return blocks(name, 36, (3.4e-3, 4.9e-3), 2e6, 52_000_000, 131_000_000, 1)
     if name == "ResNet-50":
         return analytic("resnet50", "V100", 128)
-    return table_profile("dapple_" + name.replace("-", "").lower(), {"VGG-19": 32, "GNMT-16": 64, "AmoebaNet-36": 1}[name])
+    return table_profile(
+        "dapple_" + name.replace("-", "").lower(),
+        {"VGG-19": 32, "GNMT-16": 64, "AmoebaNet-36": 1}[name],
+    )
 
 
 #: Where a published cut, in layers with weights or blocks, stands in our chains: layers before the boundary.
-CUTS = {"VGG-19": 20, "GNMT-16": {9: 10}, "BERT-48": {23: 24}, "XLNet-36": {18: 19}, "AmoebaNet-36": {24: 29, 27: 32}}
+CUTS = {
+    "VGG-19": 20,
+    "GNMT-16": {9: 10},
+    "BERT-48": {23: 24},
+    "XLNet-36": {18: 19},
+    "AmoebaNet-36": {24: 29, 27: 32},
+}
 
 
 def published_proposals(name: str, plan: Published) -> list[Proposal]:
@@ -98,13 +113,21 @@ def weighed(name: str, config: str, plan: Published) -> Weighed:
         published: float | None = best_of(request, published_proposals(name, plan)).predicted.step_s
     except PenstockError:
         published = None
-    dapple, pipedream = (planned(profile(name), cluster, batch, planner) for planner in ("dapple", "pipedream"))
-    return Weighed(published, dapple, pipedream, data_parallel_s(profile(name), cluster, batch / cluster.ranks))
+    dapple, pipedream = (
+        planned(profile(name), cluster, batch, planner) for planner in ("dapple", "pipedream")
+    )
+    return Weighed(
+        published, dapple, pipedream, data_parallel_s(profile(name), cluster, batch / cluster.ranks)
+    )
 
 
 def words(plan: Published) -> str:
     """A published plan in the paper's form."""
-    return plan if isinstance(plan, str) else f"{':'.join(map(str, plan[0]))} split {':'.join(map(str, plan[1]))}"
+    return (
+        plan
+        if isinstance(plan, str)
+        else f"{':'.join(map(str, plan[0]))} split {':'.join(map(str, plan[1]))}"
+    )
 
 
 def plans(report: Callable[[str], None]) -> list[Section]:
@@ -166,11 +189,15 @@ def _plan_misses(rows: list[Row]) -> tuple[str, ...]:
     )
 
 
-def bert_step(system: str, micro_batches: int, recompute: str, pace: float = 1.0, fixed_s: float = 0.0) -> float:
+def bert_step(
+    system: str, micro_batches: int, recompute: str, pace: float = 1.0, fixed_s: float = 0.0
+) -> float:
     """Seconds of a step of BERT-48 on two devices at 25 Gb/s, from DAPPLE's costs of its blocks, slower by `pace`, and `fixed_s` a batch."""
     forward, backward, hop = 24 * 2.69e-3, 24 * 4.47e-3, 50e-6 + 4_325_376 / 3.125e9
     costs = ps.Costs(forward=forward * pace, backward=backward * pace, transfer=hop, update=fixed_s)
-    return ps.simulate(ps.schedule(system, stages=2, micro_batches=micro_batches), costs, recompute=recompute).makespan
+    return ps.simulate(
+        ps.schedule(system, stages=2, micro_batches=micro_batches), costs, recompute=recompute
+    ).makespan
 
 
 def bert_bytes(system: str, micro_batches: int, weights: float, activations: float) -> float:
@@ -182,7 +209,9 @@ def bert_bytes(system: str, micro_batches: int, weights: float, activations: flo
 
 def throughput() -> list[Section]:
     """BERT-48 on two stages."""
-    plain = [Row(_case(key), paper, 2 * key[1] / bert_step(*key)) for key, (paper, _) in BERT.items()]
+    plain = [
+        Row(_case(key), paper, 2 * key[1] / bert_step(*key)) for key, (paper, _) in BERT.items()
+    ]
     # Two unknowns, two numbers: seconds at M = 16 and 8 are (M + 1) x pace x stage + fixed, but for the hops.
     pace, fixed = _fit_pace()
     again = [
@@ -194,7 +223,11 @@ def throughput() -> list[Section]:
         Row(f"{_case(key)}, GB", paper, bert_bytes(*key[:2], weights, activations), fitted=key[1] == 2)
         for key, (_, paper) in BERT.items() if key[2] == "never"
     ]  # fmt: skip
-    gain = Row("DAPPLE M=16 over GPipe M=2 (GPipe's largest)", 1.604, plain[3].ours / plain[0].ours if plain[0].ours else None)
+    gain = Row(
+        "DAPPLE M=16 over GPipe M=2 (GPipe's largest)",
+        1.604,
+        plain[3].ours / plain[0].ours if plain[0].ours else None,
+    )
     fits = max(m for m in range(1, 33) if bert_bytes("gpipe", m, weights, activations) <= 16)
     gain_again = Row(
         "DAPPLE M=16 over GPipe M=2",

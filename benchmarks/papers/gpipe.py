@@ -26,7 +26,9 @@ RESNET101 = {"no pipeline": (118, 1, (370,), 95.862), "1": (220, 2, (370,), 81.7
 def chain_step(stages: Sequence[float], micro_batches: int, recompute: str) -> float:
     """Seconds of a step whose stages take these forwards, and twice as long for backwards; transfers are free."""
     costs = ps.Costs(forward=list(stages), backward=[2 * each for each in stages])
-    schedule = ps.schedule("gpipe", stages=len(stages), micro_batches=micro_batches, backward_order="reverse")
+    schedule = ps.schedule(
+        "gpipe", stages=len(stages), micro_batches=micro_batches, backward_order="reverse"
+    )
     return ps.simulate(schedule, costs, recompute=recompute).makespan
 
 
@@ -34,7 +36,12 @@ def gpipe_table() -> Section:
     """Equal stages, as the paper's transformer has them: what the schedule alone makes."""
     base = chain_step([1 / 2] * 2, 1, "always")
     rows = [
-        Row(f"{model}, K={k}, M={m}", paper, base / chain_step([1 / k / m] * k, m, "always"), fitted=(k, m) == (2, 1))
+        Row(
+            f"{model}, K={k}, M={m}",
+            paper,
+            base / chain_step([1 / k / m] * k, m, "always"),
+            fitted=(k, m) == (2, 1),
+        )
         for model, by_count in TABLE.items()
         for m, papers in by_count.items()
         for k, paper in zip((2, 4, 8), papers, strict=True)
@@ -63,8 +70,15 @@ def shape_table() -> Section:
     rows = []
     for m in (1, 4, 32):
         ours = chain_step([1 / 2 / m] * 2, m, "always") / chain_step([1 / 8 / m] * 8, m, "always")
-        rows += [Row(f"{model}, M={m}", by_count[m][2] / by_count[m][0], ours) for model, by_count in TABLE.items()]
-        rows += [Row(f"{model}, M={m}, on P100 (table 3)", paper, ours) for model, paper in TABLE_3.items() if m == 32]
+        rows += [
+            Row(f"{model}, M={m}", by_count[m][2] / by_count[m][0], ours)
+            for model, by_count in TABLE.items()
+        ]
+        rows += [
+            Row(f"{model}, M={m}, on P100 (table 3)", paper, ours)
+            for model, paper in TABLE_3.items()
+            if m == 32
+        ]
     return Section(
         "gpipe-shape", "GPipe: from 2 to 8 accelerators", "times", tuple(rows), ("tables 2 and 3 (LITERATURE 1 point 4)",),
         ("as above",), misses=("AmoebaNet's cells are not equal; M=1 and M=4 have other batches at K=8 than at K=2.",),
@@ -88,7 +102,9 @@ def amoebanet_table() -> Section:
             4 / chain_step([1 / n / m] * n, m, recompute),
         )
         note = f"{published:g} samples/s; batch {batch:,}, balance {':'.join(map(str, balance))}; {equal:.2f} if perfectly balanced"
-        rows.append(Row(f"n={n}, M={m}", published / AMOEBANET[first], speed, note, fitted=(n, m) == (2, 1)))
+        rows.append(
+            Row(f"n={n}, M={m}", published / AMOEBANET[first], speed, note, fitted=(n, m) == (2, 1))
+        )
     return Section(
         "torchgpipe-amoebanet", "torchgpipe, AmoebaNet-D (18, 256) on P40: speed-up over n=2, M=1", "times", tuple(rows),
         ("samples/s, batches, micro-batches, balance and checkpointing (always at M=1, else all but the last) of its benchmark",),

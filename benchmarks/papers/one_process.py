@@ -48,7 +48,9 @@ class _Run:
         self.thread_free = [0.0] * schedule.ranks
         self.device_free = [0.0] * schedule.ranks
         self.waiting: dict[Op, list[int]] = {}
-        self.turns: list[tuple[float, int, int]] = []  # (when a thread asks for the lock, rank, pieces it has done)
+        self.turns: list[
+            tuple[float, int, int]
+        ] = []  # (when a thread asks for the lock, rank, pieces it has done)
         self.started = [0.0] * schedule.ranks
 
     def seconds(self) -> float:
@@ -66,14 +68,19 @@ class _Run:
             else:
                 self._finish(rank, ended, work)
         if len(self.host_end) < len(self.schedule.ops):
-            raise ValueError(f"{len(self.schedule.ops) - len(self.host_end)} ops of {self.schedule.name} wait for ever")
+            raise ValueError(
+                f"{len(self.schedule.ops) - len(self.host_end)} ops of {self.schedule.name} wait for ever"
+            )
         return max(*self.host_end.values(), *self.device_end.values())
 
     def _op(self, rank: int) -> Op:
         return self.schedule.programs[rank][self.place[rank]]
 
     def _needs(self, op: Op) -> list[Op]:
-        return [next(each for each in group if each in self.known) for group in needs(op, self.schedule.stages)]
+        return [
+            next(each for each in group if each in self.known)
+            for group in needs(op, self.schedule.stages)
+        ]
 
     def _begin(self, rank: int) -> None:
         """Let the rank's next op ask for the lock, or wait for what it needs."""
@@ -90,9 +97,17 @@ class _Run:
     def _finish(self, rank: int, ended: float, work: Work) -> None:
         op = self._op(rank)
         self.host_end[op] = self.thread_free[rank] = ended
-        ready = max([self.device_free[rank], self.started[rank], *(self.device_end[need] for need in self._needs(op))])
+        ready = max(
+            [
+                self.device_free[rank],
+                self.started[rank],
+                *(self.device_end[need] for need in self._needs(op)),
+            ]
+        )
         # The last kernel is queued when the thread is done: no device is ahead of its thread.
-        self.device_end[op] = self.device_free[rank] = max(ready + work.device_s, ended if work.device_s else ready)
+        self.device_end[op] = self.device_free[rank] = max(
+            ready + work.device_s, ended if work.device_s else ready
+        )
         self.place[rank] += 1
         self._begin(rank)
         for other in self.waiting.pop(op, []):

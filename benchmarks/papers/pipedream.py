@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import final
 
-from common import analytic, cut_behind, data_parallel_s, form, graph_profile, planned, scored_plan, table_profile, with_network
+from common import (
+    analytic,
+    cut_behind,
+    data_parallel_s,
+    form,
+    graph_profile,
+    planned,
+    scored_plan,
+    table_profile,
+    with_network,
+)
 from side_by_side import Row, Section
 
 import penstock as ps
@@ -58,7 +68,11 @@ def profile(name: str) -> ps.Profile:
     """PipeDream's own where it is to hand, else a roofline of a V100."""
     if name in ("vgg16", "alexnet"):
         return graph_profile(name, PROFILED[name])
-    return table_profile(f"pipedream_{name}", PROFILED[name]) if name in PROFILED else analytic(name, "V100", SAMPLES[name])
+    return (
+        table_profile(f"pipedream_{name}", PROFILED[name])
+        if name in PROFILED
+        else analytic(name, "V100", SAMPLES[name])
+    )
 
 
 def cluster_of(case: Case, share: float) -> Cluster:
@@ -116,7 +130,10 @@ def _plan(case: Case, own: ps.Profile, cluster: Cluster) -> ps.Plan | None:
 def ours(case: Case) -> str:
     """What our planners take instead, with a flush after every batch, and its speed-up."""
     cluster, samples, own = cluster_of(case, 1.0), SAMPLES[case.model], profile(case.model)
-    found = [planned(own, cluster, case.devices * samples, planner) for planner in ("auto", "pipedream", "dapple")]
+    found = [
+        planned(own, cluster, case.devices * samples, planner)
+        for planner in ("auto", "pipedream", "dapple")
+    ]
     best = min((each for each in found if each is not None), key=lambda each: each.predicted.step_s)
     plain = data_parallel_s(own, cluster, samples) / (case.devices * samples)
     return f"{best.planner}: {form(best)}, {plain * best.predicted.samples_per_s:.2f}"
@@ -138,7 +155,11 @@ def sections(report: Callable[[str], None]) -> list[Section]:
         report(str(case))
         rows.append(Row(str(case), case.paper, speed_up(case), ours(case)))
     share = fitted_share()
-    again = [Row(str(case), case.paper, speed_up(case, share), fitted=case is CASES[0]) for case in CASES if case.devices > 4]
+    again = [
+        Row(str(case), case.paper, speed_up(case, share), fitted=case is CASES[0])
+        for case in CASES
+        if case.devices > 4
+    ]
     return [
         Section(
             "pipedream",

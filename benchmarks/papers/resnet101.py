@@ -29,7 +29,9 @@ def profile(device: Device) -> ps.Profile:
 
 def cut(balance: tuple[int, ...], layers: int) -> list[int]:
     """torchgpipe's balance on our chain: its boundaries at the nearest block's."""
-    places = [BEFORE + round((boundary - BEFORE) / IN_BLOCK) for boundary in accumulate(balance)][:-1]
+    places = [BEFORE + round((boundary - BEFORE) / IN_BLOCK) for boundary in accumulate(balance)][
+        :-1
+    ]
     return [b - a for a, b in pairwise([0, *places, layers])]
 
 
@@ -39,18 +41,33 @@ def resnet_table(published: Mapping[str, Published], device: Device) -> Section:
     for case, (batch, micro_batches, balance, paper) in published.items():
         stages = len(balance)
         cluster = ps.cluster("torchgpipe").on(range(stages))
-        schedule = ps.schedule("gpipe", stages=stages, micro_batches=micro_batches, backward_order="reverse")
+        schedule = ps.schedule(
+            "gpipe", stages=stages, micro_batches=micro_batches, backward_order="reverse"
+        )
         lengths = cut(balance, len(own))
         costs = place_costs(
-            stage_costs(own, lengths, batch / micro_batches, cluster, micro_batches=micro_batches), schedule, cluster
+            stage_costs(own, lengths, batch / micro_batches, cluster, micro_batches=micro_batches),
+            schedule,
+            cluster,
         )
         recompute = "never" if case == "no pipeline" else "except_last"
         step = ps.simulate(schedule, costs, recompute=recompute).makespan
         name = case if case == "no pipeline" else f"{case} partition{'s' * (stages > 1)}"
-        rows.append(Row(name, paper, batch / step, f"batch {batch:,} in {micro_batches:,}, cut {':'.join(map(str, lengths))}"))
+        rows.append(
+            Row(
+                name,
+                paper,
+                batch / step,
+                f"batch {batch:,} in {micro_batches:,}, cut {':'.join(map(str, lengths))}",
+            )
+        )
     base = rows[0]
     rows += [
-        Row(f"{row.case}, times no pipeline", (row.paper or 0) / (base.paper or 1), (row.ours or 0) / (base.ours or 1))
+        Row(
+            f"{row.case}, times no pipeline",
+            (row.paper or 0) / (base.paper or 1),
+            (row.ours or 0) / (base.ours or 1),
+        )
         for row in rows[1:]
     ]
     return Section(

@@ -71,12 +71,16 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    given.out.write_text(json.dumps({"machine": machine, "papers": results}, indent=1) + "\n", encoding="utf-8")
+    given.out.write_text(
+        json.dumps({"machine": machine, "papers": results}, indent=1) + "\n", encoding="utf-8"
+    )
     shown = {paper: [Section.of(data) for data in sections] for paper, sections in results.items()}
     print(page([each for paper in papers for each in shown[paper]]))
     if given.page.exists():
         everything = page([each for sections in shown.values() for each in sections])
-        given.page.write_text(rewritten(given.page.read_text(encoding="utf-8"), everything), encoding="utf-8")
+        given.page.write_text(
+            rewritten(given.page.read_text(encoding="utf-8"), everything), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

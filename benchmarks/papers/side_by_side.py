@@ -49,7 +49,10 @@ class Section:
     @classmethod
     def of(cls, data: dict[str, Any]) -> Section:
         """What `data` gave."""
-        rows = tuple(Row(**{key: value for key, value in row.items() if key != "ratio"}) for row in data["rows"])
+        rows = tuple(
+            Row(**{key: value for key, value in row.items() if key != "ratio"})
+            for row in data["rows"]
+        )
         told = {key: tuple(data[key]) for key in ("published", "assumed", "fitted", "misses")}
         return cls(data["name"], data["title"], data["unit"], rows, **told)
 
@@ -67,7 +70,12 @@ class Section:
     def data(self) -> dict[str, Any]:
         """For results.json."""
         rows = [
-            {**asdict(row), "ratio": rounded(row.ratio), "paper": rounded(row.paper), "ours": rounded(row.ours)}
+            {
+                **asdict(row),
+                "ratio": rounded(row.ratio),
+                "paper": rounded(row.paper),
+                "ours": rounded(row.ours),
+            }
             for row in self.rows
         ]
         return {**asdict(self), "rows": rows, "summary": self.summary()}
@@ -78,13 +86,21 @@ class Section:
         beside = any(row.paper is not None for row in self.rows)
         head = [
             "case",
-            *([f"paper ({self.unit})", "ours", "ours / paper"] if beside else [f"ours ({self.unit})"]),
+            *(
+                [f"paper ({self.unit})", "ours", "ours / paper"]
+                if beside
+                else [f"ours ({self.unit})"]
+            ),
             *(["how"] if noted else []),
         ]
         body = [
             [
                 row.case,
-                *([shown(row.paper), shown(row.ours), ratio_text(row)] if beside else [shown(row.ours)]),
+                *(
+                    [shown(row.paper), shown(row.ours), ratio_text(row)]
+                    if beside
+                    else [shown(row.ours)]
+                ),
                 *([row.note] if noted else []),
             ]
             for row in self.rows
@@ -110,7 +126,13 @@ def shown(number: float | None) -> str:
     """Three digits and a half; nothing for None."""
     if number is None:
         return "-"
-    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}" if abs(number) < 100 else f"{number:.0f}"
+    return (
+        f"{number:,.0f}"
+        if abs(number) >= 1000
+        else f"{number:.3g}"
+        if abs(number) < 100
+        else f"{number:.0f}"
+    )
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
@@ -118,6 +140,11 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     rows = [list(head), *map(list, body)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + " |" for row in rows
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        + " |"
+        for row in rows
     ]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+    return "\n".join(
+        [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+    )

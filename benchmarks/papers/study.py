@@ -22,7 +22,9 @@ from penstock.profile.roofline import PHASES, roofline
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.zoo.catalogue import model
 
-PUBLISHED = json.loads((Path(__file__).parent / "data" / "study_tables.json").read_text(encoding="utf-8"))
+PUBLISHED = json.loads(
+    (Path(__file__).parent / "data" / "study_tables.json").read_text(encoding="utf-8")
+)
 BATCH, EPOCHS, IMAGES = 128, 25, 50_000
 STEPS = EPOCHS * IMAGES / BATCH
 GPUS = (2, 4, 6, 8)
@@ -67,17 +69,29 @@ def cells() -> list[Cell]:
     for row in PUBLISHED["table3"]["rows"]:
         for library in ("torchgpipe", "fairscale"):
             for balance, by_count in row[library].items():
-                found += [Cell(library, balance, row["gpus"], int(m), pair[1]) for m, pair in by_count.items()]
+                found += [
+                    Cell(library, balance, row["gpus"], int(m), pair[1])
+                    for m, pair in by_count.items()
+                ]
     for row in PUBLISHED["table2"]["rows"]:
         for library in ("torchgpipe", "fairscale", "deepspeed"):
-            found += [Cell(library, balance, row["gpus"], 16, pair[1]) for balance, pair in row[library].items()]
-    return sorted(found, key=lambda each: (each.micro_batches, each.library, each.balance, each.gpus))
+            found += [
+                Cell(library, balance, row["gpus"], 16, pair[1])
+                for balance, pair in row[library].items()
+            ]
+    return sorted(
+        found, key=lambda each: (each.micro_batches, each.library, each.balance, each.gpus)
+    )
 
 
 @cache
 def counts() -> ModelCounts:
     """VGG-19 for 32 pixels and 100 classes in 19 layers, each with the ReLU, pool and dropout behind it, as the study cut it."""
-    whole = count(model("vgg19", device="meta", image=32, classes=100), torch.empty(1, 3, 32, 32, device="meta"), BATCH)
+    whole = count(
+        model("vgg19", device="meta", image=32, classes=100),
+        torch.empty(1, 3, 32, 32, device="meta"),
+        BATCH,
+    )
     groups: list[list[LayerCounts]] = []
     for layer in whole:
         if layer.parameters:
@@ -109,8 +123,13 @@ def profile(launch_s: float = 0.0) -> ps.Profile:
 @cache
 def lengths(gpus: int, micro_batches: int, by: str = "time") -> tuple[int, ...]:
     """The cut. By time, layers count by what they launch, as torchgpipe's balance by time finds on a host-bound model."""
-    options = {"size": {"batch": BATCH, "micro_batches": micro_batches}, "time": {"micro_batch": BATCH / micro_batches}}
-    return tuple(ps.partition(profile(1e-4 if by == "time" else 0.0), gpus, by, **options.get(by, {})))
+    options = {
+        "size": {"batch": BATCH, "micro_batches": micro_batches},
+        "time": {"micro_batch": BATCH / micro_batches},
+    }
+    return tuple(
+        ps.partition(profile(1e-4 if by == "time" else 0.0), gpus, by, **options.get(by, {}))
+    )
 
 
 def launches(cut: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -133,7 +152,10 @@ def device_seconds(cut: Sequence[int], samples: float) -> list[tuple[float, floa
     """Per stage, what a forward and a backward take of the device."""
     forward, backward = (profile().seconds(phase, samples) for phase in ("forward", "backward"))
     ends = [sum(cut[: stage + 1]) for stage in range(len(cut))]
-    return [(sum(forward[end - n : end]), sum(backward[end - n : end])) for n, end in zip(cut, ends, strict=True)]
+    return [
+        (sum(forward[end - n : end]), sum(backward[end - n : end]))
+        for n, end in zip(cut, ends, strict=True)
+    ]
 
 
 @cache
@@ -159,7 +181,11 @@ def one_process_step(cell: Cell, host: Host, *, always: bool = False) -> float:
             ops, seconds = forward, f
         else:
             ops, seconds = backward + (update if m > 1 else 0) + forward * again, b + f * again
-        return Work(ops * host.launch_s * host.locked + host.task_s, ops * host.launch_s * (1 - host.locked), seconds)
+        return Work(
+            ops * host.launch_s * host.locked + host.task_s,
+            ops * host.launch_s * (1 - host.locked),
+            seconds,
+        )
 
     return makespan(one_process_schedule(cell.gpus, m), work)
 
@@ -178,7 +204,10 @@ def process_each_step(cell: Cell, engine: Engine) -> float:
     m = cell.micro_batches
     cut = lengths(cell.gpus, m)
     launched, devices = launches(cut), device_seconds(cut, BATCH / m)
-    forward = [max(n * engine.launch_s, f) + engine.task_s for (n, _, _), (f, _) in zip(launched, devices, strict=True)]
+    forward = [
+        max(n * engine.launch_s, f) + engine.task_s
+        for (n, _, _), (f, _) in zip(launched, devices, strict=True)
+    ]
     backward = [
         max((n + again + tensors) * engine.launch_s, b + f) + engine.task_s
         for (again, n, tensors), (f, b) in zip(launched, devices, strict=True)
@@ -210,7 +239,10 @@ def host_residual(fitted_to: Sequence[Cell]) -> Callable[[Sequence[float]], floa
     def residual(values: Sequence[float]) -> float:
         if values[1] > 1:
             return math.inf
-        return sum(math.log(STEPS * one_process_step(cell, Host(*values)) / cell.seconds) ** 2 for cell in fitted_to)
+        return sum(
+            math.log(STEPS * one_process_step(cell, Host(*values)) / cell.seconds) ** 2
+            for cell in fitted_to
+        )
 
     return residual
 
@@ -219,7 +251,10 @@ def engine_residual(fitted_to: Sequence[Cell]) -> Callable[[Sequence[float]], fl
     """The same for DeepSpeed's two numbers."""
 
     def residual(values: Sequence[float]) -> float:
-        return sum(math.log(STEPS * process_each_step(cell, Engine(*values)) / cell.seconds) ** 2 for cell in fitted_to)
+        return sum(
+            math.log(STEPS * process_each_step(cell, Engine(*values)) / cell.seconds) ** 2
+            for cell in fitted_to
+        )
 
     return residual
 
@@ -230,15 +265,28 @@ def sections(report: Callable[[str], None]) -> list[Section]:
     ours = cells()
     one = [cell for cell in ours if cell.library != "deepspeed"]
     many = [cell for cell in ours if cell.library == "deepspeed"]
-    one_fit = [cell for cell in one if (cell.library, cell.balance, cell.micro_batches) == ("torchgpipe", "time", 16)]
+    one_fit = [
+        cell
+        for cell in one
+        if (cell.library, cell.balance, cell.micro_batches) == ("torchgpipe", "time", 16)
+    ]
     many_fit = [cell for cell in many if cell.balance == "uniform" and cell.gpus in (2, 8)]
     report("fit of a host that all devices share")
     host = Host(*fit(host_residual(one_fit), (1e-4, 0.1, 1e-3)))
     engine = Engine(*fit(engine_residual(many_fit), (1e-4, 1e-3)))
     report("56 cells")
-    one_rows = [Row(str(cell), cell.seconds, STEPS * one_process_step(cell, host), fitted=cell in one_fit) for cell in one]
+    one_rows = [
+        Row(str(cell), cell.seconds, STEPS * one_process_step(cell, host), fitted=cell in one_fit)
+        for cell in one
+    ]
     many_rows = [
-        Row(str(cell), cell.seconds, STEPS * process_each_step(cell, engine), fitted=cell in many_fit) for cell in many
+        Row(
+            str(cell),
+            cell.seconds,
+            STEPS * process_each_step(cell, engine),
+            fitted=cell in many_fit,
+        )
+        for cell in many
     ]
     return [_one_process_section(one_rows, host), _engine_section(many_rows, engine)]
 
@@ -256,13 +304,18 @@ ASSUMED = (
         "whose gradient is added to; two for each at the update)"
     ),
     "what the A100 itself takes: its roofline in tf32, 6 ms for a whole batch of 128: the host is what counts",
-    ("every cut is the most even one by launches, as the published example nearly is: it comes out as 2:2:3:2:2:2:3:3"),
+    (
+        "every cut is the most even one by launches, as the published example nearly is: it comes out as 2:2:3:2:2:2:3:3"
+    ),
 )
 
 
 def _one_process_section(rows: list[Row], host: Host) -> Section:
     off = lengths(8, 16, "size")
-    by_gpus = {gpus: sum(row.ours or 0 for row in rows if row.case.endswith(f"M=16, {gpus} GPUs")) for gpus in GPUS}
+    by_gpus = {
+        gpus: sum(row.ours or 0 for row in rows if row.case.endswith(f"M=16, {gpus} GPUs"))
+        for gpus in GPUS
+    }
     best = min(by_gpus, key=lambda gpus: by_gpus[gpus])
     return Section(
         "study", "The study, tables 2 and 3: torchgpipe and FairScale, one Python process", "s", tuple(rows), PUBLISHED_INPUTS,

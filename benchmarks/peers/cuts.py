@@ -29,7 +29,16 @@ def _profile(workload: str) -> ps.Profile:
     made, (x, y) = nn.Sequential(*layers_of(WORKLOADS[workload].make())), first_batch(workload)
     samples = WORKLOADS[workload].samples
     sizes = sorted({max(2, samples // parts) for parts in (2, 4, 16)})
-    return ps.profile(made, x, sizes=sizes, repeats=3, threads=1, loss=WORKLOADS[workload].loss, targets=y, together=True)
+    return ps.profile(
+        made,
+        x,
+        sizes=sizes,
+        repeats=3,
+        threads=1,
+        loss=WORKLOADS[workload].loss,
+        targets=y,
+        together=True,
+    )
 
 
 def _link() -> Link:
@@ -75,11 +84,16 @@ def link(anew: bool) -> Link:
 
 def cuts_of(cell: Cell, profile: ps.Profile) -> Cuts:
     """By the slowest stage, at the cell's micro-batches."""
-    samples, layers = WORKLOADS[cell.workload].samples, len(layers_of(WORKLOADS[cell.workload].make()))
+    samples, layers = (
+        WORKLOADS[cell.workload].samples,
+        len(layers_of(WORKLOADS[cell.workload].make())),
+    )
     assert layers == len(profile)
 
     def cut(stages: int) -> tuple[int, ...]:
-        lengths = tuple(ps.partition(profile, stages, by="bottleneck", micro_batch=samples / cell.micro_batches))
+        lengths = tuple(
+            ps.partition(profile, stages, by="bottleneck", micro_batch=samples / cell.micro_batches)
+        )
         # A stage without weights has nothing to give an optimizer, which some peers refuse: then all stages have as many layers.
         firsts = [sum(lengths[:stage]) for stage in range(stages)]
         bare = any(not any(layer.parameters for layer in profile.layers[first : first + length])

@@ -29,7 +29,11 @@ def environments(given: Iterable[str], peers: Iterable[str]) -> dict[str, Path]:
 
 def install(systems: Mapping[str, System], peers: Iterable[str]) -> None:
     """Put peers' packages into folders of their own. torch is the one that is there, so they bring none."""
-    wanted = {system.peer: system.packages for system in systems.values() if system.packages and system.peer in peers}
+    wanted = {
+        system.peer: system.packages
+        for system in systems.values()
+        if system.packages and system.peer in peers
+    }
     for peer, packages in wanted.items():
         folder = FOLDERS / peer
         print(f"installing {' '.join(packages)} into {folder}", flush=True)

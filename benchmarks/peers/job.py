@@ -56,7 +56,9 @@ class Job:
         start = sum(lengths[:index])
         return nn.Sequential(*self.layers(start, start + lengths[index]))
 
-    def boundary(self, index: int, lengths: tuple[int, ...] | None = None, *, micro: bool = True) -> Tensor:
+    def boundary(
+        self, index: int, lengths: tuple[int, ...] | None = None, *, micro: bool = True
+    ) -> Tensor:
         """A tensor without memory, as stage `index` gets it for a micro-batch (or the batch); of the last index + 1, as it comes out."""
         lengths = lengths or self.spec.cuts.lengths
         x = self.batch()[0]
@@ -70,7 +72,9 @@ class Job:
         momentum = WORKLOADS[self.cell.workload].momentum
         made = torch.optim.SGD(list(parameters), lr=LEARNING_RATE, momentum=momentum)
         if self.spec.gradients:
-            handle = made.register_step_pre_hook(lambda optimizer, *_: (self.check(optimizer), handle.remove(), None)[-1])
+            handle = made.register_step_pre_hook(
+                lambda optimizer, *_: (self.check(optimizer), handle.remove(), None)[-1]
+            )
         return made
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:

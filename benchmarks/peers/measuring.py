@@ -53,7 +53,9 @@ class Row:
         if not self.ratios:
             return None
         low, middle, high = (
-            statistics.quantiles(self.ratios, n=4, method="inclusive") if len(self.ratios) > 1 else self.ratios * 3
+            statistics.quantiles(self.ratios, n=4, method="inclusive")
+            if len(self.ratios) > 1
+            else self.ratios * 3
         )
         return low, middle, high
 
@@ -87,10 +89,17 @@ class Bench:
     realtime: bool = False
 
     def measure(
-        self, cell: Cell, cuts: Cuts, chosen: Sequence[System], files: tuple[Path, Path], names: set[str]
+        self,
+        cell: Cell,
+        cuts: Cuts,
+        chosen: Sequence[System],
+        files: tuple[Path, Path],
+        names: set[str],
     ) -> tuple[list[Row], Bound]:
         """All rows, and the bound. Those that do not run have a note why."""
-        run = _Run(self, cell, cuts, files, names, {system.name: Row(system.name) for system in chosen})
+        run = _Run(
+            self, cell, cuts, files, names, {system.name: Row(system.name) for system in chosen}
+        )
         try:
             run.all(chosen)
         finally:
@@ -124,7 +133,9 @@ class _Run:
                 stay = [name for name in group if name in (OURS, "bound")]
                 self.end([name for name in group if name not in stay])
                 group = stay
-        if any(name not in (OURS, "bound") for name in group) or not any(row.seconds for row in self.rows.values()):
+        if any(name not in (OURS, "bound") for name in group) or not any(
+            row.seconds for row in self.rows.values()
+        ):
             self._rounds(group)
 
     def end(self, names: list[str]) -> None:
@@ -152,7 +163,8 @@ class _Run:
             self._broke(system.name, error)
             return False
         self.bench.say(
-            f"{self.cell}: {system.name} is ready" + ("" if row.error is None else f", gradients within {row.error:.1e}")
+            f"{self.cell}: {system.name} is ready"
+            + ("" if row.error is None else f", gradients within {row.error:.1e}")
         )
         return True
 
@@ -161,7 +173,9 @@ class _Run:
         errors = {name: error for each, *_ in found for name, error in each.items()}
         lacking = self.names - set(errors)
         if lacking:
-            raise PeerBroke(f"{len(lacking)} parameters were not updated, {min(lacking)} among them")
+            raise PeerBroke(
+                f"{len(lacking)} parameters were not updated, {min(lacking)} among them"
+            )
         return max(errors.values()) / max(most for _, most, *_ in found)
 
     def _broke(self, name: str, error: Exception) -> None:
@@ -181,7 +195,11 @@ class _Run:
                 self._try(name, 2, 3)
         for _ in range(self.bench.rounds[self._long(group[0])]):
             ours = self._try(OURS, *self._steps(OURS)) if OURS in self.teams else None
-            others = [name for name in group if name != OURS and name in self.teams and not self._dropped(name)]
+            others = [
+                name
+                for name in group
+                if name != OURS and name in self.teams and not self._dropped(name)
+            ]
             for name in order.sample(others, len(others)):
                 if name == "bound":
                     self._measure_bound()
@@ -201,7 +219,12 @@ class _Run:
     def _dropped(self, name: str) -> bool:
         """Whether enough is known of a slow one."""
         slower = self.bench.slower
-        return slower is not None and self._long(name) and bool(self.rows[name].ratios) and min(self.rows[name].ratios) > slower
+        return (
+            slower is not None
+            and self._long(name)
+            and bool(self.rows[name].ratios)
+            and min(self.rows[name].ratios) > slower
+        )
 
     def _steps(self, name: str) -> tuple[int, int]:
         """Steps that do not count, and steps that do."""
@@ -212,7 +235,9 @@ class _Run:
         """Seconds of a step, the median of some. A step ends when the last rank is through."""
         team, row = self.teams[name], self.rows[name]
         try:
-            found = team.tell("run", [(warm, steps)] * team.ranks, 60 + 20 * (warm + steps) * self.pace[name])
+            found = team.tell(
+                "run", [(warm, steps)] * team.ranks, 60 + 20 * (warm + steps) * self.pace[name]
+            )
         except PeerBroke as error:
             self._broke(name, error)
             return None
@@ -227,14 +252,28 @@ class _Run:
     def _measure_bound(self) -> None:
         team, cores = self.teams["bound"], len(os.sched_getaffinity(0))
         warm, steps = self._steps("bound")
-        groups = [list(range(first, min(first + cores, team.ranks))) for first in range(0, team.ranks, cores)]
-        for kept, sets in ((self.bound.alone_s, [[rank] for rank in range(team.ranks)]), (self.bound.together_s, groups)):
-            found = [answer for told in sets for answer in team.tell("run", [(warm, steps)] * team.ranks, 300, told)]
-            kept.append(bound_s([_medians(answer) for answer in found], self.cell.micro_batches, cores))
+        groups = [
+            list(range(first, min(first + cores, team.ranks)))
+            for first in range(0, team.ranks, cores)
+        ]
+        for kept, sets in (
+            (self.bound.alone_s, [[rank] for rank in range(team.ranks)]),
+            (self.bound.together_s, groups),
+        ):
+            found = [
+                answer
+                for told in sets
+                for answer in team.tell("run", [(warm, steps)] * team.ranks, 300, told)
+            ]
+            kept.append(
+                bound_s([_medians(answer) for answer in found], self.cell.micro_batches, cores)
+            )
 
 
 def _medians(answer: dict[str, Any]) -> tuple[float, float, float]:
-    forward, backward, update = (statistics.median(column) for column in zip(*answer["parts"], strict=True))
+    forward, backward, update = (
+        statistics.median(column) for column in zip(*answer["parts"], strict=True)
+    )
     return forward, backward, update
 
 

@@ -38,10 +38,19 @@ class Nursery:
 
     def __init__(self, system: System, folder: Path | None, log: Path) -> None:
         paths = [str(folder)] if folder else []
-        paths += [str(HERE), *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
+        paths += [
+            str(HERE),
+            *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path),
+        ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
                        **dict(system.variables)}  # fmt: skip
-        command = [sys.executable, "-P", str(HERE / "rank.py"), json.dumps(system.imports), str(os.getpid())]
+        command = [
+            sys.executable,
+            "-P",
+            str(HERE / "rank.py"),
+            json.dumps(system.imports),
+            str(os.getpid()),
+        ]
         self.log = log
         with log.open("ab") as errors:
             self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -82,12 +91,21 @@ class Nursery:
 class Team:
     """The ranks of one system, in one cell. They sleep but while they are told something."""
 
-    def __init__(self, system: System, nursery: Nursery, cell: Cell, cuts: Cuts, files: tuple[Path, Path | None]) -> None:
+    def __init__(
+        self,
+        system: System,
+        nursery: Nursery,
+        cell: Cell,
+        cuts: Cuts,
+        files: tuple[Path, Path | None],
+    ) -> None:
         nursery.ready()
         self.system = system
         self.ranks = system.ranks(cell, cuts)
         # The store lives here, as with torchrun, on a port that the system chooses.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=120))
+        self._store = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=120)
+        )
         where = "/dev/shm" if Path("/dev/shm").is_dir() else None
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-peers-", dir=where)
         self.connections: list[Connection] = []
@@ -113,7 +131,13 @@ class Team:
                 raise PeerBroke(f"its ranks did not start: {error}") from error
             raise
 
-    def tell(self, name: str, args: list[tuple[Any, ...]], limit_s: float, only: Sequence[int] | None = None) -> list[Any]:
+    def tell(
+        self,
+        name: str,
+        args: list[tuple[Any, ...]],
+        limit_s: float,
+        only: Sequence[int] | None = None,
+    ) -> list[Any]:
         """All ranks (or only some) do something at once, each with its own arguments; what they answer, by rank.
 
         Raises:
@@ -144,7 +168,9 @@ class Team:
                 assert isinstance(connection, Connection)
                 answer = connection.recv()
                 if "error" in answer:
-                    raise PeerBroke(f"rank {waiting[connection]}, {name}: {answer['error']}\n{answer['traceback']}")
+                    raise PeerBroke(
+                        f"rank {waiting[connection]}, {name}: {answer['error']}\n{answer['traceback']}"
+                    )
                 answers[waiting.pop(connection)] = answer["value"]
         return [answers[rank] for rank in told]
 

@@ -41,19 +41,28 @@ def main() -> None:
     try:
         # The last three are what every rank needs before its first step: an optimizer loads torch._dynamo, whoever makes it.
         modules = [
-            importlib.import_module(name) for name in [*json.loads(sys.argv[1]), "torch._dynamo", "job", "adapters.catalogue"]
+            importlib.import_module(name)
+            for name in [*json.loads(sys.argv[1]), "torch._dynamo", "job", "adapters.catalogue"]
         ]
         importlib.import_module("adapters.catalogue").systems()
     except ImportError as error:
         print(
-            json.dumps({"missing": error.name if isinstance(error, ModuleNotFoundError) else str(error)}),
+            json.dumps(
+                {"missing": error.name if isinstance(error, ModuleNotFoundError) else str(error)}
+            ),
             file=answers,
             flush=True,
         )
         return
-    versions = {module.__name__: str(module.__version__) for module in modules if hasattr(module, "__version__")}
+    versions = {
+        module.__name__: str(module.__version__)
+        for module in modules
+        if hasattr(module, "__version__")
+    }
     print(json.dumps({"versions": versions}), file=answers, flush=True)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for ranks: let the system clear them away
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_IGN
+    )  # nobody waits for ranks: let the system clear them away
     me = os.getpid()
     for line in sys.stdin:
         if os.fork() == 0:
@@ -82,7 +91,10 @@ def serve(connection: Connection) -> None:
         try:
             answer = {"value": getattr(served, name)(*args)}
         except Exception as error:  # noqa: BLE001 - the benchmark reports it and goes on
-            answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300], "traceback": traceback.format_exc()}
+            answer = {
+                "error": f"{type(error).__name__}: {error}".splitlines()[0][:300],
+                "traceback": traceback.format_exc(),
+            }
         connection.send(answer)
 
 
@@ -114,7 +126,9 @@ class Served:
         In real time, now and later, nothing else on the host gets in the way.
         """
         for thread in Path("/proc/self/task").iterdir() if realtime else ():
-            os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(1))  # threads to come inherit it
+            os.sched_setscheduler(
+                int(thread.name), os.SCHED_RR, os.sched_param(1)
+            )  # threads to come inherit it
         start = time.perf_counter()
         self.step()
         seconds = time.perf_counter() - start

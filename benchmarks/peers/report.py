@@ -21,7 +21,9 @@ COARSE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 10, 20,
 
 def record(cell: Cell, cuts: Cuts, rows: Sequence[Row], bound: Bound) -> dict[str, Any]:
     """One cell of results.json."""
-    alone, together = (statistics.median(times) if times else None for times in (bound.alone_s, bound.together_s))
+    alone, together = (
+        statistics.median(times) if times else None for times in (bound.alone_s, bound.together_s)
+    )
     return {
         "workload": cell.workload,
         "stages": cell.stages,
@@ -29,7 +31,9 @@ def record(cell: Cell, cuts: Cuts, rows: Sequence[Row], bound: Bound) -> dict[st
         "lengths": list(cuts.lengths),
         "lengths_of_halves": list(cuts.halves or ()),
         "bound_ms": {"alone": _ms(alone), "together": _ms(together)},
-        "systems": {row.system: _row(row, alone, together) for row in rows if row.system != "bound"},
+        "systems": {
+            row.system: _row(row, alone, together) for row in rows if row.system != "bound"
+        },
     }
 
 
@@ -40,13 +44,23 @@ def _ms(seconds: float | None) -> float | None:
 def _row(row: Row, alone: float | None, together: float | None) -> dict[str, Any]:
     if not row.seconds:
         return {"note": row.note}
-    found: dict[str, Any] = {"step_ms": _ms(row.step_s), "step_ms_by_round": [_ms(seconds) for seconds in row.seconds]}
+    found: dict[str, Any] = {
+        "step_ms": _ms(row.step_s),
+        "step_ms_by_round": [_ms(seconds) for seconds in row.seconds],
+    }
     if row.ratio:
         found["ratio"] = dict(
-            zip(("lower_quartile", "median", "upper_quartile"), (round(part, 3) for part in row.ratio), strict=True)
+            zip(
+                ("lower_quartile", "median", "upper_quartile"),
+                (round(part, 3) for part in row.ratio),
+                strict=True,
+            )
         )
     if alone and together:
-        found["efficiency"] = {"alone": round(alone / row.step_s, 3), "together": round(together / row.step_s, 3)}
+        found["efficiency"] = {
+            "alone": round(alone / row.step_s, 3),
+            "together": round(together / row.step_s, 3),
+        }
     found["peak_bytes_by_process"] = row.peaks
     if row.whole_peaks:
         found["peaks_with_making"] = True
@@ -74,12 +88,20 @@ def table(found: Mapping[str, Any]) -> str:
             [peak / 2**20 for peak in row["peak_bytes_by_process"]],
         )
         middle = f"{ratio['median']:.2f}" if ratio else "-"
-        spread = f"{ratio['lower_quartile']:.2f} - {ratio['upper_quartile']:.2f}" if ratio and name != OURS else ""
-        shares = [f"{efficiency[kind]:.1%}" if efficiency else "-" for kind in ("alone", "together")]
+        spread = (
+            f"{ratio['lower_quartile']:.2f} - {ratio['upper_quartile']:.2f}"
+            if ratio and name != OURS
+            else ""
+        )
+        shares = [
+            f"{efficiency[kind]:.1%}" if efficiency else "-" for kind in ("alone", "together")
+        ]
         error = f"{row['gradient_error']:.0e}" if "gradient_error" in row else "-"
         lines.append(f"  {name:24}{row['step_ms']:>10.2f}{middle:>9}{spread:>15}{shares[0]:>10}{shares[1]:>10}"
                      f"{max(peaks):>10.0f}{sum(peaks):>12.0f}{error:>11}" + (f"  {row['note']}" if "note" in row else ""))  # fmt: skip
-    lines += [f"  {name:24}{row['note']}" for name, row in found["systems"].items() if name not in done]
+    lines += [
+        f"  {name:24}{row['note']}" for name, row in found["systems"].items() if name not in done
+    ]
     return "\n".join(lines)
 
 
@@ -90,9 +112,17 @@ def picture(cells: Sequence[Mapping[str, Any]], path: Path) -> None:
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
-    panels = {name: list(rows) for name, rows in itertools.groupby(cells, key=lambda cell: cell["workload"])}
+    panels = {
+        name: list(rows)
+        for name, rows in itertools.groupby(cells, key=lambda cell: cell["workload"])
+    }
     names = sorted(
-        dict.fromkeys(name for cell in cells for name, row in cell["systems"].items() if "ratio" in row and name != OURS),
+        dict.fromkeys(
+            name
+            for cell in cells
+            for name, row in cell["systems"].items()
+            if "ratio" in row and name != OURS
+        ),
         key=_peer_place,
     )
     if not names:
@@ -102,7 +132,11 @@ def picture(cells: Sequence[Mapping[str, Any]], path: Path) -> None:
     width = 0.86 / len(names)
     for axis, (workload, rows) in zip(axes[:, 0], panels.items(), strict=True):
         for place, name in enumerate(names):
-            at = [(x, row["systems"][name]["ratio"]) for x, row in enumerate(rows) if "ratio" in row["systems"].get(name, {})]
+            at = [
+                (x, row["systems"][name]["ratio"])
+                for x, row in enumerate(rows)
+                if "ratio" in row["systems"].get(name, {})
+            ]
             xs = [x + (place - (len(names) - 1) / 2) * width for x, _ in at]
             middles = [ratio["median"] for _, ratio in at]
             spread = [[ratio["median"] - ratio["lower_quartile"] for _, ratio in at],
@@ -114,14 +148,21 @@ def picture(cells: Sequence[Mapping[str, Any]], path: Path) -> None:
                 axis.errorbar(xs, middles, yerr=spread, fmt="none", ecolor="black", elinewidth=0.6)
         axis.set_yscale("log", base=2)
         axis.minorticks_off()
-        found = [row["systems"][name]["ratio"] for row in rows for name in names if "ratio" in row["systems"].get(name, {})]
+        found = [
+            row["systems"][name]["ratio"]
+            for row in rows
+            for name in names
+            if "ratio" in row["systems"].get(name, {})
+        ]
         bottom = 0.92 * min([0.85, *(ratio["lower_quartile"] for ratio in found)])
         top = 1.08 * max([1.3, *(ratio["upper_quartile"] for ratio in found)])
         ticks = [tick for tick in (COARSE if top > 5 * bottom else FINE) if bottom < tick < top]
         axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set_ylim(bottom, top)
         axis.axhline(1, color=COLOURS["penstock"], linewidth=1)
-        axis.set_xticks(range(len(rows)), [f"{row['stages']} ranks, M = {row['micro_batches']}" for row in rows])
+        axis.set_xticks(
+            range(len(rows)), [f"{row['stages']} ranks, M = {row['micro_batches']}" for row in rows]
+        )
         axis.set_xlim(-0.5, len(rows) - 0.5)
         axis.grid(axis="y", color="#dddddd", linewidth=0.5)
         axis.set_axisbelow(True)

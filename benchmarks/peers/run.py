@@ -68,23 +68,59 @@ def chosen(found: dict[str, System], wanted: Sequence[str] | None) -> list[Syste
 
 def words() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="may be given several times")
-    parser.add_argument("--stages", action="append", type=int, help="numbers of stages, 2 and 4 by default")
-    parser.add_argument("--micro-batches", action="append", type=int, help="numbers of micro-batches")
-    parser.add_argument("--rounds", type=int, help="5 by default, 3 where a step takes long; 2 and 1 with --quick")
-    parser.add_argument("--peers", help="only these, with commas between: names of peers or of systems")
-    parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} cells, few rounds; writes quick.json, quick.png")
-    parser.add_argument("--full", action="store_true", help="all workloads, stages and numbers of micro-batches")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workload", action="append", choices=list(WORKLOADS), help="may be given several times"
+    )
+    parser.add_argument(
+        "--stages", action="append", type=int, help="numbers of stages, 2 and 4 by default"
+    )
+    parser.add_argument(
+        "--micro-batches", action="append", type=int, help="numbers of micro-batches"
+    )
+    parser.add_argument(
+        "--rounds", type=int, help="5 by default, 3 where a step takes long; 2 and 1 with --quick"
+    )
+    parser.add_argument(
+        "--peers", help="only these, with commas between: names of peers or of systems"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"{len(QUICK)} cells, few rounds; writes quick.json, quick.png",
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="all workloads, stages and numbers of micro-batches"
+    )
     parser.add_argument("--slower", type=float, default=1.3, metavar="RATIO",
                         help="a long step beyond this ratio in a round is not measured in later ones; 0: all are")  # fmt: skip
-    parser.add_argument("--environment", action="append", default=[], metavar="PEER=PATH", help="where a peer is installed")
-    parser.add_argument("--install", action="store_true", help="install peers into .environments/, and do nothing else")
-    parser.add_argument("--measure-cuts", action="store_true", help="measure layers anew, even if that has been done here")
+    parser.add_argument(
+        "--environment",
+        action="append",
+        default=[],
+        metavar="PEER=PATH",
+        help="where a peer is installed",
+    )
+    parser.add_argument(
+        "--install",
+        action="store_true",
+        help="install peers into .environments/, and do nothing else",
+    )
+    parser.add_argument(
+        "--measure-cuts",
+        action="store_true",
+        help="measure layers anew, even if that has been done here",
+    )
     parser.add_argument("--realtime", action="store_true",
                         help="on a host that is not quiet: steps before all else (SCHED_RR; needs root); other work waits")  # fmt: skip
-    parser.add_argument("--out", type=Path, help="results.json by default; the picture goes beside it")
-    parser.add_argument("--draw", action="store_true", help="only print and draw what the results hold")
+    parser.add_argument(
+        "--out", type=Path, help="results.json by default; the picture goes beside it"
+    )
+    parser.add_argument(
+        "--draw", action="store_true", help="only print and draw what the results hold"
+    )
     return parser
 
 
@@ -104,11 +140,20 @@ def main() -> None:
         picture(shown, drawn)
         return
     wanted = cells(given)
-    if wrong := [cell for cell in wanted if cell.micro_batches < 1 or WORKLOADS[cell.workload].samples % cell.micro_batches]:
-        sys.exit(f"{wrong[0]}: micro-batches must divide the batch of {WORKLOADS[wrong[0].workload].samples} samples")
+    if wrong := [
+        cell
+        for cell in wanted
+        if cell.micro_batches < 1 or WORKLOADS[cell.workload].samples % cell.micro_batches
+    ]:
+        sys.exit(
+            f"{wrong[0]}: micro-batches must divide the batch of {WORKLOADS[wrong[0].workload].samples} samples"
+        )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     picked = chosen(found, peers)
-    started, known = time.monotonic(), environments(given.environment, {system.peer for system in found.values()})
+    started, known = (
+        time.monotonic(),
+        environments(given.environment, {system.peer for system in found.values()}),
+    )
     logs = HERE / "logs"
     logs.mkdir(exist_ok=True)
     nurseries: dict[str, Nursery] = {}
@@ -119,7 +164,12 @@ def main() -> None:
                     log = logs / f"{system.peer}.txt"
                     log.unlink(missing_ok=True)
                     nurseries[system.peer] = Nursery(system, known.get(system.peer), log)
-            results: dict[str, Any] = {"machine": {}, "versions": _versions(nurseries), "command": sys.argv[1:], "cells": []}
+            results: dict[str, Any] = {
+                "machine": {},
+                "versions": _versions(nurseries),
+                "command": sys.argv[1:],
+                "cells": [],
+            }
             log = logs / "errors.txt"
             log.unlink(missing_ok=True)
             rounds = (given.rounds,) * 2 if given.rounds else (2, 1) if given.quick else (5, 3)
@@ -131,7 +181,9 @@ def main() -> None:
         finally:
             for nursery in nurseries.values():
                 nursery.end()
-    print(f"\n{(time.monotonic() - started) / 60:.1f} minutes; results in {out}, picture in {drawn}")
+    print(
+        f"\n{(time.monotonic() - started) / 60:.1f} minutes; results in {out}, picture in {drawn}"
+    )
 
 
 def _compare(wanted: list[Cell], picked: list[System], bench: Bench, folder: Path, results: dict[str, Any],
@@ -140,7 +192,10 @@ def _compare(wanted: list[Cell], picked: list[System], bench: Bench, folder: Pat
     with ProcessPoolExecutor(1) as apart:
         import cuts
 
-        results["machine"] = {**apart.submit(cuts.machine).result(), "python": platform.python_version()}
+        results["machine"] = {
+            **apart.submit(cuts.machine).result(),
+            "python": platform.python_version(),
+        }
         found = {}
         for cell in wanted:
             found[cell] = apart.submit(cuts.found, cell, folder, anew and all(cell.workload != done.workload for done in found),

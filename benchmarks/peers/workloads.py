@@ -51,7 +51,11 @@ WORKLOADS = {
 
 def layers_of(model: nn.Sequential) -> list[nn.Module]:
     """The layers in the order of running: what a cut counts."""
-    return [layer for child in model for layer in (layers_of(child) if isinstance(child, nn.Sequential) else [child])]
+    return [
+        layer
+        for child in model
+        for layer in (layers_of(child) if isinstance(child, nn.Sequential) else [child])
+    ]
 
 
 def skeleton(workload: str) -> list[nn.Module]:

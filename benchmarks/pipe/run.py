@@ -39,7 +39,12 @@ def workload(name: str) -> tuple[nn.Sequential, Tensor, Tensor, Callable[..., Te
     torch.manual_seed(0)
     if name == "mlp":
         layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)]
-        return nn.Sequential(*layers), torch.randn(64, 64), torch.randn(64, 64), nn.functional.mse_loss
+        return (
+            nn.Sequential(*layers),
+            torch.randn(64, 64),
+            torch.randn(64, 64),
+            nn.functional.mse_loss,
+        )
     if name == "gpt":
         made = zoo_model("gpt", layers=12, width=256, heads=4, tokens=128, vocabulary=512)
         x, y = torch.randint(0, 512, (2, 32, 128))
@@ -77,7 +82,11 @@ def serve(name: str, cell: str, mode: str) -> None:
     kind = None if name == "plain" else contestant(name)
     expected: list[Tensor] = list(torch.autograd.grad(loss(model(x), y), list(model.parameters())))
     start_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    pipe: Any = model if kind is None else kind(model, balance, devices=["cpu", "cpu"], chunks=chunks, checkpoint=mode)
+    pipe: Any = (
+        model
+        if kind is None
+        else kind(model, balance, devices=["cpu", "cpu"], chunks=chunks, checkpoint=mode)
+    )
 
     def step() -> None:
         pipe.zero_grad()
@@ -106,10 +115,19 @@ class Contestant:
 
     def __init__(self, name: str, cell: str, mode: str, peers: str | None) -> None:
         self.name = name
-        path = [part for part in (peers if name in ("torchgpipe", "fairscale") else None, os.environ.get("PYTHONPATH")) if part]
+        path = [
+            part
+            for part in (
+                peers if name in ("torchgpipe", "fairscale") else None,
+                os.environ.get("PYTHONPATH"),
+            )
+            if part
+        ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, "--serve", name, cell, mode]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         self.times: list[float] = []
         self.rounds: list[float] = []
         self.facts: dict[str, float] = self._read()
@@ -118,7 +136,9 @@ class Contestant:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name} has ended, code {self._process.wait()}: its own words are above")
+            raise RuntimeError(
+                f"{self.name} has ended, code {self._process.wait()}: its own words are above"
+            )
         return json.loads(line)
 
     def train(self, steps: int) -> None:
@@ -154,7 +174,13 @@ def measure(cell: str, mode: str, names: list[str], settings: argparse.Namespace
             "to_ours_spread": [round(ratios[0], 3), round(ratios[-1], 3)],
             **{name: float(f"{value:.3g}") for name, value in each.facts.items()},
         }
-    return {"cell": cell, "checkpoint": mode, "balance": CELLS[cell][0], "chunks": CELLS[cell][1], "rows": rows}
+    return {
+        "cell": cell,
+        "checkpoint": mode,
+        "balance": CELLS[cell][0],
+        "chunks": CELLS[cell][1],
+        "rows": rows,
+    }
 
 
 def there(peers: str | None) -> list[str]:
@@ -162,11 +188,19 @@ def there(peers: str | None) -> list[str]:
     names = ["penstock", "plain"]
     for name in ("torchgpipe", "fairscale"):
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (peers, os.environ.get("PYTHONPATH"))))}
-        if subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, (peers, os.environ.get("PYTHONPATH")))),
+        }
+        if (
+            subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode
+            == 0
+        ):
             names.append(name)
         else:
-            print(f"{name} is not there: left out (pip install --target FOLDER {name}; --peers FOLDER)")
+            print(
+                f"{name} is not there: left out (pip install --target FOLDER {name}; --peers FOLDER)"
+            )
     return names
 
 
@@ -177,7 +211,9 @@ def main() -> None:
     parser.add_argument("--cells", default=",".join(CELLS))
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, help="per round; by default as many as take about a second")
+    parser.add_argument(
+        "--steps", type=int, help="per round; by default as many as take about a second"
+    )
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results.json")
     settings = parser.parse_args()
@@ -198,7 +234,9 @@ def main() -> None:
                       f"{row['gradient_error']:>15.1e}{row['more_memory_mib']:>9.0f} MiB", flush=True)  # fmt: skip
     machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__,
                "load": os.getloadavg()}  # fmt: skip
-    settings.out.write_text(json.dumps({"machine": machine, "cells": cells}, indent=1) + "\n", encoding="utf-8")
+    settings.out.write_text(
+        json.dumps({"machine": machine, "cells": cells}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

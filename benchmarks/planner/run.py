@@ -127,7 +127,11 @@ def main() -> int:
                 return 1
             rows.append(json.loads(Path(path).read_text()))
         show(rows[-1])
-    machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "torch": torch.__version__}
+    machine = {
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     if not words.only:
         words.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
         print(f"wrote {words.out}")
@@ -138,7 +142,9 @@ def show(row: dict[str, Any]) -> None:
     """One case as a table."""
     parallel = row["data_parallel_s"]
     against = f", {parallel / row['step_s']:.2f} times data parallelism" if parallel else ""
-    print(f"\n{row['model']} ({row['layers']} layers) on {row['cluster']} ({row['ranks']} ranks), batch {row['batch']}")
+    print(
+        f"\n{row['model']} ({row['layers']} layers) on {row['cluster']} ({row['ranks']} ranks), batch {row['batch']}"
+    )
     print(f"  auto: {row['plan']}")
     print(f"  {row['step_s'] * 1e3:.1f} ms a step{against}, {row['one_device_s'] / row['step_s']:.2f} times one device; lower bound "
           f"{row['lower_bound_s'] * 1e3:.1f} ms; planned in {row['seconds']:.1f} s ({row['cpu_s']:.1f} s of CPU), peak "

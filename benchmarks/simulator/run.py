@@ -32,7 +32,12 @@ SIZES = [
     ("1f1b", 256, 1024),
     ("1f1b", 512, 2048),
 ]
-BATCHES = [("1f1b", 8, 32, 5000), ("1f1b", 16, 64, 2000), ("zb-h1", 16, 64, 2000), ("1f1b", 64, 256, 200)]
+BATCHES = [
+    ("1f1b", 8, 32, 5000),
+    ("1f1b", 16, 64, 2000),
+    ("zb-h1", 16, 64, 2000),
+    ("1f1b", 64, 256, 200),
+]
 LARGEST = (1024, 4096)
 
 Row = dict[str, float | int | str]
@@ -62,7 +67,9 @@ def one_schedule(name: str, stages: int, micro_batches: int, rounds: int) -> Row
     costs = Costs(forward=rng.random(made.stages), backward=rng.random(made.stages), transfer=0.1)
     ops = ops_of(made)
     simulate(made, costs)
-    first = [seconds_of(lambda: simulate(anew(made), costs).makespan) for _ in range(max(rounds // 3, 1))]
+    first = [
+        seconds_of(lambda: simulate(anew(made), costs).makespan) for _ in range(max(rounds // 3, 1))
+    ]
     again = [seconds_of(lambda: simulate(made, costs).makespan) for _ in range(rounds)]
 
     def figures() -> None:
@@ -84,7 +91,10 @@ def many_vectors(name: str, stages: int, micro_batches: int, vectors: int, round
               "transfer": rng.random((vectors, made.stages - 1))}  # fmt: skip
     costs = [Costs(**{field: array[i] for field, array in arrays.items()}) for i in range(vectors)]
     simulate_many(made, arrays)
-    alone = [seconds_of(lambda: [simulate(made, each).makespan for each in costs]) for _ in range(max(rounds // 3, 1))]
+    alone = [
+        seconds_of(lambda: [simulate(made, each).makespan for each in costs])
+        for _ in range(max(rounds // 3, 1))
+    ]
     listed = [seconds_of(lambda: simulate_many(made, costs)) for _ in range(rounds)]
     stacked = [seconds_of(lambda: simulate_many(made, arrays)) for _ in range(rounds)]
     medians = [statistics.median(each) for each in (alone, listed, stacked)]
@@ -118,7 +128,16 @@ def cold_start() -> dict[str, float]:
         for _ in range(3):
             with tempfile.TemporaryDirectory() as empty:
                 environment = {**os.environ, "NUMBA_CACHE_DIR": empty}
-                taken.append(seconds_of(lambda: subprocess.run(words, check=True, capture_output=True, env=environment)))  # noqa: B023
+                taken.append(
+                    seconds_of(
+                        lambda: subprocess.run(
+                            words,  # noqa: B023
+                            check=True,
+                            capture_output=True,
+                            env=environment,  # noqa: B023
+                        )
+                    )
+                )
         found[f"{stages} x {micro_batches}"] = statistics.median(taken)
     return found
 
@@ -126,7 +145,13 @@ def cold_start() -> dict[str, float]:
 def table(rows: list[Row]) -> None:
     """Print rows under their names."""
     names = list(rows[0])
-    cells = [names, *([f"{row[n]:.3g}" if isinstance(row[n], float) else str(row[n]) for n in names] for row in rows)]
+    cells = [
+        names,
+        *(
+            [f"{row[n]:.3g}" if isinstance(row[n], float) else str(row[n]) for n in names]
+            for row in rows
+        ),
+    ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
@@ -137,7 +162,11 @@ def main() -> None:
     """Print all medians and write results.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--largest-only", action="store_true", help="only the largest, as JSON: run so by this script itself")
+    parser.add_argument(
+        "--largest-only",
+        action="store_true",
+        help="only the largest, as JSON: run so by this script itself",
+    )
     chosen = parser.parse_args()
     if chosen.largest_only:
         print(json.dumps(largest(*LARGEST)))
@@ -148,19 +177,32 @@ def main() -> None:
     table(singles)
     batches = [many_vectors(*batch, chosen.rounds) for batch in BATCHES]
     table(batches)
-    ran = subprocess.run([sys.executable, __file__, "--largest-only"], check=True, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, __file__, "--largest-only"], check=True, capture_output=True, text=True
+    )
     most = json.loads(ran.stdout)
     table([most])
     start = cold_start()
-    print("cold start of `penstock simulate`, seconds:", ", ".join(f"{size} {taken:.2f}" for size, taken in start.items()))
+    print(
+        "cold start of `penstock simulate`, seconds:",
+        ", ".join(f"{size} {taken:.2f}" for size, taken in start.items()),
+    )
     machine = {
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
-    results = {"machine": machine, "one_schedule": singles, "many_vectors": batches, "largest": most, "cold_start_s": start}
-    Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    results = {
+        "machine": machine,
+        "one_schedule": singles,
+        "many_vectors": batches,
+        "largest": most,
+        "cold_start_s": start,
+    }
+    Path(__file__).with_name("results.json").write_text(
+        json.dumps(results, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -34,8 +34,14 @@ def stages() -> dict[str, tuple[nn.Sequential, Tensor]]:
     """Middle stages of three kinds, with what enters them."""
     torch.manual_seed(0)
     linear = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.ReLU())))
-    blocks = nn.Sequential(*list(zoo_model("gpt", layers=4, width=256, heads=8, tokens=128, vocabulary=256, dropout=0.0))[1:-1])
-    convolutions = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Conv2d(64, 64, 3, padding=1), nn.ReLU())))
+    blocks = nn.Sequential(
+        *list(
+            zoo_model("gpt", layers=4, width=256, heads=8, tokens=128, vocabulary=256, dropout=0.0)
+        )[1:-1]
+    )
+    convolutions = nn.Sequential(
+        *(layer for _ in range(4) for layer in (nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()))
+    )
     return {
         "6 x Linear 512, ReLU; 256 samples": (linear, torch.randn(256, 512)),
         "4 GPT blocks of width 256; 4 x 128 tokens": (blocks, torch.randn(4, 128, 256)),
@@ -71,7 +77,9 @@ def halves(stage: nn.Sequential, entering: Tensor) -> tuple[float, float]:
     return first, milliseconds(lambda: weight_grad(pending[0]))
 
 
-def one_round(stage: nn.Sequential, entering: Tensor, halves_first: bool) -> tuple[float, float, float]:
+def one_round(
+    stage: nn.Sequential, entering: Tensor, halves_first: bool
+) -> tuple[float, float, float]:
     """B, I and W; in turn, so that neither is always the one that finds warm caches."""
     if halves_first:
         first, second = halves(stage, entering)
@@ -87,7 +95,12 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
         found = [one_round(stage, entering, bool(n % 2)) for n in range(rounds)][rounds // 6 :]
         b, i, w = (statistics.median(column) for column in zip(*found, strict=True))
         ratio = statistics.median((one + two) / both for both, one, two in found)
-        results[name] = {"b_ms": round(b, 3), "i_ms": round(i, 3), "w_ms": round(w, 3), "ratio": round(ratio, 3)}
+        results[name] = {
+            "b_ms": round(b, 3),
+            "i_ms": round(i, 3),
+            "w_ms": round(w, 3),
+            "ratio": round(ratio, 3),
+        }
     return results
 
 
@@ -95,7 +108,9 @@ def main() -> None:
     """Measure under both settings of glibc's allocator, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=120)
-    parser.add_argument("--here", action="store_true", help="measure in this process and print JSON")
+    parser.add_argument(
+        "--here", action="store_true", help="measure in this process and print JSON"
+    )
     words = parser.parse_args()
     if words.here:
         print(json.dumps(measure(words.rounds)))
@@ -103,12 +118,18 @@ def main() -> None:
     results = {}
     for setting, variables in ALLOCATORS.items():
         command = [sys.executable, __file__, "--here", "--rounds", str(words.rounds)]
-        ran = subprocess.run(command, env={**os.environ, **variables}, check=True, capture_output=True, text=True)
+        ran = subprocess.run(
+            command, env={**os.environ, **variables}, check=True, capture_output=True, text=True
+        )
         results[setting] = json.loads(ran.stdout.splitlines()[-1])
         for name, row in results[setting].items():
             print(f"{setting:14} {name:42} B {row['b_ms']:7.2f} ms  I {row['i_ms']:7.2f}  W {row['w_ms']:7.2f}  "
                   f"(I + W) / B {row['ratio']:.3f}")  # fmt: skip
-    machine = {"machine": platform.machine(), "torch": torch.__version__, "python": platform.python_version()}
+    machine = {
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     text = json.dumps({"machine": machine, "rounds": words.rounds, "results": results}, indent=1)
     (Path(__file__).parent / "results.json").write_text(text + "\n")
 

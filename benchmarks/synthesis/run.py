@@ -48,17 +48,34 @@ def timed(costs: ps.Costs, micro_batches: int, settings: Settings) -> tuple[Synt
     return found, time.perf_counter() - begun
 
 
-def measure(case: tuple[int, int, str, int | None], seeds: int, budget_s: float) -> dict[str, object]:
+def measure(
+    case: tuple[int, int, str, int | None], seeds: int, budget_s: float
+) -> dict[str, object]:
     """One row: medians, and the worst, over the seeds."""
     stages, micro_batches, placement, limit = case
     rows, over_optimum = [], []
     for seed in range(seeds):
         costs = costs_of(stages, seed)
-        found, took = timed(costs, micro_batches, Settings(placement=placement, memory_limit=limit, budget_s=budget_s))
+        found, took = timed(
+            costs,
+            micro_batches,
+            Settings(placement=placement, memory_limit=limit, budget_s=budget_s),
+        )
         ps.verify(found.schedule)
-        rows.append((found.gap, 1 - found.makespan / found.zoo_makespan if found.zoo_makespan else math.nan, took, found.zoo))
+        rows.append(
+            (
+                found.gap,
+                1 - found.makespan / found.zoo_makespan if found.zoo_makespan else math.nan,
+                took,
+                found.zoo,
+            )
+        )
         if 3 * stages * micro_batches <= PROVED_OPS:
-            best, _ = timed(costs, micro_batches, Settings(placement=placement, memory_limit=limit, budget_s=60, exact=True))
+            best, _ = timed(
+                costs,
+                micro_batches,
+                Settings(placement=placement, memory_limit=limit, budget_s=60, exact=True),
+            )
             over_optimum.append(found.makespan / best.makespan - 1 if best.proved else math.nan)
     gaps, gains, seconds, names = zip(*rows, strict=True)
     known = [gain for gain in gains if not math.isnan(gain)]

@@ -93,7 +93,9 @@ def measure(rounds: int) -> dict[str, dict[int, dict[str, list[float]]]]:
         times = max(3, min(400, 40 * 2**20 // nbytes))
         for number in range(rounds + 1):  # the first warms up
             for way, exchange in ways.items():
-                rows = found[way].setdefault(nbytes, {"one_way_us": [], "burst_us": [], "own_time_us": []})
+                rows = found[way].setdefault(
+                    nbytes, {"one_way_us": [], "burst_us": [], "own_time_us": []}
+                )
                 for column, there, back in (("one_way_us", 1, 1), ("burst_us", BURST, 1)):
                     dist.barrier()
                     start, own = time.perf_counter(), time.process_time()
@@ -116,7 +118,10 @@ def calls(rounds: int) -> dict[str, float]:
         thread.start()
     for thread in threads:
         thread.join()
-    payload, messages = Payload.of(torch.ones(16)), [Message(Kind.F, 0, number) for number in range(BURST)]
+    payload, messages = (
+        Payload.of(torch.ones(16)),
+        [Message(Kind.F, 0, number) for number in range(BURST)],
+    )
     found: dict[str, list[float]] = {"send_us": [], "post_and_wait_us": []}
     for _ in range(rounds):
         spent = [0.0, 0.0]
@@ -147,7 +152,10 @@ def main() -> None:
         row: dict[str, dict[str, float]] = {}
         for way, sizes in found.items():
             times = sizes[nbytes]
-            row[way] = {f"{column}_median": round(statistics.median(values), 2) for column, values in times.items()}
+            row[way] = {
+                f"{column}_median": round(statistics.median(values), 2)
+                for column, values in times.items()
+            }
             row[way] |= {
                 "one_way_us_min": round(min(times["one_way_us"]), 2),
                 "one_way_us_max": round(max(times["one_way_us"]), 2),
@@ -156,7 +164,9 @@ def main() -> None:
             if way != "gloo":
                 for column in ("one_way_us", "burst_us"):
                     pairs = zip(found["gloo"][nbytes][column], times[column], strict=True)
-                    row[way][f"gloo / this, {column}"] = round(statistics.median(a / b for a, b in pairs), 2)
+                    row[way][f"gloo / this, {column}"] = round(
+                        statistics.median(a / b for a, b in pairs), 2
+                    )
         results[str(nbytes)] = row
         print(f"{nbytes} bytes")
         for way, cells in row.items():
@@ -165,7 +175,9 @@ def main() -> None:
                "python": platform.python_version(), "load": round(os.getloadavg()[0], 1)}  # fmt: skip
     of_calls = calls(given.rounds)
     print(f"calls at 64 bytes: {of_calls}")
-    given.out.write_text(json.dumps({"machine": machine, "calls": of_calls, "results": results}, indent=1) + "\n")
+    given.out.write_text(
+        json.dumps({"machine": machine, "calls": of_calls, "results": results}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

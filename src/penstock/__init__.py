@@ -83,7 +83,17 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605 - one table serves both
 
 # Rooms and functions share their names: `penstock.schedule` is the function, `penstock.schedule.op` a module. Python binds a
 # sub-package to its parent when it is first loaded, so the (empty) rooms are loaded first, and their names given back.
-for _room in ("profile", "cluster", "plan", "schedule", "verify", "simulate", "draw", "partition", "export"):
+for _room in (
+    "profile",
+    "cluster",
+    "plan",
+    "schedule",
+    "verify",
+    "simulate",
+    "draw",
+    "partition",
+    "export",
+):
     importlib.import_module(f"penstock.{_room}")
     del globals()[_room]
 
@@ -93,7 +103,9 @@ def _picture(value: object) -> str | None:
     return shown
 
 
-Shown.drawn_by = staticmethod(_picture)  # whoever imports anything of the package has come through here
+Shown.drawn_by = staticmethod(
+    _picture
+)  # whoever imports anything of the package has come through here
 
 
 def __getattr__(name: str) -> object:

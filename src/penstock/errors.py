@@ -18,7 +18,9 @@ class PenstockError(Exception):
         return _restored, (type(self), self.args, self.__dict__)
 
 
-def _restored(kind: type[PenstockError], args: tuple[object, ...], state: dict[str, object]) -> PenstockError:
+def _restored(
+    kind: type[PenstockError], args: tuple[object, ...], state: dict[str, object]
+) -> PenstockError:
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error
@@ -63,7 +65,9 @@ class MissingExtra(PenstockError, ImportError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         self.package, self.extra, self.purpose = package, extra, purpose
-        super().__init__(f"{purpose} needs {package}; install it with: pip install 'penstock[{extra}]'")
+        super().__init__(
+            f"{purpose} needs {package}; install it with: pip install 'penstock[{extra}]'"
+        )
 
 
 @dataclass(frozen=True)
@@ -115,10 +119,14 @@ class PeerFailed(RunError):
 class DeadlineExceeded(RunError):
     """An op waited longer than the deadline; the text says who waits for what since when."""
 
-    def __init__(self, rank: int, waited_for: str, seconds: float, elsewhere: Iterable[str]) -> None:
+    def __init__(
+        self, rank: int, waited_for: str, seconds: float, elsewhere: Iterable[str]
+    ) -> None:
         self.rank, self.waited_for, self.seconds = rank, waited_for, seconds
         self.elsewhere = tuple(elsewhere)
-        lines = [f"rank {rank} waits for {waited_for} since {seconds:.0f} s, which is over its deadline"]
+        lines = [
+            f"rank {rank} waits for {waited_for} since {seconds:.0f} s, which is over its deadline"
+        ]
         super().__init__("\n  ".join([*lines, *self.elsewhere]))
 
 

@@ -93,7 +93,9 @@ class Log:
         for event in events:
             rows[event.rank].append(event)
         ops = OpArrays.of(((event.op for event in row) for row in rows), slicing)
-        start, end = (np.array([event[place] for row in rows for event in row], float) for place in (2, 3))
+        start, end = (
+            np.array([event[place] for row in rows for event in row], float) for place in (2, 3)
+        )
         return cls(ops, start, end)
 
     def events(self) -> tuple[Event, ...]:
@@ -105,19 +107,33 @@ class Log:
         to_rank: list[int | None] = [None] * len(rows)
         sizes = [0] * len(rows)
         if moves is not None:
-            start, end = np.concatenate([start, moves.start[crossing]]), np.concatenate([end, moves.end[crossing]])
+            start, end = (
+                np.concatenate([start, moves.start[crossing]]),
+                np.concatenate([end, moves.end[crossing]]),
+            )
             to_rank += moves.to_rank[moves.link[crossing]].tolist()
             sizes += list(map(round, moves.sizes[moves.place[crossing]].tolist()))
         rank = ops.rank[maker]
         order = np.lexsort((maker, rank, end, start)).tolist()
-        found, makers, ranks, starts, ends = ops.all_ops(), maker.tolist(), rank.tolist(), start.tolist(), end.tolist()
-        return tuple(Event(ranks[i], found[makers[i]], starts[i], ends[i], sizes[i], to_rank[i]) for i in order)
+        found, makers, ranks, starts, ends = (
+            ops.all_ops(),
+            maker.tolist(),
+            rank.tolist(),
+            start.tolist(),
+            end.tolist(),
+        )
+        return tuple(
+            Event(ranks[i], found[makers[i]], starts[i], ends[i], sizes[i], to_rank[i])
+            for i in order
+        )
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Per rank, the seconds in which it works; those that two ops share count once."""
         seconds = []
-        for low, high in zip(self.ops.first[:-1].tolist(), self.ops.first[1:].tolist(), strict=True):
+        for low, high in zip(
+            self.ops.first[:-1].tolist(), self.ops.first[1:].tolist(), strict=True
+        ):
             start, end = self.start[low:high], self.end[low:high]
             before = np.maximum.accumulate(end)[:-1]
             own = end - start
@@ -133,7 +149,9 @@ class Log:
         if not len(starts):
             return 0.0
         start, end = self.start[rows], self.end[rows]
-        longest = float((np.maximum.reduceat(end, starts) - np.minimum.reduceat(start, starts)).max())
+        longest = float(
+            (np.maximum.reduceat(end, starts) - np.minimum.reduceat(start, starts)).max()
+        )
         within = Log(OpArrays(self.ops.rank[rows], self.ops.kind[rows], self.ops.stage[rows], self.ops.micro_batch[rows],
                               np.searchsorted(rows, self.ops.first)), start, end)  # fmt: skip
         return max(1.0 - sum(within.busy) / (len(self.busy) * longest), 0.0) if longest else 0.0
@@ -160,7 +178,9 @@ class Timeline(Shown):
     events: tuple[Event, ...]
     ranks: int
     stages: int
-    peak_memory: tuple[int, ...] | None = field(default_factory=_unknown)  # no class attribute: see __getattr__
+    peak_memory: tuple[int, ...] | None = field(
+        default_factory=_unknown
+    )  # no class attribute: see __getattr__
     source: str = "simulated"
     title: str = ""
     slicing: Slicing | None = None
@@ -175,7 +195,11 @@ class Timeline(Shown):
             if name == "events":
                 value = self.__dict__["log"].events()
             else:
-                value = None if self.account is None else tuple(curve.peak for curve in self.account.curves)
+                value = (
+                    None
+                    if self.account is None
+                    else tuple(curve.peak for curve in self.account.curves)
+                )
             object.__setattr__(self, name, value)
             return value
 
@@ -186,9 +210,13 @@ class Timeline(Shown):
 
         Events of a rank that begin and end together stay in the order given.
         """
-        ordered = sorted(starmap(Event, events), key=lambda event: (event.start, event.end, event.rank))
+        ordered = sorted(
+            starmap(Event, events), key=lambda event: (event.start, event.end, event.rank)
+        )
         origin = ordered[0].start if ordered else 0.0
-        moved = tuple(event._replace(start=event.start - origin, end=event.end - origin) for event in ordered)
+        moved = tuple(
+            event._replace(start=event.start - origin, end=event.end - origin) for event in ordered
+        )
         return cls(moved, ranks, stages, peak_memory, source, title)
 
     @classmethod
@@ -225,7 +253,9 @@ class Timeline(Shown):
     def bubble_ratio(self) -> float:
         """Idle time of all ranks / (ranks x makespan)."""
         whole = self.ranks * self.makespan
-        return max(1.0 - sum(self.busy) / whole, 0.0) if whole else 0.0  # sums of floats may pass the whole
+        return (
+            max(1.0 - sum(self.busy) / whole, 0.0) if whole else 0.0
+        )  # sums of floats may pass the whole
 
     @property
     def span_bubble_ratio(self) -> float:

@@ -32,11 +32,15 @@ class Registry(Generic[T]):
         self._aliases: dict[str, str] = {}
         self._complete = False
 
-    def register(self, name: str, *, aliases: tuple[str, ...] = (), **facts: object) -> Callable[[T], T]:
+    def register(
+        self, name: str, *, aliases: tuple[str, ...] = (), **facts: object
+    ) -> Callable[[T], T]:
         """Decorate the function that makes the entry called `name`."""
 
         def add(make: T) -> T:
-            self._entries[name] = Registered(name, make, {**facts, "aliases": aliases} if aliases else facts)
+            self._entries[name] = Registered(
+                name, make, {**facts, "aliases": aliases} if aliases else facts
+            )
             self._aliases.update(dict.fromkeys(aliases, name))
             return make
 
@@ -58,7 +62,9 @@ class Registry(Generic[T]):
             UnknownName: there is none; the message lists all and the closest.
         """
         entries = self.entries()
-        entry = entries.get(name) or entries.get(self._aliases.get(name, name))  # a name goes before an alias
+        entry = entries.get(name) or entries.get(
+            self._aliases.get(name, name)
+        )  # a name goes before an alias
         if entry is None:
             raise UnknownName(self.kind, name, [*entries, *sorted(self._aliases)])
         return entry

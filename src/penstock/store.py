@@ -43,12 +43,16 @@ def read_json(path: str | Path, kind: type[T], schema: int) -> T:
         text = Path(path).read_text(encoding="utf-8")
         found: Any = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"cannot read the {what} {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise FileError(
+            f"cannot read the {what} {path}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path} is not JSON: {error}") from error
     version = found.get("schema") if isinstance(found, dict) else None
     if version != schema:
-        raise FileError(f"{path} is no {what} of schema {schema}: its schema is {version!r}. Make it anew with this version")
+        raise FileError(
+            f"{path} is no {what} of schema {schema}: its schema is {version!r}. Make it anew with this version"
+        )
     try:
         return TypeAdapter(kind).validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:

@@ -10,7 +10,9 @@ from penstock.errors import SettingError
 _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
           "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-_QUANTITY = re.compile(r"\s*((?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ]*)\s*")
+_QUANTITY = re.compile(
+    r"\s*((?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ]*)\s*"
+)
 
 
 def _parse(text: str | float, units: dict[str, float] | dict[str, int], default: str) -> float:
@@ -22,7 +24,9 @@ def _parse(text: str | float, units: dict[str, float] | dict[str, int], default:
     else:
         value = float(text)
     if not 0 <= value < math.inf:
-        raise SettingError(f"{text!r} is not a quantity in {', '.join(units)}; write for example '80 {default}'")
+        raise SettingError(
+            f"{text!r} is not a quantity in {', '.join(units)}; write for example '80 {default}'"
+        )
     return value
 
 

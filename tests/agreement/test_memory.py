@@ -17,7 +17,10 @@ BAND = (0.98, 1.02)
 
 def model():
     """Six blocks, of which every other one keeps what it makes: so stages begin behind layers that do, and that do not."""
-    blocks = [nn.Sequential(nn.Linear(32, 32), nn.ReLU()) if i % 2 else nn.Sequential(nn.Linear(32, 32)) for i in range(6)]
+    blocks = [
+        nn.Sequential(nn.Linear(32, 32), nn.ReLU()) if i % 2 else nn.Sequential(nn.Linear(32, 32))
+        for i in range(6)
+    ]
     return nn.Sequential(*blocks, nn.Linear(32, 8))
 
 
@@ -39,4 +42,7 @@ def test_predicted_peaks_are_what_a_run_holds(schedule, lengths, micro_batches, 
     measured = pipe.timeline().peak_memory
     pipe.close()
     ratios = [a / b for a, b in zip(plan.predicted.peak_memory, measured, strict=True)]
-    assert all(BAND[0] <= ratio <= BAND[1] for ratio in ratios), (plan.predicted.peak_memory, measured)
+    assert all(BAND[0] <= ratio <= BAND[1] for ratio in ratios), (
+        plan.predicted.peak_memory,
+        measured,
+    )

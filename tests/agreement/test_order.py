@@ -15,7 +15,10 @@ import penstock as ps
 
 def orders(timeline):
     """Every rank's ops in the order of their times."""
-    return [[str(event.op) for event in timeline.compute if event.rank == rank] for rank in range(timeline.ranks)]
+    return [
+        [str(event.op) for event in timeline.compute if event.rank == rank]
+        for rank in range(timeline.ranks)
+    ]
 
 
 def check_agreement(schedule, recompute="never"):

@@ -17,7 +17,18 @@ from penstock.schedule.op import Kind
 from penstock.simulate.plan_costs import meeting_seconds
 
 PAPERS = Path(__file__).parents[2] / "benchmarks" / "papers"
-MODULES = ("one_process", "side_by_side", "common", "study", "bapipe", "pipedream", "dapple", "gpipe", "resnet101", "run")
+MODULES = (
+    "one_process",
+    "side_by_side",
+    "common",
+    "study",
+    "bapipe",
+    "pipedream",
+    "dapple",
+    "gpipe",
+    "resnet101",
+    "run",
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +50,12 @@ def results():
 def rows_of(name):
     """The rows of one table of results.json, by case."""
     sections = [section for paper in results().values() for section in paper]
-    return {row["case"]: row for section in sections if section["name"] == name for row in section["rows"]}
+    return {
+        row["case"]: row
+        for section in sections
+        if section["name"] == name
+        for row in section["rows"]
+    }
 
 
 SECONDS = st.lists(st.integers(1, 9), min_size=1, max_size=4)
@@ -55,18 +71,26 @@ def test_a_host_without_a_lock_is_a_process_for_each_device(papers, forward, mic
         factor = {Kind.F: 1, Kind.B: 2, Kind.U: 0}[op.kind]
         return papers.one_process.Work(0.0, float(factor * forward[op.stage]))
 
-    costs = ps.Costs(forward=[float(each) for each in forward], backward=[2.0 * each for each in forward])
-    assert papers.one_process.makespan(schedule, work) == pytest.approx(ps.simulate(schedule, costs).makespan)
+    costs = ps.Costs(
+        forward=[float(each) for each in forward], backward=[2.0 * each for each in forward]
+    )
+    assert papers.one_process.makespan(schedule, work) == pytest.approx(
+        ps.simulate(schedule, costs).makespan
+    )
 
 
 @settings(deadline=None, max_examples=40)
 @given(seconds=SECONDS, micro_batches=st.integers(1, 5), pieces=st.integers(1, 6))
-def test_a_host_whose_work_is_all_under_the_lock_does_one_thing_at_a_time(papers, seconds, micro_batches, pieces):
+def test_a_host_whose_work_is_all_under_the_lock_does_one_thing_at_a_time(
+    papers, seconds, micro_batches, pieces
+):
     """That is where single-process libraries stop scaling: the sum of all launches, however many devices there are."""
     schedule = ps.schedule("gpipe", stages=len(seconds), micro_batches=micro_batches)
 
     def work(op):
-        return papers.one_process.Work(float(seconds[op.stage]) if op.kind is not Kind.U else 0.0, 0.0)
+        return papers.one_process.Work(
+            float(seconds[op.stage]) if op.kind is not Kind.U else 0.0, 0.0
+        )
 
     total = 2 * micro_batches * sum(seconds)
     assert papers.one_process.makespan(schedule, work, pieces) == pytest.approx(total)
@@ -94,7 +118,10 @@ def test_the_fit_finds_the_numbers_that_made_the_data(papers):
     made = (3e-4, 2e-3)
 
     def residual(values):
-        return sum((values[0] * a + values[1] * b - made[0] * a - made[1] * b) ** 2 for a, b in product((1, 5), (1, 7)))
+        return sum(
+            (values[0] * a + values[1] * b - made[0] * a - made[1] * b) ** 2
+            for a, b in product((1, 5), (1, 7))
+        )
 
     assert papers.study.fit(residual, (1e-4, 1e-3)) == pytest.approx(made, rel=0.02)
 
@@ -128,7 +155,12 @@ def test_the_studys_predicted_cells_stay_as_near_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("dapple_vgg19", 143_667_240), ("pipedream_gnmt", 193_765_952), ("pipedream_gnmt16", 277_717_568)]
+    ("name", "parameters"),
+    [
+        ("dapple_vgg19", 143_667_240),
+        ("pipedream_gnmt", 193_765_952),
+        ("pipedream_gnmt16", 277_717_568),
+    ],
 )
 def test_profiles_that_others_published_have_the_models_parameters(papers, name, parameters):
     """A slip in a table of bytes would go unseen in seconds: the sums are those of the models."""
@@ -146,7 +178,9 @@ def test_dapples_profile_of_vgg19_has_its_published_sums(papers):
 
 @settings(deadline=None, max_examples=30)
 @given(bandwidth=st.floats(1e7, 1e11), samples=st.integers(1, 64))
-def test_overlapped_data_parallelism_lies_between_its_parts_and_their_sum(papers, bandwidth, samples):
+def test_overlapped_data_parallelism_lies_between_its_parts_and_their_sum(
+    papers, bandwidth, samples
+):
     """Gradients beside the backward hide no more than there is of either, and the sum is what hides nothing."""
     profile = papers.dapple.profile("VGG-19")
     whole = ps.cluster("DAPPLE-B")
@@ -170,9 +204,18 @@ def test_boards_are_cut_where_the_slowest_is_least(papers):
     """Against all cuts of a small chain over three boards of different speed."""
     work = [5.0, 1.0, 4.0, 2.0, 2.0, 6.0]
     pace = (1.0, 2.0, 1.0)
-    stages = [{(i, j): (p * sum(work[i:j]), p * sum(work[i:j]), 0.0) for i in range(6) for j in range(i + 1, 7)} for p in pace]
+    stages = [
+        {
+            (i, j): (p * sum(work[i:j]), p * sum(work[i:j]), 0.0)
+            for i in range(6)
+            for j in range(i + 1, 7)
+        }
+        for p in pace
+    ]
     best = min(
-        max(sum(stages[n][r][:2]) for n, r in enumerate(((0, a), (a, b), (b, 6)))) for a in range(1, 5) for b in range(a + 1, 6)
+        max(sum(stages[n][r][:2]) for n, r in enumerate(((0, a), (a, b), (b, 6))))
+        for a in range(1, 5)
+        for b in range(a + 1, 6)
     )
     found = papers.bapipe.best_cut(stages, 6)
     assert max(sum(own[each][:2]) for own, each in zip(stages, found, strict=True)) == best
@@ -182,7 +225,9 @@ def test_berts_memory_by_schedule_is_the_published_one(papers):
     """Two numbers set weights and activations of a micro-batch; that DAPPLE's peak does not grow with M is the schedule's doing."""
     weights, activations = papers.dapple._fit_bytes()
     for micro_batches in (2, 8, 16):
-        assert papers.dapple.bert_bytes("1f1b", micro_batches, weights, activations) == pytest.approx(10.6)
+        assert papers.dapple.bert_bytes(
+            "1f1b", micro_batches, weights, activations
+        ) == pytest.approx(10.6)
     assert papers.dapple.bert_bytes("gpipe", 8, weights, activations) > 16
 
 
@@ -196,7 +241,9 @@ def test_a_chain_of_equal_stages_has_gpipes_speed_up(papers):
 
 def test_the_page_shows_what_the_results_say(papers):
     """Tables are written by the command alone: a number that was typed in would be gone with the next run, and not be missed."""
-    sections = [papers.side_by_side.Section.of(data) for paper in results().values() for data in paper]
+    sections = [
+        papers.side_by_side.Section.of(data) for paper in results().values() for data in paper
+    ]
     text = (PAPERS / "README.md").read_text(encoding="utf-8")
     assert papers.run.rewritten(text, papers.run.page(sections)) == text
 
@@ -212,6 +259,8 @@ def test_a_section_reads_back_from_its_data(papers):
 def test_fitted_rows_do_not_count_as_predicted(papers):
     """A row that a constant was fitted to says nothing about the model."""
     side = papers.side_by_side
-    section = side.Section("n", "t", "s", (side.Row("a", 1.0, 1.0, fitted=True), side.Row("b", 1.0, 2.0)))
+    section = side.Section(
+        "n", "t", "s", (side.Row("a", 1.0, 1.0, fitted=True), side.Row("b", 1.0, 2.0))
+    )
     assert section.predicted == [2.0]
     assert "off by 100%" in section.summary()

@@ -44,7 +44,9 @@ def measured_and_simulated(schedule, forward, input_grad, weight_grad, recompute
 
 def ratios(measured, simulated):
     """Measured / simulated: the makespan, and every rank's time at work."""
-    pairs = zip((measured.makespan, *measured.busy), (simulated.makespan, *simulated.busy), strict=True)
+    pairs = zip(
+        (measured.makespan, *measured.busy), (simulated.makespan, *simulated.busy), strict=True
+    )
     return [seconds / predicted for seconds, predicted in pairs]
 
 
@@ -53,7 +55,13 @@ def ratios(measured, simulated):
     [
         (ps.schedule("gpipe", 3, 4), [0.008] * 3, [0.008] * 3, [0.008] * 3, "never"),
         (ps.schedule("1f1b", 3, 4), [0.008] * 3, [0.008] * 3, [0.008] * 3, "never"),
-        (ps.schedule("1f1b", 3, 4), [0.006, 0.010, 0.006], [0.008] * 3, [0.006, 0.008, 0.008], "always"),
+        (
+            ps.schedule("1f1b", 3, 4),
+            [0.006, 0.010, 0.006],
+            [0.008] * 3,
+            [0.006, 0.008, 0.008],
+            "always",
+        ),
         (ps.schedule("naive", 2, 3), [0.008, 0.010], [0.008] * 2, [0.008] * 2, "never"),
         (Schedule.parse(SPLIT, "split"), [0.008] * 2, [0.008] * 2, [0.008] * 2, "never"),
     ],
@@ -63,7 +71,9 @@ def test_measured_makespan_is_within_the_band_of_the_simulated_one(
     schedule, forward, input_grad, weight_grad, recompute, monkeypatch
 ):
     """A prediction that nobody holds against a clock is a guess."""
-    found, expected = measured_and_simulated(schedule, forward, input_grad, weight_grad, recompute, monkeypatch)
+    found, expected = measured_and_simulated(
+        schedule, forward, input_grad, weight_grad, recompute, monkeypatch
+    )
     low, high = BAND
     assert all(low <= ratio <= high for ratio in ratios(found, expected)), ratios(found, expected)
     assert (found.ranks, found.stages) == (expected.ranks, expected.stages)

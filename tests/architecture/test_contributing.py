@@ -41,7 +41,9 @@ FILES, SCRIPT, SHOWN = blocks()
 def copy(tmp_path_factory) -> Path:
     """A folder with the package, its settings, and the new files in their places."""
     folder = tmp_path_factory.mktemp("contributed")
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copytree(
+        ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+    )
     shutil.copy(ROOT / "pyproject.toml", folder)
     for path, text in FILES.items():
         (folder / path).write_text(text, encoding="utf-8")
@@ -58,20 +60,32 @@ def run(copy: Path, *command: str, cwd: Path) -> str:
 
 def test_the_guide_gives_one_file_for_each_kind_and_none_is_taken():
     """An example whose name the package has would show how to change something, not how to add it."""
-    assert [path.split("/")[2] for path in FILES] == ["schedule", "partition", "weights", "search", "zoo"]
+    assert [path.split("/")[2] for path in FILES] == [
+        "schedule",
+        "partition",
+        "weights",
+        "search",
+        "zoo",
+    ]
     assert [path for path in FILES if (ROOT / path).exists()] == []
 
 
 def test_what_the_guide_adds_works_with_no_other_change(copy, tmp_path):
     """Followed once by hand, a guide is right that day; followed by a test, it stays so."""
-    where = f"import penstock\nassert penstock.__file__.startswith({str(copy)!r}), penstock.__file__\n"
+    where = (
+        f"import penstock\nassert penstock.__file__.startswith({str(copy)!r}), penstock.__file__\n"
+    )
     (tmp_path / "guide.py").write_text(where + SCRIPT, encoding="utf-8")
     assert run(copy, "guide.py", cwd=tmp_path) == SHOWN
 
 
 def test_the_laws_adopt_what_the_guide_adds(copy):
     """That nothing else needs to be told of a new schedule is the design's main promise; a weight rule is found likewise."""
-    tests = ["schedule/test_catalogue.py", "weights/test_catalogue.py", "conformance/test_exact_gradients.py"]
+    tests = [
+        "schedule/test_catalogue.py",
+        "weights/test_catalogue.py",
+        "conformance/test_exact_gradients.py",
+    ]
     told = run(copy, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-vv", *(f"tests/{path}" for path in tests),
                "-k", "grouped-gpipe or capped-stash", cwd=ROOT)  # fmt: skip
     passed = re.findall(r"(\w+\.py)::\S*\[(grouped-gpipe|capped-stash)\S*\] PASSED", told)
@@ -98,7 +112,9 @@ def test_the_guide_lists_every_room_in_order():
     order = re.findall(r'"([a-z]\w*)"', listed[1])
     table = re.findall(r"^\| (`.*?`) \|", GUIDE, re.MULTILINE)
     told = [room for row in table for room in re.findall(r"`(\w+)`", row)]
-    assert told == [room for room in order if (package / room).is_dir() or (package / f"{room}.py").exists()]
+    assert told == [
+        room for room in order if (package / room).is_dir() or (package / f"{room}.py").exists()
+    ]
 
 
 def test_the_guide_has_ten_rules_of_style():

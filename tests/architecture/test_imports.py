@@ -38,10 +38,21 @@ def imports_of(tree: ast.AST) -> list[tuple[int, str]]:
             found += [(node.lineno, name.name) for name in node.names]
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            found += [(node.lineno, f"{module}.{name.name}" if module == "penstock" else module) for name in node.names]
+            found += [
+                (node.lineno, f"{module}.{name.name}" if module == "penstock" else module)
+                for name in node.names
+            ]
         elif isinstance(node, ast.Call):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in ("import_module", "__import__") and node.args and isinstance(node.args[0], ast.Constant):
+            called = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
+            if (
+                called in ("import_module", "__import__")
+                and node.args
+                and isinstance(node.args[0], ast.Constant)
+            ):
                 found.append((node.lineno, str(node.args[0].value)))
     return found
 
@@ -62,7 +73,9 @@ every_room = pytest.mark.parametrize("room", sorted({room_of(file) for file in F
 @every_room
 def test_a_room_imports_only_from_rooms_above_it(room):
     """Data flows one way; the first import against it is the first of many."""
-    assert room in ORDER, f"{room} has no place in the order of DESIGN.md, section 2: give it one here and there"
+    assert room in ORDER, (
+        f"{room} has no place in the order of DESIGN.md, section 2: give it one here and there"
+    )
     wrong = [
         f"{file.relative_to(SOURCE)}:{line} imports {module}"
         for file, tree in TREES.items()
@@ -105,7 +118,9 @@ def test_a_rooms_init_holds_a_docstring_and_nothing_else():
     wrong = [
         str(file.relative_to(SOURCE))
         for file, tree in TREES.items()
-        if file.name == "__init__.py" and file.parent != SOURCE and (len(tree.body) != 1 or ast.get_docstring(tree) is None)
+        if file.name == "__init__.py"
+        and file.parent != SOURCE
+        and (len(tree.body) != 1 or ast.get_docstring(tree) is None)
     ]
     assert wrong == []
 

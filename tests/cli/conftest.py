@@ -37,9 +37,25 @@ def profile_file(tmp_path):
         return Timing((1, 8), (seconds, 8 * seconds))
 
     layers = tuple(
-        LayerProfile(f"layer{i}", kind, timing(s), timing(2 * s), timing(s), timing(s), 10, 40, 0, 100.0, 50.0)
+        LayerProfile(
+            f"layer{i}",
+            kind,
+            timing(s),
+            timing(2 * s),
+            timing(s),
+            timing(s),
+            10,
+            40,
+            0,
+            100.0,
+            50.0,
+        )
         for i, (kind, s) in enumerate(
-            zip(["Conv2d", "ReLU", "Conv2d", "ReLU", "Linear"], [3.0, 1.0, 2.0, 1.0, 5.0], strict=True)
+            zip(
+                ["Conv2d", "ReLU", "Conv2d", "ReLU", "Linear"],
+                [3.0, 1.0, 2.0, 1.0, 5.0],
+                strict=True,
+            )
         )
     )
     path = tmp_path / "profile.json"

@@ -14,7 +14,9 @@ def test_against_draws_another_schedule_below(penstock, tmp_path):
     assert "zb-h1 takes 27 (18.2 % shorter) where 1f1b takes 33" in " ".join(out.split())
     for suffix in ("svg", "html", "json", "txt"):
         target = tmp_path / f"two.{suffix}"
-        assert penstock("draw", target, *SMALL, "--against", "zb-h1", "--against", "gpipe").status == 0
+        assert (
+            penstock("draw", target, *SMALL, "--against", "zb-h1", "--against", "gpipe").status == 0
+        )
         assert all(name in target.read_text() for name in ("1f1b", "zb-h1", "gpipe"))
 
 
@@ -33,7 +35,12 @@ def test_costs_per_stage_cannot_be_shared_out(penstock):
 def test_bytes_draw_what_the_ranks_hold(penstock, tmp_path):
     """Memory decides between schedules as often as time."""
     target = tmp_path / "out.svg"
-    assert penstock("draw", target, *SMALL, "--activation-bytes", "1GiB", "--weight-bytes", "2GiB").status == 0
+    assert (
+        penstock(
+            "draw", target, *SMALL, "--activation-bytes", "1GiB", "--weight-bytes", "2GiB"
+        ).status
+        == 0
+    )
     assert "peak 6.0 GiB at 3: activations 4.0 GiB, weights 2.0 GiB" in target.read_text()
 
 
@@ -48,4 +55,7 @@ def test_a_png_is_written_by_its_suffix(penstock, tmp_path):
 def test_an_unknown_schedule_to_compare_with_is_named(penstock):
     """The same words as for the first."""
     ran = penstock("draw", *SMALL, "--against", "zb-h3")
-    assert (ran.status, "Did you mean 'zb-h2'" in ran.err or "Did you mean 'zb-h1'" in ran.err) == (2, True)
+    assert (ran.status, "Did you mean 'zb-h2'" in ran.err or "Did you mean 'zb-h1'" in ran.err) == (
+        2,
+        True,
+    )

@@ -18,7 +18,9 @@ def test_export_prints_a_schedule_for_torch(penstock):
     assert (ran.status, ran.out, ran.err) == (0, to_csv(schedule("zb-v", 4, 4)), "")
 
 
-@pytest.mark.parametrize(("flags", "form"), [((), "compute_only"), (("--communication",), "compute_comms")])
+@pytest.mark.parametrize(
+    ("flags", "form"), [((), "compute_only"), (("--communication",), "compute_comms")]
+)
 def test_export_writes_a_file_and_says_how_to_load_it(penstock, tmp_path, flags, form):
     """torch must be told the form, and which stages to build on which rank."""
     path = tmp_path / "schedule.csv"
@@ -78,7 +80,10 @@ def test_verify_finds_receives_in_another_order_than_was_sent(penstock, tmp_path
     )
     ran = penstock("verify", "--csv", path)
     assert ran.status == 1
-    assert "[receive order] message 1 from rank 0 to rank 1 is sent as 0SEND_F0 and received as 1RECV_F1" in ran.err
+    assert (
+        "[receive order] message 1 from rank 0 to rank 1 is sent as 0SEND_F0 and received as 1RECV_F1"
+        in ran.err
+    )
     (finding,) = json.loads(penstock("verify", "--csv", path, "--json").out)["findings"]
     assert (finding["rule"], finding["rank"], finding["op"]) == ("receive order", 1, "1RECV_F1")
     assert "receive order" in penstock("simulate", "--csv", path).err
@@ -89,4 +94,6 @@ def test_verify_names_a_missing_op_before_the_transfers_that_lack_it(penstock, t
     path = tmp_path / "short.csv"
     path.write_text("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1SEND_B0\n")
     facts = json.loads(penstock("verify", "--csv", path, "--json").out)
-    assert [(finding["rule"], finding["op"]) for finding in facts["findings"]] == [("one backward", "1B0")]
+    assert [(finding["rule"], finding["op"]) for finding in facts["findings"]] == [
+        ("one backward", "1B0")
+    ]

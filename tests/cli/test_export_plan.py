@@ -28,7 +28,9 @@ def plan_file(tmp_path):
     [("torchgpipe", "[2, 3]"), ("fairscale", "[2, 3]"), ("deepspeed", "[0, 2, 5]"), ("megatron", "Et|ttL"),
      ("torchtitan", '[["embedding", "blocks.0"], ["blocks.1", "blocks.2", "head"]]'), ("csv", to_csv(MADE).rstrip("\n"))],
 )  # fmt: skip
-def test_a_plan_is_printed_in_the_librarys_form_and_nothing_else(penstock, plan_file, library, text):
+def test_a_plan_is_printed_in_the_librarys_form_and_nothing_else(
+    penstock, plan_file, library, text
+):
     """Into a pipe; what to do with it goes to standard error."""
     ran = penstock("export", plan_file, "--as", library)
     assert (ran.status, ran.out) == (0, text + "\n")
@@ -41,7 +43,10 @@ def test_what_is_left_out_is_told_once_it_is_written(penstock, plan_file, tmp_pa
     assert (ran.status, ran.out) == (0, "")
     lines = ran.err.splitlines()
     assert lines[0] == f"wrote {tmp_path / 'balance.txt'}"
-    assert lines[1] == "use: GPipe(model, balance=[2, 3], devices=[0, 1], chunks=4, checkpoint='always')"
+    assert (
+        lines[1]
+        == "use: GPipe(model, balance=[2, 3], devices=[0, 1], chunks=4, checkpoint='always')"
+    )
     assert lines[2].startswith("left out: the schedule: GPipe is played, and not this plan's 1f1b")
     assert (tmp_path / "balance.txt").read_text() == "[2, 3]"
 
@@ -50,7 +55,9 @@ def test_torch_gets_a_folder(penstock, plan_file, tmp_path):
     """Its runtime loads the schedule from a file of its own."""
     assert penstock("export", plan_file, "--as", "torch", "--to", tmp_path / "out").status == 0
     assert (tmp_path / "out" / "schedule.csv").read_text() == to_csv(MADE)
-    assert json.loads((tmp_path / "out" / "stages.json").read_text())["split_spec"] == {"blocks.1": "BEGINNING"}
+    assert json.loads((tmp_path / "out" / "stages.json").read_text())["split_spec"] == {
+        "blocks.1": "BEGINNING"
+    }
 
 
 @pytest.mark.parametrize(
@@ -59,7 +66,10 @@ def test_torch_gets_a_folder(penstock, plan_file, tmp_path):
         ((), "say for which library: --as csv, --as deepspeed"),
         (("--as", "pipedream"), "pipedream cannot run this plan"),
         (("--as", "torchpipe"), "Did you mean 'torchgpipe'"),
-        (("--as", "csv", "--schedule", "1f1b"), "has the whole schedule: leave out the flags that make one"),
+        (
+            ("--as", "csv", "--schedule", "1f1b"),
+            "has the whole schedule: leave out the flags that make one",
+        ),
     ],
 )
 def test_what_cannot_be_exported_is_said_in_a_sentence(penstock, plan_file, words, message):

@@ -37,7 +37,12 @@ def test_a_planner_by_name_makes_the_plan_and_says_so(penstock, profile_file):
     ran = penstock("plan", profile_file, "--planner", "torchgpipe")
     assert ran.status == 0
     assert "  by planner torchgpipe" in ran.out
-    assert json.loads(penstock("plan", profile_file, "--planner", "torchgpipe", "--json").out)["planner"] == "torchgpipe"
+    assert (
+        json.loads(penstock("plan", profile_file, "--planner", "torchgpipe", "--json").out)[
+            "planner"
+        ]
+        == "torchgpipe"
+    )
     assert json.loads(penstock("plan", profile_file, "--json").out)["planner"] == "auto"
 
 
@@ -48,7 +53,9 @@ def test_a_wrong_planner_s_name_is_answered_with_the_closest(penstock, profile_f
     assert "no planner called 'pipedreem'. Did you mean 'pipedream'" in ran.err
 
 
-def test_compare_prints_a_row_for_each_planner_and_the_best_s_plan(penstock, profile_file, tmp_path):
+def test_compare_prints_a_row_for_each_planner_and_the_best_s_plan(
+    penstock, profile_file, tmp_path
+):
     """Fastest first; the one that is written and drawn is the first."""
     out = tmp_path / "best.json"
     ran = penstock("plan", profile_file, "--compare", "--out", out)
@@ -80,13 +87,18 @@ def test_compare_without_any_plan_is_refused_with_auto_s_reason(penstock, profil
     """Every planner says about the same; one is enough."""
     ran = penstock("plan", profile_file, "--compare", "--memory-limit", "100 B")
     assert ran.status == 2
-    assert "no planner has a plan. auto says: nothing fits the memory of local:2 at batch 8" in ran.err
+    assert (
+        "no planner has a plan. auto says: nothing fits the memory of local:2 at batch 8" in ran.err
+    )
 
 
 def test_compare_and_a_planner_contradict_each_other(penstock, profile_file):
     """One of both would be ignored in silence."""
     ran = penstock("plan", profile_file, "--compare", "--planner", "gpipe")
-    assert (ran.status, ran.err) == (2, "error: --compare asks every planner: leave out --planner gpipe\n")
+    assert (ran.status, ran.err) == (
+        2,
+        "error: --compare asks every planner: leave out --planner gpipe\n",
+    )
 
 
 @pytest.mark.parametrize("compare", [(), ("--compare",)])
@@ -96,12 +108,20 @@ def test_compare_and_a_planner_contradict_each_other(penstock, profile_file):
         (("--max-replicas", 0), "error: max_replicas is 0; it must be a whole number of 1 or more"),
         (("--batch", 0), "error: batch is 0; it must be a whole number of 1 or more"),
         (("--budget", -1), "error: budget_s is -1.0; it must be 0 s or more"),
-        (("--micro-batches", 9), "error: micro_batches is 9, but there are only 8 samples in the batch"),
+        (
+            ("--micro-batches", 9),
+            "error: micro_batches is 9, but there are only 8 samples in the batch",
+        ),
         (("--stages", 6), "error: stages is 6, but there are only 5 layers"),
-        (("--recompute", "some"), "error: --recompute is auto, never, except_last, always or selective, not 'some'"),
+        (
+            ("--recompute", "some"),
+            "error: --recompute is auto, never, except_last, always or selective, not 'some'",
+        ),
     ],
 )
-def test_numbers_that_cannot_be_are_refused_by_name(penstock, profile_file, words, message, compare):
+def test_numbers_that_cannot_be_are_refused_by_name(
+    penstock, profile_file, words, message, compare
+):
     """Status 2, one line, nothing printed."""
     ran = penstock("plan", profile_file, *words, *compare)
     assert (ran.status, ran.out) == (2, "")
@@ -112,7 +132,11 @@ def test_no_copies_where_none_are_allowed(penstock, profile_file):
     """Free links would make it data-parallel."""
     free = json.loads(penstock("plan", profile_file, "--cluster", "2xV100-NVLink", "--json").out)
     assert free["candidates"][0]["replicas"] == 2
-    bound = json.loads(penstock("plan", profile_file, "--cluster", "2xV100-NVLink", "--max-replicas", 1, "--json").out)
+    bound = json.loads(
+        penstock(
+            "plan", profile_file, "--cluster", "2xV100-NVLink", "--max-replicas", 1, "--json"
+        ).out
+    )
     assert bound["candidates"][0]["replicas"] == 1
 
 
@@ -127,20 +151,44 @@ def test_a_mixed_cluster_takes_a_profile_for_every_kind(penstock, mixed):
     """Alike in all but the name here: then both devices take the same, whatever their peaks say."""
     where, quick, slow = mixed
     both = json.loads(
-        penstock("plan", quick, slow, "--cluster", where, "--json", "--schedule", "gpipe", "--micro-batches", 2).out
+        penstock(
+            "plan",
+            quick,
+            slow,
+            "--cluster",
+            where,
+            "--json",
+            "--schedule",
+            "gpipe",
+            "--micro-batches",
+            2,
+        ).out
     )
-    alone = json.loads(penstock("plan", quick, "--cluster", where, "--json", "--schedule", "gpipe", "--micro-batches", 2).out)
+    alone = json.loads(
+        penstock(
+            "plan", quick, "--cluster", where, "--json", "--schedule", "gpipe", "--micro-batches", 2
+        ).out
+    )
     assert both["predicted"]["step_s"] < alone["predicted"]["step_s"]
-    assert "rank 1 |" in penstock("plan", quick, slow, "--cluster", where, "--stages", 2, "--max-replicas", 1).out
+    assert (
+        "rank 1 |"
+        in penstock("plan", quick, slow, "--cluster", where, "--stages", 2, "--max-replicas", 1).out
+    )
 
 
 def test_two_profiles_of_one_device_or_of_none_are_refused(penstock, mixed, profile_file):
     """Which counts, nobody could say."""
     where, quick, slow = mixed
     ran = penstock("plan", quick, quick, "--cluster", where)
-    assert (ran.status, ran.err) == (2, "error: two of the profiles are of the same device: quick, quick\n")
+    assert (ran.status, ran.err) == (
+        2,
+        "error: two of the profiles are of the same device: quick, quick\n",
+    )
     ran = penstock("plan", quick, profile_file, "--cluster", where)
     assert ran.status == 2
     assert f"{profile_file} does not say which device it is of" in ran.err
     ran = penstock("plan", quick, slow, "--cluster", "2xV100-NVLink")
-    assert (ran.status, ran.err) == (2, "error: there is no profile for V100 of 2xV100-NVLink, only for quick, slow\n")
+    assert (ran.status, ran.err) == (
+        2,
+        "error: there is no profile for V100 of 2xV100-NVLink, only for quick, slow\n",
+    )

@@ -22,10 +22,19 @@ def measured(monkeypatch):
     times = tuple(1e-4 + size / 1e9 for size in SIZES)
     pair = PairFound(0, 1, Times(SIZES, times, times, 1.9), fit(SIZES, times))
     link = pair.fit.link(shared=True)
-    device = Device("cpu", 2**30, "cpu", (("float32", 5e10), ("bfloat16", 1e11)), 1e10, 2e-6, together=1.5)
-    busy = tuple((name, 1.5) for name in ("matmul float32", "matmul bfloat16", "conv", "memory", "ops"))
+    device = Device(
+        "cpu", 2**30, "cpu", (("float32", 5e10), ("bfloat16", 1e11)), 1e10, 2e-6, together=1.5
+    )
+    busy = tuple(
+        (name, 1.5) for name in ("matmul float32", "matmul bfloat16", "conv", "memory", "ops")
+    )
     ranks = tuple(RankFound(rank, "here", device, busy) for rank in range(2))
-    found = ClusterFound(Cluster("local:2", (device,) * 2, 2, link, link, source="measured by a test"), ranks, (pair,), 1.0)
+    found = ClusterFound(
+        Cluster("local:2", (device,) * 2, 2, link, link, source="measured by a test"),
+        ranks,
+        (pair,),
+        1.0,
+    )
     started = []
 
     def launched(fn, ranks, *args, threads):
@@ -68,16 +77,27 @@ def test_one_process_is_measured_from_start_to_end(penstock, tmp_path):
     ("words", "message"),
     [
         (("local",), "--cluster local: what can be measured is local:N"),
-        (("8xH100-NVLink",), "what can be measured is local:N, N processes on this host, or `here`"),
+        (
+            ("8xH100-NVLink",),
+            "what can be measured is local:N, N processes on this host, or `here`",
+        ),
         (("local:0",), "1 to 64 processes can be measured on a host"),
         (("local:99999999",), "what can be measured is local:N"),
         (("here",), "this process is alone: start it with torchrun"),
         (("local:2", "--repeats", "0"), "threads 1 and repeats 0 must be 1 or more"),
-        (("local:2", "--model", "mlp", "--batch", "8"), "--model, --batch: that is of a model's profile"),
-        (("local:2", "--out", "/nowhere/x.yaml"), "--out /nowhere/x.yaml: there is no folder /nowhere"),
+        (
+            ("local:2", "--model", "mlp", "--batch", "8"),
+            "--model, --batch: that is of a model's profile",
+        ),
+        (
+            ("local:2", "--out", "/nowhere/x.yaml"),
+            "--out /nowhere/x.yaml: there is no folder /nowhere",
+        ),
     ],
 )
-def test_wrong_words_are_refused_before_anything_is_started(penstock, measured, monkeypatch, words, message):
+def test_wrong_words_are_refused_before_anything_is_started(
+    penstock, measured, monkeypatch, words, message
+):
     """Minutes of measuring must not end in a message that could have come at once."""
     monkeypatch.delenv("RANK", raising=False)
     ran = penstock("profile", "--cluster", *words)

@@ -12,20 +12,29 @@ from penstock.profile.profile import Profile
 def test_a_preset_s_device_gives_a_profile_that_plan_takes(penstock, tmp_path):
     """The two commands that somebody without a GPU tries."""
     out = tmp_path / "p.json"
-    ran = penstock("profile", "--model", "vgg16", "--image", 224, "--batch", 1024, "--on", "v100", "--out", out)
+    ran = penstock(
+        "profile", "--model", "vgg16", "--image", 224, "--batch", 1024, "--on", "v100", "--out", out
+    )
     assert ran.status == 0, ran.err
-    assert "vgg16 on gpu: V100, by a roofline at float32, reckoned; times for 1024 samples" in ran.out
+    assert (
+        "vgg16 on gpu: V100, by a roofline at float32, reckoned; times for 1024 samples" in ran.out
+    )
     assert "features.conv1_1" in ran.out
     found = Profile.load(out)
     assert (found.device, found.batch, len(found)) == ("V100", 1024, 39)
-    assert found.layers[-1].parameters == 4096 * 1000 + 1000, "the paper's 1,000 classes, not those of some data"
+    assert found.layers[-1].parameters == 4096 * 1000 + 1000, (
+        "the paper's 1,000 classes, not those of some data"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "input_bytes"),
     [
         (("--model", "gnmt", "--model-option", "hidden=64", "--tokens", 12), 2 * 12 * 8),
-        (("--model", "gpt", "--model-option", "layers=1", "--tokens", 32, "--dtype", "bfloat16"), 32 * 8),
+        (
+            ("--model", "gpt", "--model-option", "layers=1", "--tokens", 32, "--dtype", "bfloat16"),
+            32 * 8,
+        ),
         (("--model", "mlp", "--model-option", "features=20", "--dtype", "bfloat16"), 20 * 2),
         (("--model", "mlp", "--data", "digits", "--image", 8, "--channels", 1), 64 * 4),
     ],
@@ -46,7 +55,20 @@ def test_a_cluster_s_first_device_may_be_named_and_a_profile_calibrates(penstock
         "  - {name: box, kind: cpu, memory: 8 GB, flops: {float32: 60 GFLOP/s}, memory_bandwidth: 10 GB/s, launch: 2 us, count: 2}\n"
     )
     measured = tmp_path / "m.json"
-    words = ("profile", "--model", "mlp", "--data", "digits", "--image", 8, "--channels", 1, "--batch", 8, "--json")
+    words = (
+        "profile",
+        "--model",
+        "mlp",
+        "--data",
+        "digits",
+        "--image",
+        8,
+        "--channels",
+        1,
+        "--batch",
+        8,
+        "--json",
+    )
     assert penstock(*words, "--repeats", 1, "--sizes", 8, "--out", measured).status == 0
     ran = penstock(*words, "--on", tmp_path / "here.yaml", "--calibrate", measured)
     assert ran.status == 0, ran.err

@@ -24,7 +24,10 @@ def test_the_table_has_every_schedule_or_says_why_not(penstock):
     for numbers in ((3, 8), (4, 5)):
         out = penstock("schedules", "--stages", numbers[0], "--micro-batches", numbers[1]).out
         told = {row[0] for row in rows(out)} | {
-            name for line in out.splitlines() if ": " in line for name in line.partition(":")[0].split(", ")
+            name
+            for line in out.splitlines()
+            if ": " in line
+            for name in line.partition(":")[0].split(", ")
         }
         assert told == set(all_schedules())
     assert "chimera: " in out
@@ -35,13 +38,22 @@ def test_known_figures_stand_in_the_table():
     """Formulas of the papers for S = 4, M = 8 and equal work per rank: LITERATURE sections 0.2, 6 and 7."""
     found = {each.name: each for each in compare(4, 8)[0]}
     one = found["1f1b"]
-    assert (one.makespan, one.bubble_ratio, one.in_flight, one.weights) == (33, pytest.approx(3 / 11), 4, 1)
+    assert (one.makespan, one.bubble_ratio, one.in_flight, one.weights) == (
+        33,
+        pytest.approx(3 / 11),
+        4,
+        1,
+    )
     assert (found["gpipe"].makespan, found["gpipe"].in_flight) == (33, 8)
     assert found["zb-h1"].makespan == 27
     assert found["zb-h2"].span_bubble_ratio == 0
     assert found["interleaved"].makespan == 24 + 9 / 2
     assert (found["interleaved"].stages, found["interleaved"].ranks) == (8, 4)
-    assert (found["chimera"].weights, found["dualpipe"].weights, found["dualpipe-v"].weights) == (2, 2, 1)
+    assert (found["chimera"].weights, found["dualpipe"].weights, found["dualpipe-v"].weights) == (
+        2,
+        2,
+        1,
+    )
     assert found["zb-h1"].splits_backward
     assert not one.splits_backward
 
@@ -64,7 +76,9 @@ def test_an_asynchronous_schedule_is_compared_by_one_batch_once_it_is_full():
     assert {each.name: each for each in compare(4, 1)[0]}["pipedream"].weights == 10 / 4
 
 
-@pytest.mark.parametrize(("sort", "place"), [("bubble", 2), ("makespan", 6), ("in-flight", 7), ("weights", 8)])
+@pytest.mark.parametrize(
+    ("sort", "place"), [("bubble", 2), ("makespan", 6), ("in-flight", 7), ("weights", 8)]
+)
 def test_the_table_is_sorted_by_what_is_asked_for(penstock, sort, place):
     """The best stands first."""
     values = [float(row[place]) for row in rows(penstock("schedules", "--sort", sort).out)]
@@ -85,10 +99,18 @@ def test_json_has_the_rows_and_the_refusals(penstock):
     assert (facts["ranks"], facts["micro_batches"]) == (2, 4)
     ratios = [each["bubble_ratio"] for each in facts["schedules"]]
     assert ratios == sorted(ratios)
-    assert {"name", "stages", "span_bubble_ratio", "in_flight", "weights", "splits_backward", "source"} <= set(
-        facts["schedules"][0]
-    )
-    assert set(facts["refused"]) == set(all_schedules()) - {each["name"] for each in facts["schedules"]}
+    assert {
+        "name",
+        "stages",
+        "span_bubble_ratio",
+        "in_flight",
+        "weights",
+        "splits_backward",
+        "source",
+    } <= set(facts["schedules"][0])
+    assert set(facts["refused"]) == set(all_schedules()) - {
+        each["name"] for each in facts["schedules"]
+    }
 
 
 @pytest.mark.parametrize(("words", "message"), [(("--sort", "size"), "--sort is one of bubble, span"), (("--stages", 0), "at least 1"),
@@ -101,7 +123,12 @@ def test_wrong_words_are_said(penstock, words, message):
 
 def test_a_schedule_is_put_on_the_ranks_with_as_many_stages_as_it_takes():
     """Whoever compares has so many devices, not so many stages."""
-    assert [fitted(name, 4, 8).stages for name in ("1f1b", "zb-v", "interleaved", "chimera")] == [4, 8, 8, 4]
+    assert [fitted(name, 4, 8).stages for name in ("1f1b", "zb-v", "interleaved", "chimera")] == [
+        4,
+        8,
+        8,
+        4,
+    ]
     with pytest.raises(ScheduleError, match="of 8 stages takes 8 micro-batches or more and got 3"):
         fitted("dualpipe-v", 4, 3)
 
@@ -109,10 +136,14 @@ def test_a_schedule_is_put_on_the_ranks_with_as_many_stages_as_it_takes():
 def test_the_committed_gallery_is_what_the_command_draws(penstock, tmp_path):
     """A gallery that lacks the newest schedule, or shows an order that the code no longer has, misleads."""
     fresh = tmp_path / "gallery"
-    assert penstock("schedules", "--stages", 4, "--micro-batches", 8, "--gallery", fresh).status == 0
+    assert (
+        penstock("schedules", "--stages", 4, "--micro-batches", 8, "--gallery", fresh).status == 0
+    )
     drawn = {path.name: path.read_text(encoding="utf-8") for path in fresh.iterdir()}
     kept = {path.name: path.read_text(encoding="utf-8") for path in GALLERY.iterdir()}
     assert set(drawn) == set(kept)
     assert {f"{name}.svg" for name in schedules()} <= set(drawn)
     stale = [name for name, drawing in drawn.items() if drawing != kept[name]]
-    assert stale == [], "run: penstock schedules --stages 4 --micro-batches 8 --gallery docs/gallery"
+    assert stale == [], (
+        "run: penstock schedules --stages 4 --micro-batches 8 --gallery docs/gallery"
+    )

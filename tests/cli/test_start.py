@@ -24,7 +24,11 @@ def test_a_reader_that_goes_away_is_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)
     ran = subprocess.run(
-        [sys.executable, "-m", "penstock", "schedules"], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+        [sys.executable, "-m", "penstock", "schedules"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     os.close(writer)
     assert "Traceback" not in ran.stderr
@@ -32,6 +36,17 @@ def test_a_reader_that_goes_away_is_no_traceback():
 
 def test_no_colour_codes_leave_a_terminal_less_run():
     """Escape codes in a log file are noise."""
-    words = [sys.executable, "-m", "penstock", "draw", "--schedule", "gpipe", "--stages", "2", "--micro-batches", "2"]
+    words = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "draw",
+        "--schedule",
+        "gpipe",
+        "--stages",
+        "2",
+        "--micro-batches",
+        "2",
+    ]
     ran = subprocess.run(words, capture_output=True, text=True, check=True)
     assert "\x1b" not in ran.stdout

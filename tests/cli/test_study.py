@@ -20,7 +20,13 @@ def test_a_quick_study_of_two_rules_writes_everything_and_is_not_run_twice(penst
     assert by_rule["stash"]["staleness"] == [1, 0]
     assert by_rule["stash"]["versions"] == [2, 1]
     assert all(pace["simulated_s"] > 0 for pace in found["paces"])
-    for name in ("study.json", "study.md", "digits-samples.png", "digits-final.svg", "digits-profile.json"):
+    for name in (
+        "study.json",
+        "study.md",
+        "digits-samples.png",
+        "digits-final.svg",
+        "digits-profile.json",
+    ):
         assert (tmp_path / name).exists()
     second = penstock(*words)
     assert "2 of 2 cases are in" in second.err

@@ -40,14 +40,24 @@ def test_simulate_takes_the_network_as_it_is_measured(penstock):
              "--latency", "500ms", "--bandwidth", "1KiB/s", "--boundary-bytes", "2KiB")  # fmt: skip
     assert json.loads(penstock(*words, "--json").out)["makespan"] == pytest.approx(14)
     words = ("simulate", *SMALL, "--transfer", "1", "--json")
-    duplex, shared = (json.loads(penstock(*words, "--links", links).out)["makespan"] for links in ("duplex", "shared"))
+    duplex, shared = (
+        json.loads(penstock(*words, "--links", links).out)["makespan"]
+        for links in ("duplex", "shared")
+    )
     assert duplex == 49
     assert shared > duplex
 
 
 def test_simulate_tells_who_holds_the_memory_at_its_peak(penstock):
     """A number of bytes alone does not say what to change."""
-    words = ("simulate", *SMALL, "--activation-bytes", "1GiB", "--weight-bytes", "2GiB,2GiB,2GiB,9GiB")
+    words = (
+        "simulate",
+        *SMALL,
+        "--activation-bytes",
+        "1GiB",
+        "--weight-bytes",
+        "2GiB,2GiB,2GiB,9GiB",
+    )
     plain = penstock(*words).out
     assert "peak memory     6.0 GiB, 5.0 GiB, 4.0 GiB, 10.0 GiB" in plain
     assert "of rank 3     weights 9.0 GiB + activations 1.0 GiB" in plain
@@ -95,7 +105,9 @@ def test_schedules_lists_all_with_their_sources(penstock):
 def test_partition_cuts_a_profile(penstock, profile_file):
     """Method names, regular expressions and lengths all go through one flag."""
     assert json.loads(penstock("partition", profile_file, "--stages", 2, "--json").out) == [3, 2]
-    assert json.loads(penstock("partition", profile_file, "--stages", 2, "--by", "type:conv", "--json").out) == [2, 3]
+    assert json.loads(
+        penstock("partition", profile_file, "--stages", 2, "--by", "type:conv", "--json").out
+    ) == [2, 3]
     assert json.loads(penstock("partition", profile_file, "--by", "1,4", "--json").out) == [1, 4]
     assert "layer0" in penstock("partition", profile_file, "--stages", 2).out
     assert "bottleneck" in penstock("partition", "--list").out
@@ -113,7 +125,9 @@ def test_plan_explains_itself_and_writes_what_it_found(penstock, profile_file, t
 def test_profile_measures_and_writes(penstock, tmp_path):
     """The file is what `partition` and `plan` take."""
     target = tmp_path / "mlp.json"
-    ran = penstock("profile", "--model", "mlp", "--image", 8, "--batch", 8, "--repeats", 1, "--out", target)
+    ran = penstock(
+        "profile", "--model", "mlp", "--image", 8, "--batch", 8, "--repeats", 1, "--out", target
+    )
     assert ran.status == 0
     assert "fc1" in ran.out
     assert json.loads(penstock("partition", target, "--stages", 3, "--json").out)
@@ -128,12 +142,21 @@ def test_profile_measures_and_writes(penstock, tmp_path):
         (("simulate", *SMALL, "--forward", "1,2"), "forward has 2 entries, the schedule needs 4"),
         (("simulate", *SMALL, "--forward", "fast"), "--forward fast"),
         (("simulate", *SMALL, "--forward", "1", "--backward", "-1"), "--backward"),
-        (("simulate", "--schedule", "1f1b", "--stages", 0, "--micro-batches", 2), "at least 1 of stages"),
+        (
+            ("simulate", "--schedule", "1f1b", "--stages", 0, "--micro-batches", 2),
+            "at least 1 of stages",
+        ),
         (("simulate", *SMALL, "--recompute", "maybe"), "recompute is one of never"),
         (("simulate", *SMALL, "--transfer", 1, "--latency", 1), "give one of the two"),
-        (("simulate", *SMALL, "--bandwidth", "10GB"), "bandwidth says nothing without boundary_bytes"),
+        (
+            ("simulate", *SMALL, "--bandwidth", "10GB"),
+            "bandwidth says nothing without boundary_bytes",
+        ),
         (("simulate", *SMALL, "--links", "fast"), "links are one of duplex"),
-        (("simulate", *SMALL, "--boundary-bytes", "1,2"), "boundary_bytes has 2 entries, the schedule needs 3"),
+        (
+            ("simulate", *SMALL, "--boundary-bytes", "1,2"),
+            "boundary_bytes has 2 entries, the schedule needs 3",
+        ),
         (("simulate", *SMALL, "--activation-bytes", "much"), "--activation-bytes much"),
         (("simulate", "--csv", "nowhere.csv"), "cannot read the schedule nowhere.csv"),
         (("simulate", "--csv", "x.csv", "--stages", 2), "--csv holds the whole schedule"),
@@ -153,15 +176,36 @@ def test_profile_measures_and_writes(penstock, tmp_path):
         (("train", "--micro-batches", 65), "a batch of 64 cannot be cut into 65"),
         (("train", "--model-option", "layers"), "write name=value"),
         (("train", "--memory-limit", "some", "--model", "mlp"), "'some' is not a quantity"),
-        (("train", "--model", "mlp", "--weights", "stash", "--schedule", "1f1b"), "'stash' does not go with 1f1b"),
-        (("train", "--model", "mlp", "--weights", "spectrain", "--optimizer", "adam"), "no formula for Adam"),
-        (("train", "--weights", "pipemare", "--weights-option", "decay=high"), "--weights-option decay=high: write a number"),
+        (
+            ("train", "--model", "mlp", "--weights", "stash", "--schedule", "1f1b"),
+            "'stash' does not go with 1f1b",
+        ),
+        (
+            ("train", "--model", "mlp", "--weights", "spectrain", "--optimizer", "adam"),
+            "no formula for Adam",
+        ),
+        (
+            ("train", "--weights", "pipemare", "--weights-option", "decay=high"),
+            "--weights-option decay=high: write a number",
+        ),
         (("simulate", "--weights", "stash", *SMALL), "'stash' does not go with 1f1b"),
-        (("simulate", "--schedule", "2bw", "--stages", 4, "--micro-batches", 2), "4 or more micro-batches"),
-        (("simulate", "--batches", 3, *SMALL), "1f1b is synchronous, every batch of it is the same"),
-        (("simulate", "--batches", 0, "--schedule", "pipedream", "--stages", 2), "--batches 0: there is at least 1"),
+        (
+            ("simulate", "--schedule", "2bw", "--stages", 4, "--micro-batches", 2),
+            "4 or more micro-batches",
+        ),
+        (
+            ("simulate", "--batches", 3, *SMALL),
+            "1f1b is synchronous, every batch of it is the same",
+        ),
+        (
+            ("simulate", "--batches", 0, "--schedule", "pipedream", "--stages", 2),
+            "--batches 0: there is at least 1",
+        ),
         (("draw", "--batches", 3, *SMALL), "1f1b is synchronous"),
-        (("draw", "--weights", "flush", "--schedule", "pipedream", "--stages", 2), "'flush' does not go with pipedream"),
+        (
+            ("draw", "--weights", "flush", "--schedule", "pipedream", "--stages", 2),
+            "'flush' does not go with pipedream",
+        ),
     ],
 )
 def test_wrong_words_get_one_message_and_exit_status_2(penstock, words, message):
@@ -172,14 +216,28 @@ def test_wrong_words_get_one_message_and_exit_status_2(penstock, words, message)
     assert "Traceback" not in ran.err
 
 
-@pytest.mark.parametrize("words", [("simulat",), ("simulate", "--stage", 2), ("train", "--epochs", "x")])
+@pytest.mark.parametrize(
+    "words", [("simulat",), ("simulate", "--stage", 2), ("train", "--epochs", "x")]
+)
 def test_words_that_the_parser_refuses_exit_with_2(penstock, words):
     """The parser's own errors keep the same status."""
     assert penstock(*words).status == 2
 
 
 @pytest.mark.parametrize(
-    "verb", ["train", "profile", "partition", "plan", "simulate", "draw", "verify", "schedules", "export", "doctor"]
+    "verb",
+    [
+        "train",
+        "profile",
+        "partition",
+        "plan",
+        "simulate",
+        "draw",
+        "verify",
+        "schedules",
+        "export",
+        "doctor",
+    ],
 )
 def test_every_verb_has_help_with_an_example(penstock, verb):
     """An example says more than a list of flags."""
@@ -199,15 +257,38 @@ def test_train_under_torchrun_says_that_it_starts_its_own_ranks(penstock, monkey
 @pytest.mark.parametrize(
     ("words", "makespan"),
     [
-        (("--schedule", "seq1f1b", "--stages", 4, "--micro-batches", 8, "--option", "slices=4"), 8 * 3 + 3 * 3 / 4),
-        (("--schedule", "1f1b", "--stages", 2, "--micro-batches", 8, "--option", "replicas=2"), (4 + 1) * 3),
-        (("--schedule", "1f1b", "--stages", 2, "--micro-batches", 4, "--option", "warm_up=[4, 1]"), (4 + 1) * 3),
-        (("--schedule", "zb-2p", "--forward", "1,1", "--backward", "2,2", "--micro-batches", 4), 13),
+        (
+            ("--schedule", "seq1f1b", "--stages", 4, "--micro-batches", 8, "--option", "slices=4"),
+            8 * 3 + 3 * 3 / 4,
+        ),
+        (
+            ("--schedule", "1f1b", "--stages", 2, "--micro-batches", 8, "--option", "replicas=2"),
+            (4 + 1) * 3,
+        ),
+        (
+            (
+                "--schedule",
+                "1f1b",
+                "--stages",
+                2,
+                "--micro-batches",
+                4,
+                "--option",
+                "warm_up=[4, 1]",
+            ),
+            (4 + 1) * 3,
+        ),
+        (
+            ("--schedule", "zb-2p", "--forward", "1,1", "--backward", "2,2", "--micro-batches", 4),
+            13,
+        ),
     ],
 )
 def test_a_schedule_takes_options_and_if_it_is_made_to_measure_the_costs(penstock, words, makespan):
     """All that Python can ask for."""
-    assert json.loads(penstock("simulate", *words, "--json").out)["makespan"] == pytest.approx(makespan)
+    assert json.loads(penstock("simulate", *words, "--json").out)["makespan"] == pytest.approx(
+        makespan
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,7 +329,11 @@ def test_simulate_says_what_a_stream_takes_once_it_is_full(penstock):
     facts = json.loads(penstock("simulate", *STREAM, "--update", 1, "--json").out)
     assert (facts["seconds_per_batch"], facts["steady_bubble_ratio"]) == (4, 0)
     assert facts["makespan"] > facts["batches"] * 4
-    assert (facts["weights"], facts["staleness_max"], facts["versions"]) == ("stash", [3, 2, 1, 0], [4, 3, 2, 1])
+    assert (facts["weights"], facts["staleness_max"], facts["versions"]) == (
+        "stash",
+        [3, 2, 1, 0],
+        [4, 3, 2, 1],
+    )
     out = penstock("simulate", *STREAM).out
     assert "1 micro-batch a batch, 8 batches shown" in out
     assert "once full       3 s a batch (3.0 s), bubble ratio 0.00%" in out
@@ -259,8 +344,16 @@ def test_simulate_says_what_a_stream_takes_once_it_is_full(penstock):
 def test_simulate_says_the_same_of_a_synchronous_schedule_to_scripts(penstock):
     """So that both kinds can be compared without asking which it is."""
     facts = json.loads(penstock("simulate", *SMALL, "--json").out)
-    assert (facts["batches"], facts["seconds_per_batch"], facts["steady_bubble_ratio"]) == (1, 33, facts["bubble_ratio"])
-    assert (facts["weights"], facts["staleness_max"], facts["versions"]) == ("flush", [0] * 4, [1] * 4)
+    assert (facts["batches"], facts["seconds_per_batch"], facts["steady_bubble_ratio"]) == (
+        1,
+        33,
+        facts["bubble_ratio"],
+    )
+    assert (facts["weights"], facts["staleness_max"], facts["versions"]) == (
+        "flush",
+        [0] * 4,
+        [1] * 4,
+    )
     assert "once full" not in penstock("simulate", *SMALL).out
 
 
@@ -268,18 +361,29 @@ def test_simulate_shows_as_many_batches_as_asked_for(penstock):
     """What a batch takes once full is the same."""
     for batches, makespan in ((1, 12), (2, 15), (20, 12 + 19 * 3)):
         facts = json.loads(penstock("simulate", *STREAM, "--batches", batches, "--json").out)
-        assert (facts["batches"], facts["makespan"], facts["seconds_per_batch"]) == (batches, makespan, 3)
+        assert (facts["batches"], facts["makespan"], facts["seconds_per_batch"]) == (
+            batches,
+            makespan,
+            3,
+        )
 
 
 def test_simulate_takes_a_weight_rule_alone_or_beside_a_schedule(penstock):
     """The rule decides what is kept, and so what memory it takes."""
-    facts = json.loads(penstock("simulate", "--weights", "double-buffer", "--stages", 2, "--micro-batches", 2, "--json").out)
+    facts = json.loads(
+        penstock(
+            "simulate", "--weights", "double-buffer", "--stages", 2, "--micro-batches", 2, "--json"
+        ).out
+    )
     assert (facts["schedule"], facts["versions"]) == ("2bw", [2, 2])
     words = ("simulate", *STREAM, "--weight-bytes", 100, "--json")
     assert json.loads(penstock(*words).out)["peak_memory"] == [400, 300, 200, 100]
     assert json.loads(penstock(*words, "--batches", 2).out)["peak_memory"] == [400, 300, 200, 100]
     assert json.loads(penstock(*words, "--weights", "none").out)["peak_memory"] == [100] * 4
-    assert "versions      1 1 1 1, and 2 more of their size" in penstock("simulate", *STREAM, "--weights", "pipemare").out
+    assert (
+        "versions      1 1 1 1, and 2 more of their size"
+        in penstock("simulate", *STREAM, "--weights", "pipemare").out
+    )
 
 
 def test_draw_shows_as_many_batches_as_asked_for_and_a_stream_against_another_schedule(penstock):
@@ -290,13 +394,24 @@ def test_draw_shows_as_many_batches_as_asked_for_and_a_stream_against_another_sc
     assert "1f1b" in out
 
 
-def test_plan_takes_a_weight_rule_and_weighs_asynchronous_schedules_on_request(penstock, profile_file):
+def test_plan_takes_a_weight_rule_and_weighs_asynchronous_schedules_on_request(
+    penstock, profile_file
+):
     """As Python does."""
     words = ("plan", profile_file, "--cluster", "local:2", "--batch", 8, "--stages", 2)
-    facts = json.loads(penstock(*words, "--weights", "pipemare", "--weights-option", "decay=0.25", "--json").out)
-    assert (facts["schedule_name"], facts["weights"], facts["weights_options"]) == ("pipedream", "pipemare", [["decay", 0.25]])
+    facts = json.loads(
+        penstock(*words, "--weights", "pipemare", "--weights-option", "decay=0.25", "--json").out
+    )
+    assert (facts["schedule_name"], facts["weights"], facts["weights_options"]) == (
+        "pipedream",
+        "pipemare",
+        [["decay", 0.25]],
+    )
     assert facts["stream"]["batches"] > 1
-    assert "asynchronous: weights stash, staleness at most 1" in penstock(*words, "--schedule", "pipedream").out
+    assert (
+        "asynchronous: weights stash, staleness at most 1"
+        in penstock(*words, "--schedule", "pipedream").out
+    )
     both = penstock(*words, "--asynchronous").out
     assert "stash" in both
     assert "flush" in both

@@ -23,7 +23,11 @@ def test_staleness_and_versions_per_stage_are_shown(penstock):
 def test_another_rule_may_be_named(penstock):
     """The same programs, other weights."""
     facts = json.loads(penstock(*PIPEDREAM, "--weights", "vertical-sync", "--json").out)
-    assert (facts["weights"], facts["staleness_max"], facts["versions"]) == ("vertical-sync", [3, 3, 3, 3], [4, 4, 4, 4])
+    assert (facts["weights"], facts["staleness_max"], facts["versions"]) == (
+        "vertical-sync",
+        [3, 3, 3, 3],
+        [4, 4, 4, 4],
+    )
     assert facts["staleness_across"] == []
 
 

@@ -66,7 +66,9 @@ def test_a_plan_is_checked_as_it_is(penstock, tmp_path):
     task = make_task(TrainConfig(model="mlp", data="digits"))
     profile = ps.profile(task.model, task.example()[:8], batch=8, sizes=[4, 8], repeats=1)
     plan = tmp_path / "plan.json"
-    ps.plan(profile, ps.cluster("local:2"), batch=8, stages=2, schedules=["1f1b"], micro_batches=2).save(plan)
+    ps.plan(
+        profile, ps.cluster("local:2"), batch=8, stages=2, schedules=["1f1b"], micro_batches=2
+    ).save(plan)
     ran = penstock(*MLP, "--plan", plan)
     assert ran.status == 0, ran.err
     assert "as one device does" in ran.out

@@ -24,7 +24,11 @@ def test_a_network_joins_nodes_of_one_device():
     """4xV100-10GbE is four machines: every boundary pays the network."""
     made = cluster("4xV100-10GbE")
     assert (made.ranks, made.nodes, made.devices_per_node) == (4, 4, 1)
-    assert (made.devices[0].name, made.devices[0].memory_bytes, made.devices[0].kind) == ("V100", 16 * 10**9, "gpu")
+    assert (made.devices[0].name, made.devices[0].memory_bytes, made.devices[0].kind) == (
+        "V100",
+        16 * 10**9,
+        "gpu",
+    )
     assert made.link(0, 1).bandwidth_bytes_per_s == 1.25e9
 
 
@@ -56,14 +60,19 @@ def test_links_can_be_exchanged_for_measured_ones():
     """That is what `penstock doctor` does with a preset."""
     measured = Link(1e-5, 2e9, "measured")
     made = cluster("2x8xV100-NVLink-25GbE")
-    assert made.with_links(between=measured) == Cluster(made.name, made.devices, 8, made.inside, measured)
+    assert made.with_links(between=measured) == Cluster(
+        made.name, made.devices, 8, made.inside, measured
+    )
     assert made.with_links(inside=measured).inside == measured
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("4xV1000-10GbE", "no cluster called '4xV1000-10GbE'.*Devices: V100, .*Links: NVLink, PCIe3"),
+        (
+            "4xV1000-10GbE",
+            "no cluster called '4xV1000-10GbE'.*Devices: V100, .*Links: NVLink, PCIe3",
+        ),
         ("V100", "no cluster called 'V100'"),
         ("8xP100-NVLink", "no link for P100 called 'NVLink'"),
         ("2x8xV100-NVLink", "nodes of several devices need both links"),
@@ -123,10 +132,18 @@ def test_the_example_of_the_docstring_works(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("name: lab", "name: lab\ncolour: red", "unknown key 'colour'; known are name, devices_per_node"),
+        (
+            "name: lab",
+            "name: lab\ncolour: red",
+            "unknown key 'colour'; known are name, devices_per_node",
+        ),
         ("name: lab", "", "the key 'name' is missing"),
         ("name: lab", "name: 3", "name: 3 is not a text"),
-        ("devices_per_node: 2", "devices_per_node: two", "devices_per_node: 'two' is not a whole number"),
+        (
+            "devices_per_node: 2",
+            "devices_per_node: two",
+            "devices_per_node: 'two' is not a whole number",
+        ),
         ("inside: PCIe3", "", "the key 'inside' is missing: 4 devices, 2 on a node, need it"),
         ("inside: PCIe3", "inside: PCIe9", "inside: no link called 'PCIe9'. Did you mean"),
         ("inside: PCIe3", "inside: 3", "inside: 3 is no mapping"),
@@ -139,7 +156,11 @@ def test_the_example_of_the_docstring_works(tmp_path):
         ("kind: gpu", "kind: tpu", r"devices\[1\]: device old is of kind 'tpu'"),
         ("memory: 12 GB, ", "", r"devices\[1\]: the key 'memory' is missing"),
         ("memory: 12 GB, kind: gpu, ", "", r"devices\[1\]: no device called 'old'.*needs 'memory'"),
-        ("{name: V100, count: 2}", "{name: V100, count: 0}", r"devices\[0\]: count: 0 is not a whole number"),
+        (
+            "{name: V100, count: 2}",
+            "{name: V100, count: 0}",
+            r"devices\[0\]: count: 0 is not a whole number",
+        ),
         ("{name: V100, count: 2}", "[V100]", r"devices\[0\]: \['V100'\] is no mapping"),
     ],
 )
@@ -173,7 +194,9 @@ def test_a_file_that_is_no_cluster_is_refused(tmp_path, text, message):
 def test_links_that_nothing_uses_may_be_left_out(tmp_path):
     """Whoever has one machine has no network to describe."""
     path = tmp_path / "one.yaml"
-    path.write_text("name: one\ndevices_per_node: 8\ndevices: [{name: A100, count: 8}]\ninside: NVLink\n")
+    path.write_text(
+        "name: one\ndevices_per_node: 8\ndevices: [{name: A100, count: 8}]\ninside: NVLink\n"
+    )
     assert cluster(path).between == cluster(path).inside
     path.write_text("name: alone\ndevices_per_node: 1\ndevices: [H100]\n")
     assert cluster(path).ranks == 1

@@ -32,10 +32,15 @@ def test_bandwidth_tells_bits_from_bytes(text, bytes_per_s):
     assert parse_bandwidth(text) == pytest.approx(bytes_per_s)
 
 
-@pytest.mark.parametrize("text", ["10", "10 G", "10 gB/s", "10 Gb", "ten Gb/s", "-1 Gb/s", 10, None, True, 1.25e9, "10 Gbps"])
+@pytest.mark.parametrize(
+    "text",
+    ["10", "10 G", "10 gB/s", "10 Gb", "ten Gb/s", "-1 Gb/s", 10, None, True, 1.25e9, "10 Gbps"],
+)
 def test_bandwidth_without_a_sure_unit_is_refused(text):
     """A guess at what was meant would be wrong half of the time."""
-    with pytest.raises(SettingError, match=r"is not a bandwidth; write for example '10 Gb/s' \(bits\)"):
+    with pytest.raises(
+        SettingError, match=r"is not a bandwidth; write for example '10 Gb/s' \(bits\)"
+    ):
         parse_bandwidth(text)
 
 
@@ -48,7 +53,11 @@ def test_a_bandwidth_in_bits_is_an_eighth_of_the_one_in_bytes(number):
 
 def test_memory_is_read_in_bytes_only():
     """16 Gb of memory is 2 GB, and nobody means that."""
-    assert (parse_memory("16 GB"), parse_memory("1 GiB"), parse_memory(512)) == (16 * 10**9, 2**30, 512)
+    assert (parse_memory("16 GB"), parse_memory("1 GiB"), parse_memory(512)) == (
+        16 * 10**9,
+        2**30,
+        512,
+    )
     with pytest.raises(SettingError, match="'16 Gb' counts bits"):
         parse_memory("16 Gb")
     with pytest.raises(SettingError, match="True is not an amount of memory"):
@@ -88,16 +97,29 @@ def test_a_value_of_another_type_is_refused(parse, value, message):
 
 def test_rates_are_read_as_datasheets_write_them():
     """TFLOPS, TFLOP/s and short names of dtypes all stand in datasheets."""
-    assert (parse_flops("15.7 TFLOPS"), parse_flops("989 TFLOP/s"), parse_clock("200 MHz")) == (15.7e12, 989e12, 200e6)
-    assert parse_peaks({"fp32": "1 TFLOP/s", "bf16": "2 PFLOP/s"}) == (("float32", 1e12), ("bfloat16", 2e15))
-    assert (parse_number(2), parse_flag(False), parse_bandwidth("unlimited")) == (2.0, False, float("inf"))
+    assert (parse_flops("15.7 TFLOPS"), parse_flops("989 TFLOP/s"), parse_clock("200 MHz")) == (
+        15.7e12,
+        989e12,
+        200e6,
+    )
+    assert parse_peaks({"fp32": "1 TFLOP/s", "bf16": "2 PFLOP/s"}) == (
+        ("float32", 1e12),
+        ("bfloat16", 2e15),
+    )
+    assert (parse_number(2), parse_flag(False), parse_bandwidth("unlimited")) == (
+        2.0,
+        False,
+        float("inf"),
+    )
 
 
 def test_messages_begin_with_place_and_key():
     """Files are edited by hand: the message must lead to the line."""
     fields = Fields.of({"count": "x"}, "lab.yaml: devices[0]", ("count", "name"))
     assert "count" in fields
-    with pytest.raises(ClusterError, match=r"^lab.yaml: devices\[0\]: count: 'x' is not a whole number"):
+    with pytest.raises(
+        ClusterError, match=r"^lab.yaml: devices\[0\]: count: 'x' is not a whole number"
+    ):
         fields.read("count", parse_count)
     with pytest.raises(ClusterError, match=r"^lab.yaml: devices\[0\]: the key 'name' is missing"):
         fields.read("name", parse_text)

@@ -18,7 +18,11 @@ def clusters(draw):
     met: list[int] = []
     for _ in devices:
         met.append(draw(st.integers(0, max(met, default=-1) + 1)))
-    insides = tuple((node, draw(st.sampled_from([SLOW, FAST]))) for node in sorted(set(met)) if draw(st.booleans()))
+    insides = tuple(
+        (node, draw(st.sampled_from([SLOW, FAST])))
+        for node in sorted(set(met))
+        if draw(st.booleans())
+    )
     return Cluster("any", tuple(devices), draw(st.integers(1, 4)), SLOW, NET, tuple(met), insides)
 
 
@@ -75,7 +79,9 @@ def test_a_part_keeps_devices_nodes_and_links(made, data):
 @settings(deadline=None, max_examples=100)
 def test_every_rank_is_on_one_node_and_prints(made):
     """Nodes are a division of the ranks."""
-    assert sorted(rank for node in range(made.nodes) for rank in made.ranks_of_node(node)) == list(range(made.ranks))
+    assert sorted(rank for node in range(made.nodes) for rank in made.ranks_of_node(node)) == list(
+        range(made.ranks)
+    )
     assert max(len(made.ranks_of_node(node)) for node in range(made.nodes)) <= made.devices_per_node
     assert str(made).startswith(f"any: {made.ranks} ranks on {made.nodes} node")
 
@@ -83,14 +89,26 @@ def test_every_rank_is_on_one_node_and_prints(made):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Cluster("x", (A, A), 1, FAST, NET, node_of=(0,)), "cluster x has 2 ranks, and node_of has 1: one for each"),
+        (
+            lambda: Cluster("x", (A, A), 1, FAST, NET, node_of=(0,)),
+            "cluster x has 2 ranks, and node_of has 1: one for each",
+        ),
         (
             lambda: Cluster("x", (A, A), 1, FAST, NET, node_of=(0, 2)),
             r"ranks on nodes \[0, 2\]; nodes are numbered from 0, none left out",
         ),
-        (lambda: Cluster("x", (A, A), 1, FAST, NET, insides=((2, SLOW),)), "an inside link for node 2, and nodes 0 to 1"),
-        (lambda: Cluster("x", (A, A), 1, FAST, NET, insides=((0, SLOW), (0, FAST))), "two inside links for one node"),
-        (lambda: Cluster("x", (A, A), 1, FAST, NET).on([0, 0]), r"has every rank once, and \[0, 0\] names one twice"),
+        (
+            lambda: Cluster("x", (A, A), 1, FAST, NET, insides=((2, SLOW),)),
+            "an inside link for node 2, and nodes 0 to 1",
+        ),
+        (
+            lambda: Cluster("x", (A, A), 1, FAST, NET, insides=((0, SLOW), (0, FAST))),
+            "two inside links for one node",
+        ),
+        (
+            lambda: Cluster("x", (A, A), 1, FAST, NET).on([0, 0]),
+            r"has every rank once, and \[0, 0\] names one twice",
+        ),
         (lambda: Cluster("x", (A, A), 1, FAST, NET).on([0, 2]), "has ranks 0 to 1, and no rank 2"),
         (lambda: Cluster("x", (A, A), 1, FAST, NET).on([]), "cluster x has no devices"),
         (lambda: Cluster("x", (A, A), 1, FAST, NET).node(-1), "no rank -1"),

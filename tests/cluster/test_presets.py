@@ -21,18 +21,35 @@ def test_every_paper_s_cluster_can_be_made_and_has_a_source(name):
 
 def test_links_carry_what_their_names_say():
     """The Ethernet names are bits per second, the bus figures bytes."""
-    rates = {name: PRESETS.links[name].bandwidth_bytes_per_s for name in ("1GbE", "10GbE", "25GbE", "40GbE", "100GbE", "PCIe3")}
-    assert rates == {"1GbE": 0.125e9, "10GbE": 1.25e9, "25GbE": 3.125e9, "40GbE": 5e9, "100GbE": 12.5e9, "PCIe3": 15.75e9}
+    rates = {
+        name: PRESETS.links[name].bandwidth_bytes_per_s
+        for name in ("1GbE", "10GbE", "25GbE", "40GbE", "100GbE", "PCIe3")
+    }
+    assert rates == {
+        "1GbE": 0.125e9,
+        "10GbE": 1.25e9,
+        "25GbE": 3.125e9,
+        "40GbE": 5e9,
+        "100GbE": 12.5e9,
+        "PCIe3": 15.75e9,
+    }
 
 
 def test_every_link_says_where_its_figure_is_from():
     """A latency that nobody measured must not pass for a fact."""
-    assert all(link.source.startswith("datasheet: ") and "assumed" in link.source for link in PRESETS.links.values())
+    assert all(
+        link.source.startswith("datasheet: ") and "assumed" in link.source
+        for link in PRESETS.links.values()
+    )
 
 
 def test_nvlink_is_the_generation_of_the_device():
     """NVLink on a V100 and on an H100 differ eighteenfold."""
-    assert [PRESETS.link_name("nvlink", name) for name in ("V100", "A100", "H200")] == ["NVLink2", "NVLink3", "NVLink4"]
+    assert [PRESETS.link_name("nvlink", name) for name in ("V100", "A100", "H200")] == [
+        "NVLink2",
+        "NVLink3",
+        "NVLink4",
+    ]
     with pytest.raises(UnknownName, match="no link for TitanX called 'NVLink'"):
         PRESETS.link_name("NVLink", "TitanX")
 
@@ -51,7 +68,11 @@ def test_peaks_are_dense_and_in_the_order_of_the_generations():
     """A sparse figure, as Hopper's datasheet prints them, would double every prediction."""
     half = [PRESETS.devices[name].peak("float16") for name in ("P100", "V100", "A100", "H100")]
     assert half == [21.2e12, 125e12, 312e12, 989e12]
-    assert [PRESETS.devices[name].peak("tf32") for name in ("V100", "A100", "H200")] == [None, 156e12, 494e12]
+    assert [PRESETS.devices[name].peak("tf32") for name in ("V100", "A100", "H200")] == [
+        None,
+        156e12,
+        494e12,
+    ]
     assert [PRESETS.devices[name].memory_bytes_per_s for name in ("V100", "A100-40", "H100", "H200")] == [
         900e9, 1555e9, 3.35e12, 4.8e12,
     ]  # fmt: skip

@@ -42,8 +42,16 @@ def test_a_device_like_another_has_its_figures_but_for_what_is_said(lab):
     """Half of a card, or a slower one, is described in a line."""
     slow = lab(example()).devices[8]
     a100 = cluster("1xA100-NVLink").devices[0]
-    assert (slow.memory_bytes, slow.launch_s, slow.together) == (30 * 10**9, pytest.approx(20e-6), 1.1)
-    assert (slow.flops, slow.memory_bytes_per_s, slow.source) == (a100.flops, a100.memory_bytes_per_s, a100.source)
+    assert (slow.memory_bytes, slow.launch_s, slow.together) == (
+        30 * 10**9,
+        pytest.approx(20e-6),
+        1.1,
+    )
+    assert (slow.flops, slow.memory_bytes_per_s, slow.source) == (
+        a100.flops,
+        a100.memory_bytes_per_s,
+        a100.source,
+    )
 
 
 def test_an_fpga_s_peaks_come_from_its_slices(lab):
@@ -75,8 +83,12 @@ def test_nvlink_is_what_each_node_s_devices_have(lab):
 
 def test_nodes_that_are_alike_are_the_same_cluster_in_both_forms(lab):
     """The two forms say one thing."""
-    short = lab("name: x\ndevices_per_node: 2\ndevices: [{name: V100, count: 4}]\ninside: PCIe3\nbetween: 10GbE\n")
-    long = lab("name: x\nnodes: [{count: 2, devices: [V100, V100]}]\ninside: PCIe3\nbetween: 10GbE\n")
+    short = lab(
+        "name: x\ndevices_per_node: 2\ndevices: [{name: V100, count: 4}]\ninside: PCIe3\nbetween: 10GbE\n"
+    )
+    long = lab(
+        "name: x\nnodes: [{count: 2, devices: [V100, V100]}]\ninside: PCIe3\nbetween: 10GbE\n"
+    )
     assert short == long
 
 
@@ -127,8 +139,14 @@ def test_a_slip_in_a_file_of_nodes_is_refused_with_file_and_key(lab, old, new, m
     [
         ("name: x\nnodes: 3\n", "nodes: 3 is no list of nodes"),
         ("name: x\nnodes: []\n", r"nodes: \[\] is no list of nodes"),
-        ("name: x\nnodes: [V100]\n", r"nodes\[0\]: 'V100' is no mapping; its keys may be count, devices, inside"),
-        ("name: x\nnode_of: [0]\ndevices: [V100]\ndevices_per_node: 1\n", "node_of says on which of the 'nodes' each rank is"),
+        (
+            "name: x\nnodes: [V100]\n",
+            r"nodes\[0\]: 'V100' is no mapping; its keys may be count, devices, inside",
+        ),
+        (
+            "name: x\nnode_of: [0]\ndevices: [V100]\ndevices_per_node: 1\n",
+            "node_of says on which of the 'nodes' each rank is",
+        ),
         (
             "name: x\ndevices_per_node: 1\nbetween: IB\ndevices: [{name: V100, count: 65536}, V100]\n",
             "65537 devices are too many",

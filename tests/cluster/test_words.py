@@ -17,7 +17,11 @@ def test_nvlink_is_each_kind_s_own():
     """One word, two generations."""
     made = cluster("2x4xV100+1x2xA100-NVLink-IB")
     assert (made.ranks, made.nodes) == (10, 3)
-    assert [made.link(rank, rank + 1).bandwidth_bytes_per_s for rank in (0, 4, 8)] == [25e9, 25e9, 300e9]
+    assert [made.link(rank, rank + 1).bandwidth_bytes_per_s for rank in (0, 4, 8)] == [
+        25e9,
+        25e9,
+        300e9,
+    ]
 
 
 def test_with_one_link_it_says_where_the_devices_stand():

@@ -9,16 +9,18 @@ from penstock.cluster.device import DTYPES
 from penstock.cluster.presets import Presets
 
 positive = st.floats(1e-3, 1e18)
-names = st.text("aZ0: '\"#-{}[]é,&*!|>%@`\\\n", max_size=8).map(lambda text: f"x{text}") | st.sampled_from(
-    ["no", "1e3", "null", "1:30"]
-)
+names = st.text("aZ0: '\"#-{}[]é,&*!|>%@`\\\n", max_size=8).map(
+    lambda text: f"x{text}"
+) | st.sampled_from(["no", "1e3", "null", "1:30"])
 texts = names | st.just("")
 devices = st.builds(
     Device,
     names,
     st.integers(1, 10**15),
     st.sampled_from(["cpu", "gpu", "fpga"]),
-    st.dictionaries(st.sampled_from(DTYPES), positive, max_size=3).map(lambda found: tuple(found.items())),
+    st.dictionaries(st.sampled_from(DTYPES), positive, max_size=3).map(
+        lambda found: tuple(found.items())
+    ),
     st.none() | positive,
     st.floats(0, 1),
     st.integers(0, 10**9),
@@ -51,7 +53,10 @@ def test_what_is_written_reads_back_equal(tmp_path_factory, made):
     assert cluster(path) == made
 
 
-@pytest.mark.parametrize("name", [*Presets.load().clusters, "local:3", "4xV100+2xP100-PCIe3-25GbE", "2x8xH100-NVLink-IB400"])
+@pytest.mark.parametrize(
+    "name",
+    [*Presets.load().clusters, "local:3", "4xV100+2xP100-PCIe3-25GbE", "2x8xH100-NVLink-IB400"],
+)
 def test_presets_and_words_read_back_equal(name, tmp_path):
     """Who starts from a preset and changes a line must start from the same cluster."""
     cluster(name).save(tmp_path / "x.yaml")
@@ -61,7 +66,13 @@ def test_presets_and_words_read_back_equal(name, tmp_path):
 def test_what_is_written_is_what_people_write():
     """The file is there to be edited."""
     link = Link(5 * 1e-6, 25e9, "measured", shared=True)
-    made = Cluster("lab", (Device("V100", 16 * 10**9, flops=(("float32", 15.7e12),), launch_s=10 * 1e-6),) * 2, 2, link, link)
+    made = Cluster(
+        "lab",
+        (Device("V100", 16 * 10**9, flops=(("float32", 15.7e12),), launch_s=10 * 1e-6),) * 2,
+        2,
+        link,
+        link,
+    )
     assert made.to_yaml() == (
         "name: lab\n"
         "devices_per_node: 2\n"

@@ -69,7 +69,9 @@ def images(samples: int) -> tuple[Tensor, Tensor]:
 
 def text(samples: int) -> tuple[Tensor, Tensor]:
     """Each token is the one before plus a step of its sequence."""
-    tokens = (torch.randint(0, 7, (samples, 1)) + torch.randint(1, 3, (samples, 1)) * torch.arange(6)) % 7
+    tokens = (
+        torch.randint(0, 7, (samples, 1)) + torch.randint(1, 3, (samples, 1)) * torch.arange(6)
+    ) % 7
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -83,7 +85,14 @@ class Learning:
     cuts: dict[int, list[int]]
 
 
-CUTS = {1: [9], 2: [3, 6], 3: [4, 2, 3], 4: [2, 3, 1, 3], 6: [1, 2, 1, 2, 1, 2], 8: [1, 1, 1, 1, 1, 1, 1, 2]}
+CUTS = {
+    1: [9],
+    2: [3, 6],
+    3: [4, 2, 3],
+    4: [2, 3, 1, 3],
+    6: [1, 2, 1, 2, 1, 2],
+    8: [1, 1, 1, 1, 1, 1, 1, 2],
+}
 LEARNING = {
     "mlp": Learning(mlp, vectors, functional.cross_entropy, CUTS),
     "frozen": Learning(frozen, vectors, functional.cross_entropy, CUTS),
@@ -172,30 +181,49 @@ class Case:
         self, batches: Sequence[tuple[Tensor, Tensor]] | None = None, drains: Sequence[int] = ()
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The same by the rule's reference."""
-        options = {"recompute": self.recompute != "never", **self.options, **self.reference, "drains": drains}
+        options = {
+            "recompute": self.recompute != "never",
+            **self.options,
+            **self.reference,
+            "drains": drains,
+        }
         return self._simulated(self.rule, batches or self.batches(), options)
 
     def synchronous(self, updates: int | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The same, or its beginning, with a flush after every batch."""
         return self._simulated("flush", self.batches()[:updates], {})
 
-    def _simulated(self, rule: str, batches: Any, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def _simulated(
+        self, rule: str, batches: Any, options: dict[str, Any]
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
         return simulate(rule, self.made(), self.lengths, OPTIMIZERS[self.optimizer], LEARNING[self.model].loss, batches, self.m,
                         **options)  # fmt: skip
 
 
 def assert_same(found: Any, expected: Any, case: Case) -> None:
     """Every loss and every number of the state, buffers of batch norm included, to float tolerance."""
-    tolerance = {"rtol": 1e-9, "atol": 1e-11} if case.dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-5}
+    tolerance = (
+        {"rtol": 1e-9, "atol": 1e-11}
+        if case.dtype == torch.float64
+        else {"rtol": 2e-4, "atol": 2e-5}
+    )
     (losses, state), (expected_losses, expected_state) = found, expected
-    losses, expected_losses = (torch.stack(list(values)).double() for values in (losses, expected_losses))
+    losses, expected_losses = (
+        torch.stack(list(values)).double() for values in (losses, expected_losses)
+    )
     # The pipeline hands losses out in single precision.
     torch.testing.assert_close(
-        losses, expected_losses, rtol=max(tolerance["rtol"], 2e-7), atol=0, msg=lambda m: f"losses of {case}: {m}"
+        losses,
+        expected_losses,
+        rtol=max(tolerance["rtol"], 2e-7),
+        atol=0,
+        msg=lambda m: f"losses of {case}: {m}",
     )
     assert set(state) == set(expected_state)
     for name, tensor in expected_state.items():
-        torch.testing.assert_close(state[name], tensor, **tolerance, msg=lambda m, n=name: f"{n} of {case}: {m}")
+        torch.testing.assert_close(
+            state[name], tensor, **tolerance, msg=lambda m, n=name: f"{n} of {case}: {m}"
+        )
 
 
 def run_all(cases: Sequence[Case]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
@@ -225,6 +253,14 @@ def save_half_way(cases: Sequence[Case], folders: Sequence[Path]) -> list[tuple[
         state = pipe.state_dict()
         list(islice(pipe.train(iter(case.batches())), 3))
         pipe.load(folder)
-        found.append((fed, torch.stack(losses), state, list(pipe.train(case.batches()[fed:])), pipe.state_dict()))
+        found.append(
+            (
+                fed,
+                torch.stack(losses),
+                state,
+                list(pipe.train(case.batches()[fed:])),
+                pipe.state_dict(),
+            )
+        )
         pipe.close()
     return found

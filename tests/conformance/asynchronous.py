@@ -46,8 +46,12 @@ class AvgPipe:
         loss = line.batch(x, y)
         for s, reference in enumerate(self.reference):
             before, after = line.weights[s][-2:]
-            self.moved[s] = [d + (b - a) for d, a, b in zip(self.moved[s], before, after, strict=True)]
-            line.weights[s][-1] = [(1 - 1 / self.n) * b + r / self.n for b, r in zip(after, reference, strict=True)]
+            self.moved[s] = [
+                d + (b - a) for d, a, b in zip(self.moved[s], before, after, strict=True)
+            ]
+            line.weights[s][-1] = [
+                (1 - 1 / self.n) * b + r / self.n for b, r in zip(after, reference, strict=True)
+            ]
         self.t += 1
         if self.t % self.n == 0:
             self._close_round()
@@ -55,7 +59,9 @@ class AvgPipe:
 
     def _close_round(self) -> None:
         for s, moved in enumerate(self.moved):
-            self.reference[s] = [r + d / self.n for r, d in zip(self.reference[s], moved, strict=True)]
+            self.reference[s] = [
+                r + d / self.n for r, d in zip(self.reference[s], moved, strict=True)
+            ]
             self.moved[s] = [torch.zeros_like(d) for d in moved]
 
     def drain(self) -> None:
@@ -73,10 +79,18 @@ class HetPipe:
     """
 
     def __init__(
-        self, stages: Sequence[nn.Module], *args: Any, virtual_workers: int, in_flight: int, distance: int, **rest: Any
+        self,
+        stages: Sequence[nn.Module],
+        *args: Any,
+        virtual_workers: int,
+        in_flight: int,
+        distance: int,
+        **rest: Any,
     ) -> None:
         others = [copy.deepcopy(list(stages)) for _ in range(virtual_workers - 1)]
-        self.lines = [VirtualWorker(own, *args, in_flight=in_flight, **rest) for own in (stages, *others)]
+        self.lines = [
+            VirtualWorker(own, *args, in_flight=in_flight, **rest) for own in (stages, *others)
+        ]
         self.stages, self.length, self.distance = stages, in_flight, distance
         self._begin()
 
@@ -96,7 +110,9 @@ class HetPipe:
             self._end_wave()
             while self.heard <= rounds // self.length - 1 - self.distance:
                 self._hear()
-            self.begun = [[copies(versions[-1]) for versions in line.weights] for line in self.lines]
+            self.begun = [
+                [copies(versions[-1]) for versions in line.weights] for line in self.lines
+            ]
         return loss
 
     def _end_wave(self) -> None:
@@ -109,7 +125,9 @@ class HetPipe:
         for k, line in enumerate(self.lines):
             for other, sums in enumerate(self.sums):
                 for s, versions in enumerate(line.weights) if other != k else ():
-                    versions[-1] = [w + u for w, u in zip(versions[-1], sums[self.heard][s], strict=True)]
+                    versions[-1] = [
+                        w + u for w, u in zip(versions[-1], sums[self.heard][s], strict=True)
+                    ]
         self.heard += 1
 
     def drain(self) -> None:
@@ -143,7 +161,10 @@ def simulate(
     layers = list(leaves(model))
     assert len(layers) == sum(lengths)
     ends = [sum(lengths[: s + 1]) for s in range(len(lengths))]
-    stages = [nn.Sequential(*layers[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+    stages = [
+        nn.Sequential(*layers[end - length : end])
+        for end, length in zip(ends, lengths, strict=True)
+    ]
     training = REFERENCES[rule](stages, optimizer, loss, m, **options)
     losses = []
     for number, (x, y) in enumerate(batches):
@@ -156,4 +177,8 @@ def simulate(
 
 def leaves(model: nn.Module) -> list[nn.Module]:
     """The layers of nested Sequentials, in the order of running."""
-    return [leaf for child in model for leaf in leaves(child)] if type(model) is nn.Sequential else [model]
+    return (
+        [leaf for child in model for leaf in leaves(child)]
+        if type(model) is nn.Sequential
+        else [model]
+    )

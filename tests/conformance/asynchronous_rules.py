@@ -35,8 +35,22 @@ def copies(tensors: Sequence[Tensor]) -> Weights:
 class Line:
     """Stages in a row, all their weight versions, and one optimizer each. Without `reads` of its own: synchronous training."""
 
-    def __init__(self, stages: Sequence[nn.Module], optimizer: Any, loss: Any, m: int, *, recompute: bool = False) -> None:
-        self.stages, self.loss, self.m, self.p, self.recompute = stages, loss, m, len(stages), recompute
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        optimizer: Any,
+        loss: Any,
+        m: int,
+        *,
+        recompute: bool = False,
+    ) -> None:
+        self.stages, self.loss, self.m, self.p, self.recompute = (
+            stages,
+            loss,
+            m,
+            len(stages),
+            recompute,
+        )
         self.parameters = [[w for w in stage.parameters() if w.requires_grad] for stage in stages]
         self.optimizers = [optimizer(own) if own else None for own in self.parameters]
         self.weights: list[list[Weights]] = [[copies(own)] for own in self.parameters]
@@ -52,13 +66,17 @@ class Line:
         parts = min(self.m, len(x))
         t = len(self.weights[0]) - 1
         total = torch.zeros((), dtype=torch.float64)
-        for j, (own_x, own_y) in enumerate(zip(torch.tensor_split(x, parts), torch.tensor_split(y, parts), strict=True)):
+        for j, (own_x, own_y) in enumerate(
+            zip(torch.tensor_split(x, parts), torch.tensor_split(y, parts), strict=True)
+        ):
             read = [self.reads(s, t, j) for s in range(self.p)]
             total += self._micro_batch(own_x, own_y, len(own_x) / len(x), read)
         self.update()
         return total
 
-    def _micro_batch(self, x: Any, y: Any, share: float, read: list[tuple[Weights, Weights]]) -> Tensor:
+    def _micro_batch(
+        self, x: Any, y: Any, share: float, read: list[tuple[Weights, Weights]]
+    ) -> Tensor:
         """Gradients add up in `.grad`."""
         taken, given = [], []
         for s, stage in enumerate(self.stages):
@@ -93,7 +111,11 @@ class Line:
 
     @staticmethod
     def _known_of(optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
-        (group,) = [group for group in optimizer.param_groups if any(w is parameter for w in group["params"])]
+        (group,) = [
+            group
+            for group in optimizer.param_groups
+            if any(w is parameter for w in group["params"])
+        ]
         state = {key: copy.deepcopy(value) for key, value in optimizer.state[parameter].items()}
         rest = {key: value for key, value in group.items() if key != "params"}
         return {**rest, **state, "gradient": parameter.grad.clone()}
@@ -110,12 +132,17 @@ class Line:
         for s in range(self.p):
             self.put(s, self.weights[s][-1])
 
-    def predicted(self, s: int, v: int, ahead: float, direction: Callable[[dict[str, Any]], Tensor]) -> Weights:
+    def predicted(
+        self, s: int, v: int, ahead: float, direction: Callable[[dict[str, Any]], Tensor]
+    ) -> Weights:
         """Version v of stage s, moved on by `ahead` steps in the optimizer's direction; as it is before the first step."""
         known = self.known[s][v]
         if known is None:
             return self.weights[s][v]
-        return [w - state["lr"] * ahead * direction(state) for w, state in zip(self.weights[s][v], known, strict=True)]
+        return [
+            w - state["lr"] * ahead * direction(state)
+            for w, state in zip(self.weights[s][v], known, strict=True)
+        ]
 
 
 class Stash(Line):
@@ -161,7 +188,9 @@ class SpecTrain(Line):
         """Both predicted for the moment at which the batch will have come back to stage 0."""
         assert self.m == 1
         momentum = lambda known: known["momentum_buffer"]  # noqa: E731
-        forward = self.predicted(s, t - min(t, gap(self.p, s, j, self.m)), s // 2 + self.p - s - 1, momentum)
+        forward = self.predicted(
+            s, t - min(t, gap(self.p, s, j, self.m)), s // 2 + self.p - s - 1, momentum
+        )
         return forward, self.predicted(s, t, s // 2, momentum)
 
 
@@ -175,7 +204,9 @@ class XPipe(Line):
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
         """What the bellwether's forward predicted, what its backward predicted."""
         found = t - min(t, gap(self.p, s, 0, self.m))
-        forward = self.predicted(s, found, round((self.p + self.m - s / 2 - 2) / self.m), self._direction)
+        forward = self.predicted(
+            s, found, round((self.p + self.m - s / 2 - 2) / self.m), self._direction
+        )
         return forward, self.predicted(s, t, round((self.m + s // 2 - 1) / self.m), self._direction)
 
     @staticmethod
@@ -216,10 +247,18 @@ class PipeMare(Line):
     """
 
     def __init__(
-        self, *args: Any, decay: float = 0.135, annealing: float = 100, lockstep: float = 0, warm_up: float = 0, **rest: Any
+        self,
+        *args: Any,
+        decay: float = 0.135,
+        annealing: float = 100,
+        lockstep: float = 0,
+        warm_up: float = 0,
+        **rest: Any,
     ) -> None:
         super().__init__(*args, **rest)
-        self.tau = [sum(gap(self.p, s, j, self.m) for j in range(self.m)) / self.m for s in range(self.p)]
+        self.tau = [
+            sum(gap(self.p, s, j, self.m) for j in range(self.m)) / self.m for s in range(self.p)
+        ]
         if lockstep:
             self.tau = [(2 * (self.p - (s + 1)) + 1) / self.m for s in range(self.p)]
         self.warm_up = warm_up
@@ -232,12 +271,19 @@ class PipeMare(Line):
         if self.k < self.warm_up:
             return super().reads(s, t, j)
         found = self.weights[s][t - min(t, gap(self.p, s, j, self.m))]
-        return found, [w - self.tau[s] * d for w, d in zip(self.weights[s][t], self.delta[s], strict=True)]
+        return found, [
+            w - self.tau[s] * d for w, d in zip(self.weights[s][t], self.delta[s], strict=True)
+        ]
 
     def update(self) -> None:
         """With the rescheduled rate, and then the new delta."""
-        power = 1 - min(self.k / self.annealing, 1) if self.annealing and self.k >= self.warm_up else 0
-        kept = [[group["lr"] for group in optimizer.param_groups] if optimizer else [] for optimizer in self.optimizers]
+        power = (
+            1 - min(self.k / self.annealing, 1) if self.annealing and self.k >= self.warm_up else 0
+        )
+        kept = [
+            [group["lr"] for group in optimizer.param_groups] if optimizer else []
+            for optimizer in self.optimizers
+        ]
         for optimizer, tau in zip(self.optimizers, self.tau, strict=True):
             for group in optimizer.param_groups if optimizer else ():
                 group["lr"] /= max(tau, 1) ** power
@@ -247,7 +293,10 @@ class PipeMare(Line):
                 group["lr"] = rate
         for s, gamma in enumerate(self.gamma):
             before, after = self.weights[s][-2:]
-            self.delta[s] = [gamma * d + (1 - gamma) * (b - a) for d, a, b in zip(self.delta[s], before, after, strict=True)]
+            self.delta[s] = [
+                gamma * d + (1 - gamma) * (b - a)
+                for d, a, b in zip(self.delta[s], before, after, strict=True)
+            ]
         self.k += 1
         if self.k <= self.warm_up:
             self.drain()
@@ -272,6 +321,10 @@ class VirtualWorker(Line):
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
         """Both what the forward found; on the first stage, all but the last s_local = N_m - 1 updates at m = 1."""
         # The paper leaves open how fewer than one per stage are shared out: here evenly, as `ps.schedule("hetpipe")` says.
-        ahead = self.in_flight - s if self.in_flight >= self.p else math.ceil((self.p - s) * self.in_flight / self.p)
+        ahead = (
+            self.in_flight - s
+            if self.in_flight >= self.p
+            else math.ceil((self.p - s) * self.in_flight / self.p)
+        )
         found = self.weights[s][t - min(t, max(0, math.ceil((ahead - 1 - j) / self.m)))]
         return found, found

@@ -9,7 +9,9 @@ from penstock.errors import ScheduleError
 from penstock.schedule.op import Schedule
 
 #: Those made to measure have their own tests.
-SYNCHRONOUS = [name for name, facts in ps.schedules().items() if facts.synchronous and not facts.needs_costs]
+SYNCHRONOUS = [
+    name for name, facts in ps.schedules().items() if facts.synchronous and not facts.needs_costs
+]
 
 
 def made_as(name: str, stages: int, micro_batches: int) -> Schedule | None:
@@ -41,6 +43,12 @@ SLICED = {key: schedule for key, schedule in MADE.items() if schedule.slicing is
 
 def one_of_each(micro_batches: int) -> dict[str, Schedule]:
     """Every schedule that does not cut its micro-batches once, by name, in three stages, or else four, two, or one."""
-    made = {name: [made_as(name, stages, micro_batches) for stages in (3, 4, 2, 1)] for name in SYNCHRONOUS}
-    whole = {name: [schedule for schedule in sizes if schedule and schedule.slicing is None] for name, sizes in made.items()}
+    made = {
+        name: [made_as(name, stages, micro_batches) for stages in (3, 4, 2, 1)]
+        for name in SYNCHRONOUS
+    }
+    whole = {
+        name: [schedule for schedule in sizes if schedule and schedule.slicing is None]
+        for name, sizes in made.items()
+    }
     return {name: sizes[0] for name, sizes in whole.items() if sizes}

@@ -73,7 +73,9 @@ class PlainTraining:
                 x = layer(x)
         return x
 
-    def backward_in_parts(self, x: Any, y: Any, micro_batches: int) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    def backward_in_parts(
+        self, x: Any, y: Any, micro_batches: int
+    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """As `backward`, but with every micro-batch's gradients apart, by name."""
         parts = min(micro_batches, samples_of(x))
         losses, found = [], []
@@ -115,7 +117,11 @@ def in_order_of(
         kept = [{name: grad for name, grad in part.items() if name in held} for part in parts]
         copies = []
         for program in schedule.programs:
-            order = [op.micro_batch for op in program if op.stage == stage and op.kind in (Kind.B, Kind.W)]
+            order = [
+                op.micro_batch
+                for op in program
+                if op.stage == stage and op.kind in (Kind.B, Kind.W)
+            ]
             copies.append(added_up(kept, [m for m in order if m < len(parts)]))
         total |= added_up(copies, range(len(copies)))
     return total
@@ -124,4 +130,8 @@ def in_order_of(
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     """Names that differ, in being there or in any bit."""
     names = found.keys() | expected.keys()
-    return sorted(n for n in names if n not in found or n not in expected or not torch.equal(found[n], expected[n]))
+    return sorted(
+        n
+        for n in names
+        if n not in found or n not in expected or not torch.equal(found[n], expected[n])
+    )

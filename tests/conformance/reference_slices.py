@@ -38,20 +38,28 @@ class PlainSlices:
     seed: int = 0
     step: int = 0
 
-    def backward_in_parts(self, x: Tensor, y: Tensor, cuts: Cuts) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    def backward_in_parts(
+        self, x: Tensor, y: Tensor, cuts: Cuts
+    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """The mean loss of the batch, and the gradients of every slice, by name."""
         losses: list[Tensor] = []
         copies: list[nn.Module] = []
-        for samples, (size, lengths) in zip(parts_of(len(x), [size for size, _ in cuts]), cuts, strict=True):
+        for samples, (size, lengths) in zip(
+            parts_of(len(x), [size for size, _ in cuts]), cuts, strict=True
+        ):
             own_x, own_y = x[samples], y[samples]
             pasts: dict[int, Any] = {}
             sequence = []
             for tokens in [...] if lengths is None else parts_of(x.shape[1], lengths):
                 copies.append(copy.deepcopy(self.model))
                 copies[-1].zero_grad()
-                part_x, part_y = (own_x, own_y) if tokens is ... else (own_x[:, tokens], own_y[:, tokens])
+                part_x, part_y = (
+                    (own_x, own_y) if tokens is ... else (own_x[:, tokens], own_y[:, tokens])
+                )
                 share = 1.0 if tokens is ... else (tokens.stop - tokens.start) / x.shape[1]
-                out = self.forward(copies[-1], part_x, len(copies) - 1, None if tokens is ... else pasts)
+                out = self.forward(
+                    copies[-1], part_x, len(copies) - 1, None if tokens is ... else pasts
+                )
                 sequence.append(self.loss(out, part_y) * (share * (size / len(x))))
             torch.autograd.backward(sequence)
             losses += [loss.detach() for loss in sequence]
@@ -63,7 +71,9 @@ class PlainSlices:
         with torch.random.fork_rng(devices=[]):
             for index, layer in enumerate(layers_of(model)):
                 if may_draw(layer):
-                    torch.default_generator.manual_seed(stream_seed(self.seed, self.step, index, number))
+                    torch.default_generator.manual_seed(
+                        stream_seed(self.seed, self.step, index, number)
+                    )
                 if pasts is not None and hasattr(layer, "forward_slice"):
                     x, pasts[index] = layer.forward_slice(x, pasts.get(index))
                 else:

@@ -14,7 +14,9 @@ def forward_order(slicing: Slicing) -> list[int]:
 def backward_order(slicing: Slicing) -> list[int]:
     """Micro-batch after micro-batch, of each the last slice first."""
     return [
-        n for first, row in zip(slicing.first_of, slicing.shares, strict=True) for n in reversed(range(first, first + len(row)))
+        n
+        for first, row in zip(slicing.first_of, slicing.shares, strict=True)
+        for n in reversed(range(first, first + len(row)))
     ]
 
 
@@ -23,7 +25,13 @@ def terapipe(stages: int, slicing: Slicing) -> Schedule:
     programs = []
     for stage in range(stages):
         forwards = [Op(Kind.F, stage, n) for n in forward_order(slicing)]
-        programs.append((*forwards, *(Op(Kind.B, stage, n) for n in backward_order(slicing)), Op(Kind.U, stage, 1)))
+        programs.append(
+            (
+                *forwards,
+                *(Op(Kind.B, stage, n) for n in backward_order(slicing)),
+                Op(Kind.U, stage, 1),
+            )
+        )
     return Schedule(tuple(programs), "terapipe by hand", slicing=slicing)
 
 
@@ -37,7 +45,11 @@ def seq1f1b(stages: int, slicing: Slicing, split: bool = False) -> Schedule:
         forwards = [Op(Kind.F, stage, n) for n in forward_order(slicing)]
         backwards = [Op(Kind.B, stage, n) for n in backward_order(slicing)]
         if split:
-            backwards = [op for n in backward_order(slicing) for op in (Op(Kind.I, stage, n), Op(Kind.W, stage, n))]
+            backwards = [
+                op
+                for n in backward_order(slicing)
+                for op in (Op(Kind.I, stage, n), Op(Kind.W, stage, n))
+            ]
         per_step = 2 if split else 1
         warm_up = min(stages - stage - 2 + most, len(forwards))
         program, rest = forwards[:warm_up], forwards[warm_up:]
@@ -58,4 +70,6 @@ def on_fewer_ranks(schedule: Schedule, ranks: int) -> Schedule:
     for stage in reversed(range(schedule.stages)):
         programs[stage % ranks] += [Op(Kind.B, stage, n) for n in backward_order(slicing)]
         programs[stage % ranks].append(Op(Kind.U, stage, 1))
-    return Schedule(tuple(map(tuple, programs)), f"{schedule.name} on {ranks} ranks", slicing=slicing)
+    return Schedule(
+        tuple(map(tuple, programs)), f"{schedule.name} on {ranks} ranks", slicing=slicing
+    )

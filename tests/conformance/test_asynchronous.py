@@ -25,13 +25,23 @@ TAKES = {
     "wpipe": ANY, "avgpipe": ANY, "hetpipe": ANY,
 }  # fmt: skip
 #: The schedule that is made for a rule, where it is not plain 1F1B without flushes.
-OWN_SCHEDULE = {"double-buffer": "2bw", "xpipe": "xpipe", "wpipe": "wpipe", "avgpipe": "avgpipe", "hetpipe": "hetpipe"}
+OWN_SCHEDULE = {
+    "double-buffer": "2bw",
+    "xpipe": "xpipe",
+    "wpipe": "wpipe",
+    "avgpipe": "avgpipe",
+    "hetpipe": "hetpipe",
+}
 
 
 def sizes(rule):
     """Ranks and micro-batches that the rule takes."""
-    least = {"double-buffer": lambda ranks: ranks, "wpipe": lambda ranks: 2 * (ranks - 1)}.get(rule, lambda ranks: 1)
-    counts = {"spectrain": (1,), "double-buffer": (2, 3, 4), "wpipe": (2, 4, 6)}.get(rule, (1, 2, 4))
+    least = {"double-buffer": lambda ranks: ranks, "wpipe": lambda ranks: 2 * (ranks - 1)}.get(
+        rule, lambda ranks: 1
+    )
+    counts = {"spectrain": (1,), "double-buffer": (2, 3, 4), "wpipe": (2, 4, 6)}.get(
+        rule, (1, 2, 4)
+    )
     return [(ranks, m) for ranks, m in itertools.product((2, 3, 4), counts) if m >= least(ranks)]
 
 
@@ -50,7 +60,11 @@ def grid():
     """Every rule in every size; optimizers and models by turns."""
     for rule, optimizers in TAKES.items():
         for number, (ranks, m) in enumerate(sizes(rule)):
-            models = [name for name, learning in LEARNING.items() if ranks * (1 + (rule == "wpipe")) in learning.cuts]
+            models = [
+                name
+                for name, learning in LEARNING.items()
+                if ranks * (1 + (rule == "wpipe")) in learning.cuts
+            ]
             yield Case(rule, ranks, m, optimizers[number % len(optimizers)], models[(number + number // 4) % len(models)],
                        OWN_SCHEDULE.get(rule, "pipedream"), **copies_of(rule, number))  # fmt: skip
 
@@ -101,7 +115,14 @@ def in_processes(ranks):
                        **copies_of(rule, 2))  # fmt: skip
     if ranks % 2 == 0:
         # With an optimizer of our own: torch's takes more than a second to load, in each of eight ranks.
-        yield Case("hetpipe", ranks // 2, 1, "momentum, plain", schedule="hetpipe", **copies_of("hetpipe", 2))
+        yield Case(
+            "hetpipe",
+            ranks // 2,
+            1,
+            "momentum, plain",
+            schedule="hetpipe",
+            **copies_of("hetpipe", 2),
+        )
 
 
 IN_PROCESSES = {ranks: list(in_processes(ranks)) for ranks in (2, 3, 4, 6, 8)}
@@ -127,7 +148,12 @@ def test_the_same_in_processes_of_their_own(ranks, number):
 
 def test_unequal_micro_batches_and_a_short_last_batch_are_weighed_by_their_samples():
     """7 samples in 4 parts are 2, 2, 2, 1; the last batch has fewer samples than micro-batches."""
-    for rule, optimizer in (("stash", "momentum"), ("double-buffer", "adam"), ("none", "adam"), ("xpipe", "adam")):
+    for rule, optimizer in (
+        ("stash", "momentum"),
+        ("double-buffer", "adam"),
+        ("none", "adam"),
+        ("xpipe", "adam"),
+    ):
         case = Case(rule, 3, 4, optimizer)
         batches = case.batches([7] * 11 + [2])
         pipe = case.pipeline()
@@ -140,25 +166,67 @@ REFUSED = [
         Case("double-buffer", 4, 2, "sgd"),
         "'double-buffer' needs at least as many micro-batches .* pipedream has 2 .* and 4 stages. Give 4",
     ),
-    (Case("double-buffer", 4, 2, "sgd", schedule="2bw"), "2bw in 4 stages .* enough with 4 or more .* not with 2"),
+    (
+        Case("double-buffer", 4, 2, "sgd", schedule="2bw"),
+        "2bw in 4 stages .* enough with 4 or more .* not with 2",
+    ),
     (
         Case("wpipe", 3, 2, "sgd", schedule="wpipe"),
         "wpipe on 3 ranks .* enough with 4 or more .* with 2 some gradients would be 2 updates",
     ),
-    (Case("wpipe", 2, 1, "sgd"), "no gradient more than 1 update old, and here one would be 3 old on stage 0"),
-    (Case("spectrain", 2, 1, "adam"), "'spectrain' has no formula for Adam: it predicts by the momentum of SGD"),
+    (
+        Case("wpipe", 2, 1, "sgd"),
+        "no gradient more than 1 update old, and here one would be 3 old on stage 0",
+    ),
+    (
+        Case("spectrain", 2, 1, "adam"),
+        "'spectrain' has no formula for Adam: it predicts by the momentum of SGD",
+    ),
     (Case("spectrain", 2, 1, "sgd"), "'spectrain' has no formula for SGD with momentum=0"),
-    (Case("spectrain", 2, 2, "momentum"), "'spectrain' has distances for batches of one micro-batch, and pipedream has 2"),
-    (Case("xpipe", 2, 2, "momentum"), "'xpipe' has no formula for SGD: .* it goes with Adam and AdamW"),
-    (Case("flush", 2, 2, "sgd"), "'flush' does not go with pipedream, which is asynchronous, .* stash"),
-    (Case("stash", 2, 2, "sgd", schedule="1f1b"), "'stash' does not go with 1f1b, which is synchronous, .* flush"),
-    (Case("avgpipe", 3, 2, "sgd"), "'avgpipe' averages several copies .* pipedream has one: take the schedule 'avgpipe'"),
-    (Case("hetpipe", 3, 2, "sgd"), "'hetpipe' is for copies of stages .* pipedream has none: take the schedule 'hetpipe'"),
-    (Case("stash", 3, 2, "sgd", schedule="avgpipe"), "avgpipe has 2 copies of the weights that take turns"),
-    (Case("stash", 3, 2, "sgd", schedule="hetpipe"), "in hetpipe copies of a stage do not meet at every U"),
-    (Case("hetpipe", 2, 1, "sgd", schedule="hetpipe", making={"distance": -1}), "hetpipe takes distance of 0 or more, not -1"),
-    (Case("stash", 2, 2, "sgd", options={"decay": 1.0}), "'stash' has no option decay: it takes none"),
-    (Case("pipemare", 2, 2, "sgd", options={"decay": 1.5}), "decay is above 0 and below 1, not 1.5"),
+    (
+        Case("spectrain", 2, 2, "momentum"),
+        "'spectrain' has distances for batches of one micro-batch, and pipedream has 2",
+    ),
+    (
+        Case("xpipe", 2, 2, "momentum"),
+        "'xpipe' has no formula for SGD: .* it goes with Adam and AdamW",
+    ),
+    (
+        Case("flush", 2, 2, "sgd"),
+        "'flush' does not go with pipedream, which is asynchronous, .* stash",
+    ),
+    (
+        Case("stash", 2, 2, "sgd", schedule="1f1b"),
+        "'stash' does not go with 1f1b, which is synchronous, .* flush",
+    ),
+    (
+        Case("avgpipe", 3, 2, "sgd"),
+        "'avgpipe' averages several copies .* pipedream has one: take the schedule 'avgpipe'",
+    ),
+    (
+        Case("hetpipe", 3, 2, "sgd"),
+        "'hetpipe' is for copies of stages .* pipedream has none: take the schedule 'hetpipe'",
+    ),
+    (
+        Case("stash", 3, 2, "sgd", schedule="avgpipe"),
+        "avgpipe has 2 copies of the weights that take turns",
+    ),
+    (
+        Case("stash", 3, 2, "sgd", schedule="hetpipe"),
+        "in hetpipe copies of a stage do not meet at every U",
+    ),
+    (
+        Case("hetpipe", 2, 1, "sgd", schedule="hetpipe", making={"distance": -1}),
+        "hetpipe takes distance of 0 or more, not -1",
+    ),
+    (
+        Case("stash", 2, 2, "sgd", options={"decay": 1.0}),
+        "'stash' has no option decay: it takes none",
+    ),
+    (
+        Case("pipemare", 2, 2, "sgd", options={"decay": 1.5}),
+        "decay is above 0 and below 1, not 1.5",
+    ),
 ]
 
 
@@ -174,5 +242,7 @@ def test_no_case_would_pass_by_training_synchronously(rule):
     """Staleness must show in the losses of every case by far more than the tolerance, or the case proves nothing."""
     for case in CASES:
         if case.rule == rule:
-            losses, plain = (torch.stack(found[0][:12]) for found in (expected(case), case.synchronous(12)))
+            losses, plain = (
+                torch.stack(found[0][:12]) for found in (expected(case), case.synchronous(12))
+            )
             assert (losses - plain).abs().max() > 1e-5, str(case)

@@ -50,7 +50,10 @@ def mlp(layers, seed=0):
 def data(count, seed=1):
     """Inputs, and targets of the same shape for a mean square."""
     generator = torch.Generator().manual_seed(seed)
-    return [tuple(torch.randn(2, SAMPLES, WIDTH, generator=generator, dtype=torch.float64)) for _ in range(count)]
+    return [
+        tuple(torch.randn(2, SAMPLES, WIDTH, generator=generator, dtype=torch.float64))
+        for _ in range(count)
+    ]
 
 
 class NumpyStage:
@@ -89,7 +92,9 @@ def numpy_pipeline(model, batches, m, *, stash):
     linears = [layer for layer in model if isinstance(layer, nn.Linear)]
     p, total, size = len(linears), len(batches) * m, SAMPLES // m
     stages = [NumpyStage(linear, s, p, m, total, stash) for s, linear in enumerate(linears)]
-    xs, ys = ([part for batch in batches for part in np.split(batch[i].numpy(), m)] for i in range(2))
+    xs, ys = (
+        [part for batch in batches for part in np.split(batch[i].numpy(), m)] for i in range(2)
+    )
     ready = {("F", 0, n): xs[n] for n in range(total)}
     losses = [0.0] * len(batches)
     while any(stage.todo for stage in stages):
@@ -129,7 +134,10 @@ def test_references_equal_a_pipeline_with_one_array_per_stage_and_backwards_by_h
 def test_with_stashing_or_without_makes_a_difference_from_the_first_stale_batch_on(rule):
     """Otherwise the comparison above would show nothing."""
     other = {"stash": "none", "none": "stash"}[rule]
-    first, second = (simulate(r, mlp(3), [2, 2, 1], sgd, functional.mse_loss, data(6), 1)[1] for r in (rule, other))
+    first, second = (
+        simulate(r, mlp(3), [2, 2, 1], sgd, functional.mse_loss, data(6), 1)[1]
+        for r in (rule, other)
+    )
     assert max((first[key] - second[key]).abs().max() for key in first) > 1e-4
 
 
@@ -138,7 +146,9 @@ def test_with_stashing_or_without_makes_a_difference_from_the_first_stale_batch_
     ("double-buffer", 4, 4, 1), ("double-buffer", 3, 4, 1),
 ])  # fmt: skip
 @pytest.mark.parametrize("optimizer", [sgd, momentum, adam])
-def test_rules_with_one_version_per_batch_are_descent_on_delayed_weights(rule, p, m, delay, optimizer):
+def test_rules_with_one_version_per_batch_are_descent_on_delayed_weights(
+    rule, p, m, delay, optimizer
+):
     """W(t+1) = W(t) - lr grad(W(t - delay)): the papers' own words, on the whole model, without stages."""
     model, batches = mlp(4), data(15)
     lengths = {2: [3, 4], 3: [1, 4, 2], 4: [2, 1, 2, 2]}[p]
@@ -169,8 +179,12 @@ def test_on_one_stage_every_rule_without_a_delay_of_its_own_is_plain_training(ru
     torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("rule", [rule for rule in REFERENCES if rule not in ("avgpipe", "hetpipe")])
-def test_with_a_drain_after_every_batch_no_rule_that_predicts_nothing_differs_from_plain_training(rule):
+@pytest.mark.parametrize(
+    "rule", [rule for rule in REFERENCES if rule not in ("avgpipe", "hetpipe")]
+)
+def test_with_a_drain_after_every_batch_no_rule_that_predicts_nothing_differs_from_plain_training(
+    rule,
+):
     """Staleness is counted from the drain on. Predictions look ahead for updates that do not come, and so do corrections back."""
     optimizer, m, options = SETTINGS.get(rule, (momentum, 4, {}))
     args = (mlp(4), [2, 1, 2, 2], optimizer, functional.mse_loss, data(8), m)
@@ -185,7 +199,9 @@ def test_any_two_rules_differ_by_far_more_than_the_tolerance_of_the_comparison()
     for rule in REFERENCES:
         optimizer, m, options = SETTINGS.get(rule, (momentum, 4, {}))
         found[rule] = torch.stack(
-            simulate(rule, mlp(4), [2, 1, 2, 2], optimizer, functional.mse_loss, data(20), m, **options)[0]
+            simulate(
+                rule, mlp(4), [2, 1, 2, 2], optimizer, functional.mse_loss, data(20), m, **options
+            )[0]
         )
     for (one, a), (other, b) in itertools.combinations(found.items(), 2):
         assert (a - b).abs().max() > 1e-5, (one, other)
@@ -215,7 +231,9 @@ def steady(count):
 
 @pytest.mark.parametrize("optimizer", [sgd, momentum, adam])
 @pytest.mark.parametrize("m", [1, 2])
-def test_where_steps_repeat_themselves_pipeoptim_forwards_on_the_very_weights_that_its_backward_finds(optimizer, m):
+def test_where_steps_repeat_themselves_pipeoptim_forwards_on_the_very_weights_that_its_backward_finds(
+    optimizer, m
+):
     """What the prediction is for: W(t - gap) - gap lr dW is W(t) if dW is the same in every step."""
     line = PipeOptim([nn.Sequential(Shift()) for _ in range(4)], optimizer, slope, m)
     for x, y in steady(60):
@@ -244,7 +262,9 @@ def test_where_steps_repeat_themselves_spectrain_reads_on_each_stage_what_it_has
     for s in range(4):
         forward, backward = line.reads(s, 90, 0)
         torch.testing.assert_close(backward, line.weights[s][90 + s // 2], rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(forward, line.weights[s][90 - (3 - s) + (s // 2 + 3 - s)], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            forward, line.weights[s][90 - (3 - s) + (s // 2 + 3 - s)], rtol=1e-6, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(("count", "distance"), [(12, 0), (12, 1), (17, 0), (17, 2), (19, 5)])
@@ -270,7 +290,16 @@ def test_hetpipe_with_one_virtual_worker_is_pipedream():
 @pytest.mark.parametrize(("count", "pipelines"), [(12, 2), (12, 3), (13, 2)])
 def test_avgpipes_reference_moves_by_the_mean_of_what_its_copies_do(count, pipelines):
     """With equal gradients each round of N batches moves it by one step; the pull leaves the steps as they are."""
-    _, state = simulate("avgpipe", nn.Sequential(Shift(), Shift()), [1, 1], sgd, slope, steady(count), 1, pipelines=pipelines)
+    _, state = simulate(
+        "avgpipe",
+        nn.Sequential(Shift(), Shift()),
+        [1, 1],
+        sgd,
+        slope,
+        steady(count),
+        1,
+        pipelines=pipelines,
+    )
     whole = -RATE * count / pipelines * steady(1)[0][1].mean(0) / WIDTH
     for found in state.values():
         torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-12)

@@ -36,7 +36,17 @@ def programs(stages, micro_batches, *, split):
     return Schedule.parse("\n".join(rows))
 
 
-def check_exact(model, loss=functional.cross_entropy, *, recompute="never", split=False, stages=3, x=X, y=Y, steps=2):
+def check_exact(
+    model,
+    loss=functional.cross_entropy,
+    *,
+    recompute="never",
+    split=False,
+    stages=3,
+    x=X,
+    y=Y,
+    steps=2,
+):
     """Losses, gradients and buffers of a few steps equal plain training's to the bit, with each layer at some boundary."""
     model.zero_grad()
     plain = PlainTraining(copy.deepcopy(nn.Sequential(*model)), loss)
@@ -99,9 +109,13 @@ class Join(nn.Module):
 
 @every_way
 @every_backward
-def test_nested_tuples_lists_and_dicts_cross_with_integers_flags_none_and_constants(recompute, split):
+def test_nested_tuples_lists_and_dicts_cross_with_integers_flags_none_and_constants(
+    recompute, split
+):
     """Skip connections, masks and positions travel beside activations; only float tensors have gradients."""
-    check_exact(nn.Sequential(Fork(), Mix(), Mix(), Join()), recompute=recompute, split=split, stages=4)
+    check_exact(
+        nn.Sequential(Fork(), Mix(), Mix(), Join()), recompute=recompute, split=split, stages=4
+    )
 
 
 class Counted(nn.Module):
@@ -150,14 +164,23 @@ def test_the_same_tensor_twice_in_one_output_gets_both_gradients(recompute, spli
         def forward(self, pair):
             return pair[0] * pair[1].exp()
 
-    check_exact(nn.Sequential(Twice(), Product(), nn.Linear(16, 4)), recompute=recompute, split=split)
+    check_exact(
+        nn.Sequential(Twice(), Product(), nn.Linear(16, 4)), recompute=recompute, split=split
+    )
 
 
 @every_way
 @every_backward
 def test_a_stage_that_hands_on_what_it_was_given_hands_on_its_gradient(recompute, split):
     """Identities stand where layers were taken out, and dropouts of 0."""
-    model = nn.Sequential(nn.Identity(), nn.Linear(16, 16), nn.Identity(), nn.Flatten(), nn.Dropout(0.0), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.Identity(),
+        nn.Linear(16, 16),
+        nn.Identity(),
+        nn.Flatten(),
+        nn.Dropout(0.0),
+        nn.Linear(16, 4),
+    )
     check_exact(model, recompute=recompute, split=split, stages=6)
 
 
@@ -191,7 +214,9 @@ class Function(nn.Module):
 @pytest.mark.parametrize("kind", IN_PLACE)
 def test_the_first_layer_of_a_stage_may_work_in_place(kind, recompute):
     """Where a cut falls is not the model's business; what a stage keeps for its backward, and what others hold, stays whole."""
-    model = nn.Sequential(nn.Linear(16, 16), IN_PLACE[kind](), nn.Linear(16, 16), IN_PLACE[kind](), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.Linear(16, 16), IN_PLACE[kind](), nn.Linear(16, 16), IN_PLACE[kind](), nn.Linear(16, 4)
+    )
     check_exact(model, recompute=recompute, stages=len(layers_of(model)))
     check_exact(model, recompute=recompute, stages=len(layers_of(model)), split=True)
     model[0].requires_grad_(False)
@@ -232,17 +257,22 @@ class Remembering(nn.Module):
 
 
 @every_way
-def test_a_layer_whose_output_depends_on_its_buffers_is_recomputed_from_the_buffers_it_had(recompute):
+def test_a_layer_whose_output_depends_on_its_buffers_is_recomputed_from_the_buffers_it_had(
+    recompute,
+):
     """Spectral norm, running centres, memory banks: a second forward must see what the first saw, and leave no trace."""
     check_exact(
-        nn.Sequential(nn.Linear(16, 16), Remembering(), nn.Tanh(), Remembering(), nn.Linear(16, 4)), recompute=recompute
+        nn.Sequential(nn.Linear(16, 16), Remembering(), nn.Tanh(), Remembering(), nn.Linear(16, 4)),
+        recompute=recompute,
     )
 
 
 def test_spectral_norm_is_exact_with_recompute():
     """torch's own layer of that kind: its power iteration moves on with every forward."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 4)
+    )
     check_exact(model, recompute="always")
 
 
@@ -251,7 +281,9 @@ def test_spectral_norm_is_exact_with_recompute():
 @pytest.mark.parametrize("frozen", [[0], [1, 2], [0, 1], [4], [0, 1, 2, 3]])
 def test_frozen_layers_stages_and_first_stages_are_exact(frozen, recompute, split):
     """Fine-tuning: below the first trained layer no gradient flows at all, above it through frozen layers."""
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+    )
     for index in frozen:
         model[index].requires_grad_(False)
     check_exact(model, recompute=recompute, split=split, stages=5)
@@ -272,7 +304,12 @@ def test_half_frozen_layers_are_exact():
 def test_weights_tied_within_a_stage_get_the_sum_of_their_gradients(recompute, split):
     """A weight that two layers of one stage share is one weight."""
     model = nn.Sequential(
-        nn.Linear(16, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        nn.Linear(16, 16),
+        nn.Linear(16, 16),
+        nn.Tanh(),
+        nn.Linear(16, 16),
+        nn.Linear(16, 16),
+        nn.Linear(16, 4),
     )
     model[1].weight = model[0].weight
     model[4].weight = model[3].weight

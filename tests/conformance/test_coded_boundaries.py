@@ -13,7 +13,14 @@ from penstock.errors import SettingError
 def trained(boundary, schedule="1f1b"):
     """Losses of some steps, and the weights."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128), nn.Linear(128, 4))
+    net = nn.Sequential(
+        nn.Linear(16, 128),
+        nn.Tanh(),
+        nn.Linear(128, 128),
+        nn.Tanh(),
+        nn.Linear(128, 128),
+        nn.Linear(128, 4),
+    )
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(32, 16, generator=generator)
     y = torch.tanh(x[:, :4] * 2)

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.conformance.models import CASES, lengths_of, made
 from tests.conformance.random_programs import random_schedules
-from tests.conformance.reference import PlainTraining, differences, gradients, in_order_of, layers_of
+from tests.conformance.reference import (
+    PlainTraining,
+    differences,
+    gradients,
+    in_order_of,
+    layers_of,
+)
 
 import penstock as ps
 
@@ -26,11 +32,20 @@ def test_any_sound_schedule_has_exact_gradients(name):
         ps.verify(schedule)
         model, x, y = made(case, samples)
         lengths = lengths_of(len(layers_of(model)), schedule.stages)
-        pipe = ps.Pipeline(model, loss=case.loss, balance=lengths, schedule=schedule, recompute=recompute, executor="threads")
+        pipe = ps.Pipeline(
+            model,
+            loss=case.loss,
+            balance=lengths,
+            schedule=schedule,
+            recompute=recompute,
+            executor="threads",
+        )
         try:
             loss = pipe.train_batch(x, y)
             found = gradients(model)
-            plain, parts = PlainTraining(model, case.loss).backward_in_parts(x, y, schedule.micro_batches)
+            plain, parts = PlainTraining(model, case.loss).backward_in_parts(
+                x, y, schedule.micro_batches
+            )
             assert torch.equal(loss, plain)
             assert differences(found, in_order_of(schedule, lengths, model, parts)) == []
         finally:
@@ -46,7 +61,14 @@ def test_batch_norm_in_any_schedule_has_exact_gradients(schedule):
     case = CASES["resnet"]
     model, x, y = made(case)
     lengths = lengths_of(len(layers_of(model)), schedule.stages)
-    pipe = ps.Pipeline(model, loss=case.loss, balance=lengths, schedule=schedule, recompute="except_last", executor="threads")
+    pipe = ps.Pipeline(
+        model,
+        loss=case.loss,
+        balance=lengths,
+        schedule=schedule,
+        recompute="except_last",
+        executor="threads",
+    )
     try:
         pipe.train_batch(x, y)
         found = gradients(model)
@@ -63,7 +85,9 @@ def test_the_executed_order_is_the_programs_order(schedule):
     case = CASES["mlp"]
     model, x, y = made(case)
     lengths = lengths_of(len(layers_of(model)), schedule.stages)
-    pipe = ps.Pipeline(model, loss=case.loss, balance=lengths, schedule=schedule, executor="threads")
+    pipe = ps.Pipeline(
+        model, loss=case.loss, balance=lengths, schedule=schedule, executor="threads"
+    )
     try:
         pipe.train_batch(x, y)
         timeline = pipe.timeline()

@@ -20,12 +20,22 @@ IN_THREE = {key: schedule for key, schedule in EVERY.items() if schedule.micro_b
 def snapshot(model, optimizers):
     """All that training depends on, by name."""
     held = {f"weight {name}": value.clone() for name, value in model.state_dict().items()}
-    held |= {f"gradient {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    held |= {f"mode {name}": torch.tensor(module.training) for name, module in model.named_modules()}
+    held |= {
+        f"gradient {name}": p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    held |= {
+        f"mode {name}": torch.tensor(module.training) for name, module in model.named_modules()
+    }
     held |= {f"random {i}": torch.get_rng_state() for i in range(1)}
     for number, optimizer in enumerate(optimizers):
         for place, state in optimizer.state_dict()["state"].items():
-            held |= {f"optimizer {number} {place} {key}": value.clone() for key, value in state.items() if value is not None}
+            held |= {
+                f"optimizer {number} {place} {key}": value.clone()
+                for key, value in state.items()
+                if value is not None
+            }
     return held
 
 
@@ -36,12 +46,17 @@ def test_forward_and_eval_batch_equal_the_plain_model_in_evaluation_mode(name, s
     case = CASES[name]
     model, x, y = made(case)
     lengths = lengths_of(len(layers_of(model)), IN_THREE[schedule].stages)
-    pipe = ps.Pipeline(model, loss=case.loss, balance=lengths, schedule=IN_THREE[schedule], executor="threads")
+    pipe = ps.Pipeline(
+        model, loss=case.loss, balance=lengths, schedule=IN_THREE[schedule], executor="threads"
+    )
     plain = copy.deepcopy(model).eval()
     with torch.no_grad():
         parts = list(x.tensor_split(3))
         output = torch.cat([plain(part) for part in parts])
-        loss = sum(case.loss(plain(part), own) * len(part) / len(x) for part, own in zip(parts, y.tensor_split(3), strict=True))
+        loss = sum(
+            case.loss(plain(part), own) * len(part) / len(x)
+            for part, own in zip(parts, y.tensor_split(3), strict=True)
+        )
     found = pipe.forward(x)
     assert torch.equal(found, output)
     assert not found.requires_grad
@@ -55,7 +70,9 @@ def test_evaluation_leaves_weights_gradients_buffers_modes_and_random_state_alon
     case = CASES["resnet"]
     model, x, y = made(case)
     model.append(nn.Dropout(0.5))
-    model[4].eval()  # a frozen batch norm, as in fine-tuning: it must not come back in training mode
+    model[
+        4
+    ].eval()  # a frozen batch norm, as in fine-tuning: it must not come back in training mode
     model[1].train()
     optimizers = []
 
@@ -81,8 +98,12 @@ def test_modes_come_back_after_an_evaluation_that_failed(stages):
     """Somebody catches the error and trains on: in evaluation mode, without knowing it."""
     case = CASES["vgg"]
     model, x, y = made(case)
-    pipe = ps.Pipeline(model, loss=case.loss, balance=lengths_of(15, stages), micro_batches=2, executor="threads")
-    with pytest.raises(ps.PenstockError, match=r"rank \d \(stage \d\) failed in \dF0 of step 0: RuntimeError"):
+    pipe = ps.Pipeline(
+        model, loss=case.loss, balance=lengths_of(15, stages), micro_batches=2, executor="threads"
+    )
+    with pytest.raises(
+        ps.PenstockError, match=r"rank \d \(stage \d\) failed in \dF0 of step 0: RuntimeError"
+    ):
         pipe.forward(x[:, :2])
     assert all(module.training for module in model.modules())
     pipe.train_batch(x, y)
@@ -93,7 +114,9 @@ def test_one_dropout_that_stands_in_every_stage_is_switched_off_for_all_of_them(
     drop = nn.Dropout(0.5)
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), drop)))
-    pipe = ps.Pipeline(model, loss=lambda out, _: out.mean(), balance=[2] * 4, micro_batches=6, executor="threads")
+    pipe = ps.Pipeline(
+        model, loss=lambda out, _: out.mean(), balance=[2] * 4, micro_batches=6, executor="threads"
+    )
     x = torch.randn(12, 16)
     expected = copy.deepcopy(model).eval()(x)
     for _ in range(20):
@@ -113,7 +136,13 @@ def test_nested_outputs_are_joined_in_the_order_of_the_batch():
             return {"a": self.a(x), "rest": (self.b(x), None), "count": 2}
 
     model = nn.Sequential(nn.Linear(16, 16), Heads())
-    pipe = ps.Pipeline(model, loss=lambda out, _: out["a"].mean(), balance=[1, 1], micro_batches=4, executor="threads")
+    pipe = ps.Pipeline(
+        model,
+        loss=lambda out, _: out["a"].mean(),
+        balance=[1, 1],
+        micro_batches=4,
+        executor="threads",
+    )
     x = torch.randn(10, 16)
     found, expected = pipe.forward(x), model(x)
     assert found.keys() == expected.keys()
@@ -133,7 +162,9 @@ def test_an_output_without_samples_is_refused_in_words():
     pipe = ps.Pipeline(nn.Sequential(nn.Linear(16, 16), Mean()), loss=lambda out, _: out, balance=[1, 1], micro_batches=2,
                        executor="threads")  # fmt: skip
     x = torch.randn(4, 16)
-    with pytest.raises(ps.PenstockError, match="the model's output has a tensor without a dimension"):
+    with pytest.raises(
+        ps.PenstockError, match="the model's output has a tensor without a dimension"
+    ):
         pipe.forward(x)
     pipe.train_batch(x, x)
 

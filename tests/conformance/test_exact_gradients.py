@@ -10,7 +10,14 @@ import pytest
 import torch
 from tests.conformance.catalogue import EVERY, SLICED, SYNCHRONOUS, one_of_each
 from tests.conformance.models import CASES, lengths_of, made
-from tests.conformance.reference import PlainTraining, added_up, differences, gradients, in_order_of, layers_of
+from tests.conformance.reference import (
+    PlainTraining,
+    added_up,
+    differences,
+    gradients,
+    in_order_of,
+    layers_of,
+)
 
 import penstock as ps
 
@@ -40,7 +47,9 @@ def expected(name, samples, micro_batches):
 
 def wrong_gradients(pipe, model, parts):
     """Names of gradients that differ from plain training's, added up in the order of the programs."""
-    return differences(gradients(model), in_order_of(pipe.setting.schedule, pipe.setting.lengths, model, parts))
+    return differences(
+        gradients(model), in_order_of(pipe.setting.schedule, pipe.setting.lengths, model, parts)
+    )
 
 
 def pipeline(name, schedule, recompute="never", samples=10):
@@ -48,7 +57,14 @@ def pipeline(name, schedule, recompute="never", samples=10):
     case = CASES[name]
     model, x, y = made(case, samples)
     lengths = lengths_of(len(layers_of(model)), schedule.stages)
-    pipe = ps.Pipeline(model, loss=case.loss, balance=lengths, schedule=schedule, recompute=recompute, executor="threads")
+    pipe = ps.Pipeline(
+        model,
+        loss=case.loss,
+        balance=lengths,
+        schedule=schedule,
+        recompute=recompute,
+        executor="threads",
+    )
     return pipe, model, x, y
 
 
@@ -66,7 +82,9 @@ class SeenByFirstCopies:
             inner = layers_of(model)[first : first + length]
             names = {id(buffer): key for key, buffer in model.named_buffers()}
             kept = [(names[id(buffer)], buffer) for layer in inner for buffer in layer.buffers()]
-            self.stages.append((PlainTraining(model, case.loss), torch.tensor_split(x, self.parts), own, kept))
+            self.stages.append(
+                (PlainTraining(model, case.loss), torch.tensor_split(x, self.parts), own, kept)
+            )
             first += length
 
     def next(self):
@@ -152,7 +170,11 @@ def test_batches_of_changing_size_follow_one_another():
     case = CASES["gpt"]
     model, x, y = made(case, 16)
     plain = PlainTraining(copy.deepcopy(model), case.loss)
-    pipe = ps.Pipeline(model, loss=case.loss, balance=[2, 2, 1], micro_batches=4, executor="threads")
+    pipe = ps.Pipeline(
+        model, loss=case.loss, balance=[2, 2, 1], micro_batches=4, executor="threads"
+    )
     for samples in (16, 3, 16, 7, 2):
-        assert torch.equal(pipe.train_batch(x[:samples], y[:samples]), plain.backward(x[:samples], y[:samples], 4))
+        assert torch.equal(
+            pipe.train_batch(x[:samples], y[:samples]), plain.backward(x[:samples], y[:samples], 4)
+        )
     assert differences(gradients(model), gradients(plain.model)) == []

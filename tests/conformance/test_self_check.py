@@ -25,7 +25,14 @@ def pipeline(name, stages=3, schedule="1f1b", **options):
     model, x, y = made(case)
     lengths = lengths_of(len(layers_of(model)), stages)
     options.setdefault("micro_batches", 4)
-    return ps.Pipeline(model, loss=case.loss, balance=lengths, schedule=schedule, executor="threads", **options), model, x, y
+    return (
+        ps.Pipeline(
+            model, loss=case.loss, balance=lengths, schedule=schedule, executor="threads", **options
+        ),
+        model,
+        x,
+        y,
+    )
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
@@ -68,10 +75,14 @@ def test_a_buffer_that_moves_twice_is_found(monkeypatch):
     pipe, model, x, y = pipeline("resnet", recompute="always")
     monkeypatch.setattr("penstock.grad.buffers.Buffers.contents", lambda self: {})
     found = pipe.compare_with_one_device(x, y)
-    assert {name for name, error in found.buffers.items() if error} == {name for name, _ in model.named_buffers()}
+    assert {name for name, error in found.buffers.items() if error} == {
+        name for name, _ in model.named_buffers()
+    }
 
 
-@pytest.mark.parametrize("optimizer", [None, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize(
+    "optimizer", [None, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)]
+)
 def test_comparing_between_batches_changes_nothing_of_the_training(optimizer):
     """It may be called in the middle of a run: weights, gradients, buffers, random numbers and the step are those without it."""
     pipe, model, x, y = pipeline("resnet", optimizer=optimizer)
@@ -105,7 +116,9 @@ def test_a_model_from_the_meta_device_is_compared_too():
 
     with torch.device("meta"):
         model = nn.Sequential(Masked(), nn.Tanh(), Masked(), nn.Linear(16, 5))
-    pipe = ps.Pipeline(model, loss=nn.CrossEntropyLoss(), balance=[2, 2], micro_batches=3, executor="threads")
+    pipe = ps.Pipeline(
+        model, loss=nn.CrossEntropyLoss(), balance=[2, 2], micro_batches=3, executor="threads"
+    )
     x, y = CASES["mlp"].data(10)
     found = pipe.compare_with_one_device(x, y)
     assert found.worst[1] <= 1e-6
@@ -118,7 +131,9 @@ def test_frozen_and_unused_parameters_are_compared_as_zero():
     model, x, y = made(case)
     model[2].requires_grad_(False)
     model[4].register_parameter("unused", nn.Parameter(torch.ones(3)))
-    pipe = ps.Pipeline(model, loss=case.loss, balance=[3, 2, 2], micro_batches=3, executor="threads")
+    pipe = ps.Pipeline(
+        model, loss=case.loss, balance=[3, 2, 2], micro_batches=3, executor="threads"
+    )
     found = pipe.compare_with_one_device(x, y)
     assert found.worst[1] <= 1e-6
     assert "fc3.unused" in found.gradients
@@ -160,7 +175,9 @@ def test_the_timeline_is_of_the_last_batch_whatever_it_was():
     pipe.forward(x)
     assert len(pipe.timeline().events) == 3 * 4
     pipe.compare_with_one_device(x, y)
-    assert len(pipe.timeline().events) == 3 * (2 * 4 + 1), "it comes to its updates, and leaves the weights"
+    assert len(pipe.timeline().events) == 3 * (2 * 4 + 1), (
+        "it comes to its updates, and leaves the weights"
+    )
 
 
 def test_the_plain_reference_of_these_tests_agrees_with_the_self_check():

@@ -34,11 +34,21 @@ def trained(name, schedule, recompute):
     case = CASES[name]
     model, x, y = made(case)
     lengths = lengths_of(len(layers_of(model)), schedule.stages)
-    pipe = ps.Pipeline(model, loss=case.loss, balance=lengths, schedule=schedule, recompute=recompute, executor="threads")
+    pipe = ps.Pipeline(
+        model,
+        loss=case.loss,
+        balance=lengths,
+        schedule=schedule,
+        recompute=recompute,
+        executor="threads",
+    )
     try:
         losses = [pipe.train_batch(x, y) for _ in range(2)]
         events = pipe.timeline().compute
-        order = [tuple(event.op for event in events if event.rank == rank) for rank in range(schedule.ranks)]
+        order = [
+            tuple(event.op for event in events if event.rank == rank)
+            for rank in range(schedule.ranks)
+        ]
         return losses, gradients(model) | dict(model.named_buffers()), order
     finally:
         pipe.close()

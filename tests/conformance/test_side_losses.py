@@ -97,7 +97,9 @@ def test_a_side_loss_that_is_no_number_is_refused():
             side_loss(x)
             return x
 
-    pipe = ps.Pipeline([nn.Linear(2, 2), Wrong()], balance=[2], schedule="gpipe", loss=nn.functional.mse_loss)
+    pipe = ps.Pipeline(
+        [nn.Linear(2, 2), Wrong()], balance=[2], schedule="gpipe", loss=nn.functional.mse_loss
+    )
     with pytest.raises(StageFailed, match=r"a side loss is one number.*this one is \(3, 2\)"):
         pipe.train_batch(torch.ones(3, 2), torch.ones(3, 2))
 

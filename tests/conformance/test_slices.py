@@ -45,7 +45,9 @@ def cuts_of(way, micro_batches):
 
 def slicing_of(way, micro_batches):
     """The same for a schedule."""
-    return Slicing("tokens", tuple(tuple(length / 6 for length in row) for row in WAYS[way][:micro_batches]))
+    return Slicing(
+        "tokens", tuple(tuple(length / 6 for length in row) for row in WAYS[way][:micro_batches])
+    )
 
 
 def programs():
@@ -58,7 +60,12 @@ def programs():
         if stages == 4:
             found += [on_fewer_ranks(found[0], 2), on_fewer_ranks(found[0], 3)]
         for number, schedule in enumerate(found):
-            yield f"{schedule.name}-{stages}-{micro_batches}-{way}-{number}", schedule, way, micro_batches
+            yield (
+                f"{schedule.name}-{stages}-{micro_batches}-{way}-{number}",
+                schedule,
+                way,
+                micro_batches,
+            )
 
 
 PROGRAMS = list(programs())
@@ -66,7 +73,11 @@ PROGRAMS = list(programs())
 GRID = [
     pytest.param(schedule, way, micro_batches, recompute, id=f"{name}-{recompute}")
     for number, (name, schedule, way, micro_batches) in enumerate(PROGRAMS)
-    for recompute in (RECOMPUTE if micro_batches == 3 and way in {"3 unequal", "each its own"} else [RECOMPUTE[number % 3]])
+    for recompute in (
+        RECOMPUTE
+        if micro_batches == 3 and way in {"3 unequal", "each its own"}
+        else [RECOMPUTE[number % 3]]
+    )
 ]
 
 
@@ -76,7 +87,14 @@ def pipeline(schedule, name="gpt", recompute="never", samples=10):
     model, x, y = made(case, samples)
     lengths = lengths_of(len(layers_of(model)), schedule.stages)
     return (
-        ps.Pipeline(model, loss=case.loss, balance=lengths, schedule=schedule, recompute=recompute, executor="threads"),
+        ps.Pipeline(
+            model,
+            loss=case.loss,
+            balance=lengths,
+            schedule=schedule,
+            recompute=recompute,
+            executor="threads",
+        ),
         model,
         x,
         y,
@@ -86,7 +104,8 @@ def pipeline(schedule, name="gpt", recompute="never", samples=10):
 def nothing_is_held(pipe):
     """Whether no stage keeps anything of a batch."""
     return all(
-        not (stage._kept or stage._pending or stage._pasts.waiting or stage._pasts._grads) for stage in pipe._local_stages
+        not (stage._kept or stage._pending or stage._pasts.waiting or stage._pasts._grads)
+        for stage in pipe._local_stages
     )
 
 
@@ -94,10 +113,17 @@ def as_cut(slicing, samples):
     """Sizes of micro-batches and slices, for the reference; the same arithmetic as the runtime's, which has tests of its own."""
     if slicing.along == "samples":
         slices = len(slicing.share)
-        return [(size, None) for size in (sizes_by_share(samples, slicing.share) if samples >= slices else [1] * samples)]
+        return [
+            (size, None)
+            for size in (
+                sizes_by_share(samples, slicing.share) if samples >= slices else [1] * samples
+            )
+        ]
     count = min(len(slicing.shares), samples)
     sizes = [len(part) for part in torch.arange(samples).tensor_split(count)]
-    return [(size, sizes_by_share(6, row)) for size, row in zip(sizes, slicing.shares, strict=False)]
+    return [
+        (size, sizes_by_share(6, row)) for size, row in zip(sizes, slicing.shares, strict=False)
+    ]
 
 
 @cache
@@ -116,14 +142,19 @@ def expected_on(name, slicing):
 
 
 @pytest.mark.parametrize(("schedule", "way", "micro_batches", "recompute"), GRID)
-def test_losses_and_gradients_equal_those_of_one_graph_over_the_same_slices_to_the_bit(schedule, way, micro_batches, recompute):
+def test_losses_and_gradients_equal_those_of_one_graph_over_the_same_slices_to_the_bit(
+    schedule, way, micro_batches, recompute
+):
     """Gradients of keys and values come from all later slices, dropout's numbers go by slice; nothing of a step may stay for the next."""
     ps.verify(schedule)
     pipe, model, x, y = pipeline(schedule, recompute=recompute)
     for loss, parts in expected(way, micro_batches):
         pipe.zero_grad()
         assert torch.equal(pipe.train_batch(x, y), loss)
-        assert differences(gradients(model), in_order_of(schedule, pipe.setting.lengths, model, parts)) == []
+        assert (
+            differences(gradients(model), in_order_of(schedule, pipe.setting.lengths, model, parts))
+            == []
+        )
         assert nothing_is_held(pipe)
     pipe.close()
 
@@ -138,12 +169,16 @@ def test_the_catalogues_schedules_with_slices_are_exact(name, recompute):
         loss = pipe.train_batch(x, y)
         plain, parts = expected_on(case, schedule.slicing)
         assert torch.equal(loss, plain)
-        assert differences(gradients(model), in_order_of(schedule, pipe.setting.lengths, model, parts)) == []
+        assert (
+            differences(gradients(model), in_order_of(schedule, pipe.setting.lengths, model, parts))
+            == []
+        )
         assert nothing_is_held(pipe)
         events = pipe.timeline().compute
-        assert [tuple(event.op for event in events if event.rank == rank) for rank in range(schedule.ranks)] == list(
-            schedule.first_micro_batches(10).programs
-        )
+        assert [
+            tuple(event.op for event in events if event.rank == rank)
+            for rank in range(schedule.ranks)
+        ] == list(schedule.first_micro_batches(10).programs)
         assert torch.allclose(pipe.forward(x), model.eval()(x), atol=1e-5)
         pipe.close()
 
@@ -176,7 +211,9 @@ def test_any_sound_program_over_slices_of_tokens_is_exact(schedule, recompute, s
         loss = pipe.train_batch(x, y)
         found = gradients(model)
         assert nothing_is_held(pipe)
-        plain, parts = PlainSlices(model, CASES["gpt"].loss).backward_in_parts(x, y, as_cut(schedule.slicing, samples))
+        plain, parts = PlainSlices(model, CASES["gpt"].loss).backward_in_parts(
+            x, y, as_cut(schedule.slicing, samples)
+        )
         assert torch.equal(loss, plain)
         assert differences(found, in_order_of(schedule, pipe.setting.lengths, model, parts)) == []
     finally:
@@ -195,9 +232,13 @@ def test_any_sound_program_over_slices_of_samples_is_exact(name):
         try:
             loss = pipe.train_batch(x, y)
             found = gradients(model)
-            plain, parts = PlainSlices(model, CASES[name].loss).backward_in_parts(x, y, as_cut(schedule.slicing, samples))
+            plain, parts = PlainSlices(model, CASES[name].loss).backward_in_parts(
+                x, y, as_cut(schedule.slicing, samples)
+            )
             assert torch.equal(loss, plain)
-            assert differences(found, in_order_of(schedule, pipe.setting.lengths, model, parts)) == []
+            assert (
+                differences(found, in_order_of(schedule, pipe.setting.lengths, model, parts)) == []
+            )
         finally:
             pipe.close()
 
@@ -213,7 +254,9 @@ rank 1 | 1F0 1F1 0E0 1F2 1F3 1F4 1F5 1B1 0L0 1B0 1B3 1B2 1B5 1B4 1U1"""
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("programs", [COPIES, EVICT], ids=["copies", "evict"])
-def test_slices_go_with_copies_of_stages_and_with_activations_handed_to_a_partner(programs, recompute):
+def test_slices_go_with_copies_of_stages_and_with_activations_handed_to_a_partner(
+    programs, recompute
+):
     """Sequences of one micro-batch stay on one copy; what one slice has left stays when its activations go."""
     schedule = replace(Schedule.parse(programs), slicing=slicing_of("2", 3))
     ps.verify(schedule)
@@ -221,7 +264,10 @@ def test_slices_go_with_copies_of_stages_and_with_activations_handed_to_a_partne
     for loss, parts in expected("2", 3):
         pipe.zero_grad()
         assert torch.equal(pipe.train_batch(x, y), loss)
-        assert differences(gradients(model), in_order_of(schedule, pipe.setting.lengths, model, parts)) == []
+        assert (
+            differences(gradients(model), in_order_of(schedule, pipe.setting.lengths, model, parts))
+            == []
+        )
     assert torch.allclose(pipe.forward(x), model.eval()(x), atol=1e-6)
     pipe.close()
 
@@ -233,9 +279,14 @@ def test_slices_of_samples_have_the_sizes_of_their_shares(recompute):
     schedule = replace(ps.schedule("gpipe", 2, 5), slicing=slicing)
     pipe, model, x, y = pipeline(schedule, "vgg", recompute, 12)
     loss = pipe.train_batch(x, y)
-    plain, parts = PlainSlices(model, CASES["vgg"].loss).backward_in_parts(x, y, [(size, None) for size in (2, 2, 4, 1, 3)])
+    plain, parts = PlainSlices(model, CASES["vgg"].loss).backward_in_parts(
+        x, y, [(size, None) for size in (2, 2, 4, 1, 3)]
+    )
     assert torch.equal(loss, plain)
-    assert differences(gradients(model), in_order_of(schedule, pipe.setting.lengths, model, parts)) == []
+    assert (
+        differences(gradients(model), in_order_of(schedule, pipe.setting.lengths, model, parts))
+        == []
+    )
 
 
 @pytest.mark.parametrize("along", ["tokens", "samples"])
@@ -247,12 +298,30 @@ def test_recompute_except_last_spares_all_slices_of_the_last_micro_batch(along):
     forwards = []
     for stage in pipe._local_stages:
         run = stage._run
-        stage._run = lambda batch, n, *rest, run=run, index=stage.index: forwards.append((index, n)) or run(batch, n, *rest)
+        stage._run = lambda batch, n, *rest, run=run, index=stage.index: (
+            forwards.append((index, n)) or run(batch, n, *rest)
+        )
     pipe.train_batch(x, y)
-    assert sorted(forwards) == [(0, 0), (0, 0), (0, 1), (0, 1), (0, 2), (0, 3), (1, 0), (1, 0), (1, 1), (1, 1), (1, 2), (1, 3)]
+    assert sorted(forwards) == [
+        (0, 0),
+        (0, 0),
+        (0, 1),
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (1, 0),
+        (1, 0),
+        (1, 1),
+        (1, 1),
+        (1, 2),
+        (1, 3),
+    ]
 
 
-@pytest.mark.parametrize(("name", "schedule", "way", "micro_batches"), [p for p in PROGRAMS if p[3] == 3 and "seq" not in p[0]])
+@pytest.mark.parametrize(
+    ("name", "schedule", "way", "micro_batches"),
+    [p for p in PROGRAMS if p[3] == 3 and "seq" not in p[0]],
+)
 def test_forward_and_eval_batch_equal_the_plain_model(name, schedule, way, micro_batches):
     """Outputs are put together along tokens, then samples; what slices hand on is dropped with the last of them."""
     pipe, model, x, y = pipeline(schedule)
@@ -281,9 +350,14 @@ def test_batches_of_changing_size_follow_one_another():
         own_x, own_y = x[:samples, :tokens], y[:samples, :tokens]
         pipe.zero_grad()
         loss = pipe.train_batch(own_x, own_y)
-        expected_loss, parts = plain.backward_in_parts(own_x, own_y, [(size, lengths) for size in sizes])
+        expected_loss, parts = plain.backward_in_parts(
+            own_x, own_y, [(size, lengths) for size in sizes]
+        )
         assert torch.equal(loss, expected_loss)
-        assert differences(gradients(model), in_order_of(schedule, pipe.setting.lengths, model, parts)) == []
+        assert (
+            differences(gradients(model), in_order_of(schedule, pipe.setting.lengths, model, parts))
+            == []
+        )
 
 
 def test_what_slices_hand_on_is_dropped_when_a_batch_fails():
@@ -299,12 +373,20 @@ def test_what_slices_hand_on_is_dropped_when_a_batch_fails():
             return right(batch, n, arrived)
 
         setattr(first, method, wrong)
-        with pytest.raises(ps.PenstockError, match=r"failed in 0[FB]\d of step 0: AssertionError: a planted failure"):
+        with pytest.raises(
+            ps.PenstockError,
+            match=r"failed in 0[FB]\d of step 0: AssertionError: a planted failure",
+        ):
             pipe.train_batch(x, y)
         assert nothing_is_held(pipe)
         setattr(first, method, right)
     assert torch.equal(pipe.train_batch(x, y), plain)
-    assert differences(gradients(model), in_order_of(pipe.setting.schedule, pipe.setting.lengths, model, parts)) == []
+    assert (
+        differences(
+            gradients(model), in_order_of(pipe.setting.schedule, pipe.setting.lengths, model, parts)
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("gpt", 1e-6), ("gpt-without-dropout", 1e-6)])
@@ -345,7 +427,11 @@ def test_the_self_check_finds_a_layer_that_is_other_on_slices_than_on_the_whole(
     model = nn.Sequential(nn.Embedding(11, 8), wrong(8, 8), nn.Linear(8, 11))
     x, y = CASES["gpt"].data(6)
     pipe = ps.Pipeline(
-        model, loss=CASES["gpt"].loss, balance=[1, 2], schedule=terapipe(2, slicing_of("2", 3)), executor="threads"
+        model,
+        loss=CASES["gpt"].loss,
+        balance=[1, 2],
+        schedule=terapipe(2, slicing_of("2", 3)),
+        executor="threads",
     )
     found = pipe.compare_with_one_device(x, y)
     assert found.gradients["1.weight"] > 1e-3

@@ -74,20 +74,29 @@ def test_a_drain_in_mid_stream_is_that_of_the_papers_equation_counted_anew(case)
 def test_evaluation_in_mid_stream_sees_the_newest_weights_and_does_no_more_than_drain(case):
     """It must not leave a prediction, a copy or an old version in the weights, nor take one for the model."""
     x, y = case.batches()[0]
-    look = lambda pipe: (pipe.eval_batch(x, y), pipe.forward(x), pipe.state_dict(), pipe.eval_batch(x, y))  # noqa: E731
+    look = lambda pipe: (  # noqa: E731
+        pipe.eval_batch(x, y),
+        pipe.forward(x),
+        pipe.state_dict(),
+        pipe.eval_batch(x, y),
+    )
     losses, state, fed, (loss, output, seen, again) = interrupted(case, look)
     assert_equal((losses, state), interrupted(case, lambda pipe: pipe.flush()))
     model = case.made().eval()
     model.load_state_dict(seen)
     torch.testing.assert_close(output, model(x), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(loss.double(), LEARNING[case.model].loss(model(x), y).detach(), rtol=2e-7, atol=0)
+    torch.testing.assert_close(
+        loss.double(), LEARNING[case.model].loss(model(x), y).detach(), rtol=2e-7, atol=0
+    )
     assert torch.equal(loss, again)
     _, expected = case.expected(case.batches()[:fed])
     torch.testing.assert_close(seen, expected, rtol=1e-9, atol=1e-11)
 
 
 @every_rule
-def test_a_comparison_with_one_device_in_mid_stream_is_of_the_newest_weights_and_updates_nothing(case):
+def test_a_comparison_with_one_device_in_mid_stream_is_of_the_newest_weights_and_updates_nothing(
+    case,
+):
     """Both run whole batches on one version: there is no staleness in a batch alone, and none may be left behind."""
     x, y = case.batches()[0]
     losses, state, _, found = interrupted(case, lambda pipe: pipe.compare_with_one_device(x, y))
@@ -104,7 +113,9 @@ def test_who_stops_asking_loses_only_what_he_did_not_ask_for(case):
     fed = pipe.step
     losses = list(pipe.train(case.batches()[fed:]))
     whole = case.run()
-    assert_equal(([*first, *losses], pipe.state_dict()), ([*whole[0][:4], *whole[0][fed:]], whole[1]))
+    assert_equal(
+        ([*first, *losses], pipe.state_dict()), ([*whole[0][:4], *whole[0][fed:]], whole[1])
+    )
 
 
 def test_a_loss_comes_as_soon_as_its_batch_is_done_and_an_endless_loader_is_read_no_further_than_that():
@@ -224,7 +235,9 @@ def test_loading_weights_in_mid_stream_leaves_optimizers_alone():
 
 def test_a_checkpoint_of_a_stream_goes_on_under_another_cut_with_flushes_too(tmp_path):
     """It is the model's, drained: asynchrony is a way to run, not a kind of model."""
-    _, _, fed, state = interrupted(STASH, lambda pipe: (pipe.save(tmp_path), pipe.state_dict())[1], 5)
+    _, _, fed, state = interrupted(
+        STASH, lambda pipe: (pipe.save(tmp_path), pipe.state_dict())[1], 5
+    )
     later = STASH.batches()[fed:]
     options = {
         "loss": LEARNING["mlp"].loss,
@@ -233,7 +246,9 @@ def test_a_checkpoint_of_a_stream_goes_on_under_another_cut_with_flushes_too(tmp
     }
     found = []
     for balance, schedule in (([4, 5], "1f1b"), ([9], "pipedream")):
-        pipe = ps.Pipeline(STASH.made(), balance=balance, schedule=schedule, micro_batches=2, **options)
+        pipe = ps.Pipeline(
+            STASH.made(), balance=balance, schedule=schedule, micro_batches=2, **options
+        )
         pipe.load(tmp_path)
         assert differences(pipe.state_dict(), state) == []
         found.append((list(pipe.train(later)), pipe.state_dict()))
@@ -254,7 +269,9 @@ def test_a_failed_op_in_mid_stream_is_named_and_the_pipeline_does_not_go_on_with
     assert torch.equal(pipe.train_batch(*batches[0]), STASH.pipeline().train_batch(*batches[0]))
 
 
-@pytest.mark.parametrize(("ranks", "tried"), [(3, ["stash", "pipemare", "avgpipe"]), (4, ["hetpipe"])])
+@pytest.mark.parametrize(
+    ("ranks", "tried"), [(3, ["stash", "pipemare", "avgpipe"]), (4, ["hetpipe"])]
+)
 def test_a_checkpoint_of_processes_goes_on_there_and_in_threads_to_the_bit(ranks, tried, tmp_path):
     """Every rank writes and reads what is its own; who carries the tensors makes no difference. It is also loaded in mid-stream."""
     cases = [EVERY[rule] for rule in tried]
@@ -262,8 +279,12 @@ def test_a_checkpoint_of_processes_goes_on_there_and_in_threads_to_the_bit(ranks
     by_rank = launch(save_half_way, ranks, cases, folders, threads=1)
     for number, (case, folder) in enumerate(zip(cases, folders, strict=True)):
         fed, losses, state = by_rank[0][number][:3]
-        assert all(found[number][0] == fed and torch.equal(found[number][1], losses) for found in by_rank)
+        assert all(
+            found[number][0] == fed and torch.equal(found[number][1], losses) for found in by_rank
+        )
         assert_equal(by_rank[0][number][3:], (losses[fed:], state))
         pipe = case.pipeline()
         pipe.load(folder)
-        assert_equal((list(pipe.train(case.batches()[fed:])), pipe.state_dict()), (losses[fed:], state))
+        assert_equal(
+            (list(pipe.train(case.batches()[fed:])), pipe.state_dict()), (losses[fed:], state)
+        )

@@ -62,7 +62,9 @@ def ours(schedule: Schedule) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients of one batch by Penstock."""
     model, (x, y) = small_model(), batch(schedule.micro_batches)
     balance = [LAYERS // schedule.stages] * schedule.stages
-    pipe = ps.Pipeline(model, loss=functional.cross_entropy, balance=balance, schedule=schedule, executor="threads")
+    pipe = ps.Pipeline(
+        model, loss=functional.cross_entropy, balance=balance, schedule=schedule, executor="threads"
+    )
     try:
         return pipe.train_batch(x, y), gradients(model)
     finally:
@@ -92,7 +94,9 @@ FAULTS = {
 def theirs(tmp_path_factory):
     """Loss and gradients of one batch by torch, by schedule and form; all ranks' together."""
     folder = tmp_path_factory.mktemp("torch")
-    texts = {key: (to_csv(made), to_csv(made, communication=True)) for key, made in SCHEDULES.items()} | FAULTS
+    texts = {
+        key: (to_csv(made), to_csv(made, communication=True)) for key, made in SCHEDULES.items()
+    } | FAULTS
     cases = []
     for key, forms in texts.items():
         made = SCHEDULES.get(key) or from_csv(forms[0])
@@ -111,7 +115,10 @@ def theirs(tmp_path_factory):
 def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest difference of gradients, by the largest of its parameter's."""
     assert found.keys() == expected.keys()
-    return max(float((found[name] - gradient).abs().max() / gradient.abs().max()) for name, gradient in expected.items())
+    return max(
+        float((found[name] - gradient).abs().max() / gradient.abs().max())
+        for name, gradient in expected.items()
+    )
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -132,7 +139,9 @@ def test_every_schedule_of_the_catalogue_is_played_or_refused_by_name():
         for stages in (2, 4, 8) if name not in played else ():
             with contextlib.suppress(ScheduleError):
                 reasons.append(why_not(ps.schedule(name, stages, MICRO_BATCHES)))
-        assert name in played or reasons, f"{name} takes none of these sizes: give it one that four ranks can play"
+        assert name in played or reasons, (
+            f"{name} takes none of these sizes: give it one that four ranks can play"
+        )
         assert all(reasons), f"{name} can be said and is not played"
 
 

@@ -14,10 +14,15 @@ from torch.nn import functional
 import penstock as ps
 
 OPTIMIZERS = {
-    "sgd with momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "sgd with momentum": lambda params: torch.optim.SGD(
+        params, lr=0.05, momentum=0.9, weight_decay=1e-3
+    ),
     "adam": lambda params: torch.optim.Adam(params, lr=1e-2),
     "adamw, biases apart": lambda params: torch.optim.AdamW(
-        [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1}, {"params": [p for p in params if p.dim() < 2]}],
+        [
+            {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in params if p.dim() < 2]},
+        ],
         lr=1e-2,
     ),
 }
@@ -34,14 +39,22 @@ def pipeline(model, case, stages, optimizer=None, **options):
     """A pipeline of the case's model in this process."""
     lengths = lengths_of(len(layers_of(model)), stages)
     return ps.Pipeline(
-        model, loss=case.loss, balance=lengths, micro_batches=4, optimizer=optimizer, executor="threads", **options
+        model,
+        loss=case.loss,
+        balance=lengths,
+        micro_batches=4,
+        optimizer=optimizer,
+        executor="threads",
+        **options,
     )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["vgg", "resnet", "gpt", "mlp"])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_five_steps_of_an_optimizer_leave_the_weights_of_plain_training_to_the_bit(name, optimizer, stages):
+def test_five_steps_of_an_optimizer_leave_the_weights_of_plain_training_to_the_bit(
+    name, optimizer, stages
+):
     """Every stage has an optimizer of its own over its own parameters; together they are the one that plain training has."""
     case = CASES[name]
     model, _, _ = made(case)
@@ -96,7 +109,9 @@ def test_train_yields_the_losses_of_a_loader_in_batch_order():
     streamed = pipeline(copy.deepcopy(model), case, 3, OPTIMIZERS["adam"])
     looped = pipeline(model, case, 3, OPTIMIZERS["adam"])
     losses = list(streamed.train(iter(batches(case, 4))))
-    assert torch.equal(torch.stack(losses), torch.stack([looped.train_batch(x, y) for x, y in batches(case, 4)]))
+    assert torch.equal(
+        torch.stack(losses), torch.stack([looped.train_batch(x, y) for x, y in batches(case, 4)])
+    )
     assert streamed.step == looped.step == 4
     assert differences(streamed.state_dict(), looped.state_dict()) == []
 
@@ -156,7 +171,9 @@ def test_autocast_around_a_batch_holds_for_all_its_stages():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = PlainTraining(copy.deepcopy(model), case.loss).backward(x, y, 4)
         for stages in (1, 3):
-            assert torch.equal(pipeline(copy.deepcopy(model), case, stages).train_batch(x, y), expected.float())
+            assert torch.equal(
+                pipeline(copy.deepcopy(model), case, stages).train_batch(x, y), expected.float()
+            )
     assert not torch.equal(pipeline(model, case, 3).train_batch(x, y), expected.float())
 
 
@@ -176,7 +193,9 @@ def test_a_model_from_the_meta_device_has_the_same_weights_under_every_cut():
     def weights(lengths, seed=3):
         with torch.device("meta"):
             model = case.make()
-        pipe = ps.Pipeline(model, loss=case.loss, balance=lengths, micro_batches=2, executor="threads", seed=seed)
+        pipe = ps.Pipeline(
+            model, loss=case.loss, balance=lengths, micro_batches=2, executor="threads", seed=seed
+        )
         return pipe.state_dict()
 
     whole = weights([5])
@@ -226,7 +245,9 @@ def test_dropout_differs_between_steps_layers_and_micro_batches():
                        executor="threads")  # fmt: skip
     for _ in range(2):
         pipe.train_batch(torch.ones(2, 64), torch.ones(2, 64))
-    masks = [tuple(mask.flatten().tolist()) for layer in (layers[2], layers[4]) for mask in layer.seen]
+    masks = [
+        tuple(mask.flatten().tolist()) for layer in (layers[2], layers[4]) for mask in layer.seen
+    ]
     assert len(masks) == len(set(masks)) == 8
 
 
@@ -234,8 +255,16 @@ def test_a_loss_that_sums_is_refused_before_anything_runs():
     """A sum over a micro-batch grows with its size; weighed by shares it would be neither a mean nor a sum."""
     model, _, _ = made(CASES["mlp"])
     for reduction in ("sum", "none"):
-        with pytest.raises(ps.PenstockError, match=f"the loss reduces by '{reduction}'; it must be the mean over the samples"):
-            ps.Pipeline(model, loss=nn.CrossEntropyLoss(reduction=reduction), balance=[7], executor="threads")
+        with pytest.raises(
+            ps.PenstockError,
+            match=f"the loss reduces by '{reduction}'; it must be the mean over the samples",
+        ):
+            ps.Pipeline(
+                model,
+                loss=nn.CrossEntropyLoss(reduction=reduction),
+                balance=[7],
+                executor="threads",
+            )
     ps.Pipeline(model, loss=nn.CrossEntropyLoss(), balance=[7], executor="threads")
 
 
@@ -244,5 +273,8 @@ def test_a_loss_that_is_not_one_number_is_refused_with_its_shape():
     model, x, y = made(CASES["mlp"])
     pipe = ps.Pipeline(model, loss=lambda out, y: functional.cross_entropy(out, y, reduction="none"), balance=[4, 3],
                        micro_batches=2, executor="threads")  # fmt: skip
-    with pytest.raises(ps.PenstockError, match=r"failed in 1F0 of step 0: .*the loss must be one number.* this one is \(5,\)"):
+    with pytest.raises(
+        ps.PenstockError,
+        match=r"failed in 1F0 of step 0: .*the loss must be one number.* this one is \(5,\)",
+    ):
         pipe.train_batch(x, y)

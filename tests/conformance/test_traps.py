@@ -32,13 +32,23 @@ def pipeline(model, name="mlp", stages=4, schedule="1f1b", **options):
     if isinstance(schedule, str):
         options.setdefault("micro_batches", 4)
     lengths = options.pop("balance", None) or lengths_of(len(layers_of(model)), stages)
-    return ps.Pipeline(model, loss=options.pop("loss", CASES[name].loss), balance=lengths, schedule=schedule, **options)
+    return ps.Pipeline(
+        model,
+        loss=options.pop("loss", CASES[name].loss),
+        balance=lengths,
+        schedule=schedule,
+        **options,
+    )
 
 
 def near(found, expected):
     """Names that differ by more than the rounding of sums in another order."""
     assert found.keys() == expected.keys()
-    return [name for name in found if not torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-6)]
+    return [
+        name
+        for name in found
+        if not torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-6)
+    ]
 
 
 # -- 1 ---------------------------------------------------------------------------------------------------------------------
@@ -132,7 +142,15 @@ def test_batch_norm_during_shape_inference():
 def norms_in_processes():
     """Buffers of a rank's batch norms after two batches with an evaluation in between."""
     model, x, y = made(CASES["resnet"], 12)
-    pipe = pipeline(model, "resnet", stages=2, executor="processes", optimizer=Plain, clip_grad_norm=1.0, deadline_s=60)
+    pipe = pipeline(
+        model,
+        "resnet",
+        stages=2,
+        executor="processes",
+        optimizer=Plain,
+        clip_grad_norm=1.0,
+        deadline_s=60,
+    )
     for _ in range(2):
         pipe.train_batch(x, y)
         pipe.eval_batch(x[:6], y[:6])
@@ -257,7 +275,9 @@ class Pair:
 
 def test_targets_of_a_class_that_the_user_has_registered():
     """Whatever torch's pytrees know is cut."""
-    pytree.register_pytree_node(Pair, lambda pair: ([pair.a, pair.b], None), lambda leaves, _: Pair(*leaves))
+    pytree.register_pytree_node(
+        Pair, lambda pair: ([pair.a, pair.b], None), lambda leaves, _: Pair(*leaves)
+    )
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2))
     x, target = torch.randn(6, 5), Pair(torch.randn(6), torch.randn(6))
     plain = copy.deepcopy(model)
@@ -266,7 +286,9 @@ def test_targets_of_a_class_that_the_user_has_registered():
         return (output[:, 0] - pair.a).square().mean() + (output[:, 1] - pair.b).abs().mean()
 
     expected = loss(plain(x), target)
-    assert torch.allclose(pipeline(model, stages=2, loss=loss).train_batch(x, target), expected, rtol=1e-5)
+    assert torch.allclose(
+        pipeline(model, stages=2, loss=loss).train_batch(x, target), expected, rtol=1e-5
+    )
 
 
 def test_a_gradient_that_was_there_before_the_first_batch_is_added_to():
@@ -287,5 +309,7 @@ def test_the_loss_that_is_reported_is_neither_scaled_nor_divided():
     """There a loss that was divided for accumulation is logged divided."""
     model, x, y = made(CASES["mlp"])
     expected = CASES["mlp"].loss(model(x), y).detach()
-    pipe = pipeline(model, optimizer=sgd, accumulate=8, scaler={"init_scale": 4096.0}, clip_grad_norm=1.0)
+    pipe = pipeline(
+        model, optimizer=sgd, accumulate=8, scaler={"init_scale": 4096.0}, clip_grad_norm=1.0
+    )
     assert torch.allclose(pipe.train_batch(x, y), expected, rtol=1e-5)

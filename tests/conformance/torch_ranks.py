@@ -59,7 +59,10 @@ def play(case: Case, form: str, group: dist.ProcessGroup) -> dict[str, Any]:
     each = LAYERS // case.stages
     own = case.stages_of_rank[dist.get_rank(group)]
     parts = {stage: model[stage * each : (stage + 1) * each] for stage in own}
-    stages = [PipelineStage(parts[stage], stage, case.stages, torch.device("cpu"), group=group) for stage in own]
+    stages = [
+        PipelineStage(parts[stage], stage, case.stages, torch.device("cpu"), group=group)
+        for stage in own
+    ]
     runtime = _PipelineScheduleRuntime(stages, case.micro_batches, loss_fn=functional.cross_entropy)
     runtime._load_csv(str(case.file(form)), format=form)
     losses: list[Tensor] = []
@@ -68,15 +71,24 @@ def play(case: Case, form: str, group: dist.ProcessGroup) -> dict[str, Any]:
         runtime.step(*inputs, target=y, losses=losses)
     else:
         runtime.step(*inputs)
-    found = {name: p.grad for name, p in model.named_parameters() if int(name.split(".")[0]) // each in own}
+    found = {
+        name: p.grad
+        for name, p in model.named_parameters()
+        if int(name.split(".")[0]) // each in own
+    }
     return {"gradients": found, "loss": torch.stack(losses).mean() if losses else None}
 
 
-def play_all(cases: list[Case], forms: tuple[str, ...] = FORMATS) -> dict[tuple[str, str], dict[str, Any]]:
+def play_all(
+    cases: list[Case], forms: tuple[str, ...] = FORMATS
+) -> dict[tuple[str, str], dict[str, Any]]:
     """Every case in every form, one process group per number of ranks; a rank that is not of a case's group passes it over."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     try:
-        groups = {ranks: dist.new_group(list(range(ranks))) for ranks in sorted({len(case.stages_of_rank) for case in cases})}
+        groups = {
+            ranks: dist.new_group(list(range(ranks)))
+            for ranks in sorted({len(case.stages_of_rank) for case in cases})
+        }
         found = {}
         for case in cases:
             ranks = len(case.stages_of_rank)

@@ -23,7 +23,9 @@ def test_all_the_work_of_a_rank_is_in_its_columns_once(name, count):
     made = simulate_schedule(schedule(name, stages=4, micro_batches=8), Costs(forward=0.7))
     for rank in range(4):
         work, longest = shares(Spans.of(made, rank), kinds([made]), count, made.makespan / count)
-        assert sum(map(np.sum, work.values())) * made.makespan / count == pytest.approx(made.busy[rank])
+        assert sum(map(np.sum, work.values())) * made.makespan / count == pytest.approx(
+            made.busy[rank]
+        )
         assert max(map(np.max, work.values())) < 1 + 1e-9
         assert (longest <= sum(work.values()) + 1e-9).all()
 

@@ -50,9 +50,15 @@ def test_every_format_that_draws_one_draws_two(tmp_path):
     assert page.count("<svg") == 1
     assert "measured takes 198.0 ms (10.0 % longer)" in page
     assert (tmp_path / "pair.html").read_text() == page
-    assert ET.fromstring(draw_pair(*pair, format="svg")).get("aria-label") == "1f1b, simulated; 1f1b, measured"
+    assert (
+        ET.fromstring(draw_pair(*pair, format="svg")).get("aria-label")
+        == "1f1b, simulated; 1f1b, measured"
+    )
     trace = json.loads(draw_pair(*pair, format="json"))
-    assert [panel["source"] for panel in trace["otherData"]["penstock"]] == ["simulated", "measured"]
+    assert [panel["source"] for panel in trace["otherData"]["penstock"]] == [
+        "simulated",
+        "measured",
+    ]
     with pytest.raises(SettingError, match="no drawing format"):
         draw_pair(*pair, tmp_path / "pair.pdf")
 
@@ -73,5 +79,8 @@ def test_two_of_one_source_are_told_apart_by_title():
 def test_three_are_compared_with_the_first():
     """The first is what is held against."""
     words = differences([timeline("gpipe"), timeline("naive"), timeline("1f1b")])
-    assert [part.partition(" takes")[0] for part in words.split("; ") if " takes" in part] == ["naive", "1f1b"]
+    assert [part.partition(" takes")[0] for part in words.split("; ") if " takes" in part] == [
+        "naive",
+        "1f1b",
+    ]
     assert differences([timeline()]) == ""

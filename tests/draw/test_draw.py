@@ -18,7 +18,9 @@ from penstock.simulate.simulate import simulate_schedule
 
 
 @given(
-    st.sampled_from(["gpipe", "1f1b", "naive", "fbp-as", "seq1f1b", "autopipe", "bpipe"]), st.integers(2, 6), st.integers(1, 12)
+    st.sampled_from(["gpipe", "1f1b", "naive", "fbp-as", "seq1f1b", "autopipe", "bpipe"]),
+    st.integers(2, 6),
+    st.integers(1, 12),
 )
 @settings(deadline=None, max_examples=30)
 def test_every_schedule_is_drawn_in_every_format(name, stages, micro_batches):
@@ -29,7 +31,11 @@ def test_every_schedule_is_drawn_in_every_format(name, stages, micro_batches):
     assert len({len(row) for row in rows}) == 1
     ET.fromstring(draw(made, format="svg"))
     assert draw(made, format="html").endswith("</html>\n")
-    slices = [entry for entry in json.loads(draw(made, format="json"))["traceEvents"] if entry["ph"] == "X"]
+    slices = [
+        entry
+        for entry in json.loads(draw(made, format="json"))["traceEvents"]
+        if entry["ph"] == "X"
+    ]
     assert sum(entry["cat"] != "transfer" for entry in slices) == len(made.ops)
 
 
@@ -48,14 +54,21 @@ def test_split_backwards_take_one_unit_each():
 
 def test_a_schedule_that_never_finishes_is_refused_with_the_op_that_never_starts():
     """A drawing of the ops that do start would look sound."""
-    stuck = Schedule.parse("rank 0 | 0F0 0B0 0F1 0B1 0U1\nrank 1 | 1F0 1F1 1B0 1B1 1U1", name="mine")
-    with pytest.raises(ScheduleError, match=r"mine cannot be drawn: 8 of 10 ops never start, the first is 0B0 on rank 0"):
+    stuck = Schedule.parse(
+        "rank 0 | 0F0 0B0 0F1 0B1 0U1\nrank 1 | 1F0 1F1 1B0 1B1 1U1", name="mine"
+    )
+    with pytest.raises(
+        ScheduleError,
+        match=r"mine cannot be drawn: 8 of 10 ops never start, the first is 0B0 on rank 0",
+    ):
         draw(stuck)
 
 
 def test_what_is_neither_timeline_nor_schedule_is_refused():
     """A list of ops is an easy mistake; its attribute errors from within would not say so."""
-    with pytest.raises(SettingError, match="draw takes a Timeline or a Schedule, or a list of them, not a str"):
+    with pytest.raises(
+        SettingError, match="draw takes a Timeline or a Schedule, or a list of them, not a str"
+    ):
         draw("0F0")  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="or a list of them, not a str"):
         draw(["0F0"])  # type: ignore[arg-type]
@@ -63,11 +76,16 @@ def test_what_is_neither_timeline_nor_schedule_is_refused():
         draw([])
 
 
-@pytest.mark.parametrize("name", ["1f1b", "chimera", "dualpipe-v", "fbp-as", "bpipe", "autopipe", "seq1f1b", "terapipe"])
+@pytest.mark.parametrize(
+    "name", ["1f1b", "chimera", "dualpipe-v", "fbp-as", "bpipe", "autopipe", "seq1f1b", "terapipe"]
+)
 def test_unit_lengths_are_those_of_the_simulator_for_pairs_slices_and_evictions_too(name):
     """Two rules for the length of an op would be one too many."""
     made = schedule(name, stages=4, micro_batches=8)
-    drawn, simulated = unit_timeline(made), simulate_schedule(made, Costs(forward=1, backward=2, update=0))
+    drawn, simulated = (
+        unit_timeline(made),
+        simulate_schedule(made, Costs(forward=1, backward=2, update=0)),
+    )
     assert drawn.slicing == simulated.slicing
     assert drawn.compute == simulated.compute
 

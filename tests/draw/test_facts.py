@@ -29,5 +29,9 @@ def test_the_heading_says_what_the_numbers_are():
 
 def test_stages_of_a_rank_are_those_it_worked_on():
     """Transfers belong to links."""
-    events = (Event(0, Op(Kind.F, 2, 0), 0, 1), Event(0, Op(Kind.F, 0, 0), 1, 2), Event(1, Op(Kind.F, 0, 0), 2, 3, 0, 0))
+    events = (
+        Event(0, Op(Kind.F, 2, 0), 0, 1),
+        Event(0, Op(Kind.F, 0, 0), 1, 2),
+        Event(1, Op(Kind.F, 0, 0), 2, 3, 0, 0),
+    )
     assert stages_of_rank(Timeline(events, 2, 3)) == [[0, 2], []]

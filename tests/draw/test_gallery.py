@@ -17,7 +17,9 @@ SHOW = Show("All <of> them", ("Before & after.",), ("bubble", "in flight"), ("No
 
 def exhibits():
     return [
-        Exhibit(name, "<paper>", unit_timeline(schedule(name, stages=2, micro_batches=2)), ("1 %", "2"))
+        Exhibit(
+            name, "<paper>", unit_timeline(schedule(name, stages=2, micro_batches=2)), ("1 %", "2")
+        )
         for name in ("gpipe", "naive")
     ]
 
@@ -26,7 +28,9 @@ def test_every_exhibit_has_a_file_and_stands_on_both_pages(tmp_path):
     """The files go into papers, the pages are for choosing."""
     written = gallery(tmp_path / "new", SHOW, exhibits())
     assert [path.name for path in written] == ["gpipe.svg", "naive.svg", "index.html", "README.md"]
-    assert (tmp_path / "new" / "gpipe.svg").read_text() == draw(schedule("gpipe", stages=2, micro_batches=2), format="svg")
+    assert (tmp_path / "new" / "gpipe.svg").read_text() == draw(
+        schedule("gpipe", stages=2, micro_batches=2), format="svg"
+    )
     page, read_me = ((tmp_path / "new" / name).read_text() for name in ("index.html", "README.md"))
     HTMLParser().feed(page)
     assert page.count("<svg") == 2

@@ -44,7 +44,9 @@ class Reader(HTMLParser):
 
 
 def made():
-    return simulate_schedule(schedule("1f1b", stages=3, micro_batches=4), Costs(activation_bytes=1024))
+    return simulate_schedule(
+        schedule("1f1b", stages=3, micro_batches=4), Costs(activation_bytes=1024)
+    )
 
 
 def test_the_page_lists_every_rank_and_stage():
@@ -66,7 +68,9 @@ def test_memory_has_no_column_when_it_is_not_known():
 def test_the_page_needs_no_network_and_has_a_dark_side():
     """It is mailed, archived and opened behind firewalls."""
     page = html([made()])
-    assert not re.search(r"<link|src=|href=|@import|url\((?!#)|fetch\(|XMLHttpRequest|import\(", page)
+    assert not re.search(
+        r"<link|src=|href=|@import|url\((?!#)|fetch\(|XMLHttpRequest|import\(", page
+    )
     assert "prefers-color-scheme:dark" in page
     assert page.count("<svg") == 1
 
@@ -106,13 +110,19 @@ def test_the_data_of_the_figure_has_every_op_and_transfer():
 
 def test_pairs_slices_and_shades_reach_the_figure():
     """The script knows no schedule; it draws what the data says."""
-    (pair,) = json.loads(DATA.search(html([unit_timeline(Schedule.parse("0F0 0F1&0B0 0B1 0U1"))]))[1])["panels"]
+    (pair,) = json.loads(
+        DATA.search(html([unit_timeline(Schedule.parse("0F0 0F1&0B0 0B1 0U1"))]))[1]
+    )["panels"]
     assert (pair["paired"], pair["ranks"][0]["h"]) == (True, "01200")
-    (cut,) = json.loads(DATA.search(html([unit_timeline(schedule("seq1f1b", stages=2, micro_batches=2, slices=2))]))[1])[
-        "panels"
-    ]
+    (cut,) = json.loads(
+        DATA.search(
+            html([unit_timeline(schedule("seq1f1b", stages=2, micro_batches=2, slices=2))])
+        )[1]
+    )["panels"]
     assert cut["ranks"][1]["n"][:2] == ["0.0", "0.1"]
-    (both,) = json.loads(DATA.search(html([unit_timeline(schedule("chimera", stages=2, micro_batches=2))]))[1])["panels"]
+    (both,) = json.loads(
+        DATA.search(html([unit_timeline(schedule("chimera", stages=2, micro_batches=2))]))[1]
+    )["panels"]
     assert [row["held"] for row in both["ranks"]] == ["s0↓ s1↑", "s1↓ s0↑"]
     assert set(both["ranks"][0]["z"]) == {"0", "1"}
 

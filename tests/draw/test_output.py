@@ -39,23 +39,32 @@ def test_without_path_and_format_the_drawing_is_text():
     assert draw(MADE).startswith("gpipe, simulated\nrank 0 |")
 
 
-@pytest.mark.parametrize(("name", "what"), [("out.pdf", r"the suffix '\.pdf'"), ("out", "no suffix"), (".svg", "no suffix")])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("out.pdf", r"the suffix '\.pdf'"), ("out", "no suffix"), (".svg", "no suffix")],
+)
 def test_an_unknown_suffix_is_refused_with_the_five_that_are_known(tmp_path, name, what):
     """Nothing is written under a name that promises another format."""
-    with pytest.raises(SettingError, match=rf"has {what}, .*\.txt .*\.svg, \.png, \.html and \.json \(Perfetto"):
+    with pytest.raises(
+        SettingError, match=rf"has {what}, .*\.txt .*\.svg, \.png, \.html and \.json \(Perfetto"
+    ):
         draw(MADE, tmp_path / name)
     assert names(tmp_path) == []
 
 
 def test_an_unknown_format_is_refused_with_the_five_that_are_known():
     """The same, where the format is named."""
-    with pytest.raises(SettingError, match=r"no drawing format is called 'pdf': there are \.txt .*\.json"):
+    with pytest.raises(
+        SettingError, match=r"no drawing format is called 'pdf': there are \.txt .*\.json"
+    ):
         draw(MADE, format="pdf")
 
 
 def test_a_missing_folder_is_named(tmp_path):
     """The folder is not made: a typing error in a path should not grow a tree."""
-    with pytest.raises(FileError, match=r"cannot write the drawing .*there is no folder .*plots; make it first"):
+    with pytest.raises(
+        FileError, match=r"cannot write the drawing .*there is no folder .*plots; make it first"
+    ):
         draw(MADE, tmp_path / "plots" / "a.svg")
 
 

@@ -13,9 +13,27 @@ from penstock.schedule.op import Kind
 #: Machado, Oliveira and Fernandes 2009, table 1, severity 1.0: what is left of linear RGB.
 SIGHT = {
     "usual": np.eye(3),
-    "protan": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
-    "deutan": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
-    "tritan": np.array([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]),
+    "protan": np.array(
+        [
+            [0.152286, 1.052583, -0.204868],
+            [0.114503, 0.786281, 0.099216],
+            [-0.003882, -0.048116, 1.051998],
+        ]
+    ),
+    "deutan": np.array(
+        [
+            [0.367322, 0.860646, -0.227968],
+            [0.280085, 0.672501, 0.047413],
+            [-0.011820, 0.042940, 0.968881],
+        ]
+    ),
+    "tritan": np.array(
+        [
+            [1.255528, -0.076749, -0.178779],
+            [-0.078411, 0.930809, 0.147602],
+            [0.004733, 0.691367, 0.303900],
+        ]
+    ),
 }
 LEAST = {"usual": 30, "protan": 18, "deutan": 18, "tritan": 12}
 XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
@@ -45,5 +63,7 @@ def test_numbers_stand_out_from_every_fill():
     """4.5 is the contrast that WCAG 2.1 asks of small text."""
     for kind in Kind:
         for fill, ink in zip(FILLS[kind], inks(kind), strict=True):
-            bright, dark = sorted(((XYZ @ linear(colour))[1] for colour in (fill, ink)), reverse=True)
+            bright, dark = sorted(
+                ((XYZ @ linear(colour))[1] for colour in (fill, ink)), reverse=True
+            )
             assert (bright + 0.05) / (dark + 0.05) >= 4.5, (kind, fill)

@@ -24,7 +24,9 @@ NEEDED = {
 
 
 def timeline(**costs):
-    return simulate_schedule(schedule("1f1b", stages=3, micro_batches=4), Costs(**{"forward": 0.002, **costs}))
+    return simulate_schedule(
+        schedule("1f1b", stages=3, micro_batches=4), Costs(**{"forward": 0.002, **costs})
+    )
 
 
 def entries(*panels):
@@ -55,7 +57,11 @@ def test_ops_are_slices_in_microseconds_on_the_process_of_their_rank():
     assert Counter(entry["cat"] for entry in ops) == {"F": 12, "B": 12, "U": 3}
     assert {"name": "2F0", "cat": "F", "ph": "X", "ts": 4000.0, "dur": 2000.0, "pid": 3, "tid": 1,
             "args": {"stage": 2, "micro_batch": 0}} in ops  # fmt: skip
-    names = {entry["pid"]: entry["args"]["name"] for entry in of(found, "M") if entry["name"] == "process_name"}
+    names = {
+        entry["pid"]: entry["args"]["name"]
+        for entry in of(found, "M")
+        if entry["name"] == "process_name"
+    }
     assert names == {1: "rank 0", 2: "rank 1", 3: "rank 2"}
 
 
@@ -66,10 +72,19 @@ def test_every_link_has_a_named_thread_of_its_own():
     assert len(sent) == 16
     assert all(entry["args"]["bytes"] == 64 for entry in sent)
     threads = {
-        (entry["pid"], entry["tid"]): entry["args"]["name"] for entry in of(found, "M") if entry["name"] == "thread_name"
+        (entry["pid"], entry["tid"]): entry["args"]["name"]
+        for entry in of(found, "M")
+        if entry["name"] == "thread_name"
     }
-    assert {threads[entry["pid"], entry["tid"]] for entry in sent} == {"to rank 0", "to rank 1", "to rank 2"}
-    assert all(threads[entry["pid"], entry["tid"]] == f"to rank {entry['args']['to_rank']}" for entry in sent)
+    assert {threads[entry["pid"], entry["tid"]] for entry in sent} == {
+        "to rank 0",
+        "to rank 1",
+        "to rank 2",
+    }
+    assert all(
+        threads[entry["pid"], entry["tid"]] == f"to rank {entry['args']['to_rank']}"
+        for entry in sent
+    )
 
 
 def test_arrows_pair_up_and_lie_within_the_slices_that_they_join():
@@ -94,7 +109,9 @@ def test_arrows_pair_up_and_lie_within_the_slices_that_they_join():
 def test_an_arrow_to_an_op_that_is_missing_ends_at_the_arrival():
     """A measured timeline may be cut off; its transfers are still worth seeing."""
     whole = timeline(transfer=0.0005)
-    cut = replace(whole, events=tuple(e for e in whole.events if e.to_rank is not None or e.rank == 0))
+    cut = replace(
+        whole, events=tuple(e for e in whole.events if e.to_rank is not None or e.rank == 0)
+    )
     found = entries(cut)
     assert len(of(found, "s")) == len(of(found, "f")) == 16
     assert all(entry["ts"] > 0 for entry in of(found, "f"))
@@ -121,19 +138,26 @@ def test_what_ranks_hold_is_a_counter_of_their_process():
     made = timeline(activation_bytes=1024)
     counters = of(entries(made), "C")
     assert all(NEEDED["C"] <= set(entry) for entry in counters)
-    assert [(entry["ts"], entry["args"]["bytes"]) for entry in counters if entry["pid"] == 3][:3] == [
+    assert [(entry["ts"], entry["args"]["bytes"]) for entry in counters if entry["pid"] == 3][
+        :3
+    ] == [
         (0.0, 0),
         (4000.0, 1024),
         (10000.0, 1024),
     ]
-    peaks = [max(entry["args"]["bytes"] for entry in counters if entry["pid"] == rank + 1) for rank in range(3)]
+    peaks = [
+        max(entry["args"]["bytes"] for entry in counters if entry["pid"] == rank + 1)
+        for rank in range(3)
+    ]
     assert peaks == list(made.peak_memory)
     assert not of(entries(timeline()), "C")
 
 
 def test_slices_say_their_micro_batch_and_which_they_are():
     """`2F5` of a trace is nothing to somebody who knows five micro-batches."""
-    made = simulate_schedule(schedule("seq1f1b", stages=2, micro_batches=2, slices=2), Costs(transfer=0.1))
+    made = simulate_schedule(
+        schedule("seq1f1b", stages=2, micro_batches=2, slices=2), Costs(transfer=0.1)
+    )
     found = of(entries(made), "X")
     last = next(entry for entry in found if entry["name"] == "1F1.1")
     assert last["args"] == {"stage": 1, "micro_batch": 1, "slice": "1.1"}

@@ -65,7 +65,8 @@ def test_without_matplotlib_the_message_says_what_to_install(monkeypatch):
     """The extra is optional; the words of an import error are not its users'."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(
-        MissingExtra, match=r"a drawing as \.png needs matplotlib; install it with: pip install 'penstock\[draw\]'"
+        MissingExtra,
+        match=r"a drawing as \.png needs matplotlib; install it with: pip install 'penstock\[draw\]'",
     ):
         png([MADE])
 
@@ -73,7 +74,9 @@ def test_without_matplotlib_the_message_says_what_to_install(monkeypatch):
 def test_a_picture_too_large_for_any_viewer_is_refused_with_its_size():
     """Agg would stop at 65,536 pixels with words about image sizes."""
     events = tuple(Event(rank, Op(Kind.F, rank, 0), rank, rank + 1) for rank in range(1000))
-    with pytest.raises(SettingError, match=r"a PNG of \d+ by \d+ pixels is too large to open; draw \.svg or \.html"):
+    with pytest.raises(
+        SettingError, match=r"a PNG of \d+ by \d+ pixels is too large to open; draw \.svg or \.html"
+    ):
         png([Timeline(events, 1000, 1000)])
 
 

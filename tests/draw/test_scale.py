@@ -29,11 +29,15 @@ def test_the_common_unit_is_the_largest_length_that_all_ops_are_multiples_of(len
 
 def test_plain_units_survive_rounding_and_short_updates():
     """1.3 + 1 - 1.3 is not 1, and an update of 0.1 does not make F = 1 a second."""
-    shifted = Timeline((Event(0, Op(Kind.F, 0, 0), 1.3, 2.3), Event(0, Op(Kind.U, 0, 1), 2.3, 2.4)), 1, 1)
+    shifted = Timeline(
+        (Event(0, Op(Kind.F, 0, 0), 1.3, 2.3), Event(0, Op(Kind.U, 0, 1), 2.3, 2.4)), 1, 1
+    )
     assert Clock.of([shifted]).unit == ""
 
 
-@pytest.mark.parametrize(("length", "unit"), [(3.0, "s"), (0.02, "ms"), (0.00002, "us"), (2e-9, "ns"), (1e-12, "s")])
+@pytest.mark.parametrize(
+    ("length", "unit"), [(3.0, "s"), (0.02, "ms"), (0.00002, "us"), (2e-9, "ns"), (1e-12, "s")]
+)
 def test_the_axis_has_the_unit_of_the_whole(length, unit):
     """Ticks from 0.000 02 to 0.000 1 s are not read, they are counted."""
     assert Clock.of([of(length, source="measured")]).unit == unit
@@ -41,10 +45,18 @@ def test_the_axis_has_the_unit_of_the_whole(length, unit):
 
 def test_ticks_are_one_two_and_five_times_powers_of_ten():
     """Nobody counts in steps of 3.7."""
-    assert list(islice(Clock(1e-3, "ms").steps(0.0011), 4)) == pytest.approx([0.002, 0.005, 0.01, 0.02])
+    assert list(islice(Clock(1e-3, "ms").steps(0.0011), 4)) == pytest.approx(
+        [0.002, 0.005, 0.01, 0.02]
+    )
     assert list(islice(Clock(1.0, "").steps(0.3), 4)) == [1, 2, 5, 10]
 
 
 def test_numbers_lose_zeros_after_the_point_only():
     """100 is not 1."""
-    assert [number(value, 2) for value in (100, 0.5, 1.005, -0.001, 1e6)] == ["100", "0.5", "1", "0", "1000000"]
+    assert [number(value, 2) for value in (100, 0.5, 1.005, -0.001, 1e6)] == [
+        "100",
+        "0.5",
+        "1",
+        "0",
+        "1000000",
+    ]

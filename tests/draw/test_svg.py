@@ -22,7 +22,9 @@ NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
 def timeline(name, stages, micro_batches, **costs):
-    return simulate_schedule(schedule(name, stages=stages, micro_batches=micro_batches), Costs(**costs))
+    return simulate_schedule(
+        schedule(name, stages=stages, micro_batches=micro_batches), Costs(**costs)
+    )
 
 
 def parsed(drawing):
@@ -36,20 +38,28 @@ def boxes(root):
 
 def texts(root, rank):
     """What stands in the boxes of a rank."""
-    groups = [group for group in root.iter(f"{NAMESPACE}g") if "box" in group.get("class", "").split()]
+    groups = [
+        group for group in root.iter(f"{NAMESPACE}g") if "box" in group.get("class", "").split()
+    ]
     return [text.text for text in groups[rank].findall(f"{NAMESPACE}text")]
 
 
 def words(root):
     """Every text with its left and right edge and baseline, by DejaVu Sans's width of digits, and of its points and spaces."""
-    sizes = dict(re.findall(r"\.penstock \.(\w)\{font-size:([\d.]+)px", root.find(f"{NAMESPACE}style").text))
+    sizes = dict(
+        re.findall(r"\.penstock \.(\w)\{font-size:([\d.]+)px", root.find(f"{NAMESPACE}style").text)
+    )
     found = []
     for group, dy in [(root, 0.0), *((g, shift(g)[1]) for g in root.iter(f"{NAMESPACE}g"))]:
         for text in group.findall(f"{NAMESPACE}text"):
             classes = text.get("class").split()
-            wide = float(sizes.get(classes[0], 11)) * sum(0.35 if letter in " .,:" else 0.63 for letter in text.text)
+            wide = float(sizes.get(classes[0], 11)) * sum(
+                0.35 if letter in " .,:" else 0.63 for letter in text.text
+            )
             x, y = float(text.get("x")), float(text.get("y")) + dy
-            left = x - (wide if "e" in classes else wide / 2 if {"n", "o", "m", "c"} & set(classes) else 0)
+            left = x - (
+                wide if "e" in classes else wide / 2 if {"n", "o", "m", "c"} & set(classes) else 0
+            )
             found.append((text.text, left, left + wide, y))
     return found
 
@@ -66,9 +76,16 @@ def assert_words_inside(root):
         assert 8 <= y <= height - 2, text
 
 
-@given(st.sampled_from(["gpipe", "1f1b", "naive"]), st.integers(1, 6), st.integers(1, 12), st.sampled_from([0.0, 0.3]))
+@given(
+    st.sampled_from(["gpipe", "1f1b", "naive"]),
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.sampled_from([0.0, 0.3]),
+)
 @settings(deadline=None, max_examples=40)
-def test_every_schedule_has_one_box_per_op_and_all_words_inside(name, stages, micro_batches, transfer):
+def test_every_schedule_has_one_box_per_op_and_all_words_inside(
+    name, stages, micro_batches, transfer
+):
     """A figure that lacks an op or cuts a word is worse than none: it is believed."""
     made = timeline(name, stages, micro_batches, transfer=transfer)
     root = parsed(svg([made]))
@@ -101,14 +118,18 @@ def test_numbers_are_dropped_where_the_box_is_too_narrow():
     """A number across three boxes names none of them."""
     wide, narrow = (parsed(svg([timeline("gpipe", 2, m)])) for m in (4, 2000))
     assert Counter(text for text, *_ in words(wide))["3"] == 4
-    assert not [text for group in narrow.iter(f"{NAMESPACE}g") for text in group.findall(f"{NAMESPACE}text")]
+    assert not [
+        text for group in narrow.iter(f"{NAMESPACE}g") for text in group.findall(f"{NAMESPACE}text")
+    ]
 
 
 def test_stage_numbers_appear_only_on_ranks_of_several_stages():
     """On a plain pipeline the rank is the stage, and saying it in every box is noise."""
     both = simulate_schedule(Schedule.parse("rank 0 | 0F0 1F0 1B0 0B0 0U1 1U1"), Costs(update=1.0))
     assert {"s0", "s1", "s0 s1"} <= {text for text, *_ in words(parsed(svg([both])))}
-    assert not [text for text, *_ in words(parsed(svg([timeline("gpipe", 2, 2)]))) if re.match(r"s\d", text)]
+    assert not [
+        text for text, *_ in words(parsed(svg([timeline("gpipe", 2, 2)]))) if re.match(r"s\d", text)
+    ]
 
 
 def test_transfers_are_drawn_from_lane_to_lane_when_they_take_time():
@@ -126,7 +147,10 @@ def test_a_title_is_escaped_wherever_it_stands():
     drawing = svg([replace(timeline("gpipe", 2, 2), title='<script>&"\x00\ud800')], note="<&>")
     root = parsed(drawing)
     assert "<script>" not in drawing
-    assert root.get("aria-label") == '<script>&"\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}, simulated'
+    assert (
+        root.get("aria-label")
+        == '<script>&"\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}, simulated'
+    )
     drawing.encode("utf-8")
 
 
@@ -200,7 +224,9 @@ def test_slices_are_written_with_their_micro_batch():
 
 def test_slices_stand_below_their_micro_batch_where_a_box_is_narrow():
     """At eight ranks and sixteen micro-batches of two slices `15.1` does not fit side by side."""
-    root = parsed(svg([simulate_schedule(schedule("seq1f1b", stages=8, micro_batches=16, slices=2), Costs())]))
+    root = parsed(
+        svg([simulate_schedule(schedule("seq1f1b", stages=8, micro_batches=16, slices=2), Costs())])
+    )
     assert Counter(texts(root, 0))["15"] == 2
     assert Counter(texts(root, 0))[".1"] == 16
 
@@ -215,7 +241,9 @@ def test_evictions_and_loads_are_marks_of_their_own_colours():
 
 def test_what_a_rank_holds_stands_below_its_lane_on_one_scale():
     """Time is half of a schedule's price; the fullest rank must look fullest, in every timeline of the figure."""
-    one, other = (timeline(name, 3, 4, activation_bytes=1024, weight_bytes=1024) for name in ("1f1b", "gpipe"))
+    one, other = (
+        timeline(name, 3, 4, activation_bytes=1024, weight_bytes=1024) for name in ("1f1b", "gpipe")
+    )
     root = parsed(svg([one, other]))
     paths = [
         path
@@ -224,8 +252,13 @@ def test_what_a_rank_holds_stands_below_its_lane_on_one_scale():
     ]
     tall = [max(map(float, re.findall(r"V([\d.]+)", path.get("d")))) - min(map(float, re.findall(r"V([\d.]+)", path.get("d"))))
             for path in paths]  # fmt: skip
-    assert tall == pytest.approx([tall[-1] * share for share in (4 / 5, 3 / 5, 2 / 5, 1, 1, 1)], abs=0.02)
-    assert paths[0].find(f"{NAMESPACE}title").text == "peak 4.0 KiB at 2: activations 3.0 KiB, weights 1.0 KiB"
+    assert tall == pytest.approx(
+        [tall[-1] * share for share in (4 / 5, 3 / 5, 2 / 5, 1, 1, 1)], abs=0.02
+    )
+    assert (
+        paths[0].find(f"{NAMESPACE}title").text
+        == "peak 4.0 KiB at 2: activations 3.0 KiB, weights 1.0 KiB"
+    )
     assert "memory" not in svg([timeline("1f1b", 3, 4)])
 
 
@@ -243,7 +276,9 @@ def test_too_many_ops_become_shares_of_time_and_the_figure_says_so(stages, micro
 def test_summed_columns_are_as_high_as_their_shares():
     """In the middle of a long 1F1B a rank is never idle: a third is forward."""
     root = parsed(svg([timeline("1f1b", 2, 9000)]))
-    backward, forward = [path for path in root.findall(f"{NAMESPACE}path") if path.get("class") in ("F", "B", "U")][1:3]
+    backward, forward = [
+        path for path in root.findall(f"{NAMESPACE}path") if path.get("class") in ("F", "B", "U")
+    ][1:3]
     assert (backward.get("class"), forward.get("class")) == ("B", "F")
     base = float(re.match(r"M[\d.]+ ([\d.]+)V", forward.get("d"))[1])
     heights = [base - float(place) for place in re.findall(r"V([\d.]+)", forward.get("d"))]

@@ -19,7 +19,9 @@ from penstock.simulate.simulate import simulate_schedule
 
 
 def timeline(name, stages, micro_batches, **costs):
-    return simulate_schedule(schedule(name, stages=stages, micro_batches=micro_batches), Costs(**costs))
+    return simulate_schedule(
+        schedule(name, stages=stages, micro_batches=micro_batches), Costs(**costs)
+    )
 
 
 def rows(drawing):
@@ -79,9 +81,15 @@ def test_units_other_than_one_line_up_as_well():
 @given(st.sampled_from(["gpipe", "1f1b", "naive"]), st.integers(1, 6), st.integers(1, 12), st.integers(20, 140),
        st.booleans())  # fmt: skip
 @settings(deadline=None, max_examples=60)
-def test_every_drawing_has_one_row_per_rank_of_equal_length_within_the_width(name, stages, micro_batches, width, measured):
+def test_every_drawing_has_one_row_per_rank_of_equal_length_within_the_width(
+    name, stages, micro_batches, width, measured
+):
     """Rows that differ in length or wrap at the terminal's edge cannot be compared."""
-    costs = {"forward": 0.0031, "backward": 0.0067, "transfer": 0.0004, "update": 0.0011} if measured else {}
+    costs = (
+        {"forward": 0.0031, "backward": 0.0067, "transfer": 0.0004, "update": 0.0011}
+        if measured
+        else {}
+    )
     drawing = text([timeline(name, stages, micro_batches, **costs)], width)
     assert len(rows(drawing)) == stages
     assert len({len(row) for row in rows(drawing)}) == 1
@@ -155,8 +163,13 @@ def test_two_ops_that_run_as_one_are_joined_by_an_ampersand():
 
 def test_slices_are_written_with_their_micro_batch_in_plain_units():
     """Half of a forward of 1 is not half a second."""
-    drawing = text([simulate_schedule(schedule("seq1f1b", stages=2, micro_batches=2, slices=2), Costs())], 90)
-    assert rows(drawing)[1] == "rank 1 |·····F0.0░F0.1░B0.1▓▓▓▓▓▓F1.0░B0.0▓▓▓▓▓▓F1.1░B1.1▓▓▓▓▓▓B1.0▓▓▓▓▓▓··········|"
+    drawing = text(
+        [simulate_schedule(schedule("seq1f1b", stages=2, micro_batches=2, slices=2), Costs())], 90
+    )
+    assert (
+        rows(drawing)[1]
+        == "rank 1 |·····F0.0░F0.1░B0.1▓▓▓▓▓▓F1.0░B0.0▓▓▓▓▓▓F1.1░B1.1▓▓▓▓▓▓B1.0▓▓▓▓▓▓··········|"
+    )
     assert "makespan 7.5," in drawing
 
 
@@ -202,8 +215,12 @@ def test_the_batches_of_a_stream_are_seen_to_end_where_their_updates_take_no_tim
 @pytest.mark.parametrize("width", [20, 33, 47, 80, 141])
 def test_marks_of_updates_hide_no_name_and_move_nothing(width):
     """They stand on what fills a cell and on nothing else, whatever the scale."""
-    marked = simulate_schedule(schedule("pipedream", 3, 1, batches=9), Costs(forward=0.3, backward=0.7))
-    plain = simulate_schedule(Schedule(without_updates("pipedream", 3, 1, 9)), Costs(forward=0.3, backward=0.7))
+    marked = simulate_schedule(
+        schedule("pipedream", 3, 1, batches=9), Costs(forward=0.3, backward=0.7)
+    )
+    plain = simulate_schedule(
+        Schedule(without_updates("pipedream", 3, 1, 9)), Costs(forward=0.3, backward=0.7)
+    )
     for one, other in zip(rows(text([marked], width)), rows(text([plain], width)), strict=True):
         assert len(one) == len(other)
         assert all(a == b or (a, b) == ("█", "▓") for a, b in zip(one, other, strict=True))
@@ -212,5 +229,6 @@ def test_marks_of_updates_hide_no_name_and_move_nothing(width):
 def without_updates(name, stages, size, batches):
     """The programs with no U in them."""
     return tuple(
-        tuple(op for op in row if op.kind is not Kind.U) for row in schedule(name, stages, size, batches=batches).programs
+        tuple(op for op in row if op.kind is not Kind.U)
+        for row in schedule(name, stages, size, batches=batches).programs
     )

@@ -25,7 +25,12 @@ def test_stages_of_one_way_are_shaded_in_turn():
     """Of an interleaved rank the second stage is the odd one, on every rank."""
     found = ways("interleaved", 4, 4)
     assert found.names() == ["s0 s2", "s1 s3"]
-    assert [found.odd(0, 0), found.odd(0, 2), found.odd(1, 1), found.odd(1, 3)] == [False, True, False, True]
+    assert [found.odd(0, 0), found.odd(0, 2), found.odd(1, 1), found.odd(1, 3)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
     assert found.arrows == {}
 
 

@@ -42,7 +42,9 @@ def bench(peers, tmp_path_factory):
     files = folder / "weights", folder / "gradients"
     names = peers.rank.reference(*files, "mlp")
     cell, cuts = peers.cells.Cell("mlp", 2, 4), peers.cells.Cuts((9, 7), (5, 4, 4, 3))
-    yield SimpleNamespace(nursery=nursery, files=files, names=names, cell=cell, cuts=cuts, folder=folder)
+    yield SimpleNamespace(
+        nursery=nursery, files=files, names=names, cell=cell, cuts=cuts, folder=folder
+    )
     nursery.end()
 
 
@@ -60,8 +62,12 @@ def measured(peers, bench, wanted, rounds=1):
     systems = peers.catalogue.systems()
     nurseries = {system.peer: bench.nursery for system in systems.values()}
     peers.measuring.ROUND_S = 0.0  # a step is enough here
-    made = peers.measuring.Bench(nurseries, (rounds, rounds), None, lambda _: None, bench.folder / "errors.txt")
-    rows, bound = made.measure(bench.cell, bench.cuts, [systems[name] for name in wanted], bench.files, bench.names)
+    made = peers.measuring.Bench(
+        nurseries, (rounds, rounds), None, lambda _: None, bench.folder / "errors.txt"
+    )
+    rows, bound = made.measure(
+        bench.cell, bench.cuts, [systems[name] for name in wanted], bench.files, bench.names
+    )
     return {row.system: row for row in rows}, bound
 
 
@@ -89,7 +95,9 @@ def test_a_rank_that_raises_is_reported_and_the_others_are_ended(peers, bench):
     assert rows["penstock auto"].note == "no plan was made"
     system = peers.catalogue.systems()["ddp"]
     bad = peers.cells.Cell("no such workload", 2, 4)
-    with pytest.raises(peers.processes.PeerBroke, match=r"rank \d, make: KeyError: 'no such workload'"):
+    with pytest.raises(
+        peers.processes.PeerBroke, match=r"rank \d, make: KeyError: 'no such workload'"
+    ):
         peers.processes.Team(system, bench.nursery, bad, bench.cuts, bench.files)
 
 
@@ -107,7 +115,9 @@ def test_a_peer_that_is_not_installed_is_a_note_and_no_error(peers, bench, tmp_p
 def test_the_bound_is_the_busiest_rank_and_what_it_cannot_but_wait_for(peers):
     """Worked out by hand for two stages, and for four stages on two cores, where all work on all cores is more."""
     bound = peers.measuring.bound_s
-    assert bound([(4.0, 8.0, 1.0), (1.0, 2.0, 0.5)], micro_batches=4, cores=2) == 13.0  # the first stage never waits
+    assert (
+        bound([(4.0, 8.0, 1.0), (1.0, 2.0, 0.5)], micro_batches=4, cores=2) == 13.0
+    )  # the first stage never waits
     # The last works 12 s. Before its next: gradient back 2, update 1, forward 1; its own update of 0.5 fits into that.
     assert bound([(4.0, 8.0, 1.0), (4.0, 8.0, 0.5)], micro_batches=4, cores=2) == 12.0 + 3.0 + 1.0
     assert bound([(1.0, 1.0, 1.0)] * 4, micro_batches=100, cores=2) == 6.0
@@ -115,7 +125,9 @@ def test_the_bound_is_the_busiest_rank_and_what_it_cannot_but_wait_for(peers):
 
 def test_the_table_has_every_system_and_why_some_were_not_measured(peers, bench):
     """A row that is silently missing reads as if nobody had thought of it."""
-    rows, bound = measured(peers, bench, ("bound", "penstock 1f1b", "plain, 1 thread", "penstock auto"))
+    rows, bound = measured(
+        peers, bench, ("bound", "penstock 1f1b", "plain, 1 thread", "penstock auto")
+    )
     found = peers.report.record(bench.cell, bench.cuts, list(rows.values()), bound)
     assert found["systems"]["penstock 1f1b"]["ratio"]["median"] == 1.0
     assert found["bound_ms"]["alone"] > 0

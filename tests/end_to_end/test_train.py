@@ -26,15 +26,35 @@ TRAIN = (sys.executable, "-m", "penstock", "train", "--model", "mlp", "--data", 
 def profile(tmp_path_factory):
     """A profile measured once, so that the other runs need not."""
     path = tmp_path_factory.mktemp("profile") / "profile.json"
-    words = ("profile", "--model", "mlp", "--image", "8", "--channels", "1", "--batch", "128", "--repeats", "1", "--out", path)
-    subprocess.run([sys.executable, "-m", "penstock", *map(str, words)], check=True, capture_output=True)
+    words = (
+        "profile",
+        "--model",
+        "mlp",
+        "--image",
+        "8",
+        "--channels",
+        "1",
+        "--batch",
+        "128",
+        "--repeats",
+        "1",
+        "--out",
+        path,
+    )
+    subprocess.run(
+        [sys.executable, "-m", "penstock", *map(str, words)], check=True, capture_output=True
+    )
     return path
 
 
 def test_a_run_trains_and_leaves_everything_in_its_folder(tmp_path):
     """Whoever comes back the next day finds what was asked, planned, predicted, measured and learned."""
     ran = subprocess.run(
-        [*TRAIN, "--epochs", "8", "--baseline-steps", "2", "--json"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [*TRAIN, "--epochs", "8", "--baseline-steps", "2", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     outcome = json.loads(ran.stdout)
@@ -51,15 +71,25 @@ def test_a_run_trains_and_leaves_everything_in_its_folder(tmp_path):
     assert [line["step"] for line in steps] == list(range(1, 97))
     assert steps[-1]["loss"] == outcome["loss"] < steps[0]["loss"]
     assert [line["epoch"] for line in lines if "epoch" in line] == list(range(1, 9))
-    for name in ("predicted.svg", "predicted.json", "measured.svg", "measured.json", "predicted-and-measured.svg"):
+    for name in (
+        "predicted.svg",
+        "predicted.json",
+        "measured.svg",
+        "measured.json",
+        "predicted-and-measured.svg",
+    ):
         assert (folder / name).stat().st_size > 500
     assert any((folder / "tensorboard").iterdir())
     weights, task = load_file(folder / "weights.safetensors"), make_task(config)
     model = task.model.to_empty(device="cpu")
     model.load_state_dict(weights, strict=True)
     right = (model(task.data.test_inputs).argmax(1) == task.data.test_targets).double().mean()
-    assert float(right) == pytest.approx(outcome["test_accuracy"]), "the weights are those that were tested"
-    again = subprocess.run([*TRAIN, "--out", str(folder)], capture_output=True, text=True, check=False)
+    assert float(right) == pytest.approx(outcome["test_accuracy"]), (
+        "the weights are those that were tested"
+    )
+    again = subprocess.run(
+        [*TRAIN, "--out", str(folder)], capture_output=True, text=True, check=False
+    )
     assert again.returncode == 2
     assert "already holds a run" in again.stderr, "a second run must not write over the first"
 
@@ -70,31 +100,68 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, profile):
     first = [*common, "--schedule", "1f1b"]  # where a stage has copies, sums have another order
     subprocess.run([*first, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
     part = tmp_path / "part"
-    subprocess.run([*first, "--limit-steps", "17", "--out", str(part)], check=True, capture_output=True)
-    resumed = [*common, "--out", str(part), "--resume", "--partition", "3,12", "--schedule", "gpipe"]
+    subprocess.run(
+        [*first, "--limit-steps", "17", "--out", str(part)], check=True, capture_output=True
+    )
+    resumed = [
+        *common,
+        "--out",
+        str(part),
+        "--resume",
+        "--partition",
+        "3,12",
+        "--schedule",
+        "gpipe",
+    ]
     subprocess.run(resumed, check=True, capture_output=True)
-    whole, continued = (load_file(folder / "weights.safetensors") for folder in (tmp_path / "whole", part))
+    whole, continued = (
+        load_file(folder / "weights.safetensors") for folder in (tmp_path / "whole", part)
+    )
     assert all(torch.equal(whole[name], continued[name]) for name in whole)
 
 
 def test_clipping_mixed_precision_and_accumulation_are_flags(tmp_path, profile):
     """What most recipes say besides a learning rate."""
-    flags = ["--clip-grad-norm", "0.5", "--autocast", "float16", "--accumulate", "2", "--limit-steps", "5"]
+    flags = [
+        "--clip-grad-norm",
+        "0.5",
+        "--autocast",
+        "float16",
+        "--accumulate",
+        "2",
+        "--limit-steps",
+        "5",
+    ]
     ran = subprocess.run([*TRAIN, "--profile", str(profile), "--schedule", "1f1b", "--out", str(tmp_path), *flags, "--json"],
                          capture_output=True, text=True, check=False)  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["steps"] == 5
     config = load(tmp_path / "config.yaml", {})
-    assert (config.clip_grad_norm, config.autocast, config.accumulate, config.compile) == (0.5, "float16", 2, False)
+    assert (config.clip_grad_norm, config.autocast, config.accumulate, config.compile) == (
+        0.5,
+        "float16",
+        2,
+        False,
+    )
     index = json.loads((tmp_path / "checkpoint" / "checkpoint.json").read_text())
     assert index["scaler"] == {"scale": 65536.0, "steps": 3.0, "skipped": 0.0}
 
 
 def _started(tmp_path, profile):
     """A run that would go on for ever, once its first epoch is over; and the processes of its ranks."""
-    command = [*TRAIN, "--epochs", "100000", "--profile", str(profile), "--out", str(tmp_path / "run")]
+    command = [
+        *TRAIN,
+        "--epochs",
+        "100000",
+        "--profile",
+        str(profile),
+        "--out",
+        str(tmp_path / "run"),
+    ]
     # A session of its own, so that a signal to it is not one to pytest.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     for line in process.stderr:
         if line.startswith("epoch 1:"):
             break
@@ -123,12 +190,24 @@ def test_control_c_stops_all_ranks_and_keeps_the_checkpoint(tmp_path, profile):
     assert not psutil.wait_procs(ranks, timeout=10)[1]
     assert process.returncode == 130
     assert errors.rstrip().endswith("stopped")
-    assert json.loads((tmp_path / "run" / "checkpoint" / "checkpoint.json").read_text())["step"] >= 12
+    assert (
+        json.loads((tmp_path / "run" / "checkpoint" / "checkpoint.json").read_text())["step"] >= 12
+    )
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_a_word(tmp_path, profile):
     """Training on with weights that are not numbers wastes a night; the message says what to try."""
-    words = [*TRAIN, "--lr", "1e6", "--epochs", "3", "--profile", str(profile), "--out", str(tmp_path / "run")]
+    words = [
+        *TRAIN,
+        "--lr",
+        "1e6",
+        "--epochs",
+        "3",
+        "--profile",
+        str(profile),
+        "--out",
+        str(tmp_path / "run"),
+    ]
     ran = subprocess.run(words, capture_output=True, text=True, check=False)
     assert ran.returncode == 1
     assert "the loss is nan at step" in ran.stderr or "the loss is inf at step" in ran.stderr
@@ -141,7 +220,16 @@ STREAM = [*TRAIN, "--weights", "stash", "--schedule", "pipedream", "--partition"
 
 def test_an_asynchronous_run_trains_as_a_stream_and_says_what_it_kept(tmp_path, profile):
     """Losses in order, one line for each; epochs end drained; versions and memory beside what was predicted."""
-    words = [*STREAM, "--profile", str(profile), "--epochs", "8", "--out", str(tmp_path / "run"), "--json"]
+    words = [
+        *STREAM,
+        "--profile",
+        str(profile),
+        "--epochs",
+        "8",
+        "--out",
+        str(tmp_path / "run"),
+        "--json",
+    ]
     ran = subprocess.run(words, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     outcome = json.loads(ran.stdout)
@@ -153,19 +241,25 @@ def test_an_asynchronous_run_trains_as_a_stream_and_says_what_it_kept(tmp_path, 
     assert outcome["predicted_step_s"] == plan.predicted.step_s
     assert outcome["measured_step_s"] > 0
     assert 0 <= outcome["measured_bubble_ratio"] <= 1
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 97))
     assert all(line["step_s"] > 0 for line in steps)
     epochs = [line for line in lines if "epoch" in line]
     assert [line["step"] for line in epochs] == list(range(12, 97, 12))
-    assert all(line["weight_versions"] == [2, 1] and len(line["peak_memory"]) == 2 for line in epochs)
+    assert all(
+        line["weight_versions"] == [2, 1] and len(line["peak_memory"]) == 2 for line in epochs
+    )
     weights = load_file(tmp_path / "run" / "weights.safetensors")
     task = make_task(load(tmp_path / "run" / "config.yaml", {}))
     model = task.model.to_empty(device="cpu")
     model.load_state_dict(weights, strict=True)
     right = (model(task.data.test_inputs).argmax(1) == task.data.test_targets).double().mean()
-    assert float(right) == pytest.approx(outcome["test_accuracy"]), "what was tested had been drained"
+    assert float(right) == pytest.approx(outcome["test_accuracy"]), (
+        "what was tested had been drained"
+    )
 
 
 def test_an_asynchronous_run_resumes_where_it_stopped(tmp_path, profile):
@@ -174,11 +268,21 @@ def test_an_asynchronous_run_resumes_where_it_stopped(tmp_path, profile):
     subprocess.run([*common, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
     part = str(tmp_path / "part")
     subprocess.run([*common, "--limit-steps", "12", "--out", part], check=True, capture_output=True)
-    subprocess.run([*common, "--limit-steps", "17", "--out", part, "--resume"], check=True, capture_output=True)
-    lines = [json.loads(line) for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()]
-    whole = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    subprocess.run(
+        [*common, "--limit-steps", "17", "--out", part, "--resume"], check=True, capture_output=True
+    )
+    lines = [
+        json.loads(line) for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()
+    ]
+    whole = [
+        json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps, expected = ([line["loss"] for line in each if "loss" in line] for each in (lines, whole))
-    assert steps == expected[:17], "the second epoch starts from the checkpoint that the first one left"
+    assert steps == expected[:17], (
+        "the second epoch starts from the checkpoint that the first one left"
+    )
     subprocess.run([*common, "--out", part, "--resume"], check=True, capture_output=True)
-    lines = [json.loads(line) for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))

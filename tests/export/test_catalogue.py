@@ -15,9 +15,19 @@ PLAYS_BATCHES = ["torchgpipe", "deepspeed", "megatron", "torchtitan", "torch"]
 
 def test_every_library_of_the_issue_is_there():
     """One file each, found by its name."""
-    assert list(EXPORTERS.entries()) == ["csv", "deepspeed", "megatron", "pipedream", "torch", "torchgpipe", "torchtitan"]
+    assert list(EXPORTERS.entries()) == [
+        "csv",
+        "deepspeed",
+        "megatron",
+        "pipedream",
+        "torch",
+        "torchgpipe",
+        "torchtitan",
+    ]
     assert EXPORTERS.find("fairscale").name == "torchgpipe"
-    with pytest.raises(UnknownName, match=r"no library to export to called 'torchpipe'\. Did you mean 'torchgpipe'"):
+    with pytest.raises(
+        UnknownName, match=r"no library to export to called 'torchpipe'\. Did you mean 'torchgpipe'"
+    ):
         export(schedule("1f1b", 2, 2), "torchpipe")
 
 
@@ -46,9 +56,18 @@ def test_pipelines_side_by_side_have_one_csv(plan_of):
     ("made", "message"),
     [
         (schedule("1f1b", 4, 4, replicas=(2, 1, 1, 1)), "its stages have 2, 1, 1, 1 ranks"),
-        (schedule("chimera", 4, 4), "chimera has 2 copies of every stage that are no equal pipelines"),
-        (schedule("pipedream", 4, 1), "pipedream is asynchronous: there are no versions of weights there"),
-        (schedule("1f1b", 4, 5, replicas=2), "1f1b has 2 copies of every stage that are no equal pipelines"),
+        (
+            schedule("chimera", 4, 4),
+            "chimera has 2 copies of every stage that are no equal pipelines",
+        ),
+        (
+            schedule("pipedream", 4, 1),
+            "pipedream is asynchronous: there are no versions of weights there",
+        ),
+        (
+            schedule("1f1b", 4, 5, replicas=2),
+            "1f1b has 2 copies of every stage that are no equal pipelines",
+        ),
     ],
     ids=["copies", "two ways", "asynchronous", "unequal pipelines"],
 )
@@ -62,7 +81,10 @@ def test_what_a_library_cannot_run_is_refused_with_the_reason(plan_of, library, 
 def test_all_reasons_come_in_one_message(plan_of, library):
     """Mended one by one, each would cost a round."""
     made = schedule("pipedream", 4, 3)
-    with pytest.raises(PlanError, match=r"is asynchronous.*\n.*a batch of 10 in 3 micro-batches has some of 3 and some of 4"):
+    with pytest.raises(
+        PlanError,
+        match=r"is asynchronous.*\n.*a batch of 10 in 3 micro-batches has some of 3 and some of 4",
+    ):
         export(plan_of(made, LINEAR, batch=10), library)
 
 
@@ -97,6 +119,10 @@ def test_a_form_of_two_files_is_written_to_a_folder_or_to_one_file(plan_of, tmp_
     assert facts == {**json.loads(text), "schedule": "schedule.csv"}
     export(made, "torch", tmp_path / "plan.json")
     assert (tmp_path / "plan.json").read_text() == text
-    assert export(made, "torchgpipe", tmp_path / "balance.txt") == (tmp_path / "balance.txt").read_text() == "[4, 4, 4, 3]"
+    assert (
+        export(made, "torchgpipe", tmp_path / "balance.txt")
+        == (tmp_path / "balance.txt").read_text()
+        == "[4, 4, 4, 3]"
+    )
     with pytest.raises(RunError, match=r"cannot write .*missing"):
         export(made, "torchgpipe", tmp_path / "missing" / "balance.txt")

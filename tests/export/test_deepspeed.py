@@ -19,7 +19,9 @@ class Planned:
 
     def layers(self, all_layers: tuple[str, ...]) -> tuple[str, ...]:
         """The layers that the rank builds."""
-        return tuple(layer for i, layer in enumerate(all_layers) if self._local_start <= i < self._local_stop)
+        return tuple(
+            layer for i, layer in enumerate(all_layers) if self._local_start <= i < self._local_stop
+        )
 
 
 def test_every_rank_builds_the_plans_layers(plan_of):
@@ -40,8 +42,14 @@ def test_the_configuration_has_micro_batches_of_one_pipeline(plan_of):
 
 def test_a_uniform_cut_is_told_by_its_method(plan_of):
     """Then no subclass is needed."""
-    assert 'partition_method="uniform"' in exported(plan_of(schedule("1f1b", 4, 8), (4, 4, 4, 3)), "deepspeed").use
-    assert 'partition_method="uniform"' not in exported(plan_of(schedule("1f1b", 4, 8), LINEAR), "deepspeed").use
+    assert (
+        'partition_method="uniform"'
+        in exported(plan_of(schedule("1f1b", 4, 8), (4, 4, 4, 3)), "deepspeed").use
+    )
+    assert (
+        'partition_method="uniform"'
+        not in exported(plan_of(schedule("1f1b", 4, 8), LINEAR), "deepspeed").use
+    )
 
 
 def test_several_stages_on_a_rank_are_refused(plan_of):

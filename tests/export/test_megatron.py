@@ -60,7 +60,11 @@ def test_the_parser_reads_the_documented_examples():
 
 
 @settings(max_examples=100, deadline=None)
-@given(inner=st.lists(st.integers(1, 9), min_size=0, max_size=10), first=st.integers(0, 9), last=st.integers(0, 9))
+@given(
+    inner=st.lists(st.integers(1, 9), min_size=0, max_size=10),
+    first=st.integers(0, 9),
+    last=st.integers(0, 9),
+)
 def test_the_layout_says_the_lengths_of_the_plan(plan_of, inner, first, last):
     """Any cut between decoder layers; the outer stages may have none, as where the embedding stands alone."""
     blocks = [first, *inner, last]
@@ -90,15 +94,23 @@ def test_several_stages_on_a_rank_stand_in_a_loop(plan_of):
     made = plan_of(schedule("interleaved", 8, 8), lengths)
     assert exported(made, "megatron").use.startswith("--pipeline-model-parallel-size 4 ")
     check(parsed(export(made, "megatron")), 4, 12)
-    with pytest.raises(PlanError, match=r"zb-v has stages \(0, 7\), .* there stage k is on rank k mod 4"):
+    with pytest.raises(
+        PlanError, match=r"zb-v has stages \(0, 7\), .* there stage k is on rank k mod 4"
+    ):
         export(plan_of(schedule("zb-v", 8, 8), lengths), "megatron")
 
 
 def test_parts_of_blocks_count_as_their_block(plan_of):
     """A chain may have attention and MLP as layers of their own; a cut between them is none of Megatron's."""
-    names = ("embedding", *(f"blocks.{i}.{part}" for i in range(4) for part in ("attention", "mlp")), "head")
+    names = (
+        "embedding",
+        *(f"blocks.{i}.{part}" for i in range(4) for part in ("attention", "mlp")),
+        "head",
+    )
     assert export(plan_of(schedule("1f1b", 2, 4), (5, 5), names), "megatron") == "Ett|ttL"
-    with pytest.raises(PlanError, match=r"stage 0 ends within a decoder layer, after blocks\.1\.attention"):
+    with pytest.raises(
+        PlanError, match=r"stage 0 ends within a decoder layer, after blocks\.1\.attention"
+    ):
         export(plan_of(schedule("1f1b", 2, 4), (4, 6), names), "megatron")
 
 
@@ -106,10 +118,26 @@ def test_parts_of_blocks_count_as_their_block(plan_of):
     ("lengths", "names", "message"),
     [
         ((2, 2), ("a", "b", "c", "d"), "none of its layers is one of a numbered list"),
-        ((2, 2), ("layers.0", "layers.1", "layers.2", "head"), r"no layer stands before layers\.0 to layers\.2"),
-        ((2, 2), ("stem", "layers.0", "layers.1", "layers.2"), r"no layer stands after layers\.0 to layers\.2"),
-        ((1, 4), ("token", "position", "layers.0", "layers.1", "head"), "stage 0 parts the layers before the decoder layers"),
-        ((4, 1), ("token", "layers.0", "layers.1", "norm", "head"), "stage 1 parts the layers after the decoder layers"),
+        (
+            (2, 2),
+            ("layers.0", "layers.1", "layers.2", "head"),
+            r"no layer stands before layers\.0 to layers\.2",
+        ),
+        (
+            (2, 2),
+            ("stem", "layers.0", "layers.1", "layers.2"),
+            r"no layer stands after layers\.0 to layers\.2",
+        ),
+        (
+            (1, 4),
+            ("token", "position", "layers.0", "layers.1", "head"),
+            "stage 0 parts the layers before the decoder layers",
+        ),
+        (
+            (4, 1),
+            ("token", "layers.0", "layers.1", "norm", "head"),
+            "stage 1 parts the layers after the decoder layers",
+        ),
     ],
 )
 def test_layers_that_have_no_letter_are_refused(plan_of, lengths, names, message):
@@ -135,7 +163,9 @@ def test_the_embedding_and_the_head_may_stand_alone(plan_of):
 )
 def test_megatron_itself_builds_the_plans_layers_on_every_rank(plan_of, made, lengths):
     """By its own parser, validator and offsets, where it is installed."""
-    theirs = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout", exc_type=ImportError)
+    theirs = pytest.importorskip(
+        "megatron.core.transformer.pipeline_parallel_layer_layout", exc_type=ImportError
+    )
     planned = plan_of(made, lengths)
     layout = theirs.PipelineParallelLayerLayout(export(planned, "megatron"), made.ranks)
     layout.validate_layer_layout(12, None)

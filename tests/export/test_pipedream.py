@@ -16,26 +16,41 @@ from penstock.schedule.catalogue import schedule
 def test_depths_are_those_that_pipedreams_runtime_would_choose(plan_of, replicas):
     """w = floor((R - 1 - the ranks before) / k): the warm-up of every stage, and of weights one version more."""
     every = {1: 1, 2: 2, 3: 3, 4: 4}[max(replicas)]
-    made = schedule("pipedream", len(replicas), every, **({} if max(replicas) == 1 else {"replicas": replicas}))
-    found = json.loads(export(plan_of(made, [14 - len(replicas) + 2, *[1] * (len(replicas) - 1)]), "pipedream"))
+    made = schedule(
+        "pipedream", len(replicas), every, **({} if max(replicas) == 1 else {"replicas": replicas})
+    )
+    found = json.loads(
+        export(plan_of(made, [14 - len(replicas) + 2, *[1] * (len(replicas) - 1)]), "pipedream")
+    )
     ranks = sum(replicas)
-    expected = {str(stage): (ranks - 1 - sum(replicas[:stage])) // copies for stage, copies in enumerate(replicas)}
+    expected = {
+        str(stage): (ranks - 1 - sum(replicas[:stage])) // copies
+        for stage, copies in enumerate(replicas)
+    }
     assert found["stage_to_depth_map"] == expected
-    assert [len(found["stage_to_rank_map"][str(stage)]) for stage in range(len(replicas))] == list(replicas)
-    assert sorted(rank for own in found["stage_to_rank_map"].values() for rank in own) == list(range(ranks))
+    assert [len(found["stage_to_rank_map"][str(stage)]) for stage in range(len(replicas))] == list(
+        replicas
+    )
+    assert sorted(rank for own in found["stage_to_rank_map"].values() for rank in own) == list(
+        range(ranks)
+    )
     assert found["module_to_stage_map"] == [*range(len(replicas)), len(replicas) - 1]
 
 
 def test_how_updates_differ_is_told_where_they_do(plan_of):
     """A stage of its own updates after every minibatch there; here all update together."""
     assert exported(plan_of(schedule("pipedream", 2, 1), (8, 7)), "pipedream").left_out == ()
-    (note,) = exported(plan_of(schedule("pipedream", 2, 3, replicas=(3, 1)), (8, 7)), "pipedream").left_out
+    (note,) = exported(
+        plan_of(schedule("pipedream", 2, 3, replicas=(3, 1)), (8, 7)), "pipedream"
+    ).left_out
     assert "there a stage on k ranks is after every k minibatches (copies [3, 1])" in note
 
 
 def test_synchronous_plans_and_other_weights_are_refused(plan_of):
     """It has no flush, and one way to keep weights."""
-    with pytest.raises(PlanError, match=r"zb-v flushes after every batch.*\n.*zb-v has several stages on a rank"):
+    with pytest.raises(
+        PlanError, match=r"zb-v flushes after every batch.*\n.*zb-v has several stages on a rank"
+    ):
         export(plan_of(schedule("zb-v", 8, 8), [8, *[1] * 7]), "pipedream")
     with pytest.raises(PlanError, match="weights 'vertical-sync'"):
         export(plan_of(schedule("pipedream", 2, 1), (8, 7), weights="vertical-sync"), "pipedream")

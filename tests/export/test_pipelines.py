@@ -19,19 +19,38 @@ def even(made: Schedule) -> list[int]:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "autopipe", "seq1f1b", "dualpipe-v"]),
+    name=st.sampled_from(
+        [
+            "gpipe",
+            "1f1b",
+            "interleaved",
+            "zb-h1",
+            "zb-v",
+            "v-half",
+            "autopipe",
+            "seq1f1b",
+            "dualpipe-v",
+        ]
+    ),
     count=st.integers(1, 4),
     each=st.sampled_from([8, 12]),
 )
 def test_one_of_several_pipelines_is_the_schedule_that_was_copied(plan_of, name, count, each):
     """What is exported must be what one process group plays, with its own numbers."""
-    made = schedule(name, 8 if name in ("interleaved", "zb-v", "v-half", "dualpipe-v") else 4, each * count, replicas=count)
+    made = schedule(
+        name,
+        8 if name in ("interleaved", "zb-v", "v-half", "dualpipe-v") else 4,
+        each * count,
+        replicas=count,
+    )
     alone = schedule(name, made.stages, each)
     found = pipelines_of(plan_of(made, even(made), LAYERS))
     assert found.count == count
     assert found.schedule.programs == alone.programs
     assert (found.schedule.slicing, found.schedule.pairs) == (alone.slicing, alone.pairs)
-    assert found.ranks == tuple(tuple(range(j * alone.ranks, (j + 1) * alone.ranks)) for j in range(count))
+    assert found.ranks == tuple(
+        tuple(range(j * alone.ranks, (j + 1) * alone.ranks)) for j in range(count)
+    )
     assert found.placement == alone.stages_of_rank
 
 
@@ -47,9 +66,15 @@ def test_placements_are_told_apart(plan_of):
     """Megatron has loops, torchtitan Vs too, DeepSpeed neither."""
     kinds = {}
     for name, stages in (("1f1b", 4), ("interleaved", 8), ("zb-v", 8)):
-        found = pipelines_of(plan_of(schedule(name, stages, 8), even(schedule(name, stages, 8)), LAYERS))
+        found = pipelines_of(
+            plan_of(schedule(name, stages, 8), even(schedule(name, stages, 8)), LAYERS)
+        )
         kinds[name] = (found.linear, found.loop, found.vee)
-    assert kinds == {"1f1b": (True, True, False), "interleaved": (False, True, False), "zb-v": (False, False, True)}
+    assert kinds == {
+        "1f1b": (True, True, False),
+        "interleaved": (False, True, False),
+        "zb-v": (False, False, True),
+    }
 
 
 @pytest.mark.parametrize(

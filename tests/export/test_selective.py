@@ -14,7 +14,13 @@ LENGTHS = (4, 4, 7)
 
 def selective(plan_of, recomputed, starts=()):
     """A plan of three stages that runs these layers again."""
-    return plan_of(schedule("1f1b", 3, 6), LENGTHS, recompute="selective", recomputed=recomputed, segment_starts=starts)
+    return plan_of(
+        schedule("1f1b", 3, 6),
+        LENGTHS,
+        recompute="selective",
+        recomputed=recomputed,
+        segment_starts=starts,
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,16 +32,23 @@ def selective(plan_of, recomputed, starts=()):
         ((1, 4, 8), (), "--recompute-method block --recompute-num-layers 1"),
     ],
 )
-def test_megatron_takes_all_in_equal_groups_or_the_first_of_every_stage(plan_of, recomputed, starts, flags):
+def test_megatron_takes_all_in_equal_groups_or_the_first_of_every_stage(
+    plan_of, recomputed, starts, flags
+):
     """Its two methods, per stage."""
     found = exported(selective(plan_of, tuple(recomputed), starts), "megatron")
     assert f"recomputation (selective): --recompute-granularity full {flags}" in found.left_out
 
 
-@pytest.mark.parametrize(("recomputed", "starts"), [((0, 1), ()), ((2,), ()), ((1, 2, 4, 8), ()), ((1, 2, 4, 5, 8, 9), ())])
+@pytest.mark.parametrize(
+    ("recomputed", "starts"),
+    [((0, 1), ()), ((2,), ()), ((1, 2, 4, 8), ()), ((1, 2, 4, 5, 8, 9), ())],
+)
 def test_megatron_refuses_all_others(plan_of, recomputed, starts):
     """The embedding, a block in the middle, more in one stage, two together of several."""
-    with pytest.raises(PlanError, match=r"layers [\d -]+ run again: there it is all decoder layers in groups"):
+    with pytest.raises(
+        PlanError, match=r"layers [\d -]+ run again: there it is all decoder layers in groups"
+    ):
         exported(selective(plan_of, recomputed, starts), "megatron")
 
 
@@ -43,7 +56,9 @@ def test_deepspeed_takes_all_layers_every_n_of_a_stage(plan_of):
     """Its interval counts from each stage's first layer, and the last group may be smaller."""
     found = exported(selective(plan_of, tuple(range(15)), (3, 7, 11, 14)), "deepspeed")
     assert "recomputation (selective): activation_checkpoint_interval=3" in found.left_out
-    with pytest.raises(PlanError, match="layers 0-2 4-7 8-14 run again: activation_checkpoint_interval=n runs all"):
+    with pytest.raises(
+        PlanError, match="layers 0-2 4-7 8-14 run again: activation_checkpoint_interval=n runs all"
+    ):
         exported(selective(plan_of, (*range(3), *range(4, 15)), (8,)), "deepspeed")
 
 
@@ -57,7 +72,11 @@ def test_who_cannot_choose_layers_refuses(plan_of, library):
 def test_torch_is_told_the_modules_of_every_segment(plan_of):
     """Its users wrap modules by hand."""
     found = exported(selective(plan_of, (1, 2, 5, 6), (6,)), "torch")
-    assert json.loads(found.text)["recomputed"] == [[["blocks.0", "blocks.1"]], [["blocks.4"], ["blocks.5"]], []]
+    assert json.loads(found.text)["recomputed"] == [
+        [["blocks.0", "blocks.1"]],
+        [["blocks.4"], ["blocks.5"]],
+        [],
+    ]
     assert any("wrap each list of modules" in note for note in found.left_out)
 
 

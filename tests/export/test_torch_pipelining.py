@@ -25,7 +25,9 @@ def test_torchs_splitter_makes_the_plans_stages(plan_of):
     assert facts["split_spec"] == {"2": "BEGINNING", "6": "BEGINNING"}
     model, (x, _) = small_model(), batch(8)
     pipe = pipeline(
-        model, mb_args=(x[:2],), split_spec={name: SplitPoint[point] for name, point in facts["split_spec"].items()}
+        model,
+        mb_args=(x[:2],),
+        split_spec={name: SplitPoint[point] for name, point in facts["split_spec"].items()},
     )
     assert pipe.num_stages == 3
     value = x
@@ -33,7 +35,13 @@ def test_torchs_splitter_makes_the_plans_stages(plan_of):
         traced = pipe.get_stage_module(stage)
         found = {key.split(".")[0] for key, _ in traced.named_parameters()}
         assert found == {name for name in names if list(model.get_submodule(name).parameters())}
-        value = traced(value) if stage == 0 else traced(*value) if isinstance(value, tuple) else traced(value)
+        value = (
+            traced(value)
+            if stage == 0
+            else traced(*value)
+            if isinstance(value, tuple)
+            else traced(value)
+        )
     torch.testing.assert_close(value, model(x))
 
 
@@ -46,7 +54,9 @@ def test_torchs_splitter_makes_the_plans_stages(plan_of):
     ],
     ids=["uneven cut", "stages in a v", "two pipelines"],
 )
-def test_torch_trains_from_the_folder_alone_and_finds_our_gradients(plan_of, tmp_path, made, lengths):
+def test_torch_trains_from_the_folder_alone_and_finds_our_gradients(
+    plan_of, tmp_path, made, lengths
+):
     """Two real ranks build their stages by the names, load the schedule, and take a step: that is all that a user has."""
     export(plan_of(made, lengths, NAMES), "torch", tmp_path / "plan")
     found: dict = {}
@@ -62,11 +72,22 @@ def test_torch_trains_from_the_folder_alone_and_finds_our_gradients(plan_of, tmp
 
 def test_the_file_says_what_the_plan_says(plan_of):
     """Stages of ranks, micro-batches, pipelines: all that the runtime is made with."""
-    made = plan_of(schedule("zb-v", 4, 8, replicas=2), (1, 3, 1, 2), NAMES, recompute="always", devices=(4, 5, 6, 7))
+    made = plan_of(
+        schedule("zb-v", 4, 8, replicas=2),
+        (1, 3, 1, 2),
+        NAMES,
+        recompute="always",
+        devices=(4, 5, 6, 7),
+    )
     facts = json.loads(export(made, "torch"))
     assert facts["stages_of_rank"] == [[0, 3], [1, 2]]
     assert facts["pipelines"] == [[0, 1], [2, 3]]
-    assert (facts["micro_batches"], facts["batch"], facts["recompute"], facts["devices"]) == (4, 16, "always", [4, 5, 6, 7])
+    assert (facts["micro_batches"], facts["batch"], facts["recompute"], facts["devices"]) == (
+        4,
+        16,
+        "always",
+        [4, 5, 6, 7],
+    )
     assert from_csv(facts["schedule"]).programs == schedule("zb-v", 4, 4).programs
     assert facts["modules_of_stage"] == [["0"], ["1", "2", "3"], ["4"], ["5", "6"]]
 
@@ -80,5 +101,7 @@ def test_the_file_says_what_the_plan_says(plan_of):
 )
 def test_what_the_csv_cannot_say_is_refused_with_its_reason(plan_of, made, message):
     """A plan without its schedule would be half of it."""
-    with pytest.raises(PlanError, match=f"torch.distributed.pipelining cannot run this plan\n.*{message}"):
+    with pytest.raises(
+        PlanError, match=f"torch.distributed.pipelining cannot run this plan\n.*{message}"
+    ):
         export(plan_of(made, (2, 2, 2, 1), NAMES), "torch")

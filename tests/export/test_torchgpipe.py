@@ -16,12 +16,20 @@ LINEAR = (4, 4, 4, 3)
 @pytest.mark.parametrize("library", ["torchgpipe", "fairscale"])
 def test_the_balance_is_a_python_list_of_the_lengths(plan_of, library):
     """fairseq, too, reads it by literal_eval."""
-    assert ast.literal_eval(export(plan_of(schedule("gpipe", 4, 8), LINEAR), library)) == [4, 4, 4, 3]
+    assert ast.literal_eval(export(plan_of(schedule("gpipe", 4, 8), LINEAR), library)) == [
+        4,
+        4,
+        4,
+        3,
+    ]
 
 
 def test_stages_that_share_a_device_are_told_by_devices(plan_of):
     """Repeated devices are allowed there: the V of a zero-bubble plan is a list of devices."""
-    found = exported(plan_of(schedule("zb-v", 8, 8), (2, 2, 2, 2, 2, 2, 2, 1), recompute="except_last"), "torchgpipe")
+    found = exported(
+        plan_of(schedule("zb-v", 8, 8), (2, 2, 2, 2, 2, 2, 2, 1), recompute="except_last"),
+        "torchgpipe",
+    )
     assert "devices=[0, 1, 2, 3, 3, 2, 1, 0], chunks=8, checkpoint='except_last'" in found.use
 
 
@@ -33,9 +41,12 @@ def test_pipelines_side_by_side_are_a_process_each(plan_of):
 
 
 @pytest.mark.parametrize(
-    ("library", "front_door"), [("torchgpipe", ("torchgpipe", "GPipe")), ("fairscale", ("fairscale.nn", "Pipe"))]
+    ("library", "front_door"),
+    [("torchgpipe", ("torchgpipe", "GPipe")), ("fairscale", ("fairscale.nn", "Pipe"))],
 )
-def test_the_library_takes_the_balance_and_finds_the_models_output_and_gradients(plan_of, library, front_door):
+def test_the_library_takes_the_balance_and_finds_the_models_output_and_gradients(
+    plan_of, library, front_door
+):
     """Loaded by the peer itself, where it is installed: all on one CPU, which is what `devices` repeats."""
     module, name = front_door
     pytest.importorskip(module)
@@ -43,7 +54,9 @@ def test_the_library_takes_the_balance_and_finds_the_models_output_and_gradients
     made = plan_of(schedule("gpipe", 3, 4, backward_order="reverse"), (2, 1, 2), names)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+        model = nn.Sequential(
+            nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+        )
         x = torch.randn(8, 6)
     expected = model(x)
     expected.square().sum().backward()
@@ -51,7 +64,11 @@ def test_the_library_takes_the_balance_and_finds_the_models_output_and_gradients
     model.zero_grad()
     balance = ast.literal_eval(export(made, library))
     pipe = getattr(importlib.import_module(module), name)(
-        model, balance=balance, devices=["cpu"] * 3, chunks=made.micro_batches, checkpoint=made.recompute
+        model,
+        balance=balance,
+        devices=["cpu"] * 3,
+        chunks=made.micro_batches,
+        checkpoint=made.recompute,
     )
     out = pipe(x)
     out.square().sum().backward()

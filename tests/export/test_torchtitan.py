@@ -36,7 +36,12 @@ def test_the_list_is_toml_too(plan_of):
 
 @pytest.mark.parametrize(
     ("name", "stages", "theirs"),
-    [("1f1b", 4, "1F1B"), ("gpipe", 4, "GPipe"), ("interleaved", 8, "Interleaved1F1B"), ("zb-v", 8, "ZBVZeroBubble")],
+    [
+        ("1f1b", 4, "1F1B"),
+        ("gpipe", 4, "GPipe"),
+        ("interleaved", 8, "Interleaved1F1B"),
+        ("zb-v", 8, "ZBVZeroBubble"),
+    ],
 )
 def test_schedules_that_torch_has_go_by_its_names(plan_of, name, stages, theirs):
     """For the others there is the CSV."""
@@ -56,7 +61,10 @@ def test_torch_has_every_schedule_by_the_name_that_is_given():
 
 def test_a_schedule_of_ours_goes_with_a_csv_unless_its_stages_stand_elsewhere(plan_of):
     """The modules are placed by the schedule's name, in a loop unless it is one of two."""
-    assert "pipeline_parallel_schedule_csv" in exported(plan_of(schedule("zb-h1", 4, 8), LINEAR), "torchtitan").use
+    assert (
+        "pipeline_parallel_schedule_csv"
+        in exported(plan_of(schedule("zb-h1", 4, 8), LINEAR), "torchtitan").use
+    )
     with pytest.raises(PlanError, match=r"v-half has stages \(0, 7\)"):
         export(plan_of(schedule("v-half", 8, 8), [8, *[1] * 7]), "torchtitan")
 
@@ -73,7 +81,9 @@ class Tolerant(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Linear(3, 4)
-        self.blocks = nn.ModuleDict({str(i): nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for i in range(5)})
+        self.blocks = nn.ModuleDict(
+            {str(i): nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for i in range(5)}
+        )
         self.norm = nn.LayerNorm(4)
         self.head = nn.Linear(4, 2)
 
@@ -101,13 +111,16 @@ def test_torchtitan_itself_makes_the_plans_stages(plan_of):
     torch.testing.assert_close(value, model(x))
 
 
-@pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), ("interleaved", 8), ("zb-v", 8), ("dualpipe-v", 8)])
+@pytest.mark.parametrize(
+    ("name", "stages"), [("1f1b", 4), ("interleaved", 8), ("zb-v", 8), ("dualpipe-v", 8)]
+)
 def test_torchtitan_itself_places_stages_where_the_plan_has_them(plan_of, name, stages):
     """It knows two placements, and chooses by the schedule's name."""
     theirs = pytest.importorskip("torchtitan.distributed.pipeline_parallel", exc_type=ImportError)
     made = plan_of(schedule(name, stages, 8), [15 - stages + 1, *[1] * (stages - 1)])
     parts = json.loads(export(made, "torchtitan"))
     placed = [
-        theirs._get_pp_rank_to_stage_indices_mapping(rank, made.ranks, ITS_OWN[name], len(parts)) for rank in range(made.ranks)
+        theirs._get_pp_rank_to_stage_indices_mapping(rank, made.ranks, ITS_OWN[name], len(parts))
+        for rank in range(made.ranks)
     ]
     assert tuple(placed) == made.schedule.stages_of_rank

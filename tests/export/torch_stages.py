@@ -18,7 +18,14 @@ def small_model() -> nn.Sequential:
     """Seven layers, always with the same weights, in double precision: the order of additions hardly shows."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        parts = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+        parts = [
+            nn.Linear(WIDTH, WIDTH),
+            nn.Tanh(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Tanh(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Tanh(),
+        ]
         return nn.Sequential(*parts, nn.Linear(WIDTH, CLASSES)).double()
 
 
@@ -43,12 +50,20 @@ def play(folder: Path) -> dict[str, Tensor]:
         own = facts["stages_of_rank"][dist.get_rank(group)]
         model, (x, y) = small_model(), batch(facts["batch"])
         x, y = x[mine::count], y[mine::count]
-        modules = {stage: [model.get_submodule(name) for name in facts["modules_of_stage"][stage]] for stage in own}
+        modules = {
+            stage: [model.get_submodule(name) for name in facts["modules_of_stage"][stage]]
+            for stage in own
+        }
         names = {stage: facts["modules_of_stage"][stage] for stage in own}
         parts = {stage: nn.Sequential(*modules[stage]) for stage in own}
         total = len(facts["modules_of_stage"])
-        stages = [PipelineStage(parts[stage], stage, total, torch.device("cpu"), group=group) for stage in own]
-        runtime = _PipelineScheduleRuntime(stages, facts["micro_batches"], loss_fn=functional.cross_entropy)
+        stages = [
+            PipelineStage(parts[stage], stage, total, torch.device("cpu"), group=group)
+            for stage in own
+        ]
+        runtime = _PipelineScheduleRuntime(
+            stages, facts["micro_batches"], loss_fn=functional.cross_entropy
+        )
         runtime._load_csv(str(folder / facts["schedule"]))
         runtime.step(*((x,) if 0 in own else ()), **({"target": y} if total - 1 in own else {}))
         return {f"{name}.{key}": parameter.grad / count for stage in own

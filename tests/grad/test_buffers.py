@@ -80,4 +80,10 @@ def test_large_buffers_are_copied_only_while_they_change(monkeypatch):
     named.append(sorted(key for _, key in held.contents()))
     module.mask = torch.ones(100)
     named.append(sorted(key for _, key in held.contents()))
-    assert named == [["mask", "queue", "small"], ["queue", "small"], ["queue", "small"], ["small"], ["mask", "small"]]
+    assert named == [
+        ["mask", "queue", "small"],
+        ["queue", "small"],
+        ["queue", "small"],
+        ["small"],
+        ["mask", "small"],
+    ]

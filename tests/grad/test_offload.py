@@ -14,7 +14,14 @@ from penstock.grad.offload import offloading
 def model():
     """Layers that save much."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.Tanh(), nn.LayerNorm(512), nn.Linear(512, 8))
+    return nn.Sequential(
+        nn.Linear(64, 512),
+        nn.GELU(),
+        nn.Linear(512, 512),
+        nn.Tanh(),
+        nn.LayerNorm(512),
+        nn.Linear(512, 8),
+    )
 
 
 def weights_of(net):
@@ -47,7 +54,9 @@ def test_what_layers_made_is_let_go_and_weights_are_not_copied():
     for layer in net:
         layer.register_forward_hook(lambda _m, _i, out: made.append(weakref.ref(out)))
     copied = []
-    with offloading(weights_of(net), lambda tensor: copied.append(tensor.untyped_storage().data_ptr()) or True):
+    with offloading(
+        weights_of(net), lambda tensor: copied.append(tensor.untyped_storage().data_ptr()) or True
+    ):
         out = net(x)
     assert [ref() is None for ref in made] == [True] * 5 + [False]
     assert weights_of(net) & set(copied), "they were asked for"

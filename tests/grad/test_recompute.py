@@ -159,11 +159,15 @@ class Result:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
-def step(layers: list[Layer], forward: Callable[[Tensor], Tensor], split: bool, wants_grad: bool = True) -> Result:
+def step(
+    layers: list[Layer], forward: Callable[[Tensor], Tensor], split: bool, wants_grad: bool = True
+) -> Result:
     """Three forwards, and then their backwards, in the order of GPipe."""
     found, under_way = Result(), []
     for number in range(3):
-        x = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(number)).requires_grad_(wants_grad)
+        x = torch.randn(
+            SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(number)
+        ).requires_grad_(wants_grad)
         out = forward(x * 1.0 if wants_grad else x.clone())  # a leaf must not be changed in place
         found.outputs.append(out.detach().clone())
         under_way.append((x, out))
@@ -180,8 +184,14 @@ def step(layers: list[Layer], forward: Callable[[Tensor], Tensor], split: bool, 
             torch.autograd.backward([out], [grad])
             found.inputs += [leaf.grad for leaf in leaves]
     for layer in layers:
-        found.grads |= {f"{layer.index}.{name}": p.grad for name, p in layer.module.named_parameters() if p.grad is not None}
-        found.buffers |= {f"{layer.index}.{name}": b.clone() for name, b in layer.module.named_buffers()}
+        found.grads |= {
+            f"{layer.index}.{name}": p.grad
+            for name, p in layer.module.named_parameters()
+            if p.grad is not None
+        }
+        found.buffers |= {
+            f"{layer.index}.{name}": b.clone() for name, b in layer.module.named_buffers()
+        }
     return found
 
 
@@ -189,14 +199,21 @@ def same(a: Result, b: Result) -> None:
     """To the bit."""
     assert a.grads.keys() == b.grads.keys()
     pairs = [*zip(a.outputs, b.outputs, strict=True), *zip(a.inputs, b.inputs, strict=True)]
-    pairs += [(a.grads[name], b.grads[name]) for name in a.grads] + [(a.buffers[name], b.buffers[name]) for name in a.buffers]
+    pairs += [(a.grads[name], b.grads[name]) for name in a.grads] + [
+        (a.buffers[name], b.buffers[name]) for name in a.buffers
+    ]
     for one, other in pairs:
         assert (one is None) is (other is None)
         assert one is None or torch.equal(one, other)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=6), st.booleans(), st.booleans())
+@given(
+    st.data(),
+    st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=6),
+    st.booleans(),
+    st.booleans(),
+)
 def test_a_step_leaves_what_it_leaves_when_nothing_runs_again(data, kinds, split, wants_grad):
     """Outputs, gradients of inputs and weights, and buffers: for all layers, any of them, whole backwards and those in two parts."""
     plain = layers_of(kinds)
@@ -213,7 +230,9 @@ def test_a_step_leaves_what_it_leaves_when_nothing_runs_again(data, kinds, split
 
     try:
         expected = step(plain, straight, split, wants_grad)
-    except RuntimeError as error:  # a layer changes in place what the one before has saved: no model of anybody's
+    except (
+        RuntimeError
+    ) as error:  # a layer changes in place what the one before has saved: no model of anybody's
         assume("modified by an inplace operation" not in str(error))
         raise
     same(expected, step(again, lambda value: made.run(value, seeded), split, wants_grad))
@@ -243,7 +262,11 @@ def test_a_segment_runs_again_once_whatever_the_backward(split):
 def kept_bytes(layers: list[Layer], recomputed: set[int], starts: set[int] = frozenset()) -> int:
     """What stays in memory between a forward and its backward, besides weights."""
     seen: dict[int, int] = {}
-    own = {tensor.untyped_storage().data_ptr() for layer in layers for tensor in layer.module.parameters()}
+    own = {
+        tensor.untyped_storage().data_ptr()
+        for layer in layers
+        for tensor in layer.module.parameters()
+    }
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage().data_ptr() not in own:
@@ -266,7 +289,9 @@ def test_a_segment_keeps_its_input_and_no_more():
     assert kept_bytes(layers, set()) == 4 * size
     assert kept_bytes(layers, {10, 11, 12, 13}) == size
     assert kept_bytes(layers, {10, 11, 12, 13}, {12}) == 2 * size
-    assert kept_bytes(layers, {11, 12}) == 2 * size, "the first's output is the segment's input, and the last keeps its own"
+    assert kept_bytes(layers, {11, 12}) == 2 * size, (
+        "the first's output is the segment's input, and the last keeps its own"
+    )
 
 
 class Watched(torch.autograd.Function):
@@ -375,7 +400,10 @@ def test_a_forward_that_is_not_the_same_twice_is_refused():
                 return x.tanh() if self.runs > 1 else x.tanh().sin()
             return x[: -self.runs].tanh().sin()
 
-    for how, message in (("fewer", "it made 1 of 2"), ("shape", "it made one of shape .* for one of")):
+    for how, message in (
+        ("fewer", "it made 1 of 2"),
+        ("shape", "it made one of shape .* for one of"),
+    ):
         layers = [Layer(3, Growing(how)), Layer(4, nn.Identity())]
         out = run(layers, torch.randn(9, requires_grad=True), {3, 4}, unseeded)
         with pytest.raises(RunError, match=f"layers 3 to 4: run again .*{message}"):

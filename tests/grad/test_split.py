@@ -65,7 +65,11 @@ class Run:
 
     def whole(self):
         """The backward of autograd."""
-        live = [(root, grad) for root, grad in zip(self.roots, self.grads, strict=True) if grad is not None]
+        live = [
+            (root, grad)
+            for root, grad in zip(self.roots, self.grads, strict=True)
+            if grad is not None
+        ]
         if live:
             torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
         return [leaf.grad for leaf in self.inputs]
@@ -86,7 +90,11 @@ def same(first, second):
     """Whether two gradients are the same to the bit, or both missing."""
     if first is None or second is None:
         return first is second
-    return torch.equal(first, second) if not first.is_sparse else torch.equal(first.to_dense(), second.to_dense())
+    return (
+        torch.equal(first, second)
+        if not first.is_sparse
+        else torch.equal(first.to_dense(), second.to_dense())
+    )
 
 
 def assert_split_equals_whole(module, forward, inputs, keep=None):
@@ -106,7 +114,10 @@ def call(module, *inputs):
 
 # -- layers ---------------------------------------------------------------------------------------------------------------
 
-SMALL = {"gpt": {"layers": 2, "width": 16, "heads": 2, "tokens": 6, "vocabulary": 11, "dropout": 0.1}, "mlp": {"layers": 3}}
+SMALL = {
+    "gpt": {"layers": 2, "width": 16, "heads": 2, "tokens": 6, "vocabulary": 11, "dropout": 0.1},
+    "mlp": {"layers": 3},
+}
 #: Whose layers pass on several values each; tests/conformance/models.py has them.
 OTHERS = {"gnmt", "gnmt16", "unet"}
 
@@ -118,11 +129,16 @@ def layers_of_the_zoo():
     for name in sorted(models().keys() - OTHERS):
         traced = chain(model(name, device="meta", **SMALL.get(name, {"classes": 3, "image": 32})))
         shape = {"gpt": (2, 6), "mlp": (2, 64)}.get(name, (2, 3, 32, 32))
-        value = torch.empty(shape, dtype=torch.int64 if name == "gpt" else torch.float32, device="meta")
+        value = torch.empty(
+            shape, dtype=torch.int64 if name == "gpt" else torch.float32, device="meta"
+        )
         for index, (layer, module) in enumerate(zip(traced, traced.modules, strict=True)):
             # The largest linear maps only differ by their sizes, and cost most of the time.
             if not (isinstance(module, nn.Linear) and module.weight.numel() > 10**7):
-                found.setdefault(f"{module!r} of {tuple(value.shape)}", (f"{name}:{layer.name}", traced, index, value))
+                found.setdefault(
+                    f"{module!r} of {tuple(value.shape)}",
+                    (f"{name}:{layer.name}", traced, index, value),
+                )
             value = module(value)
     return {name: (traced, index, value) for name, traced, index, value in found.values()}
 
@@ -132,7 +148,11 @@ def test_split_equals_whole_on_every_layer_of_the_zoo(name):
     """Schedules that split the backward must train as those that do not."""
     traced, index, value = layers_of_the_zoo()[name]
     (module,) = materialise(traced, [index], torch.device("cpu"), 0)
-    given = random(*value.shape) if value.is_floating_point() else torch.arange(value.numel()).reshape(value.shape) % 11
+    given = (
+        random(*value.shape)
+        if value.is_floating_point()
+        else torch.arange(value.numel()).reshape(value.shape) % 11
+    )
     assert_split_equals_whole(module, call, [given])
 
 
@@ -245,7 +265,9 @@ GRAPHS: dict[str, Callable[..., Any]] = {
     "an output that no input reaches": lambda m, x: (m.a(x), m.b(torch.ones(2, 4))),
     "no output that an input reaches": lambda m, x: m.b(torch.ones(2, 4)),
     "a sum with a weight of its own shape": lambda m, x: x[:4] + m.a.weight + m.b.weight,
-    "a weight made of weights": lambda m, x: functional.linear(x, m.a.weight @ m.b.weight, m.a.bias),
+    "a weight made of weights": lambda m, x: functional.linear(
+        x, m.a.weight @ m.b.weight, m.a.bias
+    ),
     "works in place": in_place,
     "hooks on activations": doubled,
     "a function of the user's": lambda m, x: Scaled.apply(m.a(x), m.b.bias).exp(),
@@ -299,13 +321,18 @@ def test_a_single_scalar_without_a_gradient_is_a_loss():
     found, pending = input_grad([twin.b(twin.a(y)).pow(2).mean()], [None], [y])
     weight_grad(pending)
     assert torch.equal(found[0], x.grad)
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.equal(p.grad, q.grad)
+        for p, q in zip(module.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def test_inputs_that_reach_no_output_have_no_gradient():
     """A mask or an encoder's state may pass a stage by; None goes back for it, not zeros."""
     run = assert_split_equals_whole(
-        Pair(), lambda m, x, y, z: m.a(x) * z, [random(3, 4), random(3, 4, seed=1), random(3, 4, seed=2)]
+        Pair(),
+        lambda m, x, y, z: m.a(x) * z,
+        [random(3, 4), random(3, 4, seed=1), random(3, 4, seed=2)],
     )
     found, _ = input_grad([run.module.a(run.inputs[0])], [torch.ones(3, 4)], run.inputs)
     assert [grad is None for grad in found] == [False, True, True]
@@ -451,7 +478,9 @@ def test_the_input_part_leaves_the_weight_gradients_of_a_layer_undone():
     def products(job):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             result = job()
-        return sum(event.count for event in profiler.key_averages() if event.key == "aten::mm"), result
+        return sum(
+            event.count for event in profiler.key_averages() if event.key == "aten::mm"
+        ), result
 
     run = Run.of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), call, [random(3, 4)])
     inputs, (_, pending) = products(lambda: input_grad(run.roots, run.grads, run.inputs))
@@ -528,6 +557,10 @@ def test_an_error_in_the_backward_leaves_no_hook_behind():
 
 def test_reentrant_checkpoints_are_refused_by_torch_with_the_way_out():
     """They cannot run a part of a backward; torch says so, and names the other kind, which can."""
-    run = Run.of(Pair(), lambda m, x: checkpoint(lambda h: m.b(m.a(h)), x, use_reentrant=True), [random(3, 4)])
+    run = Run.of(
+        Pair(),
+        lambda m, x: checkpoint(lambda h: m.b(m.a(h)), x, use_reentrant=True),
+        [random(3, 4)],
+    )
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         run.split()

@@ -57,7 +57,10 @@ def test_vgg19_on_a_v100_takes_about_what_dapple_measured():
 def test_recurrent_layers_on_a_v100_take_about_what_pipedream_and_dapple_measured(batch, steps):
     """Stated: within 35 %; they scatter as much among themselves."""
     made = ps.analytic(
-        model("gnmt", device="meta"), torch.empty(1, 2, steps, dtype=torch.int64, device="meta"), "V100", batch=batch
+        model("gnmt", device="meta"),
+        torch.empty(1, 2, steps, dtype=torch.int64, device="meta"),
+        "V100",
+        batch=batch,
     )
     (layer,) = [layer for layer in made if layer.name == "encoder.lstm3"]
     forward_ms, backward_ms = LSTM_MS[batch, steps]
@@ -68,7 +71,10 @@ def test_recurrent_layers_on_a_v100_take_about_what_pipedream_and_dapple_measure
 def test_the_device_is_a_preset_or_ones_own():
     """The profile's device is its name, by which clusters find it."""
     own = Device("mine", 10**10, flops=(("float32", 1e12),), memory_bytes_per_s=1e11)
-    made = [ps.analytic(model("mlp", device="meta"), torch.empty(4, 64), device) for device in ("v100", own)]
+    made = [
+        ps.analytic(model("mlp", device="meta"), torch.empty(4, 64), device)
+        for device in ("v100", own)
+    ]
     assert [profile.device for profile in made] == ["V100", "mine"]
     assert [profile.batch for profile in made] == [4, 4]
     assert made[0].sizes == (1, 2, 4)
@@ -77,7 +83,10 @@ def test_the_device_is_a_preset_or_ones_own():
 def test_narrower_numbers_are_faster_and_smaller():
     """Tensor cores, and half the bytes."""
     vgg = model("vgg16", device="meta")
-    wide, narrow = (ps.analytic(vgg, images(), "A100", batch=64, sizes=(64,), dtype=dtype) for dtype in ("float32", "bfloat16"))
+    wide, narrow = (
+        ps.analytic(vgg, images(), "A100", batch=64, sizes=(64,), dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    )
     assert sum(narrow.step_seconds(64)) < sum(wide.step_seconds(64)) / 2
     assert narrow.layers[0].output_bytes_per_sample == wide.layers[0].output_bytes_per_sample / 2
     assert narrow.layers[0].parameter_bytes == wide.layers[0].parameter_bytes
@@ -100,7 +109,14 @@ def test_a_profile_that_was_measured_there_sets_the_efficiencies(tmp_path):
 
 def test_an_fpga_is_reckoned_by_its_own_formulas():
     """No launches and no cuDNN there."""
-    board = Device("board", 4 * 10**9, "fpga", flops=(("float32", 5e11),), memory_bytes_per_s=38.4e9, on_chip_bytes=45_000_000)
+    board = Device(
+        "board",
+        4 * 10**9,
+        "fpga",
+        flops=(("float32", 5e11),),
+        memory_bytes_per_s=38.4e9,
+        on_chip_bytes=45_000_000,
+    )
     made = ps.analytic(model("resnet18", device="meta"), images(), board, batch=8)
     assert made.machine["weights"] == "in the DDR"
     assert sum(made.step_seconds(8)) > 8 * 3 * 3.6e9 / 5e11
@@ -123,7 +139,10 @@ def test_what_cannot_be_had_is_refused_by_name(tmp_path):
 def test_a_plan_is_made_from_an_analytic_profile_as_from_a_measured_one():
     """The end of it all: four V100 that nobody has."""
     made = ps.analytic(
-        model("gnmt16", device="meta"), torch.empty(1, 2, 25, dtype=torch.int64, device="meta"), "V100", batch=256
+        model("gnmt16", device="meta"),
+        torch.empty(1, 2, 25, dtype=torch.int64, device="meta"),
+        "V100",
+        batch=256,
     )
     plan = ps.plan(made, ps.cluster("4xV100-NVLink"), batch=256, schedules=["1f1b"], stages=4)
     assert sum(plan.lengths) == len(made)

@@ -32,7 +32,13 @@ def _measure():
     join()
     socket.gethostname = lambda: f"host{int(os.environ['RANK']) // 2}"
     steps = []
-    made = measure_cluster("lab", torch.device("cpu"), repeats=1, seconds=1e-3, progress=lambda *step: steps.append(step))
+    made = measure_cluster(
+        "lab",
+        torch.device("cpu"),
+        repeats=1,
+        seconds=1e-3,
+        progress=lambda *step: steps.append(step),
+    )
     return made, steps
 
 
@@ -69,7 +75,9 @@ def test_links_are_those_of_their_pairs(found):
     """One pair is inside a host, two are between hosts."""
     made = found[0][0]
     assert [(pair.a, pair.b) for pair in made.pairs] == [(0, 1), (0, 2), (1, 2)]
-    assert made.cluster.link(0, 1).bandwidth_bytes_per_s == pytest.approx(made.pairs[0].fit.bandwidth_bytes_per_s, rel=1e-3)
+    assert made.cluster.link(0, 1).bandwidth_bytes_per_s == pytest.approx(
+        made.pairs[0].fit.bandwidth_bytes_per_s, rel=1e-3
+    )
     assert made.cluster.between.source.startswith("measured: off by")
 
 

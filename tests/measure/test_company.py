@@ -15,7 +15,9 @@ def test_all_ranks_get_one_profile_of_all_layers():
 
     def measured():
         layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
-        return ps.profile(layers, torch.ones(8, 16), sizes=(2, 8), repeats=1, threads=1, together=True)
+        return ps.profile(
+            layers, torch.ones(8, 16), sizes=(2, 8), repeats=1, threads=1, together=True
+        )
 
     first, second = ps.launch(measured, 2, threads=1)
     assert first == second

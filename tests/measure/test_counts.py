@@ -44,13 +44,20 @@ def test_counted_bytes_and_names_are_those_of_a_measured_profile(name):
     """A plan made for hardware that is elsewhere must fit the run here: same fingerprint, same bytes."""
     options, example = SMALL[name]
     made = model(name, **options)
-    counted, measured = count(made, example), profile(made, example, sizes=(len(example),), repeats=1, device="cpu")
+    counted, measured = (
+        count(made, example),
+        profile(made, example, sizes=(len(example),), repeats=1, device="cpu"),
+    )
     assert (counted.fingerprint, counted.batch) == (measured.fingerprint, measured.batch)
     assert measured.device == "cpu"
     assert counted.input_bytes_per_sample == measured.input_bytes_per_sample
     for ours, theirs in zip(counted, measured, strict=True):
-        kept_inside = BYTES[:-1] if "lstm" in ours.name else BYTES  # oneDNN's workspace is its own affair
-        assert [getattr(ours, key) for key in kept_inside] == [getattr(theirs, key) for key in kept_inside]
+        kept_inside = (
+            BYTES[:-1] if "lstm" in ours.name else BYTES
+        )  # oneDNN's workspace is its own affair
+        assert [getattr(ours, key) for key in kept_inside] == [
+            getattr(theirs, key) for key in kept_inside
+        ]
 
 
 def test_a_loss_counts_with_the_last_layer():
@@ -61,7 +68,10 @@ def test_a_loss_counts_with_the_last_layer():
     measured = profile(made, example, sizes=(4,), repeats=1, device="cpu", **settings)
     for ours, theirs in zip(counted, measured, strict=True):
         assert [getattr(ours, key) for key in BYTES] == [getattr(theirs, key) for key in BYTES]
-    assert counted.layers[-1].activation_bytes_per_sample >= plain.layers[-1].activation_bytes_per_sample + 8 * 11 * 4
+    assert (
+        counted.layers[-1].activation_bytes_per_sample
+        >= plain.layers[-1].activation_bytes_per_sample + 8 * 11 * 4
+    )
     assert counted.layers[-1].launches("backward") > plain.layers[-1].launches("backward")
     assert counted.layers[:-1] == plain.layers[:-1]
 
@@ -80,12 +90,20 @@ def test_a_linear_map_is_three_products_and_the_bytes_of_their_operands():
 
 def test_a_convolution_is_counted_kernel_by_kernel():
     """Gradients of input and weight are as many operations each as the forward; the bias goes over the output again."""
-    counted = count(nn.Sequential(nn.ReLU(), nn.Conv2d(3, 5, 3, padding=1)), torch.zeros(2, 3, 8, 8))
+    counted = count(
+        nn.Sequential(nn.ReLU(), nn.Conv2d(3, 5, 3, padding=1)), torch.zeros(2, 3, 8, 8)
+    )
     layer = counted.layers[1]
     assert ops(layer.forward) == ["convolution", "bias"]
-    assert ops(layer.backward) == ["convolution_backward_input", "convolution_backward_weight", "bias_backward"]
+    assert ops(layer.backward) == [
+        "convolution_backward_input",
+        "convolution_backward_weight",
+        "bias_backward",
+    ]
     products = 2 * 5 * 3 * 9 * 64
-    assert [work.flops_per_sample for work in (layer.forward[0], *layer.backward[:2])] == [products] * 3
+    assert [work.flops_per_sample for work in (layer.forward[0], *layer.backward[:2])] == [
+        products
+    ] * 3
     assert layer.forward[1].bytes_per_sample == 2 * 4 * 5 * 64
     assert ops(layer.input_grad) == ["convolution_backward_input"]
 
@@ -101,12 +119,17 @@ def test_convolutions_are_told_apart_by_what_can_be_done_about_them(layer, famil
     """Winograd's way is for 3 x 3 of stride 1; groups leave nothing to fill a device with."""
     counted = count(nn.Sequential(nn.ReLU(), layer), torch.zeros(2, 4, 9, 9))
     assert counted.layers[1].forward[0].family == family
-    assert {work.family for work in counted.layers[1].backward if work.op != "bias_backward"} == {family}
+    assert {work.family for work in counted.layers[1].backward if work.op != "bias_backward"} == {
+        family
+    }
 
 
 def test_attention_is_two_products_forward_and_five_backward():
     """As torch's own counter says; on the CPU the fused kernel has a name that it does not know."""
-    counted = count(model("gpt", layers=1, width=16, heads=2, tokens=8, vocabulary=11), torch.zeros(2, 8, dtype=torch.int64))
+    counted = count(
+        model("gpt", layers=1, width=16, heads=2, tokens=8, vocabulary=11),
+        torch.zeros(2, 8, dtype=torch.int64),
+    )
     block = counted.layers[1]
     (forward,) = [work for work in block.forward if work.family == "attention"]
     (backward,) = [work for work in block.backward if work.family == "attention"]
@@ -116,7 +139,9 @@ def test_attention_is_two_products_forward_and_five_backward():
 
 def test_a_recurrent_layer_launches_once_for_every_step():
     """That is what a small batch pays for."""
-    counted = count(model("gnmt", layers=4, hidden=8, vocabulary=11), torch.zeros(2, 2, 5, dtype=torch.int64))
+    counted = count(
+        model("gnmt", layers=4, hidden=8, vocabulary=11), torch.zeros(2, 2, 5, dtype=torch.int64)
+    )
     (forward,) = [work for work in counted.layers[2].forward if work.family == "recurrent"]
     assert (forward.launches, forward.flops_per_sample) == (5, 2 * 5 * 4 * 8 * (16 + 8))
     assert counted.layers[2].activation_bytes_per_sample > 5 * 6 * 8 * 4
@@ -124,7 +149,9 @@ def test_a_recurrent_layer_launches_once_for_every_step():
 
 def test_views_launch_nothing_and_look_ups_read_no_more_than_they_return():
     """A flatten is free, and an embedding does not read its table."""
-    counted = count(nn.Sequential(nn.Embedding(1000, 4), nn.Flatten()), torch.zeros(2, 3, dtype=torch.int64))
+    counted = count(
+        nn.Sequential(nn.Embedding(1000, 4), nn.Flatten()), torch.zeros(2, 3, dtype=torch.int64)
+    )
     assert counted.layers[1].forward == counted.layers[1].backward == ()
     (look_up,) = counted.layers[0].forward
     assert (look_up.bytes, look_up.bytes_per_sample) == (0, 3 * 8 + 2 * 3 * 4 * 4)
@@ -142,17 +169,22 @@ def test_the_first_layer_of_a_chain_needs_no_input_gradient():
 def test_a_model_of_175_billion_parameters_is_counted_without_memory():
     """GPT-3 by the usual formula: 24 b t w² (1 + t / 6w) operations a block forward, 6 n (and the head) in all."""
     width, tokens = 12_288, 2048
-    made = model("gpt", device="meta", layers=96, width=width, heads=96, tokens=tokens, vocabulary=50_257)
+    made = model(
+        "gpt", device="meta", layers=96, width=width, heads=96, tokens=tokens, vocabulary=50_257
+    )
     counted = count(made, torch.empty(1, tokens, dtype=torch.int64, device="meta"), 1536)
     assert counted.parameters == pytest.approx(175e9, rel=0.01)
     assert counted.flops("forward", 1) == pytest.approx(
-        96 * 24 * tokens * width**2 * (1 + tokens / (6 * width)) + 2 * tokens * width * 50_257, rel=0.01
+        96 * 24 * tokens * width**2 * (1 + tokens / (6 * width)) + 2 * tokens * width * 50_257,
+        rel=0.01,
     )
     assert counted.flops("backward", 1) == pytest.approx(2 * counted.flops("forward", 1), rel=0.02)
     assert counted.layers[1].forward == counted.layers[90].forward
 
 
-@pytest.mark.parametrize(("name", "forward"), [("vgg16", 30.96e9), ("resnet50", 8.2e9), ("vgg19", 39.3e9)])
+@pytest.mark.parametrize(
+    ("name", "forward"), [("vgg16", 30.96e9), ("resnet50", 8.2e9), ("vgg19", 39.3e9)]
+)
 def test_image_models_have_the_published_numbers_of_operations(name, forward):
     """Twice the multiply-adds of torchvision's tables: 15.47, 4.09 and 19.63 billion."""
     counted = count(model(name, device="meta"), torch.empty(1, 3, 224, 224, device="meta"))
@@ -175,9 +207,13 @@ def test_like_layers_are_counted_once_and_unlike_ones_apart(monkeypatch):
     calls = []
     real = counting._count_layer
     monkeypatch.setattr(
-        counting, "_count_layer", lambda module, value, *, inner: calls.append(module) or real(module, value, inner=inner)
+        counting,
+        "_count_layer",
+        lambda module, value, *, inner: calls.append(module) or real(module, value, inner=inner),
     )
-    counted = count(nn.Sequential(nn.ReLU(), *(Scaled(1 + i % 2) for i in range(10))), torch.zeros(2, 3))
+    counted = count(
+        nn.Sequential(nn.ReLU(), *(Scaled(1 + i % 2) for i in range(10))), torch.zeros(2, 3)
+    )
     assert len(calls) == 2 * 3
     assert [layer.launches("forward") for layer in counted][1:] == [1, 2] * 5
 
@@ -191,7 +227,9 @@ def test_shared_weights_count_at_their_first_layer_and_stay_shared():
 
 def test_the_model_and_torchs_random_numbers_are_left_alone():
     """Counting is looking."""
-    made = nn.Sequential(OrderedDict(fc=nn.Linear(4, 4), bn=nn.BatchNorm1d(4), drop=nn.Dropout(0.5))).eval()
+    made = nn.Sequential(
+        OrderedDict(fc=nn.Linear(4, 4), bn=nn.BatchNorm1d(4), drop=nn.Dropout(0.5))
+    ).eval()
     before, state = copy.deepcopy(made.state_dict()), torch.get_rng_state()
     count(made, torch.zeros(2, 4))
     assert all(torch.equal(value, before[key]) for key, value in made.state_dict().items())
@@ -227,7 +265,9 @@ def test_tensors_that_are_no_parameters_dicts_and_whole_numbers_go_through(devic
         def forward(self, state):
             return state["best"]
 
-    counted = count(nn.Sequential(nn.Linear(3, 3, device=device), Shifted(), Best()), torch.zeros(2, 3))
+    counted = count(
+        nn.Sequential(nn.Linear(3, 3, device=device), Shifted(), Best()), torch.zeros(2, 3)
+    )
     assert [layer.output_bytes_per_sample for layer in counted] == [12, 20, 8]
     assert ops(counted.layers[1].forward) == ["add", "argmax"]
     assert counted.layers[2].backward == ()

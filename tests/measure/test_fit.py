@@ -16,9 +16,13 @@ from penstock.measure.messages import SIZES
 def test_times_of_a_true_link_give_that_link(latency_s, bandwidth):
     """Without noise there is nothing to be off by."""
     found = fit(SIZES, [latency_s + size / bandwidth for size in SIZES])
-    assert found.latency_s + 64 / found.bandwidth_bytes_per_s == pytest.approx(latency_s + 64 / bandwidth)
+    assert found.latency_s + 64 / found.bandwidth_bytes_per_s == pytest.approx(
+        latency_s + 64 / bandwidth
+    )
     for size in SIZES:
-        assert found.link().transfer_seconds(size) == pytest.approx(latency_s + size / bandwidth, rel=1e-6)
+        assert found.link().transfer_seconds(size) == pytest.approx(
+            latency_s + size / bandwidth, rel=1e-6
+        )
     assert found.worst_error < 1e-6
 
 
@@ -54,7 +58,10 @@ def test_the_error_is_told():
     assert found.errors[1] > 0.3
     assert found.worst_error == max(map(abs, found.errors))
     assert found.link(shared=True).shared
-    assert found.link().source == f"measured: off by {found.mean_error:.0%} on average, {found.worst_error:.0%} at most"
+    assert (
+        found.link().source
+        == f"measured: off by {found.mean_error:.0%} on average, {found.worst_error:.0%} at most"
+    )
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ def test_a_pass_goes_forward_through_all_layers_and_then_back_through_all():
     once = ["F0", "F1", "F2", "B2", "B1", "B0"]
     assert seen[:6] == once
     assert seen[6:9] == ["F0", "F1", "F2"], "then the backward in two parts"
-    assert [len(row[phase]) for row in found.seconds for phase in PHASES] == [3] * 12, "short passes run three times as often"
+    assert [len(row[phase]) for row in found.seconds for phase in PHASES] == [3] * 12, (
+        "short passes run three times as often"
+    )
 
 
 def test_every_backward_makes_the_gradients_of_its_weights_anew():
@@ -52,7 +54,9 @@ def test_every_backward_makes_the_gradients_of_its_weights_anew():
     layer = nn.Linear(4, 4)
     passes_of([layer]).run(torch.ones(2, 4), 2)
     assert layer.weight.grad is not None
-    assert torch.equal(layer.weight.grad, torch.full((4, 4), 2.0)), "the sum over 2 samples, not over 7 passes"
+    assert torch.equal(layer.weight.grad, torch.full((4, 4), 2.0)), (
+        "the sum over 2 samples, not over 7 passes"
+    )
 
 
 def test_what_arrives_at_a_layer_is_what_the_one_behind_it_made():
@@ -68,11 +72,17 @@ def test_what_arrives_at_a_layer_is_what_the_one_behind_it_made():
 
 def test_the_loss_counts_with_the_last_layer_and_its_output_is_still_the_layers():
     """The last stage runs it; what crosses boundaries is no loss."""
-    plain = profile(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)), torch.ones(6, 4), sizes=(6,), repeats=1)
+    plain = profile(
+        nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)), torch.ones(6, 4), sizes=(6,), repeats=1
+    )
     with_loss = profile(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)), torch.ones(6, 4), sizes=(3, 6), repeats=1,
                         loss=nn.functional.mse_loss, targets=torch.zeros(6, 8))  # fmt: skip
-    assert [layer.output_bytes_per_sample for layer in with_loss] == [layer.output_bytes_per_sample for layer in plain]
-    kept, also_kept = (sum(layer.activation_bytes_per_sample for layer in found) for found in (plain, with_loss))
+    assert [layer.output_bytes_per_sample for layer in with_loss] == [
+        layer.output_bytes_per_sample for layer in plain
+    ]
+    kept, also_kept = (
+        sum(layer.activation_bytes_per_sample for layer in found) for found in (plain, with_loss)
+    )
     assert also_kept == kept + 2 * 8 * 4, "mean squared error keeps what it compares"
     assert [layer.name for layer in with_loss] == [layer.name for layer in plain]
 
@@ -97,7 +107,10 @@ def test_measuring_updates_leaves_the_values_as_they_are():
     layers = [nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4)]
     before = [parameter.detach().clone() for layer in layers for parameter in layer.parameters()]
     found = measure_update(layers, CPU)
-    assert all(torch.equal(a, b) for a, b in zip(before, (p for layer in layers for p in layer.parameters()), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(before, (p for layer in layers for p in layer.parameters()), strict=True)
+    )
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
     assert found.fixed_s > 0
     assert found.accumulate_s_per_byte > 0
@@ -111,7 +124,11 @@ def test_updates_of_nothing_take_nothing_but_the_call():
 
 def test_the_parts_of_a_model_count_by_their_bytes():
     """A rank with the small tensors of the first layers would else make the large ones of the last as dear."""
-    parts = [UpdateSeconds(1.0, 10.0, 1.0, 100), UpdateSeconds(2.0, 1.0, 3.0, 900), UpdateSeconds(3.0, 0.0, 0.0, 0)]
+    parts = [
+        UpdateSeconds(1.0, 10.0, 1.0, 100),
+        UpdateSeconds(2.0, 1.0, 3.0, 900),
+        UpdateSeconds(3.0, 0.0, 0.0, 0),
+    ]
     assert UpdateSeconds.together(parts) == UpdateSeconds(2.0, 1.9, 2.8, 1000)
     assert UpdateSeconds.together(parts[2:]) == parts[2]
 

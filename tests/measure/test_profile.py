@@ -40,14 +40,25 @@ class Watched(nn.Module):
 
     def forward(self, x):
         """Note and return x."""
-        SEEN.append((self.label, copy.deepcopy(torch.utils._pytree.tree_map(torch.Tensor.detach, x)), torch.get_num_threads()))
+        SEEN.append(
+            (
+                self.label,
+                copy.deepcopy(torch.utils._pytree.tree_map(torch.Tensor.detach, x)),
+                torch.get_num_threads(),
+            )
+        )
         return x
 
 
 def perceptron():
     """Two linear maps with a ReLU and a dropout between."""
     return nn.Sequential(
-        OrderedDict(fc1=nn.Linear(4, 8), relu=nn.ReLU(), drop=nn.Dropout(0.5), fc2=nn.Linear(8, 2, bias=False))
+        OrderedDict(
+            fc1=nn.Linear(4, 8),
+            relu=nn.ReLU(),
+            drop=nn.Dropout(0.5),
+            fc2=nn.Linear(8, 2, bias=False),
+        )
     )
 
 
@@ -194,7 +205,9 @@ def test_activation_bytes_of_vgg_are_right_layer_by_layer():
 
 def test_every_count_of_activation_bytes_is_the_same_again():
     """Storages are told apart by address, and addresses are given again once their storage is freed."""
-    made = nn.Sequential(*(part for _ in range(12) for part in (nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh())))
+    made = nn.Sequential(
+        *(part for _ in range(12) for part in (nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh()))
+    )
     modules = measuring._copies(chain(made), torch.device("cpu"))
     counts = {tuple(measuring._activation_bytes(modules, torch.rand(4, 16))[0]) for _ in range(50)}
     assert counts == {(256, 256, 256) + (0, 256, 256) * 11}
@@ -202,7 +215,10 @@ def test_every_count_of_activation_bytes_is_the_same_again():
 
 def test_a_stage_keeps_its_input_where_that_counts_elsewhere_or_nowhere():
     """Cut behind a ReLU, both stages keep what it made: one of the two was left out, 9 % of ResNet-18's memory in 4 stages."""
-    found = quick(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2), nn.Identity(), nn.Tanh()), torch.ones(2, 4))
+    found = quick(
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2), nn.Identity(), nn.Tanh()),
+        torch.ones(2, 4),
+    )
     assert kept(found) == [16, 32, 0, 0, 8]
     assert [layer.entry_bytes_per_sample for layer in found] == [
         0,  # counts here: the weights' gradient needs it
@@ -234,7 +250,9 @@ def test_an_example_is_repeated_or_cut_to_the_size():
 def test_the_first_layer_is_not_asked_for_an_input_gradient_and_all_others_are(split_inputs):
     """Data needs no gradient; elsewhere the backward would seem cheaper than it is."""
     quick(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.ones(2, 4))
-    assert split_inputs == [1, 1, 0] * (len(split_inputs) // 3)  # from the last layer to the first, pass by pass
+    assert split_inputs == [1, 1, 0] * (
+        len(split_inputs) // 3
+    )  # from the last layer to the first, pass by pass
 
 
 class Add(nn.Module):
@@ -260,15 +278,23 @@ class Block(nn.Sequential):
 def test_layers_that_work_in_place_are_measured_like_others(make, split_inputs):
     """Autograd forbids it on a leaf; their input gradients, of whole blocks even, were once left out of the backward."""
     found = quick(nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 4)), torch.ones(2, 1, 4))
-    assert split_inputs == [1, 1, 0] * (len(split_inputs) // 3)  # from the last layer to the first, pass by pass
+    assert split_inputs == [1, 1, 0] * (
+        len(split_inputs) // 3
+    )  # from the last layer to the first, pass by pass
     assert len(found) == 3
     quick(nn.Sequential(make(), nn.Linear(4, 4)), torch.ones(2, 1, 4))
 
 
 def test_a_layer_that_works_in_place_gets_the_same_input_every_time():
     """Repeats that fed on their own results would soon measure infinities, or zeros that are faster."""
-    quick(nn.Sequential(nn.Linear(2, 2), Watched("given"), Add(), Watched("made")), torch.ones(2, 2), repeats=4)
-    given, made = ([value for label, value, _ in SEEN if label == which] for which in ("given", "made"))
+    quick(
+        nn.Sequential(nn.Linear(2, 2), Watched("given"), Add(), Watched("made")),
+        torch.ones(2, 2),
+        repeats=4,
+    )
+    given, made = (
+        [value for label, value, _ in SEEN if label == which] for which in ("given", "made")
+    )
     assert all(torch.equal(value, given[0]) for value in given)
     assert all(torch.equal(value, given[0] + 1) for value in made)
 
@@ -306,7 +332,8 @@ def test_examples_may_be_nested_too():
             return tokens.float() * mask
 
     found = quick(
-        nn.Sequential(Masked(), nn.Linear(3, 1)), {"tokens": torch.ones(2, 3, dtype=torch.int64), "mask": torch.ones(2, 3) > 0}
+        nn.Sequential(Masked(), nn.Linear(3, 1)),
+        {"tokens": torch.ones(2, 3, dtype=torch.int64), "mask": torch.ones(2, 3) > 0},
     )
     assert found.input_bytes_per_sample == 3 * 8 + 3
     assert kept(found) == [0, 12]
@@ -324,7 +351,9 @@ def test_a_model_of_tokens_is_measured_from_end_to_end(split_inputs):
 
 
 @pytest.mark.parametrize(
-    "make", [perceptron, lambda: model("resnet18", device="meta", image=32, classes=3)], ids=["real", "meta"]
+    "make",
+    [perceptron, lambda: model("resnet18", device="meta", image=32, classes=3)],
+    ids=["real", "meta"],
 )
 def test_the_model_is_left_as_it_was(make):
     """Somebody measures a model that is half trained, and goes on; also in evaluation mode, and with gradients in it."""
@@ -337,7 +366,9 @@ def test_the_model_is_left_as_it_was(make):
         for name, tensor in tensors.items()
     }
     values = {name: tensor.clone() for name, tensor in tensors.items()}
-    quick(made, torch.ones(2, 4) if "fc1" in dict(made.named_children()) else torch.ones(2, 3, 32, 32))
+    quick(
+        made, torch.ones(2, 4) if "fc1" in dict(made.named_children()) else torch.ones(2, 3, 32, 32)
+    )
     for name, tensor in {**dict(made.named_parameters()), **dict(made.named_buffers())}.items():
         same, version, grad = before[name]
         assert tensor is same
@@ -365,7 +396,12 @@ def test_layers_are_measured_in_training_mode_with_gradients_whatever_the_caller
 def test_progress_is_told_layer_by_layer():
     """A bar that knows how much there is to do."""
     told = []
-    quick(perceptron(), torch.ones(2, 4), sizes=(1, 2), progress=lambda done, total, name: told.append((done, total, name)))
+    quick(
+        perceptron(),
+        torch.ones(2, 4),
+        sizes=(1, 2),
+        progress=lambda done, total, name: told.append((done, total, name)),
+    )
     names = ["fc1", "relu", "drop", "fc2"]
     assert told == [(done, 8, names[(done - 1) % 4]) for done in range(1, 9)]
 
@@ -382,11 +418,15 @@ def test_threads_are_as_told_and_afterwards_as_before():
 def test_a_layer_that_fails_is_named_and_all_is_put_back():
     """`mat1 and mat2 shapes cannot be multiplied` is said by any of fifty linear maps."""
     made = nn.Sequential(
-        OrderedDict(first=nn.Linear(4, 8), body=nn.Sequential(OrderedDict(drop=nn.Dropout(), second=nn.Linear(9, 2))))
+        OrderedDict(
+            first=nn.Linear(4, 8),
+            body=nn.Sequential(OrderedDict(drop=nn.Dropout(), second=nn.Linear(9, 2))),
+        )
     )
     state = torch.get_rng_state()
     with pytest.raises(
-        LayerFailed, match=r"^layer body\.second failed on the example: RuntimeError: mat1 and mat2 shapes"
+        LayerFailed,
+        match=r"^layer body\.second failed on the example: RuntimeError: mat1 and mat2 shapes",
     ) as caught:
         quick(made, torch.ones(2, 4), threads=2)
     assert caught.value.layer == "body.second"
@@ -414,10 +454,16 @@ def test_settings_below_1_are_refused(settings, message):
         quick(perceptron(), torch.ones(2, 4), **settings)
 
 
-@pytest.mark.parametrize("example", [torch.ones(0, 4), torch.tensor(3.0), [1, 2], {}, (torch.ones(2, 4), torch.tensor(1))])
+@pytest.mark.parametrize(
+    "example",
+    [torch.ones(0, 4), torch.tensor(3.0), [1, 2], {}, (torch.ones(2, 4), torch.tensor(1))],
+)
 def test_an_example_without_samples_is_refused(example):
     """There is nothing to repeat."""
-    with pytest.raises(SettingError, match=r"^the example must be tensors with at least one sample in their first dimension$"):
+    with pytest.raises(
+        SettingError,
+        match=r"^the example must be tensors with at least one sample in their first dimension$",
+    ):
         quick(perceptron(), example)
 
 
@@ -448,4 +494,7 @@ def test_a_traced_model_is_measured_and_counted_by_what_crosses_its_boundaries()
     for index, module in enumerate(traced.modules[:-1]):
         value = module(value)
         crossing = traced.exits[index](value)
-        assert sum(each.nbytes for each in crossing.values()) == 4 * measured.layers[index].output_bytes_per_sample
+        assert (
+            sum(each.nbytes for each in crossing.values())
+            == 4 * measured.layers[index].output_bytes_per_sample
+        )

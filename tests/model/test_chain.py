@@ -64,9 +64,13 @@ def test_stage_bounds_are_first_and_one_past_last():
 @settings(deadline=None, max_examples=50)
 def test_stage_bounds_join_end_to_end(lengths):
     """Every layer is in exactly one stage, in order."""
-    bounds = Chain(tuple(Layer(str(i), "Linear") for i in range(sum(lengths)))).stage_bounds(lengths)
+    bounds = Chain(tuple(Layer(str(i), "Linear") for i in range(sum(lengths)))).stage_bounds(
+        lengths
+    )
     assert [end - start for start, end in bounds] == lengths
-    assert [layer for start, end in bounds for layer in range(start, end)] == list(range(sum(lengths)))
+    assert [layer for start, end in bounds for layer in range(start, end)] == list(
+        range(sum(lengths))
+    )
 
 
 @pytest.mark.parametrize(("lengths", "message"), [

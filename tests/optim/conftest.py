@@ -86,7 +86,14 @@ class Line:
         after = number + 1 if (number + 1) % m else (batch + self.pipelines) * m
         if after >= len(self._reads):
             after = number
-        return Use(batch, number % m, self._reads[number], self._reads[after].forward, number % m == 0, number % m == m - 1)
+        return Use(
+            batch,
+            number % m,
+            self._reads[number],
+            self._reads[after].forward,
+            number % m == 0,
+            number % m == m - 1,
+        )
 
 
 RULES = {
@@ -106,8 +113,19 @@ RULES = {
 }  # fmt: skip
 ARITHMETIC = {"none": "newest", "pipemare": "corrected", "avgpipe": "averaged", "hetpipe": "waves",
               **dict.fromkeys(("spectrain", "xpipe", "pipeoptim"), "predicted")}  # fmt: skip
-EXTRA = {"spectrain": 1.0, "pipeoptim": 1.0, "xpipe": 3.0, "pipemare": 2.0, "avgpipe": 2.0, "hetpipe": 1.0}
-OPTIMIZERS = {"spectrain": ("SGD",), "xpipe": ("Adam", "AdamW"), "pipeoptim": ("SGD", "Adam", "AdamW", "RMSprop")}
+EXTRA = {
+    "spectrain": 1.0,
+    "pipeoptim": 1.0,
+    "xpipe": 3.0,
+    "pipemare": 2.0,
+    "avgpipe": 2.0,
+    "hetpipe": 1.0,
+}
+OPTIMIZERS = {
+    "spectrain": ("SGD",),
+    "xpipe": ("Adam", "AdamW"),
+    "pipeoptim": ("SGD", "Adam", "AdamW", "RMSprop"),
+}
 DEFAULTS = {"pipemare": {"decay": 0.135, "annealing": 100.0, "lockstep": 0.0}}
 
 
@@ -116,7 +134,11 @@ def rule_called(name: str, **facts) -> WeightRule:
     facts = {"arithmetic": ARITHMETIC.get(name, "versions"), "optimizers": OPTIMIZERS.get(name, ()),
              "extra": EXTRA.get(name, 0.0), "options": DEFAULTS.get(name, {}), "because": "its paper has no other", **facts}  # fmt: skip
     return WeightRule(
-        name, reads=lambda place: Reads(place.at_forward, place.at_backward), synchronous=False, source="a paper", **facts
+        name,
+        reads=lambda place: Reads(place.at_forward, place.at_backward),
+        synchronous=False,
+        source="a paper",
+        **facts,
     )
 
 
@@ -125,10 +147,21 @@ def site_of(module: nn.Module, line: Line, name: str, factory, **facts) -> Site:
     rule = facts.pop("rule", None) or rule_called(name)
     options = {**rule.options, **facts.pop("options", {})}
     update = Update.make(list(dict.fromkeys(module.parameters())), factory)
-    return Site(update, line.use, rule, options, stage=line.stage, pipelines=line.pipelines, stages=line.stages, **facts)
+    return Site(
+        update,
+        line.use,
+        rule,
+        options,
+        stage=line.stage,
+        pipelines=line.pipelines,
+        stages=line.stages,
+        **facts,
+    )
 
 
-def line_of(name: str, stage: int, stages: int, micro_batches: int, batches: int, pipelines: int = 1) -> Line:
+def line_of(
+    name: str, stage: int, stages: int, micro_batches: int, batches: int, pipelines: int = 1
+) -> Line:
     """A stage under one of the rules above."""
     return Line(stage, stages, micro_batches, batches, RULES[name], pipelines)
 
@@ -140,10 +173,15 @@ def values_of(module: nn.Module) -> list[torch.Tensor]:
 
 def grads_of(module: nn.Module) -> list[torch.Tensor | None]:
     """The gradients as they are now."""
-    return [None if parameter.grad is None else parameter.grad.clone() for parameter in module.parameters()]
+    return [
+        None if parameter.grad is None else parameter.grad.clone()
+        for parameter in module.parameters()
+    ]
 
 
-def play(module: nn.Module, weights, ops, data, loss, on_backward=None, graphs=None) -> list[torch.Tensor]:
+def play(
+    module: nn.Module, weights, ops, data, loss, on_backward=None, graphs=None
+) -> list[torch.Tensor]:
     """Run ops as a rank does.
 
     `data(n)` are input and target; `on_backward(n, grads)` sees what each backward adds; `graphs` are in flight.
@@ -170,7 +208,11 @@ def play(module: nn.Module, weights, ops, data, loss, on_backward=None, graphs=N
                     parameter.grad = old if new is None else new if old is None else old + new
         else:
             weights.update(number)
-            assert all(parameter.grad is None for parameter in module.parameters() if parameter.requires_grad)
+            assert all(
+                parameter.grad is None
+                for parameter in module.parameters()
+                if parameter.requires_grad
+            )
     return losses
 
 
@@ -191,18 +233,32 @@ class Sgd:
     """w ← w - lr v, v ← μ v + g, g with weight decay."""
 
     def __init__(self, lr, momentum=0.0, weight_decay=0.0):
-        self.lr, self.momentum, self.weight_decay, self.v, self.g = lr, momentum, weight_decay, None, None
+        self.lr, self.momentum, self.weight_decay, self.v, self.g = (
+            lr,
+            momentum,
+            weight_decay,
+            None,
+            None,
+        )
 
     def step(self, weights, grads, scale=1.0):
         self.g = [g + self.weight_decay * w for w, g in zip(weights, grads, strict=True)]
         if self.momentum:
-            self.v = self.g if self.v is None else [self.momentum * v + g for v, g in zip(self.v, self.g, strict=True)]
+            self.v = (
+                self.g
+                if self.v is None
+                else [self.momentum * v + g for v, g in zip(self.v, self.g, strict=True)]
+            )
         return [w - self.lr * scale * v for w, v in zip(weights, self.v or self.g, strict=True)]
 
     def ahead(self, weights, updates):
         """W - lr s ΔW, ΔW = v or g."""
         way = self.v if self.momentum else self.g
-        return weights if way is None else [w - self.lr * updates * v for w, v in zip(weights, way, strict=True)]
+        return (
+            weights
+            if way is None
+            else [w - self.lr * updates * v for w, v in zip(weights, way, strict=True)]
+        )
 
 
 class Adam:
@@ -215,16 +271,22 @@ class Adam:
     def step(self, weights, grads, scale=1.0):
         b1, b2 = self.betas
         self.t += 1
-        self.m = [(1 - b1) * g if self.t == 1 else b1 * m + (1 - b1) * g for m, g in zip(self.m or grads, grads, strict=True)]
+        self.m = [
+            (1 - b1) * g if self.t == 1 else b1 * m + (1 - b1) * g
+            for m, g in zip(self.m or grads, grads, strict=True)
+        ]
         self.v = [
-            (1 - b2) * g**2 if self.t == 1 else b2 * v + (1 - b2) * g**2 for v, g in zip(self.v or grads, grads, strict=True)
+            (1 - b2) * g**2 if self.t == 1 else b2 * v + (1 - b2) * g**2
+            for v, g in zip(self.v or grads, grads, strict=True)
         ]
         way = self._ratio(1 - b1**self.t, 1 - b2**self.t)
         lr = self.lr * scale
         return [w * (1 - lr * self.decoupled) - lr * d for w, d in zip(weights, way, strict=True)]
 
     def _ratio(self, c1, c2):
-        return [(m / c1) / ((v / c2).sqrt() + self.eps) for m, v in zip(self.m, self.v, strict=True)]
+        return [
+            (m / c1) / ((v / c2).sqrt() + self.eps) for m, v in zip(self.m, self.v, strict=True)
+        ]
 
     def ahead(self, weights, updates):
         """ΔW = m̂ / (√v̂ + ε) of the last state."""
@@ -250,23 +312,34 @@ class RmsProp:
     def step(self, weights, grads, scale=1.0):
         self.g = grads
         before = self.e or [torch.zeros_like(g) for g in grads]
-        self.e = [self.alpha * e + (1 - self.alpha) * g**2 for e, g in zip(before, grads, strict=True)]
+        self.e = [
+            self.alpha * e + (1 - self.alpha) * g**2 for e, g in zip(before, grads, strict=True)
+        ]
         return self.ahead(weights, scale)
 
     def ahead(self, weights, updates):
         """ΔW = g / (√E + ε)."""
         if self.e is None:
             return weights
-        return [w - self.lr * updates * g / (e.sqrt() + self.eps) for w, g, e in zip(weights, self.g, self.e, strict=True)]
+        return [
+            w - self.lr * updates * g / (e.sqrt() + self.eps)
+            for w, g, e in zip(weights, self.g, self.e, strict=True)
+        ]
 
 
 #: By name, torch's optimizer and the same by its formula.
 PAIRS = {
     "sgd": (lambda ps: torch.optim.SGD(ps, lr=0.05), lambda: Sgd(0.05)),
-    "sgd with decay": (lambda ps: torch.optim.SGD(ps, lr=0.05, weight_decay=0.1), lambda: Sgd(0.05, weight_decay=0.1)),
+    "sgd with decay": (
+        lambda ps: torch.optim.SGD(ps, lr=0.05, weight_decay=0.1),
+        lambda: Sgd(0.05, weight_decay=0.1),
+    ),
     "momentum": (lambda ps: torch.optim.SGD(ps, lr=0.02, momentum=0.8), lambda: Sgd(0.02, 0.8)),
     "adam": (lambda ps: torch.optim.Adam(ps, lr=0.01), lambda: Adam(0.01)),
-    "adamw": (lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.2), lambda: Adam(0.01, decoupled=0.2)),
+    "adamw": (
+        lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.2),
+        lambda: Adam(0.01, decoupled=0.2),
+    ),
 }
 
 
@@ -285,7 +358,9 @@ def literal(module, line: Line, data, loss, optimizer, forward=None, backward=No
             inputs, targets = data(number)
             now = backward(stored, number, optimizer)
             grads = gradient(module, read.pop(number), now, inputs, targets, loss)[1]
-            summed = grads if summed is None else [a + b for a, b in zip(summed, grads, strict=True)]
+            summed = (
+                grads if summed is None else [a + b for a, b in zip(summed, grads, strict=True)]
+            )
         else:
             stored.append(optimizer.step(stored[-1], summed))
             summed = None
@@ -295,13 +370,17 @@ def literal(module, line: Line, data, loss, optimizer, forward=None, backward=No
 def mlp(seed: int = 0) -> nn.Module:
     """Three linear layers in double precision."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    return nn.Sequential(
+        nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3)
+    ).double()
 
 
 def vectors(number: int):
     """A micro-batch for it."""
     made = torch.Generator().manual_seed(1000 + number)
-    return torch.randn(4, 5, generator=made, dtype=torch.float64), torch.randn(4, 3, generator=made, dtype=torch.float64)
+    return torch.randn(4, 5, generator=made, dtype=torch.float64), torch.randn(
+        4, 3, generator=made, dtype=torch.float64
+    )
 
 
 def squares(output, target):
@@ -311,10 +390,15 @@ def squares(output, target):
 
 def close(found, wanted) -> bool:
     """Equal but for rounding, in double precision."""
-    return all(torch.allclose(a, b, rtol=1e-9, atol=1e-11) for a, b in zip(found, wanted, strict=True))
+    return all(
+        torch.allclose(a, b, rtol=1e-9, atol=1e-11) for a, b in zip(found, wanted, strict=True)
+    )
 
 
 @pytest.fixture(scope="session")
 def lab() -> SimpleNamespace:
     """All of this file, by name."""
-    return SimpleNamespace(**{name: value for name, value in globals().items() if not name.startswith("_")}, make=stage_weights)
+    return SimpleNamespace(
+        **{name: value for name, value in globals().items() if not name.startswith("_")},
+        make=stage_weights,
+    )

@@ -20,15 +20,24 @@ def reference(lab, line, module, optimizers):
         n = (number - 1 if kind == "U" else number // line.micro_batches) % n_copies
         if kind == "F":
             read[number] = copies[n]
-            losses.append(lab.gradient(module, copies[n], copies[n], inputs, targets, lab.squares)[0])
+            losses.append(
+                lab.gradient(module, copies[n], copies[n], inputs, targets, lab.squares)[0]
+            )
         elif kind == "B":
             assert read[number] is copies[n]
             grads = lab.gradient(module, copies[n], copies[n], inputs, targets, lab.squares)[1]
-            summed[n] = grads if summed[n] is None else [a + b for a, b in zip(summed[n], grads, strict=True)]
+            summed[n] = (
+                grads
+                if summed[n] is None
+                else [a + b for a, b in zip(summed[n], grads, strict=True)]
+            )
         else:
             stepped = optimizers[n].step(copies[n], summed[n])
             learnt.append([new - old for new, old in zip(stepped, copies[n], strict=True)])
-            copies[n] = [(1 - 1 / n_copies) * w + 1 / n_copies * c for w, c in zip(stepped, center, strict=True)]
+            copies[n] = [
+                (1 - 1 / n_copies) * w + 1 / n_copies * c
+                for w, c in zip(stepped, center, strict=True)
+            ]
             summed[n] = None
             if len(learnt) == n_copies:
                 center, learnt = moved(center, learnt, n_copies), []
@@ -41,7 +50,8 @@ def moved(center, learnt, n_copies):
 
 
 @pytest.mark.parametrize(
-    ("place", "pipelines"), [((0, 2, 1), 2), ((0, 2, 1), 3), ((1, 3, 2), 2), ((2, 3, 1), 4), ((0, 3, 4), 2)]
+    ("place", "pipelines"),
+    [((0, 2, 1), 2), ((0, 2, 1), 3), ((1, 3, 2), 2), ((2, 3, 1), 4), ((0, 3, 4), 2)],
 )
 @pytest.mark.parametrize("pair", ["sgd", "momentum", "adam", "adamw"])
 @pytest.mark.parametrize("batches", [8, 9])
@@ -120,7 +130,10 @@ def test_layers_that_save_weights_as_they_are_find_their_own_copy(lab):
     """A convolution in flight on one copy must not see another one's weights, nor its update."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 1, 3)).double()
-    data = lambda n: (torch.randn(2, 2, 8, 8, generator=torch.Generator().manual_seed(n), dtype=torch.float64), torch.ones(1))  # noqa: E731
+    data = lambda n: (  # noqa: E731
+        torch.randn(2, 2, 8, 8, generator=torch.Generator().manual_seed(n), dtype=torch.float64),
+        torch.ones(1),
+    )
     line = lab.line_of("avgpipe", 0, 2, 1, batches=6, pipelines=2)
     weights = lab.make(lab.site_of(module, line, "avgpipe", lab.PAIRS["momentum"][0]))
     read, found = {}, {}
@@ -142,9 +155,7 @@ def test_a_copy_that_is_updated_between_a_forward_and_its_backward_is_refused(la
     module = lab.mlp()
     line = lab.line_of("avgpipe", 0, 4, 1, batches=8, pipelines=2)
     weights = lab.make(lab.site_of(module, line, "avgpipe", lab.PAIRS["sgd"][0]))
-    message = (
-        r"stage 0: the forward of micro-batch 2 reads version 0 of its copy of the weights and its backward version 1: elastic"
-    )
+    message = r"stage 0: the forward of micro-batch 2 reads version 0 of its copy of the weights and its backward version 1: elastic"
     with pytest.raises(RunError, match=message):
         lab.play(module, weights, line.ops, lab.vectors, lab.squares)
 
@@ -152,6 +163,11 @@ def test_a_copy_that_is_updated_between_a_forward_and_its_backward_is_refused(la
 def test_a_schedule_with_one_pipeline_is_refused(lab):
     """There is nothing to average."""
     with pytest.raises(
-        SettingError, match=r"'avgpipe' ties copies of the weights together, and this schedule has 1: give it pipelines=2"
+        SettingError,
+        match=r"'avgpipe' ties copies of the weights together, and this schedule has 1: give it pipelines=2",
     ):
-        lab.make(lab.site_of(lab.mlp(), lab.line_of("avgpipe", 0, 1, 1, 4), "avgpipe", lab.PAIRS["sgd"][0]))
+        lab.make(
+            lab.site_of(
+                lab.mlp(), lab.line_of("avgpipe", 0, 1, 1, 4), "avgpipe", lab.PAIRS["sgd"][0]
+            )
+        )

@@ -37,7 +37,9 @@ def made(lab, module, rule, pair, stage=0):
     micro_batches = 3 if rule in ("double-buffer", "xpipe", "pipeoptim") else 1
     pipelines = 3 if rule == "avgpipe" else 1
     line = lab.line_of(rule, stage, 3, micro_batches, batches=5, pipelines=pipelines)
-    factory = (lambda ps: torch.optim.RMSprop(ps, lr=0.01)) if pair == "rmsprop" else lab.PAIRS[pair][0]
+    factory = (
+        (lambda ps: torch.optim.RMSprop(ps, lr=0.01)) if pair == "rmsprop" else lab.PAIRS[pair][0]
+    )
     facts = {"waves": Waves(2, 0), "exchange": Alone()} if rule == "hetpipe" else {}
     site = lab.site_of(module, line, rule, factory, staleness=2.0, **facts)
     return lab.make(site), line, site.update.optimizer
@@ -52,13 +54,18 @@ def test_a_run_that_is_saved_at_a_drain_and_loaded_elsewhere_goes_on_to_the_bit(
     weights.drain()
 
     file = io.BytesIO()
-    torch.save([module.state_dict(), optimizer.state_dict(), dict(weights.state()), dict(weights.facts())], file)
+    torch.save(
+        [module.state_dict(), optimizer.state_dict(), dict(weights.state()), dict(weights.facts())],
+        file,
+    )
     file.seek(0)
     values, of_optimizer, state, facts = torch.load(file)
     assert all(len(row) == len(list(module.parameters())) for row in state.values())
     other = lab.mlp(seed=7)
     resumed, _, other_optimizer = made(lab, other, rule, pair)
-    lab.play(other, resumed, line.ops, lambda n: lab.vectors(n + 500), lab.squares)  # whatever it did before is forgotten
+    lab.play(
+        other, resumed, line.ops, lambda n: lab.vectors(n + 500), lab.squares
+    )  # whatever it did before is forgotten
     resumed.drain()
     other.load_state_dict(values)
     other_optimizer.load_state_dict(of_optimizer)
@@ -137,7 +144,9 @@ def test_after_a_drain_parameters_can_be_evaluated_loaded_and_trained_on(lab, ru
 def test_frozen_parameters_and_buffers_are_left_alone(lab, rule, pair):
     """Batch norm's statistics are always the newest, as PipeDream has it."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)).double()
+    module = nn.Sequential(
+        nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)
+    ).double()
     weights, line, _ = made(lab, module, rule, pair)
     frozen = module[2].weight
     place, before = frozen.data_ptr(), frozen.detach().clone()
@@ -150,16 +159,27 @@ def test_frozen_parameters_and_buffers_are_left_alone(lab, rule, pair):
     assert module[1].num_batches_tracked == len({n for kind, n in line.ops if kind == "F"})
 
 
-@pytest.mark.parametrize("rule", ["none", "stash", "spectrain", "xpipe", "pipeoptim", "pipemare", "avgpipe", "hetpipe"])
-@pytest.mark.parametrize("module", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)], ids=["no weights", "frozen"])
+@pytest.mark.parametrize(
+    "rule", ["none", "stash", "spectrain", "xpipe", "pipeoptim", "pipemare", "avgpipe", "hetpipe"]
+)
+@pytest.mark.parametrize(
+    "module", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)], ids=["no weights", "frozen"]
+)
 def test_a_stage_with_nothing_to_train_holds_nothing(lab, rule, module):
     """Activations and pools may make a stage; no optimizer is built for it, and so none is refused."""
     line = lab.line_of(rule, 0, 1, 1, 2)
     weights = lab.make(lab.site_of(module, line, rule, torch.optim.Adagrad))
     for kind, number in line.ops:
-        {"F": weights.before_forward, "B": weights.before_backward, "U": weights.update}[kind](number)
+        {"F": weights.before_forward, "B": weights.before_backward, "U": weights.update}[kind](
+            number
+        )
     weights.drain()
-    assert (weights.versions, weights.held_bytes(), weights.state(), weights.facts()) == (1, 0, {}, {})
+    assert (weights.versions, weights.held_bytes(), weights.state(), weights.facts()) == (
+        1,
+        0,
+        {},
+        {},
+    )
 
 
 def test_without_an_optimizer_gradients_add_up_and_nothing_moves(lab):
@@ -178,13 +198,25 @@ def test_without_an_optimizer_gradients_add_up_and_nothing_moves(lab):
     alone = copy.deepcopy(module)
     alone.zero_grad()
     lab.squares(alone(lab.vectors(0)[0]), lab.vectors(0)[1]).backward()
-    assert all(torch.equal(a.grad, 2 * b.grad) for a, b in zip(module.parameters(), alone.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, 2 * b.grad)
+        for a, b in zip(module.parameters(), alone.parameters(), strict=True)
+    )
 
 
 def test_every_arithmetic_is_found_by_name():
     """Rules name them; a typing slip must not train with another."""
-    assert list(ARITHMETIC.entries()) == ["averaged", "corrected", "newest", "predicted", "versions", "waves"]
-    with pytest.raises(UnknownName, match=r"no weight arithmetic called 'version'\. Did you mean 'versions'\?"):
+    assert list(ARITHMETIC.entries()) == [
+        "averaged",
+        "corrected",
+        "newest",
+        "predicted",
+        "versions",
+        "waves",
+    ]
+    with pytest.raises(
+        UnknownName, match=r"no weight arithmetic called 'version'\. Did you mean 'versions'\?"
+    ):
         ARITHMETIC.find("version")
 
 
@@ -204,4 +236,8 @@ def test_a_class_derived_from_torchs_counts_as_torchs(lab):
     rule = lab.rule_called("mine", optimizers=("Adam",), because="why not")
     message = r"^weight rule 'mine' has no formula for AdamW: why not; it goes with Adam \(stage 0; source: a paper\)$"
     with pytest.raises(SettingError, match=message):
-        lab.make(lab.site_of(lab.mlp(), lab.line_of("stash", 0, 1, 1, 2), "mine", torch.optim.AdamW, rule=rule))
+        lab.make(
+            lab.site_of(
+                lab.mlp(), lab.line_of("stash", 0, 1, 1, 2), "mine", torch.optim.AdamW, rule=rule
+            )
+        )

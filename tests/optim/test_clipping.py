@@ -16,14 +16,18 @@ CPU = torch.device("cpu")
 def parameters(count, seed=0, dtype=torch.float32):
     """Of different sizes, with gradients; every fifth has none."""
     generator = torch.Generator().manual_seed(seed)
-    made = [nn.Parameter(torch.randn(1 + 7 * n, generator=generator).to(dtype)) for n in range(count)]
+    made = [
+        nn.Parameter(torch.randn(1 + 7 * n, generator=generator).to(dtype)) for n in range(count)
+    ]
     for number, parameter in enumerate(made):
         if number % 5 != 4:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
     return made
 
 
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(0, 99), st.floats(0.01, 100.0))
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(0, 99), st.floats(0.01, 100.0)
+)
 @settings(deadline=None, max_examples=40)
 def test_any_cut_clips_as_one_device_does_to_the_bit(lengths, seed, most):
     """The sum goes over parameters, in their order, whoever has computed their norms."""
@@ -55,4 +59,6 @@ def test_gradients_of_several_types_and_sparse_ones_count_like_the_others():
     low = parameters(1, dtype=torch.bfloat16)
     found = norms_of([embedding.weight, *low], CPU)
     dense = embedding.weight.grad.to_dense()
-    assert found.tolist() == pytest.approx([float(dense.norm()), float(low[0].grad.float().norm())], rel=1e-2)
+    assert found.tolist() == pytest.approx(
+        [float(dense.norm()), float(low[0].grad.float().norm())], rel=1e-2
+    )

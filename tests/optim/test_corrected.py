@@ -21,17 +21,26 @@ def reference(lab, line, module, optimizer, delay, decay=0.135, annealing=100.0)
         inputs, targets = lab.vectors(number)
         if kind == "F":
             read[number] = versions[-1]
-            losses.append(lab.gradient(module, versions[-1], versions[-1], inputs, targets, lab.squares)[0])
+            losses.append(
+                lab.gradient(module, versions[-1], versions[-1], inputs, targets, lab.squares)[0]
+            )
         elif kind == "B":
             estimate = [w - delay * d for w, d in zip(versions[-1], trend, strict=True)]
-            grads = lab.gradient(module, read.pop(number), estimate, inputs, targets, lab.squares)[1]
-            summed = grads if summed is None else [a + b for a, b in zip(summed, grads, strict=True)]
+            grads = lab.gradient(module, read.pop(number), estimate, inputs, targets, lab.squares)[
+                1
+            ]
+            summed = (
+                grads if summed is None else [a + b for a, b in zip(summed, grads, strict=True)]
+            )
         else:
             k = len(versions) - 1
             exponent = 1 - min(k / annealing, 1) if annealing else 0
-            versions.append(optimizer.step(versions[-1], summed, scale=1 / max(delay, 1) ** exponent))
+            versions.append(
+                optimizer.step(versions[-1], summed, scale=1 / max(delay, 1) ** exponent)
+            )
             trend = [
-                fading * d + (1 - fading) * (new - old) for d, new, old in zip(trend, versions[-1], versions[-2], strict=True)
+                fading * d + (1 - fading) * (new - old)
+                for d, new, old in zip(trend, versions[-1], versions[-2], strict=True)
             ]
             summed = None
     return losses, versions[-1]
@@ -58,7 +67,11 @@ def test_options_are_the_papers(lab, options):
     line = lab.line_of("pipemare", 0, 4, 1, batches=10)
     module = lab.mlp()
     losses, newest = reference(lab, line, module, lab.Sgd(0.02, 0.8), 3.0, **options)
-    weights = lab.make(lab.site_of(module, line, "pipemare", lab.PAIRS["momentum"][0], staleness=3.0, options=options))
+    weights = lab.make(
+        lab.site_of(
+            module, line, "pipemare", lab.PAIRS["momentum"][0], staleness=3.0, options=options
+        )
+    )
     assert lab.close(lab.play(module, weights, line.ops, lab.vectors, lab.squares), losses)
     weights.drain()
     assert lab.close(lab.values_of(module), newest)
@@ -69,9 +82,18 @@ def test_in_lock_step_the_delay_is_the_papers(lab):
     for stage in range(3):
         line = lab.line_of("pipemare", stage, 3, 2, batches=6)
         module = lab.mlp()
-        losses, newest = reference(lab, line, module, lab.Sgd(0.05), (2 * (3 - (stage + 1)) + 1) / 2)
+        losses, newest = reference(
+            lab, line, module, lab.Sgd(0.05), (2 * (3 - (stage + 1)) + 1) / 2
+        )
         weights = lab.make(
-            lab.site_of(module, line, "pipemare", lab.PAIRS["sgd"][0], staleness=99.0, options={"lockstep": 1.0})
+            lab.site_of(
+                module,
+                line,
+                "pipemare",
+                lab.PAIRS["sgd"][0],
+                staleness=99.0,
+                options={"lockstep": 1.0},
+            )
         )
         assert lab.close(lab.play(module, weights, line.ops, lab.vectors, lab.squares), losses)
         weights.drain()
@@ -83,7 +105,9 @@ def test_an_estimate_goes_back_by_the_delay_when_weights_move_evenly(lab):
     module = nn.Linear(2, 2).double()
     line = lab.line_of("pipemare", 0, 4, 1, batches=60)
     options = {"annealing": 0.0}
-    weights = lab.make(lab.site_of(module, line, "pipemare", lab.PAIRS["sgd"][0], staleness=3.0, options=options))
+    weights = lab.make(
+        lab.site_of(module, line, "pipemare", lab.PAIRS["sgd"][0], staleness=3.0, options=options)
+    )
     seen = {}
     for kind, number in line.ops:
         if kind == "F":
@@ -140,7 +164,9 @@ def test_an_option_that_makes_no_sense_is_refused(lab, options, facts, message):
     from dataclasses import replace
 
     line = lab.line_of("pipemare", 0, 3, 1, batches=6)
-    site = replace(lab.site_of(lab.mlp(), line, "pipemare", lab.PAIRS["sgd"][0], options=options), **facts)
+    site = replace(
+        lab.site_of(lab.mlp(), line, "pipemare", lab.PAIRS["sgd"][0], options=options), **facts
+    )
     with pytest.raises(SettingError, match=message):
         lab.make(site)
 
@@ -156,6 +182,7 @@ def test_an_optimizer_without_a_learning_rate_is_refused(lab):
             return closure
 
     with pytest.raises(
-        SettingError, match=r"'pipemare' has no formula for Still: .*; it reschedules the learning rate, and this one has no"
+        SettingError,
+        match=r"'pipemare' has no formula for Still: .*; it reschedules the learning rate, and this one has no",
     ):
         lab.make(lab.site_of(lab.mlp(), lab.line_of("pipemare", 0, 3, 1, 4), "pipemare", Still))

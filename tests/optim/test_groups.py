@@ -10,7 +10,9 @@ from penstock.optim.groups import Groups
 
 def named():
     """Three trainable parameters and a frozen one."""
-    made = {name: nn.Parameter(torch.ones(1)) for name in ("a.weight", "a.bias", "b.weight", "b.bias")}
+    made = {
+        name: nn.Parameter(torch.ones(1)) for name in ("a.weight", "a.bias", "b.weight", "b.bias")
+    }
     made["b.weight"].requires_grad_(False)
     return made
 
@@ -33,8 +35,13 @@ def test_a_stage_has_all_groups_some_of_them_empty():
     held = named()
     groups = Groups.of(by_kind, held.items())
     groups.know({held["b.bias"]: "b.bias"})
-    optimizer = groups.factory(lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.3))([held["b.bias"]])
-    assert [(len(g["params"]), g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0, 0.5, 0.3), (1, 0.1, 0.0)]
+    optimizer = groups.factory(lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.3))(
+        [held["b.bias"]]
+    )
+    assert [(len(g["params"]), g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        (0, 0.5, 0.3),
+        (1, 0.1, 0.0),
+    ]
     held["b.bias"].grad = torch.ones(1)
     optimizer.step()
     assert torch.allclose(held["b.bias"], torch.tensor([0.9]))

@@ -18,7 +18,9 @@ def test_gradients_are_those_of_old_activations_and_the_newest_weights(lab):
     This is what `none` means, and what its convergence suffers from.
     """
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    module = nn.Sequential(
+        nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3)
+    ).double()
     line = lab.line_of("none", stage=0, stages=4, micro_batches=1, batches=10)
     weights = lab.make(lab.site_of(module, line, "none", lambda ps: torch.optim.SGD(ps, lr=0.1)))
     matrices = [value.numpy().copy() for value in lab.values_of(module)]
@@ -53,13 +55,18 @@ def test_gradients_are_those_of_old_activations_and_the_newest_weights(lab):
     lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 4)),
     lambda: nn.Sequential(nn.Flatten(), nn.Unflatten(1, (16, 8)), nn.GRU(8, 4, batch_first=True), First(), nn.LayerNorm(4))],
     ids=["convolutions", "recurrent"])  # fmt: skip
-def test_a_graph_in_flight_finds_weights_as_a_change_in_place_under_plain_pytorch_leaves_them(lab, make, factory):
+def test_a_graph_in_flight_finds_weights_as_a_change_in_place_under_plain_pytorch_leaves_them(
+    lab, make, factory
+):
     """Some layers save the weight, some a view of it, some what they have made of it: to each its own, as in plain PyTorch."""
     torch.manual_seed(0)
     module = make()
     plain = copy.deepcopy(module)
     line = lab.line_of("none", stage=0, stages=3, micro_batches=2, batches=5)
-    data = lambda n: (torch.randn(3, 2, 8, 8, generator=torch.Generator().manual_seed(n)), torch.ones(1))  # noqa: E731
+    data = lambda n: (  # noqa: E731
+        torch.randn(3, 2, 8, 8, generator=torch.Generator().manual_seed(n)),
+        torch.ones(1),
+    )
     weights = lab.make(lab.site_of(module, line, "none", factory))
     losses = lab.play(module, weights, line.ops, data, lab.squares)
 
@@ -136,7 +143,9 @@ def test_with_a_flush_a_graph_that_outlives_its_update_is_still_refused_by_autog
     """Nothing of a synchronous batch may be in flight then: PyTorch's own check stays on."""
     module = lab.mlp()
     line = lab.line_of("none", stage=0, stages=1, micro_batches=1, batches=2)
-    weights = lab.make(lab.site_of(module, line, "flush", lab.PAIRS["sgd"][0], rule=weight_rule("flush")))
+    weights = lab.make(
+        lab.site_of(module, line, "flush", lab.PAIRS["sgd"][0], rule=weight_rule("flush"))
+    )
     graph = lab.squares(module(lab.vectors(0)[0]), lab.vectors(0)[1])
     graph.backward(retain_graph=True)
     weights.update(1)

@@ -78,5 +78,8 @@ def test_what_a_checkpoint_cannot_hold_is_refused():
     ps = parameters()
     optimizer = Counting(ps, kept=[1])
     optimizer.step()
-    with pytest.raises(SettingError, match=r"Counting keeps a list as 'kept': a checkpoint can hold tensors and plain numbers"):
+    with pytest.raises(
+        SettingError,
+        match=r"Counting keeps a list as 'kept': a checkpoint can hold tensors and plain numbers",
+    ):
         optimizer_state(optimizer, ps)

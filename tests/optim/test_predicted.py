@@ -10,7 +10,18 @@ from penstock.errors import RunError, SettingError
 from penstock.weights.reads import Reads
 
 #: (stage, stages, micro-batches)
-PLACES = [(0, 1, 1), (0, 2, 1), (0, 4, 1), (2, 4, 1), (3, 4, 1), (0, 4, 2), (1, 4, 2), (0, 3, 3), (1, 4, 4), (3, 4, 2)]
+PLACES = [
+    (0, 1, 1),
+    (0, 2, 1),
+    (0, 4, 1),
+    (2, 4, 1),
+    (3, 4, 1),
+    (0, 4, 2),
+    (1, 4, 2),
+    (0, 3, 3),
+    (1, 4, 4),
+    (3, 4, 2),
+]
 
 
 def moved(side, way="ahead"):
@@ -47,7 +58,9 @@ def agree(lab, name, place, pair, forward, backward, **facts):
     line = lab.line_of(name, *place, batches=9)
     module, data = facts.pop("module", lab.mlp()), facts.pop("data", lab.vectors)
     factory, formula = lab.PAIRS[pair] if isinstance(pair, str) else pair
-    losses, newest = lab.literal(module, line, data, lab.squares, formula(), forward(line), backward(line))
+    losses, newest = lab.literal(
+        module, line, data, lab.squares, formula(), forward(line), backward(line)
+    )
     weights = lab.make(lab.site_of(module, line, name, factory, **facts))
     before = [parameter.data_ptr() for parameter in module.parameters()]
     assert lab.close(lab.play(module, weights, line.ops, data, lab.squares), losses)
@@ -68,15 +81,28 @@ def test_spectrain_with_dampening_is_the_papers_exponential_average(lab):
     class Paper(lab.Sgd):
         def step(self, weights, grads, scale=1.0):
             g = self.momentum
-            self.v = grads if self.v is None else [g * v + (1 - g) * new for v, new in zip(self.v, grads, strict=True)]
+            self.v = (
+                grads
+                if self.v is None
+                else [g * v + (1 - g) * new for v, new in zip(self.v, grads, strict=True)]
+            )
             return [w - self.lr * v for w, v in zip(weights, self.v, strict=True)]
 
     factory = lambda ps: torch.optim.SGD(ps, lr=0.3, momentum=0.9, dampening=0.9)  # noqa: E731
-    agree(lab, "spectrain", (0, 4, 1), (factory, lambda: Paper(0.3, 0.9)), moved("forward"), moved("backward"))
+    agree(
+        lab,
+        "spectrain",
+        (0, 4, 1),
+        (factory, lambda: Paper(0.3, 0.9)),
+        moved("forward"),
+        moved("backward"),
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("pair", "extra"), [("adam", 3.0), ("adamw", 3.0), ("adam", 1.0), ("adam", 2.0)])
+@pytest.mark.parametrize(
+    ("pair", "extra"), [("adam", 3.0), ("adamw", 3.0), ("adam", 1.0), ("adam", 2.0)]
+)
 def test_xpipe_predicts_once_for_all_micro_batches_of_a_batch(lab, place, pair, extra):
     """The bellwether's prediction is read by the others even when an update has come between, which it does not take part in."""
     sides = [lambda line, side=side: bellwether(line, side) for side in ("forward", "backward")]
@@ -97,8 +123,13 @@ def test_layers_that_save_their_weights_as_they_are_find_what_the_backward_reads
     """Convolutions and norms save the parameter, linear layers a view of it, weight norm what it has made of two."""
     torch.manual_seed(0)
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 4))
-    module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Flatten(), normed).double()
-    data = lambda n: (torch.randn(3, 2, 6, 6, generator=torch.Generator().manual_seed(n), dtype=torch.float64), torch.ones(1))  # noqa: E731
+    module = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Flatten(), normed
+    ).double()
+    data = lambda n: (  # noqa: E731
+        torch.randn(3, 2, 6, 6, generator=torch.Generator().manual_seed(n), dtype=torch.float64),
+        torch.ones(1),
+    )
     agree(lab, rule, (2, 4, 1) if rule == "spectrain" else (0, 4, 2), "momentum", moved("forward"), moved("backward"),
           module=module, data=data)  # fmt: skip
 
@@ -122,7 +153,8 @@ def test_a_forward_that_reads_ahead_reads_what_the_next_updates_make_if_gradient
 
 
 @pytest.mark.parametrize(
-    "options", [{"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}, {"maximize": True}]
+    "options",
+    [{"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}, {"maximize": True}],
 )
 def test_every_way_to_run_adam_is_foreseen(lab, options):
     """Single, for each, fused: they keep the same state; the square is the largest so far with amsgrad."""
@@ -134,11 +166,16 @@ def test_every_way_to_run_adam_is_foreseen(lab, options):
     lab.play(module, weights, line.ops, lab.vectors, lab.squares)
     weights.drain()
     before = lab.values_of(module)
-    state = {p: {key: value.clone() for key, value in kept.items()} for p, kept in optimizer.state.items()}
+    state = {
+        p: {key: value.clone() for key, value in kept.items()}
+        for p, kept in optimizer.state.items()
+    }
     weights.before_forward(0)
     for parameter, old, kept in zip(module.parameters(), before, state.values(), strict=True):
         step = kept["step"].item()
-        square = kept["max_exp_avg_sq" if "amsgrad" in options else "exp_avg_sq"] / (1 - 0.999**step)
+        square = kept["max_exp_avg_sq" if "amsgrad" in options else "exp_avg_sq"] / (
+            1 - 0.999**step
+        )
         wanted = old - 0.01 * (kept["exp_avg"] / (1 - 0.9**step)) / (square.sqrt() + 1e-8)
         assert torch.allclose(parameter.data, wanted, rtol=1e-12)
 
@@ -146,7 +183,11 @@ def test_every_way_to_run_adam_is_foreseen(lab, options):
 def test_each_group_of_parameters_is_moved_at_its_own_learning_rate(lab):
     """And by its own formula: one group may have momentum and another none."""
     module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double()
-    groups = lambda ps: torch.optim.SGD([{"params": ps[:2], "lr": 0.1, "momentum": 0.9}, {"params": ps[2:], "lr": 0.01}])  # noqa: E731
+
+    def groups(ps):
+        fast = {"params": ps[:2], "lr": 0.1, "momentum": 0.9}
+        return torch.optim.SGD([fast, {"params": ps[2:], "lr": 0.01}])
+
     line = lab.Line(0, 1, 1, 8, lambda at: Reads(at.at_forward, at.at_backward, 2, 0))
     weights = lab.make(lab.site_of(module, line, "pipeoptim", groups))
     for version in (1, 2):
@@ -181,7 +222,9 @@ def test_a_stage_that_predicts_nothing_takes_no_more_memory_than_its_weights(lab
         weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS["momentum"][0]))
         lab.play(module, weights, line.ops, lab.vectors, lab.squares)
         assert weights.peak_versions == 1
-        held.append(weights.held_bytes() / sum(parameter.nbytes for parameter in module.parameters()))
+        held.append(
+            weights.held_bytes() / sum(parameter.nbytes for parameter in module.parameters())
+        )
     assert held == [2, 2, 2, 1]
 
 
@@ -219,7 +262,11 @@ REFUSED = [
         lambda ps: torch.optim.SGD(ps, lr=0.1),
         r"'spectrain' has no formula for SGD with momentum=0: its paper .*; give it mo",
     ),
-    ("spectrain", lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True), r"SGD with nesterov=True"),
+    (
+        "spectrain",
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+        r"SGD with nesterov=True",
+    ),
     (
         "spectrain",
         torch.optim.Adam,
@@ -247,7 +294,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("rule", "factory", "message"), REFUSED)
-def test_an_optimizer_that_the_paper_has_no_formula_for_is_refused_with_the_reason(lab, rule, factory, message):
+def test_an_optimizer_that_the_paper_has_no_formula_for_is_refused_with_the_reason(
+    lab, rule, factory, message
+):
     """A prediction in a wrong direction trains, and worse: nobody would notice."""
     with pytest.raises(SettingError, match=message):
         lab.make(lab.site_of(lab.mlp(), lab.line_of(rule, 0, 2, 1, 4), rule, factory))
@@ -257,9 +306,13 @@ def test_a_users_rule_that_predicts_does_so_with_the_optimizers_own_formula_or_i
     """A rule of another name has no entry of its own."""
     line = lab.Line(0, 2, 1, 4, lambda at: Reads(at.at_forward, at.at_backward, 1, 1))
     rule = lab.rule_called("mine", arithmetic="predicted")
-    assert lab.make(lab.site_of(lab.mlp(), line, "mine", lab.PAIRS["adam"][0], rule=rule)).versions == 1
+    assert (
+        lab.make(lab.site_of(lab.mlp(), line, "mine", lab.PAIRS["adam"][0], rule=rule)).versions
+        == 1
+    )
     with pytest.raises(
-        SettingError, match=r"'mine' has no formula for Adagrad: .*; those it has are for SGD, Adam, AdamW, RMSprop"
+        SettingError,
+        match=r"'mine' has no formula for Adagrad: .*; those it has are for SGD, Adam, AdamW, RMSprop",
     ):
         lab.make(lab.site_of(lab.mlp(), line, "mine", torch.optim.Adagrad, rule=rule))
 
@@ -268,4 +321,6 @@ def test_complex_weights_are_refused_where_the_formula_takes_roots(lab):
     """torch's Adam takes their parts apart; the formula has no word on them."""
     module = nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(SettingError, match=r"Adam on complex weights: .*; it is for real ones"):
-        lab.make(lab.site_of(module, lab.line_of("pipeoptim", 0, 2, 1, 4), "pipeoptim", torch.optim.Adam))
+        lab.make(
+            lab.site_of(module, lab.line_of("pipeoptim", 0, 2, 1, 4), "pipeoptim", torch.optim.Adam)
+        )

@@ -22,19 +22,28 @@ def test_it_is_the_formula_however_it_is_cut(monkeypatch, most):
     """Long tensors go row by row; short ones together; scalars and empty ones count."""
     monkeypatch.setattr(ratio, "_ON_CPU", most)
     changed, numerators, squares = tensors(0), tensors(1), tensors(2)
-    wanted = [w - 0.3 * n / (q.sqrt() + 1e-3) for w, n, q in zip(changed, numerators, squares, strict=True)]
+    wanted = [
+        w - 0.3 * n / (q.sqrt() + 1e-3)
+        for w, n, q in zip(changed, numerators, squares, strict=True)
+    ]
     adder = Ratio()
     for _ in range(2):
         found = [tensor.clone() for tensor in changed]
         adder.add("these", found, (numerators, squares), 1e-3, -0.3)
-        assert all(torch.allclose(a, b, rtol=1e-14, atol=0) for a, b in zip(found, wanted, strict=True))
-    assert adder.held_bytes() <= 8 * max(most, 300, sum(map(torch.numel, squares)) if most == 10_000 else 0)
+        assert all(
+            torch.allclose(a, b, rtol=1e-14, atol=0) for a, b in zip(found, wanted, strict=True)
+        )
+    assert adder.held_bytes() <= 8 * max(
+        most, 300, sum(map(torch.numel, squares)) if most == 10_000 else 0
+    )
 
 
 def test_layouts_and_types_may_differ():
     """Convolutions' weights with channels last, and half of the model in single precision."""
     shapes = [(4, 3, 2, 2), (5, 6)]
-    changed, numerators, squares = ([*tensors(n, shapes), *tensors(n, shapes, torch.float32)] for n in range(3))
+    changed, numerators, squares = (
+        [*tensors(n, shapes), *tensors(n, shapes, torch.float32)] for n in range(3)
+    )
     for row in (changed, numerators, squares):
         row[0] = row[0].to(memory_format=torch.channels_last)
         row[1] = row[1].t().contiguous().t()
@@ -48,7 +57,9 @@ def test_several_sets_of_tensors_share_the_room():
     adder = Ratio()
     for key, shapes in (("small", [(2,)]), ("large", [(9, 9)]), ("small", [(2,)])):
         changed, numerators, squares = (tensors(n, shapes) for n in range(3))
-        wanted = [w + n / (q.sqrt() + 1) for w, n, q in zip(changed, numerators, squares, strict=True)]
+        wanted = [
+            w + n / (q.sqrt() + 1) for w, n, q in zip(changed, numerators, squares, strict=True)
+        ]
         adder.add(key, changed, (numerators, squares), 1, 1)
         assert all(torch.allclose(a, b) for a, b in zip(changed, wanted, strict=True))
     assert adder.held_bytes() == 8 * 81

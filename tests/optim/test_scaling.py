@@ -24,7 +24,12 @@ CPU = torch.device("cpu")
 @settings(deadline=None, max_examples=40)
 def test_scales_and_steps_are_torchs_own(story, start, growth, backoff, interval):
     """Also where a scale could only grow to infinity: torch leaves it then."""
-    options = {"init_scale": start, "growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
+    options = {
+        "init_scale": start,
+        "growth_factor": growth,
+        "backoff_factor": backoff,
+        "growth_interval": interval,
+    }
     ours, theirs = LossScaler(options), torch.amp.GradScaler("cpu", **options)
     mine, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([other], lr=0.1)
@@ -78,5 +83,7 @@ def test_a_saved_scale_that_is_none_is_refused(scale):
     """A file is data from outside."""
     with pytest.raises(SettingError, match="the scale of a saved scaler is above 0"):
         LossScaler({}).load_state_dict({"scale": scale, "steps": 0, "skipped": 0})
-    with pytest.raises(SettingError, match=r"growth_interval is a number of steps, 1 or more, not 0\.5"):
+    with pytest.raises(
+        SettingError, match=r"growth_interval is a number of steps, 1 or more, not 0\.5"
+    ):
         LossScaler({"growth_interval": 0.5})

@@ -16,7 +16,10 @@ from penstock.optim.schedulers import Schedulers, stand_in
 
 def optimizers(*groups):
     """One for each number of groups."""
-    return [SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(count)], lr=1.0, momentum=0.9) for count in groups]
+    return [
+        SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(count)], lr=1.0, momentum=0.9)
+        for count in groups
+    ]
 
 
 def stepped(schedulers, held, times):
@@ -42,7 +45,9 @@ def test_a_state_goes_into_optimizers_that_have_other_groups():
     found = Schedulers(lambda optimizer: MultiStepLR(optimizer, [2, 3], gamma=0.5), held)
     stepped(found, held, 3)
     others = optimizers(1, 2)
-    restored = Schedulers(lambda optimizer: MultiStepLR(optimizer, [2, 3], gamma=0.5), others, found.as_json())
+    restored = Schedulers(
+        lambda optimizer: MultiStepLR(optimizer, [2, 3], gamma=0.5), others, found.as_json()
+    )
     assert restored.get_last_lr() == [1.0]
     assert [group["lr"] for group in others[1].param_groups] == [0.25, 0.25]
     assert restored.state_dict()["last_epoch"] == 3
@@ -52,7 +57,11 @@ def test_the_best_metric_so_far_is_kept_and_infinity_with_it():
     """JSON as Python writes it has infinities, and a plateau begins with one."""
     held = optimizers(1)
     found = Schedulers(lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.1), held)
-    again = Schedulers(lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.1), optimizers(1), found.as_json())
+    again = Schedulers(
+        lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.1),
+        optimizers(1),
+        found.as_json(),
+    )
     assert again.state_dict()["best"] == float("inf")
     found.step(torch.tensor(2.0))
     found.step(torch.tensor(3.0))
@@ -80,5 +89,7 @@ class Odd(LRScheduler):
 
 def test_a_state_that_no_checkpoint_can_hold_is_refused_by_its_class():
     """Before a file is written without it."""
-    with pytest.raises(SettingError, match="the state of Odd cannot go into a checkpoint: Object of type object"):
+    with pytest.raises(
+        SettingError, match="the state of Odd cannot go into a checkpoint: Object of type object"
+    ):
         Schedulers(Odd, optimizers(1)).as_json()

@@ -97,7 +97,9 @@ def test_the_optimizer_gets_the_parameters_that_want_gradients_in_a_list():
     assert held[1].grad is not None
 
 
-@pytest.mark.parametrize("held", [[], [nn.Parameter(torch.ones(1), requires_grad=False)]], ids=["no weights", "frozen"])
+@pytest.mark.parametrize(
+    "held", [[], [nn.Parameter(torch.ones(1), requires_grad=False)]], ids=["no weights", "frozen"]
+)
 def test_a_stage_with_nothing_to_train_has_no_optimizer(held):
     """Torch's optimizers refuse an empty list; a stage of ReLUs and pools is legal."""
 
@@ -119,7 +121,8 @@ def test_what_is_no_optimizer_is_refused_with_its_kind(made, kind):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda found: torch.optim.Adam(found, lr=0.1), lambda found: SGD(found, lr=0.1, momentum=0.9)]
+    "make",
+    [lambda found: torch.optim.Adam(found, lr=0.1), lambda found: SGD(found, lr=0.1, momentum=0.9)],
 )
 def test_any_optimizer_of_torchs_keeps_its_state_from_step_to_step(make):
     """Momentum is per stage, and must survive between batches."""

@@ -54,7 +54,10 @@ class Bilinear(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Parameter(torch.randn(6, 3) / 3), nn.Parameter(torch.randn(3, 6) / 3)
+        self.one, self.two = (
+            nn.Parameter(torch.randn(6, 3) / 3),
+            nn.Parameter(torch.randn(3, 6) / 3),
+        )
 
     def forward(self, x):
         return x @ (self.one @ self.two)
@@ -117,7 +120,10 @@ def stashed(module, line, data, factory):
     for kind, number in line.ops:
         if kind == "F":
             reader = copy.deepcopy(versions[line.use(number).reads.forward])
-            for name, buffer in latest.named_buffers():  # buffers are no weights: the latest are everybody's
+            for (
+                name,
+                buffer,
+            ) in latest.named_buffers():  # buffers are no weights: the latest are everybody's
                 reader.get_buffer(name).copy_(buffer)
             reader.calls = getattr(latest, "calls", 0)
             inputs, targets = data(number)
@@ -130,7 +136,9 @@ def stashed(module, line, data, factory):
             grads[number] = [parameter.grad for parameter in reader.parameters()]
             for parameter, grad in zip(newest.parameters(), grads[number], strict=True):
                 if grad is not None:
-                    parameter.grad = grad.clone() if parameter.grad is None else parameter.grad + grad
+                    parameter.grad = (
+                        grad.clone() if parameter.grad is None else parameter.grad + grad
+                    )
         else:
             optimizer.step()
             optimizer.zero_grad()
@@ -140,7 +148,9 @@ def stashed(module, line, data, factory):
 
 @pytest.mark.parametrize("factory", FACTORIES)
 @pytest.mark.parametrize("name", MODULES)
-def test_a_backward_gives_bit_for_bit_the_gradients_of_the_version_that_its_forward_read(lab, name, factory):
+def test_a_backward_gives_bit_for_bit_the_gradients_of_the_version_that_its_forward_read(
+    lab, name, factory
+):
     """Updates come between a forward and its backward, and no graph in flight may notice: layers save weights in many ways."""
     make, data = MODULES[name]
     torch.manual_seed(0)
@@ -153,7 +163,10 @@ def test_a_backward_gives_bit_for_bit_the_gradients_of_the_version_that_its_forw
     assert all(map(torch.equal, losses, wanted_losses))
     for number, grads in wanted.items():
         for parameter, a, b in zip(module.parameters(), found[number], grads, strict=True):
-            assert (a is None and b is None) if a is None or b is None else torch.equal(a, b), (number, parameter.shape)
+            assert (a is None and b is None) if a is None or b is None else torch.equal(a, b), (
+                number,
+                parameter.shape,
+            )
     weights.drain()
     assert all(map(torch.equal, module.parameters(), wanted_weights))
     assert weights.peak_versions == 3
@@ -161,8 +174,12 @@ def test_a_backward_gives_bit_for_bit_the_gradients_of_the_version_that_its_forw
 
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd with decay", "momentum", "adam", "adamw"])
 @pytest.mark.parametrize("rule", ["stash", "vertical-sync", "double-buffer"])
-@pytest.mark.parametrize(("stage", "stages", "micro_batches"), [(0, 3, 1), (1, 4, 1), (0, 3, 2), (2, 3, 3), (0, 3, 4)])
-def test_a_stream_does_what_the_published_equation_says(lab, rule, optimizer, stage, stages, micro_batches):
+@pytest.mark.parametrize(
+    ("stage", "stages", "micro_batches"), [(0, 3, 1), (1, 4, 1), (0, 3, 2), (2, 3, 3), (0, 3, 4)]
+)
+def test_a_stream_does_what_the_published_equation_says(
+    lab, rule, optimizer, stage, stages, micro_batches
+):
     """Every version is explicit in the reference, and the optimizer is its formula."""
     if rule == "double-buffer" and micro_batches < stages:
         micro_batches = stages
@@ -188,7 +205,9 @@ def test_as_many_versions_are_kept_as_are_read(lab, rule, stages, micro_batches,
         weights = lab.make(lab.site_of(module, line, rule, lab.PAIRS["momentum"][0]))
         lab.play(module, weights, line.ops, lab.vectors, lab.squares)
         found.append(weights.peak_versions)
-        bytes_held.append(weights.held_bytes() / sum(parameter.nbytes for parameter in module.parameters()))
+        bytes_held.append(
+            weights.held_bytes() / sum(parameter.nbytes for parameter in module.parameters())
+        )
         weights.drain()
         assert weights.versions == 1
     assert found == kept
@@ -204,7 +223,11 @@ def test_versions_share_what_no_update_has_touched(lab):
     lab.play(frozen, weights, line.ops, rows, nn.functional.mse_loss)
     own = [module.enter.weight, module.enter.bias, module.back.bias]
     assert weights.peak_versions == 4
-    most = sum(parameter.nbytes for parameter in own) * 4 + module.sometimes.nbytes * 4 + module.never.nbytes
+    most = (
+        sum(parameter.nbytes for parameter in own) * 4
+        + module.sometimes.nbytes * 4
+        + module.never.nbytes
+    )
     assert most - module.sometimes.nbytes * 2 <= weights.held_bytes() < most
 
 
@@ -215,7 +238,9 @@ def test_a_stage_that_never_updates_holds_one_version(lab):
     weights = lab.make(lab.site_of(module, line, "stash", lab.PAIRS["adam"][0]))
     before = [parameter.data_ptr() for parameter in module.parameters()]
     for kind, number in line.ops:
-        {"F": weights.before_forward, "B": weights.before_backward, "U": weights.update}[kind](number)
+        {"F": weights.before_forward, "B": weights.before_backward, "U": weights.update}[kind](
+            number
+        )
     assert (weights.versions, weights.peak_versions) == (1, 1)
     assert weights.held_bytes() == sum(parameter.nbytes for parameter in module.parameters())
     assert [parameter.data_ptr() for parameter in module.parameters()] == before
@@ -283,14 +308,18 @@ def test_a_layer_may_move_its_weights_in_its_forward(lab):
 
 @pytest.mark.parametrize("make", [lambda lab: (lab.mlp(), lab.vectors), lambda lab: (MODULES["convolutions"][0]().double(), None)],
                          ids=["linear", "convolutions"])  # fmt: skip
-def test_a_rule_whose_backward_reads_another_version_than_its_forward_finds_it_in_all_that_was_saved(lab, make):
+def test_a_rule_whose_backward_reads_another_version_than_its_forward_finds_it_in_all_that_was_saved(
+    lab, make
+):
     """A user's rule may cap how old weights get. Linear layers save a view of the weight, convolutions the parameter itself."""
     module, data = make(lab)
     data = data or (lambda n: tuple(each.double() for each in images(n)))
     for part in module.modules():
         if isinstance(part, nn.BatchNorm2d):
             part.momentum = 0.0
-    line = lab.Line(0, 4, 1, 9, lambda at: Reads(at.at_forward, max(at.at_forward, at.at_backward - 1)))
+    line = lab.Line(
+        0, 4, 1, 9, lambda at: Reads(at.at_forward, max(at.at_forward, at.at_backward - 1))
+    )
     losses, newest = lab.literal(module, line, data, lab.squares, lab.Sgd(0.02, 0.8))
     weights = lab.make(lab.site_of(module, line, "capped", lab.PAIRS["momentum"][0]))
     assert lab.close(lab.play(module, weights, line.ops, data, lab.squares), losses)
@@ -339,7 +368,8 @@ def test_a_version_that_was_let_go_or_not_made_yet_is_named_with_those_that_are_
     line.use = lambda number: replace(use, reads=Reads(number // 2, number // 2), next_forward=2)
     weights = lab.make(lab.site_of(module, line, "stash", FACTORIES["momentum"]))
     with pytest.raises(
-        RunError, match=r"stage 0: micro-batch 6 reads weight version 3, which has not been made yet; held are 0\. The pro"
+        RunError,
+        match=r"stage 0: micro-batch 6 reads weight version 3, which has not been made yet; held are 0\. The pro",
     ):
         weights.before_forward(6)
     weights.drain()
@@ -348,7 +378,8 @@ def test_a_version_that_was_let_go_or_not_made_yet_is_named_with_those_that_are_
     module.weight.grad = torch.ones(2, 2)
     weights.update(1)
     with pytest.raises(
-        RunError, match=r"micro-batch 1 reads weight version 0, which was let go, since nothing in flight .*; held are 1\."
+        RunError,
+        match=r"micro-batch 1 reads weight version 0, which was let go, since nothing in flight .*; held are 1\.",
     ):
         weights.before_forward(1)
 
@@ -364,4 +395,6 @@ def test_a_drain_lets_go_whatever_was_in_flight(lab):
     weights.drain()
     assert weights.versions == 1
     lab.play(module, weights, line.ops, lab.vectors, lab.squares)
-    assert weights.held_bytes() <= max(held, 4 * sum(parameter.nbytes for parameter in module.parameters()))
+    assert weights.held_bytes() <= max(
+        held, 4 * sum(parameter.nbytes for parameter in module.parameters())
+    )

@@ -26,7 +26,11 @@ class Exchange:
                 row[self.mine].put((wave, [tensor.clone() for tensor in tensors]))
 
     def take_in(self, wave):
-        found = [self.queues[self.mine][other].get(timeout=20) for other in range(self.copies) if other != self.mine]
+        found = [
+            self.queues[self.mine][other].get(timeout=20)
+            for other in range(self.copies)
+            if other != self.mine
+        ]
         assert [number for number, _ in found] == [wave] * len(found)
         return [tensors for _, tensors in found]
 
@@ -76,11 +80,15 @@ class Literal:
             if kind == "F":
                 self.read[number] = self.newest
                 self.losses.append(
-                    self.lab.gradient(self.module, self.newest, self.newest, inputs, targets, self.lab.squares)[0]
+                    self.lab.gradient(
+                        self.module, self.newest, self.newest, inputs, targets, self.lab.squares
+                    )[0]
                 )
             elif kind == "B":
                 own = self.read.pop(number)
-                grads = self.lab.gradient(self.module, own, own, inputs, targets, self.lab.squares)[1]
+                grads = self.lab.gradient(self.module, own, own, inputs, targets, self.lab.squares)[
+                    1
+                ]
             else:
                 self.newest = self.optimizer.step(self.newest, grads)
                 if number == until:
@@ -141,7 +149,10 @@ def test_streams_do_what_the_published_rule_says(lab, batches, length, distance,
     lines = lines_of(lab, 0, min(length, 3), batches)
     modules = [lab.mlp() for _ in batches]
     factory, formula = lab.PAIRS[pair]
-    plain = [Literal(lab, line, lab.mlp(), data_of(lab, count, c), formula()) for c, line in enumerate(lines)]
+    plain = [
+        Literal(lab, line, lab.mlp(), data_of(lab, count, c), formula())
+        for c, line in enumerate(lines)
+    ]
     reference(waves, plain)
     ends = exchanges(count)
     copies = [lab.make(lab.site_of(module, line, "hetpipe", factory, waves=waves, exchange=end))
@@ -149,7 +160,9 @@ def test_streams_do_what_the_published_rule_says(lab, batches, length, distance,
     losses = [[] for _ in batches]
 
     def job(c):
-        losses[c] += lab.play(modules[c], copies[c], lines[c].ops, data_of(lab, count, c), lab.squares)
+        losses[c] += lab.play(
+            modules[c], copies[c], lines[c].ops, data_of(lab, count, c), lab.squares
+        )
         copies[c].drain()
 
     together([lambda c=c: job(c) for c in range(count)])
@@ -189,13 +202,20 @@ def test_versions_are_stashed_inside_a_copy_and_one_more_is_where_the_wave_began
     lines = lines_of(lab, 0, 3, (9, 9))
     copies = [lab.make(lab.site_of(module, line, "hetpipe", lab.PAIRS["momentum"][0], waves=waves, exchange=end))
               for module, line, end in zip(modules, lines, ends, strict=True)]  # fmt: skip
-    together([lambda c=c: lab.play(modules[c], copies[c], lines[c].ops, lab.vectors, lab.squares) for c in range(2)])
+    together(
+        [
+            lambda c=c: lab.play(modules[c], copies[c], lines[c].ops, lab.vectors, lab.squares)
+            for c in range(2)
+        ]
+    )
     size = sum(parameter.nbytes for parameter in modules[0].parameters())
     assert copies[0].peak_versions == 3
     assert copies[0].held_bytes() == 4 * size
 
 
-def test_a_weight_that_only_the_others_have_trained_is_taken_in_without_changing_older_versions(lab):
+def test_a_weight_that_only_the_others_have_trained_is_taken_in_without_changing_older_versions(
+    lab,
+):
     """Versions share what a copy has not touched itself; the sum of the others must not reach into the past."""
     ends = exchanges(2)
     modules = [nn.ParameterList([torch.zeros(2), torch.zeros(2)]) for _ in range(2)]
@@ -221,7 +241,16 @@ def test_a_copy_alone_has_nobody_to_tell(lab):
     """One virtual worker is a plain stash."""
     module = lab.mlp()
     line = lab.line_of("hetpipe", 0, 2, 1, 5)
-    weights = lab.make(lab.site_of(module, line, "hetpipe", lab.PAIRS["sgd"][0], waves=Waves(2, 1), exchange=exchanges(1)[0]))
+    weights = lab.make(
+        lab.site_of(
+            module,
+            line,
+            "hetpipe",
+            lab.PAIRS["sgd"][0],
+            waves=Waves(2, 1),
+            exchange=exchanges(1)[0],
+        )
+    )
     losses, newest = lab.literal(module, line, lab.vectors, lab.squares, lab.Sgd(0.05))
     assert lab.close(lab.play(module, weights, line.ops, lab.vectors, lab.squares), losses)
     weights.drain()

@@ -29,7 +29,9 @@ def test_bounds_are_those_of_deepspeed(weights, stages, bounds):
     assert [0, *accumulate(partition_balanced(weights, stages))] == bounds
 
 
-@pytest.mark.parametrize(("stages", "lengths"), [(2, [8, 17]), (4, [3, 4, 5, 13]), (8, [1, 1, 2, 2, 2, 3, 3, 11])])
+@pytest.mark.parametrize(
+    ("stages", "lengths"), [(2, [8, 17]), (4, [3, 4, 5, 13]), (8, [1, 1, 2, 2, 2, 3, 3, 11])]
+)
 def test_vgg_is_cut_as_deepspeed_cuts_it(vgg, stages, lengths):
     """LITERATURE 11.7, the column of DeepSpeed's algorithm."""
     assert partition_balanced(vgg.step_seconds(32), stages) == lengths
@@ -41,7 +43,9 @@ def test_two_stages_are_as_even_as_they_can_be(weights):
     """With two stages the state before the last is a single one, so nothing better can have been dropped."""
     if len(weights) > 1:
         first, second = stage_sums(weights, partition_balanced(weights, 2))
-        assert abs(first - second) == min(abs(sum(weights[:cut]) - sum(weights[cut:])) for cut in range(1, len(weights)))
+        assert abs(first - second) == min(
+            abs(sum(weights[:cut]) - sum(weights[cut:])) for cut in range(1, len(weights))
+        )
 
 
 @settings(deadline=None, max_examples=150)
@@ -53,7 +57,10 @@ def test_the_last_cut_is_the_best_for_the_cut_before_it(data):
     sums = stage_sums(weights, partition_balanced(weights, stages))
     difference = max(sums) - min(sums)
     for cut in range(stages - 1, len(weights)):
-        other = [*stage_sums(weights[:cut], partition_balanced(weights[:cut], stages - 1)), sum(weights[cut:])]
+        other = [
+            *stage_sums(weights[:cut], partition_balanced(weights[:cut], stages - 1)),
+            sum(weights[cut:]),
+        ]
         assert difference <= max(other) - min(other)
 
 
@@ -64,6 +71,8 @@ def test_the_answer_need_not_be_the_least_difference():
     best = min(
         max(other) - min(other)
         for cuts in combinations(range(1, len(weights)), stages - 1)
-        for other in [[sum(weights[a:b]) for a, b in zip((0, *cuts), (*cuts, len(weights)), strict=True)]]
+        for other in [
+            [sum(weights[a:b]) for a, b in zip((0, *cuts), (*cuts, len(weights)), strict=True)]
+        ]
     )
     assert (max(sums) - min(sums), best) == (4, 3)

@@ -22,7 +22,9 @@ def test_lengths_are_those_of_torchgpipe(costs, stages, lengths):
     assert block_partition(costs, stages) == lengths
 
 
-@pytest.mark.parametrize(("stages", "lengths"), [(2, [8, 17]), (4, [4, 4, 5, 12]), (8, [2, 2, 3, 2, 2, 2, 3, 9])])
+@pytest.mark.parametrize(
+    ("stages", "lengths"), [(2, [8, 17]), (4, [4, 4, 5, 12]), (8, [2, 2, 3, 2, 2, 2, 3, 9])]
+)
 def test_vgg_is_cut_as_torchgpipe_cuts_it(vgg, stages, lengths):
     """LITERATURE 11.7, the column of torchgpipe's algorithm."""
     assert block_partition(vgg.step_seconds(32), stages) == lengths
@@ -38,7 +40,9 @@ def test_of_several_lightest_stages_the_first_takes_as_in_torchgpipe(costs, stag
     assert block_partition(costs, stages) == lengths
 
 
-@pytest.mark.parametrize(("costs", "stages"), [([0, 0, 0, 0, 1, 1], 5), ([0, 0, 0, 1, 1], 4), ([1, 1, 3, 3], 3)])
+@pytest.mark.parametrize(
+    ("costs", "stages"), [([0, 0, 0, 0, 1, 1], 5), ([0, 0, 0, 1, 1], 4), ([1, 1, 3, 3], 3)]
+)
 def test_where_torchgpipe_hangs_or_empties_a_stage_the_papers_rule_takes_over(costs, stages):
     """torchgpipe never returns from the first, answers 4 1 -1 1 to the second and 3 0 1 to the third."""
     lengths = block_partition(costs, stages)
@@ -74,7 +78,10 @@ def test_no_stage_exceeds_the_lightest_by_more_than_the_spread_of_costs(data):
     lengths = block_partition(costs, data.draw(st.integers(1, len(costs))))
     low = min(costs)
     ends = list(accumulate(lengths))
-    sums = [sum(cost - low for cost in costs[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+    sums = [
+        sum(cost - low for cost in costs[end - length : end])
+        for end, length in zip(ends, lengths, strict=True)
+    ]
     assert min(lengths) >= 1
     assert ends[-1] == len(costs)
     assert max(sums) <= min(sums) + (max(costs) - low) * (1 + 1e-9)

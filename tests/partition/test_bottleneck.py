@@ -16,7 +16,13 @@ from penstock.partition.bottleneck import minimax, slowest
 from penstock.partition.catalogue import partition
 
 WHOLE = st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 1000))
-REAL = st.one_of(st.just(0.0), st.sampled_from([0.1, 0.2, 0.3]), st.floats(0, 1), st.floats(0, 1e-9), st.floats(0, 1e9))
+REAL = st.one_of(
+    st.just(0.0),
+    st.sampled_from([0.1, 0.2, 0.3]),
+    st.floats(0, 1),
+    st.floats(0, 1e-9),
+    st.floats(0, 1e9),
+)
 both_ways = pytest.mark.parametrize("overlap", [True, False])
 
 #: LITERATURE 11.7: stages, one optimal cut, its bottleneck in ms.
@@ -96,7 +102,10 @@ def test_no_cut_is_better_and_none_as_good_has_more_slack(case, overlap):
     assert min(lengths) >= 1
     assert sum(lengths) == len(costs)
     cuts = every_cut(len(costs), stages)
-    bottleneck, least = min((worst(costs, cut, transfer, overlap), squares(costs, cut, transfer, overlap)) for cut in cuts)
+    bottleneck, least = min(
+        (worst(costs, cut, transfer, overlap), squares(costs, cut, transfer, overlap))
+        for cut in cuts
+    )
     assert worst(costs, lengths, transfer, overlap) == bottleneck
     assert squares(costs, lengths, transfer, overlap) <= least + 2e-9 * bottleneck**2
 
@@ -163,7 +172,10 @@ def test_overlapping_transfers_cost_nothing_up_to_the_bottleneck_and_others_do()
     """The difference between the two objectives on one small model."""
     costs, transfer = [4, 4, 4, 4], [1, 8, 1]
     assert minimax(costs, 2, transfer) == [2, 2]
-    assert (slowest(costs, [2, 2], transfer), slowest(costs, [2, 2], transfer, overlap=False)) == (8, 16)
+    assert (slowest(costs, [2, 2], transfer), slowest(costs, [2, 2], transfer, overlap=False)) == (
+        8,
+        16,
+    )
     assert slowest(costs, minimax(costs, 2, transfer, overlap=False), transfer, overlap=False) == 13
 
 
@@ -201,7 +213,9 @@ def test_bandwidth_and_latency_make_the_transfers(make_profile, overlap):
     for given_size, size in ((None, 16), (16, 16), (8, 8), (4, 4)):
         transfer = [0.25 + size * out / 80 for out in output[:-1]]
         costs = [second * size / 16 for second in forward]
-        assert partition(profile, 3, micro_batch=given_size, **options) == minimax(costs, 3, transfer, bool(overlap))
+        assert partition(profile, 3, micro_batch=given_size, **options) == minimax(
+            costs, 3, transfer, bool(overlap)
+        )
     assert partition(profile, 3, **options) != partition(profile, 3)
 
 
@@ -210,7 +224,9 @@ def test_own_costs_and_transfers_replace_the_measured_ones(make_profile):
     profile = make_profile([1, 1, 1, 1])
     assert partition(profile, 2, costs=[9, 1, 1, 1]) == [1, 3]
     assert partition(profile, 2, transfer=[0, 5, 5]) == [1, 3]
-    assert partition(profile, 2, costs=np.array([1, 1, 1, 9]), transfer=(5, 5, 0), overlap=False) == [3, 1]
+    assert partition(
+        profile, 2, costs=np.array([1, 1, 1, 9]), transfer=(5, 5, 0), overlap=False
+    ) == [3, 1]
 
 
 @pytest.mark.parametrize(
@@ -220,15 +236,30 @@ def test_own_costs_and_transfers_replace_the_measured_ones(make_profile):
         ({"costs": [1, 2, -3, 4]}, "costs: entry 2 is -3.0"),
         ({"transfer": [1, 2, 3, 4]}, "transfer: has 4 entries, and 3 are needed"),
         ({"transfer": [1, float("nan"), 3]}, "transfer: entry 1 is nan"),
-        ({"bandwidth_bytes_per_s": "1 GB/s"}, "bandwidth_bytes_per_s is '1 GB/s'; it must be a plain number above 0"),
-        ({"bandwidth_bytes_per_s": 0}, "bandwidth_bytes_per_s is 0; it must be a plain number above 0"),
-        ({"bandwidth_bytes_per_s": 1, "latency_s": -1}, "latency_s is -1; it must be a plain number 0 or more"),
+        (
+            {"bandwidth_bytes_per_s": "1 GB/s"},
+            "bandwidth_bytes_per_s is '1 GB/s'; it must be a plain number above 0",
+        ),
+        (
+            {"bandwidth_bytes_per_s": 0},
+            "bandwidth_bytes_per_s is 0; it must be a plain number above 0",
+        ),
+        (
+            {"bandwidth_bytes_per_s": 1, "latency_s": -1},
+            "latency_s is -1; it must be a plain number 0 or more",
+        ),
         ({"latency_s": 1e-3}, "latency_s is 0.001 without a bandwidth_bytes_per_s"),
-        ({"bandwidth_bytes_per_s": 1, "transfer": [1, 1, 1]}, "leave out bandwidth_bytes_per_s and latency_s"),
+        (
+            {"bandwidth_bytes_per_s": 1, "transfer": [1, 1, 1]},
+            "leave out bandwidth_bytes_per_s and latency_s",
+        ),
         ({"latency_s": 1, "transfer": [1, 1, 1]}, "leave out bandwidth_bytes_per_s and latency_s"),
         ({"micro_batch": 0}, "micro_batch is 0; it must be a plain number above 0"),
         ({"overlap": "no"}, "overlap is 'no'; it must be True or False"),
-        ({"bandwith": 1}, "bottleneck does not take bandwith: it takes micro_batch, bandwidth_bytes_per_s"),
+        (
+            {"bandwith": 1},
+            "bottleneck does not take bandwith: it takes micro_batch, bandwidth_bytes_per_s",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(make_profile, options, message):
@@ -239,7 +270,9 @@ def test_options_that_make_no_sense_are_refused(make_profile, options, message):
 
 def test_an_endless_bandwidth_leaves_only_the_latency(make_profile):
     """Links within one process are described so."""
-    assert partition(make_profile([1, 1, 1, 1]), 2, bandwidth_bytes_per_s=float("inf"), latency_s=7.0) == [2, 2]
+    assert partition(
+        make_profile([1, 1, 1, 1]), 2, bandwidth_bytes_per_s=float("inf"), latency_s=7.0
+    ) == [2, 2]
 
 
 def test_lengths_that_do_not_fit_have_no_bottleneck():

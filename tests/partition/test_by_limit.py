@@ -19,7 +19,9 @@ def test_without_a_limit_it_is_the_exact_cut(make_profile):
 @pytest.mark.parametrize("states", [0, 1, 2])
 def test_weights_gradients_optimizer_and_activations_are_counted(make_profile, states):
     """4 bytes per parameter, (2 + states) times, and the activations of as many micro-batches as 1F1B has in flight."""
-    profile = make_profile([1.0] * 8, parameters=[10, 1, 1, 1, 1, 1, 1, 10], output_bytes=[3.0] * 8, sizes=(4,))
+    profile = make_profile(
+        [1.0] * 8, parameters=[10, 1, 1, 1, 1, 1, 1, 10], output_bytes=[3.0] * 8, sizes=(4,)
+    )
     holds = [4 * (2 + states) * count for count in (10, 1, 1, 1, 1, 1, 1, 10)]
     numbers = holds, [12.0] * 8, [3.0, 2.0, 1.0]
     for limit in range(60, 400, 5):
@@ -28,7 +30,10 @@ def test_weights_gradients_optimizer_and_activations_are_counted(make_profile, s
             with pytest.raises(PartitionError, match="no cut into 3 stages fits"):
                 partition(profile, 3, "limited", memory_limit=limit, optimizer_states=states)
             continue
-        assert partition(profile, 3, "limited", memory_limit=limit, optimizer_states=states) == expected
+        assert (
+            partition(profile, 3, "limited", memory_limit=limit, optimizer_states=states)
+            == expected
+        )
         assert max(bytes_per_stage(expected, *numbers)) <= limit
 
 
@@ -54,7 +59,10 @@ def test_where_nothing_fits_the_nearest_cut_and_its_fullest_stage_are_named(make
     ("options", "message"),
     [
         ({"memory_limit": 0}, "memory_limit is 0; it must be a plain number above 0"),
-        ({"memory_limit": "1 GiB"}, "memory_limit is '1'; it must|memory_limit is '1 GiB'; it must"),
+        (
+            {"memory_limit": "1 GiB"},
+            "memory_limit is '1'; it must|memory_limit is '1 GiB'; it must",
+        ),
         ({"memory_limit": [1, 2, 3]}, "memory_limit has 3 entries, and 2 stages"),
         ({"in_flight": [1]}, "in_flight: has 1 entries, and 2 are needed"),
         ({"optimizer_states": -1}, "optimizer_states is -1; it must be a plain number 0 or more"),

@@ -10,7 +10,11 @@ from penstock.partition.catalogue import partition
 
 
 def ranks_of(by, stages, ranks):
-    return [*range(ranks)] * (stages // ranks) if by == "looped" else [*range(stages // 2), *range(stages // 2 - 1, -1, -1)]
+    return (
+        [*range(ranks)] * (stages // ranks)
+        if by == "looped"
+        else [*range(stages // 2), *range(stages // 2 - 1, -1, -1)]
+    )
 
 
 @pytest.mark.parametrize(("by", "options"), [("looped", {"ranks": 4}), ("folded", {})])
@@ -34,7 +38,9 @@ def test_one_stage_per_rank_is_the_exact_cut_of_a_chain(vgg):
     """Without a number of ranks nothing is shared."""
     costs = vgg.step_seconds(32)
     edges = np.cumsum([0, *partition(vgg, 4, "looped")])
-    assert max(sum(costs[a:b]) for a, b in zip(edges, edges[1:], strict=False)) == pytest.approx(39.885)  # noqa: RUF007
+    assert max(sum(costs[a:b]) for a, b in zip(edges, edges[1:], strict=False)) == pytest.approx(  # noqa: RUF007
+        39.885
+    )
 
 
 @pytest.mark.parametrize("stages", [2, 4, 6, 14])
@@ -51,9 +57,17 @@ def test_folds_of_every_even_number_of_stages_give_each_a_layer(make_profile, st
     ("by", "options", "message"),
     [
         ("folded", {}, "folded gives every rank two stages, and 3 is odd: ask for 4, or one less"),
-        ("looped", {"ranks": 2}, "looped deals 3 stages out to ranks in turn, the same number to each, not to 2 ranks"),
+        (
+            "looped",
+            {"ranks": 2},
+            "looped deals 3 stages out to ranks in turn, the same number to each, not to 2 ranks",
+        ),
         ("looped", {"ranks": 0}, "not to 0 ranks"),
-        ("looped", {"ranks": 1, "slack": -0.1}, "slack is -0.1; it must be a plain number 0 or more"),
+        (
+            "looped",
+            {"ranks": 1, "slack": -0.1},
+            "slack is -0.1; it must be a plain number 0 or more",
+        ),
         ("looped", {"micro_batch": 0}, "micro_batch is 0; it must be a plain number above 0"),
     ],
 )

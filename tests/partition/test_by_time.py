@@ -18,11 +18,16 @@ SMALL, LARGE = [9.0] * 3 + [1.0] * 6, [1.0] * 6 + [9.0] * 3
 def crossing(make_profile):
     """At 1 sample the first three of nine layers are dear, at 32 the last three."""
     profile = make_profile([1.0] * 9, sizes=(1, 32))
-    layers = [replace(layer, forward=Timing((1, 32), times)) for layer, *times in zip(profile, SMALL, LARGE, strict=True)]
+    layers = [
+        replace(layer, forward=Timing((1, 32), times))
+        for layer, *times in zip(profile, SMALL, LARGE, strict=True)
+    ]
     return replace(profile, layers=tuple(layers))
 
 
-@pytest.mark.parametrize(("stages", "lengths"), [(2, [8, 17]), (4, [4, 4, 5, 12]), (8, [2, 2, 3, 2, 2, 2, 3, 9])])
+@pytest.mark.parametrize(
+    ("stages", "lengths"), [(2, [8, 17]), (4, [4, 4, 5, 12]), (8, [2, 2, 3, 2, 2, 2, 3, 9])]
+)
 def test_vgg_is_cut_as_in_the_table(vgg, stages, lengths):
     """LITERATURE 11.7 once more, this time from a profile."""
     assert partition(vgg, stages, "time") == lengths
@@ -36,7 +41,11 @@ def test_forward_and_backward_are_added(make_profile):
 
 def test_the_largest_measured_size_is_what_counts_unless_another_is_given(crossing):
     """Small micro-batches show launch costs rather than work."""
-    assert partition(crossing, 3, "time") == partition(crossing, 3, "time", micro_batch=32) == block_partition(LARGE, 3)
+    assert (
+        partition(crossing, 3, "time")
+        == partition(crossing, 3, "time", micro_batch=32)
+        == block_partition(LARGE, 3)
+    )
     assert partition(crossing, 3, "time", micro_batch=1) == block_partition(SMALL, 3)
     assert block_partition(SMALL, 3) != block_partition(LARGE, 3)
 
@@ -44,7 +53,9 @@ def test_the_largest_measured_size_is_what_counts_unless_another_is_given(crossi
 @pytest.mark.parametrize("size", [0, -1, "32", True])
 def test_a_micro_batch_that_is_no_size_is_refused(vgg, size):
     """Times at 0 samples are 0, and every cut would do."""
-    with pytest.raises(PartitionError, match=r"micro_batch is .*; it must be a plain number above 0"):
+    with pytest.raises(
+        PartitionError, match=r"micro_batch is .*; it must be a plain number above 0"
+    ):
         partition(vgg, 4, "time", micro_batch=size)
 
 

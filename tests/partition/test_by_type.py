@@ -18,12 +18,17 @@ def profile(make_profile):
     return make_profile([1.0] * 8, kinds=KINDS)
 
 
-@pytest.mark.parametrize("by", ["type:conv", "type:CONV", "type:^Conv", "type:.*(conv)", "type:nv(2d|T)"])
+@pytest.mark.parametrize(
+    "by", ["type:conv", "type:CONV", "type:^Conv", "type:.*(conv)", "type:nv(2d|T)"]
+)
 def test_layers_match_anywhere_in_the_class_name_in_any_case(profile, by):
     """DeepSpeed searches, it does not compare whole names; three convolutions are then one for each stage."""
     lengths = partition(profile, 3, by)
     ends = [sum(lengths[: stage + 1]) for stage in range(3)]
-    counts = [sum("Conv" in kind for kind in KINDS[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+    counts = [
+        sum("Conv" in kind for kind in KINDS[end - length : end])
+        for end, length in zip(ends, lengths, strict=True)
+    ]
     assert counts == [1, 1, 1]
 
 
@@ -45,10 +50,16 @@ def test_fewer_matches_than_stages_still_fill_every_stage(profile):
 @pytest.mark.parametrize(
     ("by", "message"),
     [
-        ("type", "needs a regular expression for the kinds of layers, such as 'type:conv', and got ''. Kinds here: Conv"),
+        (
+            "type",
+            "needs a regular expression for the kinds of layers, such as 'type:conv', and got ''. Kinds here: Conv",
+        ),
         ("type:", "needs a regular expression"),
         ("type:(conv", "type:(conv is not a regular expression: "),
-        ("type:attention", "type:attention matches no layer. Kinds here: Conv2d, ReLU, ConvTranspose2d, Flatten, Linear"),
+        (
+            "type:attention",
+            "type:attention matches no layer. Kinds here: Conv2d, ReLU, ConvTranspose2d, Flatten, Linear",
+        ),
     ],
 )
 def test_an_expression_of_no_use_is_refused(profile, by, message):

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError, UnknownName
-from penstock.partition.catalogue import PARTITIONERS, check_lengths, check_stages, option_names, partition
+from penstock.partition.catalogue import (
+    PARTITIONERS,
+    check_lengths,
+    check_stages,
+    option_names,
+    partition,
+)
 
 METHODS = ["bottleneck", "limited", "looped", "parameters", "size", "time", "type:conv", "uniform"]
 
@@ -80,7 +86,10 @@ def test_one_stage_and_one_layer_each_leave_no_choice(make_profile, by, stages):
 @every_method
 def test_more_stages_than_layers_are_refused_with_both_numbers(make_profile, by):
     """An empty stage would be a rank with nothing to do."""
-    with pytest.raises(PartitionError, match=r"4 stages from 3 layers: every stage needs at least one\. Ask for at most 3"):
+    with pytest.raises(
+        PartitionError,
+        match=r"4 stages from 3 layers: every stage needs at least one\. Ask for at most 3",
+    ):
         partition(make_profile([1, 1, 1]), 4, by)
 
 
@@ -109,7 +118,14 @@ def test_an_option_that_the_method_does_not_take_is_refused_and_its_own_listed(m
 def test_options_of_every_method_can_be_listed():
     """The command line prints them; for `bottleneck` they do not stand in the signature."""
     assert {name: option_names(entry) for name, entry in PARTITIONERS.entries().items()} == {
-        "bottleneck": ("micro_batch", "bandwidth_bytes_per_s", "latency_s", "overlap", "costs", "transfer"),
+        "bottleneck": (
+            "micro_batch",
+            "bandwidth_bytes_per_s",
+            "latency_s",
+            "overlap",
+            "costs",
+            "transfer",
+        ),
         "folded": ("micro_batch", "slack"),
         "limited": (
             "memory_limit",
@@ -150,7 +166,9 @@ def test_stages_that_are_no_whole_number_are_refused(make_profile, stages):
 
 def test_an_unknown_name_is_answered_with_the_closest():
     """Names are typed by hand."""
-    with pytest.raises(UnknownName, match=r"no partition method called 'bottelneck'\. Did you mean 'bottleneck'"):
+    with pytest.raises(
+        UnknownName, match=r"no partition method called 'bottelneck'\. Did you mean 'bottleneck'"
+    ):
         partition(None, 2, "bottelneck")  # found out before the profile is looked at
 
 
@@ -162,13 +180,17 @@ def test_a_method_without_a_number_of_stages_is_refused(make_profile):
 
 def test_an_argument_after_a_colon_is_refused_where_none_is_taken(make_profile):
     """`time:32` looks as if it set the size."""
-    with pytest.raises(PartitionError, match="time takes nothing after a colon, and 'time:32' has '32' there"):
+    with pytest.raises(
+        PartitionError, match="time takes nothing after a colon, and 'time:32' has '32' there"
+    ):
         partition(make_profile([1, 1]), 2, "time:32")
 
 
 def test_a_pattern_given_twice_is_refused(make_profile):
     """One of the two would win in silence."""
-    with pytest.raises(PartitionError, match="'type:conv' has its pattern already; leave out pattern='linear'"):
+    with pytest.raises(
+        PartitionError, match="'type:conv' has its pattern already; leave out pattern='linear'"
+    ):
         partition(make_profile([1, 1]), 2, "type:conv", pattern="linear")
 
 
@@ -210,5 +232,8 @@ def test_no_lengths_are_refused_for_a_model_without_layers_too():
 
 def test_lengths_take_no_options(make_profile):
     """An option that nothing reads is a misunderstanding."""
-    with pytest.raises(PartitionError, match="a list of stage lengths does not take micro_batch: it takes no options"):
+    with pytest.raises(
+        PartitionError,
+        match="a list of stage lengths does not take micro_batch: it takes no options",
+    ):
         partition(make_profile([1, 1]), by=[1, 1], micro_batch=4)

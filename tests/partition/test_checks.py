@@ -14,14 +14,18 @@ from penstock.partition.block import block_partition
 from penstock.partition.bottleneck import minimax
 from penstock.partition.checks import check_costs, check_number
 
-every_algorithm = pytest.mark.parametrize("algorithm", [partition_balanced, block_partition, minimax])
+every_algorithm = pytest.mark.parametrize(
+    "algorithm", [partition_balanced, block_partition, minimax]
+)
 
 
 @every_algorithm
 @pytest.mark.parametrize("bad", [-1, math.nan, math.inf, -math.inf])
 def test_a_cost_that_is_no_cost_is_refused_with_its_place(algorithm, bad):
     """One nan in a profile would otherwise make every cut equally good."""
-    with pytest.raises(PartitionError, match=r"entry 1 is .*; every cost is finite and not below 0"):
+    with pytest.raises(
+        PartitionError, match=r"entry 1 is .*; every cost is finite and not below 0"
+    ):
         algorithm([1, bad, 2], 2)
 
 
@@ -36,7 +40,11 @@ def test_more_stages_than_costs_are_refused(algorithm):
 def test_numpy_and_plain_costs_are_cut_alike(algorithm):
     """Costs come out of arrays as often as out of lists."""
     costs = [3, 1, 4, 1, 5, 9, 2, 6]
-    assert algorithm(costs, 3) == algorithm(np.array(costs), 3) == algorithm(tuple(map(float, costs)), np.int32(3))
+    assert (
+        algorithm(costs, 3)
+        == algorithm(np.array(costs), 3)
+        == algorithm(tuple(map(float, costs)), np.int32(3))
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,5 +81,7 @@ def test_what_is_no_number_above_zero_is_refused(value):
 def test_zero_passes_only_where_it_is_allowed():
     """A latency may be nothing, a bandwidth may not."""
     assert check_number("latency_s", 0, zero=True) == 0.0
-    with pytest.raises(PartitionError, match=r"latency_s is -0.5; it must be a plain number 0 or more"):
+    with pytest.raises(
+        PartitionError, match=r"latency_s is -0.5; it must be a plain number 0 or more"
+    ):
         check_number("latency_s", -0.5, zero=True)

@@ -36,10 +36,14 @@ def chains(draw, cost=REAL):
     limit = st.one_of(st.integers(0, 60), st.just(np.inf))
     return {
         "seconds": rows(cost, draw(st.sampled_from([1, stages])), layers),
-        "transfer": draw(st.none() | st.just(rows(cost, stages - 1, layers - 1) if stages > 1 else None)),
+        "transfer": draw(
+            st.none() | st.just(rows(cost, stages - 1, layers - 1) if stages > 1 else None)
+        ),
         "holds": rows(BYTES, draw(st.sampled_from([1, stages])), layers),
         "kept": rows(BYTES, 1, layers)[0],
-        "in_flight": draw(st.lists(st.sampled_from([0, 1, 2.5, 4]), min_size=stages, max_size=stages)),
+        "in_flight": draw(
+            st.lists(st.sampled_from([0, 1, 2.5, 4]), min_size=stages, max_size=stages)
+        ),
         "limits": draw(st.lists(limit, min_size=stages, max_size=stages)),
     }
 
@@ -50,7 +54,10 @@ def needs(case, lengths):
     for stage, length in enumerate(lengths):
         own = range(start, start + length)
         holds = case["holds"][stage % len(case["holds"])]
-        found.append(sum(holds[x] for x in own) + case["in_flight"][stage] * sum(case["kept"][x] for x in own))
+        found.append(
+            sum(holds[x] for x in own)
+            + case["in_flight"][stage] * sum(case["kept"][x] for x in own)
+        )
         start += length
     return found
 
@@ -69,7 +76,9 @@ def loads(case, lengths, overlap):
 
 
 def fits(case, lengths):
-    return all(need <= limit for need, limit in zip(needs(case, lengths), case["limits"], strict=True))
+    return all(
+        need <= limit for need, limit in zip(needs(case, lengths), case["limits"], strict=True)
+    )
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -96,9 +105,15 @@ def test_among_equals_the_rest_has_the_most_slack(case, overlap):
     if found is None:
         return
     cuts = [cut for cut in every_cut(len(case["kept"]), len(case["limits"])) if fits(case, cut)]
-    best = min((max(loads(case, cut, overlap)), sum(load**2 for load in loads(case, cut, overlap))) for cut in cuts)
+    best = min(
+        (max(loads(case, cut, overlap)), sum(load**2 for load in loads(case, cut, overlap)))
+        for cut in cuts
+    )
     assert max(loads(case, found, overlap)) == best[0]
-    assert sum(load**2 for load in loads(case, found, overlap)) <= best[1] + 2e-8 * max(best[0], 1) ** 2
+    assert (
+        sum(load**2 for load in loads(case, found, overlap))
+        <= best[1] + 2e-8 * max(best[0], 1) ** 2
+    )
 
 
 @settings(deadline=None, max_examples=200)
@@ -107,11 +122,17 @@ def test_least_excess_is_the_least_that_must_be_added_to_the_fullest_rank(case):
     """When nothing fits, the message names this cut: no other is content with fewer bytes more."""
 
     def excess(cut):
-        return max(need - limit for need, limit in zip(needs(case, cut), case["limits"], strict=True))
+        return max(
+            need - limit for need, limit in zip(needs(case, cut), case["limits"], strict=True)
+        )
 
     found = least_excess(case["holds"], case["kept"], case["in_flight"], case["limits"])
-    assert excess(found) == min(excess(cut) for cut in every_cut(len(case["kept"]), len(case["limits"])))
-    assert bytes_per_stage(found, case["holds"], case["kept"], case["in_flight"]) == needs(case, found)
+    assert excess(found) == min(
+        excess(cut) for cut in every_cut(len(case["kept"]), len(case["limits"]))
+    )
+    assert bytes_per_stage(found, case["holds"], case["kept"], case["in_flight"]) == needs(
+        case, found
+    )
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -120,16 +141,24 @@ def test_least_excess_is_the_least_that_must_be_added_to_the_fullest_rank(case):
 def test_without_limits_and_for_like_ranks_it_is_minimax(costs, overlap, data):
     """One engine for both would have been simpler to trust; two that agree are as good."""
     stages = data.draw(st.integers(1, len(costs)))
-    transfer = data.draw(st.none() | st.lists(REAL, min_size=len(costs) - 1, max_size=len(costs) - 1))
+    transfer = data.draw(
+        st.none() | st.lists(REAL, min_size=len(costs) - 1, max_size=len(costs) - 1)
+    )
     nothing = [0] * len(costs)
-    found = limited(costs, transfer, nothing, nothing, [1] * stages, [np.inf] * stages, overlap=overlap)
+    found = limited(
+        costs, transfer, nothing, nothing, [1] * stages, [np.inf] * stages, overlap=overlap
+    )
     assert found == minimax(costs, stages, transfer, overlap)
 
 
 def test_a_thousand_layers_on_64_unlike_ranks_are_as_good_as_by_bisection():
     """Beyond brute force: whole costs, and a greedy packing that is exact because each rank takes all that it can."""
     rng = np.random.default_rng(3)
-    costs, speed, bytes_ = rng.integers(1, 100, 1000), rng.integers(1, 4, 64), rng.integers(1, 100, 1000)
+    costs, speed, bytes_ = (
+        rng.integers(1, 100, 1000),
+        rng.integers(1, 4, 64),
+        rng.integers(1, 100, 1000),
+    )
     limits = rng.integers(800, 1600, 64)
 
     def packs(bound):
@@ -137,7 +166,11 @@ def test_a_thousand_layers_on_64_unlike_ranks_are_as_good_as_by_bisection():
         for stage in range(64):
             load = need = 0
             last = 1000 - (63 - stage)
-            while at < last and load + costs[at] * speed[stage] <= bound and need + bytes_[at] <= limits[stage]:
+            while (
+                at < last
+                and load + costs[at] * speed[stage] <= bound
+                and need + bytes_[at] <= limits[stage]
+            ):
                 load, need, at = load + costs[at] * speed[stage], need + bytes_[at], at + 1
         return at == 1000
 
@@ -166,7 +199,10 @@ def test_the_first_rank_of_1f1b_takes_fewer_layers_where_activations_bind():
         ({"seconds": 3.0}, r"seconds: has the shape \(\); it must be one number per layer"),
         ({"limits": []}, "cannot make 0 stages from 4 layers"),
         ({"limits": [1, float("nan")]}, "limits: .* must be one number of bytes for each stage"),
-        ({"seconds": [[1] * 4] * 3, "limits": [9, 9]}, r"seconds: has the shape \(3, 4\); it must be \(4,\) or \(2, 4\)"),
+        (
+            {"seconds": [[1] * 4] * 3, "limits": [9, 9]},
+            r"seconds: has the shape \(3, 4\); it must be \(4,\) or \(2, 4\)",
+        ),
         ({"seconds": [[1] * 4, [1, -2, 1, 1]], "limits": [9, 9]}, r"seconds\[1\]: entry 1 is -2.0"),
         ({"seconds": [[1, 1], [1]], "limits": [9, 9]}, "seconds: needs a list of numbers"),
         ({"transfer": [1, 1]}, "transfer: has 2 entries, and 3 are needed"),
@@ -178,7 +214,14 @@ def test_the_first_rank_of_1f1b_takes_fewer_layers_where_activations_bind():
 )
 def test_numbers_that_do_not_fit_each_other_are_refused(change, message):
     """NumPy would stretch some of them over the others in silence."""
-    case = {"seconds": [1] * 4, "transfer": None, "holds": NOTHING, "kept": NOTHING, "in_flight": [1] * 4, "limits": [9] * 4}
+    case = {
+        "seconds": [1] * 4,
+        "transfer": None,
+        "holds": NOTHING,
+        "kept": NOTHING,
+        "in_flight": [1] * 4,
+        "limits": [9] * 4,
+    }
     with pytest.raises(PartitionError, match=message):
         limited(**case | change)
 

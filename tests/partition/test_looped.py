@@ -13,7 +13,9 @@ from penstock.errors import PartitionError
 from penstock.partition import compiled
 from penstock.partition.looped import folded, looped, looped_with_bound
 
-REAL = st.one_of(st.just(0.0), st.sampled_from([0.1, 0.2, 0.3]), st.integers(0, 5).map(float), st.floats(0, 1))
+REAL = st.one_of(
+    st.just(0.0), st.sampled_from([0.1, 0.2, 0.3]), st.integers(0, 5).map(float), st.floats(0, 1)
+)
 
 
 @pytest.fixture(params=["plain", "compiled"], scope="module")
@@ -58,7 +60,9 @@ def loads(rows, ends, ranks_of, flying=None):
     """What every rank has to do, layer by layer."""
     found, start = [0.0] * (max(ranks_of) + 1), 0
     for stage, (end, rank) in enumerate(zip(ends, ranks_of, strict=True)):
-        found[rank] += (1 if flying is None else flying[stage]) * sum(rows[rank % len(rows)][start:end])
+        found[rank] += (1 if flying is None else flying[stage]) * sum(
+            rows[rank % len(rows)][start:end]
+        )
         start = end
     return found
 
@@ -75,13 +79,18 @@ def busiest(seconds, options, ends, ranks_of):
 def fits(options, ends, ranks_of):
     if "limits" not in options:
         return True
-    held, kept = loads(options["holds"], ends, ranks_of), loads(options["kept"], ends, ranks_of, options["in_flight"])
+    held, kept = (
+        loads(options["holds"], ends, ranks_of),
+        loads(options["kept"], ends, ranks_of, options["in_flight"]),
+    )
     return all(a + b <= limit for a, b, limit in zip(held, kept, options["limits"], strict=True))
 
 
 def largest(seconds, ends, ranks_of):
     edges = pairwise([0, *ends])
-    return max(sum(seconds[rank % len(seconds)][a:b]) for rank, (a, b) in zip(ranks_of, edges, strict=True))
+    return max(
+        sum(seconds[rank % len(seconds)][a:b]) for rank, (a, b) in zip(ranks_of, edges, strict=True)
+    )
 
 
 V = {(ranks,): [*range(ranks), *range(ranks - 1, -1, -1)] for ranks in (1, 2, 3, 4)}
@@ -91,7 +100,9 @@ LOOPS = {(ranks, rounds): [*range(ranks)] * rounds for ranks in (1, 2, 3) for ro
 def check(found, case, ranks_of, exact=True):
     """Whether no cut is better, and if none is given, none fits."""
     _, seconds, options = case
-    cuts = [ends for ends in every_cut(len(seconds[0]), len(ranks_of)) if fits(options, ends, ranks_of)]
+    cuts = [
+        ends for ends in every_cut(len(seconds[0]), len(ranks_of)) if fits(options, ends, ranks_of)
+    ]
     if found is None:
         assert not (exact and cuts)
         return
@@ -101,7 +112,9 @@ def check(found, case, ranks_of, exact=True):
     most = least * (1 + options["slack"]) * (1 + 1e-10)
     if exact:
         assert busiest(seconds, options, ends, ranks_of) <= most
-        others = [cut for cut in cuts if busiest(seconds, options, cut, ranks_of) <= most * (1 - 2e-10)]
+        others = [
+            cut for cut in cuts if busiest(seconds, options, cut, ranks_of) <= most * (1 - 2e-10)
+        ]
         smallest = min((largest(seconds, cut, ranks_of) for cut in others), default=np.inf)
         assert largest(seconds, ends, ranks_of) <= smallest * (1 + 2e-6)
 
@@ -137,9 +150,13 @@ def test_the_search_is_no_better_than_possible_and_never_below_its_bound(case):
     if found is None:
         return
     check(found.lengths, case, ranks_of, exact=False)
-    cuts = [ends for ends in every_cut(len(seconds[0]), len(ranks_of)) if fits(options, ends, ranks_of)]
+    cuts = [
+        ends for ends in every_cut(len(seconds[0]), len(ranks_of)) if fits(options, ends, ranks_of)
+    ]
     least = min(busiest(seconds, options, cut, ranks_of) for cut in cuts)
-    assert found.bottleneck == pytest.approx(busiest(seconds, options, np.cumsum(found.lengths).tolist(), ranks_of), rel=1e-9)
+    assert found.bottleneck == pytest.approx(
+        busiest(seconds, options, np.cumsum(found.lengths).tolist(), ranks_of), rel=1e-9
+    )
     assert found.lower_bound <= least * (1 + 1e-9)
     if options["slack"] == 0:
         assert found.bottleneck <= 1.5 * least + 1e-9
@@ -186,7 +203,9 @@ def test_memory_moves_layers_away_from_the_rank_with_most_in_flight():
     found = folded([1] * 8, 2, kept=[1] * 8, in_flight=[4, 3, 2, 1], limits=[7, 14])
     assert found[0] == 1
     assert folded([1] * 8, 2, kept=[1] * 8, in_flight=[4, 3, 2, 1], limits=[4, 14]) is None
-    tight = looped([1] * 40, 4, 2, kept=[1] * 40, in_flight=[4, 4, 4, 4, 1, 1, 1, 1], limits=[20] * 4)
+    tight = looped(
+        [1] * 40, 4, 2, kept=[1] * 40, in_flight=[4, 4, 4, 4, 1, 1, 1, 1], limits=[20] * 4
+    )
     edges = np.cumsum([0, *tight])
     need = [0] * 4
     for stage, (a, b) in enumerate(pairwise(edges)):
@@ -201,10 +220,19 @@ def test_memory_moves_layers_away_from_the_rank_with_most_in_flight():
         (lambda: folded([1] * 5, 0), "ranks is 0; it must be a whole number"),
         (lambda: looped([1] * 5, 2, 0), "rounds is 0; it must be a whole number"),
         (lambda: looped([1] * 5, True, 2), "ranks is True; it must be a whole number"),
-        (lambda: looped([1] * 5, 2, 2, limits=[1]), "limits: .1. must be one number of bytes for each of 2 ranks"),
-        (lambda: looped([1] * 5, 2, 2, in_flight=[1, 1]), "in_flight: has 2 entries, and 4 are needed"),
+        (
+            lambda: looped([1] * 5, 2, 2, limits=[1]),
+            "limits: .1. must be one number of bytes for each of 2 ranks",
+        ),
+        (
+            lambda: looped([1] * 5, 2, 2, in_flight=[1, 1]),
+            "in_flight: has 2 entries, and 4 are needed",
+        ),
         (lambda: looped([1] * 5, 2, 2, transfer=[1]), "transfer: has 1 entries, and 4 are needed"),
-        (lambda: looped([[1] * 5] * 3, 2, 2), r"seconds: has the shape \(3, 5\); it must be \(5,\) or \(2, 5\)"),
+        (
+            lambda: looped([[1] * 5] * 3, 2, 2),
+            r"seconds: has the shape \(3, 5\); it must be \(5,\) or \(2, 5\)",
+        ),
         (lambda: looped([1] * 5, 2, 2, slack=-1), "slack is -1"),
     ],
 )

@@ -13,7 +13,9 @@ from penstock.errors import PartitionError
 from penstock.partition import compiled, ordered
 from penstock.partition.ordered import best_order
 
-REAL = st.one_of(st.just(0.0), st.sampled_from([0.1, 0.2, 0.3]), st.integers(0, 5).map(float), st.floats(0, 1))
+REAL = st.one_of(
+    st.just(0.0), st.sampled_from([0.1, 0.2, 0.3]), st.integers(0, 5).map(float), st.floats(0, 1)
+)
 
 
 @pytest.fixture(params=["plain", "compiled"], scope="module")
@@ -52,9 +54,15 @@ def slowest(case, lengths, kinds):
     if any(kinds.count(kind) > count for kind, count in enumerate(counts)):
         return np.inf
     for stage, (kind, (a, b)) in enumerate(zip(kinds, pairwise(edges), strict=True)):
-        worst = max(worst, sum(seconds[kind][a:b]), options["transfer"][a - 1] if a and "transfer" in options else 0.0)
+        worst = max(
+            worst,
+            sum(seconds[kind][a:b]),
+            options["transfer"][a - 1] if a and "transfer" in options else 0.0,
+        )
         if "kept" in options:
-            need = sum(options["holds"][a:b]) + options["in_flight"][stage] * sum(options["kept"][kind][a:b])
+            need = sum(options["holds"][a:b]) + options["in_flight"][stage] * sum(
+                options["kept"][kind][a:b]
+            )
             worst = worst if need <= options["limits_of_kind"][kind] else np.inf
     return worst
 
@@ -64,7 +72,15 @@ def least(case):
     layers, best = len(seconds[0]), np.inf
     for cuts in combinations(range(1, layers), stages - 1):
         lengths = [b - a for a, b in pairwise((0, *cuts, layers))]
-        best = min([best, *(slowest(case, lengths, kinds) for kinds in product(range(len(counts)), repeat=stages))])
+        best = min(
+            [
+                best,
+                *(
+                    slowest(case, lengths, kinds)
+                    for kinds in product(range(len(counts)), repeat=stages)
+                ),
+            ]
+        )
     return best
 
 
@@ -109,25 +125,38 @@ def test_on_ordinary_layers_the_larger_searches_miss_nothing():
                 patch.setattr(ordered, "STATES", states)
                 found = best_order(seconds, [3, 3, 2], 6)
             case = (seconds, [3, 3, 2], 6, {})
-            assert slowest(case, found.lengths, found.kinds) == pytest.approx(slowest(case, *exact), rel=1e-9)
+            assert slowest(case, found.lengths, found.kinds) == pytest.approx(
+                slowest(case, *exact), rel=1e-9
+            )
 
 
 def test_the_rank_with_more_memory_stands_where_most_micro_batches_are_in_flight():
     """1F1B keeps most on the first stage: the order matters although all ranks are equally fast."""
-    found = best_order([[1] * 8] * 2, [3, 1], 4, kept=[1] * 8, in_flight=[4, 3, 2, 1], limits_of_kind=[6, 8])
+    found = best_order(
+        [[1] * 8] * 2, [3, 1], 4, kept=[1] * 8, in_flight=[4, 3, 2, 1], limits_of_kind=[6, 8]
+    )
     assert found == ([2, 2, 2, 2], [1, 0, 0, 0])
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: best_order([[1, 1]], [1, 1], 1), "counts is .* one whole number of ranks for each of 1 kinds"),
+        (
+            lambda: best_order([[1, 1]], [1, 1], 1),
+            "counts is .* one whole number of ranks for each of 1 kinds",
+        ),
         (lambda: best_order([[1, 1]], [1.5], 1), "counts is .* one whole number of ranks"),
         (lambda: best_order([[1, 1]], [3], 3), "cannot make 3 stages from 2 layers on 3 ranks"),
         (lambda: best_order([[1, 1]], [1], 2), "cannot make 2 stages from 2 layers on 1 ranks"),
         (lambda: best_order([[1, -1]], [2], 2), r"seconds_of_kind\[0\]: entry 1 is -1.0"),
-        (lambda: best_order([[1, 1]], [2], 2, limits_of_kind=[1, 2]), "limits_of_kind: .* for each of 1 kinds"),
-        (lambda: best_order([[1, 1]], [2], 2, in_flight=[1]), "in_flight: has 1 entries, and 2 are needed"),
+        (
+            lambda: best_order([[1, 1]], [2], 2, limits_of_kind=[1, 2]),
+            "limits_of_kind: .* for each of 1 kinds",
+        ),
+        (
+            lambda: best_order([[1, 1]], [2], 2, in_flight=[1]),
+            "in_flight: has 1 entries, and 2 are needed",
+        ),
     ],
 )
 def test_numbers_that_do_not_fit_each_other_are_refused(call, message):

@@ -30,7 +30,9 @@ def every_way(layers, ranks):
     """All lists of (layers, copies) that use the ranks or fewer."""
     for stages in range(1, min(layers, ranks) + 1):
         for cuts in combinations(range(1, layers), stages - 1):
-            lengths = [stop - start for start, stop in zip((0, *cuts), (*cuts, layers), strict=True)]
+            lengths = [
+                stop - start for start, stop in zip((0, *cuts), (*cuts, layers), strict=True)
+            ]
             for copies in product(range(1, ranks + 1), repeat=stages):
                 if sum(copies) <= ranks:
                     yield list(zip(lengths, copies, strict=True))
@@ -59,7 +61,10 @@ def problems(draw, layers=5, ranks=4):
     smooth = rng.random((layers + 1, layers + 1, 1)) + 1 / np.arange(1, ranks + 2)
     table = draw(st.sampled_from([rng.choice(values, shape), smooth]))
     boundary = draw(st.none() | st.lists(st.floats(0, 9), min_size=layers - 1, max_size=layers - 1))
-    most = {name: draw(st.none() | st.just(rng.integers(0, 6, shape))) for name in ("most_ranks", "most_stages")}
+    most = {
+        name: draw(st.none() | st.just(rng.integers(0, 6, shape)))
+        for name in ("most_ranks", "most_stages")
+    }
     exactly, stages = draw(st.booleans()), draw(st.none() | st.integers(1, layers))
     return table, boundary, {**most, "exactly": exactly, "stages": stages}
 
@@ -68,11 +73,15 @@ def allowed(table, limits):
     """Every way that the limits leave, with finite times."""
     ranks = table.shape[2] - 1
     for way in every_way(table.shape[0] - 1, ranks):
-        if limits["stages"] not in {None, len(way)} or (limits["exactly"] and sum(k for _, k in way) != ranks):
+        if limits["stages"] not in {None, len(way)} or (
+            limits["exactly"] and sum(k for _, k in way) != ranks
+        ):
             continue
         spare = [
             (limits["most_ranks"] is None or limits["most_ranks"][first, end, copies] >= left)
-            and (limits["most_stages"] is None or limits["most_stages"][first, end, copies] >= after)
+            and (
+                limits["most_stages"] is None or limits["most_stages"][first, end, copies] >= after
+            )
             for first, end, copies, left, after in spans(way)
         ]
         if all(spare) and max(times(table, way)) < np.inf:
@@ -99,7 +108,9 @@ def test_no_way_to_cut_and_copy_has_a_faster_slowest_stage(problem):
     least = min(map(slowest, ways))
     assert slowest(found) == least
     if not limits["exactly"]:
-        best = min((len(way), sum(copies for _, copies in way)) for way in ways if slowest(way) == least)
+        best = min(
+            (len(way), sum(copies for _, copies in way)) for way in ways if slowest(way) == least
+        )
         assert (len(found), sum(copies for _, copies in found)) == best
 
 
@@ -132,15 +143,25 @@ def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
         return data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
 
     work, weights, outputs, holds, kept = (numbers(layers) for _ in range(5))
-    count, latency = data.draw(st.none() | st.integers(1, 5)), data.draw(st.sampled_from([0.0, 0.5]))
+    count, latency = (
+        data.draw(st.none() | st.integers(1, 5)),
+        data.draw(st.sampled_from([0.0, 0.5])),
+    )
     overlap, exactly = data.draw(st.booleans()), data.draw(st.booleans())
     limit = data.draw(st.sampled_from([20, 40, np.inf]))
 
     def seconds(first, end, k):
         batch = k if count is None else count
         share = ceil(batch / k) / batch
-        ports = [share * (latency + outputs[cut - 1] / 4) if 0 < cut < layers else 0 for cut in (first, end)]
-        parts = [share * sum(work[first:end]), 2 * (k - 1) / k * sum(weights[first:end]) / 2 / batch, *ports]
+        ports = [
+            share * (latency + outputs[cut - 1] / 4) if 0 < cut < layers else 0
+            for cut in (first, end)
+        ]
+        parts = [
+            share * sum(work[first:end]),
+            2 * (k - 1) / k * sum(weights[first:end]) / 2 / batch,
+            *ports,
+        ]
         return max(parts) if overlap else sum(parts)
 
     def total(way):
@@ -151,7 +172,9 @@ def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
             return False
         for first, end, k, left, _ in spans(way):
             flying = ceil(left / k) if count is None else min(ceil(left / k), ceil(count / k))
-            if sum(holds[first:end]) + flying * sum(kept[first:end]) > limit or (count is not None and k > count):
+            if sum(holds[first:end]) + flying * sum(kept[first:end]) > limit or (
+                count is not None and k > count
+            ):
                 return False
         return True
 
@@ -167,7 +190,11 @@ def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
 
 def test_ranks_left_over_go_where_the_work_is():
     """Four ranks would do for the bottleneck of the last layer; the others halve the first stage and go on from there."""
-    table = table_of(lambda first, end, copies: sum([8, 4][first:end]) / copies + 9 * (end - first - 1), layers=2, ranks=6)
+    table = table_of(
+        lambda first, end, copies: sum([8, 4][first:end]) / copies + 9 * (end - first - 1),
+        layers=2,
+        ranks=6,
+    )
     table[1, 2, 2:] = np.inf
     assert replicated_table(table, exactly=False) == [(1, 2), (1, 1)]
     assert replicated_table(table) == [(1, 5), (1, 1)]
@@ -209,7 +236,10 @@ def test_memory_counts_the_micro_batches_of_all_ranks_after():
         (lambda: replicated_table(np.zeros((3, 4, 2))), r"table: has the shape \(3, 4, 2\)"),
         (lambda: replicated_table(np.full((3, 3, 2), -1.0)), r"table: entry \[0, 1, 1\] is -1.0"),
         (lambda: replicated_table(np.full((3, 3, 2), np.nan)), r"table: entry \[0, 1, 1\] is nan"),
-        (lambda: replicated_table(np.zeros((3, 3, 2)), [1, 1]), "boundary: has 2 entries, and 1 are needed"),
+        (
+            lambda: replicated_table(np.zeros((3, 3, 2)), [1, 1]),
+            "boundary: has 2 entries, and 1 are needed",
+        ),
         (
             lambda: replicated_table(np.zeros((3, 3, 2)), most_ranks=np.zeros((3, 3, 3))),
             r"most_ranks: has the shape \(3, 3, 3\)",
@@ -218,9 +248,15 @@ def test_memory_counts_the_micro_batches_of_all_ranks_after():
         (lambda: replicated_sum(np.zeros((3, 3, 2)), -1), "bound_factor is -1"),
         (lambda: replicated([1, 1], [1, 1], [1, 1], 0, 1.0), "2 layers on 0 ranks"),
         (lambda: replicated([], [], [], 2, 1.0), "0 layers on 2 ranks"),
-        (lambda: replicated([1, 1], [1, 1], [1, 1, 1], 2, 1.0), "output_bytes: has 3 entries, and 2 are needed"),
+        (
+            lambda: replicated([1, 1], [1, 1], [1, 1, 1], 2, 1.0),
+            "output_bytes: has 3 entries, and 2 are needed",
+        ),
         (lambda: replicated([1, 1], [1, 1], [1], 2, 1.0, micro_batches=0), "micro_batches is 0"),
-        (lambda: replicated([1] * 1000, [1] * 1000, [1] * 1000, 1000, 1.0), "1000 layers on 1000 ranks need a table"),
+        (
+            lambda: replicated([1] * 1000, [1] * 1000, [1] * 1000, 1000, 1.0),
+            "1000 layers on 1000 ranks need a table",
+        ),
     ],
 )
 def test_numbers_that_make_no_table_are_refused(call, message):

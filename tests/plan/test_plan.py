@@ -18,7 +18,9 @@ def plan(made: Schedule = schedule("1f1b", 2, 4), lengths: tuple[int, ...] = (2,
     candidates = (
         Candidate("1f1b", 2, 4, "never", lengths, 0.5, 2000, "compute of stage 1"),
         Candidate("gpipe", 2, 4, "never", lengths, 0.5001, 4000, "bubble"),
-        Candidate("gpipe", 2, 8, "never", lengths, 0.4, 4 * 2**30, "needs 4.0 GiB, has 2.0 GiB on rank 1"),
+        Candidate(
+            "gpipe", 2, 8, "never", lengths, 0.4, 4 * 2**30, "needs 4.0 GiB, has 2.0 GiB on rank 1"
+        ),
     )
     return Plan("abc", ("stem", "body", "head"), lengths, made.name, made.lines, made.micro_batches, 16, "local:2", 4,
                 Prediction(0.5, 0.2, peaks, 32.0, 0.9), made.options, candidates=candidates)  # fmt: skip
@@ -26,7 +28,12 @@ def plan(made: Schedule = schedule("1f1b", 2, 4), lengths: tuple[int, ...] = (2,
 
 def stream_plan(made: Schedule = schedule("pipedream", 2, 1), **changes) -> Plan:
     """An asynchronous one."""
-    own = {"synchronous": False, "stream": made.stream, "weights": made.stream.weights, "candidates": ()}
+    own = {
+        "synchronous": False,
+        "stream": made.stream,
+        "weights": made.stream.weights,
+        "candidates": (),
+    }
     return replace(plan(made), **{**own, **changes})
 
 
@@ -39,7 +46,9 @@ def saved(tmp_path, found=None, **changes):
     return path
 
 
-CUSTOM = Schedule.parse("rank 0 | 0F0 0F1 1F1 1B1 0B1 1F0 1B0 0B0 1U1 0U1\nrank 1 |\nrank 2 | 2F1 2B1 2F0 2I0 2W0 2U1")
+CUSTOM = Schedule.parse(
+    "rank 0 | 0F0 0F1 1F1 1B1 0B1 1F0 1B0 0B0 1U1 0U1\nrank 1 |\nrank 2 | 2F1 2B1 2F0 2I0 2W0 2U1"
+)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +62,15 @@ CUSTOM = Schedule.parse("rank 0 | 0F0 0F1 1F1 1B1 0B1 1F0 1B0 0B0 1U1 0U1\nrank 
         stream_plan(weights="pipemare", weights_options=(("decay", 0.25),)),
         replace(plan(), recompute="selective", recomputed=(0, 1), segment_starts=(1,)),
     ],
-    ids=["1f1b", "with options", "custom", "stream", "waves", "weights' options", "some layers again"],
+    ids=[
+        "1f1b",
+        "with options",
+        "custom",
+        "stream",
+        "waves",
+        "weights' options",
+        "some layers again",
+    ],
 )
 def test_a_plan_comes_back_from_json_as_it_was(tmp_path, made):
     """Plans travel between machines; any schedule must survive, a user's own and idle ranks too."""
@@ -120,10 +137,15 @@ def test_a_plan_fits_the_model_and_ranks_that_it_was_made_for():
 
 def test_another_model_or_number_of_ranks_is_refused_with_all_that_differs():
     """Both at once: nobody wants to find the second one after repairing the first."""
-    with pytest.raises(PlanError, match="for a chain of 3 layers with fingerprint abc, and this one's is xyz") as caught:
+    with pytest.raises(
+        PlanError, match="for a chain of 3 layers with fingerprint abc, and this one's is xyz"
+    ) as caught:
         plan().check_fits("xyz", 4)
     assert "it uses 2 ranks, and there are 4" in str(caught.value)
-    with pytest.raises(PlanError, match="it uses 2 ranks, and there are 1: start 2 ranks, or plan for a cluster of 1"):
+    with pytest.raises(
+        PlanError,
+        match="it uses 2 ranks, and there are 1: start 2 ranks, or plan for a cluster of 1",
+    ):
         plan().check_fits("abc", 1)
 
 
@@ -150,16 +172,24 @@ def test_a_plan_prints_its_cuts_its_prediction_and_why_the_others_lost():
             {"recompute": "selective", "recomputed": (0, 1), "segment_starts": (1,)},
             "runs 2 of 3 layers again in 2 segments: 3.2% more",
         ),
-        ({"recompute": "selective", "recomputed": (1, 2)}, "runs 2 of 3 layers again in 2 segments: 3.2% more"),
+        (
+            {"recompute": "selective", "recomputed": (1, 2)},
+            "runs 2 of 3 layers again in 2 segments: 3.2% more",
+        ),
         ({"recompute": "selective"}, "runs 0 of 3 layers again: 3.2% more"),
         ({"recompute": "always"}, "runs all 3 layers again: 3.2% more"),
-        ({"recompute": "except_last"}, "runs all 3 layers again but of the last micro-batch: 3.2% more"),
+        (
+            {"recompute": "except_last"},
+            "runs all 3 layers again but of the last micro-batch: 3.2% more",
+        ),
     ],
 )
 def test_a_plan_prints_what_runs_again_and_what_that_is_good_for(changes, line):
     """Segments end where a stage does."""
     made = plan()
-    told = str(replace(made, predicted=replace(made.predicted, more_work=0.032, less_kept=0.41), **changes))
+    told = str(
+        replace(made, predicted=replace(made.predicted, more_work=0.032, less_kept=0.41), **changes)
+    )
     assert f"  {line} work, 41% less activations kept for a backward" in told.splitlines()
 
 
@@ -184,14 +214,26 @@ def test_pairs_and_slices_are_kept(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stream": None, "micro_batches": 6}, "an asynchronous one has: synchronous is False, stream is None"),
-        ({"stream": {"batches": 0}}, "is no plan: at stream: Value error, a stream's batches is 1 or more, not 0"),
+        (
+            {"stream": None, "micro_batches": 6},
+            "an asynchronous one has: synchronous is False, stream is None",
+        ),
+        (
+            {"stream": {"batches": 0}},
+            "is no plan: at stream: Value error, a stream's batches is 1 or more, not 0",
+        ),
         ({"stream": {"batches": 2.5}}, "is no plan: at stream.batches"),
         ({"stream": {"batches": 6, "colour": "red"}}, "is no plan: at stream.colour: Unexpected"),
         ({"stream": {"batches": 4}}, "the programs have 2 micro-batches, not 1"),
         ({"stream": {"batches": 9}}, "9 batches of 1 are not the 6 micro-batches of the programs"),
-        ({"weights": "flush"}, "weight rule 'flush' does not go with pipedream, which is asynchronous"),
-        ({"weights": "double-buffer"}, "weight rule 'double-buffer' needs at least as many micro-batches"),
+        (
+            {"weights": "flush"},
+            "weight rule 'flush' does not go with pipedream, which is asynchronous",
+        ),
+        (
+            {"weights": "double-buffer"},
+            "weight rule 'double-buffer' needs at least as many micro-batches",
+        ),
         ({"weights_options": [["decay", "much"]]}, "is no plan: at weights_options.0.1"),
     ],
 )
@@ -215,7 +257,10 @@ def test_a_plan_written_before_there_were_streams_is_read(tmp_path):
 
 def test_an_asynchronous_plan_says_how_stale_gradients_are_and_which_were_asynchronous():
     """What is won in time is paid for in staleness and memory: both belong beside each other."""
-    rows = (replace(plan().candidates[0], schedule="pipedream", micro_batches=1, weights="stash"), plan().candidates[0])
+    rows = (
+        replace(plan().candidates[0], schedule="pipedream", micro_batches=1, weights="stash"),
+        plan().candidates[0],
+    )
     lines = str(stream_plan(candidates=rows)).splitlines()
     assert lines[:3] == [
         "pipedream on 2 of 4 ranks of local:2: 2 stages, batch 16 in 1 micro-batch, recompute never, weights stash",
@@ -228,7 +273,10 @@ def test_an_asynchronous_plan_says_how_stale_gradients_are_and_which_were_asynch
         "    1f1b       flush    2       4  never      500.0 ms  equal  2.0 KiB      compute of stage 1",
     ]
     text = str(stream_plan(weights="pipemare", weights_options=(("decay", 0.25),)))
-    assert "asynchronous: weights pipemare, decay 0.25, staleness at most 1, 1 version and 2 more of their size" in text
+    assert (
+        "asynchronous: weights pipemare, decay 0.25, staleness at most 1, 1 version and 2 more of their size"
+        in text
+    )
 
 
 def told() -> Plan:
@@ -262,7 +310,8 @@ def test_all_that_a_planner_tells_is_printed():
 
 
 @pytest.mark.parametrize(
-    ("value", "unit", "text"), [(0.45, "s", "x 450.0 ms"), (2048, "bytes", "x 2.0 KiB"), (1.25, "1", "x 1.25")]
+    ("value", "unit", "text"),
+    [(0.45, "s", "x 450.0 ms"), (2048, "bytes", "x 2.0 KiB"), (1.25, "1", "x 1.25")],
 )
 def test_an_objective_prints_with_its_unit(value, unit, text):
     """Papers make least seconds, bytes, or a plain number."""
@@ -278,7 +327,9 @@ def test_a_torch_of_the_same_two_numbers_will_do(here):
 
 def test_another_torch_is_refused_with_both_versions():
     """With all else that differs."""
-    with pytest.raises(PlanError, match=r"made with torch 2\.13\.0\+cpu, and this is torch 2\.9\.1") as caught:
+    with pytest.raises(
+        PlanError, match=r"made with torch 2\.13\.0\+cpu, and this is torch 2\.9\.1"
+    ) as caught:
         told().check_fits("xyz", 1, "2.9.1")
     assert "it uses 2 ranks, and there are 1" in str(caught.value)
     assert "this one's is xyz" in str(caught.value)

@@ -23,7 +23,10 @@ def layer(name, family, flops, moved, launches=(1, 1)):
         Work("product", family, launches[0], 0.0, flops, moved, moved / 50),
         Work("relu", "other", launches[1], 0.0, 1.0, 0.0, moved / 9),
     )
-    two = tuple(replace(work, flops_per_sample=2 * work.flops_per_sample, launches=2 * work.launches) for work in one)
+    two = tuple(
+        replace(work, flops_per_sample=2 * work.flops_per_sample, launches=2 * work.launches)
+        for work in one
+    )
     return LayerCounts(name, "Toy", one, two, one, one, 1, 4, 0, 1.0, 1.0)
 
 
@@ -40,7 +43,9 @@ def model():
 def shares(efficiency):
     """What is fitted, by name."""
     return {
-        field.name: getattr(efficiency, field.name) for field in fields(efficiency) if field.name not in ("source", "other")
+        field.name: getattr(efficiency, field.name)
+        for field in fields(efficiency)
+        if field.name not in ("source", "other")
     }
 
 
@@ -68,10 +73,20 @@ def test_what_was_calibrated_on_one_model_predicts_another():
 
 def test_families_that_were_not_measured_are_as_much_worse_as_those_that_were():
     """A slow machine is slow at everything; its LSTM layers are not as fast as a V100's because nobody timed one."""
-    counts = ModelCounts(tuple(layer(f"m{n}", "matrix", 10.0 ** (8 + n), 1e4) for n in range(4)), "0123456789ab", 1.0, 1.0, 64)
-    found = calibrated(counts, roofline(counts, DEVICE, efficiency=replace(TRUE, matrix=0.07)), DEVICE)
+    counts = ModelCounts(
+        tuple(layer(f"m{n}", "matrix", 10.0 ** (8 + n), 1e4) for n in range(4)),
+        "0123456789ab",
+        1.0,
+        1.0,
+        64,
+    )
+    found = calibrated(
+        counts, roofline(counts, DEVICE, efficiency=replace(TRUE, matrix=0.07)), DEVICE
+    )
     assert found.matrix == pytest.approx(0.07, rel=0.05)
-    assert found.recurrent / Efficiency().recurrent == pytest.approx(found.matrix / Efficiency().matrix, rel=0.1)
+    assert found.recurrent / Efficiency().recurrent == pytest.approx(
+        found.matrix / Efficiency().matrix, rel=0.1
+    )
 
 
 def test_noise_in_the_timings_stays_noise_in_the_efficiencies():

@@ -26,7 +26,11 @@ def test_a_layer_adds_up_its_ops_and_a_model_its_layers():
     """What planners ask for."""
     assert LAYER.flops("forward", 2) == 210 + 10
     assert LAYER.bytes_moved("forward", 2) == 56 + 80
-    assert (LAYER.launches("forward"), LAYER.launches("backward"), LAYER.launches("weight_grad")) == (3, 4, 0)
+    assert (
+        LAYER.launches("forward"),
+        LAYER.launches("backward"),
+        LAYER.launches("weight_grad"),
+    ) == (3, 4, 0)
     assert COUNTS.flops("backward", 1) == 2 * 2 * 110
     assert (len(COUNTS), COUNTS.parameters, COUNTS.parameter_bytes) == (2, 24, 96)
     assert [layer.name for layer in COUNTS] == ["fc", "fc2"]
@@ -56,7 +60,10 @@ def test_a_file_that_is_no_counts_is_refused_with_the_place(tmp_path, change, wo
         ModelCounts.load(path)
 
 
-@pytest.mark.parametrize("work", [replace(GEMM, launches=0), replace(GEMM, flops_per_sample=-1.0), replace(GEMM, bytes=-9.0)])
+@pytest.mark.parametrize(
+    "work",
+    [replace(GEMM, launches=0), replace(GEMM, flops_per_sample=-1.0), replace(GEMM, bytes=-9.0)],
+)
 def test_an_op_that_cannot_be_is_refused_by_name(work):
     """A negative number of bytes would attract every cut."""
     with pytest.raises(SettingError, match="here: layer fc: addmm has"):
@@ -65,4 +72,6 @@ def test_an_op_that_cannot_be_is_refused_by_name(work):
 
 def test_an_op_may_cost_less_than_nothing_at_no_samples_if_it_costs_something_at_one():
     """Two sizes that take different ways make a line with an intercept below 0."""
-    check_counts(replace(COUNTS, layers=(replace(LAYER, forward=(replace(GEMM, bytes=-8.0),)),)), "here")
+    check_counts(
+        replace(COUNTS, layers=(replace(LAYER, forward=(replace(GEMM, bytes=-8.0),)),)), "here"
+    )

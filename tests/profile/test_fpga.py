@@ -9,16 +9,31 @@ from hypothesis import strategies as st
 from penstock.cluster.device import Device
 from penstock.errors import SettingError
 from penstock.profile.counts import LayerCounts, ModelCounts, Work
-from penstock.profile.fpga import REACHED, dsp_flops, fits_on_chip, fpga, off_chip_seconds, streamed_hop_seconds
+from penstock.profile.fpga import (
+    REACHED,
+    dsp_flops,
+    fits_on_chip,
+    fpga,
+    off_chip_seconds,
+    streamed_hop_seconds,
+)
 
 BOARD = Device(
-    "toy", 10**9, "fpga", flops=(("float32", 1000.0), ("float16", 2000.0)), memory_bytes_per_s=100.0, on_chip_bytes=800
+    "toy",
+    10**9,
+    "fpga",
+    flops=(("float32", 1000.0), ("float16", 2000.0)),
+    memory_bytes_per_s=100.0,
+    on_chip_bytes=800,
 )
 
 
 def layer(name, flops, weights, kept):
     """Products of `flops` forward and twice as many backward; ReLUs that pass by."""
-    one = (Work("mm", "matrix", 1, 0.0, flops, 0.0, 1.0), Work("relu", "other", 1, 0.0, 1e9, 0.0, 1e9))
+    one = (
+        Work("mm", "matrix", 1, 0.0, flops, 0.0, 1.0),
+        Work("relu", "other", 1, 0.0, 1e9, 0.0, 1e9),
+    )
     two = (Work("mm", "matrix", 2, 0.0, 2 * flops, 0.0, 1.0),)
     return LayerCounts(name, "Toy", one, two, one, one, weights // 4, weights, 0, kept, 8.0)
 
@@ -36,7 +51,9 @@ def test_products_at_the_dsps_rate_bound_a_layer_whose_weights_are_on_the_chip()
     made = fpga(SMALL, BOARD, sizes=(1, 2))
     assert made.machine["weights"] == "on the chip"
     assert made.layers[0].forward.median_s == pytest.approx((1 / REACHED * 0.8, 2 / REACHED * 0.8))
-    assert made.layers[0].backward.median_s[0] == pytest.approx(2 * made.layers[0].forward.median_s[0])
+    assert made.layers[0].backward.median_s[0] == pytest.approx(
+        2 * made.layers[0].forward.median_s[0]
+    )
     assert made.update_s_per_byte == 0
     assert (made.device, made.sizes) == ("toy", (1, 2))
 
@@ -46,9 +63,11 @@ def test_weights_off_the_chip_come_through_the_ddr_in_every_micro_batch_whatever
     made = fpga(SMALL, BOARD, sizes=(1, 2), on_chip=False)
     second = made.layers[1]
     assert second.forward.median_s == pytest.approx((3.1, 3.2))
-    assert (second.input_grad.median_s[0], second.weight_grad.median_s[0], second.backward.median_s[0]) == pytest.approx(
-        (3.1, 6.1, 9.1)
-    )
+    assert (
+        second.input_grad.median_s[0],
+        second.weight_grad.median_s[0],
+        second.backward.median_s[0],
+    ) == pytest.approx((3.1, 6.1, 9.1))
     assert made.update_s_per_byte == pytest.approx(0.05)
 
 
@@ -69,12 +88,17 @@ def test_a_stage_off_the_chip_takes_no_less_and_on_it_the_same(forward_s, backwa
     if 2 * weight_bytes <= 800:
         assert slower == (forward_s, backward_s)
     else:
-        assert slower == pytest.approx((max(forward_s, weight_bytes / 100), max(backward_s, 3 * weight_bytes / 100)))
+        assert slower == pytest.approx(
+            (max(forward_s, weight_bytes / 100), max(backward_s, 3 * weight_bytes / 100))
+        )
 
 
 def test_separate_units_share_the_dsps_so_that_both_directions_take_forward_and_backward_together():
     """FBP-AS: each takes F + B, at the same time."""
-    shared, separate = fpga(SMALL, BOARD, sizes=(2,)), fpga(SMALL, BOARD, sizes=(2,), units="separate")
+    shared, separate = (
+        fpga(SMALL, BOARD, sizes=(2,)),
+        fpga(SMALL, BOARD, sizes=(2,), units="separate"),
+    )
     whole = sum(shared.step_seconds(2))
     assert sum(separate.seconds("forward", 2)) == pytest.approx(whole)
     assert sum(separate.seconds("backward", 2)) == pytest.approx(whole)
@@ -98,7 +122,9 @@ def test_a_board_without_bandwidth_is_refused():
     bare = Device("bare", 10**9, "fpga", flops=(("float32", 1.0),))
     with pytest.raises(SettingError, match="bare has no memory bandwidth"):
         fpga(SMALL, bare)
-    with pytest.raises(SettingError, match="bare has no memory_bytes_per_s, and 100 bytes of weights"):
+    with pytest.raises(
+        SettingError, match="bare has no memory_bytes_per_s, and 100 bytes of weights"
+    ):
         off_chip_seconds(1.0, 1.0, 100, bare)
     with pytest.raises(SettingError, match=r"sizes \[0\] must be 1 or more"):
         fpga(SMALL, BOARD, sizes=(0,))

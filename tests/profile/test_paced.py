@@ -39,14 +39,24 @@ def test_everything_takes_so_many_times_as_long_and_nothing_takes_more_bytes():
     for own, other in zip(PROFILE, slow, strict=True):
         for phase in ("forward", "backward", "input_grad", "weight_grad"):
             for samples in (0.5, 1, 2, 4, 16):
-                assert other.seconds(phase, samples) == pytest.approx(3 * own.seconds(phase, samples))
+                assert other.seconds(phase, samples) == pytest.approx(
+                    3 * own.seconds(phase, samples)
+                )
             assert getattr(other, phase).spread_s == (1.5, 0.75)
-        bare = {"forward": own.forward, "backward": own.backward, "input_grad": own.input_grad, "weight_grad": own.weight_grad}
+        bare = {
+            "forward": own.forward,
+            "backward": own.backward,
+            "input_grad": own.input_grad,
+            "weight_grad": own.weight_grad,
+        }
         assert replace(other, **bare) == own
     seconds = ("update_s_per_byte", "update_fixed_s", "accumulate_s_per_byte")
     for name in seconds:
         assert getattr(slow, name) == pytest.approx(3 * getattr(PROFILE, name))
-    assert replace(slow, layers=PROFILE.layers, **{name: getattr(PROFILE, name) for name in seconds}) == PROFILE
+    assert (
+        replace(slow, layers=PROFILE.layers, **{name: getattr(PROFILE, name) for name in seconds})
+        == PROFILE
+    )
 
 
 def test_a_pace_of_one_is_the_profile_itself():
@@ -56,7 +66,9 @@ def test_a_pace_of_one_is_the_profile_itself():
 
 def test_devices_of_one_name_share_one_object():
     """What is worked out for one is worked out for all."""
-    found = profiles_of(PROFILE, cluster(device("V", 10), device("P", 5), device("V", 10), device("P", 5)))
+    found = profiles_of(
+        PROFILE, cluster(device("V", 10), device("P", 5), device("V", 10), device("P", 5))
+    )
     assert found[0] is found[2] is PROFILE
     assert found[1] is found[3] is not PROFILE
 
@@ -79,11 +91,15 @@ def test_one_kind_of_devices_needs_no_peak():
     assert profiles_of(PROFILE, cluster(device("x"), device("x"))) == (PROFILE, PROFILE)
 
 
-@pytest.mark.parametrize(("devices", "lacking"), [((device("V", 10), device("x")), "x"), ((device("x"), device("P", 5)), "x")])
+@pytest.mark.parametrize(
+    ("devices", "lacking"),
+    [((device("V", 10), device("x")), "x"), ((device("x"), device("P", 5)), "x")],
+)
 def test_a_device_whose_pace_nobody_knows_is_refused(devices, lacking):
     """A guess would be a wrong plan."""
     with pytest.raises(
-        PlanError, match=f"nothing says how fast {lacking} is: give its flops in the cluster file, or one profile"
+        PlanError,
+        match=f"nothing says how fast {lacking} is: give its flops in the cluster file, or one profile",
     ):
         profiles_of(replace(PROFILE, device=""), cluster(*devices))
 
@@ -91,7 +107,9 @@ def test_a_device_whose_pace_nobody_knows_is_refused(devices, lacking):
 def test_profiles_are_found_by_the_name_of_the_device():
     """Order and further profiles do not matter."""
     other = replace(PROFILE, update_s_per_byte=2.0)
-    assert profiles_of({"P": other, "z": PROFILE, "V": PROFILE}, cluster(device("V"), device("P"))) == (PROFILE, other)
+    assert profiles_of(
+        {"P": other, "z": PROFILE, "V": PROFILE}, cluster(device("V"), device("P"))
+    ) == (PROFILE, other)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from penstock.errors import FileError, SettingError
 from penstock.profile.profile import LayerProfile, Profile, Timing, check_timing
 
-SIZES = st.lists(st.integers(1, 512), min_size=1, max_size=6, unique=True).map(lambda sizes: tuple(sorted(sizes)))
+SIZES = st.lists(st.integers(1, 512), min_size=1, max_size=6, unique=True).map(
+    lambda sizes: tuple(sorted(sizes))
+)
 
 
 @st.composite
@@ -22,7 +24,11 @@ def timings(draw):
     return Timing(sizes, tuple(draw(st.lists(seconds, min_size=len(sizes), max_size=len(sizes)))))
 
 
-@given(st.lists(st.integers(1, 512), min_size=2, max_size=6, unique=True), st.floats(0, 0.1), st.floats(1e-6, 0.1))
+@given(
+    st.lists(st.integers(1, 512), min_size=2, max_size=6, unique=True),
+    st.floats(0, 0.1),
+    st.floats(1e-6, 0.1),
+)
 @settings(deadline=None, max_examples=100)
 def test_the_fit_of_affine_times_is_exact(sizes, fixed, per_sample):
     """A fixed cost per call and a cost per sample is how devices behave; then the fit must find both."""
@@ -103,7 +109,9 @@ def test_a_timing_of_no_time_at_all_is_taken():
 
 LAYER = LayerProfile("stem", "Conv2d", Timing((1, 2), (1.0, 2.0), (0.1, 0.1)), Timing((1, 2), (2.0, 4.0)), Timing((1, 2), (1.0, 2.0)),
                      Timing((1, 2), (1.0, 1.5)), 100, 400, 8, 64.5, 16.0)  # fmt: skip
-PROFILE = Profile((LAYER, replace(LAYER, name="head µ")), "0123456789ab", 12.0, 2, {"cpu": "test"}, "2.13")
+PROFILE = Profile(
+    (LAYER, replace(LAYER, name="head µ")), "0123456789ab", 12.0, 2, {"cpu": "test"}, "2.13"
+)
 
 
 def test_a_profile_gives_seconds_layer_by_layer():
@@ -121,7 +129,10 @@ def test_a_profile_comes_back_from_its_file_as_it_was(tmp_path):
     """Measured once, planned with often."""
     PROFILE.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == PROFILE
-    assert Profile.load(str(tmp_path / "p.json")).layers[1].forward.fixed_s == PROFILE.layers[1].forward.fixed_s
+    assert (
+        Profile.load(str(tmp_path / "p.json")).layers[1].forward.fixed_s
+        == PROFILE.layers[1].forward.fixed_s
+    )
 
 
 def _set(path, value):

@@ -12,10 +12,25 @@ from hypothesis import strategies as st
 from penstock.cluster.device import Device
 from penstock.errors import SettingError
 from penstock.profile.counts import LayerCounts, ModelCounts, Work
-from penstock.profile.roofline import WINOGRAD_TRAFFIC, Efficiency, Roof, halves, roofline, usual_efficiency
+from penstock.profile.roofline import (
+    WINOGRAD_TRAFFIC,
+    Efficiency,
+    Roof,
+    halves,
+    roofline,
+    usual_efficiency,
+)
 
-DEVICE = Device("toy", 10**9, flops=(("float32", 1000.0), ("float16", 4000.0)), memory_bytes_per_s=100.0, launch_s=0.5)
-WHOLE = Efficiency(matrix=1, convolution=1, winograd=4, attention=1, recurrent=1, memory=1, fill_s=0.0)
+DEVICE = Device(
+    "toy",
+    10**9,
+    flops=(("float32", 1000.0), ("float16", 4000.0)),
+    memory_bytes_per_s=100.0,
+    launch_s=0.5,
+)
+WHOLE = Efficiency(
+    matrix=1, convolution=1, winograd=4, attention=1, recurrent=1, memory=1, fill_s=0.0
+)
 
 
 def counts_of(*forward, batch=8):
@@ -26,12 +41,19 @@ def counts_of(*forward, batch=8):
 
 def forward_s(work, efficiency=WHOLE, samples=1, **settings):
     """Seconds of the only layer."""
-    return roofline(counts_of(work), DEVICE, sizes=(samples,), efficiency=efficiency, **settings).layers[0].forward.median_s[0]
+    return (
+        roofline(counts_of(work), DEVICE, sizes=(samples,), efficiency=efficiency, **settings)
+        .layers[0]
+        .forward.median_s[0]
+    )
 
 
 def test_an_op_takes_the_longer_of_its_operations_and_its_bytes_and_its_launches_besides():
     """The formula at the top of the file."""
-    heavy, wide = Work("mm", "matrix", 3, 500.0, 2000.0, 0.0, 10.0), Work("mm", "matrix", 1, 0.0, 100.0, 0.0, 300.0)
+    heavy, wide = (
+        Work("mm", "matrix", 3, 500.0, 2000.0, 0.0, 10.0),
+        Work("mm", "matrix", 1, 0.0, 100.0, 0.0, 300.0),
+    )
     assert forward_s(heavy) == 3 * 0.5 + 2.5
     assert forward_s(wide) == 0.5 + 3
     assert forward_s(wide, replace(WHOLE, memory=0.5, launch=2.0, call_s=7.0)) == 7 + 1 + 6
@@ -58,7 +80,10 @@ def test_a_3x3_convolution_goes_winograds_way_where_that_is_shorter_and_only_at_
 def test_a_narrower_dtype_moves_and_keeps_less_and_leaves_tokens_and_parameters():
     """Mixed precision: what is trained stays as wide as it was counted."""
     wide, narrow = (roofline(counts_of(), DEVICE, dtype=dtype) for dtype in ("float32", "float16"))
-    assert (wide.layers[0].activation_bytes_per_sample, narrow.layers[0].activation_bytes_per_sample) == (16, 8)
+    assert (
+        wide.layers[0].activation_bytes_per_sample,
+        narrow.layers[0].activation_bytes_per_sample,
+    ) == (16, 8)
     assert narrow.layers[0].output_bytes_per_sample == 4
     assert (narrow.layers[0].parameter_bytes, narrow.layers[0].buffer_bytes) == (40, 4)
     assert (wide.input_bytes_per_sample, narrow.input_bytes_per_sample) == (12, 4 + 4)
@@ -102,7 +127,10 @@ def test_what_a_device_or_a_call_lacks_is_refused_by_name(settings, words):
         roofline(counts_of(), device, **settings)
 
 
-@pytest.mark.parametrize(("field", "value"), [("matrix", 0.0), ("memory", -1.0), ("winograd", float("inf")), ("fill_s", -1e-9)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("matrix", 0.0), ("memory", -1.0), ("winograd", float("inf")), ("fill_s", -1e-9)],
+)
 def test_an_efficiency_that_cannot_be_is_refused(field, value):
     """Shares are above 0; times are not below it."""
     with pytest.raises(SettingError, match=f"efficiency: {field} is"):

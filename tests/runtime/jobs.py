@@ -37,25 +37,37 @@ class Plain(torch.optim.Optimizer):
                 parameter.data.sub_(held["momentum"], alpha=self.param_groups[0]["lr"])
 
 
-def everything(name: str, options: dict[str, Any], folder: Path | None, executor: str) -> dict[str, Any]:
+def everything(
+    name: str, options: dict[str, Any], folder: Path | None, executor: str
+) -> dict[str, Any]:
     """Train, evaluate, compare, save and look, in one go; the results are plain tensors."""
     options = {"optimizer": Plain, **options}
     case = CASES[name]
     model, x, y = made(case, 37)
     pipe = ps.Pipeline(model, loss=case.loss, executor=executor, seed=4, deadline_s=60, **options)
     found: dict[str, Any] = {}
-    found["losses"] = [pipe.train_batch(x, y), pipe.train_batch(x[:16], y[:16]), pipe.train_batch(x[:2], y[:2])]
+    found["losses"] = [
+        pipe.train_batch(x, y),
+        pipe.train_batch(x[:16], y[:16]),
+        pipe.train_batch(x[:2], y[:2]),
+    ]
     found["streamed"] = list(pipe.train([(x[:8], y[:8]), (x[8:16], y[8:16])]))
     found["forward"] = pipe.forward(x)
     found["evaluated"] = pipe.eval_batch(x[:5], y[:5])
     comparison = pipe.compare_with_one_device(x, y)
-    found["compared"] = (sorted(comparison.gradients), comparison.worst[1] if comparison.gradients else 0.0)
+    found["compared"] = (
+        sorted(comparison.gradients),
+        comparison.worst[1] if comparison.gradients else 0.0,
+    )
     if folder is not None:
         pipe.save(folder / "ckpt")
     state = pipe.state_dict()
     found["loss before loading"] = pipe.train_batch(x, y)
     timeline = pipe.timeline()
-    found["timeline"] = [tuple(str(e.op) for e in timeline.events if e.rank == rank) for rank in range(timeline.ranks)]
+    found["timeline"] = [
+        tuple(str(e.op) for e in timeline.events if e.rank == rank)
+        for rank in range(timeline.ranks)
+    ]
     if folder is not None:
         pipe.load(folder / "ckpt")
         found["loss after loading"] = pipe.train_batch(x, y)
@@ -113,7 +125,15 @@ def nested(programs: str, lengths: list[int], executor: str) -> dict[str, Any]:
     """A model with nested boundaries and a frozen beginning, under a schedule given as text; recomputed in part."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), Spread(), Use(), nn.Identity(), Use(), Gather())
+        model = nn.Sequential(
+            nn.Linear(16, 16),
+            nn.ReLU(inplace=True),
+            Spread(),
+            Use(),
+            nn.Identity(),
+            Use(),
+            Gather(),
+        )
         x, y = torch.randn(12, 16), torch.randint(0, 5, (12,))
     model[0].requires_grad_(False)
     pipe = ps.Pipeline(model, loss=functional.cross_entropy, balance=lengths, schedule=Schedule.parse(programs), optimizer=Plain,
@@ -129,7 +149,9 @@ def trapped(what: str, kind: str = "F", at: int = 1, deadline_s: float = 300.0) 
     """Two ranks train; the layer at the beginning of rank 1 does `what` in the second of its forwards or backwards."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Trap(what, kind, at), nn.Linear(16, 4))
-    pipe = ps.Pipeline(model, loss=functional.cross_entropy, balance=[1, 2], micro_batches=4, deadline_s=deadline_s)
+    pipe = ps.Pipeline(
+        model, loss=functional.cross_entropy, balance=[1, 2], micro_batches=4, deadline_s=deadline_s
+    )
     for _ in range(3):
         pipe.train_batch(torch.randn(8, 16), torch.arange(8) % 4)
     return model[1]
@@ -138,7 +160,11 @@ def trapped(what: str, kind: str = "F", at: int = 1, deadline_s: float = 300.0) 
 def trapped_copy(what: str, deadline_s: float = 300.0) -> None:
     """Two copies of one stage train; the one on rank 1 does `what` in its second backward, when the other has come to their U."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), Trap(what if os.environ["RANK"] == "1" else "pass", "B", 1), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.Linear(16, 16),
+        Trap(what if os.environ["RANK"] == "1" else "pass", "B", 1),
+        nn.Linear(16, 4),
+    )
     pipe = ps.Pipeline(model, loss=functional.cross_entropy, balance=[3], deadline_s=deadline_s, schedule=Schedule.parse(
         "rank 0 | 0F0 0B0 0U1\nrank 1 | 0F1 0B1 0F2 0B2 0U1"))  # fmt: skip
     for _ in range(3):

@@ -56,7 +56,9 @@ def test_shares_are_those_of_the_samples_and_sum_to_1(samples, parts):
 @st.composite
 def nested(draw):
     """Nested values whose tensors have 9 samples."""
-    tensor = st.sampled_from([torch.float32, torch.int64, torch.bool]).map(lambda dtype: rows(9).to(dtype))
+    tensor = st.sampled_from([torch.float32, torch.int64, torch.bool]).map(
+        lambda dtype: rows(9).to(dtype)
+    )
     leaf = st.one_of(tensor, st.none(), st.integers(), st.text(max_size=3))
     value = st.recursive(leaf, lambda inner: st.one_of(st.lists(inner, min_size=1, max_size=3), st.lists(inner, max_size=2).map(tuple),
                                                        st.dictionaries(st.text(max_size=2), inner, max_size=3)), max_leaves=6)  # fmt: skip
@@ -123,7 +125,11 @@ def test_whatever_changes_the_shapes_between_stages_changes_the_signature():
 
 def test_more_parts_than_samples_is_the_same_as_single_samples():
     """3 samples in 4 or in 8 parts are 3 micro-batches of 1, with one set of shapes."""
-    assert batch(rows(3), None, 8).signature == batch(rows(3), None, 4).signature == batch(rows(3), None, 3).signature
+    assert (
+        batch(rows(3), None, 8).signature
+        == batch(rows(3), None, 4).signature
+        == batch(rows(3), None, 3).signature
+    )
 
 
 @pytest.mark.parametrize(("x", "y", "message"), [
@@ -150,7 +156,8 @@ def test_samples_are_counted_over_all_tensors():
 def test_an_output_without_samples_cannot_be_joined():
     """Of several micro-batches' numbers none is the batch's: their mean, sum or maximum is the model's own business."""
     with pytest.raises(
-        SettingError, match="the model's output has a tensor without a dimension: outputs of micro-batches are joined"
+        SettingError,
+        match="the model's output has a tensor without a dimension: outputs of micro-batches are joined",
     ):
         join([(torch.ones(2), torch.tensor(1.0)), (torch.ones(2), torch.tensor(2.0))])
 
@@ -169,7 +176,11 @@ def text(samples, tokens):
 
 
 @given(
-    st.integers(1, 8).flatmap(lambda n: st.tuples(st.lists(st.floats(0.01, 1), min_size=n, max_size=n), st.integers(n, 400)))
+    st.integers(1, 8).flatmap(
+        lambda n: st.tuples(
+            st.lists(st.floats(0.01, 1), min_size=n, max_size=n), st.integers(n, 400)
+        )
+    )
 )
 @settings(deadline=None, max_examples=200)
 def test_sizes_by_share_add_up_and_none_is_further_from_its_share_than_it_must(drawn):
@@ -195,11 +206,16 @@ def test_sizes_by_share_of_equals_make_the_first_larger(total, shares, sizes):
 def test_sequences_are_cut_within_their_micro_batches():
     """Numbers go through: all slices of micro-batch 0 first. A slice's share is that of its tokens in its micro-batch's samples."""
     x = text(5, 8)
-    made = sliced({"tokens": x, "name": "a"}, (x + 1,), Slicing("tokens", ((0.5, 0.25, 0.25), (1.0,))))
+    made = sliced(
+        {"tokens": x, "name": "a"}, (x + 1,), Slicing("tokens", ((0.5, 0.25, 0.25), (1.0,)))
+    )
     assert [tuple(part["tokens"].shape) for part in made.inputs] == [(3, 4), (3, 2), (3, 2), (2, 8)]
     assert torch.equal(made.inputs[1]["tokens"], x[:3, 4:6])
     assert [part["name"] for part in made.inputs] == ["a"] * 4
-    assert all(torch.equal(target[0], part["tokens"] + 1) for target, part in zip(made.targets, made.inputs, strict=True))
+    assert all(
+        torch.equal(target[0], part["tokens"] + 1)
+        for target, part in zip(made.targets, made.inputs, strict=True)
+    )
     assert made.shares == pytest.approx([0.3, 0.15, 0.15, 0.4])
     assert (made.micro_batches, made.numbers, made.cuts_tokens) == (2, range(4), True)
     assert [made.place(n) for n in made.numbers] == [(0, 2), (0, 2), (0, 2), (1, 2)]
@@ -222,12 +238,16 @@ def test_cut_sequences_are_whole_again_when_joined(samples, tokens, shares):
     assert torch.equal(torch.cat(whole.inputs), x)
     assert torch.equal(torch.cat(whole.targets), x)
     assert whole.shares == pytest.approx(batch(x, x, len(shares)).shares)
-    assert [len(part) for part in whole.inputs] == [len(part) for part in batch(x, x, len(shares)).inputs]
+    assert [len(part) for part in whole.inputs] == [
+        len(part) for part in batch(x, x, len(shares)).inputs
+    ]
 
 
 def test_slices_of_samples_are_micro_batches_of_the_sizes_of_their_shares():
     """AutoPipe's halves. They hand nothing on."""
-    made = sliced(rows(16), torch.arange(16), Slicing("samples", ((0.5, 0.5), (1.0,), (1.0,), (0.25, 0.75))))
+    made = sliced(
+        rows(16), torch.arange(16), Slicing("samples", ((0.5, 0.5), (1.0,), (1.0,), (0.25, 0.75)))
+    )
     assert [len(part) for part in made.inputs] == [2, 2, 4, 4, 1, 3]
     assert made.shares == [size / 16 for size in (2, 2, 4, 4, 1, 3)]
     assert (made.micro_batches, made.cuts_tokens) == (6, False)
@@ -275,12 +295,15 @@ def test_sequences_that_cannot_be_cut_are_refused_with_their_shapes(x, y, messag
 
 
 @pytest.mark.parametrize(
-    "output", [torch.ones(2), torch.ones(2, 5), torch.tensor(1.0)], ids=["no tokens", "others", "no samples"]
+    "output",
+    [torch.ones(2), torch.ones(2, 5), torch.tensor(1.0)],
+    ids=["no tokens", "others", "no samples"],
 )
 def test_outputs_of_slices_that_cannot_be_joined_are_refused(output):
     """A pooled output of half a sequence is none of the whole one's."""
     made = sliced(text(2, 8), None, Slicing("tokens", ((0.5, 0.5),)))
     with pytest.raises(
-        SettingError, match=r"the model's output for a slice of 4 tokens has a tensor of \(.*\): outputs of slices are"
+        SettingError,
+        match=r"the model's output for a slice of 4 tokens has a tensor of \(.*\): outputs of slices are",
     ):
         made.joined({0: output, 1: output})

@@ -49,7 +49,10 @@ def test_others_are_told_with_what_they_do_and_since_when(boards):
     """One line each, oneself left out."""
     shared = SharedBoard(3)
     shared.for_rank(2).doing("is at 2B7")
-    assert shared.for_rank(1).elsewhere() == ["rank 0 has not begun since 0 s", "rank 2 is at 2B7 since 0 s"]
+    assert shared.for_rank(1).elsewhere() == [
+        "rank 0 has not begun since 0 s",
+        "rank 2 is at 2B7 since 0 s",
+    ]
     assert shared.latest()[:2] == (2, "is at 2B7")
     (one, other), _ = boards
     other.doing("waits for 0F3")
@@ -75,7 +78,10 @@ def test_a_new_run_begins_with_a_clean_board():
 
 def test_reasons_name_the_rank_whatever_the_error():
     """Penstock's own errors name it themselves; an empty message still has a kind."""
-    assert reason_of(StageFailed(1, 2, "2F0", 3, "x"), 1) == "rank 1 (stage 2) failed in 2F0 of step 3: x"
+    assert (
+        reason_of(StageFailed(1, 2, "2F0", 3, "x"), 1)
+        == "rank 1 (stage 2) failed in 2F0 of step 3: x"
+    )
     assert reason_of(RunError("all said")) == "all said"
     assert reason_of(KeyError("x"), 3) == "rank 3: KeyError: 'x'"
     assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"

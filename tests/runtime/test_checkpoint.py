@@ -20,7 +20,11 @@ OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "adam": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
     "adam on two groups": lambda params: torch.optim.AdamW(
-        [{"params": [p for p in params if p.dim() > 1], "lr": 0.02}, {"params": [p for p in params if p.dim() < 2]}], lr=1e-2
+        [
+            {"params": [p for p in params if p.dim() > 1], "lr": 0.02},
+            {"params": [p for p in params if p.dim() < 2]},
+        ],
+        lr=1e-2,
     ),
 }
 SGD = OPTIMIZERS["sgd"]
@@ -53,13 +57,17 @@ def trained(steps, name="vgg", *args, **options):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["vgg", "resnet", "gpt"])
-def test_training_goes_on_to_the_bit_under_another_cut_schedule_and_number_of_stages(name, optimizer, tmp_path):
+def test_training_goes_on_to_the_bit_under_another_cut_schedule_and_number_of_stages(
+    name, optimizer, tmp_path
+):
     """A checkpoint belongs to the model: machines come and go, and dropout goes on where it was."""
     make = OPTIMIZERS[optimizer]
     whole = trained(5, name, 2, optimizer=make)
     trained(3, name, 2, optimizer=make).save(tmp_path)
     for lengths, schedule in ((3, "gpipe"), (1, "naive"), (4, "1f1b"), (2, "1f1b")):
-        other = trained(1, name, lengths, schedule, make)  # what it has learned on its own must be gone without a trace
+        other = trained(
+            1, name, lengths, schedule, make
+        )  # what it has learned on its own must be gone without a trace
         other.load(tmp_path)
         assert other.step == 3
         for number in (3, 4):
@@ -83,7 +91,9 @@ def test_a_checkpoint_holds_what_plain_training_would_hold(tmp_path):
     trained(1, "resnet", 3).save(tmp_path)
     index = json.loads((tmp_path / "checkpoint.json").read_text())
     assert (index["step"], len(index["files"]), index["schema"]) == (1, 3, 1)
-    tensors = {key: value for file in index["files"] for key, value in load_file(tmp_path / file).items()}
+    tensors = {
+        key: value for file in index["files"] for key, value in load_file(tmp_path / file).items()
+    }
     expected = {f"model/{key}": value for key, value in plain.model.state_dict().items()}
     for key, parameter in plain.model.named_parameters():
         expected[f"optimizer/{key}/momentum_buffer"] = optimizer.state[parameter]["momentum_buffer"]
@@ -137,7 +147,10 @@ def test_settings_that_a_scheduler_has_changed_come_back(tmp_path):
     other.load(tmp_path)
     for optimizer in made_ones:
         assert [group["lr"] for group in optimizer.param_groups] == [0.005, 0.0025]
-        assert [tuple(group["betas"]) for group in optimizer.param_groups] == [(0.8, 0.9), (0.9, 0.999)]
+        assert [tuple(group["betas"]) for group in optimizer.param_groups] == [
+            (0.8, 0.9),
+            (0.9, 0.999),
+        ]
     assert torch.equal(other.train_batch(*batch(number=2)), pipe.train_batch(*batch(number=2)))
     assert differences(other.state_dict(), pipe.state_dict()) == []
 
@@ -163,7 +176,9 @@ def test_a_learning_rate_that_is_a_tensor_comes_back_as_one(tmp_path):
 
     other = pipeline("mlp", 3, optimizer=other_factory)
     other.load(tmp_path)
-    assert [optimizer.param_groups[0]["lr"].item() for optimizer in kept] == pytest.approx([0.025] * 3)
+    assert [optimizer.param_groups[0]["lr"].item() for optimizer in kept] == pytest.approx(
+        [0.025] * 3
+    )
     assert torch.equal(other.train_batch(*batch("mlp", 1)), pipe.train_batch(*batch("mlp", 1)))
 
 
@@ -177,7 +192,11 @@ def test_saving_again_keeps_only_the_newest(tmp_path):
     pipe.train_batch(*batch(number=1))
     pipe.save(tmp_path)
     index = json.loads((tmp_path / "checkpoint.json").read_text())
-    assert {file.name for file in tmp_path.iterdir()} == {"checkpoint.json", "notes.txt", *index["files"]}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "checkpoint.json",
+        "notes.txt",
+        *index["files"],
+    }
     assert index["step"] == 2
     assert len(index["files"]) == 4
 
@@ -253,16 +272,31 @@ def damaged(tmp_path, how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("no index", r"holds no checkpoint: there is no checkpoint\.json, which is written when all else is"),
-        ("truncated", r"cannot read step-00000001-stage-0000-\w+\.safetensors of the checkpoint .*: .*"),
+        (
+            "no index",
+            r"holds no checkpoint: there is no checkpoint\.json, which is written when all else is",
+        ),
+        (
+            "truncated",
+            r"cannot read step-00000001-stage-0000-\w+\.safetensors of the checkpoint .*: .*",
+        ),
         ("header only", r"cannot read step-00000001-stage-0000"),
-        ("missing file", r"cannot read step-00000001-stage-0000-\w+\.safetensors of the checkpoint .*: No such file"),
+        (
+            "missing file",
+            r"cannot read step-00000001-stage-0000-\w+\.safetensors of the checkpoint .*: No such file",
+        ),
         ("no tensors", r"does not fit: the state has no '0\.0\.weight', which stage 0 needs"),
-        ("wrong shape", r"does not fit: 0\.0\.weight has shape \(2,\) in the state and \(6, 3, 3, 3\) in the model"),
+        (
+            "wrong shape",
+            r"does not fit: 0\.0\.weight has shape \(2,\) in the state and \(6, 3, 3, 3\) in the model",
+        ),
         ("metadata", r"cannot read step-00000001-stage-0000"),
         ({"schema": 7}, r"is no checkpoint of schema 1: its schema is 7"),
         ({"step": "one"}, r"is no checkpoint: at step: "),
-        ({"fingerprint": "abc"}, r"is a checkpoint of another model: its layers and shapes have fingerprint abc"),
+        (
+            {"fingerprint": "abc"},
+            r"is a checkpoint of another model: its layers and shapes have fingerprint abc",
+        ),
         ({"files": ["../../../etc/passwd"]}, r"cannot read passwd of the checkpoint"),
         ("{", r"checkpoint\.json is not JSON"),
     ],
@@ -283,7 +317,9 @@ def test_a_missing_folder_and_another_model_are_refused_by_name(tmp_path):
     with pytest.raises(FileError, match=r"nowhere holds no checkpoint"):
         pipeline().load(tmp_path / "nowhere")
     trained(1, "mlp", 2).save(tmp_path)
-    with pytest.raises(FileError, match=r"is a checkpoint of another model: its layers and shapes have fingerprint"):
+    with pytest.raises(
+        FileError, match=r"is a checkpoint of another model: its layers and shapes have fingerprint"
+    ):
         pipeline().load(tmp_path)
 
 
@@ -309,7 +345,8 @@ def test_optimizer_state_that_a_checkpoint_cannot_hold_is_refused_when_it_is_sav
 
     pipe = trained(1, "mlp", 2, optimizer=lambda params: Hoarder(params, lr=0.1))
     with pytest.raises(
-        SettingError, match=r"Hoarder keeps a list as 'past' of fc\d\.weight: a checkpoint can hold tensors and"
+        SettingError,
+        match=r"Hoarder keeps a list as 'past' of fc\d\.weight: a checkpoint can hold tensors and",
     ):
         pipe.save(tmp_path)
     assert not (tmp_path / "checkpoint.json").exists()
@@ -320,7 +357,9 @@ def test_tied_frozen_and_half_trained_parameters_come_back(tmp_path):
 
     def model():
         torch.manual_seed(0)
-        made_model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 5))
+        made_model = nn.Sequential(
+            nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 5)
+        )
         made_model[2].weight = made_model[0].weight
         made_model[3].bias.requires_grad_(False)
         made_model[1].register_parameter("unused", nn.Parameter(torch.ones(3)))

@@ -23,7 +23,12 @@ def pipeline(name="mlp", stages=3, **options):
     model, x, y = made(case)
     options.setdefault("micro_batches", 4)
     balance = lengths_of(len(layers_of(model)), stages)
-    return ps.Pipeline(model, loss=case.loss, balance=balance, executor="threads", **options), model, x, y
+    return (
+        ps.Pipeline(model, loss=case.loss, balance=balance, executor="threads", **options),
+        model,
+        x,
+        y,
+    )
 
 
 def test_outputs_are_those_of_the_training_forward():
@@ -53,7 +58,12 @@ def test_a_wrong_output_is_found_though_the_loss_may_be_right(monkeypatch):
 
 def test_gradients_buffers_random_state_scaler_and_norm_are_left_as_they_were():
     """It may be called in the middle of a run, and in the middle of a window of accumulation."""
-    options = {"optimizer": sgd, "accumulate": 2, "clip_grad_norm": 1.0, "scaler": {"growth_interval": 1}}
+    options = {
+        "optimizer": sgd,
+        "accumulate": 2,
+        "clip_grad_norm": 1.0,
+        "scaler": {"growth_interval": 1},
+    }
     pipe, model, x, y = pipeline("resnet", **options)
     other, undisturbed, _, _ = pipeline("resnet", **options)
     for number in range(5):
@@ -81,7 +91,9 @@ def test_side_losses_of_inner_stages_count_on_both_sides():
     """On the one device they are collected as the stages collect them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), Penalised(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    pipe = ps.Pipeline(model, loss=nn.MSELoss(), balance=[1, 1, 2], micro_batches=3, executor="threads")
+    pipe = ps.Pipeline(
+        model, loss=nn.MSELoss(), balance=[1, 1, 2], micro_batches=3, executor="threads"
+    )
     x = torch.randn(9, 6)
     assert pipe.compare_with_one_device(x, x).relative < 1e-5
 
@@ -96,7 +108,11 @@ def test_the_one_device_has_the_same_mixed_precision(autocast):
 def test_a_comparison_prints_the_worst_of_each_kind_first():
     """Who looks wants to know whether, where, and how much."""
     gradients = {f"layer{n}.weight": n * 1e-9 for n in range(12)}
-    scale = dict.fromkeys(gradients, 1.0) | {"loss": 2.0, "buffer norm.running_mean": 0.5, "output output": 4.0}
+    scale = dict.fromkeys(gradients, 1.0) | {
+        "loss": 2.0,
+        "buffer norm.running_mean": 0.5,
+        "output output": 4.0,
+    }
     found = Comparison(gradients, {"norm.running_mean": 0.25}, 1e-7, scale, {"output": 0.0})
     assert found.relative == 0.5
     assert str(found).splitlines() == [
@@ -115,7 +131,9 @@ def test_a_comparison_prints_the_worst_of_each_kind_first():
 
 def test_a_difference_of_next_to_nothing_is_held_against_the_others_of_its_kind():
     """Biases before a softmax have gradients of rounding errors alone: any other order of sums changes them by all they are."""
-    found = Comparison({"a": 1e-9, "b": 0.0}, {}, 0.0, {"a": 1e-9, "b": 1.0, "loss": 1.0}, {"output": 0.0})
+    found = Comparison(
+        {"a": 1e-9, "b": 0.0}, {}, 0.0, {"a": 1e-9, "b": 1.0, "loss": 1.0}, {"output": 0.0}
+    )
     assert found.relative == pytest.approx(1e-6)
 
 
@@ -132,7 +150,11 @@ def test_what_is_no_number_on_one_side_alone_differs_without_end():
             return x * self.gain if self.batches > 2 else x * self.gain * float("nan")
 
     pipe = ps.Pipeline(
-        [nn.Linear(2, 2), Odd()], loss=lambda out, _: out.mean(), balance=[1, 1], micro_batches=2, executor="threads"
+        [nn.Linear(2, 2), Odd()],
+        loss=lambda out, _: out.mean(),
+        balance=[1, 1],
+        micro_batches=2,
+        executor="threads",
     )
     assert math.isinf(pipe.compare_with_one_device(torch.ones(4, 2), torch.ones(4, 2)).relative)
 
@@ -145,5 +167,11 @@ def test_equal_numbers_that_are_none_are_no_difference():
             return x.masked_fill(torch.ones_like(x).triu(1).bool(), float("-inf"))
 
     model = [nn.Linear(3, 3), Masked()]
-    pipe = ps.Pipeline(model, loss=lambda out, _: out[:, 0].mean(), balance=[1, 1], micro_batches=1, executor="threads")
+    pipe = ps.Pipeline(
+        model,
+        loss=lambda out, _: out[:, 0].mean(),
+        balance=[1, 1],
+        micro_batches=1,
+        executor="threads",
+    )
     assert pipe.compare_with_one_device(torch.randn(3, 3), torch.ones(3, 3)).relative < 1e-6

@@ -16,7 +16,9 @@ import penstock as ps
 BOTH_WAYS = """rank 0 | 0F0 1F1 1B1 0F2 1F3 1B3 0B0 0B2 0U1 1U1
 rank 1 | 0F1 1F0 1B0 0F3 1F2 1B2 0B1 0B3 0U1 1U1"""
 #: The same stage three times: data parallelism.
-THREE = "\n".join(f"rank {rank} | 0F{rank} 0F{rank + 3} 0B{rank} 0B{rank + 3} 0U1" for rank in range(3))
+THREE = "\n".join(
+    f"rank {rank} | 0F{rank} 0F{rank + 3} 0B{rank} 0B{rank + 3} 0U1" for rank in range(3)
+)
 
 
 def pipeline(name, programs, lengths, **options):
@@ -24,7 +26,14 @@ def pipeline(name, programs, lengths, **options):
     case = CASES[name]
     model, x, y = made(case, 12)
     options = {"executor": "threads", **options}
-    return ps.Pipeline(model, loss=case.loss, balance=lengths, schedule=ps.Schedule.parse(programs), **options), model, x, y
+    return (
+        ps.Pipeline(
+            model, loss=case.loss, balance=lengths, schedule=ps.Schedule.parse(programs), **options
+        ),
+        model,
+        x,
+        y,
+    )
 
 
 def test_three_copies_add_up_by_rank_to_the_bit():
@@ -43,12 +52,19 @@ def test_every_copy_steps_to_the_same_weights():
         pipe.train_batch(x, y)
     own = {name: value for stage in pipe._local_stages for name, value in _weights(stage)}
     for stage in pipe._local_stages:
-        assert differences(dict(_weights(stage)), {name: own[name] for name, _ in _weights(stage)}) == []
+        assert (
+            differences(dict(_weights(stage)), {name: own[name] for name, _ in _weights(stage)})
+            == []
+        )
     assert differences(dict(model.state_dict()), pipe.state_dict()) == []
 
 
 def _weights(stage):
-    return [(name, value) for layer in stage.layers for name, value in layer.module.state_dict(prefix=f"{layer.name}.").items()]
+    return [
+        (name, value)
+        for layer in stage.layers
+        for name, value in layer.module.state_dict(prefix=f"{layer.name}.").items()
+    ]
 
 
 def test_gradients_that_no_update_used_add_up_once_over_two_batches():
@@ -86,7 +102,9 @@ def test_a_copy_without_micro_batches_still_meets_the_others():
 def test_outputs_and_losses_come_from_all_copies_of_the_last_stage():
     """In the order of the samples, whoever made them."""
     pipe, model, x, y = pipeline("mlp", BOTH_WAYS, [3, 4])
-    assert torch.equal(pipe.forward(x), torch.cat([model(part) for part in torch.tensor_split(x, 4)]))
+    assert torch.equal(
+        pipe.forward(x), torch.cat([model(part) for part in torch.tensor_split(x, 4)])
+    )
     assert torch.allclose(pipe.eval_batch(x, y), CASES["mlp"].loss(model(x), y))
 
 

@@ -56,7 +56,9 @@ def test_what_has_left_is_freed_and_asking_for_it_is_an_error():
     assert kept
     assert all(tensor is None for tensor in saved._tensors)
     assert content.numel() >= 2 * 50 * 50 * 4
-    with pytest.raises(RuntimeError, match="asks for activations that have been evicted and not loaded"):
+    with pytest.raises(
+        RuntimeError, match="asks for activations that have been evicted and not loaded"
+    ):
         out.backward(retain_graph=True)
     saved.put_back(content)
     out.backward()
@@ -88,7 +90,9 @@ def test_tensors_of_any_layout_come_back_equal(dtype, shape, random, gaps):
 def test_weights_do_not_travel():
     """They are there anyway, and would be most of the message."""
     layer = nn.Linear(100, 100)
-    saved = Saved(frozenset(parameter.untyped_storage().data_ptr() for parameter in layer.parameters()))
+    saved = Saved(
+        frozenset(parameter.untyped_storage().data_ptr() for parameter in layer.parameters())
+    )
     with saved.saving():
         layer(torch.randn(2, 100, requires_grad=True)).sum()
     assert saved.take_out().numel() < 100 * 100

@@ -46,7 +46,8 @@ def is_rank(process):
 def test_a_layer_that_raises_ends_all_ranks_and_is_named(kind, op, failed):
     """The other rank waits for what will never come: it hears of the failure, and its own message is not the one that is told."""
     with pytest.raises(
-        RankFailed, match=rf"^rank 1 \(stage 1\) failed in {failed} of step 0: ValueError: a planted failure"
+        RankFailed,
+        match=rf"^rank 1 \(stage 1\) failed in {failed} of step 0: ValueError: a planted failure",
     ) as error:
         launch(trapped, 2, "raise", kind)
     assert error.value.rank == 1
@@ -56,7 +57,9 @@ def test_a_layer_that_raises_ends_all_ranks_and_is_named(kind, op, failed):
 
 def test_a_rank_that_is_killed_in_mid_batch_is_named_with_its_signal():
     """The kernel kills who takes too much memory, and the process cannot say a word."""
-    with pytest.raises(RankDied, match=r"^rank 1 \(pid \d+\) was killed by SIGKILL; rank 0 stopped$") as error:
+    with pytest.raises(
+        RankDied, match=r"^rank 1 \(pid \d+\) was killed by SIGKILL; rank 0 stopped$"
+    ) as error:
         launch(trapped, 2, "kill", "B")
     assert error.value.rank == 1
 
@@ -70,7 +73,9 @@ def test_a_stuck_op_is_told_by_who_waits_for_it_and_what_the_other_is_at():
 
 def test_a_copy_that_is_killed_lets_go_of_the_one_that_waits_to_meet_it():
     """Gradient synchronisation is where copies wait longest for each other."""
-    with pytest.raises(RankDied, match=r"^rank 1 \(pid \d+\) was killed by SIGKILL; rank 0 stopped$"):
+    with pytest.raises(
+        RankDied, match=r"^rank 1 \(pid \d+\) was killed by SIGKILL; rank 0 stopped$"
+    ):
         launch(trapped_copy, 2, "kill")
 
 
@@ -89,7 +94,10 @@ def test_leaving_the_program_from_a_layer_is_a_failure_that_is_named():
 
 def test_a_process_that_ends_well_but_without_a_result_is_no_success():
     """os._exit(0), in native code or by a library: the status is 0, and the result is missing."""
-    with pytest.raises(RankDied, match=r"^rank 1 \(pid \d+\) ended with exit status 0 and no message; rank 0 stopped$"):
+    with pytest.raises(
+        RankDied,
+        match=r"^rank 1 \(pid \d+\) ended with exit status 0 and no message; rank 0 stopped$",
+    ):
         launch(trapped, 2, "vanish")
 
 
@@ -105,7 +113,10 @@ def test_an_exception_in_the_users_code_between_batches_ends_all_and_is_told():
         result = everything("mlp", {"balance": [3, 4], "micro_batches": 2}, None, "processes")
         if rank == 0:
             {}["a metric"]
-        return everything("mlp", {"balance": [3, 4], "micro_batches": 2}, None, "processes")["step"] + result["step"]
+        return (
+            everything("mlp", {"balance": [3, 4], "micro_batches": 2}, None, "processes")["step"]
+            + result["step"]
+        )
 
     with pytest.raises(RankFailed, match=r"^rank 0: KeyError: 'a metric'\n") as error:
         launch(job, 2)
@@ -126,11 +137,17 @@ def test_results_come_back_by_rank_or_it_is_said_why_not():
             return threading.Lock()
         if rank == 1:
             sys.exit(0)
-        return rank * factor + offset, os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"], os.environ["OMP_NUM_THREADS"]
+        return (
+            rank * factor + offset,
+            os.environ["WORLD_SIZE"],
+            os.environ["LOCAL_RANK"],
+            os.environ["OMP_NUM_THREADS"],
+        )
 
     assert launch(job, 2, 5, threads=3) == [(10, "2", "0", "3"), None]
     with pytest.raises(
-        RankFailed, match=r"^rank 0: the lock that it returned cannot be sent back: cannot pickle '_thread.lock'"
+        RankFailed,
+        match=r"^rank 0: the lock that it returned cannot be sent back: cannot pickle '_thread.lock'",
     ):
         launch(job, 1, 0)
 
@@ -139,7 +156,10 @@ def test_what_cannot_be_launched_is_refused_before_anything_starts():
     """No process is needed to know it."""
     with pytest.raises(SettingError, match="launch starts 1 rank or more, not 0"):
         launch(print, 0)
-    with pytest.raises(SettingError, match=r"print or its arguments cannot be sent to the ranks: cannot pickle '_thread.lock'"):
+    with pytest.raises(
+        SettingError,
+        match=r"print or its arguments cannot be sent to the ranks: cannot pickle '_thread.lock'",
+    ):
         launch(print, 2, threading.Lock())
 
 
@@ -167,7 +187,12 @@ def start_script(tmp_path, *words):
     """The script in a process of its own, as a user has it."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    return subprocess.Popen([sys.executable, str(script), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
+    return subprocess.Popen(
+        [sys.executable, str(script), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+    )
 
 
 def read_lines(process, count):

@@ -17,7 +17,9 @@ def stage(modules, **options):
     """The only stage of a model."""
     layers = [StageLayer(index, str(index), module) for index, module in enumerate(modules)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    return Stage(0, layers, CPU, Update.make(parameters, None), 0, loss=nn.functional.mse_loss, **options)
+    return Stage(
+        0, layers, CPU, Update.make(parameters, None), 0, loss=nn.functional.mse_loss, **options
+    )
 
 
 def trained(made, x, y, batches=2):
@@ -35,7 +37,15 @@ def trained(made, x, y, batches=2):
 def layers():
     """Some layers, one of which draws random numbers."""
     torch.manual_seed(0)
-    return [nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 4)]
+    return [
+        nn.Linear(4, 8),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(8, 8),
+        nn.Tanh(),
+        nn.BatchNorm1d(8),
+        nn.Linear(8, 4),
+    ]
 
 
 def data():
@@ -58,7 +68,8 @@ def test_an_entry_makes_what_the_first_layer_takes_of_what_came_and_the_inputs()
     first = nn.Linear(4, 4)
     made = stage([first], entry=Scale())
     expected = sum(
-        nn.functional.mse_loss(first(part * part.mean()), own) / 2 for part, own in zip(x.split(4), y.split(4), strict=True)
+        nn.functional.mse_loss(first(part * part.mean()), own) / 2
+        for part, own in zip(x.split(4), y.split(4), strict=True)
     )
     assert trained(made, x, y, 2) == pytest.approx([float(expected.detach())] * 2)
 
@@ -68,7 +79,14 @@ def test_an_exit_makes_what_crosses_of_what_the_last_layer_returns():
     x, _ = data()
     first = nn.Linear(4, 4)
     layer = StageLayer(0, "0", first)
-    made = Stage(0, [layer], CPU, Update.make(list(first.parameters()), None), 0, exit=lambda value: {"kept": value})
+    made = Stage(
+        0,
+        [layer],
+        CPU,
+        Update.make(list(first.parameters()), None),
+        0,
+        exit=lambda value: {"kept": value},
+    )
     sent = made.forward(make_batch(x, x, 1, step=0, training=True), 0, None)
     assert sent.value().keys() == {"kept"}
 
@@ -80,7 +98,11 @@ def test_layers_that_run_again_give_the_same_to_the_bit(recomputed):
     one, other = layers(), layers()
     plain, again = stage(one), stage(other, recompute="selective", recomputed=frozenset(recomputed))
     assert trained(plain, x, y) == trained(again, x, y)
-    for mine, theirs in zip(nn.ModuleList(one).state_dict().values(), nn.ModuleList(other).state_dict().values(), strict=True):
+    for mine, theirs in zip(
+        nn.ModuleList(one).state_dict().values(),
+        nn.ModuleList(other).state_dict().values(),
+        strict=True,
+    ):
         assert torch.equal(mine, theirs)
     for mine, theirs in zip(plain.update.parameters, again.update.parameters, strict=True):
         assert torch.equal(mine.grad, theirs.grad)
@@ -89,7 +111,10 @@ def test_layers_that_run_again_give_the_same_to_the_bit(recomputed):
 def test_layers_that_run_again_hold_less():
     """That is what they are for."""
     x, y = data()
-    plain, again = stage(layers()), stage(layers(), recompute="selective", recomputed=frozenset(range(7)))
+    plain, again = (
+        stage(layers()),
+        stage(layers(), recompute="selective", recomputed=frozenset(range(7))),
+    )
     trained(plain, x, y)
     trained(again, x, y)
     assert again.held.peak < plain.held.peak

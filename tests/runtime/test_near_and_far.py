@@ -17,10 +17,14 @@ def trained(far: tuple[int, ...], schedule: str, balance: tuple[int, ...]):
     """Losses, what carries messages here, and the weights, with some ranks that share no memory with others."""
     rank = int(os.environ["RANK"])
     connect = SameHostTransport.connect
-    SameHostTransport.connect = lambda self, store, size, *, willing: connect(self, store, size, willing=rank not in far)
+    SameHostTransport.connect = lambda self, store, size, *, willing: connect(
+        self, store, size, willing=rank not in far
+    )
     try:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+        net = nn.Sequential(
+            nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)
+        )
         pipe = ps.Pipeline(net, balance=balance, schedule=schedule, micro_batches=4, loss=nn.functional.cross_entropy,
                            optimizer=lambda p: torch.optim.SGD(p, lr=0.1), clip_grad_norm=1.0)  # fmt: skip
     finally:
@@ -28,7 +32,11 @@ def trained(far: tuple[int, ...], schedule: str, balance: tuple[int, ...]):
     x = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
     y = torch.arange(9) % 3
     losses = [float(pipe.train_batch(x, y)) for _ in range(3)] + [float(pipe.eval_batch(x, y))]
-    return losses, type(pipe._world.transport(rank)).__name__, {k: v.tolist() for k, v in pipe.state_dict().items()}
+    return (
+        losses,
+        type(pipe._world.transport(rank)).__name__,
+        {k: v.tolist() for k, v in pipe.state_dict().items()},
+    )
 
 
 @pytest.mark.parametrize(("schedule", "balance"), [("1f1b", (2, 2, 2)), ("gpipe", (3, 1, 2))])

@@ -24,7 +24,11 @@ def pipeline(model=None, stages=3, name="mlp", **options):
     options.setdefault("optimizer", sgd)
     options.setdefault("micro_batches", 4)
     return ps.Pipeline(
-        model, loss=CASES[name].loss, balance=lengths_of(len(layers_of(model)), stages), executor="threads", **options
+        model,
+        loss=CASES[name].loss,
+        balance=lengths_of(len(layers_of(model)), stages),
+        executor="threads",
+        **options,
     )
 
 
@@ -37,7 +41,10 @@ def batch(number=0, samples=10, name="mlp"):
 
 def same(model, other):
     """Names whose tensors differ by more than rounding."""
-    pairs = [(n, a, b) for (n, a), b in zip(model.state_dict().items(), other.state_dict().values(), strict=True)]
+    pairs = [
+        (n, a, b)
+        for (n, a), b in zip(model.state_dict().items(), other.state_dict().values(), strict=True)
+    ]
     return [name for name, a, b in pairs if not torch.allclose(a, b, rtol=1e-5, atol=1e-6)]
 
 
@@ -73,7 +80,13 @@ def test_a_frozen_stage_and_copies_count_not_at_all_and_once():
         "rank 0 | 0F0 1F1 1B1 0F2 1F3 1B3 0B0 0B2 0U1 1U1\nrank 1 | 0F1 1F0 1B0 0F3 1F2 1B2 0B1 0B3 0U1 1U1"
     )
     pipe = ps.Pipeline(
-        model, loss=CASE.loss, balance=[3, 4], schedule=both_ways, optimizer=sgd, executor="threads", clip_grad_norm=0.01
+        model,
+        loss=CASE.loss,
+        balance=[3, 4],
+        schedule=both_ways,
+        optimizer=sgd,
+        executor="threads",
+        clip_grad_norm=0.01,
     )
     pipe.train_batch(x, y)
     assert pipe.grad_norm == pytest.approx(float(expected), rel=1e-5)
@@ -141,7 +154,12 @@ def overflowing(at):
 @pytest.mark.parametrize("lengths", [[4], [1, 1, 1, 1]])
 def test_steps_are_skipped_and_scales_move_as_with_torchs_scaler(lengths):
     """The last stage's own gradients are finite: without a word from the others it would step alone."""
-    options = {"init_scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2}
+    options = {
+        "init_scale": 1024.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2,
+    }
     at = {1, 4, 5}
     model, plain = overflowing(at), overflowing(at)
     optimizer, scaler = sgd(list(plain.parameters())), torch.amp.GradScaler("cpu", **options)
@@ -222,10 +240,19 @@ def grouped(model):
 SCHEDULERS = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma=0.3),
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 6),
-    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, [0.1, 0.2, 0.3], total_steps=8),
-    "by group": lambda optimizer: lr_scheduler.LambdaLR(optimizer, [lambda n, k=k: 1 / (1 + n * k) for k in range(3)]),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(
+        optimizer, [0.1, 0.2, 0.3], total_steps=8
+    ),
+    "by group": lambda optimizer: lr_scheduler.LambdaLR(
+        optimizer, [lambda n, k=k: 1 / (1 + n * k) for k in range(3)]
+    ),
     "warm up, then decay": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.7)], [2]
+        optimizer,
+        [
+            lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
+            lr_scheduler.ExponentialLR(optimizer, 0.7),
+        ],
+        [2],
     ),
     "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
 }
@@ -255,7 +282,15 @@ def test_schedulers_over_parameter_groups_move_all_stages_as_one_optimizer(name,
             pipe.load(tmp_path)
             ours = pipe.scheduler(SCHEDULERS[name])
             assert ours.get_last_lr() == pytest.approx(theirs.get_last_lr())
-    assert same(nn.Sequential(*(layer.module for stage in pipe._local_stages for layer in stage.layers)), plain.model) == []
+    assert (
+        same(
+            nn.Sequential(
+                *(layer.module for stage in pipe._local_stages for layer in stage.layers)
+            ),
+            plain.model,
+        )
+        == []
+    )
 
 
 def test_a_rank_with_nothing_to_train_knows_the_learning_rate_too():
@@ -310,7 +345,10 @@ def test_update_can_be_asked_for_or_left_out_batch_by_batch():
             optimizer.zero_grad()
         assert differences(dict(model.state_dict()), dict(plain.model.state_dict())) == []
     assert differences(gradients(model), gradients(plain.model)) == []
-    with pytest.raises(SettingError, match="accumulate cannot change while the gradients of 1 batches wait for their step"):
+    with pytest.raises(
+        SettingError,
+        match="accumulate cannot change while the gradients of 1 batches wait for their step",
+    ):
         pipe.accumulate = 2
     pipe.zero_grad()
     pipe.accumulate = 2
@@ -324,7 +362,9 @@ def test_an_optimizer_of_the_users_own_over_the_pipelines_parameters():
     model, _, _ = made(CASE)
     plain = PlainTraining(copy.deepcopy(model), CASE.loss)
     pipe = pipeline(model, optimizer=None)
-    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in pipe.named_parameters()] == [
+        name for name, _ in model.named_parameters()
+    ]
     ours, theirs = sgd(list(pipe.parameters())), sgd(list(plain.model.parameters()))
     for number in range(3):
         plain.backward(*batch(number), 4)
@@ -334,7 +374,9 @@ def test_an_optimizer_of_the_users_own_over_the_pipelines_parameters():
         ours.zero_grad()
         theirs.zero_grad()
     assert differences(dict(model.state_dict()), dict(plain.model.state_dict())) == []
-    with pytest.raises(SettingError, match="there is nothing to step: this pipeline has no optimizer"):
+    with pytest.raises(
+        SettingError, match="there is nothing to step: this pipeline has no optimizer"
+    ):
         pipe.update()
 
 
@@ -359,7 +401,8 @@ def test_compiling_without_a_compiler_is_refused_before_anything_runs(monkeypatc
     """torch says so in the middle of the first batch, in a hundred lines."""
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(
-        SettingError, match=r"there is no compiler 'g\+\+' here\. Install one, or name it in CXX; compile=\{'backend'"
+        SettingError,
+        match=r"there is no compiler 'g\+\+' here\. Install one, or name it in CXX; compile=\{'backend'",
     ):
         pipeline(compile=True)
     pipeline(compile={"backend": "eager"})
@@ -370,7 +413,10 @@ def test_channels_last_changes_the_layout_and_not_the_numbers():
     case = CASES["vgg"]
     model, x, y = made(case)
     other = copy.deepcopy(model)
-    pipe, plain = pipeline(model, 3, "vgg", memory_format=torch.channels_last), pipeline(other, 3, "vgg")
+    pipe, plain = (
+        pipeline(model, 3, "vgg", memory_format=torch.channels_last),
+        pipeline(other, 3, "vgg"),
+    )
     assert torch.allclose(pipe.train_batch(x, y), plain.train_batch(x, y), rtol=1e-5)
     assert model[0][0].weight.is_contiguous(memory_format=torch.channels_last)
     assert pipe.compare_with_one_device(x, y).relative < 1e-4
@@ -382,7 +428,9 @@ def test_deferred_batch_norm_has_the_whole_batchs_running_statistics(recompute):
     case = CASES["resnet"]
     model, _, _ = made(case)
     whole = copy.deepcopy(model)
-    pipe = pipeline(model, 3, "resnet", deferred_batch_norm=True, recompute=recompute, optimizer=None)
+    pipe = pipeline(
+        model, 3, "resnet", deferred_batch_norm=True, recompute=recompute, optimizer=None
+    )
     for samples in (12, 2, 12):
         x, y = batch(1, samples, "resnet")
         assert pipe.compare_with_one_device(x, y).relative < 1e-4
@@ -413,16 +461,34 @@ def test_layers_that_run_again_are_named_or_numbered():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"clip_grad_norm": 0.0}, "clip_grad_norm is the longest that the gradients may be, above 0, not 0.0"),
-        ({"autocast": torch.float64}, "autocast is torch.bfloat16 or torch.float16, not torch.float64"),
+        (
+            {"clip_grad_norm": 0.0},
+            "clip_grad_norm is the longest that the gradients may be, above 0, not 0.0",
+        ),
+        (
+            {"autocast": torch.float64},
+            "autocast is torch.bfloat16 or torch.float16, not torch.float64",
+        ),
         ({"accumulate": 0}, "accumulate is a number of batches for each step, 1 or more, not 0"),
-        ({"scaler": 1024}, "scaler is True, options such as .* or a torch.amp.GradScaler, not 1024"),
+        (
+            {"scaler": 1024},
+            "scaler is True, options such as .* or a torch.amp.GradScaler, not 1024",
+        ),
         ({"scaler": {"scale": 2}}, "scaler has no option 'scale'; it has init_scale"),
-        ({"scaler": {"backoff_factor": 2}}, "backoff_factor between 0 and 1; these are 65536, 2, 2"),
+        (
+            {"scaler": {"backoff_factor": 2}},
+            "backoff_factor between 0 and 1; these are 65536, 2, 2",
+        ),
         ({"parameter_groups": lambda name, p: 0.1}, r"for fc1\.weight it returned float"),
-        ({"parameter_groups": lambda name, p: {"params": []}}, r"for fc1\.weight it returned one with 'params'"),
+        (
+            {"parameter_groups": lambda name, p: {"params": []}},
+            r"for fc1\.weight it returned one with 'params'",
+        ),
         ({"memory_format": torch.preserve_format}, "memory_format is torch.channels_last"),
-        ({"clip_grad_norm": 1.0, "optimizer": None}, "clip_grad_norm is of the update, and this pipeline has no optimizer"),
+        (
+            {"clip_grad_norm": 1.0, "optimizer": None},
+            "clip_grad_norm is of the update, and this pipeline has no optimizer",
+        ),
         (
             {"scaler": True, "schedule": "pipedream", "micro_batches": 1},
             "scaler: pipedream is asynchronous, its stages update at different",
@@ -435,7 +501,10 @@ def test_layers_that_run_again_are_named_or_numbered():
             {"deferred_batch_norm": True, "schedule": "pipedream", "micro_batches": 1},
             "deferred_batch_norm: pipedream is asynchronous",
         ),
-        ({"recompute": ["fc9"]}, "recompute names layer 'fc9', which the model has not: it has 7 layers"),
+        (
+            {"recompute": ["fc9"]},
+            "recompute names layer 'fc9', which the model has not: it has 7 layers",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -447,10 +516,13 @@ def test_what_makes_no_sense_is_refused_in_words(options, message):
 
 def test_scheduling_without_an_optimizer_or_without_a_scheduler_is_refused():
     """Before training starts with a learning rate that nobody moves."""
-    with pytest.raises(SettingError, match="there is no learning rate to schedule: this pipeline has no optimizer"):
+    with pytest.raises(
+        SettingError, match="there is no learning rate to schedule: this pipeline has no optimizer"
+    ):
         pipeline(optimizer=None).scheduler(SCHEDULERS["step"])
     with pytest.raises(
-        SettingError, match=r"scheduler\(\) takes a function from an optimizer to one of torch.optim.lr_scheduler"
+        SettingError,
+        match=r"scheduler\(\) takes a function from an optimizer to one of torch.optim.lr_scheduler",
     ):
         pipeline().scheduler(lambda optimizer: 0.1)
 
@@ -458,7 +530,11 @@ def test_scheduling_without_an_optimizer_or_without_a_scheduler_is_refused():
 def test_an_asynchronous_schedule_takes_autocast_groups_and_schedulers():
     """What belongs to a stage alone needs no moment at which all have their gradients."""
     pipe = pipeline(
-        schedule="pipedream", micro_batches=1, autocast=torch.bfloat16, optimizer=decaying, parameter_groups=no_decay
+        schedule="pipedream",
+        micro_batches=1,
+        autocast=torch.bfloat16,
+        optimizer=decaying,
+        parameter_groups=no_decay,
     )
     scheduler = pipe.scheduler(SCHEDULERS["step"])
     losses = []

@@ -17,7 +17,10 @@ def job(folder, executor):
     """Scaling, clipping, accumulation, groups, a scheduler, a frozen stage, copies, and a checkpoint in the middle."""
     both_ways = "rank 0 | 0F0 1F1 1B1 0F2 1F3 1B3 0B0 0B2 0U1 1U1\nrank 1 | 0F1 1F0 1B0 0F3 1F2 1B2 0B1 0B3 0U1 1U1"
     found = {}
-    for name, schedule in (("plain", ps.schedule("1f1b", 2, 4)), ("copies", ps.Schedule.parse(both_ways))):
+    for name, schedule in (
+        ("plain", ps.schedule("1f1b", 2, 4)),
+        ("copies", ps.Schedule.parse(both_ways)),
+    ):
         model, x, y = made(CASES["mlp"], 12)
         model[0].requires_grad_(False)
         model[2].requires_grad_(False)
@@ -34,7 +37,15 @@ def job(folder, executor):
             loss = pipe.train_batch(x.roll(number, 0), y.roll(number, 0))
             if number % 2:
                 scheduler.step()
-            rows.append((float(loss), pipe.loss_scale, pipe.skipped, repr(pipe.grad_norm), scheduler.get_last_lr()))
+            rows.append(
+                (
+                    float(loss),
+                    pipe.loss_scale,
+                    pipe.skipped,
+                    repr(pipe.grad_norm),
+                    scheduler.get_last_lr(),
+                )
+            )
         pipe.update()
         pipe.save(folder / name)
         again = pipeline()

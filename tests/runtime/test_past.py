@@ -42,7 +42,11 @@ class Recurrent(nn.Module):
     def forward_slice(self, value, past):
         """State, count, a constant table, a mask, a flag, the gate itself, and what nobody reads."""
         if past is None:
-            past = {"state": value.new_zeros(len(value), 16), "rest": [torch.arange(16.0), 0], "all": self.gate}
+            past = {
+                "state": value.new_zeros(len(value), 16),
+                "rest": [torch.arange(16.0), 0],
+                "all": self.gate,
+            }
         inner = torch.tanh(self.inner(value))
         states = []
         state = past["state"]
@@ -63,7 +67,15 @@ class Recurrent(nn.Module):
 def recurrent_model():
     """Eight layers, of which one stands twice and two look back."""
     torch.manual_seed(0)
-    layers = [nn.Linear(16, 16), Recurrent(), nn.Tanh(), nn.Dropout(0.2), Recurrent(), nn.LayerNorm(16), nn.Linear(16, 16)]
+    layers = [
+        nn.Linear(16, 16),
+        Recurrent(),
+        nn.Tanh(),
+        nn.Dropout(0.2),
+        Recurrent(),
+        nn.LayerNorm(16),
+        nn.Linear(16, 16),
+    ]
     return nn.Sequential(*layers, layers[1])
 
 
@@ -71,13 +83,22 @@ def check_exact(model, lengths, *, recompute="never", split=False):
     """Two steps, each equal to the bit to plain training on the same slices; returns the pipeline."""
     schedule = seq1f1b(len(lengths), SLICING, split)
     plain = PlainSlices(copy.deepcopy(model), loss)
-    pipe = ps.Pipeline(model, loss=loss, balance=lengths, schedule=schedule, recompute=recompute, executor="threads")
+    pipe = ps.Pipeline(
+        model,
+        loss=loss,
+        balance=lengths,
+        schedule=schedule,
+        recompute=recompute,
+        executor="threads",
+    )
     for _ in range(2):
         pipe.zero_grad()
         found = pipe.train_batch(X, Y)
         expected, parts = plain.backward_in_parts(X, Y, [(3, LENGTHS), (2, LENGTHS)])
         assert torch.equal(found, expected)
-        assert differences(gradients(model), in_order_of(schedule, lengths, plain.model, parts)) == []
+        assert (
+            differences(gradients(model), in_order_of(schedule, lengths, plain.model, parts)) == []
+        )
     return pipe
 
 
@@ -108,7 +129,9 @@ def test_slices_together_are_what_forward_is_on_the_whole():
     """The reference of this file does not split hairs over a wrong layer."""
     model = recurrent_model()
     model[3] = nn.Identity()
-    pipe = ps.Pipeline(model, loss=loss, balance=[8], schedule=terapipe(1, SLICING), executor="threads")
+    pipe = ps.Pipeline(
+        model, loss=loss, balance=[8], schedule=terapipe(1, SLICING), executor="threads"
+    )
     assert torch.allclose(pipe.forward(X), model(X), atol=1e-6)
     assert pipe.compare_with_one_device(X, Y).worst[1] < 1e-6
 
@@ -154,7 +177,14 @@ def test_a_past_that_cannot_be_kept_apart_is_refused(name, recompute):
     made, message = WRONG[name]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Keeps(made), nn.ReLU(inplace=True), nn.Linear(16, 16))
-    pipe = ps.Pipeline(model, loss=loss, balance=[3, 1], schedule=terapipe(2, SLICING), recompute=recompute, executor="threads")
+    pipe = ps.Pipeline(
+        model,
+        loss=loss,
+        balance=[3, 1],
+        schedule=terapipe(2, SLICING),
+        recompute=recompute,
+        executor="threads",
+    )
     for run in (lambda: pipe.train_batch(X, Y), lambda: pipe.forward(X)):
         with pytest.raises(StageFailed, match=message):
             run()
@@ -191,7 +221,9 @@ def test_keys_and_values_are_freed_as_soon_as_their_slices_backward_is_done():
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Keeps(keep))
-    pipe = ps.Pipeline(model, loss=loss, balance=[2], schedule=seq1f1b(1, SLICING), executor="threads")
+    pipe = ps.Pipeline(
+        model, loss=loss, balance=[2], schedule=seq1f1b(1, SLICING), executor="threads"
+    )
     stage = pipe._local_stages[0]
     backward, alive = stage.backward, []
 

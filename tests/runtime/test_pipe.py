@@ -16,7 +16,9 @@ from penstock.runtime.pipe import Pipe
 def make_model() -> nn.Sequential:
     """Five layers of few numbers, always the same ones."""
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+    )
 
 
 def make_pipe(**settings) -> Pipe:
@@ -27,7 +29,12 @@ def make_pipe(**settings) -> Pipe:
 def test_settings_are_kept_as_plain_lists_and_values():
     """Code written for the peers reads them."""
     pipe = Pipe(nn.Sequential(nn.Linear(1, 1)), balance=(1,), devices=("cpu", "cpu"), chunks=42.0)
-    assert (pipe.balance, pipe.devices, pipe.chunks, pipe.checkpoint) == ([1], [torch.device("cpu")], 42, "except_last")
+    assert (pipe.balance, pipe.devices, pipe.chunks, pipe.checkpoint) == (
+        [1],
+        [torch.device("cpu")],
+        42,
+        "except_last",
+    )
 
 
 def test_it_counts_and_gives_its_layers_like_the_sequential():
@@ -45,7 +52,11 @@ def test_it_counts_and_gives_its_layers_like_the_sequential():
 
 def test_partitions_are_sequentials_whose_layers_keep_their_names():
     """Hooks and checkpoints of the peers go by `partitions.<place>.<name>`."""
-    pipe = Pipe(nn.Sequential(OrderedDict(first=nn.Linear(1, 1), second=nn.Linear(1, 1))), [1, 1], devices=["cpu", "cpu"])
+    pipe = Pipe(
+        nn.Sequential(OrderedDict(first=nn.Linear(1, 1), second=nn.Linear(1, 1))),
+        [1, 1],
+        devices=["cpu", "cpu"],
+    )
     assert isinstance(pipe.partitions, nn.ModuleList)
     assert all(isinstance(partition, nn.Sequential) for partition in pipe.partitions)
     assert list(pipe.state_dict()) == ["partitions.0.first.weight", "partitions.0.first.bias",
@@ -95,7 +106,8 @@ def test_a_weight_on_two_devices_is_refused_with_both_its_names():
     """Moved to one device it would be lost to the other, as silently as can be."""
     inner = nn.Linear(2, 2)
     with pytest.raises(
-        ValueError, match=r"0\.inner\.weight \(partition 0 on cpu\) is 1\.inner\.weight \(partition 1 on meta\)"
+        ValueError,
+        match=r"0\.inner\.weight \(partition 0 on cpu\) is 1\.inner\.weight \(partition 1 on meta\)",
     ):
         Pipe(nn.Sequential(Holder(inner), Holder(inner)), [1, 1], devices=["cpu", "meta"])
 
@@ -148,7 +160,9 @@ def test_state_loads_under_another_balance_and_from_and_into_the_plain_model(bal
     again = Pipe(make_model(), balance, devices=2)
     again.load_state_dict(plain.state_dict())
     for found in (taken, again):
-        torch.testing.assert_close(found.sequential_state_dict(), source.sequential_state_dict(), rtol=0, atol=0)
+        torch.testing.assert_close(
+            found.sequential_state_dict(), source.sequential_state_dict(), rtol=0, atol=0
+        )
 
 
 def test_state_loads_where_the_pipe_is_a_part_of_another_module():
@@ -164,7 +178,10 @@ def test_a_missing_and_an_unexpected_tensor_are_named():
     """Strictness stays what it is."""
     state = make_model().state_dict()
     state["4.extra"] = state.pop("4.bias")
-    with pytest.raises(RuntimeError, match=r'(?s)Missing.*"partitions\.1\.4\.bias".*Unexpected.*"partitions\.1\.4\.extra"'):
+    with pytest.raises(
+        RuntimeError,
+        match=r'(?s)Missing.*"partitions\.1\.4\.bias".*Unexpected.*"partitions\.1\.4\.extra"',
+    ):
         make_pipe().load_state_dict(state)
 
 
@@ -216,8 +233,18 @@ class Returning(nn.Module):
 @pytest.mark.parametrize(
     ("make", "x", "kind", "says"),
     [
-        (lambda x: "hello", torch.rand(2), TypeError, "expected Tensor, but got str: what the last layer"),
-        (lambda x: x, (torch.rand(2), "hello"), TypeError, "expected Tensor, but got str: a Pipe takes"),
+        (
+            lambda x: "hello",
+            torch.rand(2),
+            TypeError,
+            "expected Tensor, but got str: what the last layer",
+        ),
+        (
+            lambda x: x,
+            (torch.rand(2), "hello"),
+            TypeError,
+            "expected Tensor, but got str: a Pipe takes",
+        ),
         (
             lambda x: x[0],
             (torch.rand(4), torch.rand(1)),
@@ -252,7 +279,9 @@ def test_nested_inputs_boundaries_and_outputs_pass_with_none_and_constants_betwe
 def test_batches_of_any_size_are_cut_as_torch_chunk_does(samples):
     """A small last batch has fewer micro-batches."""
     seen: list[int] = []
-    pipe = Pipe(nn.Sequential(Returning(lambda x: seen.append(len(x)) or x)), [1], devices=1, chunks=4)
+    pipe = Pipe(
+        nn.Sequential(Returning(lambda x: seen.append(len(x)) or x)), [1], devices=1, chunks=4
+    )
     x = torch.rand(samples, 2)
     torch.testing.assert_close(pipe(x), x)
     assert seen == [len(part) for part in x.chunk(4)]
@@ -273,7 +302,10 @@ def test_the_parts_of_this_room_that_theirs_have_by_name_are_where_the_page_says
     """docs/pipe.md tells programs of the peers what to import."""
     from penstock.tracing import deferred_batch_norm, recomputing, skippable
 
-    assert all(hasattr(skippable, name) for name in ("skippable", "stash", "pop", "Namespace", "verify_skippables"))
+    assert all(
+        hasattr(skippable, name)
+        for name in ("skippable", "stash", "pop", "Namespace", "verify_skippables")
+    )
     assert callable(recomputing.is_checkpointing)
     assert callable(recomputing.is_recomputing)
     assert callable(deferred_batch_norm.convert)

@@ -68,7 +68,9 @@ def test_outputs_and_gradients_are_those_of_the_plain_model_and_add_up(mode, thr
         loss_of(expected).backward()
         loss_of(found).backward()
         torch.testing.assert_close(b.grad, a.grad)
-    torch.testing.assert_close([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()])
+    torch.testing.assert_close(
+        [p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()]
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -77,7 +79,9 @@ def test_an_output_that_nobody_uses_costs_no_gradient(mode):
     plain, pipe, x = make_model(), make_pipe(mode), torch.randn(7, 4)
     plain(x)[1][0].sum().backward()
     pipe(x)[1][0].sum().backward()
-    torch.testing.assert_close([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()])
+    torch.testing.assert_close(
+        [p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()]
+    )
 
 
 @pytest.mark.parametrize("threads", [False, True])
@@ -88,7 +92,12 @@ def test_two_forwards_before_their_backwards_keep_apart(threads):
     for model in (plain, pipe):
         one, other = model(x), model(y)
         (loss_of(one) * loss_of(other)).backward()
-    torch.testing.assert_close([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        [p.grad for p in pipe.parameters()],
+        [p.grad for p in plain.parameters()],
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -134,7 +143,9 @@ def test_a_second_backward_through_the_same_forward_is_refused():
 def test_a_gradient_of_a_gradient_is_refused():
     """Autograd's own words; the graph of a micro-batch is gone when its gradient is there."""
     pipe = make_pipe("never")
-    (grad,) = torch.autograd.grad(loss_of(pipe(torch.randn(7, 4))), [pipe[0].weight], create_graph=True)
+    (grad,) = torch.autograd.grad(
+        loss_of(pipe(torch.randn(7, 4))), [pipe[0].weight], create_graph=True
+    )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 
@@ -162,7 +173,9 @@ def test_frozen_layers_get_no_gradient_and_hand_it_on(mode, frozen):
             model[place].requires_grad_(requires_grad=False)
         loss_of(model(given)).backward()
     torch.testing.assert_close(b.grad, a.grad)
-    torch.testing.assert_close([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()])
+    torch.testing.assert_close(
+        [p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()]
+    )
 
 
 def test_a_weight_changed_before_the_recompute_is_refused():
@@ -189,7 +202,9 @@ def test_the_recompute_is_in_the_mode_of_the_forward_and_sees_its_buffers():
     loss.backward()
     assert not any(part.training for part in pipe.modules())
     torch.cat([plain(part) for part in x.chunk(2)]).square().sum().backward()
-    torch.testing.assert_close([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()])
+    torch.testing.assert_close(
+        [p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()]
+    )
     torch.testing.assert_close(pipe.sequential_state_dict(), plain.state_dict())
 
 
@@ -254,7 +269,10 @@ def test_mixed_precision_of_the_caller_holds_in_all_threads_and_in_the_recompute
     assert found.dtype is torch.bfloat16
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(
-        torch.autograd.grad(found.float().square().sum(), list(model.parameters())), wanted, rtol=0.02, atol=0.02
+        torch.autograd.grad(found.float().square().sum(), list(model.parameters())),
+        wanted,
+        rtol=0.02,
+        atol=0.02,
     )
 
 
@@ -277,7 +295,10 @@ def test_one_gradient_for_two_weights_is_not_added_into_itself():
 def test_sparse_gradients_add_up():
     """Embeddings of large vocabularies have them."""
     torch.manual_seed(1)
-    model, x = nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 2)), torch.randint(0, 9, (8, 2))
+    model, x = (
+        nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 2)),
+        torch.randint(0, 9, (8, 2)),
+    )
     expected = torch.autograd.grad(model(x).square().sum(), [model[0].weight])[0]
     pipe = Pipe(model, [1, 1], devices=2, chunks=4)
     pipe(x).square().sum().backward()
@@ -312,7 +333,9 @@ def test_a_tensor_that_is_no_parameter_has_its_gradient_too():
         def forward(self, x):
             return x * scale
 
-    Pipe(nn.Sequential(nn.Linear(2, 2), Scaling()), [1, 1], devices=2, chunks=2)(torch.rand(4, 2)).sum().backward()
+    Pipe(nn.Sequential(nn.Linear(2, 2), Scaling()), [1, 1], devices=2, chunks=2)(
+        torch.rand(4, 2)
+    ).sum().backward()
     assert scale.grad is not None
 
 

@@ -54,7 +54,11 @@ def test_every_partition_has_a_thread_of_its_own_in_both_halves():
     """The peers' backward on a CPU is one thread's."""
     notes: list[set[str]] = [set(), set()]
     x = torch.rand(4, requires_grad=True)
-    pipe = forced(Pipe(nn.Sequential(*map(Noting, notes)), [1, 1], devices=2, chunks=2, checkpoint="never"), x, threads=True)
+    pipe = forced(
+        Pipe(nn.Sequential(*map(Noting, notes)), [1, 1], devices=2, chunks=2, checkpoint="never"),
+        x,
+        threads=True,
+    )
     for names in notes:
         names.clear()
     pipe(x).sum().backward()
@@ -78,7 +82,9 @@ def test_a_mode_of_the_callers_thread_keeps_everything_in_it():
     """Hooks on what autograd saves belong to a thread; layers in others would not come by them."""
     notes: set[str] = set()
     x = torch.rand(4, requires_grad=True)
-    pipe = forced(Pipe(nn.Sequential(nn.Tanh(), Noting(notes)), [1, 1], devices=2, chunks=2), x, threads=True)
+    pipe = forced(
+        Pipe(nn.Sequential(nn.Tanh(), Noting(notes)), [1, 1], devices=2, chunks=2), x, threads=True
+    )
     notes.clear()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         pipe(x).sum().backward()
@@ -124,7 +130,9 @@ def test_what_a_layer_raises_reaches_the_caller_and_the_pipe_goes_on(place, when
     failing.when = None
     pipe.zero_grad()
     found = torch.autograd.grad(pipe(x).sum(), list(pipe.parameters()))
-    torch.testing.assert_close(found, torch.autograd.grad(nn.Sequential(*layers)(x).sum(), list(pipe.parameters())))
+    torch.testing.assert_close(
+        found, torch.autograd.grad(nn.Sequential(*layers)(x).sum(), list(pipe.parameters()))
+    )
 
 
 def test_partitions_before_one_that_failed_stop_soon():
@@ -147,7 +155,9 @@ def test_partitions_before_one_that_failed_stop_soon():
                 told.set()
 
     with pytest.raises(Odd, match="at the first"):
-        forced_from_the_start(Pipe(nn.Sequential(Counting(), Last()), [1, 1], devices=2, chunks=8))(torch.rand(8))
+        forced_from_the_start(Pipe(nn.Sequential(Counting(), Last()), [1, 1], devices=2, chunks=8))(
+            torch.rand(8)
+        )
     assert len(turns) <= 3
 
 
@@ -166,7 +176,12 @@ def test_two_pipes_work_side_by_side_in_threads_of_the_callers():
     """Nothing belongs to the process."""
     x = torch.rand(8, 4)
     pipes = [
-        forced(Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=2, chunks=4), x, True) for _ in range(2)
+        forced(
+            Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=2, chunks=4),
+            x,
+            True,
+        )
+        for _ in range(2)
     ]
     found: dict[int, list[torch.Tensor]] = {}
 
@@ -181,7 +196,9 @@ def test_two_pipes_work_side_by_side_in_threads_of_the_callers():
     for thread in threads:
         thread.join()
     for place, pipe in enumerate(pipes):
-        expected = torch.autograd.grad(nn.Sequential(*pipe)(x).square().sum(), list(pipe.parameters()))
+        expected = torch.autograd.grad(
+            nn.Sequential(*pipe)(x).square().sum(), list(pipe.parameters())
+        )
         torch.testing.assert_close(found[place], [5 * grad for grad in expected])
 
 
@@ -192,7 +209,13 @@ def test_dropout_is_the_same_by_seed_with_threads_or_none_and_at_the_recompute(m
     found = []
     for threads in (None, True, False):
         x = torch.ones(6, 50, requires_grad=True)
-        pipe = forced(Pipe(nn.Sequential(make(), make(), make()), [1, 2], devices=2, chunks=3, checkpoint=mode), x, threads)
+        pipe = forced(
+            Pipe(
+                nn.Sequential(make(), make(), make()), [1, 2], devices=2, chunks=3, checkpoint=mode
+            ),
+            x,
+            threads,
+        )
         torch.manual_seed(7)
         output = pipe(x)
         torch.manual_seed(8)
@@ -208,17 +231,24 @@ def test_dropout_does_not_depend_on_the_balance_and_differs_from_forward_to_forw
     """It depends on the layer and the micro-batch, never on the cut; and two forwards are two draws."""
     found = []
     for balance in ([3], [1, 2], [2, 1]):
-        pipe = Pipe(nn.Sequential(Dropping(), nn.Dropout(0.2), Dropping()), balance, devices=2, chunks=3)
+        pipe = Pipe(
+            nn.Sequential(Dropping(), nn.Dropout(0.2), Dropping()), balance, devices=2, chunks=3
+        )
         torch.manual_seed(7)
         found.append((pipe(torch.ones(6, 20)), pipe(torch.ones(6, 20))))
-    assert all(torch.equal(one, found[0][0]) and torch.equal(other, found[0][1]) for one, other in found)
+    assert all(
+        torch.equal(one, found[0][0]) and torch.equal(other, found[0][1]) for one, other in found
+    )
     assert not torch.equal(*found[0])
     assert not torch.equal(found[0][0][:2], found[0][0][2:4])
 
 
 def test_a_model_that_draws_nothing_leaves_the_callers_generator_alone():
     """As the plain model does."""
-    pipe, before = Pipe(nn.Sequential(Dropping(0.0), nn.Linear(2, 2)), [1, 1], devices=2, chunks=2), torch.get_rng_state()
+    pipe, before = (
+        Pipe(nn.Sequential(Dropping(0.0), nn.Linear(2, 2)), [1, 1], devices=2, chunks=2),
+        torch.get_rng_state(),
+    )
     pipe(torch.rand(1).expand(4, 2)).sum().backward()
     torch.set_rng_state(before)
     pipe(torch.ones(4, 2)).sum().backward()
@@ -228,7 +258,16 @@ def test_a_model_that_draws_nothing_leaves_the_callers_generator_alone():
 def test_a_layer_that_begins_to_draw_is_refused_its_recompute_once_and_then_allowed_for():
     """What it drew unseen cannot be drawn again: a wrong gradient, or a refusal."""
     layer = Dropping(0.0)
-    pipe, x = Pipe(nn.Sequential(layer, nn.Linear(20, 20)), [1, 1], devices=2, chunks=2, checkpoint="always"), torch.ones(4, 20)
+    pipe, x = (
+        Pipe(
+            nn.Sequential(layer, nn.Linear(20, 20)),
+            [1, 1],
+            devices=2,
+            chunks=2,
+            checkpoint="always",
+        ),
+        torch.ones(4, 20),
+    )
     pipe(x).sum().backward()
     layer.share = 0.5
     loss = pipe(x).sum()

@@ -27,13 +27,20 @@ def plan():
     """A plan for two ranks, from a quick measurement."""
     model, x, _ = made(CASE, 16)
     profile = ps.profile(model, x, batch=16, sizes=[4, 16], repeats=1)
-    return ps.plan(profile, ps.cluster("local:2"), batch=16, schedules=["1f1b"], stages=2, micro_batches=4)
+    return ps.plan(
+        profile, ps.cluster("local:2"), batch=16, schedules=["1f1b"], stages=2, micro_batches=4
+    )
 
 
 def test_a_plan_runs_as_it_says(plan):
     """Profile, plan, train: the front door's own five lines."""
     model, x, y = made(CASE, 16)
-    by_hand = pipeline(copy.deepcopy(model), balance=plan.lengths, micro_batches=plan.micro_batches, recompute=plan.recompute)
+    by_hand = pipeline(
+        copy.deepcopy(model),
+        balance=plan.lengths,
+        micro_batches=plan.micro_batches,
+        recompute=plan.recompute,
+    )
     pipe = pipeline(model, plan)
     assert torch.equal(pipe.train_batch(x, y), by_hand.train_batch(x, y))
     assert pipe.timeline().ranks == plan.ranks == 2
@@ -44,18 +51,32 @@ def test_a_plan_for_another_model_and_a_plan_beside_ones_own_words_are_refused(p
     """Whichever of the two would win, somebody would be surprised."""
     with pytest.raises(PlanError, match="it was made for a chain of 7 layers with fingerprint"):
         pipeline(nn.Sequential(nn.Linear(16, 5), nn.Linear(5, 5)), plan)
-    with pytest.raises(SettingError, match="the plan already says balance, recompute: give a plan, or these, not both"):
+    with pytest.raises(
+        SettingError,
+        match="the plan already says balance, recompute: give a plan, or these, not both",
+    ):
         pipeline(None, plan, balance=[3, 4], recompute="always")
-    with pytest.raises(SettingError, match=r"a Pipeline needs a plan \(ps\.plan\), or balance=\[layers of each stage, …\]"):
+    with pytest.raises(
+        SettingError,
+        match=r"a Pipeline needs a plan \(ps\.plan\), or balance=\[layers of each stage, …\]",
+    ):
         pipeline()
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"balance": [3, 3]}, ChainError, r"stage lengths \[3, 3\] sum to 6 and must be positive and sum to 7"),
+        (
+            {"balance": [3, 3]},
+            ChainError,
+            r"stage lengths \[3, 3\] sum to 6 and must be positive and sum to 7",
+        ),
         ({"balance": [7, 0]}, ChainError, r"stage lengths \[7, 0\] sum to 7 and must be positive"),
-        ({"balance": [3, 4], "schedule": "1f1c"}, UnknownName, "no schedule called '1f1c'. Did you mean '1f1b'"),
+        (
+            {"balance": [3, 4], "schedule": "1f1c"},
+            UnknownName,
+            "no schedule called '1f1c'. Did you mean '1f1b'",
+        ),
         (
             {"balance": [3, 4], "micro_batches": 0, "schedule": "gpipe"},
             ScheduleError,
@@ -78,7 +99,10 @@ def test_a_plan_for_another_model_and_a_plan_beside_ones_own_words_are_refused(p
             r"the schedule has 3 stages, the balance \[3, 4\] has 2",
         ),
         (
-            {"balance": [7], "schedule": Schedule.parse("0F0 0U1 0F1 0B0 0B1 0U2", "mine", synchronous=False)},
+            {
+                "balance": [7],
+                "schedule": Schedule.parse("0F0 0U1 0F1 0B0 0B1 0U2", "mine", synchronous=False),
+            },
             ScheduleError,
             "mine is asynchronous and does not say how it goes on from batch to batch: give it a stream",
         ),
@@ -87,7 +111,11 @@ def test_a_plan_for_another_model_and_a_plan_beside_ones_own_words_are_refused(p
             ScheduleError,
             r"mine is not sound\n  \[one backward\] 0B0",
         ),
-        ({"balance": [7], "optimizer": lambda params: "adam"}, SettingError, r"this one returned str"),
+        (
+            {"balance": [7], "optimizer": lambda params: "adam"},
+            SettingError,
+            r"this one returned str",
+        ),
     ],
     ids=lambda value: None if not isinstance(value, dict) else ", ".join(value),
 )
@@ -98,12 +126,21 @@ def test_what_cannot_run_is_refused_with_the_numbers(options, error, message):
 
 
 @pytest.mark.parametrize(
-    "inputs", [torch.zeros(0, 16), torch.zeros(()), {"a": torch.zeros(3, 16), "b": torch.zeros(4, 16)}, "text"]
+    "inputs",
+    [
+        torch.zeros(0, 16),
+        torch.zeros(()),
+        {"a": torch.zeros(3, 16), "b": torch.zeros(4, 16)},
+        "text",
+    ],
 )
 def test_a_batch_without_a_number_of_samples_is_refused(inputs):
     """Nothing could be cut into micro-batches."""
     pipe = pipeline(balance=[3, 4])
-    with pytest.raises(SettingError, match="the inputs of a batch must be tensors with the same number of samples, at least 1"):
+    with pytest.raises(
+        SettingError,
+        match="the inputs of a batch must be tensors with the same number of samples, at least 1",
+    ):
         pipe.train_batch(inputs, torch.zeros(3, dtype=torch.int64))
     with pytest.raises(SettingError, match="a batch has 3 inputs and 4 targets"):
         pipe.train_batch(torch.zeros(3, 16), torch.zeros(4, dtype=torch.int64))
@@ -113,7 +150,9 @@ def test_an_alias_and_a_schedule_of_ones_own_are_taken_where_a_name_is():
     """Names are for people; the runtime sees programs."""
     model, x, y = made(CASE)
     losses = [
-        pipeline(copy.deepcopy(model), balance=[3, 4], schedule=schedule, micro_batches=2).train_batch(x, y)
+        pipeline(
+            copy.deepcopy(model), balance=[3, 4], schedule=schedule, micro_batches=2
+        ).train_batch(x, y)
         for schedule in ("1f1b", "dapple", ps.schedule("gpipe", 2, 2), None)
     ]
     assert len(set(map(float, losses))) == 1

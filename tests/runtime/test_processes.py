@@ -23,9 +23,19 @@ from penstock.schedule.slicing import Slicing
 def check_equal(by_rank, expected):
     """What every rank found equals what one process with threads found."""
     for rank, found in enumerate(by_rank):
-        for key in ("losses", "streamed", "forward", "evaluated", "loss before loading", "loss after loading"):
+        for key in (
+            "losses",
+            "streamed",
+            "forward",
+            "evaluated",
+            "loss before loading",
+            "loss after loading",
+        ):
             if key in expected:
-                ours, theirs = (torch.stack(v) if isinstance(v, list) else v for v in (found[key], expected[key]))
+                ours, theirs = (
+                    torch.stack(v) if isinstance(v, list) else v
+                    for v in (found[key], expected[key])
+                )
                 assert torch.equal(ours, theirs), (rank, key)
         for key in ("timeline", "step"):
             assert found.get(key) == expected.get(key), (rank, key)
@@ -40,7 +50,13 @@ def check_equal(by_rank, expected):
 
 def test_two_ranks_do_all_that_threads_do_and_checkpoints_pass_between_them(tmp_path):
     """Losses, outputs, weights, timelines, checkpoints: who carries the tensors makes no difference."""
-    options = {"balance": [6, 9], "schedule": "1f1b", "micro_batches": 4, "recompute": "except_last", "optimizer": sgd}
+    options = {
+        "balance": [6, 9],
+        "schedule": "1f1b",
+        "micro_batches": 4,
+        "recompute": "except_last",
+        "optimizer": sgd,
+    }
     by_rank = launch(everything, 2, "vgg", options, tmp_path, "processes", threads=1)
     (tmp_path / "alone").mkdir()
     expected = everything("vgg", options, tmp_path / "alone", "threads")
@@ -74,12 +90,21 @@ def four_ranks(tmp_path, executor):
     """Several pipelines one after another, and two side by side."""
     options = {"balance": [3, 2, 1, 3], "schedule": "gpipe", "micro_batches": 3}
     found = {"resnet": everything("resnet", options, tmp_path, executor)}
-    found["gpt"] = everything("gpt", {"balance": [1, 2, 1, 1], "micro_batches": 4, "recompute": "always"}, None, executor)
-    found["copies"] = everything("vgg", {"balance": [7, 8], "schedule": Schedule.parse(COPIES)}, tmp_path, executor)
-    found["evict"] = everything("gpt", {"balance": [1, 2, 1, 1], "schedule": Schedule.parse(EVICT)}, None, executor)
+    found["gpt"] = everything(
+        "gpt", {"balance": [1, 2, 1, 1], "micro_batches": 4, "recompute": "always"}, None, executor
+    )
+    found["copies"] = everything(
+        "vgg", {"balance": [7, 8], "schedule": Schedule.parse(COPIES)}, tmp_path, executor
+    )
+    found["evict"] = everything(
+        "gpt", {"balance": [1, 2, 1, 1], "schedule": Schedule.parse(EVICT)}, None, executor
+    )
     sliced = seq1f1b(4, Slicing("tokens", ((0.5, 0.5), (0.25, 0.75), (0.5, 0.5))))
     found["slices"] = everything(
-        "gpt", {"balance": [1, 2, 1, 1], "schedule": sliced, "recompute": "except_last"}, None, executor
+        "gpt",
+        {"balance": [1, 2, 1, 1], "schedule": sliced, "recompute": "except_last"},
+        None,
+        executor,
     )
     for number, programs in enumerate(SCHEDULES):
         found[f"nested {number}"] = nested(programs, [3, 1, 1, 2], executor)
@@ -103,7 +128,9 @@ def test_another_number_of_ranks_than_the_schedule_has_is_refused_with_both_numb
     def job():
         everything("mlp", {"balance": [2, 2, 3]}, None, "processes")
 
-    with pytest.raises(RankFailed, match="the schedule is for 3 ranks and there is 1: start 3 processes"):
+    with pytest.raises(
+        RankFailed, match="the schedule is for 3 ranks and there is 1: start 3 processes"
+    ):
         launch(job, 1)
 
 
@@ -115,5 +142,7 @@ def test_a_process_that_is_alone_is_told_how_to_start(monkeypatch):
     with pytest.raises(RunError, match=message):
         ps.Pipeline(model, loss=torch.nn.MSELoss(), balance=[1, 1])
     with pytest.raises(PlanError, match="the schedule has 3 stages, the balance"):
-        ps.Pipeline(model, loss=torch.nn.MSELoss(), balance=[1, 1], schedule=ps.schedule("gpipe", 3, 1))
+        ps.Pipeline(
+            model, loss=torch.nn.MSELoss(), balance=[1, 1], schedule=ps.schedule("gpipe", 3, 1)
+        )
     ps.Pipeline(model, loss=torch.nn.MSELoss(), balance=[2])

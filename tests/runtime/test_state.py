@@ -21,7 +21,11 @@ def test_the_state_is_the_models_own_under_any_placement(name, seed):
     model, _, _ = made(case)
     schedule = random_schedule(seed, 4, 3, 2)
     pipe = ps.Pipeline(
-        model, loss=case.loss, balance=lengths_of(len(layers_of(model)), 4), schedule=schedule, executor="threads"
+        model,
+        loss=case.loss,
+        balance=lengths_of(len(layers_of(model)), 4),
+        schedule=schedule,
+        executor="threads",
     )
     found = pipe.state_dict()
     assert differences(found, dict(model.state_dict())) == []
@@ -36,8 +40,12 @@ def test_a_state_is_loaded_whole_or_not_at_all():
     before = pipe.state_dict()
     wanted = {name: tensor + 1 for name, tensor in before.items()}
     with pytest.raises(SettingError, match=r"the state has no 'fc4\.bias', which stage 1 needs"):
-        pipe.load_state_dict({name: tensor for name, tensor in wanted.items() if name != "fc4.bias"})
-    with pytest.raises(SettingError, match=r"fc3\.weight has shape \(2,\) in the state and \(16, 16\) in the model"):
+        pipe.load_state_dict(
+            {name: tensor for name, tensor in wanted.items() if name != "fc4.bias"}
+        )
+    with pytest.raises(
+        SettingError, match=r"fc3\.weight has shape \(2,\) in the state and \(16, 16\) in the model"
+    ):
         pipe.load_state_dict({**wanted, "fc3.weight": torch.zeros(2)})
     assert differences(pipe.state_dict(), before) == []
     pipe.load_state_dict(wanted)

@@ -12,7 +12,9 @@ from penstock.schedule.op import Op
 
 
 @given(
-    st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "chimera", "bpipe"]), st.sampled_from([2, 4]), st.integers(0, 3)
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "chimera", "bpipe"]),
+    st.sampled_from([2, 4]),
+    st.integers(0, 3),
 )
 def test_steps_have_every_action_once_and_in_order(name, stages, ahead):
     """Receives of a step come before its op, sends after it."""
@@ -30,7 +32,15 @@ def test_a_step_says_what_its_op_takes_and_who_takes_what_it_makes():
     """What the interpreter would otherwise ask the rules for at every op."""
     program = lower(ps.schedule("1f1b", stages=3, micro_batches=1)).programs[1]
     (forward, backward, update) = [step for step in steps_of(program, 3) if step.op is not None]
-    assert (forward.text, forward.waits, forward.sends) == ("is at 1F0", "waits for 0F0", ((2, forward.fed),))
-    assert (backward.text, backward.waits, backward.fed.kind.value) == ("is at 1B0", "waits for 2B0", "B")
+    assert (forward.text, forward.waits, forward.sends) == (
+        "is at 1F0",
+        "waits for 0F0",
+        ((2, forward.fed),),
+    )
+    assert (backward.text, backward.waits, backward.fed.kind.value) == (
+        "is at 1B0",
+        "waits for 2B0",
+        "B",
+    )
     assert update.taken is update.fed is None
     assert isinstance(update.op, Op)

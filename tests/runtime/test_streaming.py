@@ -17,7 +17,14 @@ from penstock.schedule.op import Kind
 def model(trap=None):
     """Six small layers, one of which may fail."""
     torch.manual_seed(0)
-    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4)]
+    layers = [
+        nn.Linear(8, 8),
+        nn.Tanh(),
+        nn.Linear(8, 8),
+        nn.Tanh(),
+        nn.Linear(8, 8),
+        nn.Linear(8, 4),
+    ]
     if trap is not None:
         layers[3] = trap
     return nn.Sequential(*layers)
@@ -26,14 +33,22 @@ def model(trap=None):
 def batches(count, samples=8):
     """Batches of random data, always the same."""
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(samples, 8, generator=generator), torch.randn(samples, 4, generator=generator)) for _ in range(count)]
+    return [
+        (torch.randn(samples, 8, generator=generator), torch.randn(samples, 4, generator=generator))
+        for _ in range(count)
+    ]
 
 
 def pipeline(schedule="pipedream", balance=(2, 2, 2), *, trap=None, **options):
     """A stream in this process."""
     options = {"micro_batches": 1, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), **options}
     return ps.Pipeline(
-        model(trap), balance=balance, schedule=schedule, loss=nn.functional.mse_loss, executor="threads", **options
+        model(trap),
+        balance=balance,
+        schedule=schedule,
+        loss=nn.functional.mse_loss,
+        executor="threads",
+        **options,
     )
 
 
@@ -56,7 +71,12 @@ def test_a_stream_never_holds_more_marks_or_batches_than_it_needs():
     held = []
     for _ in pipe.train(batches(100)):
         (stream,) = [pipe._stream]
-        held.append((max(len(each.marks) for each in pipe._made.interpreters.values()), len(stream._under_way._batches)))
+        held.append(
+            (
+                max(len(each.marks) for each in pipe._made.interpreters.values()),
+                len(stream._under_way._batches),
+            )
+        )
     assert max(marks for marks, _ in held) <= 60
     assert max(count for _, count in held) <= 3
 
@@ -69,7 +89,10 @@ def test_the_timeline_has_the_last_batches_that_are_done_as_a_schedule_of_their_
             pass
         shown = pipe.timeline()
         expected = ps.schedule("pipedream", 3, 1, batches=min(count, 7))
-        events = {rank: tuple(event.op for event in shown.compute if event.rank == rank) for rank in range(3)}
+        events = {
+            rank: tuple(event.op for event in shown.compute if event.rank == rank)
+            for rank in range(3)
+        }
         assert tuple(events.values()) == expected.programs
         assert shown.peak_in_flight == ps.simulate(expected, ps.Costs()).peak_in_flight
 
@@ -79,10 +102,16 @@ def test_the_timeline_of_a_stream_leaves_out_what_a_small_batch_had_not():
     pipe = pipeline(micro_batches=4)
     for _ in pipe.train([*batches(3), *batches(1, samples=2)]):
         pass
-    assert sum(event.op.kind is Kind.F for event in pipe.timeline().compute if event.rank == 0) == 3 * 4 + 2
+    assert (
+        sum(event.op.kind is Kind.F for event in pipe.timeline().compute if event.rank == 0)
+        == 3 * 4 + 2
+    )
 
 
-@pytest.mark.parametrize(("weights", "versions"), [("stash", (3, 2, 1)), ("none", (1, 1, 1)), ("vertical-sync", (3, 3, 3))])
+@pytest.mark.parametrize(
+    ("weights", "versions"),
+    [("stash", (3, 2, 1)), ("none", (1, 1, 1)), ("vertical-sync", (3, 3, 3))],
+)
 def test_versions_are_counted_and_their_bytes_are_in_the_peak_memory(weights, versions):
     """The paper's price of asynchrony: S - s versions on stage s, or p, or one."""
     pipe = pipeline(weights=weights)
@@ -132,7 +161,9 @@ def test_a_checkpoint_brings_a_failed_stream_back(tmp_path):
     fresh = pipeline(trap=Trap("never"))
     fresh.load(tmp_path)
     assert pipe.step == fresh.step == 4
-    assert [float(loss) for loss in pipe.train(batches(5))] == [float(loss) for loss in fresh.train(batches(5))]
+    assert [float(loss) for loss in pipe.train(batches(5))] == [
+        float(loss) for loss in fresh.train(batches(5))
+    ]
 
 
 def test_evaluating_in_mid_stream_leaves_updates_on():
@@ -144,11 +175,14 @@ def test_evaluating_in_mid_stream_leaves_updates_on():
             pipe.forward(batches(1)[0][0])
     for count in (7, 5):  # where the first had drained
         list(plain.train(batches(12)[:7] if count == 7 else batches(12)[7:]))
-    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in pipe.state_dict().items())
+    assert all(
+        torch.equal(value, plain.state_dict()[name]) for name, value in pipe.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("pipedream", {}), ("avgpipe", {}), ("hetpipe", {}), ("2bw", {"micro_batches": 4})]
+    ("name", "options"),
+    [("pipedream", {}), ("avgpipe", {}), ("hetpipe", {}), ("2bw", {"micro_batches": 4})],
 )
 def test_outside_the_stream_the_model_is_the_one_that_a_checkpoint_has(name, options, tmp_path):
     """Whatever copies and versions a rule works with; of AvgPipe it is the reference model, which no batch reads."""
@@ -167,7 +201,10 @@ def test_copies_of_a_stage_that_meet_stream_and_are_saved_once(replicas, tmp_pat
     """PipeDream's stages on several ranks: gradients add up at every U. Two pipelines of one micro-batch each read what one pipeline
     reads that has the whole batch as one.
     """
-    pipe, alike = pipeline(ps.schedule("pipedream", 3, 2, replicas=replicas), micro_batches=None), pipeline()
+    pipe, alike = (
+        pipeline(ps.schedule("pipedream", 3, 2, replicas=replicas), micro_batches=None),
+        pipeline(),
+    )
     losses, expected = ([float(loss) for loss in each.train(batches(6))] for each in (pipe, alike))
     assert len(losses) == 6
     if replicas == 2:
@@ -175,7 +212,9 @@ def test_copies_of_a_stage_that_meet_stream_and_are_saved_once(replicas, tmp_pat
     pipe.save(tmp_path)
     alone = pipeline("gpipe", balance=(6,))
     alone.load(tmp_path)
-    assert all(torch.equal(value, pipe.state_dict()[name]) for name, value in alone.state_dict().items())
+    assert all(
+        torch.equal(value, pipe.state_dict()[name]) for name, value in alone.state_dict().items()
+    )
 
 
 def test_a_stream_without_an_optimizer_adds_gradients_up():

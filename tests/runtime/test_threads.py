@@ -29,7 +29,13 @@ def with_trap(stage, trap, optimizer=None, stages=3, **options):
     layers.insert(2 * stage, trap)
     lengths = [3 if index == stage else 2 for index in range(stages)]
     options = {"micro_batches": 4, "executor": "threads", **options}
-    return ps.Pipeline(nn.Sequential(*layers), loss=functional.cross_entropy, balance=lengths, optimizer=optimizer, **options)
+    return ps.Pipeline(
+        nn.Sequential(*layers),
+        loss=functional.cross_entropy,
+        balance=lengths,
+        optimizer=optimizer,
+        **options,
+    )
 
 
 def rank_threads():
@@ -51,17 +57,28 @@ FAILURES = [  # stages, stage, kind, at, recompute, the op that fails
 
 
 @pytest.mark.parametrize(("stages", "stage", "kind", "at", "recompute", "op"), FAILURES)
-def test_an_op_that_raises_is_named_with_rank_stage_step_and_cause(stages, stage, kind, at, recompute, op):
+def test_an_op_that_raises_is_named_with_rank_stage_step_and_cause(
+    stages, stage, kind, at, recompute, op
+):
     """Where it failed is the whole diagnosis; the layer's own error is chained. A forward that runs again does so in a backward."""
     pipe = with_trap(stage, Trap("raise", kind, at), recompute=recompute, stages=stages)
-    message = rf"^rank {stage} \(stage {stage}\) failed in {op} of step 0: ValueError: a planted failure$"
+    message = (
+        rf"^rank {stage} \(stage {stage}\) failed in {op} of step 0: ValueError: a planted failure$"
+    )
     with pytest.raises(StageFailed, match=message) as error:
         pipe.train_batch(X, Y)
-    assert (error.value.rank, error.value.stage, error.value.op, error.value.step) == (stage, stage, op, 0)
+    assert (error.value.rank, error.value.stage, error.value.op, error.value.step) == (
+        stage,
+        stage,
+        op,
+        0,
+    )
     assert isinstance(error.value.__cause__, ValueError)
 
 
-@pytest.mark.parametrize("optimizer", [None, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize(
+    "optimizer", [None, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)]
+)
 @pytest.mark.parametrize("what", ["raise", "exit"])
 @pytest.mark.parametrize(("kind", "stages"), [("F", 1), ("F", 3), ("B", 3)])
 def test_after_a_failed_batch_nothing_is_kept_and_the_next_is_exact(kind, stages, what, optimizer):
@@ -70,11 +87,17 @@ def test_after_a_failed_batch_nothing_is_kept_and_the_next_is_exact(kind, stages
     stage = stages - 1
     pipe = with_trap(stage, trap, optimizer, stages)
     fresh = with_trap(stage, Trap(kind="never"), optimizer, stages)
-    with pytest.raises(SystemExit if what == "exit" else StageFailed, match="3" if what == "exit" else "a planted failure"):
+    with pytest.raises(
+        SystemExit if what == "exit" else StageFailed,
+        match="3" if what == "exit" else "a planted failure",
+    ):
         pipe.train_batch(X, Y)
     assert left_in(pipe) == []
     assert pipe.step == 0
-    assert all(not stage.update.parameters or stage.update.parameters[0].grad is None for stage in pipe._local_stages)
+    assert all(
+        not stage.update.parameters or stage.update.parameters[0].grad is None
+        for stage in pipe._local_stages
+    )
     with pytest.raises(RunError, match="there is no timeline yet"):
         pipe.timeline()
     trap.armed = False
@@ -115,11 +138,16 @@ def test_a_rank_that_waits_too_long_says_for_what_and_what_the_others_are_at(mon
     monkeypatch.setattr("penstock.runtime.layers.may_draw", lambda module: False)
     trap = Trap("hang", "F", at=1)
     pipe = with_trap(1, trap, deadline_s=0.5, schedule="naive")
-    with pytest.raises(DeadlineExceeded, match=r"rank \d waits for \d[FB]\d since \d s, which is over its deadline") as error:
-        pipe.train_batch(X, Y)
-    assert "rank 1 is at 1F1 since 0 s" in str(error.value) or "rank 1 is at 1F1 since 1 s" in str(error.value)
     with pytest.raises(
-        RunError, match=r"cannot go on after a batch that failed: rank 1 is at 1F1 since \d s. Make a new Pipeline"
+        DeadlineExceeded, match=r"rank \d waits for \d[FB]\d since \d s, which is over its deadline"
+    ) as error:
+        pipe.train_batch(X, Y)
+    assert "rank 1 is at 1F1 since 0 s" in str(error.value) or "rank 1 is at 1F1 since 1 s" in str(
+        error.value
+    )
+    with pytest.raises(
+        RunError,
+        match=r"cannot go on after a batch that failed: rank 1 is at 1F1 since \d s. Make a new Pipeline",
     ):
         pipe.train_batch(X, Y)
     trap.release.set()
@@ -132,9 +160,13 @@ def test_layers_that_wait_for_each_others_random_numbers_are_let_go_too(monkeypa
     model = nn.Sequential(nn.Dropout(0.1), nn.Linear(16, 4), trap)
     pipe = ps.Pipeline(model, loss=functional.cross_entropy, balance=[2, 1], micro_batches=4, schedule="gpipe", deadline_s=0.5,
                        executor="threads")  # fmt: skip
-    with pytest.raises(DeadlineExceeded, match=r"rank \d waits for .* since 1 s, which is over its deadline") as error:
+    with pytest.raises(
+        DeadlineExceeded, match=r"rank \d waits for .* since 1 s, which is over its deadline"
+    ) as error:
         pipe.train_batch(X, Y)
-    assert "rank 1 is at 1F1" in str(error.value) or "an end to where it is at 1F1" in str(error.value)
+    assert "rank 1 is at 1F1" in str(error.value) or "an end to where it is at 1F1" in str(
+        error.value
+    )
     trap.release.set()
 
 
@@ -264,7 +296,9 @@ def test_peers_of_a_failed_rank_tell_its_reason():
             seen.append((world.board(1).failure(), str(error)))
             raise PeerFailed(1, "0F0", str(error)) from error
 
-    with pytest.raises(StageFailed, match=r"rank 0 \(stage 0\) failed in 0F0 of step 7: ValueError: x"):
+    with pytest.raises(
+        StageFailed, match=r"rank 0 \(stage 0\) failed in 0F0 of step 7: ValueError: x"
+    ):
         world.run(job)
     assert seen == [("rank 0 (stage 0) failed in 0F0 of step 7: ValueError: x",) * 2]
 
@@ -272,7 +306,9 @@ def test_peers_of_a_failed_rank_tell_its_reason():
 def test_gradients_of_a_failed_batch_are_dropped_on_stages_that_had_finished():
     """The last stage ends its program before the first: without an optimizer its gradients would stay, and be added to."""
     model = nn.Sequential(nn.Linear(16, 16), Trap("raise", "B", at=3), nn.Linear(16, 4))
-    pipe = ps.Pipeline(model, loss=functional.cross_entropy, balance=[2, 1], micro_batches=4, executor="threads")
+    pipe = ps.Pipeline(
+        model, loss=functional.cross_entropy, balance=[2, 1], micro_batches=4, executor="threads"
+    )
     with pytest.raises(StageFailed, match="0B3"):
         pipe.train_batch(X, Y)
     for stage in pipe._local_stages:

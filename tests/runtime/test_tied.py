@@ -43,7 +43,15 @@ def tied_model(*, dropout=0.0, second=True):
         if second:
             inner[3].weight = inner[1].weight
         return nn.Sequential(
-            embed, inner[0], nn.Tanh(), inner[1], nn.Dropout(dropout), inner[2], nn.Tanh(), inner[3], Head(embed.weight)
+            embed,
+            inner[0],
+            nn.Tanh(),
+            inner[1],
+            nn.Dropout(dropout),
+            inner[2],
+            nn.Tanh(),
+            inner[3],
+            Head(embed.weight),
         )
 
 
@@ -76,7 +84,11 @@ def plain(model, steps, make=sgd):
 def close(found, expected):
     """Names whose tensors differ by more than rounding."""
     assert found.keys() == expected.keys()
-    return [name for name in found if not torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-6)]
+    return [
+        name
+        for name in found
+        if not torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-6)
+    ]
 
 
 def pipeline(model, lengths, **options):
@@ -93,7 +105,9 @@ def test_training_with_tied_weights_is_that_of_one_device_under_every_schedule(s
     """The gradients of all uses add up; split backwards, several stages of a rank and copies of stages included."""
     made = one_of_each(4)[schedule]
     if not made.synchronous or made.slicing is not None or made.stages > 9:
-        pytest.skip("it updates at different times, cuts sequences, or has more stages than this model has layers")
+        pytest.skip(
+            "it updates at different times, cuts sequences, or has more stages than this model has layers"
+        )
     lengths = [9 // made.stages + (stage < 9 % made.stages) for stage in range(made.stages)]
     model, reference = tied_model(), tied_model()
     pipe = pipeline(model, lengths, schedule=made)
@@ -131,7 +145,9 @@ def test_one_optimizer_state_is_kept_at_the_first_holder():
     counts = [len(stage.update.parameters) for stage in pipe._local_stages]
     assert counts == [3, 4, 2]
     assert [len(stage.update.borrowed) for stage in pipe._local_stages] == [0, 0, 2]
-    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in tied_model().named_parameters()]
+    assert [name for name, _ in pipe.named_parameters()] == [
+        name for name, _ in tied_model().named_parameters()
+    ]
 
 
 def test_the_self_check_counts_a_tied_weight_once():
@@ -203,7 +219,13 @@ def test_without_an_optimizer_gradients_of_all_uses_are_at_the_models_own_parame
                 pipe.train_batch(x, y)
             else:
                 loss(reference(x), y).backward()
-    assert close({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in reference.named_parameters()}) == []
+    assert (
+        close(
+            {n: p.grad for n, p in model.named_parameters()},
+            {n: p.grad for n, p in reference.named_parameters()},
+        )
+        == []
+    )
     with torch.no_grad():
         model[0].weight.mul_(2)
         reference[0].weight.mul_(2)
@@ -224,7 +246,10 @@ def test_recomputed_stages_with_tied_weights(recompute):
 def test_checkpoints_pass_between_cuts_that_part_tied_layers_and_cuts_that_do_not(tmp_path):
     """A tied tensor is written once, under the chain's one name."""
     make = ADAM["adam"]
-    whole, parted = pipeline(tied_model(), [9], optimizer=make), pipeline(tied_model(), [3, 3, 3], optimizer=make)
+    whole, parted = (
+        pipeline(tied_model(), [9], optimizer=make),
+        pipeline(tied_model(), [3, 3, 3], optimizer=make),
+    )
     for number in range(2):
         parted.train_batch(*data(number=number))
     parted.save(tmp_path / "a")
@@ -259,7 +284,8 @@ def test_a_tied_model_from_the_meta_device_begins_alike_under_every_cut():
 def test_an_asynchronous_schedule_refuses_tied_weights_over_stages():
     """Its stages update at different times: there is no batch whose gradients could be added up before both have stepped."""
     with pytest.raises(
-        ChainError, match=r"0\.weight is used by layers 0, 8, which this cut puts into stages 0, 1\. .*untie them"
+        ChainError,
+        match=r"0\.weight is used by layers 0, 8, which this cut puts into stages 0, 1\. .*untie them",
     ):
         pipeline(tied_model(), [4, 5], schedule="pipedream", micro_batches=1)
     pipeline(tied_model(), [9], schedule="pipedream", micro_batches=1)
@@ -269,7 +295,9 @@ def test_a_batch_norm_that_stands_in_two_stages_is_refused():
     """Each use moves the statistics on from where the one before left them; two stages cannot."""
     norm = nn.BatchNorm1d(8)
     model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8), norm)
-    with pytest.raises(ChainError, match=r"1\.running_mean is used by layers 1, 3.* or have a batch norm each"):
+    with pytest.raises(
+        ChainError, match=r"1\.running_mean is used by layers 1, 3.* or have a batch norm each"
+    ):
         ps.Pipeline(model, loss=nn.MSELoss(), balance=[2, 2], executor="threads")
 
 
@@ -279,14 +307,23 @@ def in_processes(options, steps):
     losses = [pipe.train_batch(*data(number=number)) for number in range(steps)]
     compared = pipe.compare_with_one_device(*data(number=9))
     state = pipe.state_dict()
-    found = {"losses": torch.stack(losses), "state": state, "norm": pipe.grad_norm, "relative": compared.relative}
+    found = {
+        "losses": torch.stack(losses),
+        "state": state,
+        "norm": pipe.grad_norm,
+        "relative": compared.relative,
+    }
     pipe.close()
     return found
 
 
 def test_processes_with_crossing_homes_agree_with_one_device():
     """Rank 0 is home of the table that rank 1 uses, and the other way round: nobody waits for both."""
-    options = {"balance": [2, 2, 4, 1], "clip_grad_norm": 0.5, "schedule": ps.schedule("interleaved", 4, 4)}
+    options = {
+        "balance": [2, 2, 4, 1],
+        "clip_grad_norm": 0.5,
+        "schedule": ps.schedule("interleaved", 4, 4),
+    }
     by_rank = launch(in_processes, 2, options, 3, threads=1)
     model = tied_model()
     optimizer = sgd(list(model.parameters()))

@@ -37,18 +37,40 @@ def torchrun(tmp_path, word):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), word]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SOON_S, check=False)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        word,
+    ]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=SOON_S, check=False
+    )
 
 
 def test_a_script_under_torchrun_trains_as_threads_do(tmp_path):
     """The way that clusters start programs; nothing of Penstock's own launcher is needed."""
     done = torchrun(tmp_path, "work")
     assert done.returncode == 0, done.stderr
-    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("found")).removeprefix("found "))
+    found = json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("found")).removeprefix(
+            "found "
+        )
+    )
     assert found == [
-        float(loss) for loss in everything("mlp", {"balance": [3, 4], "micro_batches": 4}, None, "threads")["losses"]
+        float(loss)
+        for loss in everything("mlp", {"balance": [3, 4], "micro_batches": 4}, None, "threads")[
+            "losses"
+        ]
     ]
 
 
@@ -63,14 +85,18 @@ def test_one_rank_alone_needs_neither_torchrun_nor_launch(monkeypatch):
     """A pipeline of one stage is plain training with the same calls: the smallest first run there is."""
     monkeypatch.delenv("RANK", raising=False)
     assert not started()
-    pipe = ps.Pipeline(nn.Sequential(nn.Linear(16, 4)), loss=functional.cross_entropy, balance=[1], micro_batches=2)
+    pipe = ps.Pipeline(
+        nn.Sequential(nn.Linear(16, 4)), loss=functional.cross_entropy, balance=[1], micro_batches=2
+    )
     pipe.train_batch(torch.randn(4, 16), torch.arange(4))
 
 
 def test_an_unknown_executor_and_a_deadline_of_nothing_are_refused():
     """Before anything starts."""
     layers = nn.Sequential(nn.Linear(16, 4))
-    with pytest.raises(ps.PenstockError, match="executor is 'processes' or 'threads', not 'inline'"):
+    with pytest.raises(
+        ps.PenstockError, match="executor is 'processes' or 'threads', not 'inline'"
+    ):
         ps.Pipeline(layers, loss=functional.cross_entropy, balance=[1], executor="inline")
     with pytest.raises(ps.PenstockError, match="deadline_s is above 0, not 0"):
         ps.Pipeline(layers, loss=functional.cross_entropy, balance=[1], deadline_s=0)

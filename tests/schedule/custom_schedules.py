@@ -23,8 +23,13 @@ class _Builder:
         self.rng, self.stages = rng, stages
         self.programs: list[list[Op]] = [[] for _ in range(ranks)]
         copies = [rng.sample(range(ranks), rng.randint(1, min(2, ranks))) for _ in range(stages)]
-        self.home = {(s, m): rng.choice(copies[s]) for s in range(stages) for m in range(micro_batches)}
-        self.hosts = [sorted({rank for (s, _), rank in self.home.items() if s == stage}) for stage in range(stages)]
+        self.home = {
+            (s, m): rng.choice(copies[s]) for s in range(stages) for m in range(micro_batches)
+        }
+        self.hosts = [
+            sorted({rank for (s, _), rank in self.home.items() if s == stage})
+            for stage in range(stages)
+        ]
         self.split = {place: rng.random() < 0.5 for place in self.home}
         self.done: set[Op] = set()
         self.version = [0] * stages
@@ -33,7 +38,9 @@ class _Builder:
         """Ops that could stand next, except U."""
         found = []
         for s, m in self.home:
-            forward, whole, inputs, weights = (Op(kind, s, m) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+            forward, whole, inputs, weights = (
+                Op(kind, s, m) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+            )
             if forward not in self.done:
                 if s == 0 or Op(Kind.F, s - 1, m) in self.done:
                     found.append(forward)
@@ -55,11 +62,16 @@ class _Builder:
             self.programs[rank].append(Op(Kind.U, stage, self.version[stage]))
 
 
-def build_custom(seed: int, stages: int, ranks: int, micro_batches: int, synchronous: bool) -> Schedule:
+def build_custom(
+    seed: int, stages: int, ranks: int, micro_batches: int, synchronous: bool
+) -> Schedule:
     """A sound schedule; the same for the same arguments."""
     rng = random.Random(seed)
     builder = _Builder(rng, stages, ranks, micro_batches)
-    left = [sum(2 + builder.split[s, m] for s, m in builder.home if s == stage) for stage in range(stages)]
+    left = [
+        sum(2 + builder.split[s, m] for s, m in builder.home if s == stage)
+        for stage in range(stages)
+    ]
     waiting: list[int] = []
     eager = rng.random()
     while ready := builder.ready():
@@ -95,7 +107,9 @@ def custom_schedules(synchronous: bool | None = None, most: int = 5) -> st.Searc
 class _StreamBuilder(_Builder):
     """The same for a stream: batch t is on copy t mod `copies` of every stage, each copy on ranks of its own."""
 
-    def __init__(self, rng: random.Random, stages: int, ranks: int, stream: Stream, size: int) -> None:
+    def __init__(
+        self, rng: random.Random, stages: int, ranks: int, stream: Stream, size: int
+    ) -> None:
         self.copies = 1 if stream.waves is None else rng.randint(1, 4)
         super().__init__(rng, stages, ranks * self.copies, stream.batches * self.copies * size)
         self.stream, self.size = replace(stream, batches=stream.batches * self.copies), size
@@ -121,21 +135,27 @@ class _StreamBuilder(_Builder):
                 met = met_by(update, self.stream)
                 if met == update and all((host, update) in due for host in hosts):
                     found.append((update, hosts))
-                elif met is None or (met != update and all((host, met) in self.updated for host in hosts)):
+                elif met is None or (
+                    met != update and all((host, met) in self.updated for host in hosts)
+                ):
                     found.append((update, [rank]))
         return found
 
     def finished(self, stage: int, batch: int) -> bool:
         """Whether all gradients of a batch are there."""
         numbers = range(batch * self.size, (batch + 1) * self.size)
-        return all(Op(Kind.W if self.split[stage, m] else Kind.B, stage, m) in self.done for m in numbers)
+        return all(
+            Op(Kind.W if self.split[stage, m] else Kind.B, stage, m) in self.done for m in numbers
+        )
 
 
 def build_stream(seed: int, stages: int, ranks: int, size: int, waves: bool) -> Schedule:
     """A sound stream of a few batches of `size` micro-batches, with copies if it has waves; in general it repeats nothing."""
     rng = random.Random(seed)
     stream = Stream(
-        rng.randint(1, 5), "hetpipe" if waves else "stash", waves=Waves(rng.randint(1, 2), rng.randint(0, 2)) if waves else None
+        rng.randint(1, 5),
+        "hetpipe" if waves else "stash",
+        waves=Waves(rng.randint(1, 2), rng.randint(0, 2)) if waves else None,
     )
     builder = _StreamBuilder(rng, stages, ranks, stream, size)
     eager = rng.random()
@@ -149,12 +169,19 @@ def build_stream(seed: int, stages: int, ranks: int, size: int, waves: bool) -> 
             continue
         ready.sort(key=lambda op: (op.kind is Kind.F, op.micro_batch, op.stage))
         builder.place(ready[0] if rng.random() < eager else rng.choice(ready))
-    return Schedule(tuple(map(tuple, builder.programs)), "custom", synchronous=False, stream=builder.stream)
+    return Schedule(
+        tuple(map(tuple, builder.programs)), "custom", synchronous=False, stream=builder.stream
+    )
 
 
 def custom_streams(waves: bool | None = None, most: int = 3) -> st.SearchStrategy[Schedule]:
     """Sound streams of up to `most` stages, ranks per copy and micro-batches per batch; of both kinds unless `waves` says which."""
     numbers = st.integers(1, most)
     return st.builds(
-        build_stream, st.integers(0, 2**32), numbers, numbers, numbers, st.booleans() if waves is None else st.just(waves)
+        build_stream,
+        st.integers(0, 2**32),
+        numbers,
+        numbers,
+        numbers,
+        st.booleans() if waves is None else st.just(waves),
     )

@@ -44,7 +44,9 @@ def test_the_schedules_of_the_core_are_there():
 
 def test_an_unknown_schedule_is_refused_with_the_closest_name():
     """A typing error is answered with the word that was meant."""
-    with pytest.raises(UnknownName, match=r"no schedule called '1f1c'. Did you mean '1f1b'\? Known: 1f1b, .*gpipe") as caught:
+    with pytest.raises(
+        UnknownName, match=r"no schedule called '1f1c'. Did you mean '1f1b'\? Known: 1f1b, .*gpipe"
+    ) as caught:
         schedule("1f1c", 4, 8)
     assert (caught.value.kind, caught.value.name) == ("schedule", "1f1c")
 
@@ -65,7 +67,9 @@ def test_one_stage_and_one_micro_batch_are_enough():
 
 def test_an_option_that_the_schedule_does_not_take_is_refused_by_name():
     """A misspelt option must not be ignored."""
-    with pytest.raises(ScheduleError, match=r"1f1b does not take chunks: .*unexpected keyword argument 'chunks'"):
+    with pytest.raises(
+        ScheduleError, match=r"1f1b does not take chunks: .*unexpected keyword argument 'chunks'"
+    ):
         schedule("1f1b", 2, 2, chunks=3)
 
 

@@ -34,7 +34,10 @@ def test_a_family_comes_back_from_csv_as_it_was(name):
 def test_any_schedule_that_torch_can_say_comes_back_sound_from_csv(made):
     """Ranks without ops, several stages on a rank and split backwards all have to survive."""
     if why_not(made) is not None:
-        with pytest.raises(ScheduleError, match=r"stage \d has copies on ranks .* on one rank|torch keeps losses in the order"):
+        with pytest.raises(
+            ScheduleError,
+            match=r"stage \d has copies on ranks .* on one rank|torch keeps losses in the order",
+        ):
             to_csv(made)
         return
     back = from_csv(to_csv(made))
@@ -46,12 +49,23 @@ def test_any_schedule_that_torch_can_say_comes_back_sound_from_csv(made):
 @settings(deadline=None, max_examples=40)
 def test_torch_reads_our_cells_as_we_mean_them(made):
     """The CSV is for torch; the words are its own, so its own parser is the judge."""
-    from torch.distributed.pipelining.schedules import _Action  # here: planning's other tests need no torch
+    from torch.distributed.pipelining.schedules import (
+        _Action,
+    )  # here: planning's other tests need no torch
 
     if why_not(made) is not None:
         return
-    rows = [[_Action.from_str(cell) for cell in row] for row in csv.reader(io.StringIO(to_csv(made)))]
-    read = [[(a.computation_type.value, a.stage_index, a.microbatch_index) for a in row if a is not None] for row in rows]
+    rows = [
+        [_Action.from_str(cell) for cell in row] for row in csv.reader(io.StringIO(to_csv(made)))
+    ]
+    read = [
+        [
+            (a.computation_type.value, a.stage_index, a.microbatch_index)
+            for a in row
+            if a is not None
+        ]
+        for row in rows
+    ]
     assert read == [[tuple(op) for op in program] for program in without_updates(made)]
 
 
@@ -70,7 +84,10 @@ def test_a_pair_is_torchs_overlap_with_the_forward_first_and_comes_back_as_a_pai
 
     made = Schedule.parse("0F0 0F1 0F2&0B0 0B1 0B2 0U1\n1F0 1B0&1F1 1F2&1I1 1W1 1B2 1U1", "csv")
     text = to_csv(made)
-    assert text == "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,(1F1;1B0)OVERLAP_F_B,(1F2;1I1)OVERLAP_F_B,1W1,1B2\n"
+    assert (
+        text
+        == "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,(1F1;1B0)OVERLAP_F_B,(1F2;1I1)OVERLAP_F_B,1W1,1B2\n"
+    )
     action = _Action.from_str("(0F2;0B0)OVERLAP_F_B")
     assert (action.computation_type, repr(action)) == (OVERLAP_F_B, "(0F2;0B0)OVERLAP_F_B")
     back = from_csv(text)
@@ -130,11 +147,19 @@ def test_what_is_no_action_is_refused_with_its_place(text, message):
 
 
 @pytest.mark.parametrize(
-    "content", ["\x00\x01\x02,;'\"" * 1_300_000, "SELECT * FROM ranks;\n" * 480_000, "0F0 0F1 " * 1_250_000, "\n" * 10**7]
+    "content",
+    [
+        "\x00\x01\x02,;'\"" * 1_300_000,
+        "SELECT * FROM ranks;\n" * 480_000,
+        "0F0 0F1 " * 1_250_000,
+        "\n" * 10**7,
+    ],
 )
 def test_ten_megabytes_of_nonsense_are_one_short_message(content):
     """A file of another kind, given by mistake: what is wrong must not fill the screen."""
-    with pytest.raises(FileError, match=r"row 1, column 1|this is no CSV|the CSV has no ops") as caught:
+    with pytest.raises(
+        FileError, match=r"row 1, column 1|this is no CSV|the CSV has no ops"
+    ) as caught:
         from_csv(content)
     assert len(str(caught.value)) < 400
 

@@ -74,7 +74,10 @@ def test_the_same_holds_for_schedules_that_nobody_named(made):
     if why_not(made) is not None:
         return
     if not all(made.stages_of_rank):
-        with pytest.raises(ScheduleError, match=r"rank \d has no op: torch's CSV with communication has no cell for that"):
+        with pytest.raises(
+            ScheduleError,
+            match=r"rank \d has no op: torch's CSV with communication has no cell for that",
+        ):
             to_csv(made, communication=True)
         return
     check(made)
@@ -92,8 +95,14 @@ def test_the_cells_are_torchs_and_stand_where_its_executor_needs_them():
 def test_an_update_stands_where_gradients_are_reduced():
     """A file that says where is taken at its word; one that does not has them after the last backward."""
     rows = "0F0,1F0,1B0{},0B0{}"
-    assert str(from_csv(rows.format(",1REDUCE_GRAD", ",0REDUCE_GRAD"))) == "rank 0 | 0F0 1F0 1B0 1U1 0B0 0U1"
-    assert str(from_csv(rows.format("", ",0REDUCE_GRAD,1REDUCE_GRAD"))) == "rank 0 | 0F0 1F0 1B0 0B0 0U1 1U1"
+    assert (
+        str(from_csv(rows.format(",1REDUCE_GRAD", ",0REDUCE_GRAD")))
+        == "rank 0 | 0F0 1F0 1B0 1U1 0B0 0U1"
+    )
+    assert (
+        str(from_csv(rows.format("", ",0REDUCE_GRAD,1REDUCE_GRAD")))
+        == "rank 0 | 0F0 1F0 1B0 0B0 0U1 1U1"
+    )
     made, lowered = parse_csv("0UNSHARD," + rows.format("", "") + ",0RESHARD")
     assert str(made) == "rank 0 | 0F0 1F0 1B0 1U1 0B0 0U1"
     assert tuple(lowered.programs) == made.programs
@@ -105,23 +114,32 @@ def test_an_update_stands_where_gradients_are_reduced():
 
 def test_programs_that_never_finish_are_not_written():
     """There is no order for their transfers."""
-    with pytest.raises(ScheduleError, match="mine never finishes: `verify` says where it stands still"):
-        to_csv(Schedule.parse("0F0 0B0 0F1 0B1 0U1\n1F0 1F1 1B0 1B1 1U1", "mine"), communication=True)
+    with pytest.raises(
+        ScheduleError, match="mine never finishes: `verify` says where it stands still"
+    ):
+        to_csv(
+            Schedule.parse("0F0 0B0 0F1 0B1 0U1\n1F0 1F1 1B0 1B1 1U1", "mine"), communication=True
+        )
 
 
 def test_receives_in_another_order_than_was_sent_are_refused_on_reading(tmp_path):
     """torch plays such a file and its gradients are wrong, without a word."""
     path = tmp_path / "swapped.csv"
     text = to_csv(schedule("gpipe", 2, 3), communication=True)
-    row = text.splitlines()[1].replace("1RECV_F0", "x").replace("1RECV_F1", "1RECV_F0").replace("x", "1RECV_F1")
+    row = (
+        text.splitlines()[1]
+        .replace("1RECV_F0", "x")
+        .replace("1RECV_F1", "1RECV_F0")
+        .replace("x", "1RECV_F1")
+    )
     row = row.replace("1F0,1RECV_F0", "1RECV_F0,1F0")
     path.write_text(f"{text.splitlines()[0]}\n{row}\n")
-    message = (
-        r"swapped is not sound\s+\[receive order\] message 1 from rank 0 to rank 1 is sent as 0SEND_F0 and received as 1RECV_F1"
-    )
+    message = r"swapped is not sound\s+\[receive order\] message 1 from rank 0 to rank 1 is sent as 0SEND_F0 and received as 1RECV_F1"
     with pytest.raises(ScheduleError, match=message) as caught:
         read_csv(path)
-    assert [(f.rule, f.rank, f.op) for f in caught.value.findings] == [("receive order", 1, "1RECV_F1")]
+    assert [(f.rule, f.rank, f.op) for f in caught.value.findings] == [
+        ("receive order", 1, "1RECV_F1")
+    ]
     made, lowered = load_csv(path)
     with pytest.raises(ScheduleError, match="receive order"):
         verify_lowered(lowered, schedule=made)
@@ -129,7 +147,9 @@ def test_receives_in_another_order_than_was_sent_are_refused_on_reading(tmp_path
 
 def test_a_transfer_for_a_stage_that_nobody_holds_is_refused():
     """Whatever a file says, reading it ends in words of ours."""
-    with pytest.raises(ScheduleError, match="5SEND_F0 on rank 0 sends what no op makes or no op takes"):
+    with pytest.raises(
+        ScheduleError, match="5SEND_F0 on rank 0 sends what no op makes or no op takes"
+    ):
         from_csv("0F0,0B0,5SEND_F0")
 
 
@@ -139,7 +159,11 @@ ACTION = st.builds(str.__add__, NUMBER, st.one_of(
     st.sampled_from(["UNSHARD", "RESHARD", "REDUCE_GRAD"]),
 ))  # fmt: skip
 OVERLAP = st.builds("({}F{};{}B{})OVERLAP_F_B".format, NUMBER, NUMBER, NUMBER, NUMBER)
-ROW = st.lists(st.one_of(ACTION, ACTION, ACTION, OVERLAP, st.sampled_from(["", " ", "0U1"])), min_size=1, max_size=12)
+ROW = st.lists(
+    st.one_of(ACTION, ACTION, ACTION, OVERLAP, st.sampled_from(["", " ", "0U1"])),
+    min_size=1,
+    max_size=12,
+)
 
 
 @given(st.lists(ROW, min_size=1, max_size=3))
@@ -177,7 +201,12 @@ def plays(lowered):
     """Whether every rank comes to its end, with each receive's message the one that it is for, and no gradient lost: by playing."""
     programs, at = lowered.programs, [0] * len(lowered.programs)
     stages = 1 + max(op.stage for row in programs for op in row if isinstance(op, Op))
-    channels, posted, done, arrived = defaultdict(list), defaultdict(list), [set() for _ in programs], [set() for _ in programs]
+    channels, posted, done, arrived = (
+        defaultdict(list),
+        defaultdict(list),
+        [set() for _ in programs],
+        [set() for _ in programs],
+    )
     while True:
         moved = False
         for rank, program in enumerate(programs):
@@ -186,9 +215,13 @@ def plays(lowered):
                 if not isinstance(action, Op):
                     sends = action.direction is Direction.SEND
                     made_by = {Kind.F: [Kind.F], Kind.B: [Kind.B, Kind.I]}[action.message.kind]
-                    if sends and not any(Op(kind, *action.message[1:]) in done[rank] for kind in made_by):
+                    if sends and not any(
+                        Op(kind, *action.message[1:]) in done[rank] for kind in made_by
+                    ):
                         return False
-                    (channels[rank, action.peer] if sends else posted[action.peer, rank]).append(action.message)
+                    (channels[rank, action.peer] if sends else posted[action.peer, rank]).append(
+                        action.message
+                    )
                 elif not ready(action, stages, done[rank], arrived[rank]):
                     break
                 else:
@@ -205,7 +238,9 @@ def plays(lowered):
     ended = all(place == len(program) for place, program in zip(at, programs, strict=True))
     late = any(op.kind in (Kind.B, Kind.W) and op in row[row.index(Op(Kind.U, op.stage, 1)) :]
                for row in programs for op in row if isinstance(op, Op))  # fmt: skip
-    return ended and not late and all(channels[link] == messages for link, messages in posted.items())
+    return (
+        ended and not late and all(channels[link] == messages for link, messages in posted.items())
+    )
 
 
 def ready(op, stages, done, arrived):
@@ -216,7 +251,11 @@ def ready(op, stages, done, arrived):
     if op.kind is Kind.W:
         return Op(Kind.I, op.stage, mine) in done
     if op.kind is Kind.F:
-        return op.stage == 0 or Op(Kind.F, op.stage - 1, mine) in done or Message(Kind.F, op.stage - 1, mine) in arrived
+        return (
+            op.stage == 0
+            or Op(Kind.F, op.stage - 1, mine) in done
+            or Message(Kind.F, op.stage - 1, mine) in arrived
+        )
     if Op(Kind.F, op.stage, mine) not in done:
         return False
     above = {Op(Kind.B, op.stage + 1, mine), Op(Kind.I, op.stage + 1, mine)} & done
@@ -227,9 +266,15 @@ def torch_lowered(text, stages, micro_batches, defer):
     """The file that torch makes of compute actions."""
     from torch.distributed.pipelining import schedules as torchs
 
-    rows = {rank: [torchs._Action.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(io.StringIO(text)))}
+    rows = {
+        rank: [torchs._Action.from_str(cell) for cell in row]
+        for rank, row in enumerate(csv.reader(io.StringIO(text)))
+    }
     home = torchs._validate_schedule(rows, len(rows), stages, micro_batches)
-    gathered = {rank: torchs._add_reduce_grad(torchs._add_unshard_reshard(row), micro_batches) for rank, row in rows.items()}
+    gathered = {
+        rank: torchs._add_reduce_grad(torchs._add_unshard_reshard(row), micro_batches)
+        for rank, row in rows.items()
+    }
     made = torchs._add_send_recv(gathered, home.__getitem__, stages)
     if defer:
         made = torchs._defer_recv_ops(made, home.__getitem__)

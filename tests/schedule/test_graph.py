@@ -46,7 +46,10 @@ def plays_through(programs, depth, waves=None):
                     together = {rank}
                 if action.micro_batch % waves.length == 0 and late:
                     earlier = action._replace(micro_batch=action.micro_batch - late)
-                    if any(earlier in programs[other][at[other] :] for other in meetings.get(earlier, ())):
+                    if any(
+                        earlier in programs[other][at[other] :]
+                        for other in meetings.get(earlier, ())
+                    ):
                         return set()
             if all(standing(other) == action for other in together):
                 return together
@@ -57,7 +60,12 @@ def plays_through(programs, depth, waves=None):
                 return {rank}
         elif depth == 0:
             other = standing(action.peer)
-            if other is not None and not isinstance(other, Op) and other.direction is Direction.RECV and other.peer == rank:
+            if (
+                other is not None
+                and not isinstance(other, Op)
+                and other.direction is Direction.RECV
+                and other.peer == rank
+            ):
                 assert other.message == action.message
                 return {rank, action.peer}
         elif len(queues[rank, action.peer]) < depth:
@@ -92,7 +100,9 @@ def test_channel_depth_of_a_family_agrees_with_blocking_channels(name, stages, m
     """The same claim for what is really used."""
     made = schedule(name, stages, micro_batches)
     programs = lower(made, ahead=0).programs
-    assert channel_depth(made) == next(depth for depth in range(100) if plays_through(programs, depth))
+    assert channel_depth(made) == next(
+        depth for depth in range(100) if plays_through(programs, depth)
+    )
 
 
 def test_one_f_one_b_needs_room_for_a_message_and_gpipe_none():
@@ -116,7 +126,11 @@ def test_the_order_of_a_sound_schedule_has_everything_after_what_it_waits_for(ma
     place = {node: i for i, node in enumerate(order)}
     assert stuck == []
     assert sorted(order) == list(range(len(graph.waits_for)))
-    assert all(place[before] < place[node] for node, waits in enumerate(graph.waits_for) for before in waits)
+    assert all(
+        place[before] < place[node]
+        for node, waits in enumerate(graph.waits_for)
+        for before in waits
+    )
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -143,14 +157,22 @@ def test_copies_of_a_stage_start_their_update_together():
     """U synchronises gradients: it cannot end on one rank before the other's last gradient exists, which it once did."""
     made = Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0F2 0B2 0U1")
     line = Timeline.of(build(made).events(lambda rank, op: 1.0, lambda link, message: 0.0), 2, 1)
-    assert [(e.rank, e.start, e.end) for e in line.compute if e.op.kind is Kind.U] == [(0, 4.0, 5.0), (1, 4.0, 5.0)]
+    assert [(e.rank, e.start, e.end) for e in line.compute if e.op.kind is Kind.U] == [
+        (0, 4.0, 5.0),
+        (1, 4.0, 5.0),
+    ]
 
 
 def test_copies_of_two_stages_that_update_in_opposite_orders_wait_for_each_other_forever():
     """Each rank would stand in the other's second collective; found before anything runs."""
     made = Schedule.parse("0F0 1F0 1B0 0B0 0U1 1U1\n0F1 1F1 1B1 0B1 1U1 0U1")
     graph = build(made)
-    assert sorted(str(graph.work(node)[1]) for node in graph.order()[1]) == ["0U1", "0U1", "1U1", "1U1"]
+    assert sorted(str(graph.work(node)[1]) for node in graph.order()[1]) == [
+        "0U1",
+        "0U1",
+        "1U1",
+        "1U1",
+    ]
 
 
 def test_the_last_send_of_a_program_keeps_nobody_waiting():
@@ -159,7 +181,12 @@ def test_the_last_send_of_a_program_keeps_nobody_waiting():
     assert build(made, overlap=False).order()[1] == []
     starts = {event[1]: event[2] for event in build(made, overlap=False).events(lambda rank, op: 1.0, lambda link, m: 2.0)
               if event[5] is None}  # fmt: skip
-    assert starts == {Op.parse("0F0"): 0, Op.parse("0F1"): 3, Op.parse("1F0"): 3, Op.parse("1F1"): 6}
+    assert starts == {
+        Op.parse("0F0"): 0,
+        Op.parse("0F1"): 3,
+        Op.parse("1F0"): 3,
+        Op.parse("1F1"): 6,
+    }
 
 
 def test_a_sender_that_stands_still_delays_its_own_next_op():
@@ -168,7 +195,11 @@ def test_a_sender_that_stands_still_delays_its_own_next_op():
     first = {event[1]: event[2] for event in build(made, overlap=False).events(lambda rank, op: 1.0, lambda link, m: 2.0)
              if event[5] is None}  # fmt: skip
     assert first[Op.parse("0F1")] == 3.0
-    second = {event[1]: event[2] for event in build(made).events(lambda rank, op: 1.0, lambda link, m: 2.0) if event[5] is None}
+    second = {
+        event[1]: event[2]
+        for event in build(made).events(lambda rank, op: 1.0, lambda link, m: 2.0)
+        if event[5] is None
+    }
     assert second[Op.parse("0F1")] == 1.0
 
 
@@ -184,7 +215,9 @@ def waits_of(made, rank, op):
     """What an op waits for beside the op before it, as (rank, op) in words."""
     graph = build(made)
     node = graph.ops.index((rank, op))
-    return sorted(f"{home} {other}" for home, other in map(graph.work, graph.waits_for[node]) if home != rank)
+    return sorted(
+        f"{home} {other}" for home, other in map(graph.work, graph.waits_for[node]) if home != rank
+    )
 
 
 @pytest.mark.parametrize(("length", "distance", "expected"), [
@@ -194,9 +227,14 @@ def waits_of(made, rank, op):
 ])  # fmt: skip
 def test_copies_that_have_waves_wait_for_each_other_only_at_their_ends(length, distance, expected):
     """HetPipe by hand: the last U of a wave meets the others' or waits for that of so many waves before, and all else goes on."""
-    rows = ("0F0 0B0 0U1 0F2 0B2 0U2 0F4 0B4 0U3 0F6 0B6 0U4", "0F1 0B1 0U1 0F3 0B3 0U2 0F5 0B5 0U3 0F7 0B7 0U4")
+    rows = (
+        "0F0 0B0 0U1 0F2 0B2 0U2 0F4 0B4 0U3 0F6 0B6 0U4",
+        "0F1 0B1 0U1 0F3 0B3 0U2 0F5 0B5 0U3 0F7 0B7 0U4",
+    )
     made = replace(
-        Schedule.parse("\n".join(rows)), synchronous=False, stream=Stream(8, "hetpipe", waves=Waves(length, distance))
+        Schedule.parse("\n".join(rows)),
+        synchronous=False,
+        stream=Stream(8, "hetpipe", waves=Waves(length, distance)),
     )
     assert [waits_of(made, 0, Op.parse(f"0U{version}")) for version in (1, 2, 3, 4)] == expected
 

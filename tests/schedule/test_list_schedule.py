@@ -16,7 +16,9 @@ from penstock.verify.verify import verify
 
 def line_block(ranks, wait):
     """One stage on every rank: F goes up slot by slot, I comes down, `wait` slots later than it could."""
-    return [{(Kind.F, rank): rank, (Kind.I, rank): 2 * ranks + wait - 1 - rank} for rank in range(ranks)]
+    return [
+        {(Kind.F, rank): rank, (Kind.I, rank): 2 * ranks + wait - 1 - rank} for rank in range(ranks)
+    ]
 
 
 def clashes(block, interval):
@@ -26,7 +28,9 @@ def clashes(block, interval):
 
 def test_w_fills_the_slots_that_the_block_leaves_free():
     """One rank has nothing to wait for."""
-    assert [" ".join(map(str, row)) for row in from_block(line_block(1, 0), 3, 3)] == ["0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2"]
+    assert [" ".join(map(str, row)) for row in from_block(line_block(1, 0), 3, 3)] == [
+        "0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2"
+    ]
 
 
 def test_in_the_cool_down_w_makes_way_for_i():
@@ -39,16 +43,24 @@ def test_in_the_cool_down_w_makes_way_for_i():
 
 @given(st.integers(1, 7), st.integers(0, 8), st.integers(3, 5), st.integers(1, 24))
 @settings(deadline=None, max_examples=80)
-def test_any_block_makes_a_sound_schedule_in_the_memory_of_its_repetition(ranks, wait, interval, micro_batches):
+def test_any_block_makes_a_sound_schedule_in_the_memory_of_its_repetition(
+    ranks, wait, interval, micro_batches
+):
     """Its promise: lifespans / interval activations, however many micro-batches follow one another."""
     block = line_block(ranks, wait)
     if clashes(block, interval):
         return
     programs = from_block(block, interval, micro_batches)
     verify(Schedule(tuple(map(with_updates, programs))))
-    peaks = [max(accumulate((op.kind is Kind.F) - (op.kind is Kind.W) for op in program)) for program in programs]
+    peaks = [
+        max(accumulate((op.kind is Kind.F) - (op.kind is Kind.W) for op in program))
+        for program in programs
+    ]
     # A W stands at most an interval behind its I, wherever a slot is free.
-    longest = max(rank[Kind.I, stage] - rank[Kind.F, stage] for stage, rank in enumerate(block)) + interval
+    longest = (
+        max(rank[Kind.I, stage] - rank[Kind.F, stage] for stage, rank in enumerate(block))
+        + interval
+    )
     assert max(peaks) <= min(micro_batches, -(-longest // interval) + 1)
 
 

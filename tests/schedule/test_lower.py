@@ -17,14 +17,19 @@ from penstock.schedule.op import Kind, Op, Schedule
 
 SCHEDULES = st.one_of(
     custom_schedules(),
-    st.builds(schedule, st.sampled_from(["gpipe", "1f1b", "naive"]), st.integers(1, 5), st.integers(1, 6)),
+    st.builds(
+        schedule, st.sampled_from(["gpipe", "1f1b", "naive"]), st.integers(1, 5), st.integers(1, 6)
+    ),
 )
 
 
 def crossings(made):
     """Every value that changes ranks, from the words of the design: {(kind, stage, micro-batch): (from, to)}."""
     home = {
-        (op.stage, op.micro_batch): rank for rank, program in enumerate(made.programs) for op in program if op.kind is Kind.F
+        (op.stage, op.micro_batch): rank
+        for rank, program in enumerate(made.programs)
+        for op in program
+        if op.kind is Kind.F
     }
     found = {}
     for (stage, m), rank in home.items():
@@ -51,7 +56,9 @@ def transfers_by_link(lowered, direction):
 def test_every_value_that_changes_ranks_is_sent_once_and_received_once_in_one_order(made, ahead):
     """Backends without tags match by order alone; a value between stages of one rank is not sent at all."""
     lowered = lower(made, ahead)
-    sent, received = (transfers_by_link(lowered, direction) for direction in (Direction.SEND, Direction.RECV))
+    sent, received = (
+        transfers_by_link(lowered, direction) for direction in (Direction.SEND, Direction.RECV)
+    )
     for link in sent.keys() | received.keys():
         assert [message for _, message in sent[link]] == [message for _, message in received[link]]
     carried = [(message, link) for link, rows in sent.items() for _, message in rows]
@@ -64,7 +71,13 @@ def test_every_value_that_changes_ranks_is_sent_once_and_received_once_in_one_or
 def test_lowering_leaves_the_ops_as_they_are(made, ahead):
     """Transfers are added; the programs are the user's."""
     lowered = lower(made, ahead)
-    assert tuple(tuple(action for action in program if isinstance(action, Op)) for program in lowered.programs) == made.programs
+    assert (
+        tuple(
+            tuple(action for action in program if isinstance(action, Op))
+            for program in lowered.programs
+        )
+        == made.programs
+    )
 
 
 @given(SCHEDULES)
@@ -81,7 +94,9 @@ def test_a_send_stands_right_after_the_op_that_makes_the_value(made):
 
 @given(SCHEDULES, st.integers(0, 4))
 @settings(deadline=None, max_examples=120)
-def test_a_receive_is_posted_ahead_of_its_op_and_earlier_only_for_the_order_of_its_link(made, ahead):
+def test_a_receive_is_posted_ahead_of_its_op_and_earlier_only_for_the_order_of_its_link(
+    made, ahead
+):
     """Early enough to overlap, and not so early that it holds a buffer for nothing."""
     lowered = lower(made, ahead)
     for (_, target), rows in transfers_by_link(lowered, Direction.RECV).items():
@@ -89,7 +104,11 @@ def test_a_receive_is_posted_ahead_of_its_op_and_earlier_only_for_the_order_of_i
         index = {op: i for i, op in enumerate(made.programs[target])}
         posts, takes = [], []
         for place, (kind, stage, m) in rows:
-            takers = [Op(Kind.F, stage + 1, m)] if kind is Kind.F else [Op(Kind.B, stage - 1, m), Op(Kind.I, stage - 1, m)]
+            takers = (
+                [Op(Kind.F, stage + 1, m)]
+                if kind is Kind.F
+                else [Op(Kind.B, stage - 1, m), Op(Kind.I, stage - 1, m)]
+            )
             takes.append(next(index[op] for op in takers if op in index))
             posts.append(sum(isinstance(action, Op) for action in program[:place]))
         assert posts == [min(max(0, take - ahead) for take in takes[n:]) for n in range(len(takes))]
@@ -125,7 +144,10 @@ def test_messages_say_who_makes_and_who_takes():
     ]
 
 
-@pytest.mark.parametrize(("text", "maker"), [("0F0 0B0\n1F1", "0F0"), ("0F0\n1F0 1B0", "1B0"), ("0F0\n1F0 1B0\n0B0", "1B0")])
+@pytest.mark.parametrize(
+    ("text", "maker"),
+    [("0F0 0B0\n1F1", "0F0"), ("0F0\n1F0 1B0", "1B0"), ("0F0\n1F0 1B0\n0B0", "1B0")],
+)
 def test_a_value_that_nobody_takes_is_refused_by_name(text, maker):
     """Sent into the void it would block the link for all that follow; also when the taker is away from its activations."""
     with pytest.raises(ScheduleError, match=rf"nobody takes what {maker} makes for stage"):

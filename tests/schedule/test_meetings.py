@@ -14,7 +14,10 @@ from penstock.verify.verify import verify
 
 def met(*rows):
     """The programs with their updates, in words."""
-    return [" ".join(map(str, row)) for row in with_meetings([[Op.parse(word) for word in row.split()] for row in rows])]
+    return [
+        " ".join(map(str, row))
+        for row in with_meetings([[Op.parse(word) for word in row.split()] for row in rows])
+    ]
 
 
 @given(custom_schedules(synchronous=True))
@@ -24,7 +27,10 @@ def test_any_sound_programs_stay_sound_with_their_meetings(made):
     bare = tuple(tuple(op for op in program if op.kind is not Kind.U) for program in made.programs)
     back = replace(made, programs=with_meetings(bare))
     verify(back)
-    assert tuple(tuple(op for op in program if op.kind is not Kind.U) for program in back.programs) == bare
+    assert (
+        tuple(tuple(op for op in program if op.kind is not Kind.U) for program in back.programs)
+        == bare
+    )
 
 
 def test_copies_meet_in_a_gap_of_both_ranks():

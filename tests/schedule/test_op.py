@@ -40,19 +40,28 @@ def test_an_op_prints_as_torch_spells_it_and_reads_back(op):
                                   "1SEND_F0", "(0F0;1B0)OVERLAP_F_B", f"0F{'9' * 5000}"])  # fmt: skip
 def test_text_that_is_no_op_is_refused_with_the_text_and_the_form(text):
     """Files come from outside: torch's pattern lets `2BW0` and trailing words pass, and int() has errors of its own."""
-    with pytest.raises(ScheduleError, match=r"is not an op: write stage, one of F B I W U E L, micro-batch, such as '2F0'"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"is not an op: write stage, one of F B I W U E L, micro-batch, such as '2F0'",
+    ):
         Op.parse(text)
 
 
 def test_labels_may_lack_and_blank_lines_are_skipped():
     """A schedule pasted from a mail has blank lines; each must not become a rank without ops."""
-    assert Schedule.parse("\n0F0 0B0\n\n  1F0 1B0\n") == Schedule.parse("rank 0 | 0F0 0B0\nrank 1 | 1F0 1B0")
+    assert Schedule.parse("\n0F0 0B0\n\n  1F0 1B0\n") == Schedule.parse(
+        "rank 0 | 0F0 0B0\nrank 1 | 1F0 1B0"
+    )
 
 
-@pytest.mark.parametrize("text", ["rank 1 | 0F0\nrank 0 | 1F0", "rank 0 | 0F0\nrank 2 | 1F0", "| 0F0"])
+@pytest.mark.parametrize(
+    "text", ["rank 1 | 0F0\nrank 0 | 1F0", "rank 0 | 0F0\nrank 2 | 1F0", "| 0F0"]
+)
 def test_programs_out_of_order_are_refused(text):
     """The place in the text is the rank: a label that says otherwise was meant otherwise."""
-    with pytest.raises(ScheduleError, match=r"labels the program of rank \d: write one line per rank, in order"):
+    with pytest.raises(
+        ScheduleError, match=r"labels the program of rank \d: write one line per rank, in order"
+    ):
         Schedule.parse(text)
 
 
@@ -64,7 +73,9 @@ def test_a_second_bar_in_a_line_is_refused():
 
 def test_facts_of_a_schedule_follow_from_where_ops_stand():
     """Placement is not written anywhere else: two copies of stage 0, stage 1 beside one of them."""
-    made = Schedule.parse("rank 0 | 0F0 1F0 1F1 1B0 1I1 1W1 0B0 1U1 0U1\nrank 1 | 0F1 0B1 0U1\nrank 2 |")
+    made = Schedule.parse(
+        "rank 0 | 0F0 1F0 1F1 1B0 1I1 1W1 0B0 1U1 0U1\nrank 1 | 0F1 0B1 0U1\nrank 2 |"
+    )
     assert (made.ranks, made.stages, made.micro_batches, made.splits_backward) == (3, 2, 2, True)
     assert made.placement == {(0, 0): 0, (1, 0): 0, (1, 1): 0, (0, 1): 1}
     assert made.stages_of_rank == ((0, 1), (0,), ())
@@ -75,7 +86,13 @@ def test_facts_of_a_schedule_follow_from_where_ops_stand():
 def test_a_schedule_without_ops_has_no_stages_and_no_micro_batches():
     """Empty is a value too: counting must not fail before verify can say what is wrong."""
     empty = Schedule(())
-    assert (empty.ranks, empty.stages, empty.micro_batches, empty.ranks_of_stage, str(empty)) == (0, 0, 0, (), "")
+    assert (empty.ranks, empty.stages, empty.micro_batches, empty.ranks_of_stage, str(empty)) == (
+        0,
+        0,
+        0,
+        (),
+        "",
+    )
     assert Schedule.parse("") == empty
 
 
@@ -96,7 +113,10 @@ def test_taking_more_micro_batches_than_there_are_changes_nothing():
 def test_a_short_batch_keeps_the_order_and_the_update():
     """The last batch of an epoch updates the weights too."""
     made = schedule("1f1b", 3, 4).first_micro_batches(2)
-    assert str(made) == "rank 0 | 0F0 0F1 0B0 0B1 0U1\nrank 1 | 1F0 1F1 1B0 1B1 1U1\nrank 2 | 2F0 2B0 2F1 2B1 2U1"
+    assert (
+        str(made)
+        == "rank 0 | 0F0 0F1 0B0 0B1 0U1\nrank 1 | 1F0 1F1 1B0 1B1 1U1\nrank 2 | 2F0 2B0 2F1 2B1 2U1"
+    )
 
 
 def _made(name, stages, micro_batches):
@@ -116,7 +136,9 @@ def test_every_prefix_of_every_schedule_is_sound(name):
             made = _made(name, stages, micro_batches)
             if made is not None and made.stream is not None:
                 made = replace(prolonged(made, 1), stream=None)
-            for count in {1, micro_batches // 2, micro_batches - 1, micro_batches} - {0} if made else ():
+            for count in (
+                {1, micro_batches // 2, micro_batches - 1, micro_batches} - {0} if made else ()
+            ):
                 short = made.first_micro_batches(count)
                 verify(short)
                 assert short.micro_batches == count
@@ -150,6 +172,15 @@ def _check_forwards(made):
     assert {op.kind for op in forwards.ops} == {Kind.F}
     assert forwards.placement == made.placement
     assert build(forwards).order()[1] == []
-    crossings = sum(made.placement[s, m] != made.placement[s + 1, m] for s, m in made.placement if s + 1 < made.stages)
-    actions = [action for program in lower(forwards).programs for action in program if not isinstance(action, Op)]
+    crossings = sum(
+        made.placement[s, m] != made.placement[s + 1, m]
+        for s, m in made.placement
+        if s + 1 < made.stages
+    )
+    actions = [
+        action
+        for program in lower(forwards).programs
+        for action in program
+        if not isinstance(action, Op)
+    ]
     assert len(actions) == 2 * crossings

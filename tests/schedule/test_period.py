@@ -18,7 +18,11 @@ from penstock.schedule.slicing import Slicing
 from penstock.schedule.stream import Stream
 from penstock.verify.verify import verify
 
-STREAMS = [(name, {}) for name, facts in schedules().items() if not facts.synchronous and not facts.needs_costs]
+STREAMS = [
+    (name, {})
+    for name, facts in schedules().items()
+    if not facts.synchronous and not facts.needs_costs
+]
 OPTIONS = [("pipedream", {"replicas": 2}), ("avgpipe", {"pipelines": 3}), ("hetpipe", {"virtual_workers": 3, "in_flight": 2}),
            ("hetpipe", {"virtual_workers": 4, "in_flight": 9, "distance": 2})]  # fmt: skip
 
@@ -40,15 +44,26 @@ def test_any_number_of_batches_is_made_of_as_many_as_there_are_if_nothing_is_sai
             made = made_with(name, stages, size, **options)
             for batches in {2, made.batches - 1, made.batches + 3} if made else ():
                 other = prolonged(made, batches)
-                assert other.programs == schedule(name, stages, size, batches=batches, **options).programs
+                assert (
+                    other.programs
+                    == schedule(name, stages, size, batches=batches, **options).programs
+                )
                 assert other.stream == replace(made.stream, batches=batches)
                 tried += 1
     assert tried > 20
 
 
-@given(st.sampled_from(STREAMS + OPTIONS), st.integers(1, 8), st.integers(1, 8), st.integers(0, 9), st.integers(1, 20))
+@given(
+    st.sampled_from(STREAMS + OPTIONS),
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.integers(0, 9),
+    st.integers(1, 20),
+)
 @settings(deadline=None, max_examples=80)
-def test_fewer_and_more_batches_come_to_the_same_from_any_that_are_enough(case, stages, size, more, batches):
+def test_fewer_and_more_batches_come_to_the_same_from_any_that_are_enough(
+    case, stages, size, more, batches
+):
     """From a longer stream too; and there and back again."""
     name, options = case
     made = made_with(name, stages, size, **options)
@@ -96,7 +111,10 @@ def test_an_update_belongs_to_the_batch_of_the_gradient_before_it():
 @pytest.mark.parametrize("twice", [False, True])
 def test_hand_written_streams_are_found_to_repeat(head, loop, twice):
     """No family makes them: split backwards, forwards out of order, a loop of two batches, a rank without ops."""
-    ops, numbers = list(map(Op.parse, loop.split())), max(int(word[2:]) for word in loop.split() if word[1] == "F")
+    ops, numbers = (
+        list(map(Op.parse, loop.split())),
+        max(int(word[2:]) for word in loop.split() if word[1] == "F"),
+    )
     first = min(int(word[2:]) for word in loop.split() if word[1] in "BW")
     each = 1 + max(int(word[2:]) for word in loop.split() if word[1] in "BW") - first
     versions = Counter(op.stage for op in ops if op.kind is Kind.U)
@@ -106,10 +124,17 @@ def test_hand_written_streams_are_found_to_repeat(head, loop, twice):
 
     def at(round_):
         return [
-            op._replace(micro_batch=op.micro_batch + round_ * (versions[op.stage] if op.kind is Kind.U else each)) for op in ops
+            op._replace(
+                micro_batch=op.micro_batch
+                + round_ * (versions[op.stage] if op.kind is Kind.U else each)
+            )
+            for op in ops
         ]
 
-    endless = [*map(Op.parse, head.split()), *(op for round_ in range(batches + numbers) for op in at(round_))]
+    endless = [
+        *map(Op.parse, head.split()),
+        *(op for round_ in range(batches + numbers) for op in at(round_)),
+    ]
     program = tuple(op for op, batch in with_batches(endless, size) if batch < batches)
     assert sum(op.kind is Kind.F for op in program) == total * (1 + max(op.stage for op in program))
     rows = (program, ()) if twice else (program,)
@@ -126,7 +151,9 @@ def test_what_repeats_only_once_is_not_known_to_repeat():
     with pytest.raises(ScheduleError, match="pipedream does not repeat itself from batch to batch within its 4 batches, so it cannot go on "
                                             "for ever: give programs of more batches, in which the same order comes twice"):  # fmt: skip
         period_of(schedule("pipedream", 4, 1, batches=4))
-    assert prolonged(schedule("pipedream", 4, 1, batches=4), 2) == schedule("pipedream", 4, 1, batches=2)
+    assert prolonged(schedule("pipedream", 4, 1, batches=4), 2) == schedule(
+        "pipedream", 4, 1, batches=2
+    )
 
 
 @pytest.mark.parametrize("place", [30, 33, 35, 38])
@@ -135,7 +162,10 @@ def test_one_op_out_of_turn_is_found_wherever_it_stands(place):
     made = schedule("pipedream", 1, 2, batches=8)
     program = list(made.programs[0])
     program[place], program[place + 1] = program[place + 1], program[place]
-    with pytest.raises(ScheduleError, match="custom does not repeat itself from batch to batch within its 8 batches"):
+    with pytest.raises(
+        ScheduleError,
+        match="custom does not repeat itself from batch to batch within its 8 batches",
+    ):
         period_of(Schedule((tuple(program),), synchronous=False, stream=made.stream))
 
 
@@ -148,14 +178,18 @@ def test_programs_without_forwards_do_not_repeat(text):
 
 def test_only_streams_of_plain_ops_go_on():
     """A flush is an end; and nobody has said what a pair or a slice of a later batch would be."""
-    with pytest.raises(ScheduleError, match="1f1b is no stream: its programs are those of one batch, after which they end"):
+    with pytest.raises(
+        ScheduleError,
+        match="1f1b is no stream: its programs are those of one batch, after which they end",
+    ):
         prolonged(schedule("1f1b", 2, 2), 2)
     assert prolonged(schedule("1f1b", 2, 2), 1) == schedule("1f1b", 2, 2)
     made = schedule("pipedream", 1, 1)
     for other in (replace(made, pairs=frozenset({(Op.parse("0F1"), Op.parse("0B0"))})),
                   replace(made, slicing=Slicing.even("tokens", 1, made.slices))):  # fmt: skip
         with pytest.raises(
-            ScheduleError, match="pipedream pairs ops or cuts micro-batches further: only a stream of plain ops can go on"
+            ScheduleError,
+            match="pipedream pairs ops or cuts micro-batches further: only a stream of plain ops can go on",
         ):
             prolonged(other, 2)
 

@@ -27,7 +27,10 @@ def test_the_drawing_at_the_top_of_the_file_is_right():
 @settings(deadline=None, max_examples=40)
 def test_every_rank_holds_as_many_stages_and_a_step_goes_to_a_neighbour_or_nowhere(ranks, each):
     """A ring also steps from the last rank to the first, a zigzag never: its turns are what saves the hops."""
-    for placement, far in ((ring(ranks * each, ranks), {1, 1 - ranks}), (zigzag(ranks * each, ranks), {-1, 0, 1})):
+    for placement, far in (
+        (ring(ranks * each, ranks), {1, 1 - ranks}),
+        (zigzag(ranks * each, ranks), {-1, 0, 1}),
+    ):
         assert [len(stages_of(placement, rank)) for rank in range(ranks)] == [each] * ranks
         assert {after - before for before, after in pairwise(placement)} <= far
 

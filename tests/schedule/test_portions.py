@@ -38,7 +38,8 @@ def streams(draw):
 def played(portions, ranks, batches):
     """Per rank, all that it plays when that many batches come."""
     return [
-        [action for batch in range(batches) for action in portions.fed(rank, batch)] + list(portions.rest(rank, batches))
+        [action for batch in range(batches) for action in portions.fed(rank, batch)]
+        + list(portions.rest(rank, batches))
         for rank in range(ranks)
     ]
 
@@ -84,10 +85,17 @@ def test_on_every_link_receives_are_posted_in_the_order_of_the_sends(made):
 def test_a_batch_is_done_when_no_rank_has_an_op_of_it_left(made, batch):
     """That is when its loss can be told on all ranks without one waiting for another."""
     portions = Portions(made, ahead=2)
-    ran = {(rank, action) for rank in range(made.ranks) for t in range(batch + 1) for action in portions.fed(rank, t)}
+    ran = {
+        (rank, action)
+        for rank in range(made.ranks)
+        for t in range(batch + 1)
+        for action in portions.fed(rank, t)
+    }
     done = portions.done(batch)
     whole = prolonged(made, batch + 2)
-    shorter = [set(row) for row in prolonged(whole, done).programs] if done else [set()] * made.ranks
+    shorter = (
+        [set(row) for row in prolonged(whole, done).programs] if done else [set()] * made.ranks
+    )
     assert all((rank, op) in ran for rank, row in enumerate(shorter) for op in row)
     longer = [set(row) for row in prolonged(whole, done + 1).programs]
     assert any((rank, op) not in ran for rank, row in enumerate(longer) for op in row)
@@ -97,5 +105,7 @@ def test_programs_that_do_not_repeat_are_refused():
     """There is nothing to go on with after their last batch."""
     made = Schedule.parse("0F0 0B0 0U1 0F1 0F2 0B2 0B1 0U2 0U3", synchronous=False)
     made = Schedule(made.programs, "odd", synchronous=False, stream=Stream(3))
-    with pytest.raises(ScheduleError, match="odd does not repeat itself from batch to batch within its 3 batches"):
+    with pytest.raises(
+        ScheduleError, match="odd does not repeat itself from batch to batch within its 3 batches"
+    ):
         Portions(made, ahead=2)

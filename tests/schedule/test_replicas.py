@@ -22,7 +22,14 @@ NAMES = sorted(set(schedules()) - {"hetpipe"})
 def test_every_schedule_can_stand_there_several_times(name):
     """Data parallelism on top of any: sound, every micro-batch once, m mod R on pipeline m mod R, and made again by its options."""
     tried = 0
-    for stages, micro_batches, replicas in ((2, 8, 2), (4, 16, 2), (2, 9, 3), (1, 5, 2), (4, 17, 2), (3, 7, 3)):
+    for stages, micro_batches, replicas in (
+        (2, 8, 2),
+        (4, 16, 2),
+        (2, 9, 3),
+        (1, 5, 2),
+        (4, 17, 2),
+        (3, 7, 3),
+    ):
         made = _made(name, stages, micro_batches, replicas=replicas)
         if made is None:
             continue
@@ -30,7 +37,10 @@ def test_every_schedule_can_stand_there_several_times(name):
         each = made.ranks // replicas
         assert (made.stages, made.micro_batches) == (stages, micro_batches)
         numbers = made.slicing.micro_batch_of if made.slicing else range(made.slices)
-        assert all(rank // each == numbers[number] % replicas for (_, number), rank in made.placement.items())
+        assert all(
+            rank // each == numbers[number] % replicas
+            for (_, number), rank in made.placement.items()
+        )
         assert schedule(made.name, made.stages, made.micro_batches, **dict(made.options)) == made
         tried += 1
     assert tried > 0
@@ -40,11 +50,15 @@ def test_every_schedule_can_stand_there_several_times(name):
 def test_every_pipeline_plays_the_familys_own_programs(name):
     """Twice the batch on twice the ranks takes the same time."""
     one = next(filter(None, (_made(name, stages, 8) for stages in (4, 2, 1))))
-    two = schedule(name, one.stages, 16, replicas=2, **({"batches": one.batches} if one.stream else {}))
+    two = schedule(
+        name, one.stages, 16, replicas=2, **({"batches": one.batches} if one.stream else {})
+    )
     assert len(two.pairs) == 2 * len(one.pairs)
     for replica in range(2):
         programs = two.programs[replica * one.ranks : (replica + 1) * one.ranks]
-        assert [[op[:2] for op in program] for program in programs] == [[op[:2] for op in program] for program in one.programs]
+        assert [[op[:2] for op in program] for program in programs] == [
+            [op[:2] for op in program] for program in one.programs
+        ]
     assert played(two, u=1).makespan == pytest.approx(played(one, u=1).makespan)
     assert verify(two).peak_on_rank == verify(one).peak_on_rank * 2
 
@@ -80,7 +94,10 @@ def test_slices_pairs_and_evictions_are_renumbered():
     paired = schedule("fbp-as", 1, 5, replicas=2)
     assert str(paired) == "rank 0 | 0F0 0F2&0B0 0F4&0B2 0B4 0U1\nrank 1 | 0F1 0F3&0B1 0B3 0U1"
     handed = schedule("bpipe", 4, 8, replicas=2)
-    evicted = {rank: [str(op) for op in program if op.kind in HANDING] for rank, program in enumerate(handed.programs)}
+    evicted = {
+        rank: [str(op) for op in program if op.kind in HANDING]
+        for rank, program in enumerate(handed.programs)
+    }
     assert {rank: words for rank, words in evicted.items() if words} == {
         0: ["0E4", "0L4"], 3: ["0E4", "0L4"], 4: ["0E5", "0L5"], 7: ["0E5", "0L5"],
     }  # fmt: skip
@@ -89,7 +106,9 @@ def test_slices_pairs_and_evictions_are_renumbered():
 def test_in_one_stage_it_is_plain_data_parallelism():
     """No pipeline at all: everybody has the model."""
     made = schedule("gpipe", 1, 4, replicas=4)
-    assert [" ".join(map(str, program)) for program in made.programs] == [f"0F{m} 0B{m} 0U1" for m in range(4)]
+    assert [" ".join(map(str, program)) for program in made.programs] == [
+        f"0F{m} 0B{m} 0U1" for m in range(4)
+    ]
 
 
 @pytest.mark.parametrize(("replicas", "ahead"), [
@@ -99,9 +118,13 @@ def test_the_start_up_of_replicated_stages_is_pipedreams(replicas, ahead):
     """LITERATURE 3.1, from PipeDream's own code: forwards of a rank before it begins to alternate, forward first."""
     made = schedule("1f1b", len(replicas), 32, replicas=replicas)
     verify(made)
-    assert start_up(replicas) == tuple(number * (w + 1) for number, w in zip(replicas, ahead, strict=True))
+    assert start_up(replicas) == tuple(
+        number * (w + 1) for number, w in zip(replicas, ahead, strict=True)
+    )
     expected = [w + 1 for number, w in zip(replicas, ahead, strict=True) for _ in range(number)]
-    firsts = [next(i for i, op in enumerate(program) if op.kind is Kind.B) for program in made.programs]
+    firsts = [
+        next(i for i, op in enumerate(program) if op.kind is Kind.B) for program in made.programs
+    ]
     assert firsts == expected == list(verify(made).peak_on_rank)
 
 
@@ -117,7 +140,11 @@ def test_unevenly_replicated_stages_are_sound_and_take_micro_batches_in_turn(rep
     made = schedule(name, len(replicas), micro_batches, replicas=replicas)
     verify(made)
     before = [sum(replicas[:stage]) for stage in range(len(replicas))]
-    assert made.placement == {(s, m): before[s] + m % replicas[s] for s in range(len(replicas)) for m in range(micro_batches)}
+    assert made.placement == {
+        (s, m): before[s] + m % replicas[s]
+        for s in range(len(replicas))
+        for m in range(micro_batches)
+    }
     assert schedule(made.name, made.stages, made.micro_batches, **dict(made.options)) == made
 
 
@@ -178,7 +205,8 @@ def test_uneven_replicas_of_other_forms_are_refused(name, stages, message):
 def test_a_family_that_refuses_the_share_of_a_pipeline_says_so():
     """The number in its message is not the one the user gave."""
     with pytest.raises(
-        ScheduleError, match=r"even number of them and got 3; .* \(with replicas=2, 3 of the 6 go to the first\)"
+        ScheduleError,
+        match=r"even number of them and got 3; .* \(with replicas=2, 3 of the 6 go to the first\)",
     ):
         schedule("chimera", 4, 6, replicas=2)
 
@@ -211,15 +239,21 @@ def test_replicas_that_do_not_divide_the_batches_of_a_stream_are_refused(replica
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 2))
 @settings(deadline=None, max_examples=40)
-def test_replicas_of_a_streams_stages_update_with_every_batch_right_after_their_own_gradients(replicas, rounds):
+def test_replicas_of_a_streams_stages_update_with_every_batch_right_after_their_own_gradients(
+    replicas, rounds
+):
     """PipeDream's 1F1B-RR goes on from batch to batch; what a copy reads next is as new as it can be, and they meet at every U."""
     size = rounds * 6
     made = schedule("pipedream", len(replicas), size, replicas=replicas)
     verify(made)
     homes = [(stage, copy) for stage, number in enumerate(replicas) for copy in range(number)]
     for (stage, copy), program in zip(homes, made.programs, strict=True):
-        assert all(op.micro_batch % replicas[stage] == copy for op in program if op.kind is not Kind.U)
-        updates = [(program[place - 1], op) for place, op in enumerate(program) if op.kind is Kind.U]
+        assert all(
+            op.micro_batch % replicas[stage] == copy for op in program if op.kind is not Kind.U
+        )
+        updates = [
+            (program[place - 1], op) for place, op in enumerate(program) if op.kind is Kind.U
+        ]
         own = [n for n in range(made.slices) if n % replicas[stage] == copy]
         last = [max(n for n in own if n // size == batch) for batch in range(made.batches)]
         assert updates == [(Op(Kind.B, stage, n), Op(Kind.U, stage, n // size + 1)) for n in last]

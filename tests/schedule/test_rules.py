@@ -37,7 +37,11 @@ def test_what_an_op_feeds_is_what_another_takes():
     for stages in (1, 2, 4):
         ops = [Op(kind, stage, 0) for kind in Kind for stage in range(stages)]
         fed = {(*feeds(op, stages), op.stage) for op in ops if feeds(op, stages)}
-        taken = {(takes(op, stages)[0], op.stage, takes(op, stages)[1]) for op in ops if takes(op, stages)}
+        taken = {
+            (takes(op, stages)[0], op.stage, takes(op, stages)[1])
+            for op in ops
+            if takes(op, stages)
+        }
         assert fed == taken
         assert len(fed) == 2 * (stages - 1)
 

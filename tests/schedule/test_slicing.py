@@ -48,11 +48,16 @@ def test_whole_numbers_are_taken_for_shares():
 @pytest.mark.parametrize("row", [(), (0.5, 0.6), (1.5, -0.5), (0.0, 1.0), (0.3, 0.3)])
 def test_shares_that_do_not_make_a_whole_are_refused(row):
     """A step would weigh samples twice or not at all."""
-    with pytest.raises(ScheduleError, match=r"the slices of micro-batch 1 have shares .*: they are above 0 and add up to 1"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"the slices of micro-batch 1 have shares .*: they are above 0 and add up to 1",
+    ):
         Slicing("tokens", ((1.0,), row))
 
 
 def test_other_ways_to_cut_are_refused():
     """Each has rules of its own."""
-    with pytest.raises(ScheduleError, match="slices are cut along tokens or samples, not 'channels'"):
+    with pytest.raises(
+        ScheduleError, match="slices are cut along tokens or samples, not 'channels'"
+    ):
         Slicing("channels", ((1.0,),))

@@ -44,7 +44,12 @@ def test_the_last_update_of_a_wave_waits_for_that_of_an_earlier_wave(length, dis
 def test_without_waves_every_update_meets_that_of_the_other_copies():
     """Gradients are added up; with waves they are not, and who waits for whom depends on the version."""
     update = Op.parse("3U4")
-    assert met_by(update, None) == met_by(update, Stream(9)) == met_by(update, Stream(9, waves=Waves(2))) == update
+    assert (
+        met_by(update, None)
+        == met_by(update, Stream(9))
+        == met_by(update, Stream(9, waves=Waves(2)))
+        == update
+    )
     assert met_by(update, Stream(9, waves=Waves(3))) is None
     assert met_by(update, Stream(9, waves=Waves(2, 1))) == Op.parse("3U2")
     assert met_by(update, Stream(9, waves=Waves(2, 2))) is None

@@ -50,4 +50,7 @@ def test_pairs_are_kept_if_both_of_their_ops_are_there():
     """An op whose partner is left out runs alone."""
     line = pen((1, "F0"), (2, "F1&B0"), (1, "F0&B1"))
     assert line.pairs(1) == {(Op.parse("4F0"), Op.parse("1B0"))}
-    assert line.pairs(2) == line.pairs(1) | {(Op.parse("4F1"), Op.parse("1B1")), (Op.parse("1F1"), Op.parse("4B0"))}
+    assert line.pairs(2) == line.pairs(1) | {
+        (Op.parse("4F1"), Op.parse("1B1")),
+        (Op.parse("1F1"), Op.parse("4B0")),
+    }

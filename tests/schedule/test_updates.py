@@ -23,7 +23,11 @@ def test_with_a_split_backward_the_update_waits_for_the_weights_part():
     assert " ".join(map(str, with_updates(ops))) == "0F0 1F0 1I0 0I0 0W0 0U1 1W0 1U1"
 
 
-@given(custom_schedules(synchronous=True).filter(lambda made: all(len(ranks) == 1 for ranks in made.ranks_of_stage)))
+@given(
+    custom_schedules(synchronous=True).filter(
+        lambda made: all(len(ranks) == 1 for ranks in made.ranks_of_stage)
+    )
+)
 @settings(deadline=None, max_examples=40)
 def test_any_schedule_without_copies_is_sound_with_its_updates_put_back(made):
     """Every stage gets one, after all of its gradients."""
@@ -39,15 +43,22 @@ def test_any_schedule_without_copies_is_sound_with_its_updates_put_back(made):
 def test_early_updates_cost_no_time_even_where_they_are_long(name, ranks, rounds, seconds):
     """They stand between other stages' backwards, which wait for other ranks anyway: the reason why they may stand there."""
     made = schedule(name, 2 * ranks, rounds * ranks)
-    late = [[op for op in row if op.kind is not Kind.U] + [op for op in row if op.kind is Kind.U] for row in made.programs]
+    late = [
+        [op for op in row if op.kind is not Kind.U] + [op for op in row if op.kind is Kind.U]
+        for row in made.programs
+    ]
     costs = Costs(forward=1, backward=2, update=seconds)
-    makespan = simulate_schedule(dataclasses.replace(made, programs=tuple(map(tuple, late))), costs).makespan
+    makespan = simulate_schedule(
+        dataclasses.replace(made, programs=tuple(map(tuple, late))), costs
+    ).makespan
     assert simulate_schedule(made, costs).makespan == pytest.approx(makespan)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=40)
-def test_in_a_stream_every_batch_has_its_update_right_after_its_last_gradient(batches, size, stages, rng):
+def test_in_a_stream_every_batch_has_its_update_right_after_its_last_gradient(
+    batches, size, stages, rng
+):
     """Whatever the order of a rank's stages and of the gradients in a batch; versions count each stage's batches."""
     rows = {stage: [n for batch in range(batches) for n in rng.sample(range(batch * size, (batch + 1) * size), size)]
             for stage in range(stages)}  # fmt: skip
@@ -58,15 +69,24 @@ def test_in_a_stream_every_batch_has_its_update_right_after_its_last_gradient(ba
     program = with_updates_of_batches(ops, size)
     assert [op for op in program if op.kind is not Kind.U] == ops
     for stage in range(stages):
-        updates = [(program[place - 1], op) for place, op in enumerate(program) if op.kind is Kind.U and op.stage == stage]
+        updates = [
+            (program[place - 1], op)
+            for place, op in enumerate(program)
+            if op.kind is Kind.U and op.stage == stage
+        ]
         last = [op for op in program if op.kind is Kind.B and op.stage == stage][size - 1 :: size]
-        assert updates == [(op, Op(Kind.U, stage, version)) for version, op in enumerate(last, start=1)]
+        assert updates == [
+            (op, Op(Kind.U, stage, version)) for version, op in enumerate(last, start=1)
+        ]
 
 
 def test_in_a_stream_a_split_backward_ends_with_its_weights_part():
     """I passes a gradient on and makes none."""
     (ops,) = Schedule.parse("0F0 0F1 0I0 0I1 0W0 0W1 0F2 0I2 0W2 0F3 0B3").programs
-    assert " ".join(map(str, with_updates_of_batches(ops, 2))) == "0F0 0F1 0I0 0I1 0W0 0W1 0U1 0F2 0I2 0W2 0F3 0B3 0U2"
+    assert (
+        " ".join(map(str, with_updates_of_batches(ops, 2)))
+        == "0F0 0F1 0I0 0I1 0W0 0W1 0U1 0F2 0I2 0W2 0F3 0B3 0U2"
+    )
 
 
 def test_in_a_stream_a_copy_updates_as_often_as_it_has_batches():

@@ -16,5 +16,7 @@ def test_a_rank_holds_a_stage_of_the_way_down_and_one_of_the_way_back():
 def test_half_a_stage_more_is_refused():
     """Both numbers that would do are named."""
     assert ranks_of_v("mine", 6) == 3
-    with pytest.raises(ScheduleError, match=r"mine goes down the ranks and back up.* and got 7; ask for 6 or 8$"):
+    with pytest.raises(
+        ScheduleError, match=r"mine goes down the ranks and back up.* and got 7; ask for 6 or 8$"
+    ):
         ranks_of_v("mine", 7)

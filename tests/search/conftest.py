@@ -18,7 +18,19 @@ def profile_of():
 
         rows = zip(seconds, spread(activation), spread(output), spread(parameters), strict=True)
         layers = tuple(
-            LayerProfile(f"l{i}", "L", timing(f), timing(2 * f), timing(f), timing(f), 1, p, 0, float(a), float(o))
+            LayerProfile(
+                f"l{i}",
+                "L",
+                timing(f),
+                timing(2 * f),
+                timing(f),
+                timing(f),
+                1,
+                p,
+                0,
+                float(a),
+                float(o),
+            )
             for i, (f, a, o, p) in enumerate(rows)
         )
         return Profile(layers, "abc", 10.0, batch)

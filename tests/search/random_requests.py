@@ -45,20 +45,33 @@ def links(draw: Callable) -> Link:
 
 
 @st.composite
-def clusters(draw: Callable, most: int = 6, memory: tuple[int, ...] = (10**12, 10**12, 60_000)) -> Cluster:
+def clusters(
+    draw: Callable, most: int = 6, memory: tuple[int, ...] = (10**12, 10**12, 60_000)
+) -> Cluster:
     """One or two kinds of devices on up to three nodes, in any order."""
     room = draw(st.sampled_from(memory))
-    kinds = [Device("fast", room, flops=FAST), Device("slow", room, flops=SLOW)][: draw(st.integers(1, 2))]
+    kinds = [Device("fast", room, flops=FAST), Device("slow", room, flops=SLOW)][
+        : draw(st.integers(1, 2))
+    ]
     devices = tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=most)))
     nodes = draw(st.lists(st.integers(0, 2), min_size=len(devices), max_size=len(devices)))
     known = sorted(set(nodes))
-    return Cluster("c", devices, 1, draw(links()), draw(links()), node_of=tuple(known.index(node) for node in nodes))
+    return Cluster(
+        "c",
+        devices,
+        1,
+        draw(links()),
+        draw(links()),
+        node_of=tuple(known.index(node) for node in nodes),
+    )
 
 
 @st.composite
 def unlike(draw: Callable, profile: Profile) -> dict[str, Profile]:
     """Profiles of both kinds of devices, neither the faster at all layers."""
-    paces = draw(st.lists(st.sampled_from([0.1, 1.0, 10.0]), min_size=len(profile), max_size=len(profile)))
+    paces = draw(
+        st.lists(st.sampled_from([0.1, 1.0, 10.0]), min_size=len(profile), max_size=len(profile))
+    )
 
     def paced(line: Timing, pace: float) -> Timing:
         return replace(line, median_s=tuple(pace * each for each in line.median_s))

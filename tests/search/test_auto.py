@@ -47,14 +47,22 @@ def every_way(profile, cluster, batch, names=BASIC, recompute=("never",)):
                 if made.ranks > cluster.ranks:
                     continue
                 for again in recompute:
-                    yield name, m, again, tuple(lengths), simulate_schedule(made, costs, recompute=again)
+                    yield (
+                        name,
+                        m,
+                        again,
+                        tuple(lengths),
+                        simulate_schedule(made, costs, recompute=again),
+                    )
 
 
 layers = st.lists(st.floats(1e-5, 1e-2), min_size=1, max_size=6)
 links = st.tuples(st.floats(0, 1e-2), st.floats(1e2, 1e6))
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.tuples(layers, st.floats(0, 1e-2)), st.integers(1, 4), st.integers(1, 16), links)
 def test_auto_finds_the_best_of_full_enumeration(profile_of, model, ranks, batch, link):
     """Bounds may skip only what cannot win; cuts that simulation advises may be better than all of these."""
@@ -68,13 +76,17 @@ def test_auto_finds_the_best_of_full_enumeration(profile_of, model, ranks, batch
     assert predicted.step_s == simulate_plan(found, profile, cluster).makespan
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(layers, st.integers(1, 4), st.integers(1, 16), st.integers(3_000, 20_000))
 def test_auto_within_a_memory_limit_is_the_best_that_fits(profile_of, seconds, ranks, batch, limit):
     """Recompute counts only for ways that do not fit without."""
     profile, cluster = profile_of(seconds), cluster_of(ranks)
     fits = {}
-    for name, m, again, lengths, timeline in every_way(profile, cluster, batch, recompute=RECOMPUTE):
+    for name, m, again, lengths, timeline in every_way(
+        profile, cluster, batch, recompute=RECOMPUTE
+    ):
         if max(timeline.peak_memory) <= limit:
             fits.setdefault((name, m, lengths), (timeline.makespan, again))
     try:
@@ -88,11 +100,19 @@ def test_auto_within_a_memory_limit_is_the_best_that_fits(profile_of, seconds, r
     costs = costs_of_plan(found, profile, cluster)
     assert found.recompute == "never" or max(peak_memory(found.schedule, costs, "never")) > limit
     assert simulate_plan(found, profile, cluster).makespan == found.predicted.step_s
-    assert max(peak_memory(found.schedule, costs, found.recompute)) == max(found.predicted.peak_memory)
+    assert max(peak_memory(found.schedule, costs, found.recompute)) == max(
+        found.predicted.peak_memory
+    )
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.sampled_from([1e-3, 2e-3, 5e-3]), min_size=3, max_size=8), st.integers(1, 3), st.integers(2_000, 30_000))
+@settings(
+    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.sampled_from([1e-3, 2e-3, 5e-3]), min_size=3, max_size=8),
+    st.integers(1, 3),
+    st.integers(2_000, 30_000),
+)
 def test_to_run_some_layers_again_is_never_slower_than_all(profile_of, seconds, ranks, limit):
     """Within the same memory, and it fits wherever all did."""
     profile, cluster = profile_of(seconds, parameters=100, activation=300.0), cluster_of(ranks)
@@ -109,8 +129,17 @@ def test_to_run_some_layers_again_is_never_slower_than_all(profile_of, seconds, 
 
 def test_where_all_had_to_run_again_only_what_must_does_now(profile_of):
     """A limit that nothing but "always" fitted: the same cut with some of its layers is faster, and with none does not fit."""
-    profile, cluster = profile_of([1.0] * 8, parameters=0, activation=300.0, output=10.0), cluster_of(2)
-    asked = {"schedules": "1f1b", "stages": 2, "micro_batches": 8, "memory_limit": 2600, "budget_s": 1000}
+    profile, cluster = (
+        profile_of([1.0] * 8, parameters=0, activation=300.0, output=10.0),
+        cluster_of(2),
+    )
+    asked = {
+        "schedules": "1f1b",
+        "stages": 2,
+        "micro_batches": 8,
+        "memory_limit": 2600,
+        "budget_s": 1000,
+    }
     always = plan(profile, cluster, 16, recompute="always", **asked)
     some = plan(profile, cluster, 16, **asked)
     for recompute in ("never", "except_last"):
@@ -142,7 +171,9 @@ def test_slices_of_sequences_are_weighed_when_they_are_named(profile_of):
     free = plan(profile, cluster_of(2), batch=8)
     assert {row.schedule for row in free.candidates}.isdisjoint({"seq1f1b", "terapipe"})
     for name in ("chimera", "seq1f1b"):
-        assert plan(profile, cluster_of(2), batch=8, schedules=[name], stages=2).schedule_name == name
+        assert (
+            plan(profile, cluster_of(2), batch=8, schedules=[name], stages=2).schedule_name == name
+        )
 
 
 def test_free_links_make_it_data_parallel(profile_of):
@@ -150,7 +181,9 @@ def test_free_links_make_it_data_parallel(profile_of):
     found = plan(profile_of([1.0] * 4, fixed=0.1), cluster_of(4), 16, max_replicas=None)
     assert (found.stages, found.ranks, found.micro_batches) == (1, 4, 4)
     assert found.predicted.step_s == pytest.approx(found.predicted.data_parallel_s)
-    assert plan(profile_of([1.0] * 4, fixed=0.1), cluster_of(4), 16, max_replicas=2).schedule.ranks_of_stage != ((0, 1, 2, 3),)
+    assert plan(
+        profile_of([1.0] * 4, fixed=0.1), cluster_of(4), 16, max_replicas=2
+    ).schedule.ranks_of_stage != ((0, 1, 2, 3),)
 
 
 def test_slow_layers_stand_on_several_ranks_and_heavy_ones_on_one(profile_of):
@@ -178,7 +211,9 @@ def test_the_plan_predicts_what_simulating_it_gives(profile_of):
 
 def test_equal_times_are_decided_by_memory(profile_of):
     """1F1B and GPipe take the same time on free links; 1F1B holds less."""
-    found = plan(profile_of([1.0, 1.0]), cluster_of(2), 16, schedules=("gpipe", "1f1b"), micro_batches=8)
+    found = plan(
+        profile_of([1.0, 1.0]), cluster_of(2), 16, schedules=("gpipe", "1f1b"), micro_batches=8
+    )
     assert found.schedule_name == "1f1b"
     assert found.candidates[1].schedule == "gpipe"
     assert found.candidates[1].step_s == pytest.approx(found.predicted.step_s)
@@ -189,7 +224,9 @@ def test_a_slow_link_leaves_everything_on_one_device(profile_of):
     found = plan(profile_of([1.0, 1.0]), cluster_of(2, latency_s=100.0), 4, schedules=BASIC)
     assert (found.stages, found.ranks, found.cluster_ranks) == (1, 1, 2)
     assert found.predicted.speed_up == pytest.approx(1.0)
-    assert any("link 0→1" in row.why or "bubble" in row.why for row in found.candidates if row.stages == 2)
+    assert any(
+        "link 0→1" in row.why or "bubble" in row.why for row in found.candidates if row.stages == 2
+    )
 
 
 def test_dear_calls_keep_the_number_of_micro_batches_small(profile_of):
@@ -220,7 +257,9 @@ def test_what_would_be_faster_with_more_memory_is_told(profile_of):
     tight = plan(profile, cluster, 16, schedules=BASIC, memory_limit=2000)
     missed = [row for row in tight.candidates if row.why.startswith("needs ")]
     assert all(row.step_s < tight.predicted.step_s and row.peak_bytes > 2000 for row in missed)
-    tight = plan(profile, cluster, 16, schedules="gpipe", memory_limit=2000, stages=2, micro_batches=8)
+    tight = plan(
+        profile, cluster, 16, schedules="gpipe", memory_limit=2000, stages=2, micro_batches=8
+    )
     assert tight.candidates[-1].why == "needs 3.7 KiB, has 2.0 KiB on rank 0"
 
 
@@ -238,13 +277,17 @@ def test_recompute_is_as_it_was_asked(profile_of):
     profile, cluster = profile_of([1.0] * 4), cluster_of(2)
     for asked in RECOMPUTE:
         assert plan(profile, cluster, 16, schedules=BASIC, recompute=asked).recompute == asked
-    with pytest.raises(PlanError, match="or leave recompute, stages and micro_batches to the planner"):
+    with pytest.raises(
+        PlanError, match="or leave recompute, stages and micro_batches to the planner"
+    ):
         plan(profile, cluster, 16, schedules=BASIC, recompute="never", memory_limit=5000)
 
 
 def test_nothing_fits_is_said_with_needs_and_has_nearest_first(profile_of):
     """The reader wants to know how much is lacking, and for what."""
-    with pytest.raises(PlanError, match="nothing fits the memory of c at batch 16; nearest first") as caught:
+    with pytest.raises(
+        PlanError, match="nothing fits the memory of c at batch 16; nearest first"
+    ) as caught:
         plan(profile_of([1.0] * 4), cluster_of(2), 16, schedules=BASIC, memory_limit=100)
     lines = str(caught.value).splitlines()
     assert "2 stages of 2, 2 layers" in lines[1]
@@ -271,7 +314,14 @@ def test_a_spent_budget_ends_the_search_with_a_plan(profile_of):
 
 def test_a_spent_budget_does_not_end_it_before_something_fits(profile_of):
     """Giving up with a plan just out of sight would be a wrong answer, not a quick one."""
-    found = plan(profile_of([1.0] * 4, parameters=100), cluster_of(2), 16, schedules=BASIC, memory_limit=1000, budget_s=0)
+    found = plan(
+        profile_of([1.0] * 4, parameters=100),
+        cluster_of(2),
+        16,
+        schedules=BASIC,
+        memory_limit=1000,
+        budget_s=0,
+    )
     assert max(found.predicted.peak_memory) <= 1000
 
 
@@ -296,7 +346,9 @@ def test_the_table_has_one_row_for_each_schedule_and_number_of_stages(profile_of
 STREAMS = ("pipedream", "2bw", "wpipe", "1f1b")
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.tuples(layers, st.floats(0, 1e-2)), st.integers(1, 3), st.integers(1, 16), links)
 def test_auto_finds_the_best_stream_by_its_steady_state(profile_of, model, ranks, batch, link):
     """Bounds may skip only what cannot win: streams among each other, and beside schedules that drain."""
@@ -314,18 +366,24 @@ def test_auto_finds_the_best_stream_by_its_steady_state(profile_of, model, ranks
                     continue
                 if made.ranks <= ranks and (made.ranks > 1 or stages == 1):
                     costs = stage_costs(profile, lengths, batch / m, cluster, micro_batches=m)
-                    seconds.append(steady(made, place_costs(costs, made, cluster)).seconds_per_batch)
+                    seconds.append(
+                        steady(made, place_costs(costs, made, cluster)).seconds_per_batch
+                    )
     assert found.predicted.step_s <= min(seconds) * (1 + CLOSE)
 
 
-def test_an_asynchronous_plan_says_what_a_batch_takes_once_full_and_what_that_costs(profile_of, tmp_path):
+def test_an_asynchronous_plan_says_what_a_batch_takes_once_full_and_what_that_costs(
+    profile_of, tmp_path
+):
     """4 stages of 3 s: no bubble, four versions of the weights on the first."""
     profile, cluster = profile_of([1.0] * 4, parameters=1000, activation=1.0), cluster_of(4)
     found = plan(profile, cluster, 4, schedules="pipedream", stages=4, micro_batches=1)
     assert found.predicted.step_s == pytest.approx(4 * 3)
     assert found.predicted.bubble_ratio == pytest.approx(0, abs=1e-9)
     # 1000 bytes of weights are with gradients and momentum 3000; every version more is 1000.
-    assert found.predicted.peak_memory == tuple(3000 + 1000 * (3 - stage) + 4 * (4 - stage) for stage in range(4))
+    assert found.predicted.peak_memory == tuple(
+        3000 + 1000 * (3 - stage) + 4 * (4 - stage) for stage in range(4)
+    )
     assert simulate_plan(found, profile, cluster).peak_memory == found.predicted.peak_memory
     assert (found.synchronous, found.weights, found.stream.weights) == (False, "stash", "stash")
     assert "asynchronous: weights stash, staleness at most 3, up to 4 versions" in str(found)
@@ -360,7 +418,9 @@ def test_of_equals_the_synchronous_one_is_taken(profile_of):
         ({"weights": "flush"}, "1f1b", "flush"),
     ],
 )
-def test_a_weight_rule_brings_the_schedule_that_is_made_for_it(profile_of, options, schedule_name, weights):
+def test_a_weight_rule_brings_the_schedule_that_is_made_for_it(
+    profile_of, options, schedule_name, weights
+):
     """Whoever names the rule need not know which order of ops it was published with."""
     found = plan(profile_of([1.0] * 2), cluster_of(2), 8, stages=2, micro_batches=4, **options)
     assert found.weights == weights
@@ -369,7 +429,9 @@ def test_a_weight_rule_brings_the_schedule_that_is_made_for_it(profile_of, optio
 
 def test_options_of_the_weight_rule_are_kept(profile_of):
     """A run takes them from the plan."""
-    found = plan(profile_of([1.0] * 2), cluster_of(2), 8, weights="pipemare", weights_options={"decay": 0.5})
+    found = plan(
+        profile_of([1.0] * 2), cluster_of(2), 8, weights="pipemare", weights_options={"decay": 0.5}
+    )
     assert found.weights_options == (("decay", 0.5),)
     assert "weights pipemare, decay 0.5, staleness" in str(found)
 
@@ -378,7 +440,15 @@ def test_a_rule_without_a_formula_for_the_optimizer_is_not_weighed(profile_of):
     """XPipe predicts by Adam's moments; the planner must not choose it for SGD."""
     names = {}
     for optimizer in ("SGD", "Adam"):
-        found = plan(profile_of([1.0] * 2), cluster_of(2), 8, asynchronous=True, optimizer=optimizer, budget_s=1000, stages=2)
+        found = plan(
+            profile_of([1.0] * 2),
+            cluster_of(2),
+            8,
+            asynchronous=True,
+            optimizer=optimizer,
+            budget_s=1000,
+            stages=2,
+        )
         names[optimizer] = {row.schedule for row in found.candidates}
     assert "xpipe" in names["Adam"]
     assert "xpipe" not in names["SGD"]

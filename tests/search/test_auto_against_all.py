@@ -51,12 +51,17 @@ def test_auto_is_never_slower_than_any_planner_of_the_literature(profile, on, ba
         assert predicted.peak_memory == timeline.peak_memory
         assert not made.synchronous or predicted.step_s == timeline.makespan
         devices = made.devices or range(made.ranks)
-        assert all(held <= on.devices[at].memory_bytes for held, at in zip(predicted.peak_memory, devices, strict=True))
+        assert all(
+            held <= on.devices[at].memory_bytes
+            for held, at in zip(predicted.peak_memory, devices, strict=True)
+        )
 
 
 @settings(max_examples=3, deadline=None)
 @given(profiles(2, 5), clusters(4, memory=(10**12,)), st.sampled_from([4, 9]))
-def test_the_same_question_about_any_cluster_gets_the_same_plan_and_it_survives_a_file(tmp_path_factory, profile, on, batch):
+def test_the_same_question_about_any_cluster_gets_the_same_plan_and_it_survives_a_file(
+    tmp_path_factory, profile, on, batch
+):
     """Whatever the order of a set, or the time that it took."""
     found = plan(profile, on, batch, budget_s=1000, max_replicas=None)
     assert plan(profile, on, batch, budget_s=1000, max_replicas=None) == found
@@ -69,12 +74,23 @@ def test_the_same_question_about_any_cluster_gets_the_same_plan_and_it_survives_
 
 def every_cut(layers, stages):
     """Lengths of all cuts."""
-    return (tuple(map(int.__sub__, (*inner, layers), (0, *inner))) for inner in combinations(range(1, layers), stages - 1))
+    return (
+        tuple(map(int.__sub__, (*inner, layers), (0, *inner)))
+        for inner in combinations(range(1, layers), stages - 1)
+    )
 
 
 @settings(max_examples=8, deadline=None)
-@given(profiles(2, 5), st.integers(1, 4), random_links(), st.sampled_from([1, 4, 8]), st.sampled_from([10**12, 60_000]))
-def test_auto_is_as_fast_as_the_best_of_all_cuts_schedules_micro_batches_and_copies(profile, ranks, link, batch, memory):
+@given(
+    profiles(2, 5),
+    st.integers(1, 4),
+    random_links(),
+    st.sampled_from([1, 4, 8]),
+    st.sampled_from([10**12, 60_000]),
+)
+def test_auto_is_as_fast_as_the_best_of_all_cuts_schedules_micro_batches_and_copies(
+    profile, ranks, link, batch, memory
+):
     """Not only of the exact cuts: every way there is, one by one."""
     on, names = Cluster("c", (Device("d", memory),) * ranks, 1, link, link), ("1f1b", "gpipe")
     request = PlanRequest(profile, on, batch)
@@ -84,7 +100,11 @@ def test_auto_is_as_fast_as_the_best_of_all_cuts_schedules_micro_batches_and_cop
         for lengths in every_cut(len(profile), stages) for name in names
         for m in MICRO_BATCHES if copies <= m <= batch
     ]  # fmt: skip
-    fits = [found.step_s for found in (weigh(lay_out(request, way))[-1] for way in ways) if not found.lack]
+    fits = [
+        found.step_s
+        for found in (weigh(lay_out(request, way))[-1] for way in ways)
+        if not found.lack
+    ]
     if not fits:
         return
     found = plan(profile, on, batch, schedules=names, budget_s=1000, max_replicas=None)
@@ -109,7 +129,12 @@ def test_what_only_other_planners_find_within_memory_is_found(profile_of):
 )  # fmt: skip
 def test_what_was_asked_is_kept_whoever_proposes(profile_of, options):
     """Other planners have habits of their own: where they do not keep to the request, their plans do not count."""
-    found = plan(profile_of([1.0, 3.0, 1.0, 2.0], fixed=0.1), cluster_of(4), 12, **{"max_replicas": None, **options})
+    found = plan(
+        profile_of([1.0, 3.0, 1.0, 2.0], fixed=0.1),
+        cluster_of(4),
+        12,
+        **{"max_replicas": None, **options},
+    )
     assert found.stages == options.get("stages", found.stages)
     assert found.micro_batches == options.get("micro_batches", found.micro_batches)
     assert found.recompute == options.get("recompute", found.recompute)

@@ -59,9 +59,13 @@ def test_names_that_nobody_knows_are_refused(profile_of):
         plan(profile, cluster(1), 1, schedules=["gpipe", "1f2b"])
     with pytest.raises(UnknownName, match=r"no weight rule called 'stach'\. Did you mean 'stash'"):
         plan(profile, cluster(1), 1, weights="stach")
-    with pytest.raises(SettingError, match="weight rule 'stash' has no option decay: it takes none"):
+    with pytest.raises(
+        SettingError, match="weight rule 'stash' has no option decay: it takes none"
+    ):
         plan(profile, cluster(1), 1, schedules="pipedream", weights_options={"decay": 0.5})
-    with pytest.raises(SettingError, match=r"'xpipe' has no formula for SGD: .*; it goes with Adam, AdamW"):
+    with pytest.raises(
+        SettingError, match=r"'xpipe' has no formula for SGD: .*; it goes with Adam, AdamW"
+    ):
         plan(profile, cluster(1), 1, schedules="xpipe", optimizer="SGD")
     with pytest.raises(SettingError, match="'lots' is not a quantity"):
         plan(profile, cluster(1), 1, memory_limit="lots")

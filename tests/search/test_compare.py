@@ -35,7 +35,10 @@ def test_every_planner_is_asked_the_same_and_the_fastest_comes_first(profile_of)
 def test_some_planners_may_be_named(profile_of):
     """In any order; each gives what `plan` gives."""
     profile, on = profile_of([1.0, 2.0]), cluster("2xV100-10GbE")
-    found = {each.planner: each.plan for each in compare(profile, on, 8, planners=FEW, budget_s=1000, max_replicas=1)}
+    found = {
+        each.planner: each.plan
+        for each in compare(profile, on, 8, planners=FEW, budget_s=1000, max_replicas=1)
+    }
     assert found.keys() == set(FEW)
     for name in FEW:
         assert found[name] == plan(profile, on, 8, planner=name, budget_s=1000, max_replicas=1)
@@ -50,23 +53,41 @@ def test_a_planner_that_has_no_plan_says_why_and_comes_last(profile_of, monkeypa
     entry = replace(PLANNERS.find("gpipe"), make=refusing)
     other = {**PLANNERS.entries(), "gpipe": entry}
     monkeypatch.setattr(
-        module, "PLANNERS", type("Fake", (), {"entries": staticmethod(lambda: other), "find": staticmethod(other.__getitem__)})
+        module,
+        "PLANNERS",
+        type(
+            "Fake",
+            (),
+            {"entries": staticmethod(lambda: other), "find": staticmethod(other.__getitem__)},
+        ),
     )
-    found = compare(profile_of([1.0, 2.0]), cluster("2xV100-10GbE"), 8, planners=("gpipe", "torchgpipe"))
+    found = compare(
+        profile_of([1.0, 2.0]), cluster("2xV100-10GbE"), 8, planners=("gpipe", "torchgpipe")
+    )
     assert [each.planner for each in found] == ["torchgpipe", "gpipe"]
-    assert (found[1].plan, found[1].refusal, found[1].step_s) == (None, "not on this one", float("inf"))
+    assert (found[1].plan, found[1].refusal, found[1].step_s) == (
+        None,
+        "not on this one",
+        float("inf"),
+    )
 
 
 def test_nothing_fits_is_told_by_each(profile_of):
     """And is no error of comparing."""
-    found = compare(profile_of([1.0, 2.0]), cluster("2xV100-10GbE"), 8, planners=FEW, memory_limit=10)
+    found = compare(
+        profile_of([1.0, 2.0]), cluster("2xV100-10GbE"), 8, planners=FEW, memory_limit=10
+    )
     assert all(each.plan is None and "nothing fits" in each.refusal for each in found)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"planners": ("gpipe", "torchpipe")}, UnknownName, "no planner called 'torchpipe'. Did you mean 'torchgpipe'"),
+        (
+            {"planners": ("gpipe", "torchpipe")},
+            UnknownName,
+            "no planner called 'torchpipe'. Did you mean 'torchgpipe'",
+        ),
         ({"batch": 0}, PlanError, "batch is 0"),
         ({"max_replicas": 0}, PlanError, "max_replicas is 0"),
         ({"memory_limit": "much"}, SettingError, "much"),
@@ -83,7 +104,13 @@ def test_what_no_planner_could_answer_is_refused_at_once(profile_of, options, er
 def test_on_mixed_devices_auto_is_no_slower_than_any(profile_of):
     """Or the comparison would be its disgrace."""
     link = Link(1e-3, 1e6)
-    on = Cluster("c", (Device("fast", 10**9, flops=FAST),) * 2 + (Device("slow", 10**9, flops=SLOW),) * 2, 2, link, link)
+    on = Cluster(
+        "c",
+        (Device("fast", 10**9, flops=FAST),) * 2 + (Device("slow", 10**9, flops=SLOW),) * 2,
+        2,
+        link,
+        link,
+    )
     found = compare(profile_of([1.0, 2.0, 1.0, 1.0, 3.0], output=1e3), on, 16, budget_s=1000)
     (auto,) = (each for each in found if each.planner == "auto")
     assert auto.step_s <= found[0].step_s * 1.001

@@ -26,7 +26,13 @@ def slowest(request, places, lengths, samples):
     worst, start = 0.0, 0
     for stage, (place, length) in enumerate(zip(places, lengths, strict=True)):
         own = request.profile_of(place).layers[start : start + length]
-        worst = max(worst, sum(layer.seconds("forward", samples) + layer.seconds("backward", samples) for layer in own))
+        worst = max(
+            worst,
+            sum(
+                layer.seconds("forward", samples) + layer.seconds("backward", samples)
+                for layer in own
+            ),
+        )
         start += length
         if stage + 1 < len(places):
             size = samples * request.profile.layers[start - 1].output_bytes_per_sample
@@ -41,22 +47,36 @@ def test_the_slowest_stage_or_link_is_as_fast_as_any_cut_makes_it(data, profile,
     given = data.draw(unlike(profile)) if len(on.kinds) > 1 else profile
     request = PlanRequest(given, on, batch)
     stages = data.draw(st.integers(1, min(len(profile), 4)))
-    places = tuple(data.draw(st.lists(st.integers(0, on.ranks - 1), min_size=stages, max_size=stages)))
+    places = tuple(
+        data.draw(st.lists(st.integers(0, on.ranks - 1), min_size=stages, max_size=stages))
+    )
     micro_batches = data.draw(st.integers(1, batch))
     found = cut(request, places, micro_batches, "time")
-    best = min(slowest(request, places, lengths, batch / micro_batches) for lengths in every_cut(len(profile), stages))
+    best = min(
+        slowest(request, places, lengths, batch / micro_batches)
+        for lengths in every_cut(len(profile), stages)
+    )
     assert slowest(request, places, found, batch / micro_batches) <= best * (1 + 1e-6)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), profiles(3, 6), st.integers(2, 3), st.integers(300, 60_000), st.integers(1, 8))
-def test_within_limits_the_slowest_is_as_fast_as_any_cut_that_fits(data, profile, stages, room, micro_batches):
+def test_within_limits_the_slowest_is_as_fast_as_any_cut_that_fits(
+    data, profile, stages, room, micro_batches
+):
     """And None means that no cut fits: bytes by layer, and for each micro-batch in flight."""
     link = Link(1e-4, 1e7)
     request = PlanRequest(profile, Cluster("c", (Device("d", room),) * stages, 1, link, link), 8)
-    places, in_flight = tuple(range(stages)), tuple(data.draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages)))
+    places, in_flight = (
+        tuple(range(stages)),
+        tuple(data.draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages))),
+    )
     single = stage_costs(
-        profile, [1] * len(profile), 8 / micro_batches, request.cluster.on((0,) * 1), micro_batches=micro_batches
+        profile,
+        [1] * len(profile),
+        8 / micro_batches,
+        request.cluster.on((0,) * 1),
+        micro_batches=micro_batches,
     )
 
     def fits(lengths):
@@ -97,7 +117,9 @@ def test_the_cut_avoids_a_boundary_that_the_link_cannot_carry(profile_of):
 
 @pytest.mark.parametrize("balance", ["time", "limits", "memory"])
 @pytest.mark.parametrize("by", ["uniform", "time", "parameters", (3, 1)])
-def test_a_method_or_a_cut_that_the_request_names_is_taken_whatever_the_balance(profile_of, by, balance):
+def test_a_method_or_a_cut_that_the_request_names_is_taken_whatever_the_balance(
+    profile_of, by, balance
+):
     """Whoever names one has a reason."""
     profile = profile_of([1.0, 1.0, 1.0, 5.0], parameters=[9, 1, 1, 1])
     found = cut(PlanRequest(profile, cluster(2), 4, by=by), (0, 1), 2, balance, (1, 1))
@@ -131,4 +153,7 @@ def test_of_ranks_with_several_stages_the_busiest_counts(profile_of, places, sec
 
 def test_other_placements_have_no_such_cut(profile_of):
     """The exact cuts are for loops and for the V."""
-    assert cut(PlanRequest(profile_of([1.0] * 4), cluster("2xV100-NVLink"), 1), (1, 0), 1, "ranks") is None
+    assert (
+        cut(PlanRequest(profile_of([1.0] * 4), cluster("2xV100-NVLink"), 1), (1, 0), 1, "ranks")
+        is None
+    )

@@ -35,7 +35,9 @@ def test_what_cannot_win_is_not_simulated_unless_forced(profile_of):
     assert hunt.weighed == 1
     assert hunt.weigh_way(slow, force=True).step_s == pytest.approx(4 * 48)
     assert hunt.best_s == pytest.approx(19 * 3), "the best stays"
-    assert hunt.weigh(Proposal((4,), "gpipe", 1)) is None, "one rank has more to do than that, by its program"
+    assert hunt.weigh(Proposal((4,), "gpipe", 1)) is None, (
+        "one rank has more to do than that, by its program"
+    )
     assert hunt.weighed == 2
 
 
@@ -80,7 +82,9 @@ def test_a_way_that_does_not_fit_is_cut_again_within_memory(profile_of):
 def test_whole_pipelines_that_do_not_fit_are_cut_again_too(profile_of):
     """What one pipeline lacks, all lack."""
     profile = profile_of([8.0, 1.0, 1.0, 1.0], activation=1.0, parameters=[10, 1000, 1000, 1000])
-    request = PlanRequest(profile, on(4, memory=6100), 8, ("gpipe",), recompute="never", stages=2, micro_batches=4)
+    request = PlanRequest(
+        profile, on(4, memory=6100), 8, ("gpipe",), recompute="never", stages=2, micro_batches=4
+    )
     (way,) = (way for way in Space(request, shapes(request)).ways if way.shape.pipelines == 2)
     found = Hunt(request).weigh_way(way)
     assert found.laid.made.ranks == 4
@@ -129,7 +133,12 @@ def test_micro_batches_in_flight_are_counted_per_stage_and_rank(made, expected):
 def test_a_spread_has_the_fastest_of_each_kind(profile_of):
     """Three alike would be polished into the same plan."""
     hunt = Hunt(PlanRequest(profile_of([1.0] * 4), on(4), 16))
-    for name, m, lengths in (("gpipe", 2, (2, 2)), ("gpipe", 16, (2, 2)), ("1f1b", 16, (2, 2)), ("1f1b", 16, (1,) * 4)):
+    for name, m, lengths in (
+        ("gpipe", 2, (2, 2)),
+        ("gpipe", 16, (2, 2)),
+        ("1f1b", 16, (2, 2)),
+        ("1f1b", 16, (1,) * 4),
+    ):
         hunt.weigh(Proposal(lengths, name, m), force=True)
     kinds = [(each.kind[:2], each.laid.proposal.micro_batches) for each in spread_of(hunt.fits, 3)]
     assert kinds[0] == (("1f1b", 4), 16)

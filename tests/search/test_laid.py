@@ -9,7 +9,16 @@ from tests.search.random_requests import FAST, SLOW, clusters, cuts, links, prof
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PlanError, ScheduleError
-from penstock.search.laid import CLOSE, best, first_of_kind, lay_out, made_of, nothing, pilot, relaid
+from penstock.search.laid import (
+    CLOSE,
+    best,
+    first_of_kind,
+    lay_out,
+    made_of,
+    nothing,
+    pilot,
+    relaid,
+)
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.weigh import weigh
@@ -33,8 +42,18 @@ NAMES = ("1f1b", "gpipe", "zb-h1", "naive", "interleaved")
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.data(), profiles(4, 6), links(), st.sampled_from(NAMES), st.integers(1, 3), st.integers(2, 3), st.integers(1, 20))
-def test_of_pipelines_alike_one_takes_as_long_as_all(data, profile, link, name, ranks, pipelines, batch):
+@given(
+    st.data(),
+    profiles(4, 6),
+    links(),
+    st.sampled_from(NAMES),
+    st.integers(1, 3),
+    st.integers(2, 3),
+    st.integers(1, 20),
+)
+def test_of_pipelines_alike_one_takes_as_long_as_all(
+    data, profile, link, name, ranks, pipelines, batch
+):
     """So that one of a hundred is simulated, not all. Memory too, where all micro-batches are alike."""
     micro_batches = data.draw(st.integers(1, batch))
     per_rank = 2 if name == "interleaved" else 1
@@ -55,19 +74,33 @@ def test_of_pipelines_alike_one_takes_as_long_as_all(data, profile, link, name, 
     assert (one.pipelines, one.made.ranks * pipelines) == (pipelines, whole.made.ranks)
     for recompute in ("never", "always"):
         assert seconds(one, recompute) == pytest.approx(seconds(whole, recompute))
-    assert seconds(one, "except_last") <= seconds(whole, "except_last") * (1 + 1e-9), "the last of all is in one pipeline"
+    assert seconds(one, "except_last") <= seconds(whole, "except_last") * (1 + 1e-9), (
+        "the last of all is in one pipeline"
+    )
     if batch % micro_batches == 0:
         assert weigh(one)[-1].memory == weigh(whole)[-1].memory[: one.made.ranks]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), profiles(2, 5), clusters(6, memory=(10**12,)), st.sampled_from(NAMES[:4]), st.integers(2, 16))
+@given(
+    st.data(),
+    profiles(2, 5),
+    clusters(6, memory=(10**12,)),
+    st.sampled_from(NAMES[:4]),
+    st.integers(2, 16),
+)
 def test_one_pipeline_never_takes_longer_than_all(data, profile, on, name, micro_batches):
     """Whatever the devices and links of the others: what is skipped because of it could not win."""
     pipelines = data.draw(st.integers(2, 3))
     ranks = data.draw(st.integers(1, min(3, len(profile))))
     devices = tuple(data.draw(st.permutations(range(on.ranks))))[: pipelines * ranks]
-    proposal = Proposal(data.draw(cuts(len(profile), ranks)), name, micro_batches, (("replicas", pipelines),), devices=devices)
+    proposal = Proposal(
+        data.draw(cuts(len(profile), ranks)),
+        name,
+        micro_batches,
+        (("replicas", pipelines),),
+        devices=devices,
+    )
     request = PlanRequest(profile, on, 16)
     try:
         whole = lay_out(request, proposal)
@@ -103,7 +136,10 @@ def test_a_proposal_stands_on_the_devices_that_it_names(profile_of):
     [
         (Proposal((2, 2), "1f1b", 9), "9 micro-batches are more than the 8 samples of the batch"),
         (Proposal((1, 1, 2), "1f1b", 4), "1f1b in 3 stages needs 3 ranks, 2xV100-10GbE has 2"),
-        (Proposal((2, 2), "1f1b", 4, devices=(1,)), "1f1b needs 2 ranks, and 1 devices are proposed for it"),
+        (
+            Proposal((2, 2), "1f1b", 4, devices=(1,)),
+            "1f1b needs 2 ranks, and 1 devices are proposed for it",
+        ),
         (
             Proposal((2, 2), "interleaved", 4, (("chunks", 2),)),
             "interleaved puts all 2 stages on one rank, where one stage would do",
@@ -134,7 +170,13 @@ def test_as_little_is_recomputed_as_fits_or_what_was_asked(profile_of):
     proposal = Proposal((2, 2), "gpipe", 8)
 
     def tried(limit, recompute="auto", own="auto"):
-        request = PlanRequest(profile, one_node(*(Device("d", 10**9),) * 2), 16, memory_limit=limit, recompute=recompute)
+        request = PlanRequest(
+            profile,
+            one_node(*(Device("d", 10**9),) * 2),
+            16,
+            memory_limit=limit,
+            recompute=recompute,
+        )
         found = weigh(lay_out(request, replace(proposal, recompute=own)))
         return [(each.recompute, bool(each.lack)) for each in found]
 
@@ -151,7 +193,8 @@ def test_the_fullest_rank_is_the_one_with_the_least_room_for_what_it_holds(profi
     on = one_node(Device("big", 10**6, flops=FAST), Device("small", 500, flops=FAST))
     (found,) = weigh(
         lay_out(
-            PlanRequest(profile_of([1.0, 1.0], parameters=[1000, 100]), on, 1, recompute="never"), Proposal((1, 1), "gpipe", 1)
+            PlanRequest(profile_of([1.0, 1.0], parameters=[1000, 100]), on, 1, recompute="never"),
+            Proposal((1, 1), "gpipe", 1),
         )
     )
     assert found.memory == (3100, 400)
@@ -159,7 +202,8 @@ def test_the_fullest_rank_is_the_one_with_the_least_room_for_what_it_holds(profi
     on = replace(on, devices=(on.devices[0], Device("small", 300, flops=FAST)))
     (found,) = weigh(
         lay_out(
-            PlanRequest(profile_of([1.0, 1.0], parameters=[1000, 100]), on, 1, recompute="never"), Proposal((1, 1), "gpipe", 1)
+            PlanRequest(profile_of([1.0, 1.0], parameters=[1000, 100]), on, 1, recompute="never"),
+            Proposal((1, 1), "gpipe", 1),
         )
     )
     assert found.lack == "needs 400 B, has 300 B on rank 1"
@@ -172,7 +216,9 @@ def ways(profile_of):
     """Scored ways on free links, by name and micro-batches."""
     request = PlanRequest(profile_of([1.0] * 4), one_node(*(Device("d", 10**9),) * 4), 8)
     names = [("gpipe", 8), ("1f1b", 8), ("1f1b", 4), ("gpipe", 4)]
-    return {(name, m): weigh(lay_out(request, Proposal((1,) * 4, name, m)))[-1] for name, m in names}
+    return {
+        (name, m): weigh(lay_out(request, Proposal((1,) * 4, name, m)))[-1] for name, m in names
+    }
 
 
 def test_the_best_is_the_fastest_and_of_equals_the_leanest(ways):
@@ -207,11 +253,16 @@ def test_a_schedule_is_made_once_for_a_search_that_asks_several_times():
     assert made_of("1f1b", 4, 8, ()) is made_of("1f1b", 4, 8, ())
 
 
-def test_nothing_fits_names_the_nearest_and_what_was_refused_only_where_nothing_was_made(profile_of):
+def test_nothing_fits_names_the_nearest_and_what_was_refused_only_where_nothing_was_made(
+    profile_of,
+):
     """Both lists at once would hide the reason."""
     request = PlanRequest(profile_of([1.0] * 4), one_node(*(Device("d", 100),) * 2), 8)
     misfits = weigh(lay_out(request, Proposal((2, 2), "gpipe", 8)))
     text = str(nothing(request, misfits, ["never mind"]))
     assert "nothing fits the memory of c at batch 8" in text
     assert "never mind" not in text
-    assert str(nothing(request, [], ["first", "second"])) == "no schedule can be made for these numbers\n  first\n  second"
+    assert (
+        str(nothing(request, [], ["first", "second"]))
+        == "no schedule can be made for these numbers\n  first\n  second"
+    )

@@ -13,7 +13,13 @@ from penstock.search.weigh import weigh
 
 def proposals(profile_of, *ways, memory_limit=None, **options):
     """What is proposed for these ways on four devices."""
-    request = PlanRequest(profile_of([1.0, 2.0, 1.0, 1.0]), cluster("4xV100-NVLink"), 8, memory_limit=memory_limit, **options)
+    request = PlanRequest(
+        profile_of([1.0, 2.0, 1.0, 1.0]),
+        cluster("4xV100-NVLink"),
+        8,
+        memory_limit=memory_limit,
+        **options,
+    )
     found = [weigh(lay_out(request, way))[-1] for way in ways]
     return list(made_to_measure(request, found)), request
 
@@ -23,7 +29,9 @@ PLAIN = Proposal((2, 2), "1f1b", 4)
 
 def test_the_same_cut_gets_programs_of_its_own(profile_of):
     """On the same devices, with the same recomputation; and they can be made."""
-    found, request = proposals(profile_of, PLAIN, Proposal((1, 3), "gpipe", 8, devices=(3, 1), recompute="always"))
+    found, request = proposals(
+        profile_of, PLAIN, Proposal((1, 3), "gpipe", 8, devices=(3, 1), recompute="always")
+    )
     assert [(each.schedule, each.lengths, each.micro_batches, each.devices, each.recompute) for each in found] == [
         ("zb-auto", (2, 2), 4, (), "never"), ("zb-1p", (2, 2), 4, (), "never"),
         ("zb-auto", (1, 3), 8, (3, 1), "always"), ("zb-1p", (1, 3), 8, (3, 1), "always"),
@@ -56,9 +64,17 @@ def test_named_schedules_and_weights_are_left_at_that(profile_of):
 
 def test_with_time_enough_the_order_of_the_best_is_searched_within_its_memory(profile_of):
     """Room for activations is what weights leave; where something is recomputed, nobody knows it."""
-    found, _ = proposals(profile_of, PLAIN, Proposal((1, 3), "1f1b", 4), memory_limit=30_000, budget_s=SEARCHED_FROM_S)
+    found, _ = proposals(
+        profile_of,
+        PLAIN,
+        Proposal((1, 3), "1f1b", 4),
+        memory_limit=30_000,
+        budget_s=SEARCHED_FROM_S,
+    )
     (searched,) = (each for each in found if each.schedule == "synthesised")
     assert searched.lengths == (2, 2)
     assert dict(searched.options)["memory_limit"] == (30_000 - 6000,) * 2
-    again, _ = proposals(profile_of, Proposal((2, 2), "1f1b", 4, recompute="always"), budget_s=SEARCHED_FROM_S)
+    again, _ = proposals(
+        profile_of, Proposal((2, 2), "1f1b", 4, recompute="always"), budget_s=SEARCHED_FROM_S
+    )
     assert {each.schedule for each in again} == {"zb-auto", "zb-1p"}

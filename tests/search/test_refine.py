@@ -21,8 +21,17 @@ def on(ranks: int, link: Link = Link(0.0, 1e12)) -> Cluster:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.data(), profiles(3, 6), links(), st.integers(2, 3), st.sampled_from(["1f1b", "gpipe"]), st.integers(1, 8))
-def test_no_boundary_moved_by_one_layer_makes_it_faster(data, profile, link, stages, name, micro_batches):
+@given(
+    st.data(),
+    profiles(3, 6),
+    links(),
+    st.integers(2, 3),
+    st.sampled_from(["1f1b", "gpipe"]),
+    st.integers(1, 8),
+)
+def test_no_boundary_moved_by_one_layer_makes_it_faster(
+    data, profile, link, stages, name, micro_batches
+):
     """And it is never slower than what it began with."""
     hunt = Hunt(PlanRequest(profile, on(stages, link), 8, budget_s=1000))
     first = hunt.weigh(Proposal(data.draw(cuts(len(profile), stages)), name, micro_batches))
@@ -57,4 +66,6 @@ def test_a_cut_that_was_asked_for_is_left_alone(profile_of):
     free = Hunt(PlanRequest(profile, on(2), 8, budget_s=1000))
     made = free.weigh(Proposal((2, 1), "zb-auto", 4))
     assert refined(free, made) is made
-    assert refined(free, free.weigh(Proposal((2, 1), "1f1b", 4), force=True)).laid.proposal.lengths == (1, 2)
+    assert refined(
+        free, free.weigh(Proposal((2, 1), "1f1b", 4), force=True)
+    ).laid.proposal.lengths == (1, 2)

@@ -29,19 +29,27 @@ def told(request, proposal):
 def by_hand(request, proposal, profiles=None, cluster=None, batch=None):
     """Its step with other profiles or another cluster, by way of a plan and its simulation."""
     profiles, cluster = profiles or request.profiles, cluster or request.cluster
-    found = scored(replace(request, profiles=profiles, cluster=cluster, batch=batch or request.batch), proposal)
+    found = scored(
+        replace(request, profiles=profiles, cluster=cluster, batch=batch or request.batch), proposal
+    )
     return simulate_plan(found, profiles, cluster).makespan
 
 
 def test_each_told_change_gives_the_step_that_it_says(profile_of):
     """Sensitivity is simulated, never estimated."""
-    request = PlanRequest(profile_of([1.0, 3.0, 1.0, 1.0], output=300.0), TWO_NODES, 8, recompute="never")
+    request = PlanRequest(
+        profile_of([1.0, 3.0, 1.0, 1.0], output=300.0), TWO_NODES, 8, recompute="never"
+    )
     proposal = Proposal((1, 1, 2), "1f1b", 4, recompute="never")
     found, chosen = told(request, proposal)
     wide = replace(INSIDE, bandwidth_bytes_per_s=2e3), replace(BETWEEN, bandwidth_bytes_per_s=6e2)
     expected = {
-        "twice the bandwidth inside a node": by_hand(request, proposal, cluster=replace(TWO_NODES, inside=wide[0])),
-        "twice the bandwidth between nodes": by_hand(request, proposal, cluster=replace(TWO_NODES, between=wide[1])),
+        "twice the bandwidth inside a node": by_hand(
+            request, proposal, cluster=replace(TWO_NODES, inside=wide[0])
+        ),
+        "twice the bandwidth between nodes": by_hand(
+            request, proposal, cluster=replace(TWO_NODES, between=wide[1])
+        ),
         "no latency inside a node": by_hand(
             request, proposal, cluster=replace(TWO_NODES, inside=replace(INSIDE, latency_s=0.0))
         ),
@@ -49,7 +57,10 @@ def test_each_told_change_gives_the_step_that_it_says(profile_of):
             request, proposal, cluster=replace(TWO_NODES, between=replace(BETWEEN, latency_s=0.0))
         ),
         "devices twice as fast": by_hand(request, proposal, profiles=paced(request.profile, 0.5)),
-        "twice the batch (time for as many samples)": by_hand(request, replace(proposal, micro_batches=8), batch=16) / 2,
+        "twice the batch (time for as many samples)": by_hand(
+            request, replace(proposal, micro_batches=8), batch=16
+        )
+        / 2,
     }
     for change, seconds in found.items():
         if change in expected:
@@ -58,7 +69,9 @@ def test_each_told_change_gives_the_step_that_it_says(profile_of):
     assert {"devices twice as fast", "twice the bandwidth between nodes"} <= found.keys()
     assert list(found.values()) == sorted(found.values())
     assert len(found) <= MOST
-    assert len(found) == MOST or len(found) >= len(best), "nothing that is worth it is left out but for want of room"
+    assert len(found) == MOST or len(found) >= len(best), (
+        "nothing that is worth it is left out but for want of room"
+    )
 
 
 def test_the_busiest_rank_s_device_is_the_one_that_is_made_faster(profile_of):
@@ -70,7 +83,10 @@ def test_the_busiest_rank_s_device_is_the_one_that_is_made_faster(profile_of):
     own = profile_of([1.0, 9.0])
     devices = (fast[0], fast[1], Device("quick", 10**9))
     expected = by_hand(
-        request, Proposal((1, 1), "1f1b", 8, devices=(0, 2)), {"d": own, "quick": paced(own, 0.5)}, replace(on, devices=devices)
+        request,
+        Proposal((1, 1), "1f1b", 8, devices=(0, 2)),
+        {"d": own, "quick": paced(own, 0.5)},
+        replace(on, devices=devices),
     )
     assert found["the device of rank 1 twice as fast"] == pytest.approx(expected)
 
@@ -78,7 +94,11 @@ def test_the_busiest_rank_s_device_is_the_one_that_is_made_faster(profile_of):
 def test_on_mixed_devices_all_get_twice_as_fast(profile_of):
     """Each by its own pace."""
     on = Cluster(
-        "c", (Device("fast", 10**9, flops=FAST), Device("slow", 10**9, flops=SLOW)), 2, Link(0.0, 1e12), Link(0.0, 1e12)
+        "c",
+        (Device("fast", 10**9, flops=FAST), Device("slow", 10**9, flops=SLOW)),
+        2,
+        Link(0.0, 1e12),
+        Link(0.0, 1e12),
     )
     found, chosen = told(PlanRequest(profile_of([1.0, 1.0]), on, 8), Proposal((1, 1), "1f1b", 8))
     assert found["devices twice as fast"] == pytest.approx(chosen.step_s / 2)
@@ -112,14 +132,18 @@ def test_one_rank_more_is_planned_anew_with_the_same_schedule(profile_of):
     profile = profile_of([1.0] * 6)
     request = PlanRequest(profile, two, 12, ("1f1b",), max_replicas=1, budget_s=1000)
     found, _ = told(request, Proposal((3, 3), "1f1b", 8))
-    better = plan(profile, three, 12, schedules="1f1b", max_replicas=1, budget_s=1000).predicted.step_s
+    better = plan(
+        profile, three, 12, schedules="1f1b", max_replicas=1, budget_s=1000
+    ).predicted.step_s
     assert better * (1 - 1e-9) <= found["one rank more (with 1f1b)"] <= better * 1.1
 
 
 def test_what_does_not_help_by_half_a_percent_is_not_told(profile_of):
     """A list of all that changes nothing helps nobody."""
     on = Cluster("c", (Device("d", 10**9),) * 2, 2, Link(1e-9, 1e15), Link(0.0, 1e15))
-    found, chosen = told(PlanRequest(profile_of([1.0] * 4), on, 8, stages=2), Proposal((2, 2), "1f1b", 8))
+    found, chosen = told(
+        PlanRequest(profile_of([1.0] * 4), on, 8, stages=2), Proposal((2, 2), "1f1b", 8)
+    )
     assert not any("bandwidth" in change or "latency" in change for change in found)
     assert all(seconds < chosen.step_s * (1 - WORTH) for seconds in found.values())
 

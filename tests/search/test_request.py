@@ -12,7 +12,11 @@ from penstock.search.request import MOST_IN_A_PIPELINE, PlanRequest
 LINK = Link(0.0, 1e12)
 MIXED = Cluster(
     "mixed",
-    (Device("fast", 1000, flops=FAST), Device("slow", 500, flops=SLOW), Device("fast", 1000, flops=FAST)),
+    (
+        Device("fast", 1000, flops=FAST),
+        Device("slow", 500, flops=SLOW),
+        Device("fast", 1000, flops=FAST),
+    ),
     3,
     LINK,
     LINK,
@@ -28,7 +32,9 @@ def test_the_profile_is_the_first_device_s_and_every_rank_has_its_own(profile_of
 
 def test_part_of_the_cluster_is_the_same_question_about_those_devices(profile_of):
     """In the order given, each with its profile and memory."""
-    request = PlanRequest(replace(profile_of([1.0, 1.0]), device="fast"), MIXED, 4, memory_limit=800, stages=2)
+    request = PlanRequest(
+        replace(profile_of([1.0, 1.0]), device="fast"), MIXED, 4, memory_limit=800, stages=2
+    )
     part = request.on((1, 2))
     assert [device.name for device in part.cluster.devices] == ["slow", "fast"]
     assert part.profile is request.profile_of(1)
@@ -47,11 +53,15 @@ def test_part_of_the_cluster_is_the_same_question_about_those_devices(profile_of
         (1000, 4, (1, 2, 4, 8, 16, 32, 64, 128, 256)),
     ],
 )
-def test_numbers_of_micro_batches_are_powers_of_two_up_to_what_pays(profile_of, batch, pipelines, expected):
+def test_numbers_of_micro_batches_are_powers_of_two_up_to_what_pays(
+    profile_of, batch, pipelines, expected
+):
     """64 for each pipeline."""
     assert MOST_IN_A_PIPELINE == 64
     assert PlanRequest(profile_of([1.0]), MIXED, batch).micro_batch_counts(pipelines) == expected
-    assert PlanRequest(profile_of([1.0]), MIXED, batch, micro_batches=1).micro_batch_counts(pipelines) == (1,)
+    assert PlanRequest(profile_of([1.0]), MIXED, batch, micro_batches=1).micro_batch_counts(
+        pipelines
+    ) == (1,)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(None, 3), (1, 1), (2, 2), (8, 3)])
@@ -100,8 +110,13 @@ def test_schedules_are_named_once_each_by_their_own_names_or_are_all_synchronous
     profile = profile_of([1.0])
     named = PlanRequest(profile, MIXED, 4, schedules=("gpipe", "dapple", "1f1b")).families()
     assert [facts.name for facts in named] == ["gpipe", "1f1b"]
-    assert all(facts.synchronous and not facts.causal for facts in PlanRequest(profile, MIXED, 4).families())
-    both = {facts.synchronous for facts in PlanRequest(profile, MIXED, 4, asynchronous=True).families()}
+    assert all(
+        facts.synchronous and not facts.causal
+        for facts in PlanRequest(profile, MIXED, 4).families()
+    )
+    both = {
+        facts.synchronous for facts in PlanRequest(profile, MIXED, 4, asynchronous=True).families()
+    }
     assert both == {True, False}
     with pytest.raises(UnknownName, match="no schedule called '1f1'"):
         PlanRequest(profile, MIXED, 4, schedules=("1f1",))

@@ -26,16 +26,24 @@ def test_every_style_makes_sound_programs_and_knows_how_long_they_take(style, p,
     def row(count, least=1, most=9):
         return data.draw(st.lists(st.integers(least, most), min_size=count, max_size=count))
 
-    costs = Costs(forward=row(p), input_grad=row(p), weight_grad=row(p, 0), transfer=row(p - 1, 0, 1))
+    costs = Costs(
+        forward=row(p), input_grad=row(p), weight_grad=row(p, 0), transfer=row(p - 1, 0, 1)
+    )
     limits = row(p, 1, 2 * p)
     made = draft(StageSeconds.of(costs, m), m, Memory(limits, kept=[1.0] * p), style)
     schedule = Schedule(made.programs())
     line = simulate_schedule(schedule, costs)
     assert line.makespan == made.makespan_s
     ranks = [[event for event in line.compute if event.rank == rank] for rank in range(p)]
-    assert made.spans_s == tuple(max(e.end for e in events) - min(e.start for e in events) for events in ranks)
-    updated = Schedule.parse("\n".join(f"{' '.join(map(str, ops))} {rank}U1" for rank, ops in enumerate(made.programs())))
-    assert all(held <= limit for held, limit in zip(verify(updated).peak_on_rank, limits, strict=True))
+    assert made.spans_s == tuple(
+        max(e.end for e in events) - min(e.start for e in events) for events in ranks
+    )
+    updated = Schedule.parse(
+        "\n".join(f"{' '.join(map(str, ops))} {rank}U1" for rank, ops in enumerate(made.programs()))
+    )
+    assert all(
+        held <= limit for held, limit in zip(verify(updated).peak_on_rank, limits, strict=True)
+    )
 
 
 def test_there_are_eight_styles():

@@ -52,7 +52,10 @@ def test_a_schedule_of_the_zoo_is_what_the_zoo_makes(name):
 def test_replicas_go_through_the_door():
     """Data parallelism is an option of every schedule of the zoo; those made to measure refuse it by name."""
     assert schedule("1f1b", 2, 4, replicas=(2, 1)) == zoo.schedule("1f1b", 2, 4, replicas=(2, 1))
-    with pytest.raises(ScheduleError, match=r"zb-1p does not take replicas: .*unexpected keyword argument 'replicas'"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"zb-1p does not take replicas: .*unexpected keyword argument 'replicas'",
+    ):
         schedule("zb-1p", 2, 4, costs=Costs(), replicas=2)
 
 
@@ -60,20 +63,29 @@ def test_a_schedule_of_the_zoo_needs_the_number_of_stages_and_no_costs():
     """Costs that are ignored would be taken for weighed."""
     with pytest.raises(ScheduleError, match="gpipe needs the number of stages, such as stages=4"):
         schedule("gpipe", micro_batches=4)
-    with pytest.raises(ScheduleError, match="1f1b is the same for all costs: leave them out, and give them to simulate"):
+    with pytest.raises(
+        ScheduleError,
+        match="1f1b is the same for all costs: leave them out, and give them to simulate",
+    ):
         schedule("dapple", 2, costs=Costs())
 
 
 @pytest.mark.parametrize("costs", [None, {"forward": 1}])
 def test_one_made_to_measure_needs_costs(costs):
     """The message shows how they are given."""
-    with pytest.raises(ScheduleError, match=r"zb-1p is made to measure: say for what, such as costs=ps\.Costs\(forward="):
+    with pytest.raises(
+        ScheduleError,
+        match=r"zb-1p is made to measure: say for what, such as costs=ps\.Costs\(forward=",
+    ):
         schedule("zb-1p", 4, 8, costs=costs)
 
 
 def test_an_unknown_name_is_refused_with_all_that_are_known():
     """A typing error in a name made to measure gets the word that was meant, too."""
-    with pytest.raises(UnknownName, match=r"no schedule called 'zb-3p'\. Did you mean 'zb-[12]p'\? Known: 1f1b, .*zb-1p"):
+    with pytest.raises(
+        UnknownName,
+        match=r"no schedule called 'zb-3p'\. Did you mean 'zb-[12]p'\? Known: 1f1b, .*zb-1p",
+    ):
         schedule("zb-3p", 4, 8)
 
 
@@ -95,11 +107,26 @@ def test_the_costs_tell_the_number_of_stages():
 @pytest.mark.parametrize(
     ("costs", "stages", "error", "message"),
     [
-        (Costs(), None, ScheduleError, "the costs do not say how many stages there are: give their number, such as stages=4"),
+        (
+            Costs(),
+            None,
+            ScheduleError,
+            "the costs do not say how many stages there are: give their number, such as stages=4",
+        ),
         (Costs(), 0, ScheduleError, "at least 1 of stages and got 0"),
         (Costs(forward=[]), None, ScheduleError, "at least 1 of stages and got 0"),
-        (Costs(forward=[1, 1]), 3, SettingError, "costs: forward is for 2 stages, the schedule has 3"),
-        (Costs(forward=[1, 1], transfer=[1, 1]), None, SettingError, "costs: transfer is for 3 stages, the schedule has 2"),
+        (
+            Costs(forward=[1, 1]),
+            3,
+            SettingError,
+            "costs: forward is for 2 stages, the schedule has 3",
+        ),
+        (
+            Costs(forward=[1, 1], transfer=[1, 1]),
+            None,
+            SettingError,
+            "costs: transfer is for 3 stages, the schedule has 2",
+        ),
         (Costs(forward=None), 2, SettingError, "costs: forward is needed"),
     ],
 )

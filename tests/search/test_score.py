@@ -28,19 +28,26 @@ def test_the_fastest_that_fits_is_planned_and_all_others_are_told_once_each(prof
         ("gpipe", 2, 8),
         ("gpipe", 1, 1),
     ]
-    assert [row.step_s for row in found.candidates] == sorted(row.step_s for row in found.candidates)
-    assert simulate_plan(found, profile_of([1.0] * 4), cluster("4xV100-10GbE")).makespan == found.predicted.step_s
+    assert [row.step_s for row in found.candidates] == sorted(
+        row.step_s for row in found.candidates
+    )
+    assert (
+        simulate_plan(found, profile_of([1.0] * 4), cluster("4xV100-10GbE")).makespan
+        == found.predicted.step_s
+    )
     found.check()
 
 
 def test_one_that_cannot_be_made_does_not_spoil_the_others(profile_of):
     """A planner may propose for a schedule that refuses these numbers."""
     found = best_of(
-        request(profile_of), [Proposal((1,) * 5, "1f1b", 8), Proposal((2, 2), "1f1b", 9), Proposal((2, 2), "1f1b", 8)]
+        request(profile_of),
+        [Proposal((1,) * 5, "1f1b", 8), Proposal((2, 2), "1f1b", 9), Proposal((2, 2), "1f1b", 8)],
     )
     assert found.lengths == (2, 2)
     with pytest.raises(
-        PlanError, match="no schedule can be made for these numbers\n  9 micro-batches are more than the 8 samples"
+        PlanError,
+        match="no schedule can be made for these numbers\n  9 micro-batches are more than the 8 samples",
     ):
         best_of(request(profile_of), [Proposal((2, 2), "1f1b", 9)])
 
@@ -56,8 +63,13 @@ def test_a_planner_s_own_objective_is_kept(profile_of):
 
 def test_what_does_not_fit_is_refused_with_what_it_lacks(profile_of):
     """Nearest first."""
-    with pytest.raises(PlanError, match="nothing fits the memory of 4xV100-10GbE at batch 8") as caught:
-        best_of(request(profile_of, memory_limit=100), [Proposal((4,), "gpipe", 1), Proposal((1,) * 4, "1f1b", 8)])
+    with pytest.raises(
+        PlanError, match="nothing fits the memory of 4xV100-10GbE at batch 8"
+    ) as caught:
+        best_of(
+            request(profile_of, memory_limit=100),
+            [Proposal((4,), "gpipe", 1), Proposal((1,) * 4, "1f1b", 8)],
+        )
     assert "1f1b, 4 stages of 1, 1, 1, 1 layers" in str(caught.value).splitlines()[1]
 
 

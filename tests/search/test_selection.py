@@ -38,7 +38,12 @@ def profiles(draw, least: int, most: int) -> Profile:
         saved, entry, output = (float(draw(st.integers(0, 9))) for _ in range(3))
         return LayerProfile(f"l{i}", "L", *lines, 1, 1, 0, 10 * saved, 10 * output, 10 * entry)
 
-    return Profile(tuple(layer(i) for i in range(draw(st.integers(least, most)))), "abc", 10.0 * draw(st.integers(0, 9)), 16)
+    return Profile(
+        tuple(layer(i) for i in range(draw(st.integers(least, most)))),
+        "abc",
+        10.0 * draw(st.integers(0, 9)),
+        16,
+    )
 
 
 def on(ranks: int, room: int) -> Cluster:
@@ -52,7 +57,13 @@ def choices(first: int, end: int) -> Iterator[list[tuple[int, int]]]:
         if any(letter == "g" and (i == 0 or word[i - 1] == "k") for i, letter in enumerate(word)):
             continue
         starts = [i for i, letter in enumerate(word) if letter == "s"]
-        yield [(first + i, first + next((j for j in range(i + 1, len(word)) if word[j] != "g"), len(word))) for i in starts]
+        yield [
+            (
+                first + i,
+                first + next((j for j in range(i + 1, len(word)) if word[j] != "g"), len(word)),
+            )
+            for i in starts
+        ]
 
 
 def needs(laid: Laid, recompute: str = "selective") -> tuple[int, ...]:
@@ -64,7 +75,9 @@ SINGLE = ("1f1b", "gpipe", "zb-h1", "eager-1f1b")
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.integers(1, 3), st.sampled_from(SINGLE), st.integers(1, 4), st.floats(0.1, 1.0))
+@given(
+    st.data(), st.integers(1, 3), st.sampled_from(SINGLE), st.integers(1, 4), st.floats(0.1, 1.0)
+)
 def test_no_other_layers_would_do_for_less(data, ranks, name, micro_batches, share):
     """On every rank, of all choices whose simulated memory fits, none takes less; where none fits, none is said to."""
     profile = data.draw(profiles(ranks, 5))
@@ -83,15 +96,25 @@ def test_no_other_layers_would_do_for_less(data, ranks, name, micro_batches, sha
             selection = Selection.of_segments(each, [start])
             if needs(laid.with_selection(selection))[rank] < room:
                 fitting.append(sum(forward[layer] for layer in selection.recomputed))
-        taken = sum(forward[layer] for layer in found.selection.recomputed if start <= layer < start + length)
+        taken = sum(
+            forward[layer]
+            for layer in found.selection.recomputed
+            if start <= layer < start + length
+        )
         assert (peaks[rank] <= room) or not fitting
         if fitting:
-            assert taken <= min(fitting) + length * sum(forward[start : start + length]) / FINE.ticks
+            assert (
+                taken <= min(fitting) + length * sum(forward[start : start + length]) / FINE.ticks
+            )
         start += length
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from(["interleaved", "zb-v", "chimera", "looped", "v-half"]), st.floats(0.2, 1.0))
+@given(
+    st.data(),
+    st.sampled_from(["interleaved", "zb-v", "chimera", "looped", "v-half"]),
+    st.floats(0.2, 1.0),
+)
 def test_ranks_of_several_stages_or_copies_fit_where_it_says_so(data, name, share):
     """What is found is no more than all layers in one segment each would need, and less is run again where that is enough."""
     stages = 2 if name == "chimera" else 4
@@ -115,13 +138,17 @@ def test_ranks_of_several_stages_or_copies_fit_where_it_says_so(data, name, shar
 @settings(max_examples=40, deadline=None)
 @given(
     st.data(),
-    st.sampled_from([*SINGLE, "interleaved", "zb-v", "chimera", "dualpipe-v", "bpipe", "pipedream"]),
+    st.sampled_from(
+        [*SINGLE, "interleaved", "zb-v", "chimera", "dualpipe-v", "bpipe", "pipedream"]
+    ),
     st.integers(1, 6),
 )
 def test_a_footprint_says_what_simulation_says(data, name, micro_batches):
     """The same moments, in micro-batches: with any bytes they make the peak of the rank."""
     stages = 2 if name in ("chimera", "pipedream", *SINGLE) else 4
-    micro_batches = 2 * micro_batches + 2 if name in ("chimera", "dualpipe-v", "interleaved") else micro_batches
+    micro_batches = (
+        2 * micro_batches + 2 if name in ("chimera", "dualpipe-v", "interleaved") else micro_batches
+    )
     options = (("chunks", 2),) if name == "interleaved" else ()
     made = made_of(name, stages, micro_batches, options)
     numbers = st.lists(st.integers(0, 9), min_size=stages, max_size=stages)
@@ -140,7 +167,10 @@ def test_with_room_for_all_nothing_runs_again_and_without_any_it_says_what_it_ne
 
     def tried(room: int) -> dict[str, bool]:
         request = PlanRequest(profile, on(2, room), 8)
-        return {each.recompute: not each.lack for each in weigh(lay_out(request, Proposal((2, 2), "1f1b", 8)))}
+        return {
+            each.recompute: not each.lack
+            for each in weigh(lay_out(request, Proposal((2, 2), "1f1b", 8)))
+        }
 
     assert tried(400) == {"never": True}
     assert tried(350) == {"never": False, "except_last": False, "selective": True}

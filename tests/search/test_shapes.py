@@ -20,7 +20,9 @@ def kinds_of(shape: Shape, on: Cluster) -> list[list[str]]:
 
 @settings(max_examples=100, deadline=None)
 @given(profiles(), clusters(), st.integers(1, 16), st.sampled_from([None, 1, 2]))
-def test_pipelines_stand_on_devices_of_their_own_with_the_same_kinds_in_the_same_order(profile, on, batch, most):
+def test_pipelines_stand_on_devices_of_their_own_with_the_same_kinds_in_the_same_order(
+    profile, on, batch, most
+):
     """Only so does one pipeline stand for all of them."""
     found = shapes(PlanRequest(profile, on, batch, max_replicas=most))
     assert len(set(found)) == len(found) > 0
@@ -36,7 +38,8 @@ def test_pipelines_stand_on_devices_of_their_own_with_the_same_kinds_in_the_same
 def test_of_few_equal_devices_every_number_of_pipelines_and_ranks_is_there(profile_of):
     """Nobody has to believe that only powers of two pay."""
     found = {
-        (shape.pipelines, shape.ranks) for shape in shapes(PlanRequest(profile_of([1.0] * 9), cluster("7xV100-10GbE"), 64))
+        (shape.pipelines, shape.ranks)
+        for shape in shapes(PlanRequest(profile_of([1.0] * 9), cluster("7xV100-10GbE"), 64))
     }
     assert found == {(p, r) for p in range(1, 8) for r in range(1, 8) if p * r <= 7}
 
@@ -44,7 +47,10 @@ def test_of_few_equal_devices_every_number_of_pipelines_and_ranks_is_there(profi
 def test_pipelines_stand_along_nodes_and_across_them(profile_of):
     """Inside a node messages are quick; across nodes the copies' gradients are: which counts more depends on the model."""
     found = shapes(PlanRequest(profile_of([1.0] * 4), cluster("2x2xV100-NVLink-25GbE"), 16))
-    assert {shape.devices for shape in found if (shape.pipelines, shape.ranks) == (2, 2)} == {(0, 1, 2, 3), (0, 2, 1, 3)}
+    assert {shape.devices for shape in found if (shape.pipelines, shape.ranks) == (2, 2)} == {
+        (0, 1, 2, 3),
+        (0, 2, 1, 3),
+    }
 
 
 def test_slower_devices_may_be_left_out_and_stand_first_or_last(profile_of):
@@ -58,7 +64,11 @@ def test_each_pipeline_has_its_share_of_both_kinds(profile_of):
     """Two of four and two: each one of both, or all in one."""
     devices = (Device("fast", 10**9, flops=FAST),) * 2 + (Device("slow", 10**9, flops=SLOW),) * 2
     on = Cluster("c", devices, 4, LINK, LINK)
-    found = [shape for shape in shapes(PlanRequest(profile_of([1.0] * 4), on, 4)) if len(shape.devices) == 4]
+    found = [
+        shape
+        for shape in shapes(PlanRequest(profile_of([1.0] * 4), on, 4))
+        if len(shape.devices) == 4
+    ]
     assert {(shape.pipelines, *map(tuple, kinds_of(shape, on))) for shape in found} == {
         (1, ("fast", "fast", "slow", "slow")), (1, ("slow", "slow", "fast", "fast")),
         (2, ("fast", "slow"), ("fast", "slow")), (2, ("slow", "fast"), ("slow", "fast")),
@@ -68,7 +78,9 @@ def test_each_pipeline_has_its_share_of_both_kinds(profile_of):
 def test_mixed_pipelines_have_no_more_ranks_than_there_are_layers(profile_of):
     """Some of every kind then."""
     devices = (Device("fast", 10**9, flops=FAST),) * 6 + (Device("slow", 10**9, flops=SLOW),) * 2
-    found = shapes(PlanRequest(profile_of([1.0] * 4), Cluster("c", devices, 8, LINK, LINK), 4, max_replicas=1))
+    found = shapes(
+        PlanRequest(profile_of([1.0] * 4), Cluster("c", devices, 8, LINK, LINK), 4, max_replicas=1)
+    )
     mixed = [shape for shape in found if {6, 7} & set(shape.devices)]
     assert {shape.ranks for shape in mixed} == {4}
 
@@ -84,7 +96,9 @@ def test_a_thousand_devices_have_few_shapes(profile_of, spec):
 def test_a_thousand_mixed_devices_have_few_shapes(profile_of):
     """As the issue asks: 1,024 devices in 128 nodes, of two kinds."""
     devices = tuple(
-        Device("fast" if node % 2 else "slow", 10**9, flops=FAST if node % 2 else SLOW) for node in range(128) for _ in range(8)
+        Device("fast" if node % 2 else "slow", 10**9, flops=FAST if node % 2 else SLOW)
+        for node in range(128)
+        for _ in range(8)
     )
     found = shapes(PlanRequest(profile_of([1.0] * 100), Cluster("c", devices, 8, LINK, LINK), 4096))
     assert 2 <= len(found) <= 200

@@ -25,7 +25,9 @@ def per(count):
 
 @given(per(3), *[st.none() | per(3)] * 3, per(2), st.none() | per(2))
 @settings(deadline=None, max_examples=60)
-def test_every_default_is_that_of_the_simulator(forward, backward, input_grad, weight_grad, transfer, transfer_back):
+def test_every_default_is_that_of_the_simulator(
+    forward, backward, input_grad, weight_grad, transfer, transfer_back
+):
     """A schedule measured for other seconds than it is simulated with would not be made to measure."""
     costs = Costs(forward, backward, input_grad, weight_grad, 0.0, transfer, transfer_back)
     found = StageSeconds.of(spread_forward(costs, 3, 1), 1)
@@ -33,10 +35,14 @@ def test_every_default_is_that_of_the_simulator(forward, backward, input_grad, w
     mine = {Kind.F: found.forward, Kind.I: found.input_grad, Kind.W: found.weight_grad}
     for event in line.compute:
         if event.op.kind is not Kind.U:
-            assert event.end - event.start == pytest.approx(mine[event.op.kind][event.op.stage][0], abs=1e-9)
+            assert event.end - event.start == pytest.approx(
+                mine[event.op.kind][event.op.stage][0], abs=1e-9
+            )
     ends = {(event.op.kind, event.op.stage): (event.start, event.end) for event in line.compute}
     for stage in (0, 1):
-        assert ends[Kind.F, stage + 1][0] == pytest.approx(ends[Kind.F, stage][1] + found.up[stage][0])
+        assert ends[Kind.F, stage + 1][0] == pytest.approx(
+            ends[Kind.F, stage][1] + found.up[stage][0]
+        )
         due = ends[Kind.I, stage + 1][1] + found.down[stage][0]
         assert ends[Kind.I, stage][0] == pytest.approx(max(due, ends[Kind.F, stage][1]))
 

@@ -22,7 +22,9 @@ def on(ranks: int, link: Link = Link(0.0, 1e12)) -> Cluster:
 
 
 @settings(max_examples=15, deadline=None)
-@given(profiles(2, 5), st.integers(3, 5), links(), st.integers(3, 20), st.sampled_from([None, 2, 3]))
+@given(
+    profiles(2, 5), st.integers(3, 5), links(), st.integers(3, 20), st.sampled_from([None, 2, 3])
+)
 def test_proposals_can_be_made_and_keep_what_was_asked(profile, ranks, link, batch, most):
     """Copies within what is allowed, ranks within what there are, each with a micro-batch at least."""
     request = PlanRequest(profile, on(ranks, link), batch, max_replicas=most)
@@ -42,7 +44,9 @@ def test_the_slowest_stage_is_the_fastest_possible(profile, ranks, link, stages)
     """Against all cuts and all copies, by the same measure worked out here; unless all have as many copies, or some rank is left over."""
     if stages > len(profile):
         return
-    request = PlanRequest(profile, on(ranks, link), 2 * ranks, stages=stages, micro_batches=ranks, schedules=("1f1b",))
+    request = PlanRequest(
+        profile, on(ranks, link), 2 * ranks, stages=stages, micro_batches=ranks, schedules=("1f1b",)
+    )
     found = list(uneven(request))
     if not found:
         return
@@ -51,8 +55,14 @@ def test_the_slowest_stage_is_the_fastest_possible(profile, ranks, link, stages)
         times, start = [], 0
         for length, count in zip(lengths, copies, strict=True):
             own = profile.layers[start : start + length]
-            comes = 0.0 if start == 0 else link.transfer_seconds(2 * profile.layers[start - 1].output_bytes_per_sample)
-            met = meeting_seconds(range(count), sum(layer.parameter_bytes for layer in own), request.cluster)
+            comes = (
+                0.0
+                if start == 0
+                else link.transfer_seconds(2 * profile.layers[start - 1].output_bytes_per_sample)
+            )
+            met = meeting_seconds(
+                range(count), sum(layer.parameter_bytes for layer in own), request.cluster
+            )
             work = sum(layer.seconds("forward", 2) + layer.seconds("backward", 2) for layer in own)
             times.append(max(work / count, met / ranks, comes / count))
             start += length
@@ -70,9 +80,14 @@ def test_the_slowest_stage_is_the_fastest_possible(profile, ranks, link, stages)
 def test_fewer_copies_than_the_best_has_are_tried_where_no_more_are_allowed(profile_of):
     """A limit makes another cut best; it does not mean that there is none."""
     profile = profile_of([4.0] * 4 + [0.1] * 2, parameters=[10] * 4 + [10**9] * 2)
-    free = {proposal.replicas for proposal in uneven(PlanRequest(profile, on(5, Link(0.0, 1e9)), 64))}
+    free = {
+        proposal.replicas for proposal in uneven(PlanRequest(profile, on(5, Link(0.0, 1e9)), 64))
+    }
     assert max(map(max, free)) > 2
-    bound = {proposal.replicas for proposal in uneven(PlanRequest(profile, on(5, Link(0.0, 1e9)), 64, max_replicas=2))}
+    bound = {
+        proposal.replicas
+        for proposal in uneven(PlanRequest(profile, on(5, Link(0.0, 1e9)), 64, max_replicas=2))
+    }
     assert bound
     assert max(map(max, bound)) == 2
 
@@ -80,7 +95,10 @@ def test_fewer_copies_than_the_best_has_are_tried_where_no_more_are_allowed(prof
 def test_every_copy_in_a_stream_gets_as_many_micro_batches(profile_of):
     """A stream goes on from batch to batch, so that what is left over would fall to another copy each time."""
     request = PlanRequest(
-        profile_of([4.0] * 4 + [0.1] * 2, parameters=[10] * 4 + [10**9] * 2), on(5, Link(0.0, 1e9)), 64, asynchronous=True
+        profile_of([4.0] * 4 + [0.1] * 2, parameters=[10] * 4 + [10**9] * 2),
+        on(5, Link(0.0, 1e9)),
+        64,
+        asynchronous=True,
     )
     streams = [proposal for proposal in uneven(request) if proposal.schedule == "pipedream"]
     assert streams
@@ -88,7 +106,11 @@ def test_every_copy_in_a_stream_gets_as_many_micro_batches(profile_of):
 
 
 MIXED = Cluster(
-    "c", (Device("fast", 10**9, flops=FAST), Device("slow", 10**9, flops=SLOW)) * 2, 4, Link(0, 1e12), Link(0, 1e12)
+    "c",
+    (Device("fast", 10**9, flops=FAST), Device("slow", 10**9, flops=SLOW)) * 2,
+    4,
+    Link(0, 1e12),
+    Link(0, 1e12),
 )
 
 
@@ -102,7 +124,14 @@ MIXED = Cluster(
         (on(4), {"by": "uniform"}),
         (on(4), {"schedules": ("chimera",)}),
     ],
-    ids=["unlike devices", "two ranks", "many", "no copies", "another cut", "no schedule with one stage per rank"],
+    ids=[
+        "unlike devices",
+        "two ranks",
+        "many",
+        "no copies",
+        "another cut",
+        "no schedule with one stage per rank",
+    ],
 )
 def test_nothing_is_proposed_where_that_is_not_asked_or_not_known(profile_of, where, options):
     """Other parts of the search look there."""

@@ -48,7 +48,11 @@ def test_the_bound_of_a_stream_is_the_work_of_its_busiest_rank():
 def test_the_bound_is_sharp_for_equal_stages():
     """(m + p - 1)(f + b): so sharp that most ways need no simulation."""
     costs = Costs(*([value] * 3 for value in (1.0, 2.0, 2.0, 0.0)))
-    assert least_s(schedule("gpipe", 3, 4), costs) == 18 == simulate_schedule(schedule("gpipe", 3, 4), costs).makespan
+    assert (
+        least_s(schedule("gpipe", 3, 4), costs)
+        == 18
+        == simulate_schedule(schedule("gpipe", 3, 4), costs).makespan
+    )
 
 
 def test_the_bound_of_split_backwards_lets_the_weights_part_run_beside_the_drain():
@@ -58,16 +62,30 @@ def test_the_bound_of_split_backwards_lets_the_weights_part_run_beside_the_drain
     assert least_s(made, costs) == 8 == simulate_schedule(made, costs).makespan
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(st.floats(1e-3, 1), min_size=2, max_size=5), st.integers(1, 3), st.integers(1, 9))
 def test_no_way_is_shorter_than_the_bound_from_its_numbers_alone(profile_of, seconds, ranks, batch):
     """The first sieve knows only the schedule's name and the sums."""
     request = PlanRequest(profile_of(seconds), cluster(ranks), batch, asynchronous=True)
     for way in ways(request):
-        lengths = cut(request.on(way.shape.first), [s % way.shape.ranks for s in range(way.stages)], way.micro_batches, "time")
+        lengths = cut(
+            request.on(way.shape.first),
+            [s % way.shape.ranks for s in range(way.stages)],
+            way.micro_batches,
+            "time",
+        )
         try:
             laid = lay_out(
-                request, Proposal(lengths, way.schedule, way.micro_batches, way.all_options, devices=way.shape.devices)
+                request,
+                Proposal(
+                    lengths,
+                    way.schedule,
+                    way.micro_batches,
+                    way.all_options,
+                    devices=way.shape.devices,
+                ),
             )
         except (ScheduleError, PlanError):
             continue
@@ -85,9 +103,20 @@ def test_the_best_estimates_come_first(profile_of):
 def test_given_numbers_are_the_only_ones(profile_of):
     """The planner fills in what was left open, and nothing else."""
     listed = ways(
-        PlanRequest(profile_of([1.0] * 4), cluster(4), 16, ("gpipe", "1f1b"), stages=3, micro_batches=5, max_replicas=1)
+        PlanRequest(
+            profile_of([1.0] * 4),
+            cluster(4),
+            16,
+            ("gpipe", "1f1b"),
+            stages=3,
+            micro_batches=5,
+            max_replicas=1,
+        )
     )
-    assert [(way.schedule, way.stages, way.micro_batches) for way in listed] == [("1f1b", 3, 5), ("gpipe", 3, 5)]
+    assert [(way.schedule, way.stages, way.micro_batches) for way in listed] == [
+        ("1f1b", 3, 5),
+        ("gpipe", 3, 5),
+    ]
 
 
 def test_no_more_stages_than_layers_and_no_more_micro_batches_than_samples(profile_of):
@@ -106,7 +135,9 @@ def test_no_cut_of_a_way_is_faster_than_its_bound(data, profile, on, batch, asyn
     space = Space(request, shapes(request))
     for way in data.draw(st.lists(st.sampled_from(space.ways), max_size=6)):
         lengths = data.draw(cuts(len(profile), way.stages))
-        proposal = Proposal(lengths, way.schedule, way.micro_batches, way.all_options, devices=way.shape.devices)
+        proposal = Proposal(
+            lengths, way.schedule, way.micro_batches, way.all_options, devices=way.shape.devices
+        )
         try:
             laid = lay_out(request, proposal)
         except (ScheduleError, PlanError):
@@ -122,7 +153,9 @@ def test_devices_that_are_each_faster_at_some_layers_are_bound_by_the_faster_of_
     link = Link(0.0, 1e12)
     on = Cluster("c", (Device("a", 10**9), Device("b", 10**9)), 2, link, link)
     request = PlanRequest(given, on, 16, ("gpipe",), max_replicas=1)
-    (way,) = (way for way in ways(request) if way.micro_batches == 16 and way.shape.devices == (0, 1))
+    (way,) = (
+        way for way in ways(request) if way.micro_batches == 16 and way.shape.devices == (0, 1)
+    )
     laid = lay_out(request, Proposal((1, 1), "gpipe", 16))
     assert way.bound_s <= steady(laid.made, laid.costs).seconds_per_batch == pytest.approx(17 * 3)
 
@@ -132,7 +165,15 @@ def test_the_bound_of_even_stages_is_sharp(profile_of):
     (way,) = (
         way
         for way in ways(
-            PlanRequest(profile_of([1.0] * 4), cluster(4), 16, ("gpipe",), stages=4, micro_batches=16, max_replicas=1)
+            PlanRequest(
+                profile_of([1.0] * 4),
+                cluster(4),
+                16,
+                ("gpipe",),
+                stages=4,
+                micro_batches=16,
+                max_replicas=1,
+            )
         )
     )
     assert way.bound_s == pytest.approx(51.1, abs=0.1)

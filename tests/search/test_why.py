@@ -33,7 +33,11 @@ def test_a_timeline_without_time_is_bound_by_nothing():
     ("made", "costs", "expected"),
     [
         (schedule("pipedream", 2, 1), Costs([1, 3]), "compute of stage 1, 100% of the step"),
-        (schedule("pipedream", 2, 2), Costs(1, transfer=6), "link 0→1, 67% of the step in one direction"),
+        (
+            schedule("pipedream", 2, 2),
+            Costs(1, transfer=6),
+            "link 0→1, 67% of the step in one direction",
+        ),
         (schedule("pipedream", 2, 1, warm_up=(1, 1)), Costs(1), "bubble, 50% of the step"),
     ],
 )

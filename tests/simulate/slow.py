@@ -30,10 +30,21 @@ class Slow:
     links: str = "duplex"
 
     def __post_init__(self):
-        self.programs = [[(op.kind.value, op.stage, op.micro_batch) for op in program] for program in self.schedule.programs]
-        self.home = {op[1:]: rank for rank, program in enumerate(self.programs) for op in program if op[0] == "F"}
+        self.programs = [
+            [(op.kind.value, op.stage, op.micro_batch) for op in program]
+            for program in self.schedule.programs
+        ]
+        self.home = {
+            op[1:]: rank
+            for rank, program in enumerate(self.programs)
+            for op in program
+            if op[0] == "F"
+        }
         self.top = max(stage for stage, _ in self.home)
-        pairs = {(tuple(map(str, a[:1])) + a[1:], tuple(map(str, b[:1])) + b[1:]) for a, b in self.schedule.pairs}
+        pairs = {
+            (tuple(map(str, a[:1])) + a[1:], tuple(map(str, b[:1])) + b[1:])
+            for a, b in self.schedule.pairs
+        }
         self.units = []
         for program in self.programs:
             units, index = [], 0
@@ -53,10 +64,15 @@ class Slow:
         causal = slicing is not None and slicing.along == "tokens"
 
         def beside(n):
-            return 0 <= n < len(slicing.share) and slicing.micro_batch_of[n] == slicing.micro_batch_of[m]
+            return (
+                0 <= n < len(slicing.share)
+                and slicing.micro_batch_of[n] == slicing.micro_batch_of[m]
+            )
 
         if letter == "F":
-            return [("up", stage, m)] * (stage > 0) + ([("F", stage, m - 1)] if causal and beside(m - 1) else [])
+            return [("up", stage, m)] * (stage > 0) + (
+                [("F", stage, m - 1)] if causal and beside(m - 1) else []
+            )
         if letter in "BI":
             after = [("grad", stage, m + 1)] if causal and beside(m + 1) else []
             return [("F", stage, m)] + [("down", stage, m)] * (stage < self.top) + after
@@ -67,7 +83,9 @@ class Slow:
         if letter == "L" and rank == owner:
             return [("loaded", stage, m)]
         if letter == "U" and not self.meets(m):
-            return [("wave", other, stage, m - self.behind()) for other in self.awaited(rank, stage, m)]
+            return [
+                ("wave", other, stage, m - self.behind()) for other in self.awaited(rank, stage, m)
+            ]
         return []
 
     def behind(self):
@@ -84,7 +102,11 @@ class Slow:
         if version % self.schedule.stream.waves.length or version <= self.behind():
             return []
         held = ("U", stage, version - self.behind())
-        return [other for other, program in enumerate(self.programs) if other != rank and held in program]
+        return [
+            other
+            for other, program in enumerate(self.programs)
+            if other != rank and held in program
+        ]
 
     def outputs(self, rank, op):
         """What an op makes: values that stay, and (name, rank) of the one that leaves."""
@@ -97,13 +119,21 @@ class Slow:
         if letter in "BI" and stage > 0:
             return stays, (("down", stage - 1, m), self.home[stage - 1, m])
         if letter in "EL" and (letter == "E") == (rank == owner):
-            others = [other for other, program in enumerate(self.programs) if op in program and other != rank]
+            others = [
+                other
+                for other, program in enumerate(self.programs)
+                if op in program and other != rank
+            ]
             return stays, (("evicted" if letter == "E" else "loaded", stage, m), others[0])
         return stays, None
 
     def medium(self, source, target):
         """What carries a message."""
-        return {"duplex": (source, target), "half-duplex": tuple(sorted((source, target))), "shared": None}[self.links]
+        return {
+            "duplex": (source, target),
+            "half-duplex": tuple(sorted((source, target))),
+            "shared": None,
+        }[self.links]
 
     def run(self):
         """Start what can be started; then take up the op that ends next; until nothing is under way."""
@@ -131,7 +161,9 @@ class Slow:
                 known[name] = gone
             free[rank] = max(free[rank], end if self.overlap else gone)
             waiting_for[rank].discard(index)
-        assert all(place == len(units) for place, units in zip(at, self.units, strict=True)), "the slow simulator is stuck"
+        assert all(place == len(units) for place, units in zip(at, self.units, strict=True)), (
+            "the slow simulator is stuck"
+        )
 
     def start(self, rank, at, free, known, under_way, waiting_for):
         """Start the next unit of a rank, if all is there."""
@@ -141,9 +173,17 @@ class Slow:
         ops = [self.programs[rank][index] for index in unit]
         together = {rank: unit}
         if ops[0][0] == "U" and self.meets(ops[0][2]):
-            together = {other: [program.index(ops[0])] for other, program in enumerate(self.programs) if ops[0] in program}
+            together = {
+                other: [program.index(ops[0])]
+                for other, program in enumerate(self.programs)
+                if ops[0] in program
+            }
             for other, (index,) in together.items():
-                if waiting_for.get(other) or at[other] == len(self.units[other]) or self.units[other][at[other]] != [index]:
+                if (
+                    waiting_for.get(other)
+                    or at[other] == len(self.units[other])
+                    or self.units[other][at[other]] != [index]
+                ):
                     return
         needed = [name for op in ops for name in self.inputs(rank, op)]
         if not all(name in known for name in needed):
@@ -163,7 +203,9 @@ def rich_schedule(seed: int, size: int, cut: str) -> Schedule:
     rng = random.Random(seed)
     stages, ranks, micro_batches = (rng.randint(1, size) for _ in range(3))
     if cut in ("stream", "waves"):
-        return build_stream(seed, stages, min(ranks, 2), min(micro_batches, 2), waves=cut == "waves")
+        return build_stream(
+            seed, stages, min(ranks, 2), min(micro_batches, 2), waves=cut == "waves"
+        )
     made = build_custom(seed, stages, ranks, micro_batches, rng.random() < 0.5)
     if cut == "samples":
         made = bearing(made, replace(made, slicing=slicing_of(rng, cut, made.slices)))
@@ -203,7 +245,9 @@ def causal(rng, stages, ranks, slicing):
             for kind in rng.choice([(Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)])]  # fmt: skip
     programs, done = [[] for _ in range(ranks)], set()
     while left:
-        ready = [op for op in left if all(done & set(group) for group in needs(op, stages, slicing))]
+        ready = [
+            op for op in left if all(done & set(group) for group in needs(op, stages, slicing))
+        ]
         op = rng.choice(ready)
         left.remove(op)
         done.add(op)
@@ -219,7 +263,10 @@ def evicted(rng, made):
     programs = [list(program) for program in made.programs]
     own = programs[owner]
     first = own.index(Op(Kind.F, stage, m))
-    last = min((own.index(op) for op in (Op(Kind.B, stage, m), Op(Kind.I, stage, m)) if op in own), default=len(own))
+    last = min(
+        (own.index(op) for op in (Op(Kind.B, stage, m), Op(Kind.I, stage, m)) if op in own),
+        default=len(own),
+    )
     partner = rng.choice([rank for rank in range(made.ranks) if rank != owner] or [owner])
     away, back = sorted(rng.randint(first + 1, max(last, first + 1)) for _ in range(2))
     own.insert(back, Op(Kind.L, stage, m))
@@ -234,5 +281,8 @@ def evicted(rng, made):
 def rich_schedules(size: int = 4) -> st.SearchStrategy[Schedule]:
     """Schedules of up to so many stages, ranks and micro-batches or slices."""
     return st.builds(
-        rich_schedule, st.integers(0, 2**32), st.just(size), st.sampled_from(["", "", "samples", "tokens", "stream", "waves"])
+        rich_schedule,
+        st.integers(0, 2**32),
+        st.just(size),
+        st.sampled_from(["", "", "samples", "tokens", "stream", "waves"]),
     )

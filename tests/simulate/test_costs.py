@@ -16,7 +16,9 @@ from penstock.simulate.simulate import simulate_schedule
 @pytest.mark.parametrize("name", ["forward", "transfer", "activation_bytes"])
 def test_what_is_no_finite_amount_is_refused_by_name(name, bad):
     """Text of digits inside a list was once taken for a number, and other text escaped as Python's own error."""
-    with pytest.raises(SettingError, match=rf"costs: {name} has .*; seconds and bytes are finite and not below 0"):
+    with pytest.raises(
+        SettingError, match=rf"costs: {name} has .*; seconds and bytes are finite and not below 0"
+    ):
         Costs(**{name: bad})
 
 
@@ -80,13 +82,23 @@ def test_costs_that_contradict_themselves_or_the_schedule_are_refused(costs, mes
 
 def test_spread_has_no_answer_where_micro_batches_differ():
     """Those who need one number per stage must not get a wrong one."""
-    with pytest.raises(SettingError, match="costs: forward differs by micro-batch; one number per stage is needed here"):
+    with pytest.raises(
+        SettingError,
+        match="costs: forward differs by micro-batch; one number per stage is needed here",
+    ):
         Costs(forward=[1, [1, 2]]).spread("forward", 2)
 
 
 def test_a_message_takes_latency_and_bytes_over_bandwidth():
     """As networks are measured; the way back may have seconds of its own."""
     made = schedule("gpipe", 2, 1)
-    assert simulate_schedule(made, Costs(latency=0.5, bandwidth=4, boundary_bytes=10)).makespan == 6 + 2 * (0.5 + 2.5)
+    assert simulate_schedule(
+        made, Costs(latency=0.5, bandwidth=4, boundary_bytes=10)
+    ).makespan == 6 + 2 * (0.5 + 2.5)
     assert simulate_schedule(made, Costs(latency=0.5)).makespan == 6 + 2 * 0.5
-    assert simulate_schedule(made, Costs(latency=0.5, bandwidth=4, boundary_bytes=10, transfer_back=1)).makespan == 6 + 3 + 1
+    assert (
+        simulate_schedule(
+            made, Costs(latency=0.5, bandwidth=4, boundary_bytes=10, transfer_back=1)
+        ).makespan
+        == 6 + 3 + 1
+    )

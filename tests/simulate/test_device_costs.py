@@ -39,7 +39,9 @@ def slow_seconds(profile, phase: str, lengths, stage: int, samples: float) -> fl
         return 0.0
     start = sum(lengths[:stage])
     own = "backward" if stage == 0 and phase == "weight_grad" else phase
-    return sum(layer.seconds(own, samples) for layer in profile.layers[start : start + lengths[stage]])
+    return sum(
+        layer.seconds(own, samples) for layer in profile.layers[start : start + lengths[stage]]
+    )
 
 
 NAMES = ("1f1b", "gpipe", "zb-h1", "chimera", "pipedream")
@@ -47,27 +49,43 @@ NAMES = ("1f1b", "gpipe", "zb-h1", "chimera", "pipedream")
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.data(), profiles(4, 6, simple=False), st.sampled_from(NAMES), st.integers(1, 4), st.sampled_from([1, 2, (2, 1), (1, 3)])
+    st.data(),
+    profiles(4, 6, simple=False),
+    st.sampled_from(NAMES),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, (2, 1), (1, 3)]),
 )
-def test_every_op_takes_what_its_own_device_takes_for_its_layers(data, profile, name, micro_batches, replicas):
+def test_every_op_takes_what_its_own_device_takes_for_its_layers(
+    data, profile, name, micro_batches, replicas
+):
     """Stages on unlike devices, and copies of one stage on unlike devices."""
     kinds = list(data.draw(unlike(profile)).values())
     try:
         made = schedule(name, 2, 2 * micro_batches, replicas=replicas)
     except ScheduleError:
         return
-    devices = [kinds[i] for i in data.draw(st.lists(st.integers(0, 1), min_size=made.ranks, max_size=made.ranks))]
+    devices = [
+        kinds[i]
+        for i in data.draw(st.lists(st.integers(0, 1), min_size=made.ranks, max_size=made.ranks))
+    ]
     lengths = (1, len(profile) - 1)
-    costs = stage_costs(devices[0], lengths, 1.5, cluster(made.ranks), micro_batches=made.micro_batches)
+    costs = stage_costs(
+        devices[0], lengths, 1.5, cluster(made.ranks), micro_batches=made.micro_batches
+    )
     placed = on_devices(costs, made, devices, lengths, 1.5)
     for rank, program in enumerate(made.programs):
         for op in program:
             if op.kind in PHASE_OF:
                 expected = slow_seconds(devices[rank], PHASE_OF[op.kind], lengths, op.stage, 1.5)
-                assert of_op(placed, PHASE_OF[op.kind], op.stage, op.micro_batch) == pytest.approx(expected)
-    assert replace(placed, **{phase: getattr(costs, phase) for phase in (*PHASE_OF.values(), "update")}) == costs, (
-        "bytes are the model's"
-    )
+                assert of_op(placed, PHASE_OF[op.kind], op.stage, op.micro_batch) == pytest.approx(
+                    expected
+                )
+    assert (
+        replace(
+            placed, **{phase: getattr(costs, phase) for phase in (*PHASE_OF.values(), "update")}
+        )
+        == costs
+    ), "bytes are the model's"
 
 
 def test_ranks_alike_leave_the_costs_as_they_are(profile_of):
@@ -80,7 +98,14 @@ def test_ranks_alike_leave_the_costs_as_they_are(profile_of):
 def test_a_stage_on_a_device_twice_as_fast_takes_half(profile_of):
     """By hand: F 1 and 1 s, B 2 and 2 s, for layers of 1 and 2 s."""
     profile = profile_of([1.0, 2.0])
-    costs = schedule_costs(schedule("gpipe", 2, 2), [profile, paced(profile, 0.5)], [1, 1], cluster(2), 2, weight_rule("flush"))
+    costs = schedule_costs(
+        schedule("gpipe", 2, 2),
+        [profile, paced(profile, 0.5)],
+        [1, 1],
+        cluster(2),
+        2,
+        weight_rule("flush"),
+    )
     assert (costs.forward, costs.backward) == ((1, 1), (2, 2))
     assert simulate_schedule(schedule("gpipe", 2, 2), costs).makespan == pytest.approx(9)
 
@@ -105,7 +130,9 @@ def test_slices_take_what_their_own_device_takes(profile_of, paces):
     halves = schedule("autopipe", 2, 2, sliced=2)
     costs = schedule_costs(halves, devices, [1, 1], cluster(2), 4, weight_rule("flush"))
     for stage, device in enumerate(devices):
-        assert costs.forward[stage] == pytest.approx((2 * device.layers[stage].seconds("forward", 1),) * 2)
+        assert costs.forward[stage] == pytest.approx(
+            (2 * device.layers[stage].seconds("forward", 1),) * 2
+        )
 
 
 def test_slices_of_several_pipelines_take_what_each_one_s_device_takes(profile_of):
@@ -113,8 +140,12 @@ def test_slices_of_several_pipelines_take_what_each_one_s_device_takes(profile_o
     profile = profile_of([1.0, 2.0], fixed=0.5)
     slow = paced(profile, 4.0)
     made = schedule("autopipe", 2, 2, sliced=1, replicas=2)
-    costs = schedule_costs(made, [profile, profile, slow, slow], [1, 1], cluster(4), 4, weight_rule("flush"))
-    assert costs.forward[1] == pytest.approx(tuple(2 * each.layers[1].seconds("forward", 1) for each in (profile, slow)))
+    costs = schedule_costs(
+        made, [profile, profile, slow, slow], [1, 1], cluster(4), 4, weight_rule("flush")
+    )
+    assert costs.forward[1] == pytest.approx(
+        tuple(2 * each.layers[1].seconds("forward", 1) for each in (profile, slow))
+    )
 
 
 @pytest.fixture
@@ -127,7 +158,9 @@ def profile_of():
             return Timing((1, 16), (fixed + per_sample, fixed + 16 * per_sample))
 
         layers = (
-            LayerProfile(f"l{i}", "L", line(s), line(2 * s), line(s), line(s), 1, parameters, 0, 1.0, 1.0)
+            LayerProfile(
+                f"l{i}", "L", line(s), line(2 * s), line(s), line(s), 1, parameters, 0, 1.0, 1.0
+            )
             for i, s in enumerate(seconds)
         )
         return Profile(tuple(layers), "abc", 1.0, 16)

@@ -43,7 +43,9 @@ def test_plain_and_compiled_loops_agree_to_the_bit(links, monkeypatch):
             monkeypatch.setattr(engine, "WORTH_CALLING", worth)
             made.__dict__.pop("_structure", None)
             tables = tables_of(made, costs, "always")
-            times.append([structure(made).waits.order, *times_of(tables, tables.seconds[0], overlap, links)])
+            times.append(
+                [structure(made).waits.order, *times_of(tables, tables.seconds[0], overlap, links)]
+            )
         assert all(map(np.array_equal, *times))
 
     check()
@@ -71,7 +73,10 @@ print(simulate(made, costs).makespan, *simulate_many(made, [costs] * 2).makespan
 """
     made, costs = schedule("1f1b", 16, 700), Costs(forward=1, backward=2, transfer=0.25)
     expected = simulate_schedule(made, costs).makespan
-    assert python(code) == f"{expected} {expected} {expected} {simulate_schedule(made, Costs(links='shared')).makespan}"
+    assert (
+        python(code)
+        == f"{expected} {expected} {expected} {simulate_schedule(made, Costs(links='shared')).makespan}"
+    )
 
 
 def test_who_comes_back_often_gets_compiled_loops(monkeypatch):

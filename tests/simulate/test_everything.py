@@ -64,11 +64,17 @@ class Prices:
     def share(self, number):
         """Micro-batch and share of a number that ops have."""
         slicing = self.made.slicing
-        return (number, 1.0) if slicing is None else (slicing.micro_batch_of[number], slicing.share[number])
+        return (
+            (number, 1.0)
+            if slicing is None
+            else (slicing.micro_batch_of[number], slicing.share[number])
+        )
 
     def again(self, number):
         """Whether it is recomputed."""
-        last = self.share(number)[0] % self.made.micro_batches == self.made.micro_batches - 1  # of its batch
+        last = (
+            self.share(number)[0] % self.made.micro_batches == self.made.micro_batches - 1
+        )  # of its batch
         return self.recompute == "always" or (self.recompute == "except_last" and not last)
 
     def amount(self, name, stage, number):
@@ -85,7 +91,9 @@ class Prices:
         if letter in "EL":
             return 0.0
         names = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
-        more = self.amount("forward", stage, number) if letter in "BI" and self.again(number) else 0.0
+        more = (
+            self.amount("forward", stage, number) if letter in "BI" and self.again(number) else 0.0
+        )
         return self.amount(names[letter], stage, number) + more
 
     def seconds(self, rank, index):
@@ -97,7 +105,11 @@ class Prices:
                 upper = [one for one in pair if one.kind is Kind.F]
                 lower = [one for one in pair if one.kind is Kind.B]
                 if self.costs.pair is not None and upper and lower:
-                    more = self.amount("forward", *lower[0][1:]) if self.again(lower[0].micro_batch) else 0.0
+                    more = (
+                        self.amount("forward", *lower[0][1:])
+                        if self.again(lower[0].micro_batch)
+                        else 0.0
+                    )
                     return self.amount("pair", *upper[0][1:]) + more
                 return sum(map(self.alone, pair))
         return self.alone(op)
@@ -163,9 +175,15 @@ def held_by(made, costs, prices, line):
     """(rank, holder, from, to, bytes) of all that is held, from the words at the top of `memory.py`."""
     end_of = line.makespan + 1
     spans = {(e.rank, e.op): (e.start, e.end) for e in line.compute}
-    moves = {(e.op, e.rank): (e.start, e.end, e.to_rank) for e in line.events if e.to_rank is not None}
+    moves = {
+        (e.op, e.rank): (e.start, e.end, e.to_rank) for e in line.events if e.to_rank is not None
+    }
     for (stage, number), rank in made.placement.items():
-        ops = {op.kind: spans[rank, op] for op in made.programs[rank] if op[1:] == (stage, number) and op.kind is not Kind.U}
+        ops = {
+            op.kind: spans[rank, op]
+            for op in made.programs[rank]
+            if op[1:] == (stage, number) and op.kind is not Kind.U
+        }
         full = prices.amount("activation_bytes", stage, number)
         kept = prices.amount("input_bytes", stage, number) if prices.again(number) else full
         back = ops.get(Kind.B) or ops.get(Kind.W)
@@ -175,9 +193,19 @@ def held_by(made, costs, prices, line):
         last = ops[Kind.I][1] if after else gone
         yield rank, "recompute", begins, last, full - kept
         if after:
-            yield rank, "activations", last, gone, prices.amount("activation_bytes_after_input_grad", stage, number)
-        evict = next((move for (op, _), move in moves.items() if op == (Kind.E, stage, number)), None)
-        load = next((move for (op, _), move in moves.items() if op == (Kind.L, stage, number)), None)
+            yield (
+                rank,
+                "activations",
+                last,
+                gone,
+                prices.amount("activation_bytes_after_input_grad", stage, number),
+            )
+        evict = next(
+            (move for (op, _), move in moves.items() if op == (Kind.E, stage, number)), None
+        )
+        load = next(
+            (move for (op, _), move in moves.items() if op == (Kind.L, stage, number)), None
+        )
         if evict is None:
             yield rank, "activations", ops[Kind.F][0], last, kept
         else:
@@ -188,13 +216,19 @@ def held_by(made, costs, prices, line):
             maker = ops.get(kind) or (ops.get(Kind.I) if kind is Kind.B else None)
             if maker is None or not 0 <= neighbour < made.stages:
                 continue
-            made_by = [(kind, stage, number)] if kind is Kind.F else [(Kind.B, stage, number), (Kind.I, stage, number)]
+            made_by = (
+                [(kind, stage, number)]
+                if kind is Kind.F
+                else [(Kind.B, stage, number), (Kind.I, stage, number)]
+            )
             op = next(op for op in made_by if (rank, op) in spans)
             size = prices.amount("boundary_bytes", min(stage, neighbour), number)
             target = made.placement[neighbour, number]
             arrives = moves[op, rank][1] if target != rank else maker[1]
             yield rank, "boundary", maker[1], arrives, size
-            takers = [(k, neighbour, number) for k in ((Kind.F,) if kind is Kind.F else (Kind.B, Kind.I))]
+            takers = [
+                (k, neighbour, number) for k in ((Kind.F,) if kind is Kind.F else (Kind.B, Kind.I))
+            ]
             span = next(spans[target, taker] for taker in takers if (target, taker) in spans)
             yield target, "boundary", arrives, span[0] if kind is Kind.F else span[1], size
 
@@ -219,7 +253,9 @@ def test_memory_over_time_agrees_with_sums_of_what_is_held(case, known):
             now = [row for row in held if row[0] == rank and row[2] <= low and high <= row[3]]
             total = base + sum(row[4] for row in now)
             most = max(most, total)
-            if middle <= line.makespan and high - low > 1e-9:  # closer are only sums of floats in another order
+            if (
+                middle <= line.makespan and high - low > 1e-9
+            ):  # closer are only sums of floats in another order
                 place = max(i for i, second in enumerate(curve.seconds) if second <= middle)
                 assert curve.bytes[place] == pytest.approx(total, abs=0.5 + 1e-6)
         assert line.peak_memory[rank] == curve.peak == pytest.approx(most, abs=0.5 + 1e-6)
@@ -240,14 +276,20 @@ def test_a_pair_waits_for_what_either_needs_and_both_end_together():
 
 def test_an_eviction_moves_the_activations_and_takes_no_time_of_the_rank():
     """BPipe by hand: 0F0's 10 bytes go at second 1, arrive at 3; they leave rank 1 at once and are back at 5."""
-    line = simulate_schedule(Schedule.parse("0F0 0E0 0F1 0B1 0L0 0B0 0U1\n0E0 0L0"), Costs(activation_bytes=10, evict=2))
+    line = simulate_schedule(
+        Schedule.parse("0F0 0E0 0F1 0B1 0L0 0B0 0U1\n0E0 0L0"), Costs(activation_bytes=10, evict=2)
+    )
     assert [(str(e.op), e.rank, e.start, e.end) for e in line.events if e.to_rank is not None] == [
         ("0E0", 0, 1, 3),
         ("0L0", 1, 3, 5),
     ]
     assert line.makespan == 1 + 1 + 2 + 1 + 2, "0L0 waits a second for its message"
     assert line.peak_on_rank == (1, 1)
-    assert list(zip(line.memory[1].seconds, line.memory[1].bytes, strict=True)) == [(0, 0), (1, 10), (5, 0)]
+    assert list(zip(line.memory[1].seconds, line.memory[1].bytes, strict=True)) == [
+        (0, 0),
+        (1, 10),
+        (5, 0),
+    ]
 
 
 def test_slices_take_their_share():
@@ -255,7 +297,13 @@ def test_slices_take_their_share():
     plain = Schedule.parse("0F0 0F1 0B1 0B0 0U1\n1F0 1F1 1B1 1B0 1U1")
     made = replace(plain, slicing=Slicing("tokens", ((0.25, 0.75),)))
     costs = Costs(
-        forward=4, backward=8, latency=1, bandwidth=10, boundary_bytes=40, activation_bytes=100, boundary_buffers=False
+        forward=4,
+        backward=8,
+        latency=1,
+        bandwidth=10,
+        boundary_bytes=40,
+        activation_bytes=100,
+        boundary_buffers=False,
     )
     line = simulate_schedule(made, costs)
     spans = {(str(e.op), e.to_rank): (e.start, e.end) for e in line.events}

@@ -32,12 +32,21 @@ def a_profile(**more: float) -> Profile:
     return Profile(tuple(layers), "f", 7.0, 8, **more)  # type: ignore[arg-type]
 
 
-def costs(profile: Profile, kind: str, name: str = "1f1b", stages: int = 2, micro_batches: int = 4, **options: object):
+def costs(
+    profile: Profile,
+    kind: str,
+    name: str = "1f1b",
+    stages: int = 2,
+    micro_batches: int = 4,
+    **options: object,
+):
     """Of a schedule on as many devices of a kind as it needs."""
     made = schedule(name, stages, micro_batches, **options)
     on = Cluster("c", (Device("d", 10**9, kind),) * made.ranks, made.ranks, LINK, LINK)  # type: ignore[arg-type]
     lengths = [4 // stages] * stages
-    return made, schedule_costs(made, [profile] * made.ranks, lengths, on, 2 * micro_batches, weight_rule("flush"))
+    return made, schedule_costs(
+        made, [profile] * made.ranks, lengths, on, 2 * micro_batches, weight_rule("flush")
+    )
 
 
 def test_the_first_stage_leaves_all_of_its_backward_to_w():
@@ -66,7 +75,9 @@ def test_a_gpu_sends_while_it_computes():
 def test_stages_on_one_rank_send_each_other_nothing():
     """A V has its middle on one rank."""
     _, found = costs(a_profile(), "cpu", "zb-v", 4)
-    assert found.forward == pytest.approx((2 + SEND_S + MESSAGE_S, 2 + RECEIVE_S, 2 + SEND_S + MESSAGE_S, 2 + RECEIVE_S))
+    assert found.forward == pytest.approx(
+        (2 + SEND_S + MESSAGE_S, 2 + RECEIVE_S, 2 + SEND_S + MESSAGE_S, 2 + RECEIVE_S)
+    )
     assert found.transfer == (0.5, 0.0, 0.5)
 
 

@@ -24,8 +24,17 @@ FIGURES = ("makespan", "busy", "bubble_ratio", "span_bubble_ratio", "peak_memory
 def cases(draw):
     """A schedule with a few costs of different forms."""
     made = draw(rich_schedules())
-    costs = draw(st.lists(rich_costs(made) | st.builds(Costs, forward=st.floats(0, 9)), min_size=1, max_size=4))
-    return made, costs, draw(st.booleans()), draw(st.sampled_from(["never", "except_last", "always"]))
+    costs = draw(
+        st.lists(
+            rich_costs(made) | st.builds(Costs, forward=st.floats(0, 9)), min_size=1, max_size=4
+        )
+    )
+    return (
+        made,
+        costs,
+        draw(st.booleans()),
+        draw(st.sampled_from(["never", "except_last", "always"])),
+    )
 
 
 @pytest.mark.parametrize("in_lanes", [False, True])
@@ -38,7 +47,9 @@ def test_many_at_once_say_what_each_says_alone(in_lanes, monkeypatch):
     def check(case):
         made, costs, overlap, recompute = case
         found = simulate_many(made, costs, overlap=overlap, recompute=recompute)
-        lines = [simulate_schedule(made, each, overlap=overlap, recompute=recompute) for each in costs]
+        lines = [
+            simulate_schedule(made, each, overlap=overlap, recompute=recompute) for each in costs
+        ]
         for name in FIGURES:
             expected = [getattr(line, name) for line in lines]
             if name == "peak_memory" and None in expected:
@@ -56,12 +67,19 @@ def test_arrays_and_lists_of_costs_agree_to_the_bit(name, count):
     made = schedule(name, 4, 8)
     rng = np.random.default_rng(count)
     forward, hop = rng.random((count, made.stages)), rng.random((count, made.stages - 1, 8))
-    arrays = simulate_many(made, {"forward": forward, "backward": 2.0, "transfer": hop, "update": rng.random(count) * 0})
-    lists = simulate_many(made, [Costs(forward=f, backward=2.0, transfer=h) for f, h in zip(forward, hop, strict=True)])
+    arrays = simulate_many(
+        made,
+        {"forward": forward, "backward": 2.0, "transfer": hop, "update": rng.random(count) * 0},
+    )
+    lists = simulate_many(
+        made,
+        [Costs(forward=f, backward=2.0, transfer=h) for f, h in zip(forward, hop, strict=True)],
+    )
     for figure in FIGURES[:4]:
         assert np.array_equal(getattr(arrays, figure), getattr(lists, figure))
     alone = [
-        simulate_schedule(made, Costs(forward=f, backward=2.0, transfer=h)).makespan for f, h in zip(forward, hop, strict=True)
+        simulate_schedule(made, Costs(forward=f, backward=2.0, transfer=h)).makespan
+        for f, h in zip(forward, hop, strict=True)
     ]
     assert arrays.makespan.tolist() == alone
     assert arrays.peak_memory is None
@@ -73,7 +91,9 @@ def test_memory_of_many_follows_each_vector_s_bytes():
     sizes = np.array([[1.0, 2, 3], [2, 4, 6]]) * 100
     plain = simulate_many(made, {"activation_bytes": sizes})
     assert plain.peak_memory.tolist() == [[300, 400, 300], [600, 800, 600]]
-    crossing = simulate_many(made, {"activation_bytes": sizes, "boundary_bytes": 10.0, "transfer": [0.5, 1.0]})
+    crossing = simulate_many(
+        made, {"activation_bytes": sizes, "boundary_bytes": 10.0, "transfer": [0.5, 1.0]}
+    )
     alone = [
         simulate_schedule(made, Costs(activation_bytes=row, boundary_bytes=10, transfer=hop))
         for row, hop in zip(sizes, (0.5, 1), strict=True)

@@ -64,7 +64,12 @@ def test_a_rank_holds_the_weights_of_all_its_stages():
 def test_without_bytes_there_is_no_peak_memory():
     """Unknown is not 0."""
     assert peak_memory(schedule("gpipe", 2, 2), Costs()) is None
-    assert simulate_schedule(schedule("gpipe", 2, 2), Costs(boundary_bytes=5, input_bytes=2)).peak_memory is None
+    assert (
+        simulate_schedule(
+            schedule("gpipe", 2, 2), Costs(boundary_bytes=5, input_bytes=2)
+        ).peak_memory
+        is None
+    )
 
 
 def test_either_kind_of_bytes_alone_is_counted():
@@ -85,13 +90,19 @@ def test_recompute_of_three_micro_batches(recompute, expected):
 
 def test_an_unknown_word_for_recompute_is_refused():
     """Ours are listed, so that torchgpipe's users find theirs."""
-    with pytest.raises(SettingError, match="recompute is one of never, except_last, always, selective, not 'offload'"):
+    with pytest.raises(
+        SettingError,
+        match="recompute is one of never, except_last, always, selective, not 'offload'",
+    ):
         recomputes("offload", 0, 1)
 
 
 def test_recompute_adds_a_forward_to_each_backward_it_concerns():
     """1 + (1 + 2) seconds instead of 1 + 2 for all but the last."""
     made = schedule("naive", 1, 3)
-    assert [simulate_schedule(made, Costs(), recompute=r).makespan for r in ("never", "except_last", "always")] == [9, 11, 12]
+    assert [
+        simulate_schedule(made, Costs(), recompute=r).makespan
+        for r in ("never", "except_last", "always")
+    ] == [9, 11, 12]
     split = Schedule.parse("0F0 0I0 0W0 0U1")
     assert simulate_schedule(split, Costs(), recompute="always").busy == (4.0,)

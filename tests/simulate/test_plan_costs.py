@@ -11,7 +11,14 @@ from penstock.profile.paced import paced
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Schedule
-from penstock.simulate.plan_costs import costs_of_plan, meeting_seconds, place_costs, simulate_plan, slice_costs, stage_costs
+from penstock.simulate.plan_costs import (
+    costs_of_plan,
+    meeting_seconds,
+    place_costs,
+    simulate_plan,
+    slice_costs,
+    stage_costs,
+)
 from penstock.simulate.simulate import peak_memory
 from penstock.simulate.steady import steady
 from penstock.weights.catalogue import weight_rule
@@ -89,22 +96,33 @@ def test_costs_refuse_what_cannot_be():
 def test_transfers_follow_the_placement_of_the_schedule():
     """Two stages on one rank send nothing; a schedule may stand on ranks in any order."""
     costs = stage_costs(PROFILE, [1, 1, 1, 1], 1, FOUR, micro_batches=1)
-    folded = Schedule.parse("rank 0 | 0F0 1F0 1B0 0B0 0U1 1U1\nrank 1 |\nrank 2 | 2F0 3F0 3B0 2B0 2U1 3U1")
+    folded = Schedule.parse(
+        "rank 0 | 0F0 1F0 1B0 0B0 0U1 1U1\nrank 1 |\nrank 2 | 2F0 3F0 3B0 2B0 2U1 3U1"
+    )
     assert place_costs(costs, folded, FOUR).transfer == (0, SLOW.transfer_seconds(2000), 0)
 
 
 def test_each_micro_batch_takes_the_link_between_its_own_copies():
     """The first stays on its node, the second goes to the other one; where all take the same way, one number says so."""
     costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=2)
-    both_ways = Schedule.parse("rank 0 | 0F0 1F1 0B0 1B1 0U1 1U1\nrank 1 | 1F0 1B0 1U1\nrank 2 | 0F1 0B1 0U1")
-    assert place_costs(costs, both_ways, FOUR).transfer == ((LINK.transfer_seconds(2000), SLOW.transfer_seconds(2000)),)
-    alike = Schedule.parse("rank 0 | 0F0 0B0 0U1\nrank 1 | 1F0 1B0 1U1\nrank 2 | 0F1 0B1 0U1\nrank 3 | 1F1 1B1 1U1")
+    both_ways = Schedule.parse(
+        "rank 0 | 0F0 1F1 0B0 1B1 0U1 1U1\nrank 1 | 1F0 1B0 1U1\nrank 2 | 0F1 0B1 0U1"
+    )
+    assert place_costs(costs, both_ways, FOUR).transfer == (
+        (LINK.transfer_seconds(2000), SLOW.transfer_seconds(2000)),
+    )
+    alike = Schedule.parse(
+        "rank 0 | 0F0 0B0 0U1\nrank 1 | 1F0 1B0 1U1\nrank 2 | 0F1 0B1 0U1\nrank 3 | 1F1 1B1 1U1"
+    )
     assert place_costs(costs, alike, FOUR).transfer == (LINK.transfer_seconds(2000),)
 
 
 def test_a_plan_stands_on_the_devices_that_it_names():
     """Ranks 0 and 2 are on different nodes: two messages of 22 s each way, one after the other, then cost more than the stages."""
-    near, far = (simulate_plan(replace(a_plan(), devices=devices), PROFILE, FOUR).makespan for devices in ((1, 0), (0, 2)))
+    near, far = (
+        simulate_plan(replace(a_plan(), devices=devices), PROFILE, FOUR).makespan
+        for devices in ((1, 0), (0, 2))
+    )
     assert near == simulate_plan(a_plan(), PROFILE, FOUR).makespan
     assert far == pytest.approx(3 + 22 + 22 + 7 + 14 + 22 + 22 + 6)
     with pytest.raises(PlanError, match="is on device 3 of its cluster, four has devices 0 to 1"):
@@ -114,11 +132,18 @@ def test_a_plan_stands_on_the_devices_that_it_names():
 def test_a_plan_s_stages_take_what_their_devices_take():
     """By name, by peak, or all alike: stage 1 on a device three times as slow."""
     mixed = replace(
-        FOUR, devices=(Device("d", 10**9, flops=(("float32", 3e12),)), Device("e", 10**9, flops=(("float32", 1e12),))) * 2
+        FOUR,
+        devices=(
+            Device("d", 10**9, flops=(("float32", 3e12),)),
+            Device("e", 10**9, flops=(("float32", 1e12),)),
+        )
+        * 2,
     )
     expected = 3 + 2.5 + 21 + 21 + 42 + 42 + 2.5 + 6
     assert simulate_plan(a_plan(), PROFILE, mixed).makespan == pytest.approx(expected)
-    assert simulate_plan(a_plan(), {"d": PROFILE, "e": paced(PROFILE, 3.0)}, mixed).makespan == pytest.approx(expected)
+    assert simulate_plan(
+        a_plan(), {"d": PROFILE, "e": paced(PROFILE, 3.0)}, mixed
+    ).makespan == pytest.approx(expected)
     assert simulate_plan(a_plan(), {"d": PROFILE, "e": PROFILE}, mixed).makespan == pytest.approx(
         3 + 2.5 + 7 + 7 + 14 + 14 + 2.5 + 6
     )
@@ -144,12 +169,16 @@ def test_copies_take_time_to_add_up_their_gradients():
     (alone,), (gradients,) = costs.spread("update", 1), costs.spread("gradient_bytes", 1)
 
     def update(copies):
-        made = Schedule.parse("\n".join(f"rank {rank} | 0F{rank} 0B{rank} 0U1" for rank in range(copies)))
+        made = Schedule.parse(
+            "\n".join(f"rank {rank} | 0F{rank} 0B{rank} 0U1" for rank in range(copies))
+        )
         return place_costs(costs, made, FOUR).update[0] - alone
 
     assert update(1) == 0
     assert update(2) == pytest.approx(FOUR.transfer_seconds(gradients, 0, 1))
-    assert update(3) == pytest.approx(4 * max(FOUR.transfer_seconds(gradients / 3, 0, other) for other in (1, 2)))
+    assert update(3) == pytest.approx(
+        4 * max(FOUR.transfer_seconds(gradients / 3, 0, other) for other in (1, 2))
+    )
 
 
 def test_copies_on_cpus_send_take_and_add_by_the_same_cores():
@@ -168,7 +197,9 @@ def test_copies_that_meet_once_in_a_wave_take_their_share_of_that_at_every_updat
     placed = place_costs(costs, made, FOUR)
     length = made.stream.waves.length
     assert length > 1
-    assert placed.update == tuple(FOUR.transfer_seconds(held, 0, 2) / length for held in costs.gradient_bytes)
+    assert placed.update == tuple(
+        FOUR.transfer_seconds(held, 0, 2) / length for held in costs.gradient_bytes
+    )
     assert placed.transfer == (FOUR.transfer_seconds(costs.boundary_bytes[0], 0, 1),)
 
 
@@ -179,26 +210,41 @@ def test_a_weight_rule_s_versions_are_of_what_is_trained():
     for rule, more in (("stash", 1), ("none", 0), ("pipemare", 2)):
         placed = place_costs(costs, made, FOUR, weight_rule(rule))
         assert peak_memory(made, placed)[0] == pytest.approx(3 * 300 + 1 + 2 * 30 + more * 300)
-    assert place_costs(costs, schedule("1f1b", 2, 1), FOUR, weight_rule("flush")).weight_versions is None
+    assert (
+        place_costs(costs, schedule("1f1b", 2, 1), FOUR, weight_rule("flush")).weight_versions
+        is None
+    )
 
 
 def test_activations_that_are_handed_over_take_the_links_time():
     """Free, an evicting schedule would look better than it is."""
     costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=3)
-    made = Schedule.parse("0F0 0F1 0E1 0F2 0B0 0L1 0B1 0B2 0U1\n1F0 0E1 1B0 1F1 0L1 1B1 1F2 1B2 1U1")
+    made = Schedule.parse(
+        "0F0 0F1 0E1 0F2 0B0 0L1 0B1 0B2 0U1\n1F0 0E1 1B0 1F1 0L1 1B1 1F2 1B2 1U1"
+    )
     kept = costs.spread("activation_bytes", 2)
     assert place_costs(costs, made, FOUR).evict == (FOUR.transfer_seconds(kept[0], 0, 1), 0)
 
 
 def test_a_slice_pays_the_fixed_cost_of_a_whole_call():
     """Two halves of a micro-batch cost what two micro-batches of half the size do."""
-    profile = replace(PROFILE, layers=tuple(replace(layer, forward=Timing((1, 2), (1.0, 1.5))) for layer in PROFILE.layers))
+    profile = replace(
+        PROFILE,
+        layers=tuple(
+            replace(layer, forward=Timing((1, 2), (1.0, 1.5))) for layer in PROFILE.layers
+        ),
+    )
     halves = schedule("autopipe", 2, 1, sliced=1)
     whole = stage_costs(profile, [2, 2], 2, FOUR, micro_batches=1)
     costs = slice_costs(place_costs(whole, halves, FOUR), halves, [profile] * 2, [2, 2], 2)
-    assert costs.forward == ((4.0,), (4.0,))  # two calls of two layers of 1 s each; the whole takes 3
+    assert costs.forward == (
+        (4.0,),
+        (4.0,),
+    )  # two calls of two layers of 1 s each; the whole takes 3
     assert whole.spread("forward", 2) == (3.0, 3.0)
-    assert costs.transfer == ((2 * FOUR.transfer_seconds(whole.spread("boundary_bytes", 1)[0] / 2, 0, 1),),)
+    assert costs.transfer == (
+        (2 * FOUR.transfer_seconds(whole.spread("boundary_bytes", 1)[0] / 2, 0, 1),),
+    )
 
 
 def test_a_schedule_of_more_ranks_than_the_cluster_is_refused():
@@ -226,7 +272,9 @@ def test_simulating_a_plan_gives_the_time_worked_out_by_hand():
 def test_a_plan_simulates_with_its_own_recompute():
     """Otherwise prediction and run would be of different things."""
     again = simulate_plan(replace(a_plan(), recompute="always"), PROFILE, FOUR)
-    assert again.makespan == pytest.approx(simulate_plan(a_plan(), PROFILE, FOUR).makespan + 7 + 7 + 3)
+    assert again.makespan == pytest.approx(
+        simulate_plan(a_plan(), PROFILE, FOUR).makespan + 7 + 7 + 3
+    )
 
 
 def test_an_asynchronous_plan_simulates_with_its_own_weight_rule():
@@ -234,7 +282,9 @@ def test_an_asynchronous_plan_simulates_with_its_own_weight_rule():
     made = schedule("pipedream", 2, 1)
     plan = replace(a_plan(), schedule_name="pipedream", programs=made.lines, micro_batches=1, batch=1, synchronous=False,
                    stream=made.stream, weights="stash")  # fmt: skip
-    stash, none = (simulate_plan(replace(plan, weights=name), PROFILE, FOUR) for name in ("stash", "none"))
+    stash, none = (
+        simulate_plan(replace(plan, weights=name), PROFILE, FOUR) for name in ("stash", "none")
+    )
     assert len([event for event in stash.compute if event.op.kind is Kind.U]) == 2 * made.batches
     assert stash.peak_memory[0] - none.peak_memory[0] == 300
     found = steady(plan.schedule, costs_of_plan(plan, PROFILE, FOUR))
@@ -243,7 +293,9 @@ def test_an_asynchronous_plan_simulates_with_its_own_weight_rule():
 
 def test_a_plan_is_refused_with_another_model_s_profile():
     """The layers would be others, and the numbers nonsense."""
-    with pytest.raises(PlanError, match="plan is for a chain with fingerprint f, the profile is of g"):
+    with pytest.raises(
+        PlanError, match="plan is for a chain with fingerprint f, the profile is of g"
+    ):
         simulate_plan(a_plan(), replace(PROFILE, fingerprint="g"), FOUR)
     with pytest.raises(PlanError, match="runs on 2 ranks, cluster local:1 has 1"):
         simulate_plan(a_plan(), PROFILE, cluster("local:1"))

@@ -23,7 +23,15 @@ from penstock.weights.catalogue import weight_rule
 
 #: A micro-batch keeps 10 bytes, 4 of them with selective recompute; of the other 6 at most 5 come back at once.
 COSTS = Costs(
-    forward=4, backward=8, input_grad=5, weight_grad=3, again=1, activation_bytes=10, input_bytes=2, kept_bytes=4, again_bytes=5
+    forward=4,
+    backward=8,
+    input_grad=5,
+    weight_grad=3,
+    again=1,
+    activation_bytes=10,
+    input_bytes=2,
+    kept_bytes=4,
+    again_bytes=5,
 )
 
 
@@ -49,7 +57,9 @@ def test_without_words_for_it_all_runs_again():
     """Costs that know nothing of layers."""
     costs = Costs(forward=4, backward=8, activation_bytes=10, input_bytes=2)
     made = schedule("1f1b", 3, 5)
-    some, every = (simulate_schedule(made, costs, recompute=recompute) for recompute in ("selective", "always"))
+    some, every = (
+        simulate_schedule(made, costs, recompute=recompute) for recompute in ("selective", "always")
+    )
     assert (some.makespan, some.peak_memory) == (every.makespan, every.peak_memory)
     assert (
         simulate_schedule(made, COSTS, recompute="always").makespan
@@ -73,7 +83,9 @@ def test_what_runs_again_is_given_by_stage_and_micro_batch_and_shared_among_slic
 def test_many_vectors_are_simulated_as_one():
     """Planners' fast way."""
     made = schedule("zb-h1", 3, 4)
-    vectors = [replace(COSTS, again=again, kept_bytes=kept) for again, kept in ((0, 1), (1, 4), (3.5, 9))]
+    vectors = [
+        replace(COSTS, again=again, kept_bytes=kept) for again, kept in ((0, 1), (1, 4), (3.5, 9))
+    ]
     found = simulate_many(made, vectors, recompute="selective")
     each = [simulate_schedule(made, costs, recompute="selective") for costs in vectors]
     assert found.makespan.tolist() == pytest.approx([one.makespan for one in each])
@@ -83,7 +95,17 @@ def test_many_vectors_are_simulated_as_one():
 def profile_of(rows: list[tuple[float, float, float]], given: float = 7.0) -> Profile:
     """Layers of (saved, entry, output) bytes; layer i takes i + 1 seconds forward."""
     layers = tuple(
-        LayerProfile(f"l{i}", "L", *(timing(0.0, part * (i + 1)) for part in (1, 2, 1, 1)), 1, 4, 0, saved, output, entry)
+        LayerProfile(
+            f"l{i}",
+            "L",
+            *(timing(0.0, part * (i + 1)) for part in (1, 2, 1, 1)),
+            1,
+            4,
+            0,
+            saved,
+            output,
+            entry,
+        )
         for i, (saved, entry, output) in enumerate(rows)
     )
     return Profile(layers, "abc", given, 16)
@@ -95,7 +117,9 @@ def test_what_a_stage_keeps_is_added_up_layer_by_layer():
     assert sizes.held(0, 4, Selection()) == (1 + 10 + 20 + 30 + 40, 0)
     assert sizes.held(1, 4, Selection()) == (2 + 20 + 30 + 40, 0)
     assert sizes.held(0, 4, Selection((0,))) == (7 + 2 + 20 + 30 + 40, 1 + 10 - 7)
-    assert sizes.held(0, 4, Selection((1, 2))) == (1 + 10 + 100 + 4 + 40, 0), "what comes back is less than the input"
+    assert sizes.held(0, 4, Selection((1, 2))) == (1 + 10 + 100 + 4 + 40, 0), (
+        "what comes back is less than the input"
+    )
     assert sizes.held(0, 4, Selection((0, 1, 2, 3), (2,))) == (7 + 200, 1 + 10 + 20 - 7)
     assert sizes.held(0, 4, Selection((0, 1, 2, 3))) == (7, 1 + 100 - 7)
 
@@ -109,12 +133,24 @@ def test_all_layers_of_a_stage_together_are_as_always(data, name, micro_batches)
     rows = data.draw(st.lists(st.tuples(small, small, small), min_size=stages, max_size=6))
     rows = [(saved, max(entry, 10.0), output) for saved, entry, output in rows]
     profile, lengths = profile_of(rows), data.draw(cuts(len(rows), stages))
-    made = schedule(name, stages, 2 * micro_batches, **({"chunks": 2} if name == "interleaved" else {}))
-    on = Cluster("c", (Device("d", 10**9),) * made.ranks, made.ranks, Link(0.0, 1e12), Link(0.0, 1e12))
+    made = schedule(
+        name, stages, 2 * micro_batches, **({"chunks": 2} if name == "interleaved" else {})
+    )
+    on = Cluster(
+        "c", (Device("d", 10**9),) * made.ranks, made.ranks, Link(0.0, 1e12), Link(0.0, 1e12)
+    )
     costs = schedule_costs(made, [profile] * made.ranks, lengths, on, 16, weight_rule("flush"))
-    for selection, recompute in ((Selection(tuple(range(len(rows)))), "always"), (Selection(), "never")):
-        own = with_selection(costs, made, [profile] * made.ranks, lengths, 16 / made.micro_batches, selection)
-        some, other = simulate_schedule(made, own, recompute="selective"), simulate_schedule(made, costs, recompute=recompute)
+    for selection, recompute in (
+        (Selection(tuple(range(len(rows)))), "always"),
+        (Selection(), "never"),
+    ):
+        own = with_selection(
+            costs, made, [profile] * made.ranks, lengths, 16 / made.micro_batches, selection
+        )
+        some, other = (
+            simulate_schedule(made, own, recompute="selective"),
+            simulate_schedule(made, costs, recompute=recompute),
+        )
         assert some.makespan == pytest.approx(other.makespan)
         assert some.peak_memory == other.peak_memory
 

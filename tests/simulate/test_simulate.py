@@ -26,7 +26,12 @@ def reference(programs, seconds, hop, overlap):
     until nobody can go on. `seconds(letter, stage, m)`; `hop(stage below the boundary, up?)`.
     """
     rows = [[(str(op.kind), op.stage, op.micro_batch) for op in program] for program in programs]
-    home = {(stage, m): rank for rank, row in enumerate(rows) for letter, stage, m in row if letter == "F"}
+    home = {
+        (stage, m): rank
+        for rank, row in enumerate(rows)
+        for letter, stage, m in row
+        if letter == "F"
+    }
     top = max(stage for stage, _ in home)
     arrived, link_free, times = {}, {}, set()
     free, at = [0.0] * len(rows), [0] * len(rows)
@@ -88,10 +93,16 @@ def cases(draw, schedules):
     return made, costs
 
 
-FAMILIES = st.builds(schedule, st.sampled_from(["gpipe", "1f1b", "naive"]), st.integers(1, 5), st.integers(1, 8))
+FAMILIES = st.builds(
+    schedule, st.sampled_from(["gpipe", "1f1b", "naive"]), st.integers(1, 5), st.integers(1, 8)
+)
 
 
-@given(cases(st.one_of(custom_schedules(), FAMILIES)), st.booleans(), st.sampled_from(["never", "except_last", "always"]))
+@given(
+    cases(st.one_of(custom_schedules(), FAMILIES)),
+    st.booleans(),
+    st.sampled_from(["never", "except_last", "always"]),
+)
 @settings(deadline=None, max_examples=300)
 def test_every_start_and_end_agrees_with_the_reference(case, overlap, recompute):
     """Two simulators by two roads: a longest path over a graph, and ranks that step until they are done."""
@@ -100,17 +111,23 @@ def test_every_start_and_end_agrees_with_the_reference(case, overlap, recompute)
 
     def seconds(letter, stage, m):
         again = recompute == "always" or (recompute == "except_last" and m < made.micro_batches - 1)
-        return getattr(costs, names[letter])[stage] + (costs.forward[stage] if again and letter in "BI" else 0)
+        return getattr(costs, names[letter])[stage] + (
+            costs.forward[stage] if again and letter in "BI" else 0
+        )
 
     def hop(boundary, up):
         return (costs.transfer if up else costs.transfer_back)[boundary]
 
     line = simulate_schedule(made, costs, overlap=overlap, recompute=recompute)
-    got = {(event.rank, str(event.op), event.start, event.end, event.to_rank) for event in line.events}
+    got = {
+        (event.rank, str(event.op), event.start, event.end, event.to_rank) for event in line.events
+    }
     assert len(got) == len(line.events)
     assert got == reference(made.programs, seconds, hop, overlap)
     assert line.peak_in_flight == verify(made).peak_in_flight
-    assert [[e.op for e in line.compute if e.rank == rank] for rank in range(made.ranks)] == list(map(list, made.programs))
+    assert [[e.op for e in line.compute if e.rank == rank] for rank in range(made.ranks)] == list(
+        map(list, made.programs)
+    )
 
 
 @given(cases(custom_schedules()), st.integers(0, 4))
@@ -120,7 +137,11 @@ def test_waiting_for_sends_never_makes_a_step_shorter(case, slower):
     made, costs = case
     makespan = simulate_schedule(made, costs).makespan
     assert simulate_schedule(made, costs, overlap=False).makespan >= makespan
-    delayed = replace(costs, forward=[f + slower for f in costs.forward], transfer=[t + slower for t in costs.transfer])
+    delayed = replace(
+        costs,
+        forward=[f + slower for f in costs.forward],
+        transfer=[t + slower for t in costs.transfer],
+    )
     assert simulate_schedule(made, delayed).makespan >= makespan
 
 
@@ -213,7 +234,10 @@ def test_a_schedule_that_lacks_an_op_is_refused():
 
 def test_an_unknown_recompute_is_refused():
     """The three words are torchgpipe's."""
-    with pytest.raises(SettingError, match="recompute is one of never, except_last, always, selective, not 'sometimes'"):
+    with pytest.raises(
+        SettingError,
+        match="recompute is one of never, except_last, always, selective, not 'sometimes'",
+    ):
         simulate_schedule(schedule("gpipe", 2, 2), Costs(), recompute="sometimes")
 
 
@@ -225,7 +249,9 @@ def test_one_stage_has_no_boundaries():
 
 def test_a_rank_without_ops_stands_idle_all_the_time():
     """It counts in the bubble: it was paid for."""
-    line = simulate_schedule(Schedule.parse("rank 0 | 0F0 0B0 0U1\nrank 1 |"), Costs(activation_bytes=1, weight_bytes=8))
+    line = simulate_schedule(
+        Schedule.parse("rank 0 | 0F0 0B0 0U1\nrank 1 |"), Costs(activation_bytes=1, weight_bytes=8)
+    )
     assert line.busy == (3.0, 0.0)
     assert line.bubble_ratio == 0.5
     assert line.peak_memory == (9, 0)
@@ -234,10 +260,17 @@ def test_a_rank_without_ops_stands_idle_all_the_time():
 def test_a_schedule_without_ops_takes_no_time():
     """Empty in, empty out."""
     line = simulate_schedule(Schedule(()), Costs())
-    assert (line.events, line.makespan, line.bubble_ratio, line.peak_in_flight) == ((), 0.0, 0.0, ())
+    assert (line.events, line.makespan, line.bubble_ratio, line.peak_in_flight) == (
+        (),
+        0.0,
+        0.0,
+        (),
+    )
 
 
 def test_a_huge_micro_batch_number_costs_what_its_ops_cost():
     """Simulation walks ops, not numbers up to the largest."""
-    line = simulate_schedule(Schedule.parse("0F999999999999 0B999999999999 0U1"), Costs(), recompute="except_last")
+    line = simulate_schedule(
+        Schedule.parse("0F999999999999 0B999999999999 0U1"), Costs(), recompute="except_last"
+    )
     assert line.makespan == 3

@@ -15,7 +15,9 @@ from penstock.simulate.steady import steady
 STREAMS = [name for name, facts in schedules().items() if not facts.synchronous]
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (2, 1), (4, 1), (3, 2), (4, 8), (8, 3)])
+@pytest.mark.parametrize(
+    ("stages", "micro_batches"), [(1, 1), (2, 1), (4, 1), (3, 2), (4, 8), (8, 3)]
+)
 def test_equal_stages_on_free_links_take_their_own_work_and_an_update(stages, micro_batches):
     """m (f + b) + u: the bubble is gone, which is what it is all for."""
     made = schedule("pipedream", stages, micro_batches)
@@ -26,7 +28,9 @@ def test_equal_stages_on_free_links_take_their_own_work_and_an_update(stages, mi
 
 def test_the_slowest_stage_is_the_pace():
     """Stage 1 works 2 + 3 seconds for each of 2 micro-batches, and 1 to update; the others wait for it."""
-    found = steady(schedule("pipedream", 3, 2), Costs(forward=[1, 2, 1], backward=[2, 3, 2], update=[0, 1, 0]))
+    found = steady(
+        schedule("pipedream", 3, 2), Costs(forward=[1, 2, 1], backward=[2, 3, 2], update=[0, 1, 0])
+    )
     assert found.seconds_per_batch == 11
     assert found.bubble_ratio == pytest.approx(1 - (6 + 11 + 6) / 33)
 
@@ -48,14 +52,21 @@ def test_recompute_and_sends_that_stop_the_rank_count():
     """As they do for a single batch."""
     made = schedule("pipedream", 2, 1)
     assert steady(made, Costs(forward=1, backward=2), "always").seconds_per_batch == 4
-    assert steady(made, Costs(forward=1, backward=2, transfer=0.5), overlap=False).seconds_per_batch > 3.5 - 1e-9
+    assert (
+        steady(made, Costs(forward=1, backward=2, transfer=0.5), overlap=False).seconds_per_batch
+        > 3.5 - 1e-9
+    )
 
 
 def test_a_synchronous_schedule_takes_its_makespan():
     """From flush to flush, so that both kinds can be held against each other."""
     made, costs = schedule("1f1b", 4, 8), Costs(forward=1, backward=2)
     found, timeline = steady(made, costs), simulate_schedule(made, costs)
-    assert (found.seconds_per_batch, found.bubble_ratio, found.batches) == (33, timeline.bubble_ratio, 1)
+    assert (found.seconds_per_batch, found.bubble_ratio, found.batches) == (
+        33,
+        timeline.bubble_ratio,
+        1,
+    )
     assert found.timeline.events == timeline.events
 
 
@@ -68,11 +79,16 @@ def test_two_virtual_workers_do_two_batches_at_once():
 
 def test_the_timeline_has_whole_batches_and_nothing_else():
     """What bounds the pace is read off it: work and messages of as many batches as were counted."""
-    found = steady(schedule("pipedream", 4, 2), Costs(forward=1, backward=2, transfer=0.5, update=0.25))
+    found = steady(
+        schedule("pipedream", 4, 2), Costs(forward=1, backward=2, transfer=0.5, update=0.25)
+    )
     ops = [event.op for event in found.timeline.compute]
     for stage in range(4):
         for kind, per_batch in ((Kind.F, 2), (Kind.B, 2), (Kind.U, 1)):
-            assert sum(op.kind is kind and op.stage == stage for op in ops) == per_batch * found.batches
+            assert (
+                sum(op.kind is kind and op.stage == stage for op in ops)
+                == per_batch * found.batches
+            )
     sent = [event for event in found.timeline.events if event.to_rank is not None]
     assert len(sent) == 2 * 3 * 2 * found.batches
     assert min(event.start for event in found.timeline.events) == 0
@@ -88,7 +104,12 @@ def test_it_is_what_a_long_stream_takes(data, name, stages, micro_batches):
         return
     seconds = st.lists(st.integers(1, 8), min_size=stages, max_size=stages)
     hops = st.lists(st.integers(0, 6), min_size=stages - 1, max_size=stages - 1)
-    costs = Costs(forward=data.draw(seconds), backward=data.draw(seconds), update=data.draw(seconds), transfer=data.draw(hops))
+    costs = Costs(
+        forward=data.draw(seconds),
+        backward=data.draw(seconds),
+        update=data.draw(seconds),
+        transfer=data.draw(hops),
+    )
     found = steady(made, costs)
     first, last = 60, 60 + 2 * 3 * 4 * 5 * 7
     ends = {}
@@ -101,7 +122,9 @@ def test_it_is_what_a_long_stream_takes(data, name, stages, micro_batches):
 
 def test_stages_that_are_nearly_equal_are_held_to_the_slowest():
     """It would take thousands of batches until the last queue is full."""
-    found = steady(schedule("pipedream", 8, 1), Costs(forward=[1, 1, 1, 1, 1, 1, 1, 1.0001], backward=2))
+    found = steady(
+        schedule("pipedream", 8, 1), Costs(forward=[1, 1, 1, 1, 1, 1, 1, 1.0001], backward=2)
+    )
     assert found.seconds_per_batch == pytest.approx(3.0001, rel=1e-9)
 
 
@@ -110,15 +133,21 @@ def test_costs_of_given_micro_batches_are_taken_as_far_as_they_go():
     made = schedule("pipedream", 2, 1, batches=24)
     found = steady(made, Costs(forward=[[1, 2] * 12, [1] * 24], backward=2))
     assert found.seconds_per_batch == pytest.approx(3.5)
-    short = steady(schedule("pipedream", 2, 1, batches=6), Costs(forward=[[1] * 6, [1] * 6], backward=2))
+    short = steady(
+        schedule("pipedream", 2, 1, batches=6), Costs(forward=[[1] * 6, [1] * 6], backward=2)
+    )
     assert 3 <= short.seconds_per_batch <= 4
 
 
 def test_a_stream_that_does_not_repeat_itself_has_no_steady_state():
     """The message says what to give instead."""
     made = schedule("pipedream", 2, 1)
-    short = Schedule(prolonged(made, 1).programs, "short", synchronous=False, stream=prolonged(made, 1).stream)
-    with pytest.raises(ScheduleError, match="short does not repeat itself from batch to batch within its 1 batches"):
+    short = Schedule(
+        prolonged(made, 1).programs, "short", synchronous=False, stream=prolonged(made, 1).stream
+    )
+    with pytest.raises(
+        ScheduleError, match="short does not repeat itself from batch to batch within its 1 batches"
+    ):
         steady(short, Costs())
 
 

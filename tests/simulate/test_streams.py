@@ -29,22 +29,29 @@ SECONDS = st.integers(0, 12).map(lambda quarters: quarters / 4)
 def test_the_arrays_and_the_graph_agree_on_every_start_and_end(made, data):
     """Two forms of one rule: who waits for whose U is decided in one place, and read by both."""
     seconds = {
-        kind: data.draw(st.lists(SECONDS, min_size=made.stages, max_size=made.stages)) for kind in ("F", "B", "I", "W", "U")
+        kind: data.draw(st.lists(SECONDS, min_size=made.stages, max_size=made.stages))
+        for kind in ("F", "B", "I", "W", "U")
     }
     costs = Costs(forward=seconds["F"], backward=seconds["B"], input_grad=seconds["I"], weight_grad=seconds["W"], update=seconds["U"],
                   transfer=0.5)  # fmt: skip
     line = simulate_schedule(made, costs)
     rows = build(made).events(lambda _, op: seconds[op.kind.value][op.stage], lambda *_: 0.5)
-    assert {event[:4] for event in line.events if event.to_rank is None} == {row[:4] for row in rows if row[5] is None}
+    assert {event[:4] for event in line.events if event.to_rank is None} == {
+        row[:4] for row in rows if row[5] is None
+    }
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "size"), [("pipedream", 2, 1), ("pipedream", 4, 1), ("2bw", 4, 4), ("xpipe", 4, 2), ("wpipe", 8, 6)]
+    ("name", "stages", "size"),
+    [("pipedream", 2, 1), ("pipedream", 4, 1), ("2bw", 4, 4), ("xpipe", 4, 2), ("wpipe", 8, 6)],
 )
 def test_a_stream_gains_the_whole_bubble_of_1f1b(name, stages, size):
     """(m + p - 1) / m: what judges the runtime's measurements, at small m most of all."""
     made = schedule(name, stages, size, batches=40)
-    ranks, costs = made.ranks, Costs(forward=1 / (stages // made.ranks), backward=2 / (stages // made.ranks))
+    ranks, costs = (
+        made.ranks,
+        Costs(forward=1 / (stages // made.ranks), backward=2 / (stages // made.ranks)),
+    )
     ends = [
         event.end
         for event in simulate(made, costs).compute
@@ -56,16 +63,27 @@ def test_a_stream_gains_the_whole_bubble_of_1f1b(name, stages, size):
 
 def waves(length, distance, text):
     """Two copies of one stage, one micro-batch per batch; the second is three times as slow."""
-    made = replace(Schedule.parse(text), synchronous=False, stream=Stream(6, "hetpipe", waves=Waves(length, distance)))
-    line = simulate_schedule(made, Costs(forward=lambda _, m: 1.0 + 2 * (m % 2), backward=0, update=0.5))
-    return [[event.start for event in line.compute if event.op.kind is Kind.U and event.rank == rank] for rank in range(2)]
+    made = replace(
+        Schedule.parse(text),
+        synchronous=False,
+        stream=Stream(6, "hetpipe", waves=Waves(length, distance)),
+    )
+    line = simulate_schedule(
+        made, Costs(forward=lambda _, m: 1.0 + 2 * (m % 2), backward=0, update=0.5)
+    )
+    return [
+        [event.start for event in line.compute if event.op.kind is Kind.U and event.rank == rank]
+        for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize(("length", "distance", "fast", "slow"), [
     (1, 0, [3, 6.5, 10], [3, 6.5, 10]), (1, 1, [1, 3.5, 7], [3, 6.5, 10]), (1, 2, [1, 2.5, 4], [3, 6.5, 10]),
     (3, 0, [1, 2.5, 10], [3, 6.5, 10]), (2, 0, [1, 6.5, 8], [3, 6.5, 10]), (2, 1, [1, 2.5, 4], [3, 6.5, 10]),
 ])  # fmt: skip
-def test_a_fast_copy_runs_ahead_of_a_slow_one_by_as_many_waves_as_it_may(length, distance, fast, slow):
+def test_a_fast_copy_runs_ahead_of_a_slow_one_by_as_many_waves_as_it_may(
+    length, distance, fast, slow
+):
     """By hand: batches of 1.5 and 3.5 s. With D = 0 the fast one waits for the slow one's same wave, else for the end of an earlier."""
     rows = "0F0 0B0 0U1 0F2 0B2 0U2 0F4 0B4 0U3\n0F1 0B1 0U1 0F3 0B3 0U2 0F5 0B5 0U3"
     assert waves(length, distance, rows) == [fast, slow]
@@ -74,8 +92,12 @@ def test_a_fast_copy_runs_ahead_of_a_slow_one_by_as_many_waves_as_it_may(length,
 def test_copies_that_wait_in_a_circle_are_found():
     """A wave's end before the gradients that the other's needs: nobody starts, and that is said."""
     rows = "0F0 1F0 1B0 0B0 0U1 1U1\n0F1 1F1 1B1 0B1 1U1 0U1"
-    made = replace(Schedule.parse(rows), synchronous=False, stream=Stream(2, "hetpipe", waves=Waves(1)))
-    with pytest.raises(ScheduleError, match="custom cannot finish: it stands with rank 0 at 0U1, rank 1 at 1U1"):
+    made = replace(
+        Schedule.parse(rows), synchronous=False, stream=Stream(2, "hetpipe", waves=Waves(1))
+    )
+    with pytest.raises(
+        ScheduleError, match="custom cannot finish: it stands with rank 0 at 0U1, rank 1 at 1U1"
+    ):
         structure(made)
     assert structure(replace(made, stream=Stream(2, "hetpipe", waves=Waves(1, 1)))).ranks == 2
 

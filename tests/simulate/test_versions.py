@@ -11,7 +11,9 @@ from penstock.simulate.simulate import peak_memory, simulate_schedule
 from penstock.simulate.versions import versions_held, with_versions
 from penstock.weights.catalogue import weight_rule
 
-BYTES = Costs(forward=1, weight_bytes=100, gradient_bytes=25, optimizer_bytes=25, activation_bytes=1)
+BYTES = Costs(
+    forward=1, weight_bytes=100, gradient_bytes=25, optimizer_bytes=25, activation_bytes=1
+)
 
 
 def test_every_version_that_stash_keeps_is_counted():
@@ -35,7 +37,9 @@ def test_versions_that_are_given_are_believed():
     assert simulate_schedule(schedule("pipedream", 3, 1), costs).peak_memory == (200, 200, 200)
 
 
-@pytest.mark.parametrize(("rule", "held"), [("none", (1, 1, 1)), ("vertical-sync", (3, 3, 3)), ("pipemare", (3, 3, 3))])
+@pytest.mark.parametrize(
+    ("rule", "held"), [("none", (1, 1, 1)), ("vertical-sync", (3, 3, 3)), ("pipemare", (3, 3, 3))]
+)
 def test_another_rule_keeps_others(rule, held):
     """Vertical sync p on every stage; PipeMare one, its corrections and a working copy."""
     made = schedule("pipedream", 3, 1)
@@ -52,7 +56,9 @@ def test_a_stretch_that_is_too_short_to_be_full_is_held_for_the_whole_stream():
 def test_copies_of_the_weights_that_take_turns_have_an_optimizer_state_each():
     """AvgPipe with 2: two versions, the reference and its sum, and twice the optimizer's 25 bytes."""
     made = schedule("avgpipe", 2, 4)
-    assert peak_memory(made, BYTES)[0] - 25 - 2 * 25 - 4 * 50 == max(simulate_schedule(made, BYTES).peak_on_rank)
+    assert peak_memory(made, BYTES)[0] - 25 - 2 * 25 - 4 * 50 == max(
+        simulate_schedule(made, BYTES).peak_on_rank
+    )
 
 
 def test_many_costs_at_once_count_the_same():

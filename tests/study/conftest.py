@@ -16,11 +16,37 @@ BATCHES = 40
 def run():
     """Make one run: its test accuracy, or why it was given up, or the losses themselves."""
 
-    def make(rule="stash", *, stages=2, seed=0, accuracy=0.9, given_up=None, losses=None, optimizer="sgd", task="digits"):
-        case = Case(task, rule, "1f1b" if rule == "flush" else "pipedream", stages, 1, optimizer, 0.01, BATCHES, seed)
+    def make(
+        rule="stash",
+        *,
+        stages=2,
+        seed=0,
+        accuracy=0.9,
+        given_up=None,
+        losses=None,
+        optimizer="sgd",
+        task="digits",
+    ):
+        case = Case(
+            task,
+            rule,
+            "1f1b" if rule == "flush" else "pipedream",
+            stages,
+            1,
+            optimizer,
+            0.01,
+            BATCHES,
+            seed,
+        )
         falling = tuple(2.3 * 0.95**i for i in range(BATCHES))
         tested = (None, None) if given_up else (1 - accuracy, accuracy)
-        return Record(case, losses if losses is not None else falling[: 10 if given_up else None], *tested, given_up, 1.0)
+        return Record(
+            case,
+            losses if losses is not None else falling[: 10 if given_up else None],
+            *tested,
+            given_up,
+            1.0,
+        )
 
     return make
 
@@ -30,7 +56,10 @@ def runs(run):
     """One run for each accuracy, with seeds from 0."""
 
     def make(rule, accuracies, **more):
-        return [run(rule, seed=seed, accuracy=accuracy, **more) for seed, accuracy in enumerate(accuracies)]
+        return [
+            run(rule, seed=seed, accuracy=accuracy, **more)
+            for seed, accuracy in enumerate(accuracies)
+        ]
 
     return make
 
@@ -48,9 +77,14 @@ def results(runs, run):
         *(run("none", stages=4, seed=seed, accuracy=0.95) for seed in (1, 2)),
     ]
     paces = {}
-    fastest = {record.case.group: record.case.group._replace(rule="flush", micro_batches=2) for record in records}
+    fastest = {
+        record.case.group: record.case.group._replace(rule="flush", micro_batches=2)
+        for record in records
+    }
     for group in [*fastest, *fastest.values()]:
         flush = group.rule == "flush"
-        paces[group] = Pace("1f1b" if flush else "pipedream", group.stages, (1, 0), (2, 1), 0.2 if flush else 0.1)
+        paces[group] = Pace(
+            "1f1b" if flush else "pipedream", group.stages, (1, 0), (2, 1), 0.2 if flush else 0.1
+        )
     question = Question(tasks=("digits",), rules=("stash", "none"), depths=(2, 4))
     return Results(question, tuple(records), paces, fastest, (), (), {"device": "made up"})

@@ -52,10 +52,14 @@ def test_a_case_that_fails_is_named_and_the_others_run(learning, run, tmp_path):
     assert [record.case.seed for record in notebook.of(cases)] == [1]
 
 
-def test_cases_compute_with_one_thread_and_give_the_others_back(learning, run, tmp_path, monkeypatch):
+def test_cases_compute_with_one_thread_and_give_the_others_back(
+    learning, run, tmp_path, monkeypatch
+):
     """Sums depend on the number of threads: a study must not depend on --jobs."""
     seen = []
-    monkeypatch.setattr(room, "learn", lambda case: seen.append(torch.get_num_threads()) or run(seed=case.seed))
+    monkeypatch.setattr(
+        room, "learn", lambda case: seen.append(torch.get_num_threads()) or run(seed=case.seed)
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -68,7 +72,9 @@ def test_cases_compute_with_one_thread_and_give_the_others_back(learning, run, t
 
 def test_cases_in_processes_come_out_as_they_do_here(tmp_path):
     """What a study finds must not depend on --jobs."""
-    cases, _ = Question(tasks=("digits",), rules=("stash",), depths=(2,), seeds=1, most_batches=3).cases()
+    cases, _ = Question(
+        tasks=("digits",), rules=("stash",), depths=(2,), seeds=1, most_batches=3
+    ).cases()
     found = []
     for jobs in (1, 2):
         notebook = Notebook(tmp_path / str(jobs))

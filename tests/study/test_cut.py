@@ -15,7 +15,9 @@ from penstock.training.task import make_task
 
 def test_a_layer_weighs_its_multiply_adds_and_the_numbers_in_and_out():
     """By hand: a convolution of 3 x 3 x 1 x 4 at 64 pixels, and a linear map of 256 to 10."""
-    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Flatten(), nn.Linear(256, 10)).to("meta")
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Flatten(), nn.Linear(256, 10)).to(
+        "meta"
+    )
     found = weights(chain(model), torch.zeros(5, 1, 8, 8))
     assert found == [36 * 64 + 20 * (64 + 256), 20 * 512, 2560 + 20 * 266]
 
@@ -23,7 +25,10 @@ def test_a_layer_weighs_its_multiply_adds_and_the_numbers_in_and_out():
 def test_looking_up_a_vector_is_not_a_multiplication():
     """An embedding's table is large, and costs next to nothing."""
     model = nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 8)).to("meta")
-    assert weights(chain(model), torch.zeros(2, 5, dtype=torch.int64)) == [20 * 45, 64 * 5 + 20 * 80]
+    assert weights(chain(model), torch.zeros(2, 5, dtype=torch.int64)) == [
+        20 * 45,
+        64 * 5 + 20 * 80,
+    ]
 
 
 @pytest.mark.parametrize(("task", "stages", "lengths"), [

@@ -12,7 +12,9 @@ from penstock.study.question import Question
 @pytest.fixture
 def cases():
     """Flush and stash on digits at 2 stages, five batches."""
-    found, _ = Question(tasks=("digits",), rules=("stash",), depths=(2,), seeds=1, most_batches=5).cases()
+    found, _ = Question(
+        tasks=("digits",), rules=("stash",), depths=(2,), seeds=1, most_batches=5
+    ).cases()
     return {case.rule: case for case in found}
 
 

@@ -20,7 +20,9 @@ def profile_of(fixed: float, per_sample: float) -> Profile:
     def timing(times: float) -> Timing:
         return Timing((1, 32), (times * (fixed + per_sample), times * (fixed + 32 * per_sample)))
 
-    layer = LayerProfile("layer", "Linear", timing(1), timing(2), timing(1), timing(1), 10, 40, 0, 100.0, 50.0)
+    layer = LayerProfile(
+        "layer", "Linear", timing(1), timing(2), timing(1), timing(1), 10, 40, 0, 100.0, 50.0
+    )
     return Profile((layer,) * 4, "0123456789ab", 12.0, 32)
 
 

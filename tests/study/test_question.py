@@ -10,7 +10,9 @@ from penstock.study.question import Question
 
 def cases_of(**settings):
     """The cases of a small question on digits."""
-    found, refused = Question(**{"tasks": ("digits",), "depths": (4,), "seeds": 2, **settings}).cases()
+    found, refused = Question(
+        **{"tasks": ("digits",), "depths": (4,), "seeds": 2, **settings}
+    ).cases()
     assert refused == []
     return found
 
@@ -32,10 +34,14 @@ def test_cases_of_one_seed_come_together_and_differ_in_rule_alone():
 def test_micro_batches_are_as_few_as_each_rule_takes():
     """Gradients are oldest with one; double buffers need one for each stage."""
     found = {
-        case.rule: case.micro_batches for case in cases_of(rules=("stash", "double-buffer", "none")) if case.rule != "flush"
+        case.rule: case.micro_batches
+        for case in cases_of(rules=("stash", "double-buffer", "none"))
+        if case.rule != "flush"
     }
     assert found == {"stash": 1, "double-buffer": 4, "none": 1}
-    assert {case.micro_batches for case in cases_of(rules=("stash",), micro_batches="stages")} == {4}
+    assert {case.micro_batches for case in cases_of(rules=("stash",), micro_batches="stages")} == {
+        4
+    }
 
 
 def test_flush_is_run_with_the_micro_batches_of_every_rule():
@@ -46,7 +52,9 @@ def test_flush_is_run_with_the_micro_batches_of_every_rule():
 
 def test_flush_asked_for_alone_is_run_as_usual():
     """It has nothing to gain from fewer micro-batches than stages."""
-    assert [(case.rule, case.micro_batches) for case in cases_of(rules=("flush",), seeds=1)] == [("flush", 4)]
+    assert [(case.rule, case.micro_batches) for case in cases_of(rules=("flush",), seeds=1)] == [
+        ("flush", 4)
+    ]
 
 
 def test_epochs_may_be_fractions_and_all_batches_are_whole():
@@ -57,7 +65,9 @@ def test_epochs_may_be_fractions_and_all_batches_are_whole():
 
 def test_annealing_is_scaled_to_the_length_of_the_run():
     """PipeMare's learning rates would otherwise never come back, or at once."""
-    found = next(case for case in cases_of(rules=("pipemare",), epochs=1) if case.rule == "pipemare")
+    found = next(
+        case for case in cases_of(rules=("pipemare",), epochs=1) if case.rule == "pipemare"
+    )
     assert found.options == (("annealing", 11.0),)
 
 

@@ -35,7 +35,10 @@ def test_a_line_that_was_cut_off_is_dropped_and_written_over(run, tmp_path):
     assert len(Notebook(tmp_path).records) == 2
 
 
-@pytest.mark.parametrize("line", ["not json", "[1]", '{"record":{"case":{}}}', '{"other":{}}', '{"measured":{"task":5}}', "{}"])
+@pytest.mark.parametrize(
+    "line",
+    ["not json", "[1]", '{"record":{"case":{}}}', '{"other":{}}', '{"measured":{"task":5}}', "{}"],
+)
 def test_a_foreign_line_is_named(tmp_path, line):
     """Whoever edits the file is told where."""
     (tmp_path / "records.jsonl").write_text(line + "\n")

@@ -25,7 +25,9 @@ def test_a_row_has_what_was_run_what_came_of_it_and_the_verdict(results):
 
 def test_flush_comes_first_and_rules_in_the_order_asked_for(results):
     """The baseline is what the eye looks for."""
-    assert [row[0] for row in rows(results, "digits")] == ["flush"] * 2 + ["stash"] * 2 + ["none"] * 2
+    assert [row[0] for row in rows(results, "digits")] == ["flush"] * 2 + ["stash"] * 2 + [
+        "none"
+    ] * 2
 
 
 def test_tables_are_lined_up_on_terminals_and_in_markdown(results):
@@ -38,7 +40,10 @@ def test_tables_are_lined_up_on_terminals_and_in_markdown(results):
 def test_what_was_left_out_or_failed_or_is_missing_is_said(results):
     """Silence would read as 'no difference'."""
     gaps = replace(
-        results, refused=(Refused("digits", "wpipe", 2, "it needs 2 ranks"),), failed=(("a case", "no room"),), missing=3
+        results,
+        refused=(Refused("digits", "wpipe", 2, "it needs 2 ranks"),),
+        failed=(("a case", "no room"),),
+        missing=3,
     )
     said = text(gaps)
     assert "Left out: wpipe at 2 stages on digits: it needs 2 ranks" in said

@@ -31,12 +31,18 @@ def test_a_loss_is_named_with_both_means_and_the_difference(runs):
 
 def test_of_a_loss_less_is_better(runs):
     """Test loss is turned the other way round."""
-    flush, rule = runs("flush", FLUSH), runs("stash", (0.90, 0.91, 0.92))  # test losses 1 - accuracy
+    flush, rule = (
+        runs("flush", FLUSH),
+        runs("stash", (0.90, 0.91, 0.92)),
+    )  # test losses 1 - accuracy
     assert judge(flush, rule, LOSS).standing is Standing.LOSES
     assert judge(rule, flush, LOSS).standing is Standing.GAINS
 
 
-@pytest.mark.parametrize(("end", "what"), [(0.5, Fate.TRAINED), (2.29, Fate.STUCK), (2.32, Fate.STUCK), (2.5, Fate.DIVERGED)])
+@pytest.mark.parametrize(
+    ("end", "what"),
+    [(0.5, Fate.TRAINED), (2.29, Fate.STUCK), (2.32, Fate.STUCK), (2.5, Fate.DIVERGED)],
+)
 def test_a_run_that_ends_where_it_began_has_learned_nothing(run, end, what):
     """A dead network has a finite loss for ever; so has one that has run away."""
     assert fate(run(losses=(2.3, *[end] * 39)))[0] is what
@@ -44,12 +50,18 @@ def test_a_run_that_ends_where_it_began_has_learned_nothing(run, end, what):
 
 def test_a_run_that_was_given_up_diverged_and_says_where(run):
     """The batch is where to look."""
-    assert fate(run(given_up="loss no number at batch 57")) == (Fate.DIVERGED, "loss no number at batch 57")
+    assert fate(run(given_up="loss no number at batch 57")) == (
+        Fate.DIVERGED,
+        "loss no number at batch 57",
+    )
 
 
 def test_one_run_that_did_not_train_is_the_verdict_whatever_the_others_reach(runs, run):
     """A mean over the survivors would hide it."""
-    records = [*runs("none", (0.97, 0.97)), run("none", seed=2, given_up="loss no number at batch 57")]
+    records = [
+        *runs("none", (0.97, 0.97)),
+        run("none", seed=2, given_up="loss no number at batch 57"),
+    ]
     verdict = judge(runs("flush", FLUSH), records, ACCURACY)
     assert verdict.standing is Standing.FAILS
     assert verdict.words == "1 of 3 runs: seed 2 diverged, loss no number at batch 57"

@@ -96,7 +96,8 @@ def test_a_model_that_cannot_be_copied_is_refused_with_what_stands_in_the_way():
     model = nn.ModuleList([nn.Linear(4, 4)])
     model.cache = model[0].weight * 2
     with pytest.raises(
-        ChainError, match=r"ModuleList cannot be copied to be traced \(RuntimeError: Only Tensors created explicitly"
+        ChainError,
+        match=r"ModuleList cannot be copied to be traced \(RuntimeError: Only Tensors created explicitly",
     ):
         skeleton_of(model)
 
@@ -106,7 +107,9 @@ def test_tracing_leaves_the_model_and_the_random_numbers_as_they_were():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     drawn, apply = torch.get_rng_state(), torch.autograd.Function.__dict__["apply"]
-    capture(skeleton_of(model), Form.of(torch.randn(2, 4, generator=torch.Generator())), training=True)
+    capture(
+        skeleton_of(model), Form.of(torch.randn(2, 4, generator=torch.Generator())), training=True
+    )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), drawn)
     assert torch.autograd.Function.__dict__["apply"] is apply
@@ -119,7 +122,9 @@ def test_a_graph_is_right_only_for_the_shapes_for_which_the_model_does_the_same(
         def forward(self, x):
             return x + 1 if x.shape[1] % 2 else x - 1
 
-    domain = capture(skeleton_of(Parity()), Form.of(torch.zeros(3, 6, dtype=torch.long)), training=True).domain
+    domain = capture(
+        skeleton_of(Parity()), Form.of(torch.zeros(3, 6, dtype=torch.long)), training=True
+    ).domain
     shapes = {(3, 6): True, (5, 8): True, (3, 7): False, (1, 6): False, (3,): False}
     assert {shape: domain.has([torch.zeros(shape)]) for shape in shapes} == shapes
 

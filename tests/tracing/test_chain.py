@@ -33,7 +33,9 @@ def leaves(tree):
 
 @given(st.lists(TREES, min_size=1, max_size=4).filter(leaves))
 @settings(deadline=None, max_examples=60)
-def test_nested_sequentials_are_flattened_in_the_order_of_running_under_the_names_of_the_state_dict(tree):
+def test_nested_sequentials_are_flattened_in_the_order_of_running_under_the_names_of_the_state_dict(
+    tree,
+):
     """Checkpoints of the whole model and of the pipeline must have the same keys, and the layers one after another are the model."""
     whole = built(tree)
     traced = chain(whole)
@@ -58,7 +60,10 @@ def test_every_model_of_the_zoo_is_a_chain_that_accounts_for_all_its_tensors(nam
     """Bytes that no layer lists would be in nobody's plan."""
     made = model(name, device="meta")
     traced = chain(made)
-    listed = {*(p for layer in traced for p in layer.parameters), *(b for layer in traced for b in layer.buffers)}
+    listed = {
+        *(p for layer in traced for p in layer.parameters),
+        *(b for layer in traced for b in layer.buffers),
+    }
     assert listed == set(made.state_dict())
     assert traced.parameter_count == sum(parameter.numel() for parameter in made.parameters())
     assert traced.description.tied == {}
@@ -73,10 +78,20 @@ def test_a_layers_kind_modules_and_tensors_are_described():
     traced = chain(nn.Sequential(OrderedDict(body=block)))
     assert [layer.kind for layer in traced] == ["Linear", "BatchNorm1d"]
     assert traced[0].modules == ("body.0",)
-    assert traced[1].buffers == ("body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked")
-    assert traced.description.tensor("body.0.weight") == TensorFacts("body.0.weight", (3, 2), "float32", 24, trainable=True)
-    assert traced.description.tensor("body.0.bias") == TensorFacts("body.0.bias", (3,), "float32", 12, trainable=False)
-    assert traced.description.tensor("body.1.running_var") == TensorFacts("body.1.running_var", (3,), "float16", 6)
+    assert traced[1].buffers == (
+        "body.1.running_mean",
+        "body.1.running_var",
+        "body.1.num_batches_tracked",
+    )
+    assert traced.description.tensor("body.0.weight") == TensorFacts(
+        "body.0.weight", (3, 2), "float32", 24, trainable=True
+    )
+    assert traced.description.tensor("body.0.bias") == TensorFacts(
+        "body.0.bias", (3,), "float32", 12, trainable=False
+    )
+    assert traced.description.tensor("body.1.running_var") == TensorFacts(
+        "body.1.running_var", (3,), "float16", 6
+    )
     assert traced.description.tensor("body.1.num_batches_tracked").bytes == 8
     deep = chain([nn.TransformerEncoderLayer(4, 2, 8)])
     assert deep[0].name == "0"
@@ -99,11 +114,20 @@ def test_a_linear_used_twice_is_one_set_of_tensors_that_two_layers_use():
     shared = nn.Linear(3, 3)
     whole = nn.Sequential(shared, nn.ReLU(), shared)
     traced = chain(whole)
-    assert [layer.parameters for layer in traced] == [("0.weight", "0.bias"), (), ("0.weight", "0.bias")]
+    assert [layer.parameters for layer in traced] == [
+        ("0.weight", "0.bias"),
+        (),
+        ("0.weight", "0.bias"),
+    ]
     assert [tensor.name for tensor in traced.description.tensors] == ["0.weight", "0.bias"]
     assert traced.parameter_count == 12
     assert traced.description.tied == {"0.weight": (0, 2), "0.bias": (0, 2)}
-    assert traced.aliases == {"0.weight": "0.weight", "0.bias": "0.bias", "2.weight": "0.weight", "2.bias": "0.bias"}
+    assert traced.aliases == {
+        "0.weight": "0.weight",
+        "0.bias": "0.bias",
+        "2.weight": "0.weight",
+        "2.bias": "0.bias",
+    }
     assert set(traced.aliases) == set(whole.state_dict())
     assert traced.description.stage_bounds([2, 1]) == [(0, 2), (2, 3)]
 
@@ -186,7 +210,11 @@ def test_a_subclass_of_sequential_that_only_has_another_name_is_flattened():
 
 def test_a_list_of_modules_is_named_as_a_sequential_of_them():
     """`ps.chain([model.stem, *model.blocks])` must give names under which a checkpoint can be read anywhere."""
-    parts = [nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 3))), nn.Sequential()]
+    parts = [
+        nn.Linear(2, 2),
+        nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 3))),
+        nn.Sequential(),
+    ]
     traced = chain(parts)
     assert [layer.name for layer in traced] == ["0", "1.0", "1.1.0"]
     assert list(traced.aliases) == list(nn.Sequential(*parts).state_dict())
@@ -222,7 +250,9 @@ def test_the_fingerprint_depends_on_names_kinds_and_shapes_and_not_on_values():
 
     def of(width=4, name="a", kind=nn.ReLU, dtype=torch.float32, device="cpu"):
         with torch.device(device):
-            return chain(nn.Sequential(OrderedDict({name: nn.Linear(4, width, dtype=dtype), "b": kind()}))).fingerprint
+            return chain(
+                nn.Sequential(OrderedDict({name: nn.Linear(4, width, dtype=dtype), "b": kind()}))
+            ).fingerprint
 
     first = of()
     assert first == of() == of(device="meta")
@@ -236,11 +266,18 @@ def test_the_fingerprint_depends_on_names_kinds_and_shapes_and_not_on_values():
 def test_the_fingerprint_tells_tied_weights_from_equal_ones():
     """The same shapes, but another model: one of the two cannot be cut everywhere."""
     shared = nn.Linear(2, 2)
-    assert chain([shared, shared]).fingerprint != chain([nn.Linear(2, 2), nn.Linear(2, 2)]).fingerprint
+    assert (
+        chain([shared, shared]).fingerprint != chain([nn.Linear(2, 2), nn.Linear(2, 2)]).fingerprint
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet18", "mlp"])
 def test_meta_and_real_builds_of_a_model_have_one_fingerprint(name):
     """Plans are made from meta models and carried out on real ones."""
-    options = {"gpt": {"layers": 1, "width": 8, "heads": 2}, "resnet18": {"image": 32}}.get(name, {})
-    assert chain(model(name, device="meta", **options)).fingerprint == chain(model(name, **options)).fingerprint
+    options = {"gpt": {"layers": 1, "width": 8, "heads": 2}, "resnet18": {"image": 32}}.get(
+        name, {}
+    )
+    assert (
+        chain(model(name, device="meta", **options)).fingerprint
+        == chain(model(name, **options)).fingerprint
+    )

@@ -23,13 +23,17 @@ def tilted(samples: int, *shape: int) -> torch.Tensor:
     """Numbers whose channels differ in scale and whose samples differ in mean, far from zero: squares summed would lose them."""
     x = torch.randn(samples, 3, *shape)
     scale = torch.tensor([1.0, 10.0, 100.0]).view(3, *[1] * len(shape))
-    return x * scale + 1000 * torch.arange(samples, dtype=torch.float32).view(-1, 1, *[1] * len(shape))
+    return x * scale + 1000 * torch.arange(samples, dtype=torch.float32).view(
+        -1, 1, *[1] * len(shape)
+    )
 
 
 def assert_same_statistics(found: nn.Module, expected: nn.Module, rtol: float = 1e-5) -> None:
     """Means, variances and counts."""
     for name in STATISTICS:
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=rtol, atol=1e-5)
+        torch.testing.assert_close(
+            getattr(found, name), getattr(expected, name), rtol=rtol, atol=1e-5
+        )
 
 
 @settings(deadline=None, max_examples=40)
@@ -37,9 +41,18 @@ def assert_same_statistics(found: nn.Module, expected: nn.Module, rtol: float = 
     sizes=st.lists(st.integers(2, 5), min_size=1, max_size=5),
     batches=st.integers(1, 3),
     momentum=st.sampled_from([0.1, 1.0, None]),
-    kind=st.sampled_from([(nn.BatchNorm1d, (5,)), (nn.BatchNorm1d, ()), (nn.BatchNorm2d, (2, 3)), (nn.BatchNorm3d, (2, 1, 2))]),
+    kind=st.sampled_from(
+        [
+            (nn.BatchNorm1d, (5,)),
+            (nn.BatchNorm1d, ()),
+            (nn.BatchNorm2d, (2, 3)),
+            (nn.BatchNorm3d, (2, 1, 2)),
+        ]
+    ),
 )
-def test_running_statistics_are_those_of_plain_batch_norm_on_whole_batches(sizes, batches, momentum, kind):
+def test_running_statistics_are_those_of_plain_batch_norm_on_whole_batches(
+    sizes, batches, momentum, kind
+):
     """However uneven the micro-batches, for every momentum and kind of layer."""
     plain = kind[0](3, momentum=momentum)
     deferred = convert(copy.deepcopy(plain), len(sizes))
@@ -62,7 +75,9 @@ def test_outputs_and_gradients_are_those_of_plain_batch_norm_on_micro_batches():
         one.square().sum().backward()
         other.square().sum().backward()
         torch.testing.assert_close(b.grad, a.grad)
-    torch.testing.assert_close([p.grad for p in deferred.parameters()], [p.grad for p in plain.parameters()])
+    torch.testing.assert_close(
+        [p.grad for p in deferred.parameters()], [p.grad for p in plain.parameters()]
+    )
 
 
 def test_until_the_batch_ends_running_statistics_stay():
@@ -177,7 +192,9 @@ def test_one_layer_in_two_places_stays_one():
     assert model[0] is model[1]
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(3, track_running_stats=False), nn.LayerNorm(3), nn.InstanceNorm1d(3)])
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm1d(3, track_running_stats=False), nn.LayerNorm(3), nn.InstanceNorm1d(3)]
+)
 def test_what_has_nothing_to_defer_is_left_alone(layer):
     """No running statistics, no batch."""
     assert convert(layer, 2) is layer

@@ -43,7 +43,9 @@ def test_parameters_of_others_take_no_memory_and_all_else_stays():
     assert kept.modules[4].weight is net[0].weight
     assert kept.modules[4].bias.is_meta
     assert not net[1].weight.is_meta, "the user's own model is whole"
-    assert list(nn.ModuleList(kept.modules).state_dict()) == list(nn.ModuleList(list(net)).state_dict())
+    assert list(nn.ModuleList(kept.modules).state_dict()) == list(
+        nn.ModuleList(list(net)).state_dict()
+    )
 
 
 def test_who_gives_the_model_away_has_only_the_own_layers_left():
@@ -60,11 +62,19 @@ def job():
     """The self-check, and what is alive of the other rank's layers."""
     net = model()
     refs = [weakref.ref(parameter) for parameter in (net[1].weight, net[2].weight)]
-    pipe = ps.Pipeline(net, balance=[2, 3], schedule="1f1b", micro_batches=2, loss=nn.functional.mse_loss)
+    pipe = ps.Pipeline(
+        net, balance=[2, 3], schedule="1f1b", micro_batches=2, loss=nn.functional.mse_loss
+    )
     del net
-    found = pipe.compare_with_one_device(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(6, 4))
+    found = pipe.compare_with_one_device(
+        torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(6, 4)
+    )
     pipe.train_batch(torch.ones(6, 4), torch.zeros(6, 4))
-    return [ref() is not None for ref in refs], found.worst[1] if found.gradients else 0.0, sorted(pipe.state_dict())
+    return (
+        [ref() is not None for ref in refs],
+        found.worst[1] if found.gradients else 0.0,
+        sorted(pipe.state_dict()),
+    )
 
 
 def test_ranks_let_go_of_each_others_layers_and_the_self_check_still_works():

@@ -98,7 +98,8 @@ def test_a_tensor_that_nothing_gives_a_value_is_refused_by_name():
     """Memory as it is found would train, to something."""
     traced = chain(on_meta(Model), torch.randn(3, 4))
     with pytest.raises(
-        ChainError, match=r"scale \(Model\) is on the meta device, and neither reset_parameters\(\) of its module nor"
+        ChainError,
+        match=r"scale \(Model\) is on the meta device, and neither reset_parameters\(\) of its module nor",
     ):
         materialise(traced, range(len(traced)), torch.device("cpu"), seed=1)
 

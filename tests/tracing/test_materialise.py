@@ -29,7 +29,9 @@ def tensors(module):
 def equal(first, second):
     """Whether two modules hold the same tensors to the bit."""
     ours, theirs = tensors(first), tensors(second)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 def small_resnet():
@@ -58,7 +60,9 @@ def test_every_cut_gives_every_layer_the_same_weights(cuts, seed):
     whole = materialise(traced, range(7), CPU, seed)
     bounds = [0, *sorted(cuts), 7]
     for first, last in pairwise(bounds):
-        for index, module in zip(range(first, last), materialise(traced, range(first, last), CPU, seed), strict=True):
+        for index, module in zip(
+            range(first, last), materialise(traced, range(first, last), CPU, seed), strict=True
+        ):
             assert equal(module, whole[index])
 
 
@@ -78,7 +82,9 @@ def test_weights_are_those_of_plain_construction_under_the_layers_own_seed():
               lambda: nn.BatchNorm2d(3), lambda: nn.GroupNorm(1, 3), lambda: nn.PReLU(3), lambda: nn.GRUCell(2, 3)]  # fmt: skip
     with torch.device("meta"):
         traced = chain([make() for make in makers])
-    for index, (module, make) in enumerate(zip(materialise(traced, range(len(makers)), CPU, 11), makers, strict=True)):
+    for index, (module, make) in enumerate(
+        zip(materialise(traced, range(len(makers)), CPU, 11), makers, strict=True)
+    ):
         torch.manual_seed(stream_seed(11, -1, index))
         assert equal(module, make()), type(module).__name__
 
@@ -87,7 +93,9 @@ def test_other_seeds_and_other_places_give_other_weights():
     """Two equal layers that start equal would learn the same, and a study over seeds needs different ones."""
     with torch.device("meta"):
         traced = chain([nn.Linear(4, 4) for _ in range(20)])
-    made = [layer.weight for seed in range(20) for layer in materialise(traced, range(20), CPU, seed)]
+    made = [
+        layer.weight for seed in range(20) for layer in materialise(traced, range(20), CPU, seed)
+    ]
     assert len({tuple(weight.flatten().tolist()) for weight in made}) == 400
 
 
@@ -131,7 +139,9 @@ def test_a_real_weight_inside_a_layer_on_meta_keeps_its_values():
     assert not made.bias.is_meta
 
 
-@pytest.mark.parametrize("make", [small_resnet, lambda: nn.Sequential(nn.Linear(2, 2))], ids=["meta", "real"])
+@pytest.mark.parametrize(
+    "make", [small_resnet, lambda: nn.Sequential(nn.Linear(2, 2))], ids=["meta", "real"]
+)
 def test_torchs_random_numbers_are_left_as_they_were(make):
     """The user's data loader must not shuffle otherwise because a model was made."""
     made = make()
@@ -265,4 +275,8 @@ def test_modules_that_keep_their_weights_in_odd_places_run_after_it(make, run):
         traced = chain([make()])
     (layer,) = materialise(traced, [0], CPU, 0)
     run(layer, torch.randn(2, 3, 4)).sum().backward()
-    assert [name for name, parameter in layer.named_parameters() if parameter.grad is None or parameter.is_meta] == []
+    assert [
+        name
+        for name, parameter in layer.named_parameters()
+        if parameter.grad is None or parameter.is_meta
+    ] == []

@@ -34,7 +34,16 @@ INPUTS = [*((x,) for x in [*FLOATS, *INDICES]), *((x, x) for x in FLOATS), *((x,
 DRAWS = {"AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "FeatureAlphaDropout", "FractionalMaxPool2d",
          "FractionalMaxPool3d", "RReLU", "Transformer", "TransformerDecoderLayer", "TransformerEncoderLayer"}  # fmt: skip
 #: Classes that draw when told to, and are seeded for nothing when not.
-COULD_DRAW = {"GRU", "GRUCell", "LSTM", "LSTMCell", "MultiheadAttention", "RNN", "RNNBase", "RNNCell"}
+COULD_DRAW = {
+    "GRU",
+    "GRUCell",
+    "LSTM",
+    "LSTMCell",
+    "MultiheadAttention",
+    "RNN",
+    "RNNBase",
+    "RNNCell",
+}
 
 
 def classes():
@@ -182,12 +191,23 @@ def test_whatever_the_user_wrote_may_draw(make, x):
 
 
 @pytest.mark.parametrize(
-    "module", [OtherStart(4, 4), NormalLinear(4, 4, std=0.1), HeConv2d(4, 4, 1), NormalEmbedding(4, 4, std=1.0)]
+    "module",
+    [
+        OtherStart(4, 4),
+        NormalLinear(4, 4, std=0.1),
+        HeConv2d(4, 4, 1),
+        NormalEmbedding(4, 4, std=1.0),
+    ],
 )
 def test_a_subclass_that_only_starts_otherwise_is_not_seeded(module):
     """The zoo's own layers are such, and they are most of a model."""
     assert not draws(
-        module, FLOATS[2] if isinstance(module, nn.Conv2d) else INDICES[0] if isinstance(module, nn.Embedding) else FLOATS[0]
+        module,
+        FLOATS[2]
+        if isinstance(module, nn.Conv2d)
+        else INDICES[0]
+        if isinstance(module, nn.Embedding)
+        else FLOATS[0],
     )
     assert not may_draw(module)
 
@@ -203,24 +223,44 @@ def test_models_of_the_zoo_are_seeded_where_they_drop_and_at_blocks_of_their_own
 
     def seeded(name, **options):
         traced = chain(model(name, device="meta", **options))
-        return [layer.name for layer, module in zip(traced, traced.modules, strict=True) if may_draw(module)]
+        return [
+            layer.name
+            for layer, module in zip(traced, traced.modules, strict=True)
+            if may_draw(module)
+        ]
 
     assert seeded("mlp") == []
     assert seeded("vgg11_bn", image=32) == ["classifier.drop6", "classifier.drop7"]
     assert seeded("vgg11_bn", image=32, dropout=0) == []
     assert seeded("gpt", layers=2, dropout=0.1) == ["embedding", "blocks.0", "blocks.1"]
-    assert seeded("resnet18", image=32) == [f"blocks.conv{group}_{index}" for group in (2, 3, 4, 5) for index in (1, 2)]
+    assert seeded("resnet18", image=32) == [
+        f"blocks.conv{group}_{index}" for group in (2, 3, 4, 5) for index in (1, 2)
+    ]
 
 
 def test_no_two_streams_of_a_large_grid_have_one_seed():
     """Equal seeds at two places are equal dropout masks: 20 seeds x 25 steps x 20 layers x 20 micro-batches, and initial weights."""
-    grid = [*itertools.product(range(20), range(25), range(20), range(20)), *itertools.product(range(200), [-1], range(50))]
+    grid = [
+        *itertools.product(range(20), range(25), range(20), range(20)),
+        *itertools.product(range(200), [-1], range(50)),
+    ]
     assert len({stream_seed(*parts) for parts in grid}) == len({tuple(parts) for parts in grid})
 
 
 def test_a_seed_depends_on_order_length_and_sign_and_fits_a_generator():
     """(layer 1, micro-batch 2) is not (layer 2, micro-batch 1); torch takes 64 bits, and Python numbers have no end."""
-    lists = [(), (0,), (0, 0), (0, 0, 0), (1, 2), (2, 1), (1, 2, 0), (-1,), (2**64 - 2,), (2**40, 1)]
+    lists = [
+        (),
+        (0,),
+        (0, 0),
+        (0, 0, 0),
+        (1, 2),
+        (2, 1),
+        (1, 2, 0),
+        (-1,),
+        (2**64 - 2,),
+        (2**40, 1),
+    ]
     seeds = [stream_seed(*parts) for parts in lists]
     assert len(set(seeds)) == len(lists)
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -13,7 +13,15 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import ChainError
 from penstock.runtime.pipe import Pipe
-from penstock.tracing.skippable import Namespace, carrying, pop, skippable, stash, verify_skippables, waiting_skips
+from penstock.tracing.skippable import (
+    Namespace,
+    carrying,
+    pop,
+    skippable,
+    stash,
+    verify_skippables,
+    waiting_skips,
+)
 
 
 @skippable(stash=["early"])
@@ -112,7 +120,9 @@ def test_names_of_parameters_are_the_users_own_and_the_peers_states_load():
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 @pytest.mark.parametrize("balance", [[7], [3, 4], [1, 1, 1, 1, 1, 1, 1], [2, 4, 1]])
-def test_in_a_pipe_skips_go_from_where_they_are_stashed_to_where_they_are_popped(balance, mode, threads):
+def test_in_a_pipe_skips_go_from_where_they_are_stashed_to_where_they_are_popped(
+    balance, mode, threads
+):
     """Over partitions that know nothing of them, with their gradients."""
     model, x = unet(), torch.randn(6, 4)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -124,7 +134,9 @@ def test_in_a_pipe_skips_go_from_where_they_are_stashed_to_where_they_are_popped
         choice.forced = threads
     found = pipe(b)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), [b, *model.parameters()]), wanted)
+    torch.testing.assert_close(
+        torch.autograd.grad(found.square().sum(), [b, *model.parameters()]), wanted
+    )
 
 
 def test_none_may_be_stashed_and_what_is_stashed_may_need_no_gradient():
@@ -158,7 +170,10 @@ def declared(*, stashes=(), pops=()) -> nn.Module:
     [
         ([{"stashes": ["a"]}], "no module declared 'a' as poppable but stashed"),
         ([{"pops": ["a"]}], "'0' declared 'a' as poppable but it was not stashed"),
-        ([{"stashes": ["a"]}, {"stashes": ["a"]}, {"pops": ["a"]}], "'1' redeclared 'a' as stashable"),
+        (
+            [{"stashes": ["a"]}, {"stashes": ["a"]}, {"pops": ["a"]}],
+            "'1' redeclared 'a' as stashable",
+        ),
         ([{"stashes": ["a"]}, {"pops": ["a"]}, {"pops": ["a"]}], "'2' redeclared 'a' as poppable"),
         ([{"stashes": ["a"], "pops": ["a"]}], "'0' declared 'a' both as stashable and as poppable"),
         (
@@ -221,8 +236,18 @@ def yielding(_, x):
 @pytest.mark.parametrize(
     ("body", "declares", "kind", "says"),
     [
-        (lambda _, x: x, {"stash": ["a"]}, RuntimeError, "'a' must be stashed by the forward of Running, and was not"),
-        (lambda _, x: x, {"pop": ["a"]}, RuntimeError, "'a' must be popped by the forward of Running, and was not"),
+        (
+            lambda _, x: x,
+            {"stash": ["a"]},
+            RuntimeError,
+            "'a' must be stashed by the forward of Running, and was not",
+        ),
+        (
+            lambda _, x: x,
+            {"pop": ["a"]},
+            RuntimeError,
+            "'a' must be popped by the forward of Running, and was not",
+        ),
         (stashing_a, {}, RuntimeError, "'a' has not been declared as stashable"),
         (popping_a, {}, RuntimeError, "'a' has not been declared as poppable"),
         (popping_a_twice, {"pop": ["a"]}, RuntimeError, "'a' has been popped already"),
@@ -239,7 +264,10 @@ def test_a_forward_that_does_not_do_what_was_declared_is_told_so(body, declares,
 
 def test_a_pop_before_its_stash_says_so():
     """Layers called out of order."""
-    with waiting_skips({}), pytest.raises(RuntimeError, match="'early' has not been stashed before Up pops it"):
+    with (
+        waiting_skips({}),
+        pytest.raises(RuntimeError, match="'early' has not been stashed before Up pops it"),
+    ):
         Up()(torch.rand(1, 4))
 
 
@@ -269,7 +297,9 @@ def test_in_a_chain_skips_travel_and_names_stay():
 def test_a_pipeline_trains_a_model_with_skips_as_one_device_does(balance, recompute):
     """The same layers on `ps.Pipeline`: gradients are those of plain training."""
     model, x, y = unet(), torch.randn(8, 4), torch.randn(8, 4)
-    expected = torch.autograd.grad(functional.mse_loss(plainly(model, x), y), list(model.parameters()))
+    expected = torch.autograd.grad(
+        functional.mse_loss(plainly(model, x), y), list(model.parameters())
+    )
     pipe = ps.Pipeline([layer for _, layer in carrying(list(model.named_children()))], loss=functional.mse_loss, balance=balance,
                        schedule="1f1b", micro_batches=4, recompute=recompute, executor="threads", device="cpu")  # fmt: skip
     pipe.train_batch(x, y)

@@ -35,7 +35,10 @@ NOT_PER_TOKEN = [
 
 def named(modules):
     """With readable test names."""
-    return [pytest.param(module, id=f"{index}-{type(module).__name__}") for index, module in enumerate(modules)]
+    return [
+        pytest.param(module, id=f"{index}-{type(module).__name__}")
+        for index, module in enumerate(modules)
+    ]
 
 
 @pytest.mark.parametrize("module", named(PER_TOKEN))
@@ -45,7 +48,11 @@ def test_layers_known_to_work_token_by_token_do(module):
     module = copy.deepcopy(module).eval()
     x = torch.randn(3, 6, 8)
     whole = module(x.clone())
-    assert torch.allclose(torch.cat([module(part.clone()) for part in x.split([1, 3, 2], dim=1)], dim=1), whole, atol=1e-6)
+    assert torch.allclose(
+        torch.cat([module(part.clone()) for part in x.split([1, 3, 2], dim=1)], dim=1),
+        whole,
+        atol=1e-6,
+    )
 
 
 def test_embeddings_look_tokens_up_one_by_one():
@@ -53,7 +60,9 @@ def test_embeddings_look_tokens_up_one_by_one():
     for module in (nn.Embedding(9, 8), NormalEmbedding(9, 8, std=1.0)):
         assert is_per_token(module)
         x = torch.randint(0, 9, (3, 6))
-        assert torch.equal(torch.cat([module(part) for part in x.split([1, 5], dim=1)], dim=1), module(x))
+        assert torch.equal(
+            torch.cat([module(part) for part in x.split([1, 5], dim=1)], dim=1), module(x)
+        )
 
 
 @pytest.mark.parametrize("module", named(NOT_PER_TOKEN))
@@ -134,7 +143,12 @@ def test_a_schedule_that_cuts_no_sequences_takes_any_model():
 def test_what_is_not_causal_is_refused_by_name_with_what_to_do():
     """Before anything is trained: a batch norm over half a sequence learns quietly, and something else."""
     model = nn.Sequential(
-        nn.Embedding(9, 8), Own(), nn.Linear(8, 8), nn.BatchNorm1d(6), nn.LSTM(8, 8), nn.TransformerEncoderLayer(8, 2)
+        nn.Embedding(9, 8),
+        Own(),
+        nn.Linear(8, 8),
+        nn.BatchNorm1d(6),
+        nn.LSTM(8, 8),
+        nn.TransformerEncoderLayer(8, 2),
     )
     with pytest.raises(SettingError, match=r"terapipe by hand cuts sequences into slices, over which this model is not known to be "
                        r"causal:") as error:  # fmt: skip
@@ -155,7 +169,9 @@ def test_what_is_not_causal_is_refused_by_name_with_what_to_do():
 def test_a_pipeline_refuses_it_before_anything_runs_and_names_no_more_than_it_must():
     """All ranks alike, when the pipeline is made."""
     model, loss = vgg_like(), nn.functional.cross_entropy
-    with pytest.raises(SettingError, match=r"layer 0\.0 \(Conv2d\) looks at tokens beside each token"):
+    with pytest.raises(
+        SettingError, match=r"layer 0\.0 \(Conv2d\) looks at tokens beside each token"
+    ):
         ps.Pipeline(model, loss=loss, balance=[15], schedule=SLICED, executor="threads")
     with pytest.raises(SettingError, match=r"and 14 more"):
         check_slices(chain([Own() for _ in range(20)]), SLICED)
@@ -163,13 +179,16 @@ def test_a_pipeline_refuses_it_before_anything_runs_and_names_no_more_than_it_mu
     pipe.train_batch(*image_data(2))
 
 
-@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize(
+    "hook", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
 def test_hooks_on_a_layer_that_hands_on_are_refused(hook):
     """They would run with forward and be silent with forward_slice."""
     layer = Remembers()
     check_slices(chain([layer]), SLICED)
     getattr(layer, hook)(lambda *_: None)
     with pytest.raises(
-        SettingError, match=r"layer 0 \(Remembers\) has hooks, which run with forward and not with forward_slice"
+        SettingError,
+        match=r"layer 0 \(Remembers\) has hooks, which run with forward and not with forward_slice",
     ):
         check_slices(chain([layer]), SLICED)

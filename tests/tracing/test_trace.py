@@ -26,11 +26,20 @@ class Block(nn.Module):
 
     def __init__(self, channels, width, stride=1):
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(channels, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv1, self.bn1 = (
+            nn.Conv2d(channels, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
         self.conv2, self.bn2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
         same = stride == 1 and channels == width
-        self.down = None if same else nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        self.down = (
+            None
+            if same
+            else nn.Sequential(
+                nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
+        )
 
     def forward(self, x):
         out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
@@ -43,7 +52,10 @@ class ResNet(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem, self.blocks = nn.Conv2d(3, 4, 3, 1, 1), nn.ModuleList([Block(4, 4), Block(4, 8, 2)])
+        self.stem, self.blocks = (
+            nn.Conv2d(3, 4, 3, 1, 1),
+            nn.ModuleList([Block(4, 4), Block(4, 8, 2)]),
+        )
         self.fc = nn.Linear(8, 5)
 
     def forward(self, x):
@@ -103,7 +115,9 @@ class Statistics(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Linear(8, 6)
-        self.branches = nn.ModuleList([nn.ModuleList([nn.Linear(6, 6), nn.LayerNorm(6)]) for _ in range(3)])
+        self.branches = nn.ModuleList(
+            [nn.ModuleList([nn.Linear(6, 6), nn.LayerNorm(6)]) for _ in range(3)]
+        )
         self.gates = nn.ParameterList([nn.Parameter(torch.full((6,), 1.0 + i)) for i in range(3)])
         self.heads = nn.ModuleDict({"a": nn.Linear(6, 3), "b": nn.Linear(6, 2)})
         self.unused = nn.Parameter(torch.ones(2))
@@ -120,7 +134,11 @@ class Statistics(nn.Module):
             self.mean = 0.9 * self.mean + 0.1 * inner.detach().mean(0)
             with torch.no_grad():
                 self.steps += 1
-        return {"a": self.heads["a"](inner), "b": self.heads["b"](inner.data * 2 + first), "samples": x.shape[0]}
+        return {
+            "a": self.heads["a"](inner),
+            "b": self.heads["b"](inner.data * 2 + first),
+            "samples": x.shape[0],
+        }
 
 
 class Checkpointed(nn.Module):
@@ -193,7 +211,12 @@ class Transformer(nn.Module):
     def forward(self, source, target):
         mask = nn.Transformer.generate_square_subsequent_mask(target.size(1))
         return self.out(
-            self.body(self.embedding(source) * math.sqrt(8), self.embedding(target), tgt_mask=mask, tgt_is_causal=True)
+            self.body(
+                self.embedding(source) * math.sqrt(8),
+                self.embedding(target),
+                tgt_mask=mask,
+                tgt_is_causal=True,
+            )
         )
 
 
@@ -225,7 +248,13 @@ def tokens(samples, length):
 def keywords(samples, length):
     """Inputs of the translator by name, with a mask of the last token."""
     mask = torch.arange(length).expand(samples, length) == length - 1
-    return {"source": tokens(samples, length), "target": tokens(samples, length - 1), "mask": mask, "scale": 0.5, "whole": True}
+    return {
+        "source": tokens(samples, length),
+        "target": tokens(samples, length - 1),
+        "mask": mask,
+        "scale": 0.5,
+        "whole": True,
+    }
 
 
 MODELS = {
@@ -236,7 +265,10 @@ MODELS = {
     "checkpointed": (Checkpointed, lambda samples, _: torch.randn(samples, 8)),
     "rounded": (Rounded, lambda samples, _: torch.randn(samples, 8)),
     "shared": (Shared, lambda samples, _: torch.randn(samples, 8)),
-    "transformer": (Transformer, lambda samples, length: (tokens(samples, length), tokens(samples, length - 1))),
+    "transformer": (
+        Transformer,
+        lambda samples, length: (tokens(samples, length), tokens(samples, length - 1)),
+    ),
     "returning": (Returning, lambda samples, _: torch.randn(samples, 8)),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -263,7 +295,9 @@ def cut_everywhere(traced, inputs):
         value = module(value)
         if index in traced.exits:
             crossing = traced.exits[index](value)
-            assert all(isinstance(leaf, (torch.Tensor, int)) for leaf in pytree.tree_leaves(crossing))
+            assert all(
+                isinstance(leaf, (torch.Tensor, int)) for leaf in pytree.tree_leaves(crossing)
+            )
             value = traced.entries[index + 1](crossing, inputs)
     return value
 
@@ -315,7 +349,10 @@ def test_a_pipeline_of_three_stages_trains_a_traced_model_as_plain_training_does
     found = pipe.train_batch(given, torch.zeros(4))
     total = 0.0
     for first in (0, 2):
-        part = pytree.tree_map(lambda leaf: leaf[first : first + 2] if isinstance(leaf, torch.Tensor) else leaf, given)  # noqa: B023
+        part = pytree.tree_map(
+            lambda leaf: leaf[first : first + 2] if isinstance(leaf, torch.Tensor) else leaf,  # noqa: B023
+            given,
+        )
         each = loss(call(plain, part), None) / 2
         each.backward()
         total += float(each.detach())
@@ -333,7 +370,16 @@ def test_layers_are_the_modules_with_weights_in_the_order_of_running_under_their
     """The finest chain: what stands around a module goes with it, and nothing without weights is a layer."""
     model, _, inputs = made("unet")
     traced = chain(model, inputs(2, 0))
-    assert [layer.name for layer in traced] == ["downs.0", "downs.1", "middle", "ups.0", "joins.0", "ups.1", "joins.1", "head"]
+    assert [layer.name for layer in traced] == [
+        "downs.0",
+        "downs.1",
+        "middle",
+        "ups.0",
+        "joins.0",
+        "ups.1",
+        "joins.1",
+        "head",
+    ]
     assert [layer.kind for layer in traced][2:4] == ["Conv2d", "ConvTranspose2d"]
     assert traced[0].parameters == ("downs.0.weight", "downs.0.bias")
     assert traced.modules[0].extra_repr() == "layer 0 of UNet"
@@ -356,7 +402,11 @@ class Late(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.inner, self.head = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 11, bias=False)
+        self.embedding, self.inner, self.head = (
+            nn.Embedding(11, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 11, bias=False),
+        )
         self.head.weight = self.embedding.weight
         self.register_buffer("angles", torch.arange(4.0), persistent=False)
 
@@ -386,7 +436,10 @@ def test_a_weight_used_in_two_places_is_tied_under_the_first_of_its_names():
     """The planner must know that two layers share it, and checkpoints have both names."""
     traced = chain(Late(), (tokens(2, 6), tokens(2, 6)))
     assert traced.aliases["head.weight"] == traced.aliases["embedding.weight"] == "embedding.weight"
-    assert [traced[index].name for index in traced.description.tied["embedding.weight"]] == ["embedding", "head"]
+    assert [traced[index].name for index in traced.description.tied["embedding.weight"]] == [
+        "embedding",
+        "head",
+    ]
 
 
 def test_a_layer_says_whether_it_draws_random_numbers_and_drops_by_the_seed():
@@ -399,7 +452,15 @@ def test_a_layer_says_whether_it_draws_random_numbers_and_drops_by_the_seed():
     found = []
     for balance in ([1, 2], [2, 1]):
         model.zero_grad()
-        pipe = Pipeline(traced, loss=loss, balance=balance, schedule="gpipe", micro_batches=2, executor="threads", seed=3)
+        pipe = Pipeline(
+            traced,
+            loss=loss,
+            balance=balance,
+            schedule="gpipe",
+            micro_batches=2,
+            executor="threads",
+            seed=3,
+        )
         pipe.train_batch(torch.ones(4, 8), torch.zeros(4))
         found.append([parameter.grad.clone() for parameter in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -408,7 +469,8 @@ def test_a_layer_says_whether_it_draws_random_numbers_and_drops_by_the_seed():
 def test_a_model_without_an_example_is_told_how_to_give_one():
     """The one thing to do stands in the message."""
     with pytest.raises(
-        ChainError, match=r"UNet is not an nn\.Sequential.*ps\.chain\(model, example\).*ps\.chain\(\[model\.stem"
+        ChainError,
+        match=r"UNet is not an nn\.Sequential.*ps\.chain\(model, example\).*ps\.chain\(\[model\.stem",
     ):
         chain(UNet())
 

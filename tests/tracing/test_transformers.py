@@ -17,7 +17,13 @@ from penstock.tracing.names import state_of
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 31}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 31,
+}
 OFF = {"attention_dropout": 0.0}
 BERT_OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -52,7 +58,9 @@ def bert():
 
 
 def llama():
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=1)), masked
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, num_key_value_heads=1)
+    ), masked
 
 
 def t5():
@@ -67,10 +75,19 @@ def t5():
 def vit():
     sizes = {name: value for name, value in SIZES.items() if name != "vocab_size"}
     config = transformers.ViTConfig(**sizes, **BERT_OFF, image_size=8, patch_size=4, num_labels=3)
-    return transformers.ViTForImageClassification(config), lambda samples, _: {"pixel_values": torch.randn(samples, 3, 8, 8)}
+    return transformers.ViTForImageClassification(config), lambda samples, _: {
+        "pixel_values": torch.randn(samples, 3, 8, 8)
+    }
 
 
-MODELS = {"gpt2": gpt2, "gpt2 with labels": gpt2_with_labels, "bert": bert, "llama": llama, "t5": t5, "vit": vit}
+MODELS = {
+    "gpt2": gpt2,
+    "gpt2 with labels": gpt2_with_labels,
+    "bert": bert,
+    "llama": llama,
+    "t5": t5,
+    "vit": vit,
+}
 
 
 def made(name):
@@ -82,11 +99,19 @@ def made(name):
 
 
 def loss(output, _target):
-    return sum((leaf.float() ** 2).mean() for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    return sum(
+        (leaf.float() ** 2).mean()
+        for leaf in pytree.tree_leaves(output)
+        if isinstance(leaf, torch.Tensor)
+    )
 
 
 def grads(model):
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def part_of(inputs, first, last):
@@ -119,7 +144,10 @@ def test_a_model_of_transformers_in_three_stages_is_the_model(name):
             torch.testing.assert_close(grad, expected[key], msg=key, rtol=1e-4, atol=1e-6)
     state = pipe.state_dict()
     assert set(state) == set(plain.state_dict())
-    if name not in ("gpt2 with labels", "t5"):  # a loss of one number has no samples to be put together by
+    if name not in (
+        "gpt2 with labels",
+        "t5",
+    ):  # a loss of one number has no samples to be put together by
         given = inputs(4, 6)
         with without_caches(plain), torch.no_grad():
             expected_output = call(plain.eval(), given)
@@ -134,12 +162,17 @@ def test_a_model_on_the_meta_device_gets_its_weights_as_its_library_draws_them()
         model = llama()[0]
     given = masked(2, 6)
     traced = chain(model, given)
-    layers = [materialise(traced, [index], torch.device("cpu"), seed=5)[0].eval() for index in range(len(traced))]
+    layers = [
+        materialise(traced, [index], torch.device("cpu"), seed=5)[0].eval()
+        for index in range(len(traced))
+    ]
     again = materialise(traced, range(len(traced)), torch.device("cpu"), seed=5)
     state = {}
     for layer, one, other in zip(traced.layers, layers, again, strict=True):
         state |= state_of(layer.name, one)
-        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True)
+        )
     real = llama()[0].eval()
     real.load_state_dict(state)
     assert float(state["model.layers.0.mlp.up_proj.weight"].std()) == pytest.approx(0.02, rel=0.2)
@@ -154,5 +187,7 @@ def test_a_model_on_the_meta_device_gets_its_weights_as_its_library_draws_them()
 def test_keys_and_values_for_generation_are_refused_by_their_class():
     """They would travel to the end of the pipeline; nobody who trains wants that, and who asks for it is told."""
     model, _, inputs = made("gpt2")
-    with pytest.raises(ChainError, match=r"GPT2LMHeadModel cannot be traced.*it returns a DynamicCache"):
+    with pytest.raises(
+        ChainError, match=r"GPT2LMHeadModel cannot be traced.*it returns a DynamicCache"
+    ):
         chain(model, {"input_ids": inputs(2, 4), "use_cache": True})

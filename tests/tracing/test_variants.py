@@ -22,7 +22,9 @@ class Choosing(nn.Module):
 
     def forward(self, x, more=None):
         inner = self.first(x) if x.shape[1] % 2 else self.first(x) * 2
-        return self.third(torch.relu(self.second(inner) if more is None else self.second(inner) + more))
+        return self.third(
+            torch.relu(self.second(inner) if more is None else self.second(inner) + more)
+        )
 
 
 class Swapping(nn.Module):

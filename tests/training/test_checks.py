@@ -12,10 +12,22 @@ from penstock.training.config import TrainConfig
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"weights": "flush", "schedule": "pipedream"}, "'flush' does not go with pipedream, which is asynchronous"),
-        ({"weights": "stash", "schedule": "1f1b"}, "'stash' does not go with 1f1b, which is synchronous"),
-        ({"weights": "double-buffer", "stages": 4, "micro_batches": 2}, "4 or more micro-batches per batch"),
-        ({"weights": "double-buffer", "schedule": "pipedream", "stages": 4, "micro_batches": 2}, "Give 4 or more"),
+        (
+            {"weights": "flush", "schedule": "pipedream"},
+            "'flush' does not go with pipedream, which is asynchronous",
+        ),
+        (
+            {"weights": "stash", "schedule": "1f1b"},
+            "'stash' does not go with 1f1b, which is synchronous",
+        ),
+        (
+            {"weights": "double-buffer", "stages": 4, "micro_batches": 2},
+            "4 or more micro-batches per batch",
+        ),
+        (
+            {"weights": "double-buffer", "schedule": "pipedream", "stages": 4, "micro_batches": 2},
+            "Give 4 or more",
+        ),
         ({"weights": "avgpipe", "schedule": "pipedream"}, "take the schedule 'avgpipe'"),
         ({"weights": "spectrain", "micro_batches": 4}, "distances for batches of one micro-batch"),
         ({"weights": "spectrain", "optimizer": "adam"}, "no formula for Adam"),
@@ -24,18 +36,27 @@ from penstock.training.config import TrainConfig
         ({"schedule": "xpipe"}, "no formula for SGD"),
         ({"weights": "stach"}, "no weight rule called 'stach'"),
         ({"weights_options": {"decay": 0.5}}, "weight rule 'flush' has no option decay"),
-        ({"weights": "pipemare", "weights_options": {"decoy": 0.5}}, "has no option decoy: it takes decay"),
+        (
+            {"weights": "pipemare", "weights_options": {"decoy": 0.5}},
+            "has no option decoy: it takes decay",
+        ),
         ({"schedule": "zigzag"}, "no schedule called 'zigzag'"),
         ({"stages": 9}, "cannot make 9 stages from 8 layers"),
         ({"partition": "3,4"}, "sums to 7, but the model has 8"),
         ({"micro_batches": 65}, "a batch of 64 cannot be cut into 65"),
         ({"memory_limit": "some"}, "'some' is not a quantity"),
-        ({"schedule": "pipedream", "clip_grad_norm": 1.0}, "clip_grad_norm needs a schedule whose stages update together"),
+        (
+            {"schedule": "pipedream", "clip_grad_norm": 1.0},
+            "clip_grad_norm needs a schedule whose stages update together",
+        ),
         (
             {"weights": "stash", "accumulate": 2},
             "accumulate needs a schedule whose stages update together, and this run's is asynchronous",
         ),
-        ({"asynchronous": True, "autocast": "float16"}, "autocast float16, which scales the loss, needs a schedule"),
+        (
+            {"asynchronous": True, "autocast": "float16"},
+            "autocast float16, which scales the loss, needs a schedule",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_reason(asked, words):

@@ -17,7 +17,9 @@ def test_a_file_and_flags_make_one_configuration_and_flags_win(tmp_path):
 
 def test_a_written_configuration_reads_back_the_same(tmp_path):
     """A run's folder must say exactly how to run it again."""
-    config = TrainConfig(model="gpt", data="text", model_options={"layers": 2}, stages=3, partition="3,4,5", seed=7)
+    config = TrainConfig(
+        model="gpt", data="text", model_options={"layers": 2}, stages=3, partition="3,4,5", seed=7
+    )
     path = tmp_path / "config.yaml"
     path.write_text(config.as_yaml())
     assert load(path, {}) == config
@@ -49,7 +51,9 @@ def test_a_file_that_is_no_configuration_is_refused_by_name(tmp_path, text, word
 
 def test_a_missing_file_is_named():
     """The first mistake that everybody makes."""
-    with pytest.raises(FileError, match=r"cannot read the configuration nowhere.yaml: No such file"):
+    with pytest.raises(
+        FileError, match=r"cannot read the configuration nowhere.yaml: No such file"
+    ):
         load("nowhere.yaml", {})
 
 

@@ -59,7 +59,16 @@ def test_filling_draining_and_making_batches_do_not_count(clock):
     found = [(float(loss), seconds) for loss, seconds in pace.losses(pipeline(clock, feed, late=2))]
     assert [loss for loss, _ in found] == list(range(8))
     assert pace.seconds_per_batch == 2
-    assert [seconds for _, seconds in found] == [22, 2, 2, 2, 2, 2, 2.5, 2.5]  # the drain is shared by those that it brings
+    assert [seconds for _, seconds in found] == [
+        22,
+        2,
+        2,
+        2,
+        2,
+        2,
+        2.5,
+        2.5,
+    ]  # the drain is shared by those that it brings
     assert feed.over
     assert list(feed.sizes) == [4] * 8
 

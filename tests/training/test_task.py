@@ -15,7 +15,9 @@ def test_a_vgg_gets_the_classes_and_the_form_of_the_data():
     task = make_task(TrainConfig(model="vgg11", data="digits"))
     assert task.model[-1][-1].out_features == task.data.classes == 10
     assert task.data.train_inputs.shape[1:] == (3, 32, 32)
-    assert all(parameter.is_meta for parameter in task.model.parameters()), "no rank may hold the whole model"
+    assert all(parameter.is_meta for parameter in task.model.parameters()), (
+        "no rank may hold the whole model"
+    )
 
 
 def test_an_mlp_gets_flat_images():
@@ -27,20 +29,29 @@ def test_an_mlp_gets_flat_images():
 
 def test_a_gpt_gets_the_vocabulary_and_the_length_of_the_text():
     """A token that the embedding does not have would crash in the middle of training."""
-    task = make_task(TrainConfig(model="gpt", data="text", tokens=16, model_options={"layers": 1, "width": 32}))
+    task = make_task(
+        TrainConfig(model="gpt", data="text", tokens=16, model_options={"layers": 1, "width": 32})
+    )
     assert task.model[-1].out_features == task.data.classes
     assert task.data.train_inputs.shape[1] == 16
 
 
 def test_a_gnmt_gets_pairs_of_sequences_and_their_vocabulary():
     """Source and target come in one tensor, as every input does."""
-    task = make_task(TrainConfig(model="gnmt", data="reversed", tokens=9, model_options={"layers": 4, "hidden": 8}))
+    task = make_task(
+        TrainConfig(
+            model="gnmt", data="reversed", tokens=9, model_options={"layers": 4, "hidden": 8}
+        )
+    )
     assert task.model[-1].linear.out_features == task.data.classes
     assert task.data.train_inputs.shape[1:] == (2, 9)
     assert task.data.train_targets.shape[1:] == (9,)
 
 
-@pytest.mark.parametrize(("model", "data"), [("vgg11", "digits"), ("mlp", "digits"), ("gpt", "text"), ("gnmt16", "reversed")])
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [("vgg11", "digits"), ("mlp", "digits"), ("gpt", "text"), ("gnmt16", "reversed")],
+)
 def test_every_task_has_data_at_hand(model, data):
     """Whoever profiles a model need not know what it learns from."""
     assert fitting_data(model) == data
@@ -85,4 +96,7 @@ def test_batches_are_the_same_in_every_process_that_asks():
     config = TrainConfig(model="mlp", data="digits", image=8, channels=1, batch=100)
     first, second = (list(make_task(config).epoch(config, 3)) for _ in range(2))
     assert len(first) == 15
-    assert all(torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(first, second, strict=True))
+    assert all(
+        torch.equal(a, c) and torch.equal(b, d)
+        for (a, b), (c, d) in zip(first, second, strict=True)
+    )

@@ -22,9 +22,15 @@ from penstock.transport.transport import TransportLost
 def joined(count: int = 2, deadline_s: float = 60.0, unwilling: tuple[int, ...] = (),
            device: torch.device | None = None) -> list[SameHostTransport]:  # fmt: skip
     """So many ranks of one process, connected with one another."""
-    store, ends = HashStore(), [SameHostTransport(rank, deadline_s, device) for rank in range(count)]
+    store, ends = (
+        HashStore(),
+        [SameHostTransport(rank, deadline_s, device) for rank in range(count)],
+    )
     threads = [
-        threading.Thread(target=end.connect, args=(store, count), kwargs={"willing": end.rank not in unwilling}) for end in ends
+        threading.Thread(
+            target=end.connect, args=(store, count), kwargs={"willing": end.rank not in unwilling}
+        )
+        for end in ends
     ]
     for thread in threads:
         thread.start()

@@ -87,7 +87,11 @@ def test_a_smaller_message_takes_a_larger_slot_that_is_free_up_to_four_times_its
 def test_a_pool_that_is_kept_apart_neither_lends_nor_borrows(arena):
     """What entries lie in must never have held a message."""
     kept = arena.kept_pool(2048)
-    for pool, others in ((kept, arena.pool(1024)), (arena.pool(2048), kept), (arena.pool(4096), kept)):
+    for pool, others in (
+        (kept, arena.pool(1024)),
+        (arena.pool(2048), kept),
+        (arena.pool(4096), kept),
+    ):
         slot = arena.take(pool)
         slot.free()
         assert arena.take(others) is not slot
@@ -104,7 +108,10 @@ def test_want_of_memory_says_how_much_and_what_helps(arena, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", none)
-    with pytest.raises(RunError, match=rf"1,052,672 bytes are wanted beside {before:,} .*No space left.*fewer micro-batches"):
+    with pytest.raises(
+        RunError,
+        match=rf"1,052,672 bytes are wanted beside {before:,} .*No space left.*fewer micro-batches",
+    ):
         arena.take(arena.pool(2**20))
     assert arena.nbytes == before
     assert len(os.listdir("/proc/self/fd")) == files  # noqa: PTH208
@@ -138,5 +145,7 @@ def test_no_two_messages_share_a_byte_and_memory_follows_what_is_in_flight(lengt
                 assert fd != next_fd or end <= start
         grown.append(arena.nbytes)
     whole = sum(LINE + _rounded(length) for length in lengths)
-    assert grown[2] <= 1.2 * min(depth, 3 * len(lengths)) * whole + 2 * 32 * 1024 + 4096 * len(arena.segments)
+    assert grown[2] <= 1.2 * min(depth, 3 * len(lengths)) * whole + 2 * 32 * 1024 + 4096 * len(
+        arena.segments
+    )
     arena.close()

@@ -87,5 +87,7 @@ def test_what_copies_exchange_is_not_touched():
 
 def test_an_unknown_code_is_refused():
     """By name."""
-    with pytest.raises(SettingError, match="a boundary is sent as one of bfloat16, int8, or as it is"):
+    with pytest.raises(
+        SettingError, match="a boundary is sent as one of bfloat16, int8, or as it is"
+    ):
         bits_of(torch.ones(2), "fp4")

@@ -109,7 +109,10 @@ def values_of_all_sorts(transport, rank):
         transport.drain()
         return len(transport._leaving)
     found = transport.post(0, forward(0), "sorts").wait()
-    same = [torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found.tensors, mine.tensors, strict=True)]
+    same = [
+        torch.equal(a, b) and a.dtype == b.dtype
+        for a, b in zip(found.tensors, mine.tensors, strict=True)
+    ]
     return same, found.form() == mine.form(), found.value()["constants"], list(found.value())
 
 
@@ -122,7 +125,9 @@ def waits_in_another_order(transport, rank):
             if batch == 2:
                 transport.wire.fetch("posted ahead")
             for m in range(3):
-                transport.send(1, forward(m), Payload.of(torch.full((m + 1,), 10.0 * batch + m)), f"order.{m}")
+                transport.send(
+                    1, forward(m), Payload.of(torch.full((m + 1,), 10.0 * batch + m)), f"order.{m}"
+                )
             transport.drain()
         else:
             arrivals = [transport.post(0, forward(m), f"order.{m}") for m in range(3)]
@@ -137,25 +142,41 @@ def waits_in_another_order(transport, rank):
 @scene
 def a_new_signature_between_known_ones(transport, rank):
     """A last, smaller batch of an epoch: its shapes are learnt while receives of known shapes are posted around it."""
-    batches = [("order", 0, (1,)), ("small", 0, (2, 2)), ("order", 1, (2,)), ("small", 1, (3, 1)), ("small", 0, (2, 2))]
+    batches = [
+        ("order", 0, (1,)),
+        ("small", 0, (2, 2)),
+        ("order", 1, (2,)),
+        ("small", 1, (3, 1)),
+        ("small", 0, (2, 2)),
+    ]
     if rank == 0:
         for number, (signature, m, shape) in enumerate(batches):
-            transport.send(1, forward(m), Payload.of(torch.full(shape, float(number))), f"{signature}.{m}")
+            transport.send(
+                1, forward(m), Payload.of(torch.full(shape, float(number))), f"{signature}.{m}"
+            )
         transport.drain()
         return None
     arrivals = [transport.post(0, forward(m), f"{signature}.{m}") for signature, m, _ in batches]
-    return [(list(value.shape), value.flatten()[0].item()) for value in (arrival.wait().value() for arrival in arrivals)]
+    return [
+        (list(value.shape), value.flatten()[0].item())
+        for value in (arrival.wait().value() for arrival in arrivals)
+    ]
 
 
 @scene
 def both_directions_at_once(transport, rank):
     """Four messages of 4 MiB each way, all sent before anybody waits."""
     other, count = 1 - rank, 4
-    sent, expected = [(Kind.F, 0), (Kind.B, count)][:: 1 if rank == 0 else -1]  # gradients of micro-batches that came before
+    sent, expected = [(Kind.F, 0), (Kind.B, count)][
+        :: 1 if rank == 0 else -1
+    ]  # gradients of micro-batches that came before
     for m in range(count):
         message = Message(sent[0], rank, sent[1] + m)
         transport.send(other, message, Payload.of(torch.full((2**20,), 10.0 * rank + m)), "large")
-    arrivals = [transport.post(other, Message(expected[0], other, expected[1] + m), "large") for m in range(count)]
+    arrivals = [
+        transport.post(other, Message(expected[0], other, expected[1] + m), "large")
+        for m in range(count)
+    ]
     values = [arrival.wait().value() for arrival in arrivals]
     transport.drain()
     return [(value.numel(), value.unique().tolist()) for value in values]
@@ -183,16 +204,27 @@ def gradients_with_gaps(transport, rank):
         transport.drain()
         return None
     found = [transport.post(0, Message(Kind.B, 1, m), f"gaps.{m}").wait().value() for m in range(3)]
-    return [[None if gradient is None else gradient.tolist() for gradient in gradients] for gradients in found]
+    return [
+        [None if gradient is None else gradient.tolist() for gradient in gradients]
+        for gradients in found
+    ]
 
 
 @scene
 def a_form_that_changes(transport, rank):
     """Rank 0 sends other forms under a signature that it has used; nothing of these may leave."""
-    changed = [torch.ones(3), torch.ones(2, dtype=torch.float64), (torch.ones(2),), torch.ones(2, requires_grad=True)]
+    changed = [
+        torch.ones(3),
+        torch.ones(2, dtype=torch.float64),
+        (torch.ones(2),),
+        torch.ones(2, requires_grad=True),
+    ]
     if rank == 0:
         transport.send(1, forward(0), Payload.of(torch.ones(2)), "form")
-        found = [outcome(lambda value=value: transport.send(1, forward(0), Payload.of(value), "form")) for value in changed]
+        found = [
+            outcome(lambda value=value: transport.send(1, forward(0), Payload.of(value), "form"))
+            for value in changed
+        ]
         transport.send(1, forward(0), Payload.of(torch.zeros(2)), "form")
         transport.drain()
         return found
@@ -203,9 +235,13 @@ def a_form_that_changes(transport, rank):
 def too_many_tensors(transport, rank):
     """40 tensors in one message: refused before the other side hears of them; 32 pass."""
     if rank == 0:
-        refused = outcome(lambda: transport.send(1, forward(0), Payload.of([torch.ones(1)] * 40), "many"))
+        refused = outcome(
+            lambda: transport.send(1, forward(0), Payload.of([torch.ones(1)] * 40), "many")
+        )
         told = transport.wire.store.check([_name(("many", Link(0, 1), Kind.F, 0))])
-        transport.send(1, forward(0), Payload.of([torch.tensor(float(i)) for i in range(32)]), "many")
+        transport.send(
+            1, forward(0), Payload.of([torch.tensor(float(i)) for i in range(32)]), "many"
+        )
         transport.drain()
         return refused, told
     return [tensor.item() for tensor in transport.post(0, forward(0), "many").wait().value()]
@@ -296,7 +332,9 @@ def test_a_form_that_changes_under_its_signature_is_refused_at_the_sender(report
     refusals, arrived = report["a_form_that_changes"]
     for kind, text in refusals:
         assert kind == "RunError"
-        assert text.startswith("what 0F0 makes changed its form between batches whose inputs have the same shapes: it was (")
+        assert text.startswith(
+            "what 0F0 makes changed its form between batches whose inputs have the same shapes: it was ("
+        )
         assert "Shapes that depend on the data are not supported yet" in text
     assert "torch.Size([2])" in refusals[0][1]
     assert "torch.Size([3])" in refusals[0][1]
@@ -309,7 +347,9 @@ def test_more_tensors_than_a_tag_has_room_for_are_refused_before_anybody_is_told
     (refused, told), arrived = report["too_many_tensors"]
     kind, text = refused
     assert kind == "RunError"
-    assert text.startswith("stage 0 sends 40 tensors for micro-batch 0: at most 32 tensors and 1,024 stages")
+    assert text.startswith(
+        "stage 0 sends 40 tensors for micro-batch 0: at most 32 tensors and 1,024 stages"
+    )
     assert not told
     assert arrived == [float(i) for i in range(32)]
 
@@ -330,7 +370,9 @@ def test_stopping_the_run_lets_go_whoever_waits_and_refuses_what_comes_later(rep
 
 
 KINDS = [Kind.F, Kind.B, Kind.E, Kind.L, Kind.U]
-MESSAGES = st.builds(Message, st.sampled_from(KINDS), st.integers(0, 2**10 - 1), st.integers(0, 2**13 - 1))
+MESSAGES = st.builds(
+    Message, st.sampled_from(KINDS), st.integers(0, 2**10 - 1), st.integers(0, 2**13 - 1)
+)
 TAGGED = st.tuples(MESSAGES, st.integers(0, 31))
 
 
@@ -351,7 +393,10 @@ def test_micro_batches_of_a_long_stream_use_tags_again():
 def test_a_stage_that_has_no_room_in_a_tag_is_refused():
     """Numbers that wrapped around would be another message's."""
     transport = DistributedTransport(wire=None)
-    with pytest.raises(RunError, match=r"^stage 1024 sends 1 tensors for micro-batch 0: at most 32 tensors and 1,024 stages"):
+    with pytest.raises(
+        RunError,
+        match=r"^stage 1024 sends 1 tensors for micro-batch 0: at most 32 tensors and 1,024 stages",
+    ):
         transport.send(1, Message(Kind.F, 2**10, 0), Payload.of(torch.ones(1)), "s")
 
 
@@ -364,7 +409,11 @@ def test_a_stream_lets_go_of_what_nothing_answers():
     transport._leaving[0, Message(Kind.U, 1, 0)] = [("meeting", torch.ones(1))]
     transport.release(before=2)
     assert waited == ["work 0", "work 1"]
-    assert list(transport._leaving) == [(0, Message(Kind.B, 1, 2)), (0, Message(Kind.B, 1, 3)), (0, Message(Kind.U, 1, 0))]
+    assert list(transport._leaving) == [
+        (0, Message(Kind.B, 1, 2)),
+        (0, Message(Kind.B, 1, 3)),
+        (0, Message(Kind.U, 1, 0)),
+    ]
 
 
 def test_an_activation_is_held_no_longer_than_until_its_gradient_is_back():

@@ -29,13 +29,17 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_what_is_freed_is_not_fetched_from_the_system_again():
     """Fresh pages have to be cleared: a fifth of the step of VGG-11 on 2 ranks went into that."""
-    printed = subprocess.run([sys.executable, "-c", PROGRAM, "keep"], capture_output=True, text=True, check=True).stdout.split()
+    printed = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "keep"], capture_output=True, text=True, check=True
+    ).stdout.split()
     if printed[0] == "False":
         pytest.skip("another C library, or the environment says how memory is to be had")
     assert int(printed[1]) < 16384, "10 x 64 MiB are 163,840 pages"
 
 
-@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+@pytest.mark.parametrize(
+    "name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"]
+)
 def test_what_the_environment_says_of_memory_stands(name, monkeypatch):
     """Who sets it knows his program."""
     monkeypatch.setenv(name, "1")

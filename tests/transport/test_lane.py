@@ -75,7 +75,9 @@ def test_entries_come_in_order_whatever_lies_between_two_looks(bursts):
         for sent in range(number, number + burst):
             ends.out.send(16, Payload.of(torch.tensor(sent)))
         ends.into.poll()
-        assert [ends.into.take(16).value().item() for _ in range(burst)] == list(range(number, number + burst))
+        assert [ends.into.take(16).value().item() for _ in range(burst)] == list(
+            range(number, number + burst)
+        )
         number += burst
     ends.close()
 

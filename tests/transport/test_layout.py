@@ -25,12 +25,23 @@ def layout_of(value, number=0):
 
 def test_tensors_lie_one_after_another_each_at_a_line_of_its_own(slot):
     """As torch's own do: kernels are quicker on them, and some give other roundings elsewhere."""
-    value = [torch.ones(3, dtype=torch.int8), torch.empty(0), torch.ones(17), torch.tensor(1.5, dtype=torch.float64)]
+    value = [
+        torch.ones(3, dtype=torch.int8),
+        torch.empty(0),
+        torch.ones(17),
+        torch.tensor(1.5, dtype=torch.float64),
+    ]
     layout = layout_of(value)
     views = layout.views(slot)
     assert layout.nbytes == (1 + 0 + 2 + 1) * LINE
-    assert [(view.shape, view.dtype) for view in views] == [(tensor.shape, tensor.dtype) for tensor in value]
-    assert [view.data_ptr() - slot.segment.bytes.data_ptr() - slot.start for view in views if view.numel()] == [0, 64, 192]
+    assert [(view.shape, view.dtype) for view in views] == [
+        (tensor.shape, tensor.dtype) for tensor in value
+    ]
+    assert [
+        view.data_ptr() - slot.segment.bytes.data_ptr() - slot.start
+        for view in views
+        if view.numel()
+    ] == [0, 64, 192]
     assert layout.views(slot) is views
 
 

@@ -28,10 +28,14 @@ def tensors(draw):
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
     dtype = draw(st.sampled_from(DTYPES))
     made = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
-    return made.requires_grad_(draw(st.booleans()) and (made.is_floating_point() or made.is_complex()))
+    return made.requires_grad_(
+        draw(st.booleans()) and (made.is_floating_point() or made.is_complex())
+    )
 
 
-CONSTANTS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5))
+CONSTANTS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5)
+)
 KEYS = st.one_of(st.text(max_size=4), st.integers(-5, 5))
 VALUES = st.recursive(
     st.one_of(tensors(), CONSTANTS),
@@ -48,14 +52,22 @@ VALUES = st.recursive(
 def alike(first, second, identical):
     """Whether two values nest alike, with keys in the same order, and hold the same; `identical` asks for the tensors themselves."""
     if isinstance(first, Tensor):
-        same = first is second if identical else torch.equal(first, second) and first.dtype == second.dtype
+        same = (
+            first is second
+            if identical
+            else torch.equal(first, second) and first.dtype == second.dtype
+        )
         return isinstance(second, Tensor) and same
     if type(first) is not type(second):
         return False
     if isinstance(first, dict):
-        return list(first) == list(second) and all(alike(first[key], second[key], identical) for key in first)
+        return list(first) == list(second) and all(
+            alike(first[key], second[key], identical) for key in first
+        )
     if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(alike(a, b, identical) for a, b in zip(first, second, strict=True))
+        return len(first) == len(second) and all(
+            alike(a, b, identical) for a, b in zip(first, second, strict=True)
+        )
     return first == second
 
 
@@ -110,7 +122,9 @@ def test_who_wants_a_gradient_can_be_said():
     assert Payload.of(torch.ones(2), (True,)).wants_grad == (True,)
     value = (torch.ones(2), {"a": torch.ones(3), "b": 7})
     assert Payload.of(value, (False, True)).wants_grad == (False, True)
-    assert [form.wants_grad for form in Header.parse(Payload.of(value, (False, True)).header()).forms] == [False, True]
+    assert [
+        form.wants_grad for form in Header.parse(Payload.of(value, (False, True)).header()).forms
+    ] == [False, True]
 
 
 @pytest.mark.parametrize("missing", [(), (0,), (1,), (0, 2), (0, 1, 2)])
@@ -132,7 +146,17 @@ def test_the_form_tells_shapes_dtypes_nesting_and_constants_apart_and_not_conten
         return Payload.of(value, wants).form()
 
     x = torch.ones(2, 3)
-    others = [torch.ones(3, 2), torch.ones(2, 3, dtype=torch.float64), (x,), [x], {"a": x}, {"b": x}, (x, 1), (x, 2), (x, None)]
+    others = [
+        torch.ones(3, 2),
+        torch.ones(2, 3, dtype=torch.float64),
+        (x,),
+        [x],
+        {"a": x},
+        {"b": x},
+        (x, 1),
+        (x, 2),
+        (x, None),
+    ]
     assert len({form(x), *map(form, others), form(x, (True,))}) == len(others) + 2
     assert form(x) == form(torch.zeros(2, 3))
     assert form((x, 1)) == form((torch.zeros(2, 3), 1))
@@ -201,5 +225,7 @@ def test_a_header_that_names_a_function_is_not_followed():
         "children_spec": [{"type": None, "context": None, "children_spec": []}],
     }]), "leaves": [{"constant": 1}]})  # fmt: skip
     payload = Header.parse(text).filled([])
-    with pytest.raises(ValueError, match="a defaultdict has a function inside, which does not travel"):
+    with pytest.raises(
+        ValueError, match="a defaultdict has a function inside, which does not travel"
+    ):
         payload.value()

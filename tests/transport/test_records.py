@@ -43,7 +43,9 @@ class Deeper(nn.Module):
 
     def forward(self, hidden):
         """Masked, one deeper."""
-        return Hidden(torch.tanh(self.map(hidden.states)) * hidden.mask, hidden.mask, hidden.depth + 1)
+        return Hidden(
+            torch.tanh(self.map(hidden.states)) * hidden.mask, hidden.mask, hidden.depth + 1
+        )
 
 
 class First(nn.Module):
@@ -76,7 +78,8 @@ def test_values_come_back_as_they_were(value):
 def test_a_class_that_the_receiver_has_not_loaded_is_named():
     """A rank cannot make what it does not know, and imports nothing because a message says so."""
     with pytest.raises(
-        RunError, match="a Unknown of antigravity crosses a stage boundary, and this rank does not find that class"
+        RunError,
+        match="a Unknown of antigravity crosses a stage boundary, and this rank does not find that class",
     ):
         from_plain({"penstock.type": "antigravity:Unknown", "fields": {}})
     with pytest.raises(RunError, match="does not find that class"):
@@ -112,4 +115,6 @@ def test_a_model_may_return_a_dataclass():
     assert isinstance(made, Hidden)
     assert made.depth == 2
     torch.testing.assert_close(made.states, net(x).states)
-    assert float(pipe.train_batch(x, torch.zeros(4, 4))) == pytest.approx(float(net(x).states.square().mean()))
+    assert float(pipe.train_batch(x, torch.zeros(4, 4))) == pytest.approx(
+        float(net(x).states.square().mean())
+    )

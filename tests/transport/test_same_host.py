@@ -47,8 +47,15 @@ def other_process(tmp_path_factory):
 def equal(found: Payload, sent: Payload) -> bool:
     """Whether two payloads are equal."""
     pairs = list(zip(found.tensors, sent.tensors, strict=True))
-    constants = [[repr(leaf) for leaf in one.leaves if not isinstance(leaf, torch.Tensor)] for one in (found, sent)]
-    return found.form() == sent.form() and constants[0] == constants[1] and all(torch.equal(a, b) for a, b in pairs)
+    constants = [
+        [repr(leaf) for leaf in one.leaves if not isinstance(leaf, torch.Tensor)]
+        for one in (found, sent)
+    ]
+    return (
+        found.form() == sent.form()
+        and constants[0] == constants[1]
+        and all(torch.equal(a, b) for a, b in pairs)
+    )
 
 
 def passed(ends, value, message=None):
@@ -62,7 +69,11 @@ def passed(ends, value, message=None):
 def tensors(draw):
     """A tensor of any dtype and shape, often a view that is not contiguous."""
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
-    made = torch.arange(max(1, torch.Size(shape).numel())).remainder(100)[: torch.Size(shape).numel()].reshape(shape)
+    made = (
+        torch.arange(max(1, torch.Size(shape).numel()))
+        .remainder(100)[: torch.Size(shape).numel()]
+        .reshape(shape)
+    )
     made = made.to(draw(st.sampled_from(DTYPES)))
     how = draw(st.sampled_from(["as it is", "turned", "every second", "expanded", "channels last"]))
     if how == "turned":
@@ -80,7 +91,11 @@ CONSTANTS = st.sampled_from([None, True, False, 0, 1, -1, 0.0, -0.0, 1.0, 2.5, "
 VALUES = st.one_of(
     tensors(),
     st.lists(st.one_of(tensors(), CONSTANTS), max_size=4),
-    st.dictionaries(st.sampled_from("abcd"), st.one_of(tensors(), CONSTANTS, st.tuples(tensors(), CONSTANTS)), max_size=3),
+    st.dictionaries(
+        st.sampled_from("abcd"),
+        st.one_of(tensors(), CONSTANTS, st.tuples(tensors(), CONSTANTS)),
+        max_size=3,
+    ),
 )
 
 
@@ -153,7 +168,12 @@ def test_the_same_message_twice_arrives_twice_in_order(ends):
 
 def test_messages_are_told_apart_by_kind_stage_and_micro_batch(ends):
     """Everything under way between two ranks is on one link; micro-batches of a stream count on for ever."""
-    messages = [Message(kind, stage, number) for kind in Kind for stage in (0, 1, 1023) for number in (0, 1, 2**33)]
+    messages = [
+        Message(kind, stage, number)
+        for kind in Kind
+        for stage in (0, 1, 1023)
+        for number in (0, 1, 2**33)
+    ]
     for number, message in enumerate(messages):
         ends[0].send(1, message, Payload.of(torch.tensor(number)), "")
     found = [ends[1].post(0, message, "").wait().value().item() for message in reversed(messages)]
@@ -167,7 +187,9 @@ def test_more_messages_than_a_block_holds_wait_for_their_receiver(ends):
             ends[0].send(1, forward(number), Payload.of(torch.tensor([float(number), round_])), "")
         if round_ == 0:
             grown = ends[0]._peers[1].outgoing.arena.nbytes
-        found = [ends[1].post(0, forward(number), "").wait().value().tolist() for number in range(600)]
+        found = [
+            ends[1].post(0, forward(number), "").wait().value().tolist() for number in range(600)
+        ]
         assert found == [[float(number), round_] for number in range(600)]
     assert ends[0]._peers[1].outgoing.arena.nbytes <= 1.3 * grown
 
@@ -184,7 +206,9 @@ def test_old_forms_that_are_forgotten_are_still_understood_in_messages_under_way
     """The receiver may take them long after the sender has gone on to other forms."""
     for number in range(1100):
         ends[0].send(1, forward(number), Payload.of([torch.tensor([1.0]), number]), "")
-    assert [ends[1].post(0, forward(number), "").wait().value()[1] for number in range(1100)] == list(range(1100))
+    assert [
+        ends[1].post(0, forward(number), "").wait().value()[1] for number in range(1100)
+    ] == list(range(1100))
 
 
 def test_both_directions_at_once(ends):
@@ -217,13 +241,17 @@ def test_want_of_memory_is_an_error_that_says_so(ends, monkeypatch):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(os, "posix_fallocate", none)
-    with pytest.raises(RunError, match=r"no memory for messages.*bytes are wanted.*Cannot allocate"):
+    with pytest.raises(
+        RunError, match=r"no memory for messages.*bytes are wanted.*Cannot allocate"
+    ):
         ends[0].send(1, forward(0), Payload.of(torch.ones(2)), "")
     monkeypatch.undo()
     assert passed(ends, torch.ones(2)).value().tolist() == [1.0, 1.0]
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(st.tuples(st.integers(0, 3), st.one_of(st.none(), VALUES)), max_size=40))
 def test_any_sequence_of_sends_and_waits_is_a_queue_per_name(ends, script):
     """Against a dictionary of lists: (name, value) sends, (name, None) takes, and what is left is taken at the end."""
@@ -246,7 +274,9 @@ def test_any_sequence_of_sends_and_waits_is_a_queue_per_name(ends, script):
     assert ends[1]._peers[0].incoming.came == {}
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @example([1, 100_000, 1, 100_000])
 @given(st.lists(st.integers(0, 100_000), min_size=1, max_size=30))
 def test_memory_is_what_was_in_flight(ends, lengths):
@@ -320,7 +350,9 @@ def test_what_does_not_come_in_time_is_said(deadline_s):
     """The message says who was waited for and for how long; another message that came meanwhile is kept."""
     ends = joined(deadline_s=deadline_s)
     ends[0].send(1, forward(1), Payload.of(torch.ones(1)), "")
-    with pytest.raises(TransportTimeout, match=rf"rank 0 \(process {os.getpid()}\) for {deadline_s:g} s"):
+    with pytest.raises(
+        TransportTimeout, match=rf"rank 0 \(process {os.getpid()}\) for {deadline_s:g} s"
+    ):
         ends[1].post(0, forward(0), "").wait()
     assert ends[1].post(0, forward(1), "").wait().value().item() == 1
 
@@ -344,7 +376,9 @@ def test_what_was_opened_outlives_its_sender(ends):
     assert ends[1].post(0, forward(0), "").wait().value().tolist() == [5.0, 5.0]
 
 
-@pytest.mark.parametrize("why", ["it has left", "it closes too", "the run was stopped", "it was stopped there"])
+@pytest.mark.parametrize(
+    "why", ["it has left", "it closes too", "the run was stopped", "it was stopped there"]
+)
 def test_who_closes_does_not_wait_for_a_peer_that_will_never_look(ends, monkeypatch, why):
     """It would be for an hour."""
     monkeypatch.setattr(same_host, "_LINGER_S", 3600.0)
@@ -380,7 +414,11 @@ def test_nobody_is_reachable_who_does_not_want_to_be():
 def test_nobody_is_reachable_whose_memory_cannot_be_opened(monkeypatch):
     """As between two users, or where /proc is not there. Here rank 1 can open nobody's, while the others can open its."""
     real = SameHostTransport._opened
-    monkeypatch.setattr(SameHostTransport, "_opened", lambda end, *entry: None if end.rank == 1 else real(end, *entry))
+    monkeypatch.setattr(
+        SameHostTransport,
+        "_opened",
+        lambda end, *entry: None if end.rank == 1 else real(end, *entry),
+    )
     assert [end.reachable for end in joined(3)] == [{2}, set(), {0}]
 
 
@@ -392,7 +430,11 @@ def test_a_process_that_only_looks_like_a_peer_is_not_taken_for_it(monkeypatch, 
 
     def told(store, name, size):
         entries = real(store, name, size)
-        return [{**entry, differs: wrong[differs]} for entry in entries] if name.endswith("here") else entries
+        return (
+            [{**entry, differs: wrong[differs]} for entry in entries]
+            if name.endswith("here")
+            else entries
+        )
 
     monkeypatch.setattr(same_host, "_told", told)
     assert [end.reachable for end in joined()] == [set(), set()]
@@ -427,7 +469,9 @@ def test_a_closed_end_leaves_no_file_open():
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(VALUES, min_size=1, max_size=8))
 def test_another_process_gets_and_gives_the_same(other_process, values):
     """Several messages there, then all of them back, from the last to the first."""
@@ -460,7 +504,10 @@ def test_a_process_that_is_killed_is_missed_before_the_deadline(tmp_path, monkey
         assert end.post(1, backward(2), "").wait().value() == 2
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert [end.post(1, backward(number), "").wait().value().item() for number in (1, 0)] == [1, 0]
+        assert [end.post(1, backward(number), "").wait().value().item() for number in (1, 0)] == [
+            1,
+            0,
+        ]
         with pytest.raises(TransportLost, match=rf"rank 1 \(process {process.pid}\) is gone"):
             end.post(1, backward(3), "").wait()
         monkeypatch.setattr(same_host, "_LINGER_S", 3600.0)
@@ -471,11 +518,15 @@ def test_a_process_that_is_killed_is_missed_before_the_deadline(tmp_path, monkey
 def test_messages_that_look_like_entries_are_not_taken_for_them(ends):
     """Memory of a message must never become a block of entries: its numbers could be those that the receiver waits for."""
     lane = ends[0]._peers[1].outgoing
-    passed(ends, torch.zeros(8 * 128, dtype=torch.int64))  # as large as a block, in entries of four numbers
+    passed(
+        ends, torch.zeros(8 * 128, dtype=torch.int64)
+    )  # as large as a block, in entries of four numbers
     passed(ends, torch.tensor(0))
     looks = torch.zeros(256, 4, dtype=torch.int64)
     left = (lane._end - lane._at) // 32
-    looks[:, 0] = torch.arange(256) + lane._sequence + left + 2  # after what is left here comes the entry that leads there
+    looks[:, 0] = (
+        torch.arange(256) + lane._sequence + left + 2
+    )  # after what is left here comes the entry that leads there
     passed(ends, looks.reshape(-1))
     for number in range(left):
         assert passed(ends, torch.tensor(number), forward(number)).value() == number

@@ -36,32 +36,55 @@ def test_what_lower_adds_to_any_sound_schedule_passes(made, ahead):
 
 @given(custom_schedules(synchronous=True), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=150)
-def test_a_transfer_that_lacks_or_stands_twice_or_elsewhere_is_found_whatever_the_schedule(made, rng):
+def test_a_transfer_that_lacks_or_stands_twice_or_elsewhere_is_found_whatever_the_schedule(
+    made, rng
+):
     """Whatever the schedule, the fault is named: the transfer and its rank."""
     programs = [list(program) for program in lower(made).programs]
-    places = [(rank, i) for rank, row in enumerate(programs) for i, action in enumerate(row) if isinstance(action, Transfer)]
+    places = [
+        (rank, i)
+        for rank, row in enumerate(programs)
+        for i, action in enumerate(row)
+        if isinstance(action, Transfer)
+    ]
     if not places:
         return
     rank, i = rng.choice(places)
     transfer = programs[rank].pop(i)
-    for extra, message in (([], "is missing on rank"), ([transfer, transfer], "stands 2 times, on ranks")):
-        planted = [row[:i] + extra + row[i:] if r == rank else row for r, row in enumerate(programs)]
-        with pytest.raises(ScheduleError, match=rf"\[one transfer\] {transfer} {message}") as caught:
+    for extra, message in (
+        ([], "is missing on rank"),
+        ([transfer, transfer], "stands 2 times, on ranks"),
+    ):
+        planted = [
+            row[:i] + extra + row[i:] if r == rank else row for r, row in enumerate(programs)
+        ]
+        with pytest.raises(
+            ScheduleError, match=rf"\[one transfer\] {transfer} {message}"
+        ) as caught:
             verify_lowered(LoweredSchedule(tuple(map(tuple, planted))))
-        assert (rank, str(transfer)) in [(finding.rank, finding.op) for finding in caught.value.findings]
+        assert (rank, str(transfer)) in [
+            (finding.rank, finding.op) for finding in caught.value.findings
+        ]
     if made.ranks > 1:
         other = rng.choice([r for r in range(made.ranks) if r != rank])
         planted = [[*row, transfer] if r == other else row for r, row in enumerate(programs)]
-        with pytest.raises(ScheduleError, match=rf"\[one transfer\] {transfer} stands on rank {other}, but") as caught:
+        with pytest.raises(
+            ScheduleError, match=rf"\[one transfer\] {transfer} stands on rank {other}, but"
+        ) as caught:
             verify_lowered(LoweredSchedule(tuple(map(tuple, planted))))
-        assert (other, str(transfer)) in [(finding.rank, finding.op) for finding in caught.value.findings]
+        assert (other, str(transfer)) in [
+            (finding.rank, finding.op) for finding in caught.value.findings
+        ]
 
 
 @given(custom_schedules(synchronous=True), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=150)
 def test_two_receives_of_one_link_in_each_others_places_are_found_whatever_the_schedule(made, rng):
     """Messages have no names on the way: each receive would get the other's numbers, and nobody would notice."""
-    programs = [list(program) for program in lower(made, ahead=made.micro_batches * made.stages * 3).programs]
+    programs = [
+        list(program)
+        for program in lower(made, ahead=made.micro_batches * made.stages * 3).programs
+    ]
     by_link = {}
     for rank, row in enumerate(programs):
         for i, action in enumerate(row):
@@ -75,7 +98,8 @@ def test_two_receives_of_one_link_in_each_others_places_are_found_whatever_the_s
     row = programs[target]
     row[one], row[other] = row[other], row[one]
     with pytest.raises(
-        ScheduleError, match=rf"\[receive order\] message \d+ from rank {source} to rank {target} is sent as"
+        ScheduleError,
+        match=rf"\[receive order\] message \d+ from rank {source} to rank {target} is sent as",
     ) as caught:
         verify_lowered(LoweredSchedule(tuple(map(tuple, programs))))
     (finding,) = caught.value.findings
@@ -93,7 +117,9 @@ def test_a_sound_file_passes_with_the_depth_of_its_own_transfers():
     assert verify_lowered(lowered, schedule=made).channel_depth == 0
     sends_first = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
     made, lowered = lowered_from(sends_first)
-    assert verify_lowered(lowered, schedule=made).channel_depth == 1  # each would wait for the other to come to its receive
+    assert (
+        verify_lowered(lowered, schedule=made).channel_depth == 1
+    )  # each would wait for the other to come to its receive
 
 
 @pytest.mark.parametrize(("old", "new", "finding", "message"), [
@@ -128,7 +154,10 @@ def test_a_planted_fault_is_found_and_named(old, new, finding, message):
 def test_a_transfer_between_stages_of_one_rank_is_needless():
     """torch hands tensors over within a rank; the transfer would go from the rank to itself."""
     made, lowered = lowered_from("0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0")
-    with pytest.raises(ScheduleError, match="0SEND_F0 on rank 0 carries what stays there: stages 0 and 1 both stand on rank 0"):
+    with pytest.raises(
+        ScheduleError,
+        match="0SEND_F0 on rank 0 carries what stays there: stages 0 and 1 both stand on rank 0",
+    ):
         verify_lowered(lowered, schedule=made)
 
 
@@ -137,7 +166,9 @@ def test_a_transfer_for_another_rank_than_holds_the_stage_is_found():
     programs = [list(program) for program in lower(schedule("1f1b", 3, 2)).programs]
     place = next(i for i, action in enumerate(programs[0]) if isinstance(action, Transfer))
     programs[0][place] = programs[0][place]._replace(peer=2)
-    with pytest.raises(ScheduleError, match=r"0SEND_F0 on rank 0 is for rank 2, but 1F0 stands on rank 1"):
+    with pytest.raises(
+        ScheduleError, match=r"0SEND_F0 on rank 0 is for rank 2, but 1F0 stands on rank 1"
+    ):
         verify_lowered(LoweredSchedule(tuple(map(tuple, programs))))
 
 
@@ -158,6 +189,8 @@ def test_handed_over_activations_are_transfers_like_others():
 def test_a_file_of_stray_transfers_ends_after_a_thousand_findings():
     """Told are twelve; nobody reads more."""
     made, lowered = lowered_from("0F0 0B0 " + " ".join(f"{n}SEND_F{n}" for n in range(1, 3000)))
-    with pytest.raises(ScheduleError, match=r"mine is not sound \(1000 findings, worst first\)") as caught:
+    with pytest.raises(
+        ScheduleError, match=r"mine is not sound \(1000 findings, worst first\)"
+    ) as caught:
         verify_lowered(lowered, schedule=made)
     assert str(caught.value).splitlines()[-1] == "  … and 988 more"

@@ -19,7 +19,9 @@ from penstock.verify.verify import verify
 
 def stream(text, batches, **rest):
     """A stream of these programs."""
-    return Schedule(Schedule.parse(text).programs, "mine", synchronous=False, stream=Stream(batches, **rest))
+    return Schedule(
+        Schedule.parse(text).programs, "mine", synchronous=False, stream=Stream(batches, **rest)
+    )
 
 
 def findings_of(made):
@@ -47,7 +49,9 @@ def test_a_gradient_and_an_update_in_each_others_places_are_found(made, rng):
     rank, i = rng.choice(places)
     program = list(made.programs[rank])
     program[i], program[i + 1] = program[i + 1], program[i]
-    found, _ = findings_of(replace(made, programs=(*made.programs[:rank], tuple(program), *made.programs[rank + 1 :])))
+    found, _ = findings_of(
+        replace(made, programs=(*made.programs[:rank], tuple(program), *made.programs[rank + 1 :]))
+    )
     assert {rule for rule, _, _ in found} <= {"update", "no cycle"}
 
 
@@ -82,13 +86,19 @@ def test_copies_with_waves_have_whole_batches_in_turn():
     text = "0F0 0B0 0U1 0F3 0B3 0U2\n0F1 0B1 0U1 0F2 0B2 0U2"
     found, message = findings_of(stream(text, 4, weights="hetpipe", waves=Waves(1)))
     assert ("stream", "0F2", 1) in found
-    assert "0F2 of batch 2 stands on rank 1: with waves, copies have whole batches in turn, this one rank 0" in message
+    assert (
+        "0F2 of batch 2 stands on rank 1: with waves, copies have whole batches in turn, this one rank 0"
+        in message
+    )
 
 
 def test_with_waves_the_last_update_may_lack_on_some_copies_and_no_other():
     """A stream may end after any batch: virtual workers whose turn does not come again have one less."""
     for batches in (7, 8, 9, 10):
-        assert verify(schedule("hetpipe", 2, 1, virtual_workers=3, batches=batches)).weights == "hetpipe"
+        assert (
+            verify(schedule("hetpipe", 2, 1, virtual_workers=3, batches=batches)).weights
+            == "hetpipe"
+        )
     text = "0F0 0B0 0U1 0F2 0B2 0U2 0F4 0B4 0U3\n0F1 0B1 0F3 0B3 0U1"
     found, message = findings_of(stream(text, 5, weights="hetpipe", waves=Waves(1)))
     assert found == [("update", "0U2", 1)]

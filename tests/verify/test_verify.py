@@ -35,7 +35,10 @@ def test_any_schedule_that_is_sound_by_construction_passes(made, limit):
     if max(peaks) <= limit:
         assert verify(made, limit) == report
     else:
-        with pytest.raises(ScheduleError, match=rf"holds {max(peaks)} micro-batches in flight, over the limit of {limit}"):
+        with pytest.raises(
+            ScheduleError,
+            match=rf"holds {max(peaks)} micro-batches in flight, over the limit of {limit}",
+        ):
             verify(made, limit)
 
 
@@ -43,7 +46,12 @@ def test_any_schedule_that_is_sound_by_construction_passes(made, limit):
 @settings(deadline=None, max_examples=150)
 def test_any_schedule_that_lacks_an_op_or_has_one_twice_is_refused_by_its_name(made, rng):
     """Whatever the schedule, the fault is named: the op, and where it still stands its rank."""
-    places = [(rank, i) for rank, program in enumerate(made.programs) for i, op in enumerate(program) if op.kind is not Kind.U]
+    places = [
+        (rank, i)
+        for rank, program in enumerate(made.programs)
+        for i, op in enumerate(program)
+        if op.kind is not Kind.U
+    ]
     rank, i = rng.choice(places)
     op = made.programs[rank][i]
     programs = list(made.programs)
@@ -51,7 +59,9 @@ def test_any_schedule_that_lacks_an_op_or_has_one_twice_is_refused_by_its_name(m
     with pytest.raises(ScheduleError, match=r"is missing|has no op|no forward at all") as caught:
         verify(Schedule(tuple(programs), synchronous=made.synchronous))
     if op.kind in (Kind.I, Kind.W):
-        assert any(finding.op == str(op) and finding.rank == rank for finding in caught.value.findings)
+        assert any(
+            finding.op == str(op) and finding.rank == rank for finding in caught.value.findings
+        )
     other = rng.randrange(made.ranks)
     programs = list(made.programs)
     programs[other] = made.programs[other] + (op,) if other != rank else (op, *made.programs[other])
@@ -115,7 +125,9 @@ def test_copies_that_update_unequally_often_are_refused():
     """U synchronises gradients: the copy with more of them would wait for ever."""
     found, message = findings_of("0F0 0B0 0U1 0F1 0B1 0U2\n0F2 0B2 0U1", synchronous=False)
     assert found == [("update", "0U2", 1)]
-    assert "stage 0 has 2 U on rank 0, but 1 on rank 1: its copies synchronise at every U" in message
+    assert (
+        "stage 0 has 2 U on rank 0, but 1 on rank 1: its copies synchronise at every U" in message
+    )
 
 
 def test_copies_that_update_in_opposite_orders_are_refused():
@@ -140,7 +152,10 @@ def test_a_schedule_over_the_limit_names_the_op_that_passes_it():
     """That op is the one to move."""
     found, message = findings_of(str(schedule("1f1b", 3, 4)), limit=1)
     assert found == [("in flight", "0F1", 0), ("in flight", "1F1", 1)]
-    assert "rank 0 holds 3 micro-batches in flight, over the limit of 1, which 0F1 is the first to pass" in message
+    assert (
+        "rank 0 holds 3 micro-batches in flight, over the limit of 1, which 0F1 is the first to pass"
+        in message
+    )
 
 
 def test_the_limit_counts_all_stages_of_a_rank():
@@ -163,12 +178,36 @@ def test_many_findings_are_counted_and_the_first_twelve_told():
 
 def test_negative_numbers_are_refused():
     """Text cannot hold them, code can: stage -1 would be looked at by nobody."""
-    programs = ((Op(Kind.F, 0, 0), Op(Kind.B, 0, 0), Op(Kind.U, 0, 1), Op(Kind.F, -1, 0), Op(Kind.B, -1, 0)),)
-    with pytest.raises(ScheduleError, match=r"\[numbers\] -1F0 on rank 0: stages and micro-batches count from 0") as caught:
+    programs = (
+        (
+            Op(Kind.F, 0, 0),
+            Op(Kind.B, 0, 0),
+            Op(Kind.U, 0, 1),
+            Op(Kind.F, -1, 0),
+            Op(Kind.B, -1, 0),
+        ),
+    )
+    with pytest.raises(
+        ScheduleError, match=r"\[numbers\] -1F0 on rank 0: stages and micro-batches count from 0"
+    ) as caught:
         verify(Schedule(programs))
     assert [(f.op, f.rank) for f in caught.value.findings] == [("-1F0", 0), ("-1B0", 0)]
-    with pytest.raises(ScheduleError, match=r"0F-2 on rank 0: stages and micro-batches count from 0"):
-        verify(Schedule(((Op(Kind.F, 0, 0), Op(Kind.B, 0, 0), Op(Kind.F, 0, -2), Op(Kind.B, 0, -2), Op(Kind.U, 0, 1)),)))
+    with pytest.raises(
+        ScheduleError, match=r"0F-2 on rank 0: stages and micro-batches count from 0"
+    ):
+        verify(
+            Schedule(
+                (
+                    (
+                        Op(Kind.F, 0, 0),
+                        Op(Kind.B, 0, 0),
+                        Op(Kind.F, 0, -2),
+                        Op(Kind.B, 0, -2),
+                        Op(Kind.U, 0, 1),
+                    ),
+                )
+            )
+        )
 
 
 @pytest.mark.parametrize(("text", "op"), [
@@ -192,7 +231,9 @@ def test_a_file_of_stray_ops_ends_after_a_thousand_findings():
 
 def test_ranks_without_ops_are_sound():
     """An idle rank wastes a device, and nothing else."""
-    report = verify(Schedule.parse("rank 0 | 0F0 0F1 0B0 0B1 0U1\nrank 1 |\nrank 2 | 1F0 1B0 1F1 1B1 1U1"))
+    report = verify(
+        Schedule.parse("rank 0 | 0F0 0F1 0B0 0B1 0U1\nrank 1 |\nrank 2 | 1F0 1B0 1F1 1B1 1U1")
+    )
     assert report.peak_on_rank == (2, 0, 1)
     assert report.peak_in_flight == (2, 1)
 
@@ -216,7 +257,11 @@ def test_staleness_of_pipedream_is_p_minus_1_minus_s(stages, batches):
         ahead = stages - stage
         ops = [f"{stage}F{m}" for m in range(ahead)]
         for m in range(batches):
-            ops += [f"{stage}B{m}", f"{stage}U{m + 1}", *([f"{stage}F{m + ahead}"] if m + ahead < batches else [])]
+            ops += [
+                f"{stage}B{m}",
+                f"{stage}U{m + 1}",
+                *([f"{stage}F{m + ahead}"] if m + ahead < batches else []),
+            ]
         rows.append(" ".join(ops))
         means.append(sum(min(m, ahead - 1) for m in range(batches)) / batches)
     report = verify(Schedule.parse("\n".join(rows), synchronous=False))

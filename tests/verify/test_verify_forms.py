@@ -45,7 +45,10 @@ def test_a_copy_without_an_update_is_refused():
     assert "stage 0 has no U on rank 1" in message
 
 
-@given(st.sampled_from([("chimera", 4, 8), ("dualpipe", 4, 8), ("gems", 3, 4)]), st.randoms(use_true_random=False))
+@given(
+    st.sampled_from([("chimera", 4, 8), ("dualpipe", 4, 8), ("gems", 3, 4)]),
+    st.randoms(use_true_random=False),
+)
 @settings(deadline=None, max_examples=40)
 def test_copies_that_come_to_two_meetings_in_two_orders_are_refused(numbers, rng):
     """On one rank of two that share two stages, the meetings are put the other way round, at the end of the program."""
@@ -58,7 +61,10 @@ def test_copies_that_come_to_two_meetings_in_two_orders_are_refused(numbers, rng
     programs[rank] = (*work, second, first)
     found, message = refused(replace(made, programs=tuple(programs)))
     assert {rule for rule, *_ in found} == {"no cycle"}
-    assert f"rank {rank} cannot start {second}: it needs" in message or f"rank {rank} cannot start {first}" in message
+    assert (
+        f"rank {rank} cannot start {second}: it needs" in message
+        or f"rank {rank} cannot start {first}" in message
+    )
 
 
 def test_a_meeting_too_early_on_one_rank_is_refused_where_it_makes_a_circle():
@@ -84,7 +90,9 @@ def changed(rank, change):
 
 def test_evictions_move_micro_batches_from_rank_to_rank():
     """What the partner takes in counts on its rank, not in its stage; the owner is relieved of it."""
-    report = verify(Schedule.parse("0F0 0F1 0E1 0F2 0B0 0L1 0B1 0B2 0U1\n0E1 1F0 1B0 1F1 0L1 1B1 1F2 1B2 1U1"))
+    report = verify(
+        Schedule.parse("0F0 0F1 0E1 0F2 0B0 0L1 0B1 0B2 0U1\n0E1 1F0 1B0 1F1 0L1 1B1 1F2 1B2 1U1")
+    )
     assert report.peak_in_flight == (2, 1)
     assert report.peak_on_rank == (2, 2)
     assert verify(BPIPE, in_flight_limit=3)
@@ -141,7 +149,12 @@ def test_any_eviction_or_load_that_is_taken_out_is_missed(rng):
     """Whatever half of whatever meeting lacks."""
     made = schedule("bpipe", 8, 16)
     rank, i = rng.choice(
-        [(rank, i) for rank, row in enumerate(made.programs) for i, op in enumerate(row) if op.kind in HANDING]
+        [
+            (rank, i)
+            for rank, row in enumerate(made.programs)
+            for i, op in enumerate(row)
+            if op.kind in HANDING
+        ]
     )
     programs = list(made.programs)
     op = programs[rank][i]
@@ -186,7 +199,10 @@ def test_pairs_that_wait_for_each_other_are_refused_though_their_ops_one_by_one_
     verify(Schedule.parse(text.replace("&", " ")))
 
 
-@pytest.mark.parametrize(("name", "stages", "micro_batches"), [("dualpipe", 4, 8), ("dualpipe-v", 8, 8), ("fbp-as", 4, 9)])
+@pytest.mark.parametrize(
+    ("name", "stages", "micro_batches"),
+    [("dualpipe", 4, 8), ("dualpipe-v", 8, 8), ("fbp-as", 4, 9)],
+)
 def test_what_is_sound_with_pairs_is_sound_without(name, stages, micro_batches):
     """The runtime runs a pair's ops one after the other, which waits for less."""
     made = schedule(name, stages, micro_batches)
@@ -208,7 +224,9 @@ def test_the_peak_of_slices_is_counted_in_micro_batches():
 
 def test_thirds_do_not_pass_a_limit_by_the_dust_of_floats():
     """3 x 1/3 is 1."""
-    assert verify(schedule("seq1f1b", 2, 9, slices=3), in_flight_limit=2).peak_on_rank == pytest.approx((4 / 3, 1))
+    assert verify(
+        schedule("seq1f1b", 2, 9, slices=3), in_flight_limit=2
+    ).peak_on_rank == pytest.approx((4 / 3, 1))
     assert verify(schedule("terapipe", 1, 7, slices=7), in_flight_limit=7).peak_on_rank == (7,)
 
 
@@ -241,14 +259,25 @@ def test_slices_of_a_sequence_on_two_copies_of_a_stage_are_refused():
     made = Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0U1")
     found, message = refused(replace(made, slicing=Slicing.even("tokens", 2, 1)))
     assert found == [("slices", "0F1", 1)]
-    assert "0F1 stands on rank 1, but 0F0, the slice before it of the same micro-batch, on rank 0" in message
+    assert (
+        "0F1 stands on rank 1, but 0F0, the slice before it of the same micro-batch, on rank 0"
+        in message
+    )
     verify(replace(made, slicing=Slicing.even("samples", 2, 1)))
     verify(replace(made, slicing=Slicing.even("tokens", 1, 2)))
 
 
-@given(st.sampled_from(["terapipe", "seq1f1b"]), st.integers(1, 3), st.integers(1, 3), st.integers(2, 4), st.randoms())
+@given(
+    st.sampled_from(["terapipe", "seq1f1b"]),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(2, 4),
+    st.randoms(),
+)
 @settings(deadline=None, max_examples=60)
-def test_two_slices_of_a_sequence_exchanged_anywhere_are_refused(name, stages, micro_batches, slices, rng):
+def test_two_slices_of_a_sequence_exchanged_anywhere_are_refused(
+    name, stages, micro_batches, slices, rng
+):
     """Forwards or backwards, on any stage."""
     made = schedule(name, stages, micro_batches, slices=slices)
     stage, kind = rng.randrange(stages), rng.choice([Kind.F, Kind.B])

@@ -28,7 +28,9 @@ from penstock.verify.verify import verify
     ("hetpipe", 4, 1, None, (3, 2, 1, 0), (4, 3, 2, 1)),
     ("1f1b", 4, 4, None, (0, 0, 0, 0), (1, 1, 1, 1)),
 ])  # fmt: skip
-def test_staleness_and_versions_per_stage_are_by_the_rule(name, stages, micro_batches, weights, staleness, versions):
+def test_staleness_and_versions_per_stage_are_by_the_rule(
+    name, stages, micro_batches, weights, staleness, versions
+):
     """The papers' table, stage by stage."""
     made = schedule(name, stages, micro_batches)
     report = verify(made, weights=weights)
@@ -47,7 +49,12 @@ def test_the_mean_staleness_of_a_stream_is_that_of_the_full_pipeline_whatever_it
 def test_asynchronous_programs_that_do_not_say_how_they_go_on_read_the_newest():
     """User's text: nothing is known but the order, so nothing is said to be kept."""
     report = verify(Schedule.parse("0F0 0F1 0B0 0U1 0B1 0U2", synchronous=False))
-    assert (report.weights, report.staleness_max, report.staleness_mean, report.versions) == ("none", (1,), (0.5,), (1,))
+    assert (report.weights, report.staleness_max, report.staleness_mean, report.versions) == (
+        "none",
+        (1,),
+        (0.5,),
+        (1,),
+    )
     report = verify(Schedule.parse("0F0 0F1 0B0 0U1 0B1 0U2", synchronous=False), weights="stash")
     assert (report.weights, report.staleness_max, report.versions) == ("stash", (1,), (2,))
 
@@ -57,7 +64,9 @@ def test_the_door_hands_the_rule_on_with_and_without_transfers():
     made = schedule("pipedream", 3)
     assert ps.verify(made, weights="vertical-sync").versions == (3, 3, 3)
     assert ps.verify(made).versions == (3, 2, 1)
-    with pytest.raises(ScheduleError, match=r"'stash' does not go with custom, which is synchronous"):
+    with pytest.raises(
+        ScheduleError, match=r"'stash' does not go with custom, which is synchronous"
+    ):
         ps.verify(lower(schedule("1f1b", 2, 2), ahead=1), weights="stash")
 
 
@@ -71,7 +80,9 @@ def test_the_door_hands_the_rule_on_with_and_without_transfers():
     ("pipedream", 1, "wpipe", r"\[weights\] weight rule 'wpipe' has no gradient more than 1 update old"),
     ("avgpipe", 4, "vertical-sync", r"\[weights\] avgpipe has 2 copies of the weights"),
 ])  # fmt: skip
-def test_a_rule_that_does_not_go_with_the_schedule_is_a_finding(name, micro_batches, weights, message):
+def test_a_rule_that_does_not_go_with_the_schedule_is_a_finding(
+    name, micro_batches, weights, message
+):
     """Double buffers with M < S are the issue's own example: refused with the reason."""
     with pytest.raises(ScheduleError, match=message) as caught:
         verify(schedule(name, 4, micro_batches), weights=weights)

@@ -15,19 +15,28 @@ def batch_of(schedule: Schedule, program, i: int) -> int:
     """The batch of the op in place i; of a U, that of the last gradient of its stage before it."""
     kind, stage, number = program[i]
     if kind is Kind.U:
-        number = [op.micro_batch for op in program[:i] if op.stage == stage and op.kind in (Kind.B, Kind.W)][-1]
+        number = [
+            op.micro_batch
+            for op in program[:i]
+            if op.stage == stage and op.kind in (Kind.B, Kind.W)
+        ][-1]
     return number // schedule.micro_batches if schedule.stream else 0
 
 
 def copy_of(schedule: Schedule, program, i: int) -> tuple[int, int]:
     """Stage and copy of the weights that the op in place i works on."""
-    return program[i].stage, batch_of(schedule, program, i) % (schedule.stream.pipelines if schedule.stream else 1)
+    return program[i].stage, batch_of(schedule, program, i) % (
+        schedule.stream.pipelines if schedule.stream else 1
+    )
 
 
 def newest(schedule: Schedule, program, i: int) -> int:
     """Updates that the copy of the weights of the op in place i has had before it."""
     copy = copy_of(schedule, program, i)
-    return sum(op.kind is Kind.U and copy_of(schedule, program, j) == copy for j, op in enumerate(program[:i]))
+    return sum(
+        op.kind is Kind.U and copy_of(schedule, program, j) == copy
+        for j, op in enumerate(program[:i])
+    )
 
 
 def places(schedule: Schedule) -> dict[tuple[int, int], Place]:
@@ -63,7 +72,9 @@ def ages(schedule: Schedule, reads: dict[tuple[int, int], Reads]) -> list[list[i
         for i, (kind, stage, number) in enumerate(program):
             if kind in (Kind.B, Kind.W):
                 found[stage, number] = newest(schedule, program, i) - reads[stage, number].forward
-    return [[found[key] for key in sorted(found) if key[0] == stage] for stage in range(schedule.stages)]
+    return [
+        [found[key] for key in sorted(found) if key[0] == stage] for stage in range(schedule.stages)
+    ]
 
 
 def kept(schedule: Schedule, reads: dict[tuple[int, int], Reads]) -> tuple[int, ...]:
@@ -75,12 +86,24 @@ def kept(schedule: Schedule, reads: dict[tuple[int, int], Reads]) -> tuple[int, 
                 continue
             there: set[tuple[int, int]] = set()
             for copy in ((op.stage, turn) for turn in range(schedule.stream.pipelines)):
-                mine = [j for j, other in enumerate(program) if copy_of(schedule, program, j) == copy]
+                mine = [
+                    j for j, other in enumerate(program) if copy_of(schedule, program, j) == copy
+                ]
                 last = sum(program[j].kind is Kind.U for j in mine if j <= i)
-                begun = [program[j].micro_batch for j in mine if j <= i and program[j].kind is Kind.F]
-                ended = [program[j].micro_batch for j in mine if j <= i and program[j].kind in (Kind.B, Kind.W)]
+                begun = [
+                    program[j].micro_batch for j in mine if j <= i and program[j].kind is Kind.F
+                ]
+                ended = [
+                    program[j].micro_batch
+                    for j in mine
+                    if j <= i and program[j].kind in (Kind.B, Kind.W)
+                ]
                 flying = [reads[op.stage, number] for number in set(begun) - set(ended)]
-                to_come = [reads[op.stage, program[j].micro_batch].forward for j in mine if j > i and program[j].kind is Kind.F]
+                to_come = [
+                    reads[op.stage, program[j].micro_batch].forward
+                    for j in mine
+                    if j > i and program[j].kind is Kind.F
+                ]
                 needed = {version for read in flying for version in (read.forward, read.backward)}
                 there |= {(copy[1], version) for version in range(last + 1)
                           if version == last or version in needed or (to_come and version >= to_come[0])}  # fmt: skip
@@ -91,13 +114,20 @@ def kept(schedule: Schedule, reads: dict[tuple[int, int], Reads]) -> tuple[int, 
 class _Builder:
     """A stream under construction: ops are put down one by one, each when all that it needs is down."""
 
-    def __init__(self, seed: int, stages: int, micro_batches: int, batches: int, pipelines: int) -> None:
+    def __init__(
+        self, seed: int, stages: int, micro_batches: int, batches: int, pipelines: int
+    ) -> None:
         self.rng = random.Random(seed)
         self.p, self.m, self.batches = stages, micro_batches, batches
         ranks = self.rng.randint(1, stages + 1)
-        hosts = [self.rng.sample(range(ranks), self.rng.randint(1, min(2, ranks, micro_batches))) for _ in range(stages)]
+        hosts = [
+            self.rng.sample(range(ranks), self.rng.randint(1, min(2, ranks, micro_batches)))
+            for _ in range(stages)
+        ]
         self.home = {
-            (s, n): hosts[s][n % micro_batches % len(hosts[s])] for s in range(stages) for n in range(batches * micro_batches)
+            (s, n): hosts[s][n % micro_batches % len(hosts[s])]
+            for s in range(stages)
+            for n in range(batches * micro_batches)
         }
         self.hosts = [sorted(host) for host in hosts]
         self.split = {place: self.rng.random() < 0.3 for place in self.home}
@@ -125,7 +155,8 @@ class _Builder:
         for s in range(self.p):
             t = next(t for t in range(self.batches + 1) if not self.has((Kind.U, s, t + 1)))
             if t < self.batches and all(
-                self.has((Kind.B, s, n), (Kind.W, s, n)) for n in range(t * self.m, t * self.m + self.m)
+                self.has((Kind.B, s, n), (Kind.W, s, n))
+                for n in range(t * self.m, t * self.m + self.m)
             ):
                 found.append(Op(Kind.U, s, t + 1))
         return found
@@ -140,7 +171,9 @@ class _Builder:
             ranks = self.hosts[op.stage] if op.kind is Kind.U else [self.home[op[1:]]]
             for rank in ranks:
                 self.programs[rank].append(op)
-        return Schedule(tuple(map(tuple, self.programs)), "random", synchronous=False, stream=self.stream)
+        return Schedule(
+            tuple(map(tuple, self.programs)), "random", synchronous=False, stream=self.stream
+        )
 
 
 def streams(pipelines: int = 1) -> st.SearchStrategy[Schedule]:

@@ -28,7 +28,10 @@ def test_every_weight_rule_declares_its_facts(name):
     assert rule.arithmetic in ARITHMETIC.entries()
     assert rule.extra >= 0
     assert bool(rule.optimizers) == bool(rule.because)
-    assert all(issubclass(getattr(torch.optim, optimizer), torch.optim.Optimizer) for optimizer in rule.optimizers)
+    assert all(
+        issubclass(getattr(torch.optim, optimizer), torch.optim.Optimizer)
+        for optimizer in rule.optimizers
+    )
     assert all(isinstance(default, float) for default in rule.options.values())
 
 
@@ -45,7 +48,9 @@ def test_every_weight_rule_says_what_a_place_reads_and_says_why(name):
 
 def test_an_unknown_weight_rule_is_refused_with_those_that_are_known():
     """A typing slip must not train with another rule."""
-    with pytest.raises(UnknownName, match=r"no weight rule called 'flash'\. Did you mean 'flush'\?"):
+    with pytest.raises(
+        UnknownName, match=r"no weight rule called 'flash'\. Did you mean 'flush'\?"
+    ):
         weight_rule("flash")
 
 

@@ -51,14 +51,21 @@ def test_with_fewer_micro_batches_than_stages_it_is_refused(stages, micro_batche
 @pytest.mark.parametrize("stages", [3, 4, 6])
 def test_without_the_condition_p_minus_1_is_sound_and_p_minus_2_reads_what_is_not_there(stages):
     """What the refusal says of itself: LITERATURE 3.2."""
-    rule = WeightRule("bare", weight_rule("double-buffer").reads, synchronous=False, source="a test")
+    rule = WeightRule(
+        "bare", weight_rule("double-buffer").reads, synchronous=False, source="a test"
+    )
     assert readings(schedule("pipedream", stages, stages - 1), rule).versions == (2,) * stages
-    with pytest.raises(ScheduleError, match=r"on rank 0 reads version \d+ of stage 0, where the newest is \d+"):
+    with pytest.raises(
+        ScheduleError, match=r"on rank 0 reads version \d+ of stage 0, where the newest is \d+"
+    ):
         readings(schedule("pipedream", stages, stages - 2), rule)
 
 
 def test_with_replicas_every_rank_needs_as_many_as_there_are_stages():
     """Two pipelines of two stages have two micro-batches of four each."""
-    assert verify(schedule("pipedream", 2, 4, replicas=2), weights="double-buffer").versions == (2, 2)
+    assert verify(schedule("pipedream", 2, 4, replicas=2), weights="double-buffer").versions == (
+        2,
+        2,
+    )
     with pytest.raises(ScheduleError, match=r"has 1 on a rank, and 2 stages"):
         verify(schedule("pipedream", 2, 2, replicas=2), weights="double-buffer")

@@ -34,6 +34,7 @@ def test_batch_after_batch_all_read_the_version_that_the_flush_before_has_made(n
 def test_without_a_flush_it_is_refused():
     """It would have no version to read that is the batch's."""
     with pytest.raises(
-        ScheduleError, match=r"'flush' does not go with pipedream, which is asynchronous.*Those that do: .*stash"
+        ScheduleError,
+        match=r"'flush' does not go with pipedream, which is asynchronous.*Those that do: .*stash",
     ):
         verify(schedule("pipedream", 3, 1), weights="flush")

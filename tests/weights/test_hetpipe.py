@@ -21,9 +21,18 @@ RULE = weight_rule("hetpipe")
 @pytest.mark.parametrize("in_flight", [1, 3, 4, 6])
 @pytest.mark.parametrize("distance", [0, 1, 3])
 @pytest.mark.parametrize("virtual_workers", [2, 3])
-def test_a_batch_lacks_no_more_than_the_papers_two_bounds(stages, in_flight, distance, virtual_workers):
+def test_a_batch_lacks_no_more_than_the_papers_two_bounds(
+    stages, in_flight, distance, virtual_workers
+):
     """s_local = Nm - 1 of its own, (D + 1)(s_local + 1) + s_local - 1 of any other's; on the first stage, when it is full, just that."""
-    made = schedule("hetpipe", stages, 1, virtual_workers=virtual_workers, in_flight=in_flight, distance=distance)
+    made = schedule(
+        "hetpipe",
+        stages,
+        1,
+        virtual_workers=virtual_workers,
+        in_flight=in_flight,
+        distance=distance,
+    )
     report = verify(made)
     local = in_flight - 1
     bound = (distance + 1) * (local + 1) + local - 1
@@ -49,15 +58,23 @@ def test_what_is_lacking_is_that_of_a_count_in_sets_of_batches(stages, micro_bat
                 if of != stage:
                     continue
                 if kind is Kind.F:
-                    q = number // micro_batches // copies + 1  # the paper counts from 1, in every virtual worker
-                    lacking += [len(set(range(1, q)) - contained[other]) for other in range(copies) if other != own]
+                    q = (
+                        number // micro_batches // copies + 1
+                    )  # the paper counts from 1, in every virtual worker
+                    lacking += [
+                        len(set(range(1, q)) - contained[other])
+                        for other in range(copies)
+                        if other != own
+                    ]
                 elif kind is Kind.U:
                     version += 1
                     contained[own].add(version)
                     wave, place = divmod(version, waves.length)
                     for other in range(copies) if place == 0 else ():
                         if other != own:
-                            contained[other] |= set(range(1, (wave - waves.distance) * waves.length + 1))
+                            contained[other] |= set(
+                                range(1, (wave - waves.distance) * waves.length + 1)
+                            )
         assert verify(made).staleness_across[stage] == max(lacking)
 
 
@@ -85,20 +102,27 @@ def test_waves_shorter_than_what_is_in_flight_are_refused():
     """The bounds are for waves of all that is in flight."""
     made = schedule("hetpipe", 4, 1, virtual_workers=2)
     short = replace(made, stream=replace(made.stream, waves=Waves(length=2)))
-    with pytest.raises(ScheduleError, match=r"\[wave\] 0F\d+ on rank 0 lacks 2 updates .* a wave has 2: .* may lack 1"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"\[wave\] 0F\d+ on rank 0 lacks 2 updates .* a wave has 2: .* may lack 1",
+    ):
         verify(short)
 
 
 def test_copies_that_meet_at_every_update_are_refused():
     """They have no waves."""
     with pytest.raises(
-        ScheduleError, match=r"'hetpipe' is for copies of stages that tell each other in waves .* pipedream has none"
+        ScheduleError,
+        match=r"'hetpipe' is for copies of stages that tell each other in waves .* pipedream has none",
     ):
         verify(schedule("pipedream", 2, 2, replicas=2), weights="hetpipe")
 
 
 def test_other_rules_are_refused_where_copies_do_not_meet():
     """Their arithmetic hands nothing on."""
-    with pytest.raises(ScheduleError, match=r"in hetpipe copies of a stage do not meet at every U.*such as 'hetpipe'"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"in hetpipe copies of a stage do not meet at every U.*such as 'hetpipe'",
+    ):
         verify(schedule("hetpipe", 2, 1), weights="stash")
     assert readings(schedule("hetpipe", 2, 1), RULE).across

@@ -46,7 +46,15 @@ def test_a_split_backward_holds_its_version_until_w():
 
 def test_what_lacks_is_found_with_the_op_that_reads_it():
     """One finding for each, at the F if it is gone by then, at the B if it is not there yet."""
-    rule = WeightRule("mine", lambda p: Reads(p.at_forward + (p.batch == 1), p.at_forward), synchronous=False, source="a test")
+    rule = WeightRule(
+        "mine",
+        lambda p: Reads(p.at_forward + (p.batch == 1), p.at_forward),
+        synchronous=False,
+        source="a test",
+    )
     _, findings = held("0F0 0B0 0U1 0F1 0B1 0U2", rule)
     assert [(f.rule, f.op, f.rank) for f in findings] == [("weights", "0F1", 0)]
-    assert "mine: 0F1 on rank 0 reads version 2 of stage 0, where the newest is 1" in findings[0].message
+    assert (
+        "mine: 0F1 on rank 0 reads version 2 of stage 0, where the newest is 1"
+        in findings[0].message
+    )

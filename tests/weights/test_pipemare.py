@@ -33,5 +33,8 @@ def test_options_have_defaults_and_strange_ones_are_refused():
     """A misspelled decay would train with another."""
     assert RULE.with_defaults({"decay": 0.5})["decay"] == 0.5
     assert RULE.with_defaults({})["annealing"] == 100
-    with pytest.raises(SettingError, match=r"'pipemare' has no option decy: it takes decay, annealing, lockstep, warm_up"):
+    with pytest.raises(
+        SettingError,
+        match=r"'pipemare' has no option decy: it takes decay, annealing, lockstep, warm_up",
+    ):
         RULE.with_defaults({"decy": 0.5})

@@ -21,9 +21,13 @@ def test_the_distance_is_p_minus_1_minus_s(stages):
         assert (reads.forward_ahead, reads.backward_ahead) == (stages - 1 - stage, 0)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (4, 1), (4, 2), (5, 3), (8, 3), (4, 6)])
+@pytest.mark.parametrize(
+    ("stages", "micro_batches"), [(2, 1), (4, 1), (4, 2), (5, 3), (8, 3), (4, 6)]
+)
 @pytest.mark.parametrize("copies", [1, 2])
-def test_in_the_steady_state_it_predicts_the_version_that_the_backward_finds(stages, micro_batches, copies):
+def test_in_the_steady_state_it_predicts_the_version_that_the_backward_finds(
+    stages, micro_batches, copies
+):
     """That is the whole idea: forward and backward agree without a stash."""
     found = uses(schedule("pipedream", stages, micro_batches * copies, replicas=copies), RULE)
     for stage in range(stages):

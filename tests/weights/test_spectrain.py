@@ -36,11 +36,17 @@ def test_distances_count_the_updates_until_the_batch_has_come_back_to_the_first_
     for stage in range(stages):
         back = at[(Kind.B, 0, t)][1]
         updates = [
-            start for (kind, of, version), (start, _) in at.items() if kind is Kind.U and of == stage and version != t + 1
+            start
+            for (kind, of, version), (start, _) in at.items()
+            if kind is Kind.U and of == stage and version != t + 1
         ]
         reads = found.at(stage, t).reads
-        assert reads.forward_ahead == sum(at[Kind.F, stage, t][0] < start <= back for start in updates)
-        assert reads.backward_ahead == sum(at[Kind.B, stage, t][0] < start <= back for start in updates)
+        assert reads.forward_ahead == sum(
+            at[Kind.F, stage, t][0] < start <= back for start in updates
+        )
+        assert reads.backward_ahead == sum(
+            at[Kind.B, stage, t][0] < start <= back for start in updates
+        )
 
 
 def test_one_version_is_kept_and_staleness_is_told_without_the_prediction():
@@ -53,6 +59,11 @@ def test_one_version_is_kept_and_staleness_is_told_without_the_prediction():
 
 def test_batches_of_several_micro_batches_are_refused():
     """Its distances count batches as micro-batches; those of `xpipe` are for several."""
-    with pytest.raises(ScheduleError, match=r"pipedream has 2 on a rank: give micro_batches=1, or take 'xpipe' or 'pipeoptim'"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"pipedream has 2 on a rank: give micro_batches=1, or take 'xpipe' or 'pipeoptim'",
+    ):
         verify(schedule("pipedream", 3, 2), weights="spectrain")
-    assert verify(schedule("pipedream", 3, 2, replicas=2), weights="spectrain").weights == "spectrain"
+    assert (
+        verify(schedule("pipedream", 3, 2, replicas=2), weights="spectrain").weights == "spectrain"
+    )

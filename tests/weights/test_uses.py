@@ -61,7 +61,9 @@ def following(made, stage, number):
 
 
 @every_stream
-def test_staleness_and_versions_are_those_of_a_long_program_however_short_the_given_one(name, stages, micro_batches, options):
+def test_staleness_and_versions_are_those_of_a_long_program_however_short_the_given_one(
+    name, stages, micro_batches, options
+):
     """The programs show the order; start and end of a few batches are not what a run of thousands is like."""
     made = schedule(name, stages, micro_batches, **options)
     rule = rule_of(made)
@@ -76,7 +78,9 @@ def test_staleness_and_versions_are_those_of_a_long_program_however_short_the_gi
 
 
 @every_stream
-def test_last_is_the_micro_batch_whose_gradient_is_the_last_of_its_batch_on_its_rank(name, stages, micro_batches, options):
+def test_last_is_the_micro_batch_whose_gradient_is_the_last_of_its_batch_on_its_rank(
+    name, stages, micro_batches, options
+):
     """What was made for a batch can go then."""
     made = schedule(name, stages, micro_batches, **options)
     found = uses(made, rule_of(made))
@@ -102,8 +106,17 @@ def test_far_away_everything_is_as_it_was_a_period_before(name, stages, micro_ba
             early, late = found.at(stage, number), found.at(stage, number + period)
             step = late.reads.backward - early.reads.backward
             assert late.batch - early.batch == found.batches
-            assert late.reads.forward - early.reads.forward == late.next_forward - early.next_forward == step > 0
-            assert (late.first, late.last, late.micro_batch) == (early.first, early.last, early.micro_batch)
+            assert (
+                late.reads.forward - early.reads.forward
+                == late.next_forward - early.next_forward
+                == step
+                > 0
+            )
+            assert (late.first, late.last, late.micro_batch) == (
+                early.first,
+                early.last,
+                early.micro_batch,
+            )
 
 
 @given(slow.streams(pipelines=2))
@@ -113,7 +126,10 @@ def test_any_stream_has_the_staleness_and_the_versions_of_a_slow_count(made):
     if made.stream.pipelines == 1:
         assert verify(made).versions == versions_kept(made, weight_rule("stash"))
     places = slow.places(made)
-    for rule in (weight_rule("stash"), rule_that_reads(lambda p: Reads(p.at_forward - p.at_forward % 2, p.at_forward))):
+    for rule in (
+        weight_rule("stash"),
+        rule_that_reads(lambda p: Reads(p.at_forward - p.at_forward % 2, p.at_forward)),
+    ):
         reads = {key: rule.reads(place) for key, place in places.items()}
         try:
             found = readings(made, rule)
@@ -142,14 +158,20 @@ def test_any_stream_under_vertical_sync_reads_one_version_on_all_stages_or_is_re
     places = slow.places(made)
     rule = weight_rule("vertical-sync")
     reads = {key: rule.reads(place) for key, place in places.items()}
-    late = {f"{stage}F{number}" for (stage, number), place in places.items() if reads[stage, number].forward > place.at_forward}
+    late = {
+        f"{stage}F{number}"
+        for (stage, number), place in places.items()
+        if reads[stage, number].forward > place.at_forward
+    }
     rows = [[reads[op.stage, op.micro_batch].forward for op in program if (op.kind, op.stage) == ("F", stage)]
             for program in made.programs for stage in range(made.stages)]  # fmt: skip
     if late:
         with pytest.raises(ScheduleError, match=r"another update has to come before it") as caught:
             readings(made, rule)
         assert late <= {finding.op for finding in caught.value.findings}
-    elif all(row == sorted(row) for row in rows):  # else forwards overtake each other from stage to stage
+    elif all(
+        row == sorted(row) for row in rows
+    ):  # else forwards overtake each other from stage to stage
         found = readings(made, rule)
         assert [list(row) for row in found.ages] == slow.ages(made, reads)
         same_versions(made, found, reads)
@@ -160,15 +182,29 @@ def test_any_stream_under_vertical_sync_reads_one_version_on_all_stages_or_is_re
 def test_what_only_finds_the_newest_keeps_one_version_of_every_copy(made):
     """`none` and what predicts never keep an old one, whatever the order."""
     stale = staleness(made, weight_rule("none"))
-    assert stale == slow.ages(made, {key: Reads(place.at_forward, 0) for key, place in slow.places(made).items()})
+    assert stale == slow.ages(
+        made, {key: Reads(place.at_forward, 0) for key, place in slow.places(made).items()}
+    )
     assert versions_kept(made, weight_rule("none")) == (made.stream.pipelines,) * made.stages
 
 
 def test_a_synchronous_schedule_goes_on_with_one_version_per_batch():
     """Every drain makes the next version, and the next batch reads it."""
     found = uses(schedule("1f1b", 3, 4), weight_rule("flush"))
-    assert [found.at(1, number).reads.forward for number in (0, 3, 4, 400, 403)] == [0, 0, 1, 100, 100]
-    assert [found.at(1, number).next_forward for number in (0, 3, 4, 402, 403)] == [0, 1, 1, 100, 101]
+    assert [found.at(1, number).reads.forward for number in (0, 3, 4, 400, 403)] == [
+        0,
+        0,
+        1,
+        100,
+        100,
+    ]
+    assert [found.at(1, number).next_forward for number in (0, 3, 4, 402, 403)] == [
+        0,
+        1,
+        1,
+        100,
+        101,
+    ]
     assert [(found.at(2, n).first, found.at(2, n).last) for n in range(4)] == [
         (True, False),
         (False, False),
@@ -207,13 +243,22 @@ def test_the_mean_staleness_is_that_of_the_full_pipeline():
 def test_a_version_that_is_not_there_yet_or_no_longer_is_refused_with_op_rank_and_version():
     """On tensors it would be read as garbage, or not at all."""
     made = schedule("pipedream", 3, 1)
-    with pytest.raises(ScheduleError, match=r"mine: 0F1 on rank 0 reads version 1 of stage 0, where the newest is 0") as caught:
+    with pytest.raises(
+        ScheduleError,
+        match=r"mine: 0F1 on rank 0 reads version 1 of stage 0, where the newest is 0",
+    ) as caught:
         uses(made, rule_that_reads(lambda place: Reads(place.batch, place.batch)))
     assert caught.value.findings[0].rank == 0
     with pytest.raises(
-        ScheduleError, match=r"2F4 on rank 2 reads version 0 of stage 2, which is gone: kept is 3, 4; a"
+        ScheduleError,
+        match=r"2F4 on rank 2 reads version 0 of stage 2, which is gone: kept is 3, 4; a",
     ) as caught:
-        readings(made, rule_that_reads(lambda place: Reads(place.at_forward if place.batch < 4 else 0, place.at_forward)))
+        readings(
+            made,
+            rule_that_reads(
+                lambda place: Reads(place.at_forward if place.batch < 4 else 0, place.at_forward)
+            ),
+        )
     assert ("2F4", 2) in [(finding.op, finding.rank) for finding in caught.value.findings]
 
 
@@ -227,20 +272,33 @@ def test_what_a_forward_has_read_is_kept_for_its_backward_even_if_that_reads_a_n
 def test_a_backward_cannot_read_what_was_let_go_before_its_forward_or_comes_after_it():
     """Nobody kept it, and nobody has it yet."""
     made = schedule("pipedream", 2, 1)
-    with pytest.raises(ScheduleError, match=r"1F1 on rank 1 reads version 0 of stage 1, which is gone: kept is 1;") as caught:
+    with pytest.raises(
+        ScheduleError, match=r"1F1 on rank 1 reads version 0 of stage 1, which is gone: kept is 1;"
+    ) as caught:
         readings(made, rule_that_reads(lambda p: Reads(p.at_forward, max(p.at_forward - 1, 0))))
     assert {finding.op[1] for finding in caught.value.findings} == {"F"}
-    with pytest.raises(ScheduleError, match=r"1B0 on rank 1 reads version 1 of stage 1, where the newest is 0: another update"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"1B0 on rank 1 reads version 1 of stage 1, where the newest is 0: another update",
+    ):
         readings(made, rule_that_reads(lambda p: Reads(p.at_forward, p.at_backward + 1)))
 
 
 def test_what_has_one_version_reads_older_ones_only_as_predictions_that_were_made_of_them():
     """A prediction is kept from the batch's first micro-batch; the weights that it was made of are not."""
     made = schedule("pipedream", 4, 4)
-    kept = rule_that_reads(lambda p: Reads(p.batch_at_forward, p.at_backward, forward_ahead=1), one_version=True)
+    kept = rule_that_reads(
+        lambda p: Reads(p.batch_at_forward, p.at_backward, forward_ahead=1), one_version=True
+    )
     assert versions_kept(made, kept) == (1, 1, 1, 1)
-    with pytest.raises(ScheduleError, match=r"0F7 on rank 0 reads version 0 of stage 0, which is gone: kept is 1; a"):
-        versions_kept(made, rule_that_reads(lambda p: Reads(p.batch_at_forward, p.at_backward), one_version=True))
+    with pytest.raises(
+        ScheduleError,
+        match=r"0F7 on rank 0 reads version 0 of stage 0, which is gone: kept is 1; a",
+    ):
+        versions_kept(
+            made,
+            rule_that_reads(lambda p: Reads(p.batch_at_forward, p.at_backward), one_version=True),
+        )
 
 
 def test_a_place_that_a_rule_refuses_is_told_once_for_each_rank():
@@ -251,4 +309,7 @@ def test_a_place_that_a_rule_refuses_is_told_once_for_each_rank():
 
     with pytest.raises(ScheduleError, match="not on stage 1") as caught:
         uses(schedule("pipedream", 2, 1), rule_that_reads(reads))
-    assert [(f.rule, f.op, f.rank) for f in caught.value.findings] == [("weights", "0F0", 0), ("weights", "1F0", 1)]
+    assert [(f.rule, f.op, f.rank) for f in caught.value.findings] == [
+        ("weights", "0F0", 0),
+        ("weights", "1F0", 1),
+    ]

@@ -28,7 +28,11 @@ def test_a_micro_batch_reads_the_same_version_everywhere(stages, micro_batches):
     for number in (*range(40), *range(10**6, 10**6 + 10)):
         reads = [found.at(stage, number).reads for stage in range(stages)]
         assert len(set(reads)) == 1
-        assert reads[0].forward == reads[0].backward == uses(made, weight_rule("stash")).at(0, number).reads.forward
+        assert (
+            reads[0].forward
+            == reads[0].backward
+            == uses(made, weight_rule("stash")).at(0, number).reads.forward
+        )
     report = verify(made, weights="vertical-sync")
     oldest = math.ceil((stages - 1) / micro_batches)
     assert report.staleness_max == (oldest,) * stages

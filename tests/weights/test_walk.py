@@ -26,7 +26,12 @@ def test_a_split_backward_begins_with_i_and_has_its_gradient_with_w():
     program = Schedule.parse("0F0 0I0 0F1 0U1 0W0 0I1 0W1 0U2").programs[0]
     found = walk([list(with_batches(program, 2))], 1)
     standing = found.standings[0][0]
-    assert (standing.at_forward, standing.at_backward, standing.at_gradient, standing.after) == (0, 0, 1, 1)
+    assert (standing.at_forward, standing.at_backward, standing.at_gradient, standing.after) == (
+        0,
+        0,
+        1,
+        1,
+    )
     assert found.share(0, 1).last == 1
 
 
@@ -34,4 +39,6 @@ def test_a_place_some_periods_later_has_versions_moved_on_and_all_else_as_it_was
     """So a few places answer for all."""
     place = Place(1, 4, batch=7, micro_batch=0, micro_batches=2, at_forward=5, at_backward=7, batch_at_forward=5,
                   batch_at_backward=7, at_first_stage=4)  # fmt: skip
-    assert place.later(batches=6, updates=3, updates_of_first_stage=2) == Place(1, 4, 13, 0, 2, 8, 10, 8, 10, 6)
+    assert place.later(batches=6, updates=3, updates_of_first_stage=2) == Place(
+        1, 4, 13, 0, 2, 8, 10, 8, 10, 6
+    )

@@ -11,8 +11,12 @@ from penstock.weights.catalogue import weight_rule
 from penstock.weights.uses import readings
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (2, 2), (2, 5), (3, 4), (4, 6), (4, 9)])
-def test_group_0_is_one_update_late_with_two_versions_and_group_1_none_with_one(ranks, micro_batches):
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches"), [(1, 1), (2, 2), (2, 5), (3, 4), (4, 6), (4, 9)]
+)
+def test_group_0_is_one_update_late_with_two_versions_and_group_1_none_with_one(
+    ranks, micro_batches
+):
     """LITERATURE 5.7: fresher weights than 2BW's, for two versions of one half of the model."""
     made = schedule("wpipe", 2 * ranks, micro_batches)
     report = verify(made)
@@ -26,7 +30,8 @@ def test_group_0_is_one_update_late_with_two_versions_and_group_1_none_with_one(
 def test_an_order_in_which_gradients_are_two_updates_late_is_refused():
     """Its two versions would not be enough."""
     with pytest.raises(
-        ScheduleError, match=r"'wpipe' has no gradient more than 1 update old, and here one would be 2 old on stage 0"
+        ScheduleError,
+        match=r"'wpipe' has no gradient more than 1 update old, and here one would be 2 old on stage 0",
     ):
         verify(schedule("pipedream", 4, 2), weights="wpipe")
     assert verify(schedule("pipedream", 4, 3), weights="wpipe").versions == (2, 2, 2, 1)

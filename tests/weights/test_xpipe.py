@@ -52,7 +52,13 @@ def test_one_version_is_kept_and_its_optimizers_are_adams():
 
 def test_with_replicas_distances_are_for_the_micro_batches_that_a_rank_has():
     """Each pipeline has a bellwether of its own, and T is what it runs of a batch."""
-    plain, doubled = (uses(schedule("xpipe", 4, 2 * copies, replicas=copies), RULE) for copies in (1, 2))
+    plain, doubled = (
+        uses(schedule("xpipe", 4, 2 * copies, replicas=copies), RULE) for copies in (1, 2)
+    )
     for stage in range(4):
         assert doubled.at(stage, 40).reads.forward_ahead == plain.at(stage, 20).reads.forward_ahead
-        assert (doubled.at(stage, 40).first, doubled.at(stage, 41).first, doubled.at(stage, 42).first) == (True, True, False)
+        assert (
+            doubled.at(stage, 40).first,
+            doubled.at(stage, 41).first,
+            doubled.at(stage, 42).first,
+        ) == (True, True, False)

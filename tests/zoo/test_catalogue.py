@@ -40,7 +40,11 @@ SMALL: dict[str, dict[str, object]] = {
     "gpt": {"layers": 2, "width": 16, "heads": 2, "tokens": 6, "vocabulary": 11},
     "mlp": {"layers": 3},
     "unet": {"classes": 10, "image": 32, "width": 4, "levels": 2},
-    **{name: {"classes": 10, "image": 32} for name in PUBLISHED if name.startswith(("resnet", "vgg"))},
+    **{
+        name: {"classes": 10, "image": 32}
+        for name in PUBLISHED
+        if name.startswith(("resnet", "vgg"))
+    },
 }
 
 every_model = pytest.mark.parametrize("name", sorted(models()))
@@ -52,7 +56,9 @@ def batch_for(name: str, samples: int) -> tuple[Tensor, Tensor]:
     if models()[name].task != "classify":
         tokens = torch.randint(0, 11, (samples, 7), generator=draw)
         known, following = tokens[:, :-1], tokens[:, 1:]
-        return (known if name == "gpt" else torch.stack([following.flip(1), known], dim=1)), following
+        return (
+            known if name == "gpt" else torch.stack([following.flip(1), known], dim=1)
+        ), following
     shape = (64,) if name == "mlp" else (3, 32, 32)
     return torch.randn(samples, *shape, generator=draw), torch.arange(samples) % 10
 
@@ -66,7 +72,9 @@ def children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 def owns_tensors(module: nn.Module) -> bool:
     """Whether parameters or buffers are the module's own, not a submodule's."""
-    return any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
+    return any(True for _ in module.parameters(recurse=False)) or any(
+        True for _ in module.buffers(recurse=False)
+    )
 
 
 class OnlyMeta(TorchDispatchMode):
@@ -75,7 +83,9 @@ class OnlyMeta(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run the operator and look at what it made."""
         out = func(*args, **(kwargs or {}))
-        assert not isinstance(out, Tensor) or out.is_meta, f"{func} made {tuple(out.shape)} on {out.device}"
+        assert not isinstance(out, Tensor) or out.is_meta, (
+            f"{func} made {tuple(out.shape)} on {out.device}"
+        )
         return out
 
 
@@ -88,7 +98,11 @@ def test_the_catalogue_lists_the_models_whose_counts_are_published_here():
 def test_parameter_count_equals_the_published_one_and_the_stated_fact(name):
     """Studies are compared with the literature by these numbers."""
     made = model(name, device="meta")
-    assert sum(parameter.numel() for parameter in made.parameters()) == PUBLISHED[name] == models()[name].parameters
+    assert (
+        sum(parameter.numel() for parameter in made.parameters())
+        == PUBLISHED[name]
+        == models()[name].parameters
+    )
 
 
 @every_model
@@ -104,7 +118,9 @@ def test_submodules_that_own_tensors_can_reset_them(name):
     """Materialising from the meta device calls nothing but `reset_parameters`."""
     made = model(name, device="meta")
     lacking = [
-        path for path, module in made.named_modules() if owns_tensors(module) and not hasattr(module, "reset_parameters")
+        path
+        for path, module in made.named_modules()
+        if owns_tensors(module) and not hasattr(module, "reset_parameters")
     ]
     assert lacking == []
 
@@ -136,15 +152,25 @@ def test_one_step_gives_every_parameter_a_gradient(name):
     loss.backward()
     assert logits.shape == ((2, 10) if images else (2, 6, 11))
     gradients = {path: parameter.grad for path, parameter in made.named_parameters()}
-    assert [path for path, gradient in gradients.items() if gradient is None or not gradient.isfinite().all()] == []
+    assert [
+        path
+        for path, gradient in gradients.items()
+        if gradient is None or not gradient.isfinite().all()
+    ] == []
     # Biases before a normalisation and of attention keys have no effect, so their gradients may be 0; matrices' may not.
-    assert [path for path, gradient in gradients.items() if gradient.dim() > 1 and not gradient.any()] == []
+    assert [
+        path for path, gradient in gradients.items() if gradient.dim() > 1 and not gradient.any()
+    ] == []
 
 
 @every_model
 def test_no_layer_works_in_place(name):
     """A layer that overwrites its input spoils what the layer before keeps for its backward."""
-    assert [path for path, module in model(name, device="meta").named_modules() if getattr(module, "inplace", False)] == []
+    assert [
+        path
+        for path, module in model(name, device="meta").named_modules()
+        if getattr(module, "inplace", False)
+    ] == []
 
 
 def test_without_a_device_torchs_current_one_is_taken():
@@ -176,7 +202,12 @@ def test_misspelt_option_is_refused_with_the_closest_one():
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [
-        *((name, option, 0) for name in PUBLISHED for option in ("classes", "channels") if option in models()[name].options),
+        *(
+            (name, option, 0)
+            for name in PUBLISHED
+            for option in ("classes", "channels")
+            if option in models()[name].options
+        ),
         *(("gpt", option, -1) for option in ("layers", "width", "heads", "tokens", "vocabulary")),
         *(("mlp", option, True) for option in ("features", "hidden", "layers", "classes")),
         *((name, "image", 64) for name in ("vgg11", "vgg19_bn", "resnet18", "resnet50")),
@@ -194,5 +225,8 @@ def test_senseless_value_is_refused_with_the_option_and_the_value(name, option, 
 @pytest.mark.parametrize("device", ["gpuu", "cuda:first", 1.5])
 def test_unknown_device_is_refused_with_examples(device):
     """Torch's own message is a list of twenty back-ends, or of call signatures; it stays in the chain of causes."""
-    with pytest.raises(SettingError, match=rf"torch knows no device {device!r}; write for example 'cpu', 'cuda:0' or 'meta'"):
+    with pytest.raises(
+        SettingError,
+        match=rf"torch knows no device {device!r}; write for example 'cpu', 'cuda:0' or 'meta'",
+    ):
         model("mlp", device=device)

@@ -26,7 +26,9 @@ def small(layers=6, **options):
 def test_every_layer_has_as_many_parameters_as_in_pipedreams_profile():
     """Cuts of the paper are compared with ours: then the layers must be the same."""
     made = chain(model("gnmt", device="meta"))
-    found = [sum(made.description.tensor(name).bytes for name in layer.parameters) for layer in made]
+    found = [
+        sum(made.description.tensor(name).bytes for name in layer.parameters) for layer in made
+    ]
     assert found == PIPEDREAM
 
 
@@ -44,8 +46,17 @@ def test_boundaries_carry_what_later_layers_need_and_nothing_else():
     state = tokens
     for layer in chain(made).modules:
         state = layer(state)
-        seen.append({key: value.shape[-1] for key, value in state.items()} if isinstance(state, dict) else None)
-    reads = [{"x": 4, "target": 5}, {"x": 8, "target": 5}, {"x": 4, "target": 5}, {"x": 4, "target": 5}]
+        seen.append(
+            {key: value.shape[-1] for key, value in state.items()}
+            if isinstance(state, dict)
+            else None
+        )
+    reads = [
+        {"x": 4, "target": 5},
+        {"x": 8, "target": 5},
+        {"x": 4, "target": 5},
+        {"x": 4, "target": 5},
+    ]
     writes = [{"x": 4, "memory": 4}, {"x": 4, "context": 4}, {"x": 4, "context": 4}, {"x": 4}]
     assert seen == [*reads, *writes, None]
 
@@ -87,7 +98,9 @@ def test_layers_from_the_meta_device_run_after_they_are_materialised():
 @pytest.mark.parametrize("layers", [2, 5])
 def test_an_odd_or_too_small_number_of_layers_is_refused(layers):
     """Half of them read and half write, and the last that writes is not the one that attends."""
-    with pytest.raises(SettingError, match=f"even number, half of them in the encoder.*not {layers}"):
+    with pytest.raises(
+        SettingError, match=f"even number, half of them in the encoder.*not {layers}"
+    ):
         small(layers=layers)
 
 

@@ -27,7 +27,9 @@ TINY = {"layers": 3, "width": 16, "heads": 4, "tokens": 8, "vocabulary": 13}
 def test_parameter_count_follows_the_stated_formula(layers, heads, head_width, tokens, v):
     """The docstring's formula is what people size experiments by."""
     w = heads * head_width
-    made = model("gpt", device="meta", layers=layers, width=w, heads=heads, tokens=tokens, vocabulary=v)
+    made = model(
+        "gpt", device="meta", layers=layers, width=w, heads=heads, tokens=tokens, vocabulary=v
+    )
     stated = layers * (12 * w**2 + 13 * w) + 2 * v * w + tokens * w + 2 * w
     assert sum(parameter.numel() for parameter in made.parameters()) == stated
 
@@ -50,7 +52,10 @@ def test_sequences_up_to_the_context_length_give_logits_per_token(length):
 def test_sequence_longer_than_the_context_is_refused_with_both_numbers():
     """On a GPU the look-up would end in a device-side assertion that names nothing."""
     made = model("gpt", **TINY)
-    with pytest.raises(SettingError, match="made with tokens=8, and the input has 9 per sequence: make it with tokens=9"):
+    with pytest.raises(
+        SettingError,
+        match="made with tokens=8, and the input has 9 per sequence: make it with tokens=9",
+    ):
         made(torch.zeros(1, 9, dtype=torch.int64))
 
 
@@ -66,7 +71,9 @@ def in_slices(made, tokens, lengths):
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda lengths: sum(lengths) <= 8))
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda lengths: sum(lengths) <= 8)
+)
 def test_slices_of_a_sequence_give_what_the_whole_gives(lengths):
     """Keys, values and positions of earlier tokens are handed on; cut anywhere, the logits and gradients stay."""
     torch.manual_seed(0)
@@ -86,7 +93,10 @@ def test_slices_count_against_the_context_length_together():
     """Position 8 of a model with 8 positions is one too many, in whatever slice it comes."""
     made = model("gpt", **TINY)
     tokens = torch.zeros(1, 9, dtype=torch.int64)
-    with pytest.raises(SettingError, match="made with tokens=8, and the input has 9 per sequence: make it with tokens=9"):
+    with pytest.raises(
+        SettingError,
+        match="made with tokens=8, and the input has 9 per sequence: make it with tokens=9",
+    ):
         in_slices(made, tokens, [6, 3])
 
 
@@ -136,7 +146,9 @@ def test_dropout_acts_in_training_only():
 
 def test_loss_of_equal_logits_is_the_logarithm_of_the_vocabulary():
     """The mean over tokens, not the sum: micro-batches of equal size then weigh the same."""
-    assert gpt_loss(torch.zeros(2, 5, 13), torch.zeros(2, 5, dtype=torch.int64)).item() == pytest.approx(math.log(13))
+    assert gpt_loss(
+        torch.zeros(2, 5, 13), torch.zeros(2, 5, dtype=torch.int64)
+    ).item() == pytest.approx(math.log(13))
 
 
 def test_loss_scores_every_token_with_its_own_target():

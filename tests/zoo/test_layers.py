@@ -38,7 +38,9 @@ def test_weights_have_the_stated_deviation_at_construction_and_after_a_reset(mak
     assert not torch.equal(first, layer.weight)
 
 
-@pytest.mark.parametrize("make", [lambda: HeConv2d(2, 3, 1), lambda: NormalLinear(2, 3, std=1.0)], ids=["conv", "linear"])
+@pytest.mark.parametrize(
+    "make", [lambda: HeConv2d(2, 3, 1), lambda: NormalLinear(2, 3, std=1.0)], ids=["conv", "linear"]
+)
 def test_biases_start_at_0(make):
     """Torch's own biases are random."""
     layer = make()

@@ -12,13 +12,20 @@ from penstock.zoo.layers import NormalLinear
 
 
 @settings(deadline=None, max_examples=25)
-@given(layers=st.integers(2, 9), features=st.integers(1, 9), hidden=st.integers(1, 9), classes=st.integers(1, 9))
+@given(
+    layers=st.integers(2, 9),
+    features=st.integers(1, 9),
+    hidden=st.integers(1, 9),
+    classes=st.integers(1, 9),
+)
 def test_layers_and_parameters_follow_the_stated_formulas(layers, features, hidden, classes):
     """Tests elsewhere cut chains of a length that they work out from `layers`."""
     made = model("mlp", layers=layers, features=features, hidden=hidden, classes=classes)
     stated = (features + 1) * hidden + (layers - 2) * (hidden + 1) * hidden + (hidden + 1) * classes
     assert sum(parameter.numel() for parameter in made.parameters()) == stated
-    assert [type(layer) for layer in made] == [NormalLinear, nn.ReLU] * (layers - 1) + [NormalLinear]
+    assert [type(layer) for layer in made] == [NormalLinear, nn.ReLU] * (layers - 1) + [
+        NormalLinear
+    ]
     assert made(torch.zeros(3, features)).shape == (3, classes)
 
 

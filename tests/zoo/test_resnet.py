@@ -8,7 +8,9 @@ import torch
 from penstock.zoo.catalogue import model
 
 
-@pytest.mark.parametrize(("name", "blocks", "width"), [("resnet18", 8, 512), ("resnet50", 16, 2048)])
+@pytest.mark.parametrize(
+    ("name", "blocks", "width"), [("resnet18", 8, 512), ("resnet50", 16, 2048)]
+)
 @pytest.mark.parametrize(("image", "side"), [(224, 7), (32, 4)])
 def test_blocks_are_layers_and_end_in_the_papers_feature_map(name, blocks, width, image, side):
     """A skip connection inside a layer is the only one that no cut can sever."""
@@ -21,8 +23,17 @@ def test_blocks_are_layers_and_end_in_the_papers_feature_map(name, blocks, width
 
 def test_only_the_stem_for_large_images_has_a_pool():
     """At 32 pixels a stem that divides the side by 4 would leave a last map of 1 x 1."""
-    assert list(model("resnet18", device="meta").stem._modules) == ["conv1", "bn1", "relu1", "pool1"]
-    assert list(model("resnet18", device="meta", image=32).stem._modules) == ["conv1", "bn1", "relu1"]
+    assert list(model("resnet18", device="meta").stem._modules) == [
+        "conv1",
+        "bn1",
+        "relu1",
+        "pool1",
+    ]
+    assert list(model("resnet18", device="meta", image=32).stem._modules) == [
+        "conv1",
+        "bn1",
+        "relu1",
+    ]
 
 
 def test_blocks_are_named_after_the_papers_groups():
@@ -35,7 +46,11 @@ def test_blocks_are_named_after_the_papers_groups():
 def test_only_the_first_block_of_a_group_projects_its_skip():
     """Where shapes agree the skip is the input itself: no parameters, no work. ResNet-18's first group changes no shape."""
     blocks = model("resnet18", device="meta").blocks.named_children()
-    assert [name for name, block in blocks if block.skip is not None] == ["conv3_1", "conv4_1", "conv5_1"]
+    assert [name for name, block in blocks if block.skip is not None] == [
+        "conv3_1",
+        "conv4_1",
+        "conv5_1",
+    ]
 
 
 def test_resnet18_learns_a_batch_by_heart_in_a_few_steps():

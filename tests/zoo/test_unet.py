@@ -47,18 +47,32 @@ def test_a_skip_crosses_what_lies_between_its_ends_and_nothing_else():
     for layer in chain(small()).modules[:-1]:
         value = layer(value)
         seen.append(sorted(value))
-    assert seen == [["skip1", "x"], ["skip1", "skip2", "x"], ["skip1", "skip2", "x"], ["skip1", "x"], ["x"]]
+    assert seen == [
+        ["skip1", "x"],
+        ["skip1", "skip2", "x"],
+        ["skip1", "skip2", "x"],
+        ["skip1", "x"],
+        ["x"],
+    ]
 
 
 def test_layers_are_named_as_the_two_ways():
     """Plans and checkpoints name them."""
     names = [layer.name for layer in chain(model("unet", device="meta"))]
-    assert names == [*(f"down.level{n}" for n in (1, 2, 3, 4)), "bottom", *(f"up.level{n}" for n in (4, 3, 2, 1)), "scores"]
+    assert names == [
+        *(f"down.level{n}" for n in (1, 2, 3, 4)),
+        "bottom",
+        *(f"up.level{n}" for n in (4, 3, 2, 1)),
+        "scores",
+    ]
 
 
 def test_images_that_cannot_be_halved_so_often_are_refused():
     """A skip of another size than what comes up beside it would fail in the middle of a run."""
-    with pytest.raises(SettingError, match=r"unet takes image a multiple of 16, for 4 halvings, not 24: take fewer levels"):
+    with pytest.raises(
+        SettingError,
+        match=r"unet takes image a multiple of 16, for 4 halvings, not 24: take fewer levels",
+    ):
         model("unet", image=24)
     with pytest.raises(SettingError, match=r"unet takes per_pixel=True or False, not 'yes'"):
         model("unet", per_pixel="yes")

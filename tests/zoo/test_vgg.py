@@ -24,8 +24,24 @@ def test_vgg19_for_small_images_and_100_classes_has_the_count_of_the_literature(
 def test_vgg11_layers_have_the_names_of_the_papers_models():
     """Cuts are spoken of by these names."""
     made = model("vgg11", device="meta")
-    assert list(made.features._modules)[:6] == ["conv1_1", "relu1_1", "pool1", "conv2_1", "relu2_1", "pool2"]
-    assert list(made.classifier._modules) == ["flatten", "fc6", "relu6", "drop6", "fc7", "relu7", "drop7", "fc8"]
+    assert list(made.features._modules)[:6] == [
+        "conv1_1",
+        "relu1_1",
+        "pool1",
+        "conv2_1",
+        "relu2_1",
+        "pool2",
+    ]
+    assert list(made.classifier._modules) == [
+        "flatten",
+        "fc6",
+        "relu6",
+        "drop6",
+        "fc7",
+        "relu7",
+        "drop7",
+        "fc8",
+    ]
     assert "features.conv5_2.weight" in made.state_dict()
 
 
@@ -35,7 +51,10 @@ def test_batch_norm_stands_between_convolution_and_relu():
     assert names[:4] == ["conv1_1", "bn1_1", "relu1_1", "pool1"]
 
 
-@pytest.mark.parametrize(("name", "layers"), [("vgg11", 29), ("vgg13", 33), ("vgg16", 39), ("vgg19", 45), ("vgg16_bn", 52)])
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("vgg11", 29), ("vgg13", 33), ("vgg16", 39), ("vgg19", 45), ("vgg16_bn", 52)],
+)
 def test_every_operation_is_a_layer_of_its_own(name, layers):
     """The finer the layers, the more even the cuts; dropout 0 keeps the count, so that one plan fits both."""
     for dropout in (0.5, 0.0):

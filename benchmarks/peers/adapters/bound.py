@@ -52,7 +52,11 @@ def make(job: Job) -> Ops:
     rank, count = job.spec.rank, job.cell.micro_batches
     last = rank + 1 == job.spec.ranks
     x, y = (value.chunk(count) for value in job.batch())
-    ins = list(x) if rank == 0 else [_random(job.boundary(rank)).requires_grad_() for _ in range(count)]
+    ins = (
+        list(x)
+        if rank == 0
+        else [_random(job.boundary(rank)).requires_grad_() for _ in range(count)]
+    )
     # Small, so that weights stay what they are: their size does not change the time.
     gradients = list(y) if last else [_random(job.boundary(rank + 1)) * 1e-6 for _ in range(count)]
     part = job.stage(rank)

@@ -56,7 +56,9 @@ class System:
 
     def threads(self, cell: Cell) -> int:
         """Threads of torch in each of them."""
-        several = self.processes == "threads" or (self.processes == "one" and cell.workload not in SMALL)
+        several = self.processes == "threads" or (
+            self.processes == "one" and cell.workload not in SMALL
+        )
         return min(cell.stages, len(os.sched_getaffinity(0))) if several else 1
 
 

@@ -40,9 +40,13 @@ def make(job: Job, accumulate: bool) -> Step:
 def _needs_two(cell: Cell, cuts: Cuts) -> str | None:
     del cuts
     return (
-        None if cell.micro_batches >= 2 * cell.stages else "no more than one micro-batch for each rank: nothing to accumulate"
+        None
+        if cell.micro_batches >= 2 * cell.stages
+        else "no more than one micro-batch for each rank: nothing to accumulate"
     )
 
 
 register("ddp", peer="ddp", imports=IMPORTS)(partial(make, accumulate=False))
-register("ddp accumulated", peer="ddp", imports=IMPORTS, refuses=_needs_two)(partial(make, accumulate=True))
+register("ddp accumulated", peer="ddp", imports=IMPORTS, refuses=_needs_two)(
+    partial(make, accumulate=True)
+)

@@ -12,7 +12,16 @@ from torch import nn
 
 from adapters.catalogue import Step, register
 
-PACKAGES = ("deepspeed==0.19.8", "einops", "hjson", "msgpack", "ninja", "psutil", "py-cpuinfo", "tqdm")
+PACKAGES = (
+    "deepspeed==0.19.8",
+    "einops",
+    "hjson",
+    "msgpack",
+    "ninja",
+    "psutil",
+    "py-cpuinfo",
+    "tqdm",
+)
 
 
 @register("deepspeed 1f1b", peer="deepspeed", imports=("torch", "deepspeed", "deepspeed.pipe"), packages=PACKAGES,
@@ -43,7 +52,9 @@ def make(job: Job) -> Step:
             del log
             return job.layers(self.index, self.index + 1)[0]
 
-    net = Planned([Layer(index) for index in range(bounds[-1])], num_stages=job.spec.ranks, loss_fn=job.loss)
+    net = Planned(
+        [Layer(index) for index in range(bounds[-1])], num_stages=job.spec.ranks, loss_fn=job.loss
+    )
     x, y = job.batch()
     count = job.cell.micro_batches
     settings = {
@@ -52,6 +63,8 @@ def make(job: Job) -> Step:
         "steps_per_print": 10**9,
         "gradient_clipping": 0.0,  # it clips to a norm of 1 if nobody says otherwise
     }
-    engine, *_ = deepspeed.initialize(model=net, config=settings, optimizer=job.optimizer(net.parameters()))
+    engine, *_ = deepspeed.initialize(
+        model=net, config=settings, optimizer=job.optimizer(net.parameters())
+    )
     data = itertools.cycle(zip(x.chunk(count), y.chunk(count), strict=True))
     return lambda: engine.train_batch(data)

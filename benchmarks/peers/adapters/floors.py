@@ -89,7 +89,9 @@ class Gloo:
 
     def begin(self) -> None:
         """See `Line`."""
-        self.coming = [self.dist.irecv(place, self.other, tag=m) for m, place in enumerate(self.places)]
+        self.coming = [
+            self.dist.irecv(place, self.other, tag=m) for m, place in enumerate(self.places)
+        ]
 
     def wait(self, m: int) -> Tensor:
         """See `Line`."""
@@ -128,7 +130,9 @@ class Shared:
                 os.ftruncate(file.fileno(), length)
                 whole = mmap.mmap(file.fileno(), length)
             return memoryview(whole)[:4096].cast("q"), [
-                torch.frombuffer(whole, dtype=form.dtype, count=form.numel(), offset=4096 + m * room).view(form.shape)
+                torch.frombuffer(
+                    whole, dtype=form.dtype, count=form.numel(), offset=4096 + m * room
+                ).view(form.shape)
                 for m in range(count)
             ]
 
@@ -175,5 +179,9 @@ def shared_memory(job: Job) -> Step:
     """Through memory that neighbours share."""
     rank, count, folder = job.spec.rank, job.cell.micro_batches, job.spec.folder
     before = Shared(folder, rank, rank - 1, job.boundary(rank), count) if rank else None
-    after = Shared(folder, rank, rank + 1, job.boundary(rank + 1), count) if rank + 1 < job.spec.ranks else None
+    after = (
+        Shared(folder, rank, rank + 1, job.boundary(rank + 1), count)
+        if rank + 1 < job.spec.ranks
+        else None
+    )
     return gpipe(job, before, after)

@@ -25,7 +25,9 @@ def make(job: Job, schedule: str) -> Step:
 
 
 for _schedule in ("1f1b", "gpipe"):
-    register(f"penstock {_schedule}", peer="penstock", imports=IMPORTS)(partial(make, schedule=_schedule))
+    register(f"penstock {_schedule}", peer="penstock", imports=IMPORTS)(
+        partial(make, schedule=_schedule)
+    )
 
 
 def _no_plan(cell: Cell, cuts: Cuts) -> str | None:

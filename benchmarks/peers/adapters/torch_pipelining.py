@@ -53,7 +53,9 @@ def make(job: Job, schedule: str) -> Step:
     else:
         kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[schedule]
         runner = kind(stages[0], job.cell.micro_batches, loss_fn=job.loss)
-    optimizer = job.optimizer(parameter for part in parts.values() for parameter in part.parameters())
+    optimizer = job.optimizer(
+        parameter for part in parts.values() for parameter in part.parameters()
+    )
     x, y = job.batch()
     inputs = (x,) if rank == 0 else ()
     targets = {"target": y} if rank == ranks - 1 else {}
@@ -77,6 +79,10 @@ def _stage(job: Job, part: nn.Sequential, index: int, lengths: tuple[int, ...]) 
                          output_args=(example(index + 1),))  # fmt: skip
 
 
-register("torch 1f1b", peer="torch", imports=IMPORTS, refuses=_too_few)(partial(make, schedule="1f1b"))
+register("torch 1f1b", peer="torch", imports=IMPORTS, refuses=_too_few)(
+    partial(make, schedule="1f1b")
+)
 register("torch gpipe", peer="torch", imports=IMPORTS)(partial(make, schedule="gpipe"))
-register("torch interleaved", peer="torch", imports=IMPORTS, refuses=_interleaved)(partial(make, schedule="interleaved"))
+register("torch interleaved", peer="torch", imports=IMPORTS, refuses=_interleaved)(
+    partial(make, schedule="interleaved")
+)

@@ -68,7 +68,11 @@ def fitted(name: str, ranks: int, micro_batches: int) -> Schedule:
     # Of the refusals that counts which would fit these ranks, if there were more micro-batches.
     for stages, refusal in zip(numbers, found, strict=True):
         more = tried(stages, 8 * ranks)
-        if isinstance(refusal, ScheduleError) and not isinstance(more, ScheduleError) and more.ranks == ranks:
+        if (
+            isinstance(refusal, ScheduleError)
+            and not isinstance(more, ScheduleError)
+            and more.ranks == ranks
+        ):
             raise refusal
     raise next((each for each in found if isinstance(each, ScheduleError)),
                ScheduleError(f"{name} cannot be put on {ranks} ranks with 1 to {_MOST_PER_RANK} stages each"))  # fmt: skip
@@ -108,9 +112,13 @@ def _compared(facts: ScheduleFacts, made: Schedule, ranks: int) -> Compared:
         stages=made.stages,
         makespan=round(found.seconds_per_batch, 9),
         bubble_ratio=round(found.bubble_ratio, 9),
-        span_bubble_ratio=round(found.bubble_ratio if made.stream else timeline.span_bubble_ratio, 9),
+        span_bubble_ratio=round(
+            found.bubble_ratio if made.stream else timeline.span_bubble_ratio, 9
+        ),
         in_flight=round(share * max(timeline.peak_on_rank), 9),
-        weights=round(sum(held[stage] for stages in made.stages_of_rank for stage in stages) / made.stages, 9),
+        weights=round(
+            sum(held[stage] for stages in made.stages_of_rank for stage in stages) / made.stages, 9
+        ),
         splits_backward=made.splits_backward,
         source=facts.source,
         timeline=timeline,

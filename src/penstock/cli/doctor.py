@@ -26,8 +26,16 @@ def doctor(json: Json = False) -> None:
     from penstock.runtime.link import link_here
 
     extras = {"sklearn": "data", "tensorboard": "metrics"}
-    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    backends = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else []
+    )
     facts: dict[str, object] = {
         "penstock": penstock.__version__,
         "python": f"{platform.python_version()} at {sys.executable}",

@@ -28,7 +28,16 @@ if TYPE_CHECKING:
     from penstock.simulate.costs import Costs
 
 #: Costs of a stage as a whole: what v stages in its place share.
-_OF_A_STAGE = ("forward", "backward", "input_grad", "weight_grad", "update", "pair", "activation_bytes", "weight_bytes")
+_OF_A_STAGE = (
+    "forward",
+    "backward",
+    "input_grad",
+    "weight_grad",
+    "update",
+    "pair",
+    "activation_bytes",
+    "weight_bytes",
+)
 Against = Annotated[
     list[str] | None,
     typer.Option(help="Another schedule below it, for the same model on as many ranks: where it puts v stages on one, each costs "
@@ -38,7 +47,10 @@ Against = Annotated[
 
 def draw(
     out: Annotated[
-        Path | None, typer.Argument(help="Where to: .svg, .png, .html, .txt or .json (Perfetto). Without: here.")
+        Path | None,
+        typer.Argument(
+            help="Where to: .svg, .png, .html, .txt or .json (Perfetto). Without: here."
+        ),
     ] = None,
     schedule: ScheduleName = None,
     stages: Stages = None,
@@ -95,6 +107,8 @@ def _shared(costs: Costs, first: Schedule, other: Schedule) -> Costs:
     """The first schedule's costs for the same model in another number of stages; those given per stage cannot be shared out."""
     share = first.stages / other.stages
     parts: dict[str, Any] = {
-        name: share * value for name in _OF_A_STAGE if isinstance(value := getattr(costs, name), int | float)
+        name: share * value
+        for name in _OF_A_STAGE
+        if isinstance(value := getattr(costs, name), int | float)
     }
     return replace(costs, **parts) if share != 1 else costs

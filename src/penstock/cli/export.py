@@ -14,12 +14,16 @@ from penstock.errors import RunError, SettingError
 
 def export(
     plan: Annotated[
-        Path | None, typer.Argument(help="A plan from `penstock plan --out`; without it, a schedule by its flags.")
+        Path | None,
+        typer.Argument(
+            help="A plan from `penstock plan --out`; without it, a schedule by its flags."
+        ),
     ] = None,
     library: Annotated[
         str | None,
         typer.Option(
-            "--as", help="torchgpipe, fairscale, deepspeed, megatron, torchtitan, torch, pipedream, or csv: the schedule alone."
+            "--as",
+            help="torchgpipe, fairscale, deepspeed, megatron, torchtitan, torch, pipedream, or csv: the schedule alone.",
         ),
     ] = None,
     schedule: ScheduleName = None,
@@ -27,9 +31,16 @@ def export(
     micro_batches: MicroBatches = None,
     csv: CsvFile = None,
     option: ScheduleOption = None,
-    to: Annotated[Path | None, typer.Option(help="File to write; for torch without a suffix a folder. Without: here.")] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(help="File to write; for torch without a suffix a folder. Without: here."),
+    ] = None,
     communication: Annotated[
-        bool, typer.Option("--communication", help="With transfers: torch's 'compute_comms' instead of 'compute_only'.")
+        bool,
+        typer.Option(
+            "--communication",
+            help="With transfers: torch's 'compute_comms' instead of 'compute_only'.",
+        ),
     ] = False,
 ) -> None:
     """Write a plan for another library, or a schedule for torch.distributed.pipelining; or say why it cannot run it.
@@ -40,11 +51,15 @@ def export(
     """
     if plan is not None:
         if schedule or stages or micro_batches or csv or option or communication:
-            raise SettingError(f"{plan} has the whole schedule: leave out the flags that make one, and --communication")
+            raise SettingError(
+                f"{plan} has the whole schedule: leave out the flags that make one, and --communication"
+            )
         _export_plan(plan, library, to)
         return
     if library not in (None, "csv"):
-        raise SettingError(f"--as {library} needs a plan, which has layers: penstock export plan.json --as {library}")
+        raise SettingError(
+            f"--as {library} needs a plan, which has layers: penstock export plan.json --as {library}"
+        )
     from penstock.schedule.csv import to_csv
     from penstock.verify.verify import verify
 
@@ -59,9 +74,15 @@ def export(
     except OSError as error:
         raise RunError(f"cannot write {to}: {error.strerror or error}") from error
     form = "compute_comms" if communication else "compute_only"
-    typer.echo(f"wrote {to}: load it with _PipelineScheduleRuntime._load_csv({str(to)!r}, format={form!r})", err=True)
+    typer.echo(
+        f"wrote {to}: load it with _PipelineScheduleRuntime._load_csv({str(to)!r}, format={form!r})",
+        err=True,
+    )
     for rank, held in enumerate(made.stages_of_rank):
-        typer.echo(f"  rank {rank} holds stage{'s' * (len(held) != 1)} {' '.join(map(str, held))}", err=True)
+        typer.echo(
+            f"  rank {rank} holds stage{'s' * (len(held) != 1)} {' '.join(map(str, held))}",
+            err=True,
+        )
 
 
 def _export_plan(path: Path, library: str | None, to: Path | None) -> None:

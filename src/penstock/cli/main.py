@@ -48,7 +48,19 @@ def _spoken(verb: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _verb in (train, profile, partition, plan, simulate, draw, verify, schedules, export, study, doctor):
+for _verb in (
+    train,
+    profile,
+    partition,
+    plan,
+    simulate,
+    draw,
+    verify,
+    schedules,
+    export,
+    study,
+    doctor,
+):
     app.command()(_spoken(_verb))
 
 

@@ -21,30 +21,60 @@ if TYPE_CHECKING:
     from penstock.simulate.costs import Costs
     from penstock.weights.catalogue import WeightRule
 
-ScheduleName = Annotated[str | None, typer.Option("--schedule", help="Name of a schedule; see `penstock schedules`.")]
-Stages = Annotated[int | None, typer.Option("--stages", help="Number of stages.")]
-MicroBatches = Annotated[int | None, typer.Option("--micro-batches", help="Parts that a batch is cut into.")]
-CsvFile = Annotated[
-    Path | None, typer.Option("--csv", help="A schedule in torch.distributed.pipelining's CSV instead of a named one.")
+ScheduleName = Annotated[
+    str | None, typer.Option("--schedule", help="Name of a schedule; see `penstock schedules`.")
 ]
-ModelOption = Annotated[list[str] | None, typer.Option(help="An option of the model, such as layers=6; again for more.")]
+Stages = Annotated[int | None, typer.Option("--stages", help="Number of stages.")]
+MicroBatches = Annotated[
+    int | None, typer.Option("--micro-batches", help="Parts that a batch is cut into.")
+]
+CsvFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--csv", help="A schedule in torch.distributed.pipelining's CSV instead of a named one."
+    ),
+]
+ModelOption = Annotated[
+    list[str] | None, typer.Option(help="An option of the model, such as layers=6; again for more.")
+]
 ScheduleOption = Annotated[
     list[str] | None,
-    typer.Option("--option", help="An option of the schedule, such as slices=4 or replicas=2; again for more."),
+    typer.Option(
+        "--option",
+        help="An option of the schedule, such as slices=4 or replicas=2; again for more.",
+    ),
 ]
 Weights = Annotated[
-    str | None, typer.Option("--weights", help="A weight rule instead of the schedule's own, such as stash or none.")
+    str | None,
+    typer.Option(
+        "--weights", help="A weight rule instead of the schedule's own, such as stash or none."
+    ),
 ]
 WeightsOption = Annotated[
     list[str] | None,
-    typer.Option("--weights-option", help="A number that the weight rule takes, such as decay=0.2; again for more."),
+    typer.Option(
+        "--weights-option",
+        help="A number that the weight rule takes, such as decay=0.2; again for more.",
+    ),
 ]
-Batches = Annotated[int | None, typer.Option("--batches", help="Of an asynchronous schedule: how many batches to show.")]
+Batches = Annotated[
+    int | None,
+    typer.Option("--batches", help="Of an asynchronous schedule: how many batches to show."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
-Seconds = Annotated[str | None, typer.Option(help="One number for all stages, or one per stage: 1,2,1.5 or 3ms.")]
-Boundary = Annotated[str | None, typer.Option(help="One number for all boundaries, or one per boundary.")]
-Bytes = Annotated[str | None, typer.Option(help="Bytes, one number for all or one per stage or boundary: 64MiB or 1GB,2GB.")]
-Recompute = Annotated[str, typer.Option("--recompute", help="never, except_last, always or selective.")]
+Seconds = Annotated[
+    str | None, typer.Option(help="One number for all stages, or one per stage: 1,2,1.5 or 3ms.")
+]
+Boundary = Annotated[
+    str | None, typer.Option(help="One number for all boundaries, or one per boundary.")
+]
+Bytes = Annotated[
+    str | None,
+    typer.Option(help="Bytes, one number for all or one per stage or boundary: 64MiB or 1GB,2GB."),
+]
+Recompute = Annotated[
+    str, typer.Option("--recompute", help="never, except_last, always or selective.")
+]
 
 
 #: Longer rows of numbers are cut in the middle.
@@ -61,7 +91,9 @@ def the_schedule(name: str | None, stages: int | None, micro_batches: int | None
     """
     if csv is not None:
         if name or stages or micro_batches or option:
-            raise SettingError("--csv holds the whole schedule: leave out --schedule, --stages, --micro-batches and --option")
+            raise SettingError(
+                "--csv holds the whole schedule: leave out --schedule, --stages, --micro-batches and --option"
+            )
         from penstock.schedule.csv import read_csv
 
         return read_csv(csv)
@@ -69,9 +101,13 @@ def the_schedule(name: str | None, stages: int | None, micro_batches: int | None
 
     measured = name is not None and name in (known := schedules()) and known[name].needs_costs
     if name is None or (stages is None and not measured):
-        raise SettingError("say which schedule: --schedule 1f1b --stages 4 --micro-batches 8, or --csv FILE")
+        raise SettingError(
+            "say which schedule: --schedule 1f1b --stages 4 --micro-batches 8, or --csv FILE"
+        )
     if measured and costs is None:
-        raise SettingError(f"{name} is made for costs: `penstock simulate` and `penstock draw` take them, --forward 1,2,1")
+        raise SettingError(
+            f"{name} is made for costs: `penstock simulate` and `penstock draw` take them, --forward 1,2,1"
+        )
     chosen = named_values("option", option) | ({"costs": costs} if measured else {})
     return schedule(name, stages, 1 if micro_batches is None else micro_batches, **chosen)
 
@@ -121,7 +157,9 @@ def numbers_named(flag: str, texts: list[str] | None) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
-def numbers(flag: str, text: str | None, parse: Callable[[str], float] = parse_seconds) -> float | list[float] | None:
+def numbers(
+    flag: str, text: str | None, parse: Callable[[str], float] = parse_seconds
+) -> float | list[float] | None:
     """Seconds from `1`, `2ms` or `1,2,3`; or what else `parse` reads.
 
     Raises:
@@ -149,7 +187,13 @@ def costs_given(flags: Mapping[str, str | None], links: str) -> Costs:
 
     given: dict[str, Any] = {}
     for name, text in flags.items():
-        parse = parse_bytes if name.endswith("_bytes") else bytes_per_second if name == "bandwidth" else parse_seconds
+        parse = (
+            parse_bytes
+            if name.endswith("_bytes")
+            else bytes_per_second
+            if name == "bandwidth"
+            else parse_seconds
+        )
         if text is not None:
             given[name] = numbers(name.replace("_", "-"), text, parse)
     return Costs(**given, links=links)
@@ -185,7 +229,9 @@ def timeline_facts(timeline: Timeline) -> dict[str, object]:
         "peak_in_flight": list(timeline.peak_in_flight),
         "peak_on_rank": list(timeline.peak_on_rank),
         "peak_memory": None if timeline.peak_memory is None else list(timeline.peak_memory),
-        "memory_holders": None if timeline.memory_holders is None else list(timeline.memory_holders),
+        "memory_holders": None
+        if timeline.memory_holders is None
+        else list(timeline.memory_holders),
     }
 
 
@@ -232,11 +278,16 @@ def columns() -> int:
 def row(values: Iterable[object], between: str = " ") -> str:
     """Values in a line; of many, the first and the last."""
     words = list(map(str, values))
-    return between.join(words if len(words) <= _LONG else [*words[:6], f"… {len(words) - 9} more …", *words[-3:]])
+    return between.join(
+        words if len(words) <= _LONG else [*words[:6], f"… {len(words) - 9} more …", *words[-3:]]
+    )
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Columns of text under a head."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]
     return "\n".join(lines)

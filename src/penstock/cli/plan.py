@@ -18,22 +18,44 @@ if TYPE_CHECKING:
 
 def plan(
     profile: Annotated[
-        list[Path], typer.Argument(help="A profile from `penstock profile`; of a mixed cluster one for every kind of device.")
+        list[Path],
+        typer.Argument(
+            help="A profile from `penstock profile`; of a mixed cluster one for every kind of device."
+        ),
     ],
-    cluster: Annotated[str, typer.Option(help="local:N, a preset such as 4xV100-10GbE, or a YAML file.")] = "local:2",
-    batch: Annotated[int | None, typer.Option(help="Samples in a batch; by default the profile's.")] = None,
-    planner: Annotated[str, typer.Option(help="auto, or one of the literature's: pipedream, dapple, bapipe, …")] = "auto",
-    compare: Annotated[bool, typer.Option("--compare", help="Ask every planner, and score all by the same simulator.")] = False,
+    cluster: Annotated[
+        str, typer.Option(help="local:N, a preset such as 4xV100-10GbE, or a YAML file.")
+    ] = "local:2",
+    batch: Annotated[
+        int | None, typer.Option(help="Samples in a batch; by default the profile's.")
+    ] = None,
+    planner: Annotated[
+        str, typer.Option(help="auto, or one of the literature's: pipedream, dapple, bapipe, …")
+    ] = "auto",
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Ask every planner, and score all by the same simulator."),
+    ] = False,
     schedule: ScheduleName = None,
     stages: Stages = None,
     micro_batches: MicroBatches = None,
-    max_replicas: Annotated[int | None, typer.Option(help="Most copies of a stage; 1 for none.")] = None,
-    recompute: Annotated[str, typer.Option(help="auto, never, except_last, always, or selective: some layers.")] = "auto",
-    memory_limit: Annotated[str | None, typer.Option(help="Bytes that a rank may hold, such as '2 GiB'.")] = None,
-    asynchronous: Annotated[bool, typer.Option("--asynchronous", help="Weigh schedules without a flush too.")] = False,
+    max_replicas: Annotated[
+        int | None, typer.Option(help="Most copies of a stage; 1 for none.")
+    ] = None,
+    recompute: Annotated[
+        str, typer.Option(help="auto, never, except_last, always, or selective: some layers.")
+    ] = "auto",
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Bytes that a rank may hold, such as '2 GiB'.")
+    ] = None,
+    asynchronous: Annotated[
+        bool, typer.Option("--asynchronous", help="Weigh schedules without a flush too.")
+    ] = False,
     weights: Weights = None,
     weights_option: WeightsOption = None,
-    budget: Annotated[float, typer.Option(help="Seconds after which the search ends with the best so far.")] = 10.0,
+    budget: Annotated[
+        float, typer.Option(help="Seconds after which the search ends with the best so far.")
+    ] = 10.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     json: Json = False,
 ) -> None:
@@ -52,7 +74,9 @@ def plan(
     if compare and planner != "auto":
         raise SettingError(f"--compare asks every planner: leave out --planner {planner}")
     if recompute not in ("auto", "never", "except_last", "always", "selective"):
-        raise SettingError(f"--recompute is auto, never, except_last, always or selective, not {recompute!r}")
+        raise SettingError(
+            f"--recompute is auto, never, except_last, always or selective, not {recompute!r}"
+        )
     PLANNERS.find(planner)
     costs, samples = _profiles(profile)
     target = describe(cluster)
@@ -74,7 +98,9 @@ def plan(
         print(_table(every))
         print()
     print(found)
-    print(draw(simulate_plan(found, costs, target), width=options.columns(), colour=options.colour()))
+    print(
+        draw(simulate_plan(found, costs, target), width=options.columns(), colour=options.colour())
+    )
 
 
 def _profiles(paths: list[Path]) -> tuple[Profiles, int]:
@@ -118,10 +144,19 @@ def _table(every: tuple[Compared, ...]) -> str:
     for each in every:
         made = each.plan
         if made is None:
-            rows.append((each.planner, *("",) * 8, format_seconds(each.seconds), each.refusal.splitlines()[0]))
+            rows.append(
+                (
+                    each.planner,
+                    *("",) * 8,
+                    format_seconds(each.seconds),
+                    each.refusal.splitlines()[0],
+                )
+            )
             continue
         own = made.candidates[0]
-        copies = str(own.replicas) if isinstance(own.replicas, int) else ",".join(map(str, own.replicas))
+        copies = (
+            str(own.replicas) if isinstance(own.replicas, int) else ",".join(map(str, own.replicas))
+        )
         rows.append((
             each.planner, made.schedule_name, str(made.stages), copies, str(made.micro_batches), made.recompute,
             format_seconds(made.predicted.step_s), f"{made.predicted.step_s / best:.2f}x" if best else "",

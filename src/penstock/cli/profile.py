@@ -22,27 +22,43 @@ PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "input_grad", "weight
 def profile(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="A model of the zoo.")] = "vgg11_bn",
-    data: Annotated[str | None, typer.Option(help="Data whose shapes it gets: digits, text (GPT), reversed (GNMT).")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Data whose shapes it gets: digits, text (GPT), reversed (GNMT)."),
+    ] = None,
     image: Annotated[int, typer.Option(help="Pixels a side.")] = 32,
     channels: Annotated[int, typer.Option(help="Channels of an image.")] = 3,
     tokens: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 64,
     model_option: ModelOption = None,
     batch: Annotated[int, typer.Option(help="Samples in a batch.")] = 64,
-    sizes: Annotated[str | None, typer.Option(help="Micro-batch sizes: 4,16,64. By default batch / 16, / 4 and / 1.")] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(help="Micro-batch sizes: 4,16,64. By default batch / 16, / 4 and / 1."),
+    ] = None,
     threads: Annotated[int, typer.Option(help="Threads that a rank will have.")] = 1,
     repeats: Annotated[int, typer.Option(help="Timed runs of each phase.")] = 5,
     cluster: Annotated[
-        str | None, typer.Option(help="Measure machines, not a model: local:N processes here, or `here` under torchrun.")
+        str | None,
+        typer.Option(
+            help="Measure machines, not a model: local:N processes here, or `here` under torchrun."
+        ),
     ] = None,
     on: Annotated[
         str | None,
-        typer.Option(help="Measure nothing: reckon for this device, such as V100, or the first of a cluster's file."),
+        typer.Option(
+            help="Measure nothing: reckon for this device, such as V100, or the first of a cluster's file."
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="With --on: float32, tf32, bfloat16, float16, ...")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="With --on: float32, tf32, bfloat16, float16, ...")
+    ] = "float32",
     calibrate: Annotated[
-        Path | None, typer.Option(help="With --on: a profile measured there, of the same model, to fit to.")
+        Path | None,
+        typer.Option(help="With --on: a profile measured there, of the same model, to fit to."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the profile here, as JSON; the cluster, as YAML.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the profile here, as JSON; the cluster, as YAML.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Time every layer of a model and count its bytes; or reckon for a device that is not here; or time a cluster.
@@ -64,7 +80,9 @@ def profile(
     try:
         wanted = None if sizes is None else [int(size) for size in sizes.split(",")]
     except ValueError as error:
-        raise SettingError(f"--sizes {sizes}: write whole numbers with commas, such as 4,16,64") from error
+        raise SettingError(
+            f"--sizes {sizes}: write whole numbers with commas, such as 4,16,64"
+        ) from error
     config = TrainConfig(model=model, model_options=named_values("model-option", model_option), data=data or fitting_data(model),
                          image=image, channels=channels, tokens=tokens, batch=batch)  # fmt: skip
     if on is not None:
@@ -72,7 +90,9 @@ def profile(
 
         found, how = profile_on(Wanted(config, data, on, dtype, calibrate, wanted)), "reckoned"
     elif dtype != "float32" or calibrate is not None:
-        raise SettingError("--dtype and --calibrate say how to reckon for a device that is not here: name it with --on")
+        raise SettingError(
+            "--dtype and --calibrate say how to reckon for a device that is not here: name it with --on"
+        )
     else:
         found, how = _measured(config, wanted, threads, repeats), f"{threads} thread(s)"
     if out is not None:
@@ -99,7 +119,13 @@ def _measured(config: TrainConfig, sizes: list[int] | None, threads: int, repeat
             bar.update(line, completed=done, total=total, description=f"measuring {name}")
 
         return measure(
-            chain(task.model), task.example(), config.batch, sizes=sizes, repeats=repeats, threads=threads, progress=show
+            chain(task.model),
+            task.example(),
+            config.batch,
+            sizes=sizes,
+            repeats=repeats,
+            threads=threads,
+            progress=show,
         )
 
 
@@ -121,5 +147,9 @@ def _show(found: Profile, title: str, *, json: bool) -> None:
         for layer in found
     ]  # fmt: skip
     print(f"{title}; times for {size} samples, bytes for one")
-    print(options.table(("layer", "kind", "F", "B", "I", "W", "fixed F + B", "weights", "kept", "output"), rows))
+    print(
+        options.table(
+            ("layer", "kind", "F", "B", "I", "W", "fixed F + B", "weights", "kept", "output"), rows
+        )
+    )
     print(f"whole step: {format_seconds(sum(found.step_seconds(size)))}")

@@ -31,7 +31,9 @@ _MOST = 64
 _SHOWN = (64, 2**16, 2**20, 2**24, 2**26)
 
 
-def profile_cluster(context: typer.Context, spec: str, threads: int, repeats: int, out: Path | None, *, json: bool) -> None:
+def profile_cluster(
+    context: typer.Context, spec: str, threads: int, repeats: int, out: Path | None, *, json: bool
+) -> None:
     """Measure `local:N` in processes started for it, or `here`, from within ranks that torchrun started; print and write it.
 
     Raises:
@@ -44,7 +46,9 @@ def profile_cluster(context: typer.Context, spec: str, threads: int, repeats: in
     if threads < 1 or repeats < 1:
         raise SettingError(f"threads {threads} and repeats {repeats} must be 1 or more")
     if out is not None and not out.parent.is_dir():
-        raise SettingError(f"--out {out}: there is no folder {out.parent}")  # known before minutes of measuring, not after
+        raise SettingError(
+            f"--out {out}: there is no folder {out.parent}"
+        )  # known before minutes of measuring, not after
     if ranks is None:
         import torch.distributed as dist
 
@@ -62,7 +66,9 @@ def profile_cluster(context: typer.Context, spec: str, threads: int, repeats: in
             _terminal().show_cursor()  # a rank that was ended has left it hidden, behind its bar
     if out is not None:
         found.cluster.save(out)
-        typer.echo(f"wrote {out}; plan for it with: penstock plan PROFILE --cluster {out}", err=True)
+        typer.echo(
+            f"wrote {out}; plan for it with: penstock plan PROFILE --cluster {out}", err=True
+        )
     if json:
         from penstock.store import to_json
 
@@ -73,7 +79,11 @@ def profile_cluster(context: typer.Context, spec: str, threads: int, repeats: in
 
 def _of_a_model(context: typer.Context) -> None:
     """Refuse flags that would be passed over."""
-    given = [name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    given = [
+        name
+        for name in context.params
+        if str(context.get_parameter_source(name)).endswith("COMMANDLINE")
+    ]
     other = [f"--{name.replace('_', '-')}" for name in given if name not in _OURS]
     if other:
         raise SettingError(f"{', '.join(other)}: that is of a model's profile, and --cluster measures machines. Run `penstock profile` "
@@ -125,7 +135,9 @@ def _measure(spec: str, repeats: int, threads: int) -> ClusterFound:
     join()
     torch.set_num_threads(threads)
     with _bar(dist.get_rank() == 0) as progress:
-        return measure_cluster(spec.replace("here", "measured"), _own_device(), repeats=repeats, progress=progress)
+        return measure_cluster(
+            spec.replace("here", "measured"), _own_device(), repeats=repeats, progress=progress
+        )
 
 
 @contextmanager
@@ -135,11 +147,18 @@ def _bar(first: bool) -> Iterator[Progress]:
 
     console = _terminal()
     # Drawn at each step only: a thread that redraws it would be measured, too.
-    with Bar(console=console, transient=True, disable=not (first and console.is_terminal), auto_refresh=False) as bar:
+    with Bar(
+        console=console,
+        transient=True,
+        disable=not (first and console.is_terminal),
+        auto_refresh=False,
+    ) as bar:
         line = bar.add_task("measuring", total=None)
 
         def show(done: int, total: int, what: str) -> None:
-            bar.update(line, completed=done, total=total, description=f"measuring {what}", refresh=True)
+            bar.update(
+                line, completed=done, total=total, description=f"measuring {what}", refresh=True
+            )
 
         yield show
 
@@ -164,9 +183,15 @@ def _show(found: ClusterFound) -> None:
 def _devices(found: ClusterFound) -> str:
     """One line for each thing that was measured of the devices."""
 
-    def row(name: str, load: str, values: Sequence[float], text: Callable[[float], str]) -> tuple[str, ...]:
+    def row(
+        name: str, load: str, values: Sequence[float], text: Callable[[float], str]
+    ) -> tuple[str, ...]:
         spread = (min(values), statistics.median(values), max(values))
-        return name, *map(text, spread), f"x {statistics.median(dict(one.busy)[load] for one in found.ranks):.2f}"
+        return (
+            name,
+            *map(text, spread),
+            f"x {statistics.median(dict(one.busy)[load] for one in found.ranks):.2f}",
+        )
 
     devices = [one.device for one in found.ranks]
     rows = [
@@ -184,19 +209,29 @@ def _devices(found: ClusterFound) -> str:
     convolution = statistics.median(dict(one.busy)["conv"] for one in found.ranks)
     rows.append(("convolution", "", "", "", f"x {convolution:.2f}"))
     free = [device.memory_bytes for device in devices]
-    rows.append(("memory to use", *map(format_bytes, (min(free), statistics.median(free), max(free))), ""))
-    together = ", ".join(f"{device.together:.3g}" for device in dict.fromkeys(found.cluster.devices))
-    table = options.table(("one rank", "least", "median", "most", "all ranks busy"), rows)
-    return (
-        f"{table}\nall ranks busy: seconds then over seconds alone; plans take {together}, the mean of float32 and convolution"
+    rows.append(
+        ("memory to use", *map(format_bytes, (min(free), statistics.median(free), max(free))), "")
     )
+    together = ", ".join(
+        f"{device.together:.3g}" for device in dict.fromkeys(found.cluster.devices)
+    )
+    table = options.table(("one rank", "least", "median", "most", "all ranks busy"), rows)
+    return f"{table}\nall ranks busy: seconds then over seconds alone; plans take {together}, the mean of float32 and convolution"
 
 
 def _links(found: ClusterFound) -> str:
     """One line for each pair of ranks, and one for messages in used memory."""
     sizes = found.pairs[0].times.sizes
     shown = [i for i, size in enumerate(sizes) if size in _SHOWN]
-    head = ("ranks", *(format_bytes(sizes[i]) for i in shown), "latency", "GB/s", "off by", "at most", "both ways")
+    head = (
+        "ranks",
+        *(format_bytes(sizes[i]) for i in shown),
+        "latency",
+        "GB/s",
+        "off by",
+        "at most",
+        "both ways",
+    )
     rows = [
         (
             f"{pair.a}-{pair.b}", *(format_seconds(pair.times.fresh_s[i]) for i in shown), format_seconds(pair.fit.latency_s),

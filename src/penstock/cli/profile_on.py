@@ -75,8 +75,14 @@ def _model(wanted: Wanted) -> tuple[nn.Module, Tensor]:
     if config.model not in known:
         model(config.model)  # says what there is
     facts = known[config.model]
-    fitting: dict[str, object] = {"image": config.image, "channels": config.channels, "tokens": config.tokens}
-    options = {name: value for name, value in fitting.items() if name in facts.options} | config.model_options
+    fitting: dict[str, object] = {
+        "image": config.image,
+        "channels": config.channels,
+        "tokens": config.tokens,
+    }
+    options = {
+        name: value for name, value in fitting.items() if name in facts.options
+    } | config.model_options
     made = model(config.model, device="meta", **options)
     chosen = facts.options | options
     if facts.task == "classify":

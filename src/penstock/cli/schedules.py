@@ -24,7 +24,15 @@ SORTS: dict[str, Callable[[Compared], float | str]] = {
     "weights": lambda each: each.weights,
     "name": lambda each: each.name,
 }
-HEAD = ("stages", "bubble ratio", "by span", "makespan", "in flight", "weights held", "splits backward")
+HEAD = (
+    "stages",
+    "bubble ratio",
+    "by span",
+    "makespan",
+    "in flight",
+    "weights held",
+    "splits backward",
+)
 _EXPLAINED = (
     "A rank's share of the model costs F = 1, B = 2, I = W = 1 for a micro-batch, be it one stage or several; transfers and updates are "
     "free. Bubble ratio: idle time of all ranks / (ranks x makespan); by span: idle share of the longest time from a rank's first op to its "
@@ -35,11 +43,20 @@ _EXPLAINED = (
 
 def schedules(
     stages: Annotated[
-        int | None, typer.Option(help="Compare all on so many ranks, of one stage each or more; 4 if not said.")
+        int | None,
+        typer.Option(
+            help="Compare all on so many ranks, of one stage each or more; 4 if not said."
+        ),
     ] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="Parts that a batch is cut into; 8 if not said.")] = None,
-    sort: Annotated[str | None, typer.Option(help="bubble, span, makespan, in-flight, weights or name.")] = None,
-    gallery: Annotated[Path | None, typer.Option(help="Draw all into this folder, with a page that shows them.")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Parts that a batch is cut into; 8 if not said.")
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option(help="bubble, span, makespan, in-flight, weights or name.")
+    ] = None,
+    gallery: Annotated[
+        Path | None, typer.Option(help="Draw all into this folder, with a page that shows them.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """List all schedules with their sources; with numbers, compare them.
@@ -62,7 +79,14 @@ def schedules(
     if gallery is not None:
         _draw(gallery, ranks, parts, found, refused)
     if json:
-        print_json({"ranks": ranks, "micro_batches": parts, "schedules": [each.facts() for each in found], "refused": refused})
+        print_json(
+            {
+                "ranks": ranks,
+                "micro_batches": parts,
+                "schedules": [each.facts() for each in found],
+                "refused": refused,
+            }
+        )
     elif gallery is None:
         print(table(("schedule", *HEAD), [(each.name, *_cells(each)) for each in found]))
         for line in _left_out(refused):
@@ -89,13 +113,20 @@ def _left_out(refused: dict[str, str]) -> list[str]:
     return [f"{', '.join(each)}: {reason}" for reason, each in names.items()]
 
 
-def _draw(folder: Path, ranks: int, micro_batches: int, found: list[Compared], refused: dict[str, str]) -> None:
+def _draw(
+    folder: Path, ranks: int, micro_batches: int, found: list[Compared], refused: dict[str, str]
+) -> None:
     from penstock.draw.gallery import Exhibit, Show, gallery
 
     left_out = _left_out(refused)
     before = (f"Every schedule of Penstock on {ranks} ranks with {micro_batches} micro-batches, simulated. {_EXPLAINED}",
               f"Made by: penstock schedules --stages {ranks} --micro-batches {micro_batches} --gallery {folder.name}")  # fmt: skip
-    show = Show(f"Schedules on {ranks} ranks", before, HEAD, tuple(f"Not shown: {each}." for each in left_out))
+    show = Show(
+        f"Schedules on {ranks} ranks",
+        before,
+        HEAD,
+        tuple(f"Not shown: {each}." for each in left_out),
+    )
     exhibits = [Exhibit(each.name, each.source, each.timeline, _cells(each)) for each in found]
     written = gallery(folder, show, exhibits)
     typer.echo(f"wrote {len(written)} files, see {folder / 'index.html'}", err=True)
@@ -119,7 +150,12 @@ def _sources(json: bool) -> None:
         )
         for name, each in facts.items()
     ]
-    print(table(("schedule", "synchronous", "weights", "stages per rank", "splits backward", "source"), rows))
+    print(
+        table(
+            ("schedule", "synchronous", "weights", "stages per rank", "splits backward", "source"),
+            rows,
+        )
+    )
     for name, each in facts.items():
         if each.aliases:
             print(f"{', '.join(each.aliases)}: other names of {name}")

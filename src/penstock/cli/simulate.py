@@ -26,21 +26,35 @@ if TYPE_CHECKING:
     from penstock.event import Timeline
 
 Bandwidth = Annotated[
-    str | None, typer.Option(help="Bytes per second of the links, with --boundary-bytes: 10GB, or per boundary.")
+    str | None,
+    typer.Option(
+        help="Bytes per second of the links, with --boundary-bytes: 10GB, or per boundary."
+    ),
 ]
 Links = Annotated[
-    str, typer.Option(help="duplex: a link each way between two ranks; half-duplex: one for both ways; shared: one for all.")
+    str,
+    typer.Option(
+        help="duplex: a link each way between two ranks; half-duplex: one for both ways; shared: one for all."
+    ),
 ]
 
 Again = Annotated[
-    str | None, typer.Option(help="With --recompute selective: seconds of the forwards that run again. All, if not given.")
+    str | None,
+    typer.Option(
+        help="With --recompute selective: seconds of the forwards that run again. All, if not given."
+    ),
 ]
 KeptBytes = Annotated[
     str | None,
-    typer.Option(help="With --recompute selective: of the activation bytes, those that are kept. The input, if not given."),
+    typer.Option(
+        help="With --recompute selective: of the activation bytes, those that are kept. The input, if not given."
+    ),
 ]
 AgainBytes = Annotated[
-    str | None, typer.Option(help="With --recompute selective: the most that comes back at once. All, if not given.")
+    str | None,
+    typer.Option(
+        help="With --recompute selective: the most that comes back at once. All, if not given."
+    ),
 ]
 
 
@@ -71,7 +85,10 @@ def simulate(
     again: Again = None,
     kept_bytes: KeptBytes = None,
     again_bytes: AgainBytes = None,
-    overlap: Annotated[bool, typer.Option(help="Transfers run beside compute, or a rank stands still while it sends.")] = True,
+    overlap: Annotated[
+        bool,
+        typer.Option(help="Transfers run beside compute, or a rank stands still while it sends."),
+    ] = True,
     recompute: Recompute = "never",
     draw: Annotated[bool, typer.Option("--draw", help="Draw the timeline too.")] = False,
     json: Json = False,
@@ -122,7 +139,9 @@ def _print_figures(timeline: Timeline) -> None:
 
     whole = timeline.makespan or 1.0
     print(f"makespan        {timeline.makespan:g} s ({format_seconds(timeline.makespan)})")
-    print(f"bubble ratio    {timeline.bubble_ratio:.2%} of all ranks' time; by stage span {timeline.span_bubble_ratio:.2%}")
+    print(
+        f"bubble ratio    {timeline.bubble_ratio:.2%} of all ranks' time; by stage span {timeline.span_bubble_ratio:.2%}"
+    )
     print(f"busy per rank   {options.row([f'{seconds / whole:.0%}' for seconds in timeline.busy])}")
     print(f"peak in flight  {options.row(timeline.peak_in_flight)}")
     if timeline.peak_on_rank != timeline.peak_in_flight:

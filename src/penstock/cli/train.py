@@ -18,47 +18,91 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Annotated[Path | None, typer.Argument(help="A YAML file; flags change what it says.")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="A YAML file; flags change what it says.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="A model of the zoo.")] = None,
-    data: Annotated[str | None, typer.Option(help="digits, cifar100:PATH, text[:PATH] or reversed[:PATH].")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="digits, cifar100:PATH, text[:PATH] or reversed[:PATH].")
+    ] = None,
     image: Annotated[int | None, typer.Option(help="Pixels a side.")] = None,
     channels: Annotated[int | None, typer.Option(help="Channels of an image.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     model_option: Annotated[
-        list[str] | None, typer.Option(help="An option of the model, such as layers=6; again for more.")
+        list[str] | None,
+        typer.Option(help="An option of the model, such as layers=6; again for more."),
     ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Processes; by default one per stage, or per core.")] = None,
-    stages: Annotated[str | None, typer.Option(help="Number of stages, or cores; else the planner's choice.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="See `penstock schedules`; else the planner's choice.")] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="Parts of a batch; else the planner's choice.")] = None,
-    partition: Annotated[str | None, typer.Option(help="A method, type:REGEX, or layers per stage: 5,6,4.")] = None,
-    recompute: Annotated[str | None, typer.Option(help="auto, never, except_last, always or selective.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes; by default one per stage, or per core.")
+    ] = None,
+    stages: Annotated[
+        str | None, typer.Option(help="Number of stages, or cores; else the planner's choice.")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="See `penstock schedules`; else the planner's choice.")
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Parts of a batch; else the planner's choice.")
+    ] = None,
+    partition: Annotated[
+        str | None, typer.Option(help="A method, type:REGEX, or layers per stage: 5,6,4.")
+    ] = None,
+    recompute: Annotated[
+        str | None, typer.Option(help="auto, never, except_last, always or selective.")
+    ] = None,
     weights: options.Weights = None,
     weights_option: options.WeightsOption = None,
     asynchronous: Annotated[
-        bool | None, typer.Option("--asynchronous", help="Let the planner choose schedules without a flush too.")
+        bool | None,
+        typer.Option(
+            "--asynchronous", help="Let the planner choose schedules without a flush too."
+        ),
     ] = None,
-    memory_limit: Annotated[str | None, typer.Option(help="Bytes that a rank may hold, such as '2 GiB'.")] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Bytes that a rank may hold, such as '2 GiB'.")
+    ] = None,
     batch: Annotated[int | None, typer.Option(help="Samples in a batch.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Times through the data.")] = None,
     limit_steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,
-    target_accuracy: Annotated[float | None, typer.Option(help="Stop after the epoch that reaches it.")] = None,
+    target_accuracy: Annotated[
+        float | None, typer.Option(help="Stop after the epoch that reaches it.")
+    ] = None,
     optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     momentum: Annotated[float | None, typer.Option(help="Of sgd.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Weight decay.")] = None,
-    clip_grad_norm: Annotated[float | None, typer.Option(help="How long the gradients of all stages may be together.")] = None,
-    autocast: Annotated[str | None, typer.Option(help="Mixed precision: bfloat16, or float16 with a scaled loss.")] = None,
+    clip_grad_norm: Annotated[
+        float | None, typer.Option(help="How long the gradients of all stages may be together.")
+    ] = None,
+    autocast: Annotated[
+        str | None, typer.Option(help="Mixed precision: bfloat16, or float16 with a scaled loss.")
+    ] = None,
     accumulate: Annotated[int | None, typer.Option(help="Batches for each step.")] = None,
-    compile: Annotated[bool | None, typer.Option("--compile", help="torch.compile for every stage.")] = None,  # noqa: A002
-    seed: Annotated[int | None, typer.Option(help="Of weights, dropout and the order of the data.")] = None,
-    out: Annotated[str | None, typer.Option(help="The run's folder; by default a new one in runs/.")] = None,
-    resume: Annotated[bool | None, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = None,
-    checkpoint: Annotated[str | None, typer.Option(help="When to write one: epoch, end or never.")] = None,
-    profile: Annotated[str | None, typer.Option(help="A profile to use instead of measuring.")] = None,
+    compile: Annotated[  # noqa: A002
+        bool | None, typer.Option("--compile", help="torch.compile for every stage.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of weights, dropout and the order of the data.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="The run's folder; by default a new one in runs/.")
+    ] = None,
+    resume: Annotated[
+        bool | None, typer.Option("--resume", help="Go on from the checkpoint in --out.")
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="When to write one: epoch, end or never.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="A profile to use instead of measuring.")
+    ] = None,
     profile_repeats: Annotated[int | None, typer.Option(help="Timed runs of each layer.")] = None,
-    baseline_steps: Annotated[int | None, typer.Option(help="Steps of plain training to compare with; 0: none.")] = None,
-    deadline_s: Annotated[float | None, typer.Option(help="Seconds that a rank waits for another.")] = None,
+    baseline_steps: Annotated[
+        int | None, typer.Option(help="Steps of plain training to compare with; 0: none.")
+    ] = None,
+    deadline_s: Annotated[
+        float | None, typer.Option(help="Seconds that a rank waits for another.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Train a model through a pipeline on this machine: measured, planned, drawn, and compared with the prediction.
@@ -66,7 +110,9 @@ def train(
     Example: penstock train --model vgg11_bn --data digits --stages 2 --schedule 1f1b --micro-batches 4 --epochs 3
     """
     flags = {
-        name: value for name, value in locals().items() if name not in ("config", "json", "model_option", "weights_option")
+        name: value
+        for name, value in locals().items()
+        if name not in ("config", "json", "model_option", "weights_option")
     }
     changes = {name: value for name, value in flags.items() if value is not None}
     if stages is not None and stages.isdigit():
@@ -101,7 +147,9 @@ def train(
         return
     say(draw_pair(prepared.predicted, measured, width=width, colour=colour))
     say(options.table(("", "predicted", "measured"), _held_against_each_other(outcome)))
-    say(f"{outcome.steps} steps, loss {outcome.loss:.4f}, test accuracy {outcome.test_accuracy:.2%}")
+    say(
+        f"{outcome.steps} steps, loss {outcome.loss:.4f}, test accuracy {outcome.test_accuracy:.2%}"
+    )
     if outcome.one_thread_step_s is not None:
         say(f"{outcome.speed_up:.2f} times as fast as one process with one thread "
             f"({format_seconds(outcome.one_thread_step_s)} a step, median of {settings.baseline_steps})")  # fmt: skip
@@ -114,9 +162,15 @@ def _held_against_each_other(outcome: Outcome) -> list[tuple[str, str, str]]:
     steps = format_seconds(outcome.predicted_step_s), format_seconds(outcome.measured_step_s)
     rows = [
         ("a batch, once full" if stream else "step", *steps),
-        ("bubble ratio", f"{outcome.predicted_bubble_ratio:.1%}", f"{outcome.measured_bubble_ratio:.1%}"),
+        (
+            "bubble ratio",
+            f"{outcome.predicted_bubble_ratio:.1%}",
+            f"{outcome.measured_bubble_ratio:.1%}",
+        ),
     ]
-    for rank, (expected, whole) in enumerate(zip(outcome.predicted_peak_memory, outcome.measured_peak_rss, strict=True)):
+    for rank, (expected, whole) in enumerate(
+        zip(outcome.predicted_peak_memory, outcome.measured_peak_rss, strict=True)
+    ):
         process = f"{format_bytes(whole)} (whole process)"
         own = outcome.measured_peak_memory
         found = process if own is None else f"{format_bytes(own[rank])} of {process}"

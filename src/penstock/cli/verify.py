@@ -9,7 +9,15 @@ from typing import Annotated
 import typer
 
 from penstock.cli import options
-from penstock.cli.options import CsvFile, Json, MicroBatches, ModelOption, ScheduleName, ScheduleOption, Stages
+from penstock.cli.options import (
+    CsvFile,
+    Json,
+    MicroBatches,
+    ModelOption,
+    ScheduleName,
+    ScheduleOption,
+    Stages,
+)
 from penstock.cli.self_check import Wanted, held_against_one_device
 from penstock.errors import ScheduleError
 
@@ -20,16 +28,31 @@ def verify(
     micro_batches: MicroBatches = None,
     csv: CsvFile = None,
     option: ScheduleOption = None,
-    weights: Annotated[str | None, typer.Option(help="Weight rule; else the one that the schedule is made for.")] = None,
-    in_flight_limit: Annotated[int | None, typer.Option(help="Most micro-batches that a rank may hold.")] = None,
-    train: Annotated[str | None, typer.Option(help="A model of the zoo: run a batch of it on ranks and on one device.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Weight rule; else the one that the schedule is made for.")
+    ] = None,
+    in_flight_limit: Annotated[
+        int | None, typer.Option(help="Most micro-batches that a rank may hold.")
+    ] = None,
+    train: Annotated[
+        str | None,
+        typer.Option(help="A model of the zoo: run a batch of it on ranks and on one device."),
+    ] = None,
     model_option: ModelOption = None,
-    plan: Annotated[Path | None, typer.Option(help="With --train: a plan to run, instead of a schedule.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="With --train: a plan to run, instead of a schedule.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="With --train: samples in the batch.")] = 16,
-    recompute: Annotated[str | None, typer.Option(help="With --train: never, except_last or always.")] = None,
+    recompute: Annotated[
+        str | None, typer.Option(help="With --train: never, except_last or always.")
+    ] = None,
     autocast: Annotated[str | None, typer.Option(help="With --train: bfloat16 or float16.")] = None,
-    tolerance: Annotated[float, typer.Option(help="With --train: largest difference, as a share of what it is of.")] = 1e-3,
-    threads: Annotated[bool, typer.Option("--threads", help="With --train: ranks as threads, not processes.")] = False,
+    tolerance: Annotated[
+        float, typer.Option(help="With --train: largest difference, as a share of what it is of.")
+    ] = 1e-3,
+    threads: Annotated[
+        bool, typer.Option("--threads", help="With --train: ranks as threads, not processes.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Prove a schedule sound, or say all that is wrong with it (exit status 1).
@@ -49,7 +72,9 @@ def verify(
         settings = {"model": train, "model_options": options.named_values("model-option", model_option), "batch": batch,
                     "autocast": autocast}  # fmt: skip
         words = {"recompute": recompute, "weights": weights}
-        agrees = held_against_one_device(made, plan, settings, words, Wanted(tolerance, threads, json))
+        agrees = held_against_one_device(
+            made, plan, settings, words, Wanted(tolerance, threads, json)
+        )
         raise typer.Exit(0 if agrees else 1)
     from penstock.schedule.csv import load_csv
     from penstock.verify.lowered import verify_lowered
@@ -66,7 +91,9 @@ def verify(
             report = verify_lowered(lowered, in_flight_limit, made, weights)
     except ScheduleError as error:
         if json:
-            options.print_json({"sound": False, "findings": [asdict(finding) for finding in error.findings]})
+            options.print_json(
+                {"sound": False, "findings": [asdict(finding) for finding in error.findings]}
+            )
         else:
             typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
@@ -83,5 +110,9 @@ def verify(
     if any(report.staleness_across):
         print(f"lacking of other copies   {options.row(report.staleness_across)} batches at most")
     print(f"weight versions per stage {options.row(report.versions)}")
-    print(f"peak in flight per stage  {options.row(report.peak_in_flight)}, per rank {options.row(report.peak_on_rank)}")
-    print(f"channel depth             {report.channel_depth} (messages a blocking channel must buffer)")
+    print(
+        f"peak in flight per stage  {options.row(report.peak_in_flight)}, per rank {options.row(report.peak_on_rank)}"
+    )
+    print(
+        f"channel depth             {report.channel_depth} (messages a blocking channel must buffer)"
+    )

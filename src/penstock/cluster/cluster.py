@@ -56,7 +56,9 @@ def cluster(spec: str | Path | int) -> Cluster:
     if isinstance(spec, int) and not isinstance(spec, bool):
         return local(spec, f"local:{spec}")
     if not isinstance(spec, str):
-        raise ClusterError(f"a cluster is described by a text, a path or a number of ranks, not by {spec!r}")
+        raise ClusterError(
+            f"a cluster is described by a text, a path or a number of ranks, not by {spec!r}"
+        )
     if match := re.fullmatch(r"local(?::(\d+))?", spec):
         return local(int(match[1] or 1), spec)
     presets = Presets.load()

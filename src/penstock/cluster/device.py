@@ -48,24 +48,38 @@ class Device:
 
     def __post_init__(self) -> None:
         if not self.memory_bytes > 0:
-            raise ClusterError(f"device {self.name} has {self.memory_bytes} bytes of memory; it needs more than 0")
+            raise ClusterError(
+                f"device {self.name} has {self.memory_bytes} bytes of memory; it needs more than 0"
+            )
         if self.kind not in get_args(Kind):
-            raise ClusterError(f"device {self.name} is of kind {self.kind!r}; a device is a 'cpu', a 'gpu' or an 'fpga'")
+            raise ClusterError(
+                f"device {self.name} is of kind {self.kind!r}; a device is a 'cpu', a 'gpu' or an 'fpga'"
+            )
         for dtype, peak in self.flops:
             if dtype not in DTYPES:
-                raise ClusterError(f"device {self.name} has a peak for {dtype!r}; peaks are known for {', '.join(DTYPES)}")
+                raise ClusterError(
+                    f"device {self.name} has a peak for {dtype!r}; peaks are known for {', '.join(DTYPES)}"
+                )
             if not 0 < peak < math.inf:
-                raise ClusterError(f"device {self.name} makes {peak!r} FLOP/s of {dtype}; it needs more than 0")
+                raise ClusterError(
+                    f"device {self.name} makes {peak!r} FLOP/s of {dtype}; it needs more than 0"
+                )
         if len(dict(self.flops)) < len(self.flops):
-            raise ClusterError(f"device {self.name} has two peaks for one dtype: {', '.join(name for name, _ in self.flops)}")
+            raise ClusterError(
+                f"device {self.name} has two peaks for one dtype: {', '.join(name for name, _ in self.flops)}"
+            )
         if self.memory_bytes_per_s is not None and not 0 < self.memory_bytes_per_s < math.inf:
             raise ClusterError(
                 f"device {self.name} reads {self.memory_bytes_per_s!r} bytes/s of its memory; it needs more than 0"
             )
         if not 0 <= self.launch_s < math.inf:
-            raise ClusterError(f"device {self.name} launches an op in {self.launch_s!r} s; that is 0 s or more")
+            raise ClusterError(
+                f"device {self.name} launches an op in {self.launch_s!r} s; that is 0 s or more"
+            )
         if self.on_chip_bytes < 0:
-            raise ClusterError(f"device {self.name} has {self.on_chip_bytes} bytes on the chip; that is 0 or more")
+            raise ClusterError(
+                f"device {self.name} has {self.on_chip_bytes} bytes on the chip; that is 0 or more"
+            )
         if not 1 <= self.together < math.inf:
             raise ClusterError(
                 f"device {self.name} takes {self.together!r} times as long while all are busy; that is 1 or more, 1 if they share nothing"
@@ -73,12 +87,24 @@ class Device:
 
     def __str__(self) -> str:
         parts = [format_bytes(self.memory_bytes)]
-        parts += [", ".join(f"{dtype} {peak / 1e12:.4g}" for dtype, peak in self.flops) + " TFLOP/s"] if self.flops else []
-        parts += [f"{self.memory_bytes_per_s / 1e9:.4g} GB/s"] if self.memory_bytes_per_s is not None else []
+        parts += (
+            [", ".join(f"{dtype} {peak / 1e12:.4g}" for dtype, peak in self.flops) + " TFLOP/s"]
+            if self.flops
+            else []
+        )
+        parts += (
+            [f"{self.memory_bytes_per_s / 1e9:.4g} GB/s"]
+            if self.memory_bytes_per_s is not None
+            else []
+        )
         parts += [f"{format_bytes(self.on_chip_bytes)} on the chip"] if self.on_chip_bytes else []
         parts += [f"{format_seconds(self.launch_s)} an op"] if self.launch_s else []
-        parts += [f"{self.together:.3g} times as long while all are busy"] if self.together > 1 else []
-        return f"{self.name} ({self.kind}): {'; '.join(parts)}" + (f" ({self.source})" if self.source else "")
+        parts += (
+            [f"{self.together:.3g} times as long while all are busy"] if self.together > 1 else []
+        )
+        return f"{self.name} ({self.kind}): {'; '.join(parts)}" + (
+            f" ({self.source})" if self.source else ""
+        )
 
     def peak(self, dtype: str) -> float | None:
         """FLOP/s of the dtype at most; None where it is not known."""
@@ -109,7 +135,9 @@ class Link:
         if not 0 <= self.latency_s < float("inf"):
             raise ClusterError(f"a link's latency is 0 s or more, not {self.latency_s!r}")
         if not self.bandwidth_bytes_per_s > 0:
-            raise ClusterError(f"a link's bandwidth is above 0 bytes/s, not {self.bandwidth_bytes_per_s!r}")
+            raise ClusterError(
+                f"a link's bandwidth is above 0 bytes/s, not {self.bandwidth_bytes_per_s!r}"
+            )
 
     def __str__(self) -> str:
         shared = ", shared" if self.shared else ""

@@ -54,13 +54,17 @@ def device_of(fields: Fields, name: str, base: Device | None) -> Device:
     Raises:
         ClusterError: the memory is missing and there is no base, or a value is refused; the message begins with the place.
     """
-    found = {field: fields.read(key, parse) for key, (field, parse) in _DEVICE.items() if key in fields}
+    found = {
+        field: fields.read(key, parse) for key, (field, parse) in _DEVICE.items() if key in fields
+    }
     if "dsp" in fields or "clock" in fields:
         if "flops" in found:
             raise ClusterError(
                 f"{fields.where}: both 'flops' and 'dsp' are there: give the peaks, or the slices and their clock"
             )
-        found["flops"] = _peaks_of_slices(fields.read("dsp", parse_count), fields.read("clock", parse_clock))
+        found["flops"] = _peaks_of_slices(
+            fields.read("dsp", parse_count), fields.read("clock", parse_clock)
+        )
     if base is None and "memory_bytes" not in found:
         raise ClusterError(f"{fields.where}: the key 'memory' is missing: {name!r} with {' and '.join(map(repr, fields.values))} is a device "
                            "of your own; or take a preset's figures and change some, with 'like'")  # fmt: skip
@@ -85,7 +89,11 @@ def link_of(fields: Fields, base: Link | None) -> Link:
         ClusterError: latency or bandwidth is missing and there is no base, or a value is refused; the message begins with the place.
     """
     needed = ("latency", "bandwidth") if base is None else ()
-    found = {field: fields.read(key, parse) for key, (field, parse) in _LINK.items() if key in fields or key in needed}
+    found = {
+        field: fields.read(key, parse)
+        for key, (field, parse) in _LINK.items()
+        if key in fields or key in needed
+    }
     try:
         return Link(**found) if base is None else replace(base, **found)
     except ClusterError as error:

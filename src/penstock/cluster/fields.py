@@ -27,7 +27,13 @@ _NUMBER = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)"
 _BANDWIDTH = re.compile(rf"\s*{_NUMBER}\s*([kKMGT]i?|)(bit|b|B)/s\s*")
 _FLOPS = re.compile(rf"\s*{_NUMBER}\s*([kMGTP]?)(?:FLOP/s|FLOPS|FLOPs|OP/s)\s*")
 _CLOCK = re.compile(rf"\s*{_NUMBER}\s*([kMG]?)Hz\s*")
-_SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8"}
+_SHORT = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp8": "float8",
+}
 
 
 def parse_bandwidth(text: object) -> float:
@@ -43,7 +49,9 @@ def parse_bandwidth(text: object) -> float:
         return math.inf
     match = _BANDWIDTH.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise SettingError(f"{text!r} is not a bandwidth; write for example '10 Gb/s' (bits) or '1.25 GB/s' (bytes)")
+        raise SettingError(
+            f"{text!r} is not a bandwidth; write for example '10 Gb/s' (bits) or '1.25 GB/s' (bytes)"
+        )
     return float(match[1]) * _PREFIX[match[2]] / (1 if match[3] == "B" else 8)
 
 
@@ -69,7 +77,9 @@ def parse_peaks(value: object) -> tuple[tuple[str, float], ...]:
         SettingError: it is not of that form, or a dtype is not known.
     """
     if not isinstance(value, dict) or not value:
-        raise SettingError(f"{value!r} is no mapping of dtypes to rates; write for example {{float32: 15.7 TFLOP/s}}")
+        raise SettingError(
+            f"{value!r} is no mapping of dtypes to rates; write for example {{float32: 15.7 TFLOP/s}}"
+        )
     found = []
     for dtype, rate in value.items():
         name = _SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype
@@ -177,7 +187,9 @@ class Fields:
             ClusterError: `found` is no mapping, or has an unknown key.
         """
         if not isinstance(found, dict):
-            raise ClusterError(f"{where}: {found!r} is no mapping; its keys may be {', '.join(known)}")
+            raise ClusterError(
+                f"{where}: {found!r} is no mapping; its keys may be {', '.join(known)}"
+            )
         unknown = [key for key in found if key not in known]
         if unknown:
             raise ClusterError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(known)}")

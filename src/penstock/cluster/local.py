@@ -36,7 +36,9 @@ def host_memory_bytes() -> int:
     try:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError) as error:
-        raise ClusterError("this host does not tell its memory; describe it in a YAML file") from error
+        raise ClusterError(
+            "this host does not tell its memory; describe it in a YAML file"
+        ) from error
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:

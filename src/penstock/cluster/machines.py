@@ -48,9 +48,13 @@ class Cluster:
         if not self.devices:
             raise ClusterError(f"cluster {self.name} has no devices; it needs at least one")
         if self.devices_per_node < 1:
-            raise ClusterError(f"cluster {self.name} has {self.devices_per_node} devices per node; it needs at least one")
+            raise ClusterError(
+                f"cluster {self.name} has {self.devices_per_node} devices per node; it needs at least one"
+            )
         if self.node_of and len(self.node_of) != self.ranks:
-            raise ClusterError(f"cluster {self.name} has {self.ranks} ranks, and node_of has {len(self.node_of)}: one for each")
+            raise ClusterError(
+                f"cluster {self.name} has {self.ranks} ranks, and node_of has {len(self.node_of)}: one for each"
+            )
         known = set(self.node_of or range(self.nodes))
         if known != set(range(len(known))):
             raise ClusterError(
@@ -58,19 +62,31 @@ class Cluster:
             )
         for node, _ in self.insides:
             if node not in known:
-                raise ClusterError(f"cluster {self.name} has an inside link for node {node}, and nodes 0 to {len(known) - 1}")
+                raise ClusterError(
+                    f"cluster {self.name} has an inside link for node {node}, and nodes 0 to {len(known) - 1}"
+                )
         if len(dict(self.insides)) < len(self.insides):
-            raise ClusterError(f"cluster {self.name} has two inside links for one node: {[node for node, _ in self.insides]}")
+            raise ClusterError(
+                f"cluster {self.name} has two inside links for one node: {[node for node, _ in self.insides]}"
+            )
         # One form for one meaning, so that equal clusters are equal.
-        own = tuple(sorted((pair for pair in self.insides if pair[1] != self.inside), key=lambda pair: pair[0]))
+        own = tuple(
+            sorted(
+                (pair for pair in self.insides if pair[1] != self.inside), key=lambda pair: pair[0]
+            )
+        )
         object.__setattr__(self, "insides", own)
         if self.node_of or own:
-            object.__setattr__(self, "devices_per_node", max(Counter(map(self.node, range(self.ranks))).values()))
+            object.__setattr__(
+                self, "devices_per_node", max(Counter(map(self.node, range(self.ranks))).values())
+            )
         if self.node_of == tuple(rank // self.devices_per_node for rank in range(self.ranks)):
             object.__setattr__(self, "node_of", ())
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.ranks} ranks on {self.nodes} node{'s'[: self.nodes > 1]} ({', '.join(self.kinds)})"]
+        lines = [
+            f"{self.name}: {self.ranks} ranks on {self.nodes} node{'s'[: self.nodes > 1]} ({', '.join(self.kinds)})"
+        ]
         if self.node_of or self.insides or len(self.kinds) > 1:
             lines += self._node_lines()
         if self.devices_per_node > 1 and not self.insides:
@@ -90,7 +106,10 @@ class Cluster:
                 alike[-1][0].append(node)
             else:
                 alike.append(([node], text))
-        rows = [(f"  node {'-'.join(map(str, sorted({nodes[0], nodes[-1]})))}", text) for nodes, text in alike]
+        rows = [
+            (f"  node {'-'.join(map(str, sorted({nodes[0], nodes[-1]})))}", text)
+            for nodes, text in alike
+        ]
         if len(rows) > _LONG:
             rows[_LONG - 2 : -1] = [("  …", f"{len(rows) - _LONG + 1} more")]
         return [f"{head.ljust(17)} {text}" for head, text in rows]
@@ -121,7 +140,9 @@ class Cluster:
             ClusterError: it is not a rank of this cluster.
         """
         if not 0 <= rank < self.ranks:
-            raise ClusterError(f"cluster {self.name} has ranks 0 to {self.ranks - 1}, and no rank {rank}")
+            raise ClusterError(
+                f"cluster {self.name} has ranks 0 to {self.ranks - 1}, and no rank {rank}"
+            )
         return self.node_of[rank] if self.node_of else rank // self.devices_per_node
 
     def ranks_of_node(self, node: int) -> tuple[int, ...]:
@@ -156,7 +177,9 @@ class Cluster:
         """
         chosen = tuple(ranks)
         if len(set(chosen)) < len(chosen):
-            raise ClusterError(f"cluster {self.name} has every rank once, and {list(chosen)} names one twice")
+            raise ClusterError(
+                f"cluster {self.name} has every rank once, and {list(chosen)} names one twice"
+            )
         if chosen == tuple(range(self.ranks)):
             return self
         nodes = [self.node(rank) for rank in chosen]
@@ -184,7 +207,9 @@ class Cluster:
     def with_links(self, inside: Link | None = None, between: Link | None = None) -> Cluster:
         """The same devices with other links, for instance measured ones; `inside` then holds in every node."""
         insides = self.insides if inside is None else ()
-        return replace(self, inside=inside or self.inside, between=between or self.between, insides=insides)
+        return replace(
+            self, inside=inside or self.inside, between=between or self.between, insides=insides
+        )
 
     def to_yaml(self) -> str:
         """The description that `cluster` reads back as an equal cluster."""

@@ -30,7 +30,10 @@ class Presets:
         """Read the tables."""
         file = resources.files("penstock.cluster") / "presets.yaml"
         # libyaml's loader, where there is one, takes an eighth of the time.
-        tables = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
+        tables = yaml.load(
+            file.read_text(encoding="utf-8"),
+            getattr(yaml, "CSafeLoader", yaml.SafeLoader),  # noqa: S506
+        )
         devices, links, nvlink_of, network = {}, {}, {}, set()
         for name, row in tables["devices"].items():
             fields = Fields.of(row, f"presets: {name}", (*DEVICE_KEYS, "nvlink"))
@@ -59,7 +62,9 @@ class Presets:
         """
         if name.lower() == "nvlink" and self.nvlink_of.get(device):
             return self.nvlink_of[device]
-        return spelled(name, self.links, f"link for {device}" if name.lower() == "nvlink" else "link")
+        return spelled(
+            name, self.links, f"link for {device}" if name.lower() == "nvlink" else "link"
+        )
 
 
 def spelled(name: str, known: Iterable[str], kind: str) -> str:

@@ -51,7 +51,9 @@ def _mapping(loader: _Strict, node: yaml.MappingNode) -> dict[Any, Any]:
     keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
     twice = [key for key, count in Counter(keys).items() if count > 1]
     if twice:
-        raise yaml.constructor.ConstructorError(None, None, f"the key {twice[0]!r} stands there twice", node.start_mark)
+        raise yaml.constructor.ConstructorError(
+            None, None, f"the key {twice[0]!r} stands there twice", node.start_mark
+        )
     loader.flatten_mapping(node)
     return loader.construct_mapping(node, deep=True)
 
@@ -68,7 +70,9 @@ def read_cluster(path: Path) -> Cluster:
     try:
         found = yaml.load(path.read_text(encoding="utf-8"), _Strict)  # noqa: S506 - a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"cannot read the cluster {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise ClusterError(
+            f"cannot read the cluster {path}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ClusterError(f"{path} is not YAML: {error}") from error
     return describe(found, str(path), Presets.load())
@@ -84,7 +88,9 @@ def describe(found: Any, where: str, presets: Presets) -> Cluster:
     if isinstance(found, dict) and "nodes" in found:
         return reader.mixed(Fields.of(found, where, _MIXED))
     if isinstance(found, dict) and "node_of" in found:
-        raise ClusterError(f"{where}: node_of says on which of the 'nodes' each rank is, and there are none")
+        raise ClusterError(
+            f"{where}: node_of says on which of the 'nodes' each rank is, and there are none"
+        )
     return reader.alike(Fields.of(found, where, _ALIKE))
 
 
@@ -120,18 +126,30 @@ class _Reader:
             nodes += self.nodes(row, f"{self.where}: nodes[{i}]", fields)
             self.bounded(sum(len(devices) for devices, _ in nodes))
         if "between" not in fields and len(nodes) > 1:
-            raise ClusterError(f"{self.where}: the key 'between' is missing: {len(nodes)} nodes need it")
+            raise ClusterError(
+                f"{self.where}: the key 'between' is missing: {len(nodes)} nodes need it"
+            )
         own = [link for _, link in nodes if link is not None]
         first = nodes[0][0][0]
-        between = self.link(fields, "between", first) if "between" in fields else next(iter(own), LOOPBACK)
-        inside = self.link(fields, "inside", first) if "inside" in fields else next(iter(own), between)
+        between = (
+            self.link(fields, "between", first)
+            if "between" in fields
+            else next(iter(own), LOOPBACK)
+        )
+        inside = (
+            self.link(fields, "inside", first) if "inside" in fields else next(iter(own), between)
+        )
         node_of = self.node_of(fields, [len(devices) for devices, _ in nodes])
         left = [iter(devices) for devices, _ in nodes]
-        insides = tuple((number, link) for number, (_, link) in enumerate(nodes) if link is not None)
+        insides = tuple(
+            (number, link) for number, (_, link) in enumerate(nodes) if link is not None
+        )
         return Cluster(name, tuple(next(left[node]) for node in node_of), 1, inside, between, node_of, insides,
                        fields.read("source", parse_text, ""))  # fmt: skip
 
-    def nodes(self, row: object, where: str, cluster: Fields) -> list[tuple[list[Device], Link | None]]:
+    def nodes(
+        self, row: object, where: str, cluster: Fields
+    ) -> list[tuple[list[Device], Link | None]]:
         """The nodes of one entry: `count` times the same."""
         here = _Reader(where, self.presets)
         fields = Fields.of(row, where, ("count", "devices", "inside"))
@@ -141,7 +159,9 @@ class _Reader:
         if "inside" in fields:
             link = here.link(fields, "inside", devices[0])
         elif "inside" in cluster:
-            link = self.link(cluster, "inside", devices[0])  # NVLink is what this node's devices have
+            link = self.link(
+                cluster, "inside", devices[0]
+            )  # NVLink is what this node's devices have
         elif len(devices) > 1:
             raise ClusterError(
                 f"{where}: the key 'inside' is missing: {len(devices)} devices on a node need it, there or for all nodes"
@@ -152,7 +172,9 @@ class _Reader:
         """The node of every rank: node after node, or as the file says."""
         filled = [node for node, size in enumerate(sizes) for _ in range(size)]
         said = fields.values.get("node_of", filled)
-        whole = isinstance(said, list) and all(isinstance(node, int) and not isinstance(node, bool) for node in said)
+        whole = isinstance(said, list) and all(
+            isinstance(node, int) and not isinstance(node, bool) for node in said
+        )
         if not whole or sorted(said) != filled:
             raise ClusterError(
                 f"{self.where}: node_of: {said!r} is not the node of every rank; the nodes, from 0, hold {sizes} devices"
@@ -162,7 +184,9 @@ class _Reader:
     def bounded(self, count: int) -> None:
         """A slip of the finger shall not fill the memory."""
         if count > MOST:
-            raise ClusterError(f"{self.where}: {count} devices are too many; a cluster has 1 to {MOST}")
+            raise ClusterError(
+                f"{self.where}: {count} devices are too many; a cluster has 1 to {MOST}"
+            )
 
     def devices(self, fields: Fields) -> list[Device]:
         """The devices that a list names."""

@@ -52,14 +52,18 @@ class _Group:
     def of(cls, text: str, presets: Presets) -> _Group:
         match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(.+)", text, re.IGNORECASE)
         assert match is not None
-        return cls(None if match[1] is None else int(match[1]), int(match[2]), presets.device(match[3]))
+        return cls(
+            None if match[1] is None else int(match[1]), int(match[2]), presets.device(match[3])
+        )
 
     @property
     def ranks(self) -> int:
         return (1 if self.nodes is None else self.nodes) * self.count
 
 
-def _joined(spec: str, groups: list[_Group], first: str, last: str | None, presets: Presets) -> Cluster:
+def _joined(
+    spec: str, groups: list[_Group], first: str, last: str | None, presets: Presets
+) -> Cluster:
     """With one link, a network joins nodes of one device, a bus all devices in one node; with two, each group has nodes of its own."""
 
     def found(name: str, device: Device) -> Link:

@@ -75,7 +75,11 @@ def _devices(devices: Sequence[Device]) -> list[dict[str, Any]]:
 
 
 def _device(device: Device) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": device.name, "kind": device.kind, "memory": _memory(device.memory_bytes)}
+    row: dict[str, Any] = {
+        "name": device.name,
+        "kind": device.kind,
+        "memory": _memory(device.memory_bytes),
+    }
     if device.flops:
         row["flops"] = {dtype: _exact(peak, _FLOPS, parse_flops) for dtype, peak in device.flops}
     if device.memory_bytes_per_s is not None:
@@ -94,7 +98,11 @@ def _link(link: Link) -> dict[str, Any]:
         "latency": _exact(link.latency_s, _TIMES, parse_latency),
         "bandwidth": _rate(link.bandwidth_bytes_per_s),
     }
-    return row | ({"shared": True} if link.shared else {}) | ({"source": link.source} if link.source else {})
+    return (
+        row
+        | ({"shared": True} if link.shared else {})
+        | ({"source": link.source} if link.source else {})
+    )
 
 
 def _memory(count: int) -> str | int:
@@ -109,7 +117,9 @@ def _rate(value: float) -> str:
     return UNLIMITED if math.isinf(value) else _exact(value, _RATES, parse_bandwidth)
 
 
-def _exact(value: float, units: Iterable[tuple[str, float]], parse: Callable[[object], float]) -> str:
+def _exact(
+    value: float, units: Iterable[tuple[str, float]], parse: Callable[[object], float]
+) -> str:
     """The shortest of the texts that `parse` reads as exactly `value`; in the last unit there always is one."""
     texts = [
         f"{number} {unit}"

@@ -25,7 +25,9 @@ class Spans(NamedTuple):
         log = panel.log
         rows = slice(int(log.ops.first[rank]), int(log.ops.first[rank + 1]))
         start, end = log.start[rows].copy(), log.end[rows].copy()
-        second = 1 + np.flatnonzero((start[1:] == start[:-1]) & (end[1:] == end[:-1]) & (end[1:] > start[1:]))
+        second = 1 + np.flatnonzero(
+            (start[1:] == start[:-1]) & (end[1:] == end[:-1]) & (end[1:] > start[1:])
+        )
         middle = (start[second] + end[second]) / 2
         if column:
             middle = np.floor(middle / column + 0.5 + 1e-6) * column
@@ -33,7 +35,9 @@ class Spans(NamedTuple):
         return cls(start, end, log.ops.kind[rows])
 
 
-def shares(spans: Spans, names: Sequence[Kind], count: int, seconds: float) -> tuple[dict[Kind, Array], Array]:
+def shares(
+    spans: Spans, names: Sequence[Kind], count: int, seconds: float
+) -> tuple[dict[Kind, Array], Array]:
     """One rank's work in `count` columns of `seconds` each, for these kinds of op.
 
     Returns:

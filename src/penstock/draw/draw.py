@@ -78,7 +78,9 @@ def _panel(what: object) -> Timeline:
         return what
     if isinstance(what, Schedule):
         return unit_timeline(what)
-    raise SettingError(f"draw takes a Timeline or a Schedule, or a list of them, not a {type(what).__name__}")
+    raise SettingError(
+        f"draw takes a Timeline or a Schedule, or a list of them, not a {type(what).__name__}"
+    )
 
 
 def picture(what: Drawn) -> str | None:
@@ -88,7 +90,9 @@ def picture(what: Drawn) -> str | None:
         return None
     try:
         return draw(what, format="svg")
-    except ScheduleError:  # a notebook shows unsound schedules too, for `verify` to say what is wrong with them
+    except (
+        ScheduleError
+    ):  # a notebook shows unsound schedules too, for `verify` to say what is wrong with them
         return None
 
 
@@ -109,4 +113,7 @@ def unit_timeline(schedule: Schedule) -> Timeline:
         return UNITS[op.kind] * (1.0 if op.kind is Kind.U else schedule.shares[op.micro_batch])
 
     events = graph.events(op_seconds, lambda _link, _message: 0.0)
-    return replace(Timeline.of(events, schedule.ranks, schedule.stages, title=schedule.name), slicing=schedule.slicing)
+    return replace(
+        Timeline.of(events, schedule.ranks, schedule.stages, title=schedule.name),
+        slicing=schedule.slicing,
+    )

@@ -89,7 +89,9 @@ def figures(panel: Timeline, clock: Clock) -> list[str]:
         f"peak in flight {_listed([number(peak, 2) for peak in panel.peak_in_flight], panel.peak_in_flight)}",
     ]
     if panel.peak_memory is not None:
-        words.append(f"peak memory {_listed(list(map(format_bytes, panel.peak_memory)), panel.peak_memory, ' / ')}")
+        words.append(
+            f"peak memory {_listed(list(map(format_bytes, panel.peak_memory)), panel.peak_memory, ' / ')}"
+        )
         if panel.memory_holders is not None and max(panel.peak_memory, default=0) > 0:
             rank = panel.peak_memory.index(max(panel.peak_memory))
             words.append(f"fullest is rank {rank}: {told(panel, rank)}")

@@ -50,7 +50,11 @@ def gallery(folder: Path, show: Show, exhibits: Sequence[Exhibit]) -> list[Path]
     except OSError as error:
         raise FileError(f"cannot make the folder {folder}: {error.strerror}") from error
     drawings = {f"{each.name}.svg": svg([each.timeline]) for each in exhibits}
-    for name, drawing in {**drawings, "index.html": _page(show, exhibits), "README.md": _markdown(show, exhibits)}.items():
+    for name, drawing in {
+        **drawings,
+        "index.html": _page(show, exhibits),
+        "README.md": _markdown(show, exhibits),
+    }.items():
         write(folder / name, drawing)
     return [folder / name for name in (*drawings, "index.html", "README.md")]
 
@@ -58,16 +62,24 @@ def gallery(folder: Path, show: Show, exhibits: Sequence[Exhibit]) -> list[Path]
 def _page(show: Show, exhibits: Sequence[Exhibit]) -> str:
     """One file with all drawings in it; heads of columns sort the table."""
     room = files("penstock.draw")
-    style = "".join(room.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "gallery.css"))
+    style = "".join(
+        room.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "gallery.css")
+    )
     dark = room.joinpath("page_dark.css").read_text(encoding="utf-8") + dark_style("main")
-    head = "".join(f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in ("schedule", *show.head))
+    head = "".join(
+        f'<th scope="col"><button type="button">{escape(name)}</button></th>'
+        for name in ("schedule", *show.head)
+    )
     rows = "".join(
         f'<tr><td><a href="#{escape(each.name)}">{escape(each.name)}</a></td>{"".join(f"<td>{escape(cell)}</td>" for cell in each.cells)}</tr>'
         for each in exhibits
     )
     sections = "".join(
         f'<section id="{escape(each.name)}"><h2>{escape(each.name)}</h2><p>{escape(clean(each.about))}</p><p class="facts">'
-        + " · ".join(f"{escape(name)} <b>{escape(cell)}</b>" for name, cell in zip(show.head, each.cells, strict=True))
+        + " · ".join(
+            f"{escape(name)} <b>{escape(cell)}</b>"
+            for name, cell in zip(show.head, each.cells, strict=True)
+        )
         + f'</p><figure class="still">{svg([each.timeline], words=False)}</figure></section>\n'
         for each in exhibits
     )
@@ -92,8 +104,13 @@ def _markdown(show: Show, exhibits: Sequence[Exhibit]) -> str:
     parts = [
         f"# {show.title}",
         *show.before,
-        "\n".join([f"| schedule | {' | '.join(show.head)} |", "|---|" + "--:|" * len(show.head), *rows]),
+        "\n".join(
+            [f"| schedule | {' | '.join(show.head)} |", "|---|" + "--:|" * len(show.head), *rows]
+        ),
         *show.after,
-        *(f"## {each.name}\n\n{clean(each.about)}\n\n![{each.name}]({each.name}.svg)" for each in exhibits),
+        *(
+            f"## {each.name}\n\n{clean(each.about)}\n\n![{each.name}]({each.name}.svg)"
+            for each in exhibits
+        ),
     ]
     return "\n\n".join(parts) + "\n"

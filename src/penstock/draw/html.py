@@ -40,7 +40,9 @@ def html(panels: Sequence[Timeline], note: str = "") -> str:
         body.append(f'<figure class="still">{svg(panels, words=not single)}</figure><p>{ops:,} ops are too many for a figure '
                     f"that zooms: heights are shares of time. Draw fewer micro-batches, or the trace for Perfetto.</p>")  # fmt: skip
     else:
-        body.append(viewer(panels, title, svg(panels, words=not single) if ops <= _MOST_STILL else ""))
+        body.append(
+            viewer(panels, title, svg(panels, words=not single) if ops <= _MOST_STILL else "")
+        )
     if note:
         body.append(f"<p>{escape(clean(note))}</p>")
     for panel in panels:
@@ -70,13 +72,19 @@ def _key_figures(panel: Timeline, clock: Clock) -> str:
         ("stages", str(panel.stages)),
         ("ops", str(len(panel.log.start))),
     )
-    return "<dl>" + "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in entries) + "</dl>"
+    return (
+        "<dl>"
+        + "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in entries)
+        + "</dl>"
+    )
 
 
 def _rank_table(panel: Timeline, clock: Clock) -> str:
     names = ["rank", "stages", "busy", "busy share", "idle share"]
     rows = []
-    for rank, (stages, share) in enumerate(zip(stages_of_rank(panel), busy_shares(panel), strict=True)):
+    for rank, (stages, share) in enumerate(
+        zip(stages_of_rank(panel), busy_shares(panel), strict=True)
+    ):
         bar = f'<span class="bar"><i style="width:{number(100 * min(1.0, share), 1)}%"></i></span>'
         rows.append([str(rank), ", ".join(map(str, stages)) or "none", clock.exact(panel.busy[rank]),
                      bar + percent(share), percent(1 - share)])  # fmt: skip

@@ -38,14 +38,22 @@ _MANY_RANKS = 64
 def too_many(panel: Timeline, plot: float, seconds: float) -> bool:
     """Whether a timeline has more ops than can be drawn one by one in `plot` points."""
     lengths = panel.log.end - panel.log.start
-    return len(lengths) > MANY_OPS or (len(lengths) > 0 and float(np.median(lengths)) * plot < _NARROWEST_OP * seconds)
+    return len(lengths) > MANY_OPS or (
+        len(lengths) > 0 and float(np.median(lengths)) * plot < _NARROWEST_OP * seconds
+    )
 
 
 def draw_lanes(page: Page, panel: Timeline) -> None:
     """Add the lanes of all ranks to `page`."""
     ways, summed = Ways.of(panel), too_many(panel, page.plot, page.seconds)
     rows = [] if summed else by_rank(panel)
-    transfers = [] if summed else [event for event in panel.events if event.to_rank is not None and event.end > event.start]
+    transfers = (
+        []
+        if summed
+        else [
+            event for event in panel.events if event.to_rank is not None and event.end > event.start
+        ]
+    )
     joined = [halves(row) for row in rows]
     page.paired |= any(joined)
     page.summed |= summed
@@ -53,8 +61,14 @@ def draw_lanes(page: Page, panel: Timeline) -> None:
     if summed and panel.ranks > _MANY_RANKS:
         height = LOW_LANE
     held = steps(panel)
-    pitch = height + (STRIP + 3 if held else 0) + (WIDE_GAP if transfers else GAP if height > LOW_LANE else 2)
-    lanes = _Lanes(page, panel, ways, height, [page.y + rank * pitch for rank in range(panel.ranks)])
+    pitch = (
+        height
+        + (STRIP + 3 if held else 0)
+        + (WIDE_GAP if transfers else GAP if height > LOW_LANE else 2)
+    )
+    lanes = _Lanes(
+        page, panel, ways, height, [page.y + rank * pitch for rank in range(panel.ranks)]
+    )
     lanes.grounds()
     if held:
         lanes.strips(held)
@@ -118,13 +132,18 @@ class _Lanes:
             for event in transfers:
                 if _way(event) == way and event.to_rank is not None:
                     down = event.to_rank > event.rank
-                    start, end = self.tops[event.rank] + down * self.height, self.tops[event.to_rank] + (not down) * self.height
+                    start, end = (
+                        self.tops[event.rank] + down * self.height,
+                        self.tops[event.to_rank] + (not down) * self.height,
+                    )
                     x = self.page.x
                     lines.append(f'<path d="M{n(x(event.start))} {n(start)}L{n(x(event.end))} {n(end)}">'
                                  f"<title>{op_name(self.panel, event.op)} to rank {event.to_rank}: {self._span(event)}</title></path>")  # fmt: skip
             if lines:
                 head = "" if many else f' marker-end="url(#penstock-{way})"'
-                self.page.parts.append(f'<g class="{classes}{" many" * many}"{head}>{"".join(lines)}</g>')
+                self.page.parts.append(
+                    f'<g class="{classes}{" many" * many}"{head}>{"".join(lines)}</g>'
+                )
 
     def boxes(self, rows: list[list[Event]], joined: list[dict[int, int]]) -> None:
         """A box for every op, with its number where it fits; the ops of a pair are half as high."""
@@ -137,17 +156,31 @@ class _Lanes:
             for place, event in enumerate(row):
                 op, mark = event.op, event.end <= event.start
                 odd = shades.odd(rank, op)
-                x, width = (self.page.x(event.start) - 1, 2.0) if mark else (self.page.x(event.start), self._wide(event))
+                x, width = (
+                    (self.page.x(event.start) - 1, 2.0)
+                    if mark
+                    else (self.page.x(event.start), self._wide(event))
+                )
                 half = joined[rank].get(place)
-                top, height = (0.0, self.height) if half is None else (half * self.height / 2, self.height / 2)
+                top, height = (
+                    (0.0, self.height)
+                    if half is None
+                    else (half * self.height / 2, self.height / 2)
+                )
                 at = f' y="{n(top)}"' if top else ""
                 (after if mark else parts).append(
                     f'<rect class="{fill_class(op.kind, odd)}{" z" * mark}" x="{n(x)}"{at} width="{n(width)}" height="{n(height)}">'
                     f"<title>{op_name(self.panel, op)}: {self._span(event)}</title></rect>"
                 )
-                stage = f"s{op.stage}" if op.kind in staged and self.ways.named(rank, op.stage) else ""
+                stage = (
+                    f"s{op.stage}" if op.kind in staged and self.ways.named(rank, op.stage) else ""
+                )
                 label = _label(
-                    op_number(self.panel, op), stage, (x, top, width, height), size[op.kind], dark=FILLS[op.kind][odd] in DARK
+                    op_number(self.panel, op),
+                    stage,
+                    (x, top, width, height),
+                    size[op.kind],
+                    dark=FILLS[op.kind][odd] in DARK,
                 )
                 if label:
                     after += label
@@ -168,7 +201,9 @@ class _Lanes:
             for kind, done in work.items():
                 stacked = stacked + done
                 steps, column = "", 0
-                for place, run in groupby(map(n, (base - self.height * np.minimum(stacked, 1.0)).tolist())):
+                for place, run in groupby(
+                    map(n, (base - self.height * np.minimum(stacked, 1.0)).tolist())
+                ):
                     column += len(list(run))
                     steps += f"V{place}H{n(self.page.x(column * seconds))}"
                 layers.append(
@@ -184,11 +219,20 @@ class _Lanes:
         sizes = {}
         for kind in kinds([self.panel]):
             events = [event for event in self.panel.compute if event.op.kind is kind]
-            longest = max((op_number(self.panel, event.op) for event in events), key=lambda words: text_width(words, SMALL))
+            longest = max(
+                (op_number(self.panel, event.op) for event in events),
+                key=lambda words: text_width(words, SMALL),
+            )
             room = median(map(self._wide, events)) - AROUND
             one = [(longest, _Number(*each, two=False)) for each in NUMBERS]
-            two = [(longest.partition(".")[0], _Number(*each, two=True)) for each in NUMBERS] if "." in longest else []
-            fitting = [number for words, number in one + two if text_width(words, number.points) <= room]
+            two = (
+                [(longest.partition(".")[0], _Number(*each, two=True)) for each in NUMBERS]
+                if "." in longest
+                else []
+            )
+            fitting = [
+                number for words, number in one + two if text_width(words, number.points) <= room
+            ]
             sizes[kind] = fitting[0] if fitting else _Number(*NUMBERS[-1], two=False)
         return sizes
 
@@ -215,7 +259,9 @@ class _Number(NamedTuple):
     two: bool
 
 
-def _label(words: str, stage: str, box: tuple[float, float, float, float], look: _Number, *, dark: bool) -> list[str]:
+def _label(
+    words: str, stage: str, box: tuple[float, float, float, float], look: _Number, *, dark: bool
+) -> list[str]:
     """The number in a box, and its stage below it, or beside it in half a box, where there is room; nothing where there is none."""
     x, top, width, height = box
     ink = "v" if dark else "k"
@@ -228,12 +274,23 @@ def _label(words: str, stage: str, box: tuple[float, float, float, float], look:
     label = []
     stage_wide = text_width(stage, TINY)
     if two:
-        label.append(f'<text class="m {ink}" x="{n(middle)}" y="{n(top + height - 4)}">.{part}</text>')
+        label.append(
+            f'<text class="m {ink}" x="{n(middle)}" y="{n(top + height - 4)}">.{part}</text>'
+        )
         words, base = whole, base - 5
-    elif stage and height <= 24 and text_width(words, look.points) + stage_wide + 3 * AROUND <= width:
+    elif (
+        stage and height <= 24 and text_width(words, look.points) + stage_wide + 3 * AROUND <= width
+    ):
         beside = stage_wide + AROUND
-        label.append(f'<text class="m {ink}" x="{n(x + width - AROUND - stage_wide / 2)}" y="{n(base)}">{stage}</text>')
+        label.append(
+            f'<text class="m {ink}" x="{n(x + width - AROUND - stage_wide / 2)}" y="{n(base)}">{stage}</text>'
+        )
     elif stage and height > 24 and stage_wide + AROUND <= width:
-        label.append(f'<text class="m {ink}" x="{n(middle)}" y="{n(top + height - 6)}">{stage}</text>')
+        label.append(
+            f'<text class="m {ink}" x="{n(middle)}" y="{n(top + height - 6)}">{stage}</text>'
+        )
         base -= 6
-    return [f'<text class="{look.letter} {ink}" x="{n(middle - beside / 2)}" y="{n(base)}">{words}</text>', *label]
+    return [
+        f'<text class="{look.letter} {ink}" x="{n(middle - beside / 2)}" y="{n(base)}">{words}</text>',
+        *label,
+    ]

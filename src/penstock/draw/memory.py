@@ -14,7 +14,10 @@ def steps(panel: Timeline) -> list[MemoryCurve] | None:
         return None
     found = []
     for curve in panel.memory:
-        last = np.append(np.diff(curve.seconds) > 1e-9 * panel.makespan, np.ones(min(len(curve.seconds), 1), bool))
+        last = np.append(
+            np.diff(curve.seconds) > 1e-9 * panel.makespan,
+            np.ones(min(len(curve.seconds), 1), bool),
+        )
         found.append(MemoryCurve(curve.seconds[last], curve.bytes[last]))
     return found
 
@@ -34,7 +37,11 @@ def thinned(curve: MemoryCurve, moments: int, until: float) -> MemoryCurve:
 def held_by(panel: Timeline, rank: int) -> list[tuple[str, int]]:
     """Who holds how many bytes when a rank is fullest, largest first; nothing where that is not known."""
     holders = panel.memory_holders
-    found = [] if holders is None else [(name, count) for name, count in holders[rank].items() if count > 0]
+    found = (
+        []
+        if holders is None
+        else [(name, count) for name, count in holders[rank].items() if count > 0]
+    )
     return sorted(found, key=lambda each: -each[1])
 
 

@@ -27,7 +27,9 @@ class Look:
     colour: bool = False
 
 
-def put(panels: Sequence[Timeline], path: str | Path | None, look: Look, note: str = "") -> str | bytes:
+def put(
+    panels: Sequence[Timeline], path: str | Path | None, look: Look, note: str = ""
+) -> str | bytes:
     """The drawing of `panels`, written to `path` if there is one.
 
     Raises:
@@ -64,7 +66,9 @@ def _format(path: str | Path | None, format: str | None) -> str:  # noqa: A002 -
     chosen = Path(path).suffix.lower().removeprefix(".")
     if chosen not in FORMATS:
         what = f"the suffix {Path(path).suffix!r}" if chosen else "no suffix"
-        raise SettingError(f"{path} has {what}, which is no drawing format: there are {known}. Rename it or give format=")
+        raise SettingError(
+            f"{path} has {what}, which is no drawing format: there are {known}. Rename it or give format="
+        )
     return chosen
 
 
@@ -85,7 +89,11 @@ def write(path: Path, drawing: str | bytes) -> None:
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         partial.write_bytes(content)
         partial.replace(target)
-    except (OSError, ValueError, RuntimeError) as error:  # the latter two: a NUL in the name, links in a circle
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # the latter two: a NUL in the name, links in a circle
         if partial is not None:
             partial.unlink(missing_ok=True)
         why = getattr(error, "strerror", None) or str(error)

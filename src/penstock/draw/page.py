@@ -86,7 +86,9 @@ class Page:
 
     def text(self, x: float, words: str, classes: str) -> None:
         """Words with their baseline at `y`."""
-        self.parts.append(f'<text class="{classes}" x="{n(x)}" y="{n(self.y)}">{escape(words)}</text>')
+        self.parts.append(
+            f'<text class="{classes}" x="{n(x)}" y="{n(self.y)}">{escape(words)}</text>'
+        )
 
     def paragraph(self, items: list[str], classes: str, size: float) -> None:
         """Items from the left margin with commas between, broken between items where that is possible."""
@@ -102,7 +104,9 @@ class Page:
     def axis(self, places: list[tuple[float, float]]) -> None:
         """The time axis below everything drawn so far, its ticks going up through the lanes at `places`."""
         line = self.y
-        self.parts.append(f'<path class="axis" d="M{n(self.left)} {n(line)}H{n(self.left + self.plot)}"/>')
+        self.parts.append(
+            f'<path class="axis" d="M{n(self.left)} {n(line)}H{n(self.left + self.plot)}"/>'
+        )
         self.y += 16
         self.text(self.left - 8, axis_title(self.clock), "s e")
         for step in self.clock.steps(self.seconds / self.plot or 1.0):
@@ -128,7 +132,9 @@ class Page:
             for index in line:
                 sign, name = entries[index]
                 if sign:
-                    self.parts.append(f'<g transform="translate({n(x)} {n(self.y - 10)})">{sign}</g>')
+                    self.parts.append(
+                        f'<g transform="translate({n(x)} {n(self.y - 10)})">{sign}</g>'
+                    )
                 self.text(x + (24 if sign else 0), name, "s")
                 x += widths[index] + 14
             self.y += 6
@@ -144,14 +150,18 @@ class Page:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="penstock" viewBox="0 0 {width} {height}" width="{width}" '
             f'height="{height}" role="img" aria-label="{label}">\n<style>{light_style()}{_STYLE}</style>\n<defs>{heads}</defs>\n'
-            f'<rect class="bg" width="{width}" height="{height}"/>\n' + "\n".join([*self.behind, *self.parts]) + "\n</svg>\n"
+            f'<rect class="bg" width="{width}" height="{height}"/>\n'
+            + "\n".join([*self.behind, *self.parts])
+            + "\n</svg>\n"
         )
 
 
 def _longest_number(panel: Timeline) -> str:
     ops = panel.log.ops
     rows = np.flatnonzero(~ops.of_kind(Kind.U))
-    return op_number(panel, ops.op(int(rows[np.argmax(ops.micro_batch[rows])]))) if len(rows) else ""
+    return (
+        op_number(panel, ops.op(int(rows[np.argmax(ops.micro_batch[rows])]))) if len(rows) else ""
+    )
 
 
 def axis_title(clock: Clock) -> str:

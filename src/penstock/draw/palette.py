@@ -64,5 +64,8 @@ def dark_style(scope: str) -> str:
     """Rules for dark grounds, for within `scope`, a selector that makes them outweigh the light ones."""
     rules = [f"{scope} .penstock {selector}{{{key}:{dark}}}" for selector, key, _, dark in _GROUND]
     rules += [f"{scope} .penstock .k{{fill:{BLACK}}}{scope} .penstock .v{{fill:{WHITE}}}"]
-    rules += [f"{scope} .penstock .{kind},{scope} .penstock .{kind}2{{fill:{fill}}}" for kind, fill in ON_DARK.items()]
+    rules += [
+        f"{scope} .penstock .{kind},{scope} .penstock .{kind}2{{fill:{fill}}}"
+        for kind, fill in ON_DARK.items()
+    ]
     return "".join(rules)

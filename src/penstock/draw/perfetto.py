@@ -37,7 +37,9 @@ def perfetto(panels: Sequence[Timeline]) -> str:
     about = {"penstock": [{"title": clean(panel.title), "source": clean(panel.source), "makespan_s": panel.makespan,
                            "bubble_ratio": panel.bubble_ratio} for panel in panels]}  # fmt: skip
     lines = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries)
-    return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
+    return (
+        f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
+    )
 
 
 def _processes(panel: Timeline, first: int, whose: str) -> list[dict[str, object]]:
@@ -47,11 +49,29 @@ def _processes(panel: Timeline, first: int, whose: str) -> list[dict[str, object
     for rank in range(panel.ranks):
         process = {"ph": "M", "pid": first + rank, "tid": _OPS}
         entries.append({"name": "process_name", **process, "args": {"name": f"rank {rank}{whose}"}})
-        entries.append({"name": "process_sort_index", **process, "args": {"sort_index": first + rank}})
-        threads = [(_OPS, "ops"), *((target + 2, f"to rank {target}") for source, target in sorted(links) if source == rank)]
+        entries.append(
+            {"name": "process_sort_index", **process, "args": {"sort_index": first + rank}}
+        )
+        threads = [
+            (_OPS, "ops"),
+            *(
+                (target + 2, f"to rank {target}")
+                for source, target in sorted(links)
+                if source == rank
+            ),
+        ]
         for thread, name in threads:
-            entries.append({"name": "thread_name", **process, "tid": thread, "args": {"name": name}})
-            entries.append({"name": "thread_sort_index", **process, "tid": thread, "args": {"sort_index": thread}})
+            entries.append(
+                {"name": "thread_name", **process, "tid": thread, "args": {"name": name}}
+            )
+            entries.append(
+                {
+                    "name": "thread_sort_index",
+                    **process,
+                    "tid": thread,
+                    "args": {"sort_index": thread},
+                }
+            )
     return entries
 
 
@@ -64,7 +84,10 @@ def _slice(panel: Timeline, event: Event, first: int) -> dict[str, object]:
     if event.bytes:
         args["bytes"] = event.bytes
     if panel.slicing is not None and event.op.kind is not Kind.U:
-        args |= {"micro_batch": panel.slicing.micro_batch_of[event.op.micro_batch], "slice": op_number(panel, event.op)}
+        args |= {
+            "micro_batch": panel.slicing.micro_batch_of[event.op.micro_batch],
+            "slice": op_number(panel, event.op),
+        }
     name, kind = op_name(panel, event.op), event.op.kind.value
     if event.to_rank is not None:
         name, kind = f"send {name}", "transfer"
@@ -85,7 +108,9 @@ def _counters(panel: Timeline, first: int) -> list[dict[str, object]]:
     """What every rank holds; of several changes at a time the last, which is what it holds from then on."""
     entries: list[dict[str, object]] = []
     for rank, curve in enumerate(panel.memory or ()):
-        held = dict(zip(map(_microseconds, curve.seconds.tolist()), curve.bytes.tolist(), strict=True))
+        held = dict(
+            zip(map(_microseconds, curve.seconds.tolist()), curve.bytes.tolist(), strict=True)
+        )
         entries += [{"ph": "C", "name": "memory", "pid": first + rank, "ts": moment, "args": {"bytes": count}}
                     for moment, count in held.items()]  # fmt: skip
     return entries
@@ -109,7 +134,9 @@ def _flows(panel: Timeline, first: int, number: int) -> list[dict[str, object]]:
         flow = {"name": "value", "cat": "flow", "id": number}
         entries.append({**flow, "ph": "s", "ts": _within(maker, 0.999), **_place(maker, first)})
         last, share = (taker, 0.001) if taker else (transfer, 0.999)
-        entries.append({**flow, "ph": "f", "bp": "e", "ts": _within(last, share), **_place(last, first)})
+        entries.append(
+            {**flow, "ph": "f", "bp": "e", "ts": _within(last, share), **_place(last, first)}
+        )
     return entries
 
 

@@ -48,7 +48,9 @@ def png(panels: Sequence[Timeline], note: str = "") -> bytes:
     root = ET.fromstring(svg(panels, note))  # noqa: S314 - see above
     wide, high = float(root.get("width", "0")), float(root.get("height", "0"))
     if max(wide, high) * SCALE > _MOST_PIXELS:
-        raise SettingError(f"a PNG of {wide * SCALE:.0f} by {high * SCALE:.0f} pixels is too large to open; draw .svg or .html")
+        raise SettingError(
+            f"a PNG of {wide * SCALE:.0f} by {high * SCALE:.0f} pixels is too large to open; draw .svg or .html"
+        )
     figure = Figure(figsize=(wide / _DPI, high / _DPI), dpi=_DPI * SCALE)
     FigureCanvasAgg(figure)
     shapes = _Shapes(root)
@@ -71,7 +73,9 @@ class _Shapes:
         for selectors, body in _RULE.findall("" if sheet is None else sheet.text or ""):
             style = dict(part.split(":", 1) for part in body.split(";") if part)
             for selector in selectors.split(","):
-                words = tuple(frozenset(re.findall(r"\.?[\w-]+", word)) for word in selector.split())
+                words = tuple(
+                    frozenset(re.findall(r"\.?[\w-]+", word)) for word in selector.split()
+                )
                 weight = sum(10 if name.startswith(".") else 1 for word in words for name in word)
                 self.rules.append((weight, words, style))
         self.rules.sort(key=lambda rule: rule[0])  # stable: of equal weight the later one counts
@@ -80,7 +84,9 @@ class _Shapes:
         """What holds for the last of these elements, given as their tags and classes from the root down."""
         found: Style = {}
         for _, words, style in self.rules:
-            if words[-1] <= line[-1] and all(any(word <= element for element in line) for word in words[:-1]):
+            if words[-1] <= line[-1] and all(
+                any(word <= element for element in line) for word in words[:-1]
+            ):
                 found |= style
         return found
 
@@ -91,7 +97,10 @@ class _Shapes:
             tag = child.tag.removeprefix(_NAMESPACE)
             if tag in ("style", "defs", "title"):
                 continue
-            here = (*line, frozenset([tag, *(f".{name}" for name in child.get("class", "").split())]))
+            here = (
+                *line,
+                frozenset([tag, *(f".{name}" for name in child.get("class", "").split())]),
+            )
             style = given | self.style(here)
             if child.get("marker-end"):
                 style["marker"] = "yes"
@@ -127,7 +136,9 @@ class _Shapes:
                      float(style.get("stroke-width", "1")), float(style.get("stroke-opacity", "1")))  # fmt: skip
             if not layers or layers[-1][0] != looks:
                 layers.append((looks, []))
-            layers[-1][1].append(Path(moved, closed=False) if not closed else Path([*moved, moved[0]], closed=True))
+            layers[-1][1].append(
+                Path(moved, closed=False) if not closed else Path([*moved, moved[0]], closed=True)
+            )
             if style.get("marker") and not closed:
                 head = ((style["stroke"], "none", 0.0, 1.0), [Path(_head(moved), closed=True)])
                 layers.append(head)
@@ -166,4 +177,6 @@ def _head(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     (x1, y1), (x2, y2) = line[-2:]
     long = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5 or 1.0
     ahead, aside = (x2 - x1) / long, (y2 - y1) / long
-    return [(x2 - 6 * ahead + w * 2.5 * aside, y2 - 6 * aside - w * 2.5 * ahead) for w in (1, -1)] + [(x2, y2)] * 2
+    return [
+        (x2 - 6 * ahead + w * 2.5 * aside, y2 - 6 * aside - w * 2.5 * ahead) for w in (1, -1)
+    ] + [(x2, y2)] * 2

@@ -35,11 +35,14 @@ class Clock:
             shortest = min(work_seconds(panels).tolist(), default=1.0)
             unit = None if shortest > 1 - 1e-6 else common_unit(panels)
             if shortest > 1 - 1e-6 or (
-                unit is not None and any(_is_whole(unit * parts) for parts in range(1, _SMALLEST_PART + 1))
+                unit is not None
+                and any(_is_whole(unit * parts) for parts in range(1, _SMALLEST_PART + 1))
             ):
                 return cls(1.0, "")
         whole = horizon(panels)
-        return next((cls(factor, unit) for unit, factor in _UNITS if whole >= factor), cls(1.0, "s"))
+        return next(
+            (cls(factor, unit) for unit, factor in _UNITS if whole >= factor), cls(1.0, "s")
+        )
 
     def exact(self, seconds: float) -> str:
         """A length or a moment for people: `3.2 ms`, or `3.2` in plain units."""
@@ -98,7 +101,9 @@ def common_unit(panels: Sequence[Timeline]) -> float | None:
     """
     if not panels:
         return None
-    moments = np.concatenate([each for panel in panels for each in (panel.log.start, panel.log.end)])
+    moments = np.concatenate(
+        [each for panel in panels for each in (panel.log.start, panel.log.end)]
+    )
     lengths = np.concatenate([panel.log.end - panel.log.start for panel in panels])
     lengths = lengths[lengths > 0]
     if not len(lengths):

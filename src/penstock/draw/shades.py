@@ -33,12 +33,17 @@ class Shades:
         """Those of a timeline."""
         ways = Ways.of(panel) if ways is None else ways
         if ways.several:
-            return cls("shades: the ways down and up the ranks" if ways.arrows else "shades: a rank's stages in turn", ways)
+            return cls(
+                "shades: the ways down and up the ranks"
+                if ways.arrows
+                else "shades: a rank's stages in turn",
+                ways,
+            )
         batch = _batches(panel) if len(panel.log.start) <= _MOST_OPS else {}
         # With one micro-batch each, numbers tell batches apart, and every other box shaded would only be restless.
-        several = len(set(batch.values())) > 1 and len({(rank, stage, made) for (rank, stage, _), made in batch.items()}) < len(
-            batch
-        )
+        several = len(set(batch.values())) > 1 and len(
+            {(rank, stage, made) for (rank, stage, _), made in batch.items()}
+        ) < len(batch)
         return cls("shades: batches in turn", ways, batch) if several else cls("", ways)
 
     def odd(self, rank: int, op: Op) -> bool:

@@ -61,17 +61,27 @@ def _legend(page: Page, panels: Sequence[Timeline]) -> None:
     entries.append(('<rect class="lane" width="18" height="12"/>', "idle"))
     if page.paired:
         entries.append(
-            ('<rect class="F" width="18" height="6"/><rect class="B" y="6" width="18" height="6"/>', "two ops run as one")
+            (
+                '<rect class="F" width="18" height="6"/><rect class="B" y="6" width="18" height="6"/>',
+                "two ops run as one",
+            )
         )
     if any(panel.memory for panel in panels):
-        entries.append(('<path class="held" d="M0 12V7H6V2H12V9H18V12Z"/>', "memory, its peak on the left"))
+        entries.append(
+            ('<path class="held" d="M0 12V7H6V2H12V9H18V12Z"/>', "memory, its peak on the left")
+        )
     if not page.summed:
         sent = {"F" if e.op.kind is Kind.F else "E" if e.op.kind in HANDING else "B"
                 for panel in panels for e in panel.events if e.to_rank is not None and e.end > e.start}  # fmt: skip
         for key, classes, head, name in (("F", "t", "on", "activation sent"), ("B", "t r", "back", "gradient sent"),
                                          ("E", "t p", "pass", "activations handed over")):  # fmt: skip
             if key in sent:
-                entries.append((f'<path class="{classes}" d="M0 6H17" marker-end="url(#penstock-{head})"/>', name))
+                entries.append(
+                    (
+                        f'<path class="{classes}" d="M0 6H17" marker-end="url(#penstock-{head})"/>',
+                        name,
+                    )
+                )
     if page.numbered:
         cut = ".slice" * any(panel.slicing is not None for panel in panels)
         versions = ", of U the weight version" if Kind.U in page.numbered else ""

@@ -72,7 +72,9 @@ def text(panels: Sequence[Timeline], width: int = 100, colour: bool = False, not
         SettingError: `width` is below 20.
     """
     if width < NARROWEST:
-        raise SettingError(f"a text drawing needs a width of {NARROWEST} columns or more and got {width}")
+        raise SettingError(
+            f"a text drawing needs a width of {NARROWEST} columns or more and got {width}"
+        )
     digits = len(str(max((panel.ranks for panel in panels), default=1) - 1))
     gutter = len("rank  |") + digits
     clock, columns = Clock.of(panels), _Columns.of(panels, width - gutter - 1)
@@ -84,7 +86,9 @@ def text(panels: Sequence[Timeline], width: int = 100, colour: bool = False, not
         lines += [f"rank {rank:>{digits}} |{row}|" for rank, row in enumerate(rows)]
         joined, marked = joined or pairs, marked or updates
         lines.append("time".ljust(gutter) + _axis(clock, columns, horizon(panels)))
-        lines += _wrapped(_flowing([(words, words) for words in figures(panel, clock)], ", ", width), width)
+        lines += _wrapped(
+            _flowing([(words, words) for words in figures(panel, clock)], ", ", width), width
+        )
     legend = _legend(panels, colour)
     if marked:
         legend.append((f"{FILL[Kind.U]} at its end, an update",) * 2)
@@ -130,7 +134,9 @@ class _Cell:
         if self.staged:
             labels.insert(0, f"{self.event.op.stage}{self.name}")
         if self.second:
-            return [label for label in (*(JOIN + label for label in labels), JOIN) if len(label) <= room]
+            return [
+                label for label in (*(JOIN + label for label in labels), JOIN) if len(label) <= room
+            ]
         if self.event.op.kind is Kind.F and room == 1 and whole:
             # Two digits do not fit here and have no place elsewhere, so digits side by side are as many ops.
             labels.append(self.name[1:])
@@ -140,9 +146,16 @@ class _Cell:
 def _rows(panel: Timeline, columns: _Columns, colour: bool) -> tuple[list[str], bool, bool]:
     """A row per rank, whether any shows a pair, and whether any shows an update that took no time."""
     names = kinds([panel])
-    shown = [_filled(Spans.of(panel, rank, columns.seconds), names, columns) for rank in range(panel.ranks)]
+    shown = [
+        _filled(Spans.of(panel, rank, columns.seconds), names, columns)
+        for rank in range(panel.ranks)
+    ]
     if len(panel.log.start) > _MOST_NAMED * columns.count * max(1, panel.ranks):
-        return [_joined([None] * columns.count, kinds_there, colour) for kinds_there in shown], False, False
+        return (
+            [_joined([None] * columns.count, kinds_there, colour) for kinds_there in shown],
+            False,
+            False,
+        )
     ways, rows, pairs, updates = Ways.of(panel), [], False, False
     for rank, (events, kinds_there) in enumerate(zip(by_rank(panel), shown, strict=True)):
         apart, second = side_by_side(events, columns.seconds)
@@ -164,7 +177,10 @@ def _rows(panel: Timeline, columns: _Columns, colour: bool) -> tuple[list[str], 
 
 
 def _mark_updates(
-    events: Sequence[Event], letters: list[str | None], kinds_there: list[Kind | None], columns: _Columns
+    events: Sequence[Event],
+    letters: list[str | None],
+    kinds_there: list[Kind | None],
+    columns: _Columns,
 ) -> bool:
     """Put a sign where a batch ends with an update that took no time; whether there was any. One alone ends the program anyway."""
     updates = [event for event in events if event.op.kind is Kind.U and event.end <= event.start]
@@ -174,14 +190,18 @@ def _mark_updates(
     places = [
         place
         for place in places
-        if 0 <= place < columns.count and letters[place] is None and kinds_there[place] in (Kind.B, Kind.W)
+        if 0 <= place < columns.count
+        and letters[place] is None
+        and kinds_there[place] in (Kind.B, Kind.W)
     ]
     for place in places:
         letters[place] = FILL[Kind.U]
     return bool(places)
 
 
-def _letters(cells: list[_Cell], kinds_there: list[Kind | None], columns: _Columns) -> list[str | None]:
+def _letters(
+    cells: list[_Cell], kinds_there: list[Kind | None], columns: _Columns
+) -> list[str | None]:
     """Per column the letter or digit of an op's name, if one stands there."""
     letters: list[str | None] = [None] * columns.count
     for cell in cells:
@@ -210,11 +230,16 @@ def _joined(letters: list[str | None], kinds_there: list[Kind | None], colour: b
 def _filled(spans: Spans, names: list[Kind], columns: _Columns) -> list[Kind | None]:
     """Per column the kind of op, or None for idle, that it shows."""
     work, longest = shares(spans, names, columns.count, columns.seconds)
-    done = list(zip(*(column.tolist() for column in work.values()), strict=True)) or [()] * columns.count
+    done = (
+        list(zip(*(column.tolist() for column in work.values()), strict=True))
+        or [()] * columns.count
+    )
     shown: list[Kind | None] = []
     owed: dict[Kind | None, float] = {}
     for most, each in zip(longest.tolist(), done, strict=True):
-        there: dict[Kind | None, float] = {kind: share for kind, share in zip(work, each, strict=True) if share > 0}
+        there: dict[Kind | None, float] = {
+            kind: share for kind, share in zip(work, each, strict=True) if share > 0
+        }
         idle = 1.0 - sum(there.values())
         if max(most, idle) >= 0.5:
             shown.append(None if idle > 0.5 else max(there, key=there.__getitem__))
@@ -231,7 +256,10 @@ def _filled(spans: Spans, names: list[Kind], columns: _Columns) -> list[Kind | N
 def _axis(clock: Clock, columns: _Columns, whole: float) -> str:
     """Moments, each starting in its own column."""
     for step in clock.steps(columns.seconds):
-        ticks = [(round(i * step / columns.seconds), clock.tick(i * step)) for i in range(int(whole / step + 1e-9) + 1)]
+        ticks = [
+            (round(i * step / columns.seconds), clock.tick(i * step))
+            for i in range(int(whole / step + 1e-9) + 1)
+        ]
         if all(place + len(word) + 2 <= after for (place, word), (after, _) in pairwise(ticks)):
             break
     line = ""
@@ -244,12 +272,19 @@ def _axis(clock: Clock, columns: _Columns, whole: float) -> str:
 def _legend(panels: Sequence[Timeline], colour: bool) -> list[tuple[str, str]]:
     """Sign and name of every kind, plain and as written; kinds that took no time are not to be seen and left out."""
     logs = [panel.log for panel in panels]
-    seen = {number for log in logs for number in np.unique(log.ops.kind[log.end > log.start]).tolist()}
+    seen = {
+        number for log in logs for number in np.unique(log.ops.kind[log.end > log.start]).tolist()
+    }
     entries = []
     for kind in kinds(panels):
         if ord(kind.value) in seen:
             sign = f"{kind}{' ' if colour else FILL[kind]}"
-            entries.append((f"{sign} {KIND_NAMES[kind]}", f"{_painted(sign, kind) if colour else sign} {KIND_NAMES[kind]}"))
+            entries.append(
+                (
+                    f"{sign} {KIND_NAMES[kind]}",
+                    f"{_painted(sign, kind) if colour else sign} {KIND_NAMES[kind]}",
+                )
+            )
     return [*entries, (f"{IDLE} idle", f"{IDLE} idle")]
 
 

@@ -64,7 +64,10 @@ def _legend(panels: Sequence[Timeline]) -> str:
     entries.append(('<i style="background:var(--lane)"></i>', "idle"))
     if any(panel.memory for panel in panels):
         entries.append(
-            ('<i style="background:var(--held);border-bottom:1px solid var(--edge)"></i>', "memory, its peak before it")
+            (
+                '<i style="background:var(--held);border-bottom:1px solid var(--edge)"></i>',
+                "memory, its peak before it",
+            )
         )
     entries += [("", meaning) for meaning in meanings]
     cut = ".slice" * any(panel.slicing is not None for panel in panels)
@@ -81,7 +84,12 @@ def _json(panels: Sequence[Timeline]) -> str:
         "seconds": _short(horizon(panels)),
         "most": max((curve.peak for panel in panels for curve in panel.memory or ()), default=0),
         "kinds": {
-            str(kind): {"name": KIND_NAMES[kind], "fills": FILLS[kind], "dark": ON_DARK.get(kind, ""), "inks": inks(kind)}
+            str(kind): {
+                "name": KIND_NAMES[kind],
+                "fills": FILLS[kind],
+                "dark": ON_DARK.get(kind, ""),
+                "inks": inks(kind),
+            }
             for kind in kinds(panels)
         },
         "panels": [_panel(panel) for panel in panels],
@@ -94,7 +102,11 @@ def _panel(panel: Timeline) -> dict[str, object]:
     ways, curves, rows = Ways.of(panel), steps(panel), by_rank(panel)
     joined = [halves(row) for row in rows]
     names, shades = ways.names(), Shades.of(panel, ways)
-    sizes = {(event.rank, event.op): event.bytes for event in panel.events if event.to_rank is not None and event.bytes}
+    sizes = {
+        (event.rank, event.op): event.bytes
+        for event in panel.events
+        if event.to_rank is not None and event.bytes
+    }
     return {
         "title": heading(panel),
         "makespan": _short(panel.makespan),
@@ -144,7 +156,10 @@ def _sent(panel: Timeline, transfers: Sequence[Event]) -> dict[str, object]:
         "f": [event.rank for event in transfers],
         "to": [event.to_rank for event in transfers],
         "o": [op_name(panel, event.op) for event in transfers],
-        "w": "".join("p" if event.op.kind in HANDING else "f" if event.op.kind is Kind.F else "b" for event in transfers),
+        "w": "".join(
+            "p" if event.op.kind in HANDING else "f" if event.op.kind is Kind.F else "b"
+            for event in transfers
+        ),
         "b": [event.bytes for event in transfers],
     }
 

@@ -42,7 +42,10 @@ class Ways:
             tuple(sorted(row, key=lambda stage: (order.get((rank, stage), 0), stage)))
             for rank, row in enumerate(stages_of_rank(panel))
         )
-        crossing = any(len({heading.get((rank, stage)) for stage in row}) > 1 for rank, row in enumerate(stages))
+        crossing = any(
+            len({heading.get((rank, stage)) for stage in row}) > 1
+            for rank, row in enumerate(stages)
+        )
         return cls(stages, heading if crossing else {})
 
     @property
@@ -63,7 +66,10 @@ class Ways:
         """Per rank its stages, `s0 s4`; nothing where every rank holds the one stage of its own number."""
         if all(row in ((), (rank,)) for rank, row in enumerate(self.stages)):
             return [""] * len(self.stages)
-        rows = ([f"s{stage}{self.arrows.get((rank, stage), '')}" for stage in row] for rank, row in enumerate(self.stages))
+        rows = (
+            [f"s{stage}{self.arrows.get((rank, stage), '')}" for stage in row]
+            for rank, row in enumerate(self.stages)
+        )
         return [" ".join(row) if len(row) <= 4 else f"{row[0]} … {row[-1]}" for row in rows]
 
 
@@ -79,7 +85,11 @@ def _ways(panel: Timeline) -> list[list[tuple[int, int]]]:
     ranks[number, stage] = ops.rank[forward]
     _, first = np.unique(ranks, axis=0, return_index=True)
     return [
-        [(int(stages[place]), int(rank)) for place, rank in enumerate(ranks[row].tolist()) if rank >= 0]
+        [
+            (int(stages[place]), int(rank))
+            for place, rank in enumerate(ranks[row].tolist())
+            if rank >= 0
+        ]
         for row in sorted(first)
     ]
 

@@ -48,7 +48,9 @@ class Exported:
             raise RunError(f"cannot write {target}: {error.strerror or error}") from error
 
 
-EXPORTERS: Registry[Callable[[Plan], Exported]] = Registry("library to export to", "penstock.export")
+EXPORTERS: Registry[Callable[[Plan], Exported]] = Registry(
+    "library to export to", "penstock.export"
+)
 register = EXPORTERS.register
 
 

@@ -15,13 +15,18 @@ def of_schedule(made: Schedule) -> Exported:
     Raises:
         ScheduleError: torch cannot express it.
     """
-    held = ", ".join(f"rank {rank}: {' '.join(map(str, stages))}" for rank, stages in enumerate(made.stages_of_rank))
+    held = ", ".join(
+        f"rank {rank}: {' '.join(map(str, stages))}"
+        for rank, stages in enumerate(made.stages_of_rank)
+    )
     return Exported(to_csv(made), f"_PipelineScheduleRuntime(stages, n_microbatches={made.micro_batches}, …)._load_csv(path); stages of "
                                   f"{held}")  # fmt: skip
 
 
 @register(
-    "csv", of_schedule=of_schedule, source="torch 2.13, distributed/pipelining/schedules.py, _PipelineScheduleRuntime._load_csv"
+    "csv",
+    of_schedule=of_schedule,
+    source="torch 2.13, distributed/pipelining/schedules.py, _PipelineScheduleRuntime._load_csv",
 )
 def csv(plan: Plan) -> Exported:
     """One row of ops for every rank. Of pipelines side by side, those of one: all have the same, and each its own process group.

@@ -16,7 +16,9 @@ from penstock.partition.uniform import partition_uniform
 from penstock.plan.plan import Plan
 
 
-@register("deepspeed", source="DeepSpeed 0.19.8, runtime/pipe/module.py, PipelineModule._partition_layers")
+@register(
+    "deepspeed", source="DeepSpeed 0.19.8, runtime/pipe/module.py, PipelineModule._partition_layers"
+)
 def deepspeed(plan: Plan) -> Exported:
     """A Python list such as `[0, 3, 7]`: stage k has the layers from entry k up to the one before entry k + 1.
 

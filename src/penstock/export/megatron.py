@@ -51,14 +51,18 @@ def megatron(plan: Plan) -> Exported:
     refuse("megatron", [*reasons, *wrong])
     assert found is not None
     text = _written(letters)
-    return Exported(text, _use(plan, found, text, "".join(letters).count("t")), tuple(_notes(plan, found)))
+    return Exported(
+        text, _use(plan, found, text, "".join(letters).count("t")), tuple(_notes(plan, found))
+    )
 
 
 def _letters(plan: Plan) -> tuple[list[str], list[str]]:
     """One letter for every layer, all of a stage in one word; or what has no letter."""
     blocks = _blocks(plan)
     if not blocks:
-        return [], ["none of its layers is one of a numbered list, such as blocks.0: which are decoder layers is not known"]
+        return [], [
+            "none of its layers is one of a numbered list, such as blocks.0: which are decoder layers is not known"
+        ]
     first, last = blocks[0], blocks[-1]
     wrong = []
     if first == 0 or last == plan.layers - 1:
@@ -69,12 +73,21 @@ def _letters(plan: Plan) -> tuple[list[str], list[str]]:
     for stage, (start, end) in enumerate(plan.bounds):
         own = [i for i in range(start, end) if first <= i <= last]
         cut = end - 1
-        if own and cut < last and own[-1] == cut and _number(plan.layer_names[cut]) == _number(plan.layer_names[cut + 1]):
-            wrong.append(f"stage {stage} ends within a decoder layer, after {plan.layer_names[cut]}: t is a whole one")
+        if (
+            own
+            and cut < last
+            and own[-1] == cut
+            and _number(plan.layer_names[cut]) == _number(plan.layer_names[cut + 1])
+        ):
+            wrong.append(
+                f"stage {stage} ends within a decoder layer, after {plan.layer_names[cut]}: t is a whole one"
+            )
         if end <= first or start > last + 1:
             side, letter = ("before", "E") if end <= first else ("after", "L")
             if end < first or start > last + 1:
-                wrong.append(f"stage {stage} parts the layers {side} the decoder layers: {letter} is one letter")
+                wrong.append(
+                    f"stage {stage} parts the layers {side} the decoder layers: {letter} is one letter"
+                )
         decoders = len({_number(plan.layer_names[i]) for i in own})
         words.append("E" * (stage == 0) + "t" * decoders + "L" * (stage == plan.stages - 1))
     return words, wrong
@@ -82,8 +95,15 @@ def _letters(plan: Plan) -> tuple[list[str], list[str]]:
 
 def _blocks(plan: Plan) -> list[int]:
     """The layers that are decoder layers, or parts of them."""
-    lists = [None if (match := _NUMBERED.fullmatch(name)) is None else match["list"] for name in plan.layer_names]
-    runs = [list(run) for name, run in groupby(range(plan.layers), lambda layer: lists[layer]) if name is not None]
+    lists = [
+        None if (match := _NUMBERED.fullmatch(name)) is None else match["list"]
+        for name in plan.layer_names
+    ]
+    runs = [
+        list(run)
+        for name, run in groupby(range(plan.layers), lambda layer: lists[layer])
+        if name is not None
+    ]
     return max(runs, key=lambda run: len({_number(plan.layer_names[i]) for i in run}), default=[])
 
 
@@ -98,11 +118,15 @@ def _recompute_flags(plan: Plan) -> str | None:
     size = max(b - a for of_stage in found for a, b in of_stage)
     together = [[(at, min(at + size, b)) for at in range(a, b, size)] for a, b in decoders]
     if found == together:
-        return f"--recompute-granularity full --recompute-method uniform --recompute-num-layers {size}"
+        return (
+            f"--recompute-granularity full --recompute-method uniform --recompute-num-layers {size}"
+        )
     count = max(map(len, found))
     one_by_one = [[(at, at + 1) for at in range(a, min(a + count, b))] for a, b in decoders]
     if found == one_by_one:
-        return f"--recompute-granularity full --recompute-method block --recompute-num-layers {count}"
+        return (
+            f"--recompute-granularity full --recompute-method block --recompute-num-layers {count}"
+        )
     return None
 
 
@@ -118,7 +142,9 @@ def _written(words: list[str]) -> str:
     >>> _written(["Ett", "tttt", "tttt", "tttt", "tL"]), _written(["E", "t", "t", "L"])
     ('Ett|(t*4|)*3tL', 'E|t|t|L')
     """
-    short = [_with_numbers((letter, len(list(run))) for letter, run in groupby(word)) for word in words]
+    short = [
+        _with_numbers((letter, len(list(run))) for letter, run in groupby(word)) for word in words
+    ]
     parts = []
     for word, run in groupby(short[:-1]):
         count = len(list(run))
@@ -127,7 +153,9 @@ def _written(words: list[str]) -> str:
 
 
 def _with_numbers(runs: Iterable[tuple[str, int]]) -> str:
-    return "".join(f"{letter}*{count}" if count >= _REPEATED else letter * count for letter, count in runs)
+    return "".join(
+        f"{letter}*{count}" if count >= _REPEATED else letter * count for letter, count in runs
+    )
 
 
 def _use(plan: Plan, found: Pipelines, text: str, decoders: int) -> str:
@@ -137,12 +165,16 @@ def _use(plan: Plan, found: Pipelines, text: str, decoders: int) -> str:
 
 def _notes(plan: Plan, found: Pipelines) -> list[str]:
     several = found.schedule.stages > len(found.placement)
-    notes = told(plan, "interleaved" if several else "1f1b", "interleaved 1F1B" if several else "1F1B")
+    notes = told(
+        plan, "interleaved" if several else "1f1b", "interleaved 1F1B" if several else "1F1B"
+    )
     if found.count > 1:
         notes.append(f"{found.count} pipelines: start {plan.ranks} ranks; Megatron numbers them stage by stage, the plan pipeline by "
                      "pipeline")  # fmt: skip
     if plan.recomputed:
         notes.append(f"recomputation (selective): {_recompute_flags(plan)}")
     elif plan.recompute in ("except_last", "always"):
-        notes.append(f"recomputation ({plan.recompute}): --recompute-granularity full --recompute-method uniform")
+        notes.append(
+            f"recomputation ({plan.recompute}): --recompute-granularity full --recompute-method uniform"
+        )
     return notes

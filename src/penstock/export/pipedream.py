@@ -25,7 +25,9 @@ def pipedream(plan: Plan) -> Exported:
     """
     made, reasons = plan.schedule, []
     if made.stream is None:
-        reasons.append(f"{plan.schedule_name} flushes after every batch: PipeDream's runtime never does")
+        reasons.append(
+            f"{plan.schedule_name} flushes after every batch: PipeDream's runtime never does"
+        )
     elif plan.weights != "stash":
         reasons.append(
             f"weights {plan.weights!r}: PipeDream's runtime stashes them, and has no other rule but to take the newest"
@@ -33,13 +35,20 @@ def pipedream(plan: Plan) -> Exported:
     if any(len(stages) > 1 for stages in made.stages_of_rank):
         reasons.append(f"{plan.schedule_name} has several stages on a rank: there each has one")
     if plan.recomputed:
-        reasons.append(f"layers {selective_layers(plan)} run again: with --recompute there every stage runs again whole")
+        reasons.append(
+            f"layers {selective_layers(plan)} run again: with --recompute there every stage runs again whole"
+        )
     refuse("pipedream", reasons)
-    depths = [len(list(takewhile(lambda op: op.kind is Kind.F, made.programs[ranks[0]]))) - 1 for ranks in made.ranks_of_stage]
+    depths = [
+        len(list(takewhile(lambda op: op.kind is Kind.F, made.programs[ranks[0]]))) - 1
+        for ranks in made.ranks_of_stage
+    ]
     text = json.dumps(
         {
             "module_to_stage_map": [*range(plan.stages), plan.stages - 1],
-            "stage_to_rank_map": {str(stage): list(ranks) for stage, ranks in enumerate(made.ranks_of_stage)},
+            "stage_to_rank_map": {
+                str(stage): list(ranks) for stage, ranks in enumerate(made.ranks_of_stage)
+            },
             "stage_to_depth_map": {str(stage): depth for stage, depth in enumerate(depths)},
         }
     )
@@ -53,4 +62,8 @@ def pipedream(plan: Plan) -> Exported:
     if plan.recompute in ("except_last", "always"):
         notes.append(f"recomputation ({plan.recompute}): --recompute")
     layers = ", ".join(f"Stage{stage} of {length}" for stage, length in enumerate(plan.lengths))
-    return Exported(text + "\n", f"main_with_runtime.py --config_path FILE, with modules {layers} layers", tuple(notes))
+    return Exported(
+        text + "\n",
+        f"main_with_runtime.py --config_path FILE, with modules {layers} layers",
+        tuple(notes),
+    )

@@ -39,14 +39,17 @@ class Pipelines:
         """Stage s on rank s mod ranks, on every rank equally many."""
         width = len(self.placement)
         return self.schedule.stages % width == 0 and all(
-            stages == tuple(range(rank, self.schedule.stages, width)) for rank, stages in enumerate(self.placement)
+            stages == tuple(range(rank, self.schedule.stages, width))
+            for rank, stages in enumerate(self.placement)
         )
 
     @property
     def vee(self) -> bool:
         """Rank r of p has stages r and 2p - 1 - r."""
         width = len(self.placement)
-        return all(stages == (rank, 2 * width - 1 - rank) for rank, stages in enumerate(self.placement))
+        return all(
+            stages == (rank, 2 * width - 1 - rank) for rank, stages in enumerate(self.placement)
+        )
 
 
 def pipelines_of(plan: Plan) -> Pipelines | None:
@@ -59,7 +62,9 @@ def pipelines_of(plan: Plan) -> Pipelines | None:
         return None
     if count == 1:
         used = tuple(rank for rank, stages in enumerate(made.stages_of_rank) if stages)
-        return Pipelines(1, (used,), replace(made, programs=tuple(made.programs[rank] for rank in used)))
+        return Pipelines(
+            1, (used,), replace(made, programs=tuple(made.programs[rank] for rank in used))
+        )
     ranks = [tuple(sorted({of_stage[j] for of_stage in made.ranks_of_stage})) for j in range(count)]
     if sum(map(len, ranks)) != len(set().union(*ranks)):
         return None
@@ -83,8 +88,14 @@ def _alone(made: Schedule, ranks: tuple[int, ...]) -> Schedule | None:
     held = {op for rank in ranks for op in made.programs[rank]}
     return replace(
         made,
-        programs=tuple(tuple(_renumbered(op, numbers) for op in made.programs[rank]) for rank in ranks),
-        pairs=frozenset((_renumbered(a, numbers), _renumbered(b, numbers)) for a, b in made.pairs if a in held and b in held),
+        programs=tuple(
+            tuple(_renumbered(op, numbers) for op in made.programs[rank]) for rank in ranks
+        ),
+        pairs=frozenset(
+            (_renumbered(a, numbers), _renumbered(b, numbers))
+            for a, b in made.pairs
+            if a in held and b in held
+        ),
         slicing=slicing,
     )
 
@@ -144,7 +155,10 @@ def told(plan: Plan, own: str, plays: str) -> list[str]:
 
 def segment_lengths(plan: Plan) -> list[list[tuple[int, int]]]:
     """Of every stage, the segments that run again, counted from its first layer: first, and one past the last."""
-    return [[(a - first, b - first) for a, b in plan.selection.of_stage(first, end)] for first, end in plan.bounds]
+    return [
+        [(a - first, b - first) for a, b in plan.selection.of_stage(first, end)]
+        for first, end in plan.bounds
+    ]
 
 
 def selective_layers(plan: Plan) -> str:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 
 from penstock.export.catalogue import Exported, register
-from penstock.export.pipelines import pipelines_of, refuse, stage_names, uneven_batch, why_not_pipelines
+from penstock.export.pipelines import (
+    pipelines_of,
+    refuse,
+    stage_names,
+    uneven_batch,
+    why_not_pipelines,
+)
 from penstock.plan.plan import Plan
 from penstock.schedule.csv import to_csv
 from penstock.schedule.csv_export import why_not
@@ -58,9 +64,13 @@ def torch(plan: Plan) -> Exported:
     }
     notes = []
     if plan.recomputed:
-        notes.append("recomputation (selective): wrap each list of modules under recomputed in torch.utils.checkpoint yourself")
+        notes.append(
+            "recomputation (selective): wrap each list of modules under recomputed in torch.utils.checkpoint yourself"
+        )
     elif plan.recompute in ("except_last", "always"):
-        notes.append(f"recomputation ({plan.recompute}): wrap the layers in torch.utils.checkpoint yourself")
+        notes.append(
+            f"recomputation ({plan.recompute}): wrap the layers in torch.utils.checkpoint yourself"
+        )
     if found.schedule.splits_backward:
         notes.append("frozen layers: I and W of a stage whose input needs no gradient leave it without gradients in torch 2.13; replace "
                      "them by B there")  # fmt: skip
@@ -69,9 +79,15 @@ def torch(plan: Plan) -> Exported:
         "pipeline(model, mb_args, split_spec) or PipelineStage by hand, then _PipelineScheduleRuntime(stages, n_microbatches="
         f"{found.schedule.micro_batches})._load_csv({SCHEDULE!r})",
         tuple(notes),
-        (("stages.json", json.dumps({**facts, "schedule": SCHEDULE}, indent=1) + "\n"), (SCHEDULE, schedule)),
+        (
+            ("stages.json", json.dumps({**facts, "schedule": SCHEDULE}, indent=1) + "\n"),
+            (SCHEDULE, schedule),
+        ),
     )
 
 
 def _segments(plan: Plan) -> list[list[list[str]]]:
-    return [[list(plan.layer_names[a:b]) for a, b in plan.selection.of_stage(first, end)] for first, end in plan.bounds]
+    return [
+        [list(plan.layer_names[a:b]) for a, b in plan.selection.of_stage(first, end)]
+        for first, end in plan.bounds
+    ]

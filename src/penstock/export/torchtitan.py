@@ -23,7 +23,8 @@ ITS_OWN = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "
 
 
 @register(
-    "torchtitan", source="torchtitan 0.3.0, distributed/pipeline_parallel.py; config parallelism.module_fqns_per_model_part"
+    "torchtitan",
+    source="torchtitan 0.3.0, distributed/pipeline_parallel.py; config parallelism.module_fqns_per_model_part",
 )
 def torchtitan(plan: Plan) -> Exported:
     """A list of lists of names, which is JSON, TOML and Python: one list for every stage, in the model's order.
@@ -55,7 +56,9 @@ def torchtitan(plan: Plan) -> Exported:
            f"pipeline_parallel_microbatch_size = {plan.batch // plan.micro_batches}, {schedule}")  # fmt: skip
     notes = []
     if plan.devices and plan.devices != tuple(range(plan.ranks)):
-        notes.append(f"the devices: rank r belongs on device {list(plan.devices)} of {plan.cluster}")
+        notes.append(
+            f"the devices: rank r belongs on device {list(plan.devices)} of {plan.cluster}"
+        )
     if found.count > 1:
         notes.append(f"{found.count} pipelines: data_parallel_replicate_degree = {found.count}")
     if plan.recompute in ("except_last", "always"):

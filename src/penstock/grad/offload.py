@@ -46,22 +46,29 @@ def has_own_memory(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def offloading(weights: frozenset[int], moves: Callable[[Tensor], bool] = has_own_memory) -> Iterator[None]:
+def offloading(
+    weights: frozenset[int], moves: Callable[[Tensor], bool] = has_own_memory
+) -> Iterator[None]:
     """Let what autograd saves in here wait in host memory.
 
     Args:
         weights: where the memory of parameters and buffers begins, which stays.
         moves: which tensors go.
     """
-    gone: weakref.WeakValueDictionary[tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], _Away] = (
-        weakref.WeakValueDictionary()
-    )
-    alive: list[Tensor] = []  # an address means something only as long as its memory is not another's
+    gone: weakref.WeakValueDictionary[
+        tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], _Away
+    ] = weakref.WeakValueDictionary()
+    alive: list[
+        Tensor
+    ] = []  # an address means something only as long as its memory is not another's
 
     def pack(tensor: Tensor) -> Tensor | _Away:
         if tensor.layout is not torch.strided or tensor.nbytes < SMALLEST or not moves(tensor):
             return tensor
-        repeats = any(stride == 0 and extent > 1 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
+        repeats = any(
+            stride == 0 and extent > 1
+            for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)
+        )
         if repeats or tensor.untyped_storage().data_ptr() in weights:
             return tensor
         key = tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype

@@ -73,7 +73,9 @@ class Recomputing(Generic[L]):
     has to be kept (until that is known, one is), and which of the large buffers are ever changed.
     """
 
-    def __init__(self, layers: Sequence[L], recomputed: Collection[int], starts: Collection[int] = ()) -> None:
+    def __init__(
+        self, layers: Sequence[L], recomputed: Collection[int], starts: Collection[int] = ()
+    ) -> None:
         own = {layer.index: place for place, layer in enumerate(layers)}
         places = sorted(own[index] for index in recomputed if index in own)
         cut = {own[index] for index in starts if index in own}
@@ -151,7 +153,9 @@ class _Input:
                 place[id(leaf)] = len(tensors)
                 tensors.append(leaf)
         self._wants_grad = [tensor.requires_grad for tensor in tensors]
-        self._leaves = [_Place(place[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._leaves = [
+            _Place(place[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
         kept = [tensor.detach() for tensor in tensors]
         anchor = torch.empty(0, requires_grad=True)
         saved = _Keep.apply(anchor, *([each.clone() for each in kept] if changes else kept))  # type: ignore[no-untyped-call]  # torch's
@@ -166,7 +170,9 @@ class _Input:
         ]
         if self._changes:
             tensors = [tensor.clone() for tensor in tensors]
-        leaves = [tensors[leaf.number] if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
+        leaves = [
+            tensors[leaf.number] if isinstance(leaf, _Place) else leaf for leaf in self._leaves
+        ]
         return pytree.tree_unflatten(leaves, self._form)
 
 
@@ -194,11 +200,16 @@ class _Slot:
 class _Forward:
     """One forward of a segment: what it needs to run again, and the slots that wait for it."""
 
-    def __init__(self, segment: _Segment[Any], call: Callable[[Any, Any], Any], given: _Input) -> None:
+    def __init__(
+        self, segment: _Segment[Any], call: Callable[[Any, Any], Any], given: _Input
+    ) -> None:
         self._segment, self._call = segment, call
         self._given: _Input | None = given
         self._contents: Contents = segment.buffers.contents()
-        self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in given.devices]
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in given.devices
+        ]
         self._caches = torch.is_autocast_cache_enabled()
         self._slots: list[weakref.ref[_Slot]] = []
         self._filled = self._wanted = 0
@@ -222,7 +233,9 @@ class _Forward:
         if self._given is None:
             raise self._unlike("nothing")
         given, self._given = self._given, None
-        self._wanted = max(place for place, slot in enumerate(self._slots) if slot() is not None) + 1
+        self._wanted = (
+            max(place for place, slot in enumerate(self._slots) if slot() is not None) + 1
+        )
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for kind, enabled, dtype in self._autocast:

@@ -30,7 +30,9 @@ class _Group:
     def run(self, keep_graph: bool) -> None:
         """Add to the weights' `.grad`."""
         if self.node is None:
-            torch.autograd.backward(self.edges, self.grads, retain_graph=keep_graph, inputs=self.weights)
+            torch.autograd.backward(
+                self.edges, self.grads, retain_graph=keep_graph, inputs=self.weights
+            )
             return
         arrived = {edge.output_nr: grad for edge, grad in zip(self.edges, self.grads, strict=True)}
 
@@ -40,7 +42,9 @@ class _Group:
 
         hook = self.node.register_prehook(put_back)
         try:
-            torch.autograd.backward(self.edges, self.grads, retain_graph=keep_graph, inputs=self.weights)
+            torch.autograd.backward(
+                self.edges, self.grads, retain_graph=keep_graph, inputs=self.weights
+            )
         finally:
             hook.remove()
 
@@ -66,7 +70,11 @@ def input_grad(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None],
         One gradient for each input (None where nothing depends on it), and the pending weight part.
     """
     loss = len(outputs) == 1 and outputs[0].dim() == 0
-    live = [(out, grad) for out, grad in zip(outputs, output_grads, strict=True) if grad is not None or loss]
+    live = [
+        (out, grad)
+        for out, grad in zip(outputs, output_grads, strict=True)
+        if grad is not None or loss
+    ]
     edges = [get_gradient_edge(out) for out, _ in live]
     filled = [torch.ones_like(out) if grad is None else grad for out, grad in live]
     roots = [edge.node for edge in edges]
@@ -75,20 +83,32 @@ def input_grad(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None],
     owners: dict[Tensor, list[Node]] = {}
     hooks = []
     for node in on_path:
-        weights = _weights([after for after, _ in node.next_functions if after is not None and after not in on_path])
+        weights = _weights(
+            [
+                after
+                for after, _ in node.next_functions
+                if after is not None and after not in on_path
+            ]
+        )
         for weight in weights:
             owners.setdefault(weight, []).append(node)
         if weights:
 
             def catch(grads: tuple[Tensor | None, ...], node: Node = node) -> None:
-                caught[node] = {i: grad.detach() for i, grad in enumerate(grads) if grad is not None}
+                caught[node] = {
+                    i: grad.detach() for i, grad in enumerate(grads) if grad is not None
+                }
 
             hooks.append(node.register_prehook(catch))
     try:
         found: Grads = [None] * len(inputs)
         if on_path:
             live_outputs = [out for out, _ in live]
-            found = list(torch.autograd.grad(live_outputs, list(inputs), filled, retain_graph=True, allow_unused=True))
+            found = list(
+                torch.autograd.grad(
+                    live_outputs, list(inputs), filled, retain_graph=True, allow_unused=True
+                )
+            )
     finally:
         for hook in hooks:
             hook.remove()
@@ -103,7 +123,11 @@ def input_grad(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None],
     for node, weights in single.items():
         arrived = caught.get(node)
         if arrived:  # a function of the user's may have returned None for a gradient: then there is none for these either
-            pending.groups.append(_Group([GradientEdge(node, i) for i in arrived], list(arrived.values()), weights, node))
+            pending.groups.append(
+                _Group(
+                    [GradientEdge(node, i) for i in arrived], list(arrived.values()), weights, node
+                )
+            )
     return found, pending
 
 
@@ -120,7 +144,9 @@ def _weights(roots: list[Node]) -> list[Tensor]:
     stack = list(roots)
     while stack:
         node = stack.pop()
-        variable = getattr(node, "variable", None)  # only nodes that add to a leaf's gradient have one
+        variable = getattr(
+            node, "variable", None
+        )  # only nodes that add to a leaf's gradient have one
         if variable is not None:
             found.append(variable)
         after = {following for following, _ in node.next_functions if following is not None} - seen

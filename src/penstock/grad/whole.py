@@ -11,4 +11,6 @@ def whole_grad(root: Tensor, grad: Tensor) -> None:
 
     As `torch.autograd.backward`, which spends a tenth of a small stage's backward on making sure that shapes fit; these do.
     """
-    _engine_run_backward((root,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _engine_run_backward(
+        (root,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )

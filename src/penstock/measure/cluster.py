@@ -103,7 +103,10 @@ def measure_cluster(name: str, device: torch.device, *, repeats: int = 5, second
     told = _gathered((socket.gethostname(), str(device)))
     hosts = [host for host, _ in told]
     own_gpu = device.type == "cuda" and len(set(told)) == ranks
-    wires = Wires(None if own_gpu else dist.new_group(backend="gloo"), device if own_gpu else torch.device("cpu"))
+    wires = Wires(
+        None if own_gpu else dist.new_group(backend="gloo"),
+        device if own_gpu else torch.device("cpu"),
+    )
     work, pairs = loads(device), _pairs(ranks)
     steps = _Steps(progress, len(work) + len(pairs) + 1)
     found = _ranks(work, hosts, device, seconds, wires, steps)
@@ -151,7 +154,9 @@ def _pairs(ranks: int) -> list[tuple[int, int]]:
     """The pairs whose links are timed."""
     if ranks <= _ALL_PAIRS:
         return list(combinations(range(ranks), 2))
-    return sorted({(rank, rank + 1) for rank in range(ranks - 1)} | {(0, rank) for rank in range(1, ranks)})
+    return sorted(
+        {(rank, rank + 1) for rank in range(ranks - 1)} | {(0, rank) for rank in range(1, ranks)}
+    )
 
 
 def _neighbour(hosts: Sequence[str]) -> int | None:
@@ -198,9 +203,15 @@ def _device(work: dict[str, Load], alone: dict[str, float], busy: dict[str, floa
     else:
         memory = available_memory_bytes() // sharing
     speeds = {name: _short(load.amount / alone[name]) for name, load in work.items()}
-    peaks = tuple((dtype, speeds[f"matmul {dtype}"]) for dtype in DTYPES if f"matmul {dtype}" in speeds)
+    peaks = tuple(
+        (dtype, speeds[f"matmul {dtype}"]) for dtype in DTYPES if f"matmul {dtype}" in speeds
+    )
     threads = torch.get_num_threads()
-    model = torch.cuda.get_device_name(device) if gpu else f"{_processor()}, {threads} thread{'s'[: threads > 1]}"
+    model = (
+        torch.cuda.get_device_name(device)
+        if gpu
+        else f"{_processor()}, {threads} thread{'s'[: threads > 1]}"
+    )
     return Device(
         name=torch.cuda.get_device_name(device) if gpu else "cpu",
         memory_bytes=memory - memory % 2**20,
@@ -216,7 +227,9 @@ def _device(work: dict[str, Load], alone: dict[str, float], busy: dict[str, floa
 def _processor() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - read up to its first processor only
-            names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+            names = (
+                line.partition(":")[2].strip() for line in file if line.startswith("model name")
+            )
             return next(names, platform.machine())
     except OSError:
         return platform.processor() or platform.machine()
@@ -232,13 +245,18 @@ def _short_seconds(value: float) -> float:
     return parse_seconds(f"{value * 1e6:.4g} us")
 
 
-def _joined(name: str, ranks: Sequence[RankFound], pairs: Sequence[PairFound], at_once: float) -> Cluster:
+def _joined(
+    name: str, ranks: Sequence[RankFound], pairs: Sequence[PairFound], at_once: float
+) -> Cluster:
     """One cluster from what was found: hosts are nodes."""
     hosts = list(dict.fromkeys(found.host for found in ranks))
     node_of = tuple(hosts.index(found.host) for found in ranks)
-    median = [_median_device([found.device for found in ranks if found.host == host]) for host in hosts]
+    median = [
+        _median_device([found.device for found in ranks if found.host == host]) for host in hosts
+    ]
     inside = {
-        node: _link([pair for pair in pairs if node_of[pair.a] == node_of[pair.b] == node], at_once) for node in set(node_of)
+        node: _link([pair for pair in pairs if node_of[pair.a] == node_of[pair.b] == node], at_once)
+        for node in set(node_of)
     }
     insides = tuple((node, link) for node, link in inside.items() if link is not None)
     between = _link([pair for pair in pairs if node_of[pair.a] != node_of[pair.b]], 1.0)
@@ -262,7 +280,9 @@ def _median_device(devices: Sequence[Device]) -> Device:
         return _short(statistics.median(values))
 
     first = devices[0]
-    flops = tuple((dtype, median(dict(each.flops)[dtype] for each in devices)) for dtype, _ in first.flops)
+    flops = tuple(
+        (dtype, median(dict(each.flops)[dtype] for each in devices)) for dtype, _ in first.flops
+    )
     return replace(
         first,
         memory_bytes=min(each.memory_bytes for each in devices),
@@ -278,7 +298,13 @@ def _link(pairs: Sequence[PairFound], at_once: float) -> Link | None:
     if not pairs:
         return None
     sizes = pairs[0].times.sizes
-    medians = [statistics.median(pair.times.fresh_s[i] for pair in pairs) for i in range(len(sizes))]
+    medians = [
+        statistics.median(pair.times.fresh_s[i] for pair in pairs) for i in range(len(sizes))
+    ]
     ways = max(at_once, statistics.median(pair.times.both_ways for pair in pairs))
     found = fit(sizes, medians).link(shared=ways > _SHARED)
-    return replace(found, latency_s=_short_seconds(found.latency_s), bandwidth_bytes_per_s=_short(found.bandwidth_bytes_per_s))
+    return replace(
+        found,
+        latency_s=_short_seconds(found.latency_s),
+        bandwidth_bytes_per_s=_short(found.bandwidth_bytes_per_s),
+    )

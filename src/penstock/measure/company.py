@@ -73,11 +73,16 @@ def shares(seconds: Sequence[float], ranks: int) -> list[range]:
     [range(0, 3), range(3, 4)]
     """
     if len(seconds) < ranks:
-        return [range(min(rank, len(seconds) - 1), min(rank, len(seconds) - 1) + 1) for rank in range(ranks)]
+        return [
+            range(min(rank, len(seconds) - 1), min(rank, len(seconds) - 1) + 1)
+            for rank in range(ranks)
+        ]
     sums = [0.0, *accumulate(seconds)]
     bounds = [0]
     for rank in range(1, ranks):
         wanted = sums[-1] * rank / ranks
         low, high = bounds[-1] + 1, len(seconds) - (ranks - rank)
         bounds.append(min(range(low, high + 1), key=lambda place: abs(sums[place] - wanted)))
-    return [range(start, end) for start, end in zip(bounds, [*bounds[1:], len(seconds)], strict=True)]
+    return [
+        range(start, end) for start, end in zip(bounds, [*bounds[1:], len(seconds)], strict=True)
+    ]

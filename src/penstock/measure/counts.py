@@ -52,7 +52,9 @@ def count(
     traced = model if isinstance(model, TracedChain) else chain(model)
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
     if not tensors or any(tensor.dim() == 0 or tensor.shape[0] == 0 for tensor in tensors):
-        raise SettingError("the example must be tensors with at least one sample in their first dimension")
+        raise SettingError(
+            "the example must be tensors with at least one sample in their first dimension"
+        )
     batch = int(tensors[0].shape[0]) if batch is None else batch
     if batch < 1:
         raise SettingError(f"batch {batch} must be 1 or more")
@@ -74,22 +76,37 @@ def count(
                         done[same] = _count_layer(module, value, inner=index > 0)
                 phases, value = done[same]
                 runs[index].append(phases)
-                outputs.append(module.output_bytes if isinstance(module, WithLoss) else bytes_of(_tensors(value)))
+                outputs.append(
+                    module.output_bytes
+                    if isinstance(module, WithLoss)
+                    else bytes_of(_tensors(value))
+                )
         kept, entries = _activation_bytes(modules, alike, _aimed(modules, example, _SIZES[-1]))
-        kept = [each + sum(work.reserve_bytes for work in run[-1]["forward"]) for each, run in zip(kept, runs, strict=True)]
-    works = [{phase: _lines(small[phase], large[phase]) for phase in _PHASES} for small, large in runs]
+        kept = [
+            each + sum(work.reserve_bytes for work in run[-1]["forward"])
+            for each, run in zip(kept, runs, strict=True)
+        ]
+    works = [
+        {phase: _lines(small[phase], large[phase]) for phase in _PHASES} for small, large in runs
+    ]
     rows = ([held / _SIZES[-1] for held in row] for row in (kept, outputs, entries))
     layers = _layers(traced, works, *rows)
     all_bytes, float_bytes = (
         sum(leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in found)
         for found in (tensors, [leaf for leaf in tensors if leaf.is_floating_point()])
     )
-    return ModelCounts(layers, traced.fingerprint, all_bytes, float_bytes, batch, _width(traced), torch.__version__)
+    return ModelCounts(
+        layers, traced.fingerprint, all_bytes, float_bytes, batch, _width(traced), torch.__version__
+    )
 
 
 def _width(traced: TracedChain) -> int:
     """Bytes of a number of the weights; of the widest."""
-    widths = (fact.bytes // max(torch.Size(fact.shape).numel(), 1) for fact in traced.description.tensors if fact.trainable)
+    widths = (
+        fact.bytes // max(torch.Size(fact.shape).numel(), 1)
+        for fact in traced.description.tensors
+        if fact.trainable
+    )
     return max(widths, default=4)
 
 
@@ -116,20 +133,32 @@ def _counted(run: Callable[[], Any]) -> tuple[Any, list[OpWork]]:
 def _fake_copies(traced: TracedChain, mode: FakeTensorMode) -> list[nn.Module]:
     """All layers in training mode, apart from the user's own, with fake weights; what was shared is shared."""
     fakes: dict[int, object] = {}
-    held = [tensor for module in traced.modules for tensor in (*module.parameters(), *module.buffers())]
+    held = [
+        tensor for module in traced.modules for tensor in (*module.parameters(), *module.buffers())
+    ]
     parts = (part for module in traced.modules for part in module.modules())
     held += [value for part in parts for value in vars(part).values() if isinstance(value, Tensor)]
     with mode:
         for tensor in held:
             if id(tensor) not in fakes:
-                fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-                fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+                fake: Tensor = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
+                fakes[id(tensor)] = (
+                    nn.Parameter(fake, tensor.requires_grad)
+                    if isinstance(tensor, nn.Parameter)
+                    else fake
+                )
     return [module.train() for module in copy.deepcopy(nn.ModuleList(traced.modules), fakes)]
 
 
 def _fake_samples(example: Any, size: int) -> Any:
     return pytree.tree_map(
-        lambda leaf: torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype, device="cpu") if isinstance(leaf, Tensor) else leaf,
+        lambda leaf: (
+            torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype, device="cpu")
+            if isinstance(leaf, Tensor)
+            else leaf
+        ),
         example,
     )
 
@@ -172,8 +201,15 @@ def _count_layer(module: nn.Module, value: Any, *, inner: bool) -> tuple[_Phases
     _, second = _counted(lambda: weight_grad(pending))
     for parameter in module.parameters():
         parameter.grad = None
-    detached = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
-    return {"forward": forward, "backward": backward, "input_grad": first, "weight_grad": second}, detached
+    detached = pytree.tree_map(
+        lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output
+    )
+    return {
+        "forward": forward,
+        "backward": backward,
+        "input_grad": first,
+        "weight_grad": second,
+    }, detached
 
 
 def _look(value: Any) -> object:
@@ -186,28 +222,44 @@ def _look(value: Any) -> object:
         return type(value), frozenset(_look(item) for item in value)
     if isinstance(value, dict):
         return type(value), tuple((key, _look(item)) for key, item in value.items())
-    return value if isinstance(value, (bool, int, float, str, torch.dtype, type(None))) else ("only", id(value))
+    return (
+        value
+        if isinstance(value, (bool, int, float, str, torch.dtype, type(None)))
+        else ("only", id(value))
+    )
 
 
 def _likeness(module: nn.Module) -> object:
     """Equal for layers that do the same: a transformer's blocks are counted once."""
-    places: dict[int, int] = {}  # which of its tensors are one and the same is part of what a layer is
+    places: dict[
+        int, int
+    ] = {}  # which of its tensors are one and the same is part of what a layer is
     parts = []
     for name, part in module.named_modules(remove_duplicate=False):
         own = vars(part)
         tensors = [(key, _look(held), None if held is None else places.setdefault(id(held), len(places)))
                    for holder in (part._parameters, part._buffers) for key, held in holder.items()]  # fmt: skip
-        rest = tuple((key, _look(value)) for key, value in own.items() if key not in ("_parameters", "_buffers", "_modules"))
+        rest = tuple(
+            (key, _look(value))
+            for key, value in own.items()
+            if key not in ("_parameters", "_buffers", "_modules")
+        )
         parts.append((name, type(part), tuple(tensors), rest))
     return tuple(parts)
 
 
-def _activation_bytes(modules: Sequence[nn.Module], alike: Sequence[object], value: Any) -> tuple[list[int], list[int]]:
+def _activation_bytes(
+    modules: Sequence[nn.Module], alike: Sequence[object], value: Any
+) -> tuple[list[int], list[int]]:
     """Per layer, bytes that autograd keeps for its backward, each storage at the first layer that keeps it; and what a stage that begins
     with the layer keeps besides: its input, unless it counts there or later.
     """
     # Storages are told apart by address, so all that were met stay alive meanwhile.
-    own = [tensor.untyped_storage() for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    own = [
+        tensor.untyped_storage()
+        for module in modules
+        for tensor in (*module.parameters(), *module.buffers())
+    ]
     met = {storage._cdata: storage for storage in own}
     counted_at: dict[int, int] = {}
     inputs: list[list[Tensor]] = []
@@ -236,7 +288,11 @@ def _activation_bytes(modules: Sequence[nn.Module], alike: Sequence[object], val
             inputs.append(_tensors(value))
             value = module(value)
     entries = [
-        sum(tensor.nbytes for tensor in given if counted_at.get(tensor.untyped_storage()._cdata, -1) < index)
+        sum(
+            tensor.nbytes
+            for tensor in given
+            if counted_at.get(tensor.untyped_storage()._cdata, -1) < index
+        )
         for index, given in enumerate(inputs)
     ]
     for index, before in repeated.items():
@@ -251,15 +307,31 @@ def _lines(small: list[OpWork], large: list[OpWork]) -> tuple[Work, ...]:
         names = dict.fromkeys(work.op for work in (*small, *large))
         small, large = ([_summed(name, run) for name in names] for run in (small, large))
     near, far = _SIZES
-    lines: dict[tuple[object, ...], int] = {}
+    lines: dict[Work, int] = {}
     for one, other in zip(small, large, strict=True):
         flops = max((other.flops - one.flops) / (far - near), 0.0)
         moved = max((other.bytes - one.bytes) / (far - near), 0.0)
-        line = other.op, other.family, other.flops - far * flops, flops, other.bytes - far * moved, moved, other.launches
+        line = Work(
+            other.op,
+            other.family,
+            other.launches,
+            other.flops - far * flops,
+            flops,
+            other.bytes - far * moved,
+            moved,
+        )
         lines[line] = lines.get(line, 0) + 1
     return tuple(
-        Work(op, family, launches * times, times * fixed, times * each, times * base, times * per_sample)  # type: ignore[arg-type, operator]  # the key is a Work in parts
-        for (op, family, fixed, each, base, per_sample, launches), times in lines.items()
+        Work(
+            work.op,
+            work.family,
+            work.launches * times,
+            times * work.flops,
+            times * work.flops_per_sample,
+            times * work.bytes,
+            times * work.bytes_per_sample,
+        )
+        for work, times in lines.items()
     )
 
 
@@ -273,7 +345,9 @@ def _summed(name: str, run: list[OpWork]) -> OpWork:
 def _layers(traced: TracedChain, works: list[dict[str, tuple[Work, ...]]], kept: list[float], outputs: list[float],
             entries: list[float]) -> tuple[LayerCounts, ...]:  # fmt: skip
     layers = []
-    for index, (layer, weights) in enumerate(zip(traced.layers, traced.description.weights, strict=True)):
+    for index, (layer, weights) in enumerate(
+        zip(traced.layers, traced.description.weights, strict=True)
+    ):
         layers.append(
             LayerCounts(
                 name=layer.name,

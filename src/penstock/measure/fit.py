@@ -46,7 +46,9 @@ class Fit:
 
     def link(self, shared: bool = False) -> Link:
         """The link that it describes; its source says how well."""
-        source = f"measured: off by {self.mean_error:.0%} on average, {self.worst_error:.0%} at most"
+        source = (
+            f"measured: off by {self.mean_error:.0%} on average, {self.worst_error:.0%} at most"
+        )
         return Link(self.latency_s, self.bandwidth_bytes_per_s, source, shared)
 
 
@@ -69,7 +71,9 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Fit:
             f"{len(set(sizes))} sizes of messages and {len(seconds)} times; a fit needs two sizes, and a time of each"
         )
     if min(sizes) < 1:
-        raise SettingError(f"a message of {min(sizes)} bytes tells nothing of a link; sizes are 1 byte or more")
+        raise SettingError(
+            f"a message of {min(sizes)} bytes tells nothing of a link; sizes are 1 byte or more"
+        )
     if not all(0 < time < float("inf") for time in seconds):
         raise SettingError(f"messages took {list(seconds)} s; a fit needs times above 0")
     times, counts = np.asarray(seconds, float), np.asarray(sizes, float)

@@ -99,7 +99,9 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 def _conv(device: torch.device) -> Load:
     """A piece of training: forward and backward of a convolution with what usually stands around it."""
-    layers = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()).to(device)
+    layers = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()).to(
+        device
+    )
     value = torch.randn(8, 32, 28, 28, device=device, requires_grad=True)
 
     def run() -> None:

@@ -86,7 +86,12 @@ class Times:
 
 
 def time_messages(
-    peer: int, wires: Wires, repeats: int = 5, sizes: Sequence[int] = SIZES, *, fresh_only: bool = False
+    peer: int,
+    wires: Wires,
+    repeats: int = 5,
+    sizes: Sequence[int] = SIZES,
+    *,
+    fresh_only: bool = False,
 ) -> Times:
     """Time messages to `peer` and back, as usual (ping-pong); both ranks call it, and get the same.
 
@@ -112,7 +117,9 @@ def time_messages(
         for size, times in zip(sizes, fresh, strict=True):
             times += [_round_trip(peer, wires, _made(size, wires)) / 2 for _ in range(_often(size))]
         for buffer, times in zip(buffers, used, strict=False):
-            times += [_round_trip(peer, wires, buffer, buffer) / 2 for _ in range(_often(buffer.numel()))]
+            times += [
+                _round_trip(peer, wires, buffer, buffer) / 2 for _ in range(_often(buffer.numel()))
+            ]
         if not fresh_only:
             one = _round_trip(peer, wires, _made(AT_ONCE, wires)) / 2
             ratios.append(_both_ways(peer, wires) / one)
@@ -124,7 +131,12 @@ def time_messages(
     found = torch.tensor(middle, dtype=torch.float64, device=wires.device)
     (wires.send if dist.get_rank() < peer else wires.receive)(found, peer).wait()
     seconds = found.tolist()
-    return Times(tuple(sizes), tuple(seconds[: len(sizes)]), tuple(seconds[len(sizes) : -1]), max(seconds[-1], 1.0))
+    return Times(
+        tuple(sizes),
+        tuple(seconds[: len(sizes)]),
+        tuple(seconds[len(sizes) : -1]),
+        max(seconds[-1], 1.0),
+    )
 
 
 def time_pairs_at_once(peer: int | None, wires: Wires, repeats: int = 5) -> float:
@@ -143,10 +155,18 @@ def time_pairs_at_once(peer: int | None, wires: Wires, repeats: int = 5) -> floa
             if one == first and peer is not None:
                 alone = _round_trip(peer, wires, _made(AT_ONCE, wires))
         wires.barrier()
-        if peer is not None and (at_once := _round_trip(peer, wires, _made(AT_ONCE, wires))) and turn:
+        if (
+            peer is not None
+            and (at_once := _round_trip(peer, wires, _made(AT_ONCE, wires)))
+            and turn
+        ):
             ratios.append(at_once / alone)
     counts = peer is not None and rank == first
-    found = torch.tensor([statistics.median(ratios), 1.0] if counts else [0.0, 0.0], dtype=torch.float64, device=wires.device)
+    found = torch.tensor(
+        [statistics.median(ratios), 1.0] if counts else [0.0, 0.0],
+        dtype=torch.float64,
+        device=wires.device,
+    )
     dist.all_reduce(found, group=wires.group)
     total, pairs = found.tolist()
     return float(max(total / pairs, 1.0)) if pairs else 1.0
@@ -177,7 +197,9 @@ def _round_trip(peer: int, wires: Wires, out: Tensor, into: Tensor | None = None
     wires.settle()
     seconds = time.perf_counter() - start
     if int(received[-1]) != out.numel() % 251:
-        raise RunError(f"a message of {out.numel()} bytes from rank {peer} came changed: look after the network")
+        raise RunError(
+            f"a message of {out.numel()} bytes from rank {peer} came changed: look after the network"
+        )
     return seconds
 
 

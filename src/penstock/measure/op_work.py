@@ -15,7 +15,16 @@ from penstock.profile.counts import Family
 
 #: Ops that touch no memory, though their schemas do not call them views.
 _FREE = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh", "alias"}
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "_unsafe_view",
+        "lift_fresh",
+        "alias",
+    }
 )
 #: Ops that write without reading what they are given.
 _WRITE_ONLY = frozenset({"zeros_like", "ones_like", "full_like", "fill_", "zero_", "bernoulli_", "normal_", "uniform_",
@@ -42,7 +51,9 @@ class OpWork:
     reserve_bytes: int = 0
 
 
-def op_work(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[OpWork]:
+def op_work(
+    func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> list[OpWork]:
     """What a call costs, kernel by kernel where it has several; nothing if it only looks at its arguments in another way.
 
     Operations are those of torch's own flop counter where it knows the op, of the formulas here for recurrent layers and for the
@@ -60,11 +71,15 @@ def op_work(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     works = [OpWork(name, _family(name, args), _launches(name, args), _flops(func, name, args, kwargs, out, outputs),
                     _bytes(name, _tensors((args, kwargs)), outputs), reserve)]  # fmt: skip
     if name == "convolution" and args[2] is not None:
-        works.append(OpWork("bias", "other", 1, float(out.numel()), 2.0 * _size(out)))  # cuDNN's convolution adds it afterwards
+        works.append(
+            OpWork("bias", "other", 1, float(out.numel()), 2.0 * _size(out))
+        )  # cuDNN's convolution adds it afterwards
     return works
 
 
-def _convolution_backward(func: OpOverload[..., Any], args: tuple[Any, ...], out: Any) -> list[OpWork]:
+def _convolution_backward(
+    func: OpOverload[..., Any], args: tuple[Any, ...], out: Any
+) -> list[OpWork]:
     """Gradients of input, weight and bias: a kernel each, and each reads what comes in anew."""
     grad, value, weight = args[:3]
     family = _family("convolution_backward", args)
@@ -77,7 +92,11 @@ def _convolution_backward(func: OpOverload[..., Any], args: tuple[Any, ...], out
             works.append(OpWork(f"convolution_backward_{word}", family, 1, flops,
                                 float(_size(grad) + _size(other) + _size(out[part]))))  # fmt: skip
     if out[2] is not None:
-        works.append(OpWork("bias_backward", "other", 1, float(grad.numel()), float(_size(grad) + _size(out[2]))))
+        works.append(
+            OpWork(
+                "bias_backward", "other", 1, float(grad.numel()), float(_size(grad) + _size(out[2]))
+            )
+        )
     return works
 
 
@@ -141,7 +160,9 @@ _FORMULAS: dict[str, Callable[[tuple[Any, ...]], float]] = {
     "mkldnn_rnn_layer_backward": lambda args: 2 * _recurrent_flops(args),
     "_scaled_dot_product_flash_attention_for_cpu": lambda args: _attention_flops(args[:2], 2),
     # The two products of the forward are half made again, and each has two gradients: torch's counter says 5 for the backward.
-    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda args: _attention_flops(args[1:3], 5),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda args: _attention_flops(
+        args[1:3], 5
+    ),
 }
 
 

@@ -66,7 +66,9 @@ class WithLoss(nn.Module):
     def forward(self, value: Any) -> Tensor:
         """The loss, by the targets that it is aimed at."""
         made = self.layer(value)
-        self.output_bytes = bytes_of([leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)])
+        self.output_bytes = bytes_of(
+            [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
+        )
         return self.loss(made, self.aimed)
 
 
@@ -109,7 +111,10 @@ class Passes:
         rows = [self._pass(value)[0] for _ in range(wanted)]
         while not self.company.done():
             self._pass(value)
-        self.seconds = [{phase: [row[phase][i] for row in rows] for phase in PHASES} for i in range(len(self.modules))]
+        self.seconds = [
+            {phase: [row[phase][i] for row in rows] for phase in PHASES}
+            for i in range(len(self.modules))
+        ]
         return made
 
     def value_behind(self, value: Any) -> Any:
@@ -131,7 +136,12 @@ class Passes:
         steps, _ = self._forward(value, [])
         inputs = self._backward(steps, self._input_grad)
         weights = self._weight_grads(steps)
-        return {"forward": forward, "backward": backward, "input_grad": inputs, "weight_grad": weights}, made
+        return {
+            "forward": forward,
+            "backward": backward,
+            "input_grad": inputs,
+            "weight_grad": weights,
+        }, made
 
     def drop_gradients(self) -> None:
         """Let the next backward make all gradients of weights anew."""
@@ -144,7 +154,9 @@ class Passes:
         self.output_bytes = []
         for index, module in enumerate(self.modules):
             with named_failure(self.names[index]):
-                given, leaves, copies = _leaves(value, self.inner or index > 0, self._changes[index])
+                given, leaves, copies = _leaves(
+                    value, self.inner or index > 0, self._changes[index]
+                )
                 start = now(self.device)
                 value = module(given)
                 seconds.append(now(self.device) - start)
@@ -153,10 +165,14 @@ class Passes:
                 sent = module.output_bytes if isinstance(module, WithLoss) else bytes_of(made)
                 self.output_bytes.append(sent)
                 steps.append(_Step(leaves, made))
-        return steps, pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+        return steps, pytree.tree_map(
+            lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value
+        )
 
     def _backward(
-        self, steps: list[_Step], work: Callable[[_Step, list[Tensor], list[Tensor]], list[Tensor | None]]
+        self,
+        steps: list[_Step],
+        work: Callable[[_Step, list[Tensor], list[Tensor]], list[Tensor | None]],
     ) -> list[float]:
         """Seconds of one kind of work, layer by layer from the last; each is given what the one behind it has made."""
         seconds = [0.0] * len(steps)
@@ -164,7 +180,11 @@ class Passes:
         for index in reversed(range(len(steps))):
             step = steps[index]
             with named_failure(self.names[index]):
-                pairs = [(root, grad) for root, grad in zip(step.made, arriving, strict=True) if root.requires_grad]
+                pairs = [
+                    (root, grad)
+                    for root, grad in zip(step.made, arriving, strict=True)
+                    if root.requires_grad
+                ]
                 roots = [root for root, _ in pairs]
                 grads = [torch.ones_like(root) if grad is None else grad for root, grad in pairs]
                 start = now(self.device)
@@ -218,7 +238,9 @@ def _backward_call_s(device: torch.device) -> float:
     return statistics.median(times)
 
 
-def _leaves(value: Any, wants_grad: bool, copied: bool) -> tuple[Any, list[Tensor | None], list[Tensor]]:
+def _leaves(
+    value: Any, wants_grad: bool, copied: bool
+) -> tuple[Any, list[Tensor | None], list[Tensor]]:
     """`value` cut off from what made it: itself, copied if asked; its tensors as leaves, None for those that want no gradient; and the
     copies.
     """

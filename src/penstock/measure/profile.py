@@ -80,7 +80,11 @@ def profile(
         RunError: `together`, and this process was not started as a rank.
     """
     traced = model if isinstance(model, TracedChain) else chain(model)
-    place = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    place = (
+        torch.device(device)
+        if device is not None
+        else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )
     tensors = _tensors_of(example)
     batch = int(tensors[0].shape[0]) if batch is None else batch
     measured_sizes = _checked_sizes(batch, sizes, repeats, threads)
@@ -90,7 +94,9 @@ def profile(
         modules[-1] = WithLoss(modules[-1], loss, targets)
     keep_freed_memory()
     with _threads(threads), torch.enable_grad(), drawing(place):
-        found = _Bench(traced, modules, place, company, progress).profile(example, batch, measured_sizes, repeats)
+        found = _Bench(traced, modules, place, company, progress).profile(
+            example, batch, measured_sizes, repeats
+        )
     del modules
     give_back_freed_memory()
     return company.gathered(found)[0]
@@ -99,15 +105,23 @@ def profile(
 def _tensors_of(example: Any) -> list[Tensor]:
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
     if not tensors or any(tensor.dim() == 0 or tensor.shape[0] == 0 for tensor in tensors):
-        raise SettingError("the example must be tensors with at least one sample in their first dimension")
+        raise SettingError(
+            "the example must be tensors with at least one sample in their first dimension"
+        )
     return tensors
 
 
-def _checked_sizes(batch: int, sizes: Sequence[int] | None, repeats: int, threads: int | None) -> tuple[int, ...]:
+def _checked_sizes(
+    batch: int, sizes: Sequence[int] | None, repeats: int, threads: int | None
+) -> tuple[int, ...]:
     """The sizes to measure, ascending. Of one sample, batch norm may have nothing to normalise."""
-    found = tuple(sorted(set(sizes or (max(min(2, batch), round(batch / parts)) for parts in (1, 4, 16)))))
+    found = tuple(
+        sorted(set(sizes or (max(min(2, batch), round(batch / parts)) for parts in (1, 4, 16))))
+    )
     if found[0] < 1 or batch < 1 or repeats < 1 or (threads is not None and threads < 1):
-        raise SettingError(f"batch {batch}, sizes {list(found)}, repeats {repeats} and threads {threads} must be 1 or more")
+        raise SettingError(
+            f"batch {batch}, sizes {list(found)}, repeats {repeats} and threads {threads} must be 1 or more"
+        )
     return found
 
 
@@ -130,8 +144,12 @@ class _Bench:
         machine = machine_facts(self.device)
         if self.company.ranks > 1:
             machine["ranks"] = str(self.company.ranks)
-        layers = _layers(self.traced, sizes, runs, *([count / sizes[0] for count in row] for row in kept))
-        input_bytes = sum(leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in _tensors_of(example))
+        layers = _layers(
+            self.traced, sizes, runs, *([count / sizes[0] for count in row] for row in kept)
+        )
+        input_bytes = sum(
+            leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in _tensors_of(example)
+        )
         return Profile(layers, self.traced.fingerprint, input_bytes, batch, machine, torch.__version__, update.s_per_byte,
                        device=device_name(self.device), update_fixed_s=update.fixed_s,
                        accumulate_s_per_byte=update.accumulate_s_per_byte)  # fmt: skip
@@ -150,12 +168,18 @@ class _Bench:
             self._aim(size)
             before, passes = self._passes(range(self._share.start)), self._passes(self._share)
             passes.run(before.value_behind(_samples(example, size, self.device)), repeats)
-            own = list(zip(self._share, map(_Measured, passes.seconds, passes.output_bytes), strict=True))
+            own = list(
+                zip(self._share, map(_Measured, passes.seconds, passes.output_bytes), strict=True)
+            )
             by_layer = dict(pair for rows in self.company.gathered(own) for pair in rows)
             for index, layer in enumerate(self.traced.layers):
                 runs[index].append(by_layer[index])
                 if self.progress is not None:
-                    self.progress(number * len(self.modules) + index + 1, len(sizes) * len(self.modules), layer.name)
+                    self.progress(
+                        number * len(self.modules) + index + 1,
+                        len(sizes) * len(self.modules),
+                        layer.name,
+                    )
         return runs
 
     def activation_bytes(self, value: Any, size: int) -> tuple[list[int], list[int]]:
@@ -177,7 +201,13 @@ class _Bench:
 
     def _passes(self, share: range) -> Passes:
         names = [self.traced.layers[index].name for index in share]
-        return Passes([self.modules[index] for index in share], share.start > 0, self.device, names, self.company)
+        return Passes(
+            [self.modules[index] for index in share],
+            share.start > 0,
+            self.device,
+            names,
+            self.company,
+        )
 
 
 def device_name(device: torch.device) -> str:
@@ -190,17 +220,28 @@ def machine_facts(device: torch.device) -> dict[str, str]:
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        models = [
+            line.partition(":")[2].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         name = models[0] if models else name
     if device.type == "cuda":
         name = device_name(device)
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
-    return {"device": f"{device.type}: {name}", "cores": str(cores), "threads": str(threads), "system": platform.platform()}
+    return {
+        "device": f"{device.type}: {name}",
+        "cores": str(cores),
+        "threads": str(threads),
+        "system": platform.platform(),
+    }
 
 
 def _copies(traced: TracedChain, device: torch.device) -> list[nn.Module]:
     """All layers with memory on the device, apart from the user's own, in training mode."""
-    copied = TracedChain(traced.description, tuple(copy.deepcopy(nn.ModuleList(traced.modules))), traced.aliases)
+    copied = TracedChain(
+        traced.description, tuple(copy.deepcopy(nn.ModuleList(traced.modules))), traced.aliases
+    )
     return [module.train() for module in materialise(copied, range(len(copied)), device, seed=0)]
 
 
@@ -220,7 +261,9 @@ def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> tuple[list[in
     with the layer keeps besides: its input, unless it counts there or later.
     """
     # Storages are told apart by address, so all that were met stay alive meanwhile: a freed one's address would be given again.
-    own = [t.untyped_storage() for module in modules for t in (*module.parameters(), *module.buffers())]
+    own = [
+        t.untyped_storage() for module in modules for t in (*module.parameters(), *module.buffers())
+    ]
     met = {storage.data_ptr(): storage for storage in own}
     counted_at: dict[int, int] = {}
     counts = [0] * len(modules)
@@ -241,7 +284,11 @@ def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> tuple[list[in
             inputs.append([leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)])
             value = module(value)
     entries = [
-        sum(tensor.nbytes for tensor in given if counted_at.get(tensor.untyped_storage().data_ptr(), -1) < index)
+        sum(
+            tensor.nbytes
+            for tensor in given
+            if counted_at.get(tensor.untyped_storage().data_ptr(), -1) < index
+        )
         for index, given in enumerate(inputs)
     ]
     return counts, entries
@@ -250,7 +297,9 @@ def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> tuple[list[in
 def _layers(traced: TracedChain, sizes: tuple[int, ...], runs: list[list[_Measured]],
             activations: list[float], entries: list[float]) -> tuple[LayerProfile, ...]:  # fmt: skip
     layers = []
-    for index, (layer, weights, measured) in enumerate(zip(traced.layers, traced.description.weights, runs, strict=True)):
+    for index, (layer, weights, measured) in enumerate(
+        zip(traced.layers, traced.description.weights, runs, strict=True)
+    ):
         timings = {
             phase: Timing(
                 sizes,

@@ -34,7 +34,11 @@ class UpdateSeconds:
         total = sum(part.parameter_bytes for part in parts)
 
         def mean(name: str) -> float:
-            return sum(getattr(part, name) * part.parameter_bytes for part in parts) / total if total else 0.0
+            return (
+                sum(getattr(part, name) * part.parameter_bytes for part in parts) / total
+                if total
+                else 0.0
+            )
 
         fixed = statistics.fmean(part.fixed_s for part in parts)
         return cls(fixed, mean("s_per_byte"), mean("accumulate_s_per_byte"), total)
@@ -46,7 +50,14 @@ def measure_update(modules: Sequence[nn.Module], device: torch.device) -> Update
     Small tensors cost more per byte than large ones, and all at once they are as far from the cache as in training. Their gradients
     are lost; the values stay.
     """
-    parameters = list({id(each): each for module in modules for each in module.parameters() if each.requires_grad}.values())
+    parameters = list(
+        {
+            id(each): each
+            for module in modules
+            for each in module.parameters()
+            if each.requires_grad
+        }.values()
+    )
     total = sum(parameter.nbytes for parameter in parameters)
     trifle = nn.Parameter(torch.zeros(1, device=device))
     flushing = torch.zeros(_FLUSHED, device=device)
@@ -54,7 +65,12 @@ def measure_update(modules: Sequence[nn.Module], device: torch.device) -> Update
     if not total:
         return UpdateSeconds(fixed, 0.0, 0.0, 0)
     whole = _step_seconds(parameters, flushing)
-    return UpdateSeconds(fixed, max(whole - fixed, 0.0) / total, _accumulating_seconds(parameters, flushing) / total, total)
+    return UpdateSeconds(
+        fixed,
+        max(whole - fixed, 0.0) / total,
+        _accumulating_seconds(parameters, flushing) / total,
+        total,
+    )
 
 
 def _step_seconds(parameters: list[nn.Parameter], flushing: Tensor) -> float:

@@ -99,7 +99,9 @@ class Chain:
     @property
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits that differ when layers, parameter names or shapes differ."""
-        text = repr([(layer.name, layer.kind, layer.parameters, layer.buffers) for layer in self.layers])
+        text = repr(
+            [(layer.name, layer.kind, layer.parameters, layer.buffers) for layer in self.layers]
+        )
         text += repr([(tensor.name, tensor.shape, tensor.dtype) for tensor in self.tensors])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -56,7 +56,10 @@ class Averaged(StageWeights):
         self._reference_tensors = self._layout.tensors(self._reference)
         first = site.update.optimizer
         assert first is not None
-        self._copies = [_Copy(first), *(_Copy(site.update.another()) for _ in range(site.pipelines - 1))]
+        self._copies = [
+            _Copy(first),
+            *(_Copy(site.update.another()) for _ in range(site.pipelines - 1)),
+        ]
         self._learnt: list[Tensor] = []
         self._in_round = 0
         self._shown: _Copy | None = None  # whose values the parameters have; None: the reference's
@@ -100,7 +103,9 @@ class Averaged(StageWeights):
             take(self._update.parameters, chosen.tensors)
             torch._foreach_add_(self._learnt, chosen.flat)
         self._gathers = self._due = None
-        torch._foreach_lerp_(chosen.flat, [block.flat for block in self._reference], 1 / len(self._copies))
+        torch._foreach_lerp_(
+            chosen.flat, [block.flat for block in self._reference], 1 / len(self._copies)
+        )
         self._in_round += 1
         if self._in_round == len(self._copies):
             self._end_round()
@@ -122,7 +127,11 @@ class Averaged(StageWeights):
 
     def held_bytes(self) -> int:
         """Copies, reference, and what the round has learnt."""
-        blocks = [block.flat for held in (self._reference, *(each.blocks for each in self._copies)) for block in held]
+        blocks = [
+            block.flat
+            for held in (self._reference, *(each.blocks for each in self._copies))
+            for block in held
+        ]
         return sum(tensor.nbytes for tensor in (*blocks, *self._learnt))
 
     def more_optimizers(self) -> Sequence[Optimizer]:
@@ -133,7 +142,9 @@ class Averaged(StageWeights):
         """The copies, and the optimizers of all but the first."""
         if not self._learnt:
             return {}
-        found: dict[str, list[Tensor | None]] = {f"copy{n}": list(each.tensors) for n, each in enumerate(self._copies)}
+        found: dict[str, list[Tensor | None]] = {
+            f"copy{n}": list(each.tensors) for n, each in enumerate(self._copies)
+        }
         for n, each in enumerate(self._copies[1:], 1):
             state = optimizer_state(each.optimizer, self._update.parameters)
             found |= {f"optimizer{n}.{key}": row for key, row in state.items()}
@@ -147,12 +158,18 @@ class Averaged(StageWeights):
             self._bring_together()
         for n, each in enumerate(self._copies):
             pairs = [
-                (at, value) for at, value in zip(each.tensors, state.get(f"copy{n}", ()), strict=False) if value is not None
+                (at, value)
+                for at, value in zip(each.tensors, state.get(f"copy{n}", ()), strict=False)
+                if value is not None
             ]
             copy([at for at, _ in pairs], [value.to(at.device) for at, value in pairs])
             if n:
                 prefix = f"optimizer{n}."
-                own = {key.removeprefix(prefix): row for key, row in state.items() if key.startswith(prefix)}
+                own = {
+                    key.removeprefix(prefix): row
+                    for key, row in state.items()
+                    if key.startswith(prefix)
+                }
                 load_optimizer_state(each.optimizer, self._update.parameters, own)
 
     def _copy_of(self, number: int) -> _Copy:
@@ -173,7 +190,9 @@ class Averaged(StageWeights):
         if self._gathers is not None:
             self._gathers.grads = [parameter.grad for parameter in parameters]
         if self._gathers is not None or chosen.grads is not None:
-            for parameter, grad in zip(parameters, chosen.grads or [None] * len(parameters), strict=True):
+            for parameter, grad in zip(
+                parameters, chosen.grads or [None] * len(parameters), strict=True
+            ):
                 parameter.grad = grad
         chosen.grads = None
         self._gathers = chosen
@@ -193,7 +212,9 @@ class Averaged(StageWeights):
             copy(each.flat, [block.flat for block in self._reference])
 
     def _end_round(self) -> None:
-        torch._foreach_add_([block.flat for block in self._reference], self._learnt, alpha=1 / len(self._copies))
+        torch._foreach_add_(
+            [block.flat for block in self._reference], self._learnt, alpha=1 / len(self._copies)
+        )
         torch._foreach_zero_(self._learnt)
         self._in_round = 0
 

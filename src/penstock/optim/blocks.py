@@ -35,8 +35,14 @@ class Layout:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.groups = [group for together in _by_storage(parameters) for group in _split(parameters, together)]
-        places = {i: (group, position) for group, indices in enumerate(self.groups) for position, i in enumerate(indices)}
+        self.groups = [
+            group for together in _by_storage(parameters) for group in _split(parameters, together)
+        ]
+        places = {
+            i: (group, position)
+            for group, indices in enumerate(self.groups)
+            for position, i in enumerate(indices)
+        }
         self._places = [places[i] for i in range(len(parameters))]
 
     def present(self) -> list[Block]:
@@ -53,7 +59,10 @@ class Layout:
         values = [self.parameters[i].data for i in self.groups[group]]
         first, size = _span(values)
         flat = torch.empty(size, dtype=values[0].dtype, device=values[0].device)
-        views = [flat.as_strided(value.shape, value.stride(), value.storage_offset() - first) for value in values]
+        views = [
+            flat.as_strided(value.shape, value.stride(), value.storage_offset() - first)
+            for value in values
+        ]
         return Block(group, flat, views)
 
     def tensors(self, blocks: Sequence[Block]) -> list[Tensor]:
@@ -76,7 +85,11 @@ def point(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None
 
 def take(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
     """After a step: have its result in these tensors, which the parameters were. Some optimizers set `.data` anew."""
-    moved = [(p, tensor) for p, tensor in zip(parameters, tensors, strict=True) if p.data_ptr() != tensor.data_ptr()]
+    moved = [
+        (p, tensor)
+        for p, tensor in zip(parameters, tensors, strict=True)
+        if p.data_ptr() != tensor.data_ptr()
+    ]
     copy([tensor for _, tensor in moved], [p.data for p, _ in moved])
     for parameter, tensor in moved:
         parameter.data = tensor
@@ -94,7 +107,9 @@ def _by_storage(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
 def _split(parameters: Sequence[nn.Parameter], indices: list[int]) -> list[list[int]]:
     """The same group, unless there is more between its parameters than in them."""
     values = [parameters[i].data for i in indices]
-    return [indices] if _span(values)[1] <= sum(map(Tensor.numel, values)) else [[i] for i in indices]
+    return (
+        [indices] if _span(values)[1] <= sum(map(Tensor.numel, values)) else [[i] for i in indices]
+    )
 
 
 def _span(values: Sequence[Tensor]) -> tuple[int, int]:

@@ -10,7 +10,9 @@ from penstock.errors import SettingError
 from penstock.optim.stage_weights import Site, StageWeights
 from penstock.registry import Registry
 
-ARITHMETIC: Registry[Callable[[Site], StageWeights]] = Registry("weight arithmetic", "penstock.optim")
+ARITHMETIC: Registry[Callable[[Site], StageWeights]] = Registry(
+    "weight arithmetic", "penstock.optim"
+)
 register = ARITHMETIC.register
 
 
@@ -27,7 +29,9 @@ def stage_weights(site: Site) -> StageWeights:
         return ARITHMETIC.find("newest").make(site)
     allowed = site.rule.optimizers
     if allowed and kind_of(optimizer) not in allowed:
-        raise no_formula(site, type(optimizer).__name__, f"it goes with {' and '.join(_listed(allowed))}")
+        raise no_formula(
+            site, type(optimizer).__name__, f"it goes with {' and '.join(_listed(allowed))}"
+        )
     return ARITHMETIC.find(site.rule.arithmetic).make(site)
 
 
@@ -38,7 +42,11 @@ def kind_of(optimizer: Optimizer) -> str:
     >>> kind_of(optim.AdamW([nn.Parameter()]))
     'AdamW'
     """
-    kinds = (kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.") and kind is not Optimizer)
+    kinds = (
+        kind
+        for kind in type(optimizer).__mro__
+        if kind.__module__.startswith("torch.optim.") and kind is not Optimizer
+    )
     return next(kinds, type(optimizer)).__name__
 
 

@@ -19,7 +19,10 @@ def norms_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor
 
 def _norms(grads: list[Tensor]) -> list[Tensor]:
     # One call for all, as torch's own function has it, and to the bit the same; sparse ones and subclasses have no such call.
-    if all(type(grad) is Tensor and grad.layout is torch.strided for grad in grads) and len({g.dtype for g in grads}) == 1:
+    if (
+        all(type(grad) is Tensor and grad.layout is torch.strided for grad in grads)
+        and len({g.dtype for g in grads}) == 1
+    ):
         return list(torch._foreach_norm(grads, 2.0))
     return [torch.linalg.vector_norm(_values(grad), 2.0) for grad in grads]
 

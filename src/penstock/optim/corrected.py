@@ -51,7 +51,9 @@ class Corrected(StageWeights):
             )
         self._fading = decay ** (1 / self._delay) if self._delay else 0.0
         self._updates = 0
-        self._back: list[Tensor] = []  # -δ: with this sign each pass over the weights is one operation
+        self._back: list[
+            Tensor
+        ] = []  # -δ: with this sign each pass over the weights is one operation
         self._working = Working(site.update, newest=_NEWEST)
 
     def before_forward(self, number: int) -> None:
@@ -63,7 +65,10 @@ class Corrected(StageWeights):
         """The estimate; before the first update that is the newest version."""
         del number
         if self._back and self._updates >= self._warm_up:
-            self._working.show(_ESTIMATE, lambda weights: torch._foreach_add_(weights, self._back, alpha=self._delay))
+            self._working.show(
+                _ESTIMATE,
+                lambda weights: torch._foreach_add_(weights, self._back, alpha=self._delay),
+            )
 
     def finished(self, number: int) -> None:
         """There is nothing to let go."""
@@ -98,7 +103,9 @@ class Corrected(StageWeights):
     def load_state(self, state: State) -> None:
         """Take the trend back; without one, begin without."""
         rows = zip(self._update.parameters, state.get(TREND, ()), strict=False)
-        self._back = [torch.zeros_like(p.data) if found is None else -found.to(p.data) for p, found in rows]
+        self._back = [
+            torch.zeros_like(p.data) if found is None else -found.to(p.data) for p, found in rows
+        ]
 
     def facts(self) -> Mapping[str, float]:
         """How many updates there were."""
@@ -112,9 +119,17 @@ class Corrected(StageWeights):
     def _rescheduled(self) -> Iterator[None]:
         """The optimizer's learning rates as T1 has them for the next update."""
         asynchronous = self._updates >= self._warm_up
-        exponent = 1 - min(self._updates / self._annealing, 1) if self._annealing > 0 and asynchronous else 0.0
+        exponent = (
+            1 - min(self._updates / self._annealing, 1)
+            if self._annealing > 0 and asynchronous
+            else 0.0
+        )
         factor = max(self._delay, 1) ** -exponent
-        groups = [] if factor == 1 or self._update.optimizer is None else self._update.optimizer.param_groups
+        groups = (
+            []
+            if factor == 1 or self._update.optimizer is None
+            else self._update.optimizer.param_groups
+        )
         rates = [group["lr"] for group in groups]
         try:
             for group, rate in zip(groups, rates, strict=True):
@@ -149,5 +164,9 @@ def corrected(site: Site) -> Corrected:
     """
     assert site.update.optimizer is not None
     if any("lr" not in group for group in site.update.optimizer.param_groups):
-        raise no_formula(site, kind_of(site.update.optimizer), "it reschedules the learning rate, and this one has none")
+        raise no_formula(
+            site,
+            kind_of(site.update.optimizer),
+            "it reschedules the learning rate, and this one has none",
+        )
     return Corrected(site)

@@ -64,7 +64,9 @@ class SgdDirection(Direction):
 
     def remember(self) -> None:
         """Keep gradients, where there is no momentum."""
-        self._gradients.note([group for group in self._optimizer.param_groups if not group["momentum"]])
+        self._gradients.note(
+            [group for group in self._optimizer.param_groups if not group["momentum"]]
+        )
 
     def move(self, weights: Sequence[Tensor], updates: float) -> None:
         """W - updates lr v."""
@@ -90,7 +92,9 @@ class SgdDirection(Direction):
 class AdamDirection(Direction):
     """Adam and AdamW: m̂ / (√v̂ + ε), with the bias corrections of the last step, or for ever those of the first (`constant`)."""
 
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, constant: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, constant: bool
+    ) -> None:
         self._optimizer = optimizer
         self._index = {parameter: i for i, parameter in enumerate(parameters)}
         self._constant = constant
@@ -111,9 +115,18 @@ class AdamDirection(Direction):
             for step, members in self._by_step(group).items():
                 first, second = (1 - beta1**step, 1 - beta2**step)
                 indices = tuple(i for i, _ in members)
-                over = [state["exp_avg"] for _, state in members], [state[square] for _, state in members]
+                over = (
+                    [state["exp_avg"] for _, state in members],
+                    [state[square] for _, state in members],
+                )
                 factor = -float(group["lr"]) * updates * math.sqrt(second) / first
-                self._ratio.add(indices, [weights[i] for i in indices], over, float(group["eps"]) * math.sqrt(second), factor)
+                self._ratio.add(
+                    indices,
+                    [weights[i] for i in indices],
+                    over,
+                    float(group["eps"]) * math.sqrt(second),
+                    factor,
+                )
 
     def restart(self) -> None:
         """Read the counts anew."""
@@ -151,12 +164,17 @@ class RmspropDirection(Direction):
     def move(self, weights: Sequence[Tensor], updates: float) -> None:
         """W - updates lr g / (√E[g²] + ε)."""
         for group in self._optimizer.param_groups:
-            states = {self._index[parameter]: state for parameter, state in _states(self._optimizer, group)}
+            states = {
+                self._index[parameter]: state
+                for parameter, state in _states(self._optimizer, group)
+            }
             live = {i: gradient for i, gradient in self._gradients.of(group).items() if i in states}
             if live:
                 over = list(live.values()), [states[i]["square_avg"] for i in live]
                 factor = -float(group["lr"]) * updates
-                self._ratio.add(tuple(live), [weights[i] for i in live], over, float(group["eps"]), factor)
+                self._ratio.add(
+                    tuple(live), [weights[i] for i in live], over, float(group["eps"]), factor
+                )
 
     def state(self) -> State:
         """The last gradients, if there are any."""
@@ -188,8 +206,12 @@ class _Gradients:
             if live and group.get("maximize"):
                 gradients = list(torch._foreach_neg(gradients))
             if live and group["weight_decay"]:
-                gradients = list(torch._foreach_add(gradients, live, alpha=float(group["weight_decay"])))
-            self._held.update(zip((self._index[parameter] for parameter in live), gradients, strict=True))
+                gradients = list(
+                    torch._foreach_add(gradients, live, alpha=float(group["weight_decay"]))
+                )
+            self._held.update(
+                zip((self._index[parameter] for parameter in live), gradients, strict=True)
+            )
 
     def of(self, group: Group) -> dict[int, Tensor]:
         """Those of the group's parameters that had one."""
@@ -203,14 +225,18 @@ class _Gradients:
     def load(self, state: State) -> None:
         """Of a checkpoint."""
         rows = zip(self._index.items(), state.get(GRADIENT, [None] * len(self._index)), strict=True)
-        self._held = {i: value.to(parameter, copy=True) for (parameter, i), value in rows if value is not None}
+        self._held = {
+            i: value.to(parameter, copy=True) for (parameter, i), value in rows if value is not None
+        }
 
     def held_bytes(self) -> int:
         """How much memory they take."""
         return sum(gradient.nbytes for gradient in self._held.values())
 
 
-def _states(optimizer: Optimizer, group: Group) -> Iterator[tuple[nn.Parameter, Mapping[str, Tensor]]]:
+def _states(
+    optimizer: Optimizer, group: Group
+) -> Iterator[tuple[nn.Parameter, Mapping[str, Tensor]]]:
     """The parameters of a group that have been updated, and the optimizer's state of each."""
     for parameter in group["params"]:
         state = optimizer.state.get(parameter)

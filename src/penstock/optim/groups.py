@@ -60,7 +60,9 @@ class Groups:
 
     def know(self, names: Mapping[nn.Parameter, str]) -> None:
         """Learn what parameters are called, before their optimizer is made. Others come into the first group."""
-        self._known.update((parameter, self.place[name]) for parameter, name in names.items() if name in self.place)
+        self._known.update(
+            (parameter, self.place[name]) for parameter, name in names.items() if name in self.place
+        )
 
     def factory(self, make: OptimizerFactory) -> OptimizerFactory:
         """The same factory, for plain lists of parameters, which it gets in groups.
@@ -73,6 +75,11 @@ class Groups:
             members: list[list[nn.Parameter]] = [[] for _ in self.options]
             for parameter in parameters:
                 members[self._known.get(parameter, 0)].append(parameter)
-            return make([{"params": row, **options} for row, options in zip(members, self.options, strict=True)])
+            return make(
+                [
+                    {"params": row, **options}
+                    for row, options in zip(members, self.options, strict=True)
+                ]
+            )
 
         return grouped

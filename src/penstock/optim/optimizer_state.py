@@ -14,7 +14,9 @@ from penstock.errors import SettingError
 _PLAIN = "plain/"
 
 
-def optimizer_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> dict[str, list[Tensor | None]]:
+def optimizer_state(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter]
+) -> dict[str, list[Tensor | None]]:
     """All that it keeps.
 
     Raises:
@@ -26,7 +28,9 @@ def optimizer_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) ->
             if isinstance(value, Tensor):
                 found.setdefault(key, [None] * len(parameters))[i] = value
             elif isinstance(value, (int, float)):
-                found.setdefault(_PLAIN + key, [None] * len(parameters))[i] = torch.tensor(float(value), dtype=torch.float64)
+                found.setdefault(_PLAIN + key, [None] * len(parameters))[i] = torch.tensor(
+                    float(value), dtype=torch.float64
+                )
             elif value is not None:
                 raise SettingError(f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r}: a checkpoint can hold tensors "
                                    "and plain numbers")  # fmt: skip
@@ -36,7 +40,11 @@ def optimizer_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) ->
 def load_optimizer_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter],
                          state: Mapping[str, Sequence[Tensor | None]]) -> None:  # fmt: skip
     """Let it keep this, and nothing else."""
-    on_device = {p: group.get("capturable") or group.get("fused") for group in optimizer.param_groups for p in group["params"]}
+    on_device = {
+        p: group.get("capturable") or group.get("fused")
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     for i, parameter in enumerate(parameters):
         held: dict[str, object] = {}
         for key, row in state.items():

@@ -65,7 +65,12 @@ def _rmsprop(site: Site) -> Direction:
     return RmspropDirection(site.update.optimizer, site.update.parameters)
 
 
-_OF_KIND: Mapping[str, Callable[[Site], Direction]] = {"SGD": _sgd, "Adam": _adam, "AdamW": _adam, "RMSprop": _rmsprop}
+_OF_KIND: Mapping[str, Callable[[Site], Direction]] = {
+    "SGD": _sgd,
+    "Adam": _adam,
+    "AdamW": _adam,
+    "RMSprop": _rmsprop,
+}
 
 
 def _kind(site: Site) -> str:
@@ -76,7 +81,9 @@ def _kind(site: Site) -> str:
     return kind
 
 
-def _refuse(site: Site, bad: Callable[[dict[str, object]], object], setting: str, instead: str) -> None:
+def _refuse(
+    site: Site, bad: Callable[[dict[str, object]], object], setting: str, instead: str
+) -> None:
     kind = _kind(site)
     assert site.update.optimizer is not None
     if any(bad(group) for group in site.update.optimizer.param_groups):
@@ -158,12 +165,19 @@ class Predicted(StageWeights):
         change = functools.partial(self._direction.move, updates=ahead) if ahead else None
         self._working.show(content, change)
         again = self._again(number, batch, kind, content)
-        self._working.keep(kind, content if again else None, change, soon=self._spare >= (1 if kind == "forward" else 2))
+        self._working.keep(
+            kind,
+            content if again else None,
+            change,
+            soon=self._spare >= (1 if kind == "forward" else 2),
+        )
 
     def _again(self, number: int, batch: int, kind: str, content: tuple[int, int]) -> bool:
         """Whether a later micro-batch of the batch reads the same. Maybe after an update, when it could not be made any more."""
         read = _forward if kind == "forward" else _backward
-        later = itertools.takewhile(lambda use: use.batch == batch, map(self._use, itertools.count(number + 1)))
+        later = itertools.takewhile(
+            lambda use: use.batch == batch, map(self._use, itertools.count(number + 1))
+        )
         return any(read(use.reads) == content for use in later)
 
 

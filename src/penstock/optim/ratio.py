@@ -47,7 +47,9 @@ class Ratio:
             copy(roots, _parts(pieces, squares))
             torch._foreach_sqrt_(roots)
             torch._foreach_add_(roots, epsilon)
-            torch._foreach_addcdiv_(_parts(pieces, tensors), _parts(pieces, numerators), roots, value=factor)
+            torch._foreach_addcdiv_(
+                _parts(pieces, tensors), _parts(pieces, numerators), roots, value=factor
+            )
 
     def held_bytes(self) -> int:
         """Those of the room."""
@@ -96,7 +98,11 @@ def _slices(index: int, tensor: Tensor, most: int) -> list[tuple[int, slice | No
 
 def _span(tensor: Tensor) -> int:
     """Numbers from the first to the last in memory."""
-    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    return (
+        1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel()
+        else 0
+    )
 
 
 def _parts(pieces: Sequence[_Piece], tensors: Sequence[Tensor]) -> list[Tensor]:

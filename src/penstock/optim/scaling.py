@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from penstock.errors import SettingError
 
-_DEFAULTS: Mapping[str, float] = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+_DEFAULTS: Mapping[str, float] = {
+    "init_scale": 65536.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+}
 
 
 class LossScaler:
@@ -37,11 +42,19 @@ class LossScaler:
             if name not in _DEFAULTS:
                 raise SettingError(f"scaler has no option {name!r}; it has {', '.join(_DEFAULTS)}")
         found = {**_DEFAULTS, **options}
-        if not (found["init_scale"] > 0 and found["growth_factor"] > 1 and 0 < found["backoff_factor"] < 1):
+        if not (
+            found["init_scale"] > 0
+            and found["growth_factor"] > 1
+            and 0 < found["backoff_factor"] < 1
+        ):
             raise SettingError(f"scaler: init_scale is above 0, growth_factor above 1, backoff_factor between 0 and 1; these are "
                                f"{found['init_scale']:g}, {found['growth_factor']:g}, {found['backoff_factor']:g}")  # fmt: skip
-        if found["growth_interval"] < 1 or found["growth_interval"] != int(found["growth_interval"]):
-            raise SettingError(f"scaler: growth_interval is a number of steps, 1 or more, not {found['growth_interval']:g}")
+        if found["growth_interval"] < 1 or found["growth_interval"] != int(
+            found["growth_interval"]
+        ):
+            raise SettingError(
+                f"scaler: growth_interval is a number of steps, 1 or more, not {found['growth_interval']:g}"
+            )
         self._options = found
         self._scale = torch.tensor(found["init_scale"], dtype=torch.float32)
         self._steps = torch.tensor(0, dtype=torch.int32)
@@ -65,7 +78,9 @@ class LossScaler:
                         "backoff_factor": wish.get_backoff_factor(), "growth_interval": wish.get_growth_interval()})  # fmt: skip
         if isinstance(wish, Mapping):
             return cls(wish)
-        raise SettingError(f"scaler is True, options such as {{'init_scale': 1024.0}}, or a torch.amp.GradScaler, not {wish!r}")
+        raise SettingError(
+            f"scaler is True, options such as {{'init_scale': 1024.0}}, or a torch.amp.GradScaler, not {wish!r}"
+        )
 
     @property
     def scale(self) -> float:

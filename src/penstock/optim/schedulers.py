@@ -20,7 +20,9 @@ SchedulerFactory = Callable[[Optimizer], Any]
 class Schedulers:
     """What `Pipeline.scheduler` returns. Every rank has one, and calls its methods with the same numbers."""
 
-    def __init__(self, make: SchedulerFactory, optimizers: Sequence[Optimizer], saved: str | None = None) -> None:
+    def __init__(
+        self, make: SchedulerFactory, optimizers: Sequence[Optimizer], saved: str | None = None
+    ) -> None:
         """Make a scheduler for each optimizer.
 
         Args:
@@ -37,7 +39,9 @@ class Schedulers:
                    for optimizer in self._optimizers]  # fmt: skip
         self._each = [make(optimizer) for optimizer in self._optimizers]
         for each in self._each:
-            if not callable(getattr(each, "step", None)) or not callable(getattr(each, "state_dict", None)):
+            if not callable(getattr(each, "step", None)) or not callable(
+                getattr(each, "state_dict", None)
+            ):
                 raise SettingError("scheduler() takes a function from an optimizer to one of torch.optim.lr_scheduler, such as lambda "
                                    f"optimizer: StepLR(optimizer, 10); this one returned {type(each).__name__}")  # fmt: skip
         if saved is not None:
@@ -71,9 +75,17 @@ class Schedulers:
                        else value for key, value in state.items()}  # fmt: skip
             each.load_state_dict(fitting)
             rates = fitting.get("_last_lr")
-            if rates is not None and len(rates) == groups and len(state.get("_last_lr", ())) == groups:
+            if (
+                rates is not None
+                and len(rates) == groups
+                and len(state.get("_last_lr", ())) == groups
+            ):
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+                    group["lr"] = (
+                        torch.full_like(group["lr"], rate)
+                        if isinstance(group["lr"], Tensor)
+                        else rate
+                    )
 
     def load_json(self, text: str) -> None:
         """Go on from what `as_json` gave."""
@@ -88,7 +100,9 @@ class Schedulers:
         try:
             return json.dumps(_plain(self.state_dict()))
         except (TypeError, ValueError) as error:
-            raise SettingError(f"the state of {type(self._each[0]).__name__} cannot go into a checkpoint: {error}") from error
+            raise SettingError(
+                f"the state of {type(self._each[0]).__name__} cannot go into a checkpoint: {error}"
+            ) from error
 
 
 def _plain(value: Any) -> Any:

@@ -80,7 +80,9 @@ class Versions(StageWeights):
     def update(self, version: int) -> None:
         """Let go what nobody reads, then step what will be the newest."""
         self._give_back()
-        read = {v for use in self._in_flight.values() for v in (use.reads.forward, use.reads.backward)}
+        read = {
+            v for use in self._in_flight.values() for v in (use.reads.forward, use.reads.backward)
+        }
         for old in list(self._held):
             if old != self._newest and old < self._next_forward and old not in read:
                 self._let_go(old)
@@ -126,7 +128,9 @@ class Versions(StageWeights):
         """All versions, and room that is free for the next."""
         held = {id(block): block for version in self._held.values() for block in version.blocks}
         lent = [spare for _, spare in self._lent.own] if self._lent else []
-        return sum(block.flat.nbytes for blocks in (held.values(), lent, *self._free) for block in blocks)
+        return sum(
+            block.flat.nbytes for blocks in (held.values(), lent, *self._free) for block in blocks
+        )
 
     def newest(self) -> list[Tensor]:
         """The values of the newest version, block by block."""
@@ -146,7 +150,11 @@ class Versions(StageWeights):
     def _find(self, version: int, number: int) -> _Version:
         found = self._held.get(version)
         if found is None:
-            state = "has not been made yet" if version > self._newest else "was let go, since nothing in flight was to read it"
+            state = (
+                "has not been made yet"
+                if version > self._newest
+                else "was let go, since nothing in flight was to read it"
+            )
             held = ", ".join(map(str, sorted(self._held)))
             raise RunError(f"stage {self._stage}: micro-batch {number} reads weight version {version}, which {state}; held are {held}. "
                            "The program does not do what the weight rule says: hold the two against each other with ps.verify")  # fmt: skip
@@ -157,7 +165,9 @@ class Versions(StageWeights):
         if surely:
             point(self._update.parameters, version.tensors)
         elif version is not self._shown:
-            for parameter, wanted, shown in zip(self._update.parameters, version.tensors, self._shown.tensors, strict=True):
+            for parameter, wanted, shown in zip(
+                self._update.parameters, version.tensors, self._shown.tensors, strict=True
+            ):
                 if wanted is not shown:
                     parameter.data = wanted
         self._shown = version
@@ -166,7 +176,9 @@ class Versions(StageWeights):
         """Groups with a gradient."""
         parameters = self._update.parameters
         return {
-            group for group, indices in enumerate(self._layout.groups) if any(parameters[i].grad is not None for i in indices)
+            group
+            for group, indices in enumerate(self._layout.groups)
+            if any(parameters[i].grad is not None for i in indices)
         }
 
     def _version(self, blocks: list[Block]) -> _Version:
@@ -198,7 +210,11 @@ class Versions(StageWeights):
 
         For rules by which a backward reads something else than its forward did: graphs refer to the memory of what was read then.
         """
-        pairs = [(block, other) for block, other in zip(owner.blocks, shown.blocks, strict=True) if block is not other]
+        pairs = [
+            (block, other)
+            for block, other in zip(owner.blocks, shown.blocks, strict=True)
+            if block is not other
+        ]
         own = [(block, self._room(block.group)) for block, _ in pairs]
         copy([spare.flat for _, spare in own], [block.flat for block, _ in own])
         copy([block.flat for block, _ in pairs], [other.flat for _, other in pairs])
@@ -207,7 +223,9 @@ class Versions(StageWeights):
     def _give_back(self) -> None:
         if self._lent is None:
             return
-        copy([block.flat for block, _ in self._lent.own], [spare.flat for _, spare in self._lent.own])
+        copy(
+            [block.flat for block, _ in self._lent.own], [spare.flat for _, spare in self._lent.own]
+        )
         for _, spare in self._lent.own:
             self._free[spare.group].append(spare)
         self._lent = None

@@ -93,8 +93,14 @@ class WaveWeights(StageWeights):
     def _hand_on(self, *, last: bool) -> None:
         """What this copy's updates have changed since the wave began, and whether there will be nothing more."""
         newest = self._versions.newest()
-        learnt = torch._foreach_sub(newest, self._start) if self._updates else list(map(torch.zeros_like, newest))
-        self._exchange.hand_on(self._handed_on, [*learnt, torch.tensor([float(last)], device=newest[0].device)])
+        learnt = (
+            torch._foreach_sub(newest, self._start)
+            if self._updates
+            else list(map(torch.zeros_like, newest))
+        )
+        self._exchange.hand_on(
+            self._handed_on, [*learnt, torch.tensor([float(last)], device=newest[0].device)]
+        )
         self._handed_on += 1
         self._updates = 0
 
@@ -104,7 +110,9 @@ class WaveWeights(StageWeights):
         self._taken_in += 1
         newest = self._versions.newest_for_writing()
         for *learnt, _ in arrived:
-            torch._foreach_add_(newest, [there.to(here.device) for there, here in zip(learnt, newest, strict=True)])
+            torch._foreach_add_(
+                newest, [there.to(here.device) for there, here in zip(learnt, newest, strict=True)]
+            )
         return all(bool(last.item()) for *_, last in arrived)
 
 

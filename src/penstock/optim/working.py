@@ -58,7 +58,14 @@ class Working:
         for name, wanted in self._wanted.items():
             if wanted.soon and wanted.content == self._holds != self.newest:
                 self._store(name, wanted)
-        room = next((self._room[name] for name, it in self._wanted.items() if it.stored and it.content == content), None)
+        room = next(
+            (
+                self._room[name]
+                for name, it in self._wanted.items()
+                if it.stored and it.content == content
+            ),
+            None,
+        )
         if room is not None:
             copy(self._memory(), room)
         else:
@@ -68,7 +75,14 @@ class Working:
                 change(self._memory())
         self._holds = content
 
-    def keep(self, name: str, content: Hashable | None, change: Change | None = None, *, soon: bool = False) -> None:
+    def keep(
+        self,
+        name: str,
+        content: Hashable | None,
+        change: Change | None = None,
+        *,
+        soon: bool = False,
+    ) -> None:
         """Let contents that have just been shown be had, even after a step, until others (or None) are kept under the same name.
 
         Args:
@@ -116,7 +130,9 @@ class Working:
         """The parameters, as tensors whose changes autograd does not see."""
         parameters = self._update.parameters
         if any(p.data_ptr() != v.data_ptr() for p, v in zip(parameters, self._values, strict=True)):
-            self._values = [parameter.data for parameter in parameters]  # a layer has moved them, as recurrent ones do on a GPU
+            self._values = [
+                parameter.data for parameter in parameters
+            ]  # a layer has moved them, as recurrent ones do on a GPU
         return self._values
 
     def _put_aside(self) -> None:

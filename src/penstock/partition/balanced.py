@@ -43,7 +43,10 @@ def partition_balanced(weights: Sequence[float], stages: int) -> list[int]:
     segments = prefix[1:, None] - prefix[starts]
     segments[np.arange(1, n + 1)[:, None] <= starts] = np.inf
     rows = np.arange(n)
-    heaviest, lightest = np.full(n + 1, np.inf), np.zeros(n + 1)  # of every prefix, in 0 stages: only the empty one is possible
+    heaviest, lightest = (
+        np.full(n + 1, np.inf),
+        np.zeros(n + 1),
+    )  # of every prefix, in 0 stages: only the empty one is possible
     heaviest[0], lightest[0] = 0.0, np.inf
     choices = []
     for _ in range(stages):

@@ -40,17 +40,23 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
     numbers = check_costs(costs)
     stages = check_stages(len(numbers), stages)
     ratios = [float(number).as_integer_ratio() for number in numbers]
-    unit = max(denominator for _, denominator in ratios)  # all are powers of 2, so it is a multiple of each
+    unit = max(
+        denominator for _, denominator in ratios
+    )  # all are powers of 2, so it is a multiple of each
     whole = [numerator * (unit // denominator) for numerator, denominator in ratios]
     cheapest = min(whole)
     prefix = list(accumulate((cost - cheapest for cost in whole), initial=0))
     # torchgpipe's way takes 1,400 hand-overs for 1,000 random layers in 64 stages; at 4 x stages x layers it goes in circles.
-    ends = _hand_over(prefix, stages, closest=False, limit=4 * stages * len(whole)) or _hand_over(prefix, stages, closest=True)
+    ends = _hand_over(prefix, stages, closest=False, limit=4 * stages * len(whole)) or _hand_over(
+        prefix, stages, closest=True
+    )
     assert ends is not None
     return [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
 
 
-def _hand_over(prefix: list[int], stages: int, *, closest: bool, limit: int | None = None) -> list[int] | None:
+def _hand_over(
+    prefix: list[int], stages: int, *, closest: bool, limit: int | None = None
+) -> list[int] | None:
     """The ends of the stages; None if one was or would be left without layers, or after `limit` hand-overs."""
     layers = len(prefix) - 1
     tolerance = max(after - before for before, after in pairwise(prefix))
@@ -59,7 +65,9 @@ def _hand_over(prefix: list[int], stages: int, *, closest: bool, limit: int | No
     done = 0
     while True:
         most = max(sums)
-        heaviest = stages - 1 - sums[::-1].index(most)  # the last of equals, as torchgpipe's max over (sum, index)
+        heaviest = (
+            stages - 1 - sums[::-1].index(most)
+        )  # the last of equals, as torchgpipe's max over (sum, index)
         giver = -1
         while giver != heaviest:
             least = min(sums)
@@ -67,7 +75,9 @@ def _hand_over(prefix: list[int], stages: int, *, closest: bool, limit: int | No
                 return bounds[1:] if all(a < b for a, b in pairwise(bounds)) else None
             taker = sums.index(least)
             if closest:
-                taker = min((s for s in range(stages) if sums[s] == least), key=lambda s: abs(s - heaviest))
+                taker = min(
+                    (s for s in range(stages) if sums[s] == least), key=lambda s: abs(s - heaviest)
+                )
             giver = taker - 1 if heaviest < taker else taker + 1
             if bounds[giver] == bounds[giver + 1] or done == limit:
                 return None

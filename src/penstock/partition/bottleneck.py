@@ -22,7 +22,12 @@ ROUNDING = 1e-12
 EVENNESS = 1e-9
 
 
-def minimax(costs: Sequence[float], stages: int, transfer: Sequence[float] | None = None, overlap: bool = True) -> list[int]:
+def minimax(
+    costs: Sequence[float],
+    stages: int,
+    transfer: Sequence[float] | None = None,
+    overlap: bool = True,
+) -> list[int]:
     """Stage lengths with the least possible bottleneck, that is, the load of the busiest stage or link.
 
         layers       a    b  |  c    d    e       overlap:      stages load a + b and c + d + e, the link t1
@@ -104,7 +109,9 @@ def _check(costs: Sequence[float], transfer: Sequence[float] | None) -> tuple[Fl
 def _bottleneck(prefix: Floats, links: Floats, ends: np.ndarray, overlap: bool) -> float:
     starts = np.concatenate(([0], ends[:-1]))
     loads = prefix[ends] - prefix[starts]
-    return float(np.max(np.maximum(loads, links[ends]) if overlap else loads + links[starts] + links[ends]))
+    return float(
+        np.max(np.maximum(loads, links[ends]) if overlap else loads + links[starts] + links[ends])
+    )
 
 
 def _guesses(prefix: Floats, stages: int) -> list[np.ndarray]:
@@ -112,7 +119,10 @@ def _guesses(prefix: Floats, stages: int) -> list[np.ndarray]:
     layers, index = len(prefix) - 1, np.arange(1, stages + 1)
     shares = np.searchsorted(prefix, prefix[-1] * index / stages)
     rising = np.maximum.accumulate(np.maximum(shares - index, 0)) + index
-    return [np.cumsum(partition_uniform(layers, stages)), np.append(np.minimum(rising, layers - stages + index)[:-1], layers)]
+    return [
+        np.cumsum(partition_uniform(layers, stages)),
+        np.append(np.minimum(rising, layers - stages + index)[:-1], layers),
+    ]
 
 
 def _longest(prefix: Floats, stages: int, bound: float) -> int:
@@ -135,7 +145,11 @@ class Options(TypedDict, total=False):
 OPTIONS = tuple(Options.__annotations__)
 
 
-@register("bottleneck", options=OPTIONS, source="Penstock; the recurrence of Narayanan et al. 2019, PipeDream, section 3.1")
+@register(
+    "bottleneck",
+    options=OPTIONS,
+    source="Penstock; the recurrence of Narayanan et al. 2019, PipeDream, section 3.1",
+)
 def bottleneck(profile: Profile, stages: int, **options: Unpack[Options]) -> list[int]:
     """Stage lengths that `minimax` finds for the layers' forward and backward seconds.
 
@@ -156,7 +170,9 @@ def bottleneck(profile: Profile, stages: int, **options: Unpack[Options]) -> lis
     if not isinstance(overlap, (bool, np.bool_)):
         raise PartitionError(f"overlap is {overlap!r}; it must be True or False")
     samples, costs = samples_of(profile, options.get("micro_batch")), options.get("costs")
-    own = check_costs(profile.step_seconds(samples) if costs is None else costs, "costs", len(profile))
+    own = check_costs(
+        profile.step_seconds(samples) if costs is None else costs, "costs", len(profile)
+    )
     return minimax(own.tolist(), stages, transfer_of(profile, samples, options), bool(overlap))
 
 
@@ -165,10 +181,17 @@ def transfer_of(profile: Profile, samples: float, options: Options) -> Sequence[
     transfer, bandwidth = options.get("transfer"), options.get("bandwidth_bytes_per_s")
     latency = check_number("latency_s", options.get("latency_s", 0.0), zero=True)
     if transfer is not None and (bandwidth is not None or latency):
-        raise PartitionError("transfer stands for the links' costs already; leave out bandwidth_bytes_per_s and latency_s")
+        raise PartitionError(
+            "transfer stands for the links' costs already; leave out bandwidth_bytes_per_s and latency_s"
+        )
     if bandwidth is None:
         if latency:
-            raise PartitionError(f"latency_s is {latency!r} without a bandwidth_bytes_per_s; transfers are free without it")
+            raise PartitionError(
+                f"latency_s is {latency!r} without a bandwidth_bytes_per_s; transfers are free without it"
+            )
         return transfer
     bytes_per_s = check_number("bandwidth_bytes_per_s", bandwidth)
-    return [latency + layer.output_bytes_per_sample * samples / bytes_per_s for layer in profile.layers[:-1]]
+    return [
+        latency + layer.output_bytes_per_sample * samples / bytes_per_s
+        for layer in profile.layers[:-1]
+    ]

@@ -32,7 +32,11 @@ class Options(TypedDict, total=False):
 OPTIONS = tuple(Options.__annotations__)
 
 
-@register("limited", options=OPTIONS, source="Penstock; the recurrence of Narayanan et al. 2019, PipeDream, section 3.1")
+@register(
+    "limited",
+    options=OPTIONS,
+    source="Penstock; the recurrence of Narayanan et al. 2019, PipeDream, section 3.1",
+)
 def by_limit(profile: Profile, stages: int, **options: Unpack[Options]) -> list[int]:
     """Stage lengths that `limited` finds for the layers' forward and backward seconds and bytes.
 
@@ -65,10 +69,18 @@ def by_limit(profile: Profile, stages: int, **options: Unpack[Options]) -> list[
         else check_costs(flying, "in_flight", stages).tolist()
     )
     limits = _limits(room, stages)
-    links = {name: options[name] for name in ("bandwidth_bytes_per_s", "latency_s") if name in options}
+    links = {
+        name: options[name] for name in ("bandwidth_bytes_per_s", "latency_s") if name in options
+    }
     transfer = transfer_of(profile, samples, links)  # type: ignore[arg-type]
     found = limited(
-        profile.step_seconds(samples), transfer, holds, kept, in_flight, limits, overlap=options.get("overlap", True)
+        profile.step_seconds(samples),
+        transfer,
+        holds,
+        kept,
+        in_flight,
+        limits,
+        overlap=options.get("overlap", True),
     )
     if found is not None:
         return found
@@ -88,6 +100,8 @@ def _limits(room: float | Sequence[float] | None, stages: int) -> list[float]:
     if isinstance(room, Sequence) or np.ndim(room):
         each = [check_number("memory_limit", value) for value in room]  # type: ignore[union-attr]
         if len(each) != stages:
-            raise PartitionError(f"memory_limit has {len(each)} entries, and {stages} stages are asked for")
+            raise PartitionError(
+                f"memory_limit has {len(each)} entries, and {stages} stages are asked for"
+            )
         return each
     return [check_number("memory_limit", room)] * stages

@@ -9,7 +9,10 @@ from penstock.partition.looped import folded, looped
 from penstock.profile.profile import Profile
 
 
-@register("looped", source="Penstock; for the placement of Narayanan et al. 2021, Megatron-LM, section 2.2")
+@register(
+    "looped",
+    source="Penstock; for the placement of Narayanan et al. 2021, Megatron-LM, section 2.2",
+)
 def by_loop(profile: Profile, stages: int, ranks: int | None = None, micro_batch: float | None = None,
             slack: float = 0.0) -> list[int]:  # fmt: skip
     """Stage lengths that `looped` finds for the layers' forward and backward seconds: stage s is on rank s mod `ranks`.
@@ -27,13 +30,20 @@ def by_loop(profile: Profile, stages: int, ranks: int | None = None, micro_batch
         raise PartitionError(
             f"looped deals {stages} stages out to ranks in turn, the same number to each, not to {ranks!r} ranks"
         )
-    found = looped(profile.step_seconds(samples_of(profile, micro_batch)), count, stages // count, slack=slack)
+    found = looped(
+        profile.step_seconds(samples_of(profile, micro_batch)), count, stages // count, slack=slack
+    )
     assert found is not None
     return found
 
 
-@register("folded", source="Penstock; for the placement of Qi et al. 2024, ZB-V and controllable memory (V)")
-def by_fold(profile: Profile, stages: int, micro_batch: float | None = None, slack: float = 0.0) -> list[int]:
+@register(
+    "folded",
+    source="Penstock; for the placement of Qi et al. 2024, ZB-V and controllable memory (V)",
+)
+def by_fold(
+    profile: Profile, stages: int, micro_batch: float | None = None, slack: float = 0.0
+) -> list[int]:
     """Stage lengths that `folded` finds for the layers' forward and backward seconds: the first rank has the first and last stage.
 
     Options:
@@ -44,7 +54,9 @@ def by_fold(profile: Profile, stages: int, micro_batch: float | None = None, sla
         PartitionError: the number of stages is odd, or an option is out of its range.
     """
     if stages % 2:
-        raise PartitionError(f"folded gives every rank two stages, and {stages} is odd: ask for {stages + 1}, or one less")
+        raise PartitionError(
+            f"folded gives every rank two stages, and {stages} is odd: ask for {stages + 1}, or one less"
+        )
     found = folded(profile.step_seconds(samples_of(profile, micro_batch)), stages // 2, slack=slack)
     assert found is not None
     return found

@@ -24,7 +24,11 @@ def by_size(profile: Profile, stages: int, batch: float | None = None, micro_bat
     Raises:
         PartitionError: `batch` or `micro_batches` is not a number above 0, or `param_scale` is below 0.
     """
-    samples = check_number("batch", profile.batch if batch is None else batch) / check_number("micro_batches", micro_batches)
+    samples = check_number("batch", profile.batch if batch is None else batch) / check_number(
+        "micro_batches", micro_batches
+    )
     scale = check_number("param_scale", param_scale, zero=True)
-    costs = [layer.output_bytes_per_sample * samples + layer.parameter_bytes * scale for layer in profile]
+    costs = [
+        layer.output_bytes_per_sample * samples + layer.parameter_bytes * scale for layer in profile
+    ]
     return block_partition(costs, stages)

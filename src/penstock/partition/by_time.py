@@ -14,7 +14,9 @@ def samples_of(profile: Profile, micro_batch: float | None) -> float:
     Raises:
         PartitionError: `micro_batch` is not a number above 0.
     """
-    return check_number("micro_batch", max(profile.sizes, default=1) if micro_batch is None else micro_batch)
+    return check_number(
+        "micro_batch", max(profile.sizes, default=1) if micro_batch is None else micro_batch
+    )
 
 
 @register("time", source="Kim et al. 2020, torchgpipe, balance_by_time")

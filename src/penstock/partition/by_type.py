@@ -10,7 +10,11 @@ from penstock.partition.catalogue import register
 from penstock.profile.profile import Profile
 
 
-@register("type", takes_argument=True, source="DeepSpeed 2025, runtime/pipe/module.py, partition_method='type:<regex>'")
+@register(
+    "type",
+    takes_argument=True,
+    source="DeepSpeed 2025, runtime/pipe/module.py, partition_method='type:<regex>'",
+)
 def by_type(profile: Profile, stages: int, pattern: str = "") -> list[int]:
     """Stage lengths that `partition_balanced` finds where a layer weighs 1 if its kind matches, else 0.
 

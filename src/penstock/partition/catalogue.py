@@ -11,7 +11,9 @@ from penstock.partition.checks import refuse_unknown
 from penstock.profile.profile import Profile
 from penstock.registry import Registered, Registry
 
-PARTITIONERS: Registry[Callable[..., list[int]]] = Registry("partition method", "penstock.partition")
+PARTITIONERS: Registry[Callable[..., list[int]]] = Registry(
+    "partition method", "penstock.partition"
+)
 register = PARTITIONERS.register
 
 
@@ -42,9 +44,13 @@ def partition(profile: Profile, stages: int | None = None, by: str | Sequence[in
         raise PartitionError(f"{by!r} needs to know how many stages to make")
     stages = check_stages(len(profile), stages)
     if argument and not entry.facts.get("takes_argument"):
-        raise PartitionError(f"{name} takes nothing after a colon, and {by!r} has {argument!r} there")
+        raise PartitionError(
+            f"{name} takes nothing after a colon, and {by!r} has {argument!r} there"
+        )
     if argument and "pattern" in options:
-        raise PartitionError(f"{by!r} has its pattern already; leave out pattern={options['pattern']!r}")
+        raise PartitionError(
+            f"{by!r} has its pattern already; leave out pattern={options['pattern']!r}"
+        )
     if entry.facts.get("takes_argument"):
         options = {"pattern": argument, **options}
     refuse_unknown(entry.name, options, option_names(entry))
@@ -54,7 +60,9 @@ def partition(profile: Profile, stages: int | None = None, by: str | Sequence[in
 def option_names(entry: Registered[Callable[..., list[int]]]) -> tuple[str, ...]:
     """What a method takes besides the profile and the number of stages: its fact `options`, or else its own arguments."""
     named = entry.facts.get("options")
-    return named if isinstance(named, tuple) else tuple(inspect.signature(entry.make).parameters)[2:]
+    return (
+        named if isinstance(named, tuple) else tuple(inspect.signature(entry.make).parameters)[2:]
+    )
 
 
 def check_stages(layers: int, stages: int) -> int:
@@ -83,15 +91,21 @@ def check_lengths(lengths: Sequence[int], layers: int, stages: int | None) -> li
     try:
         given = list(lengths)
     except TypeError as error:
-        raise PartitionError(f"by is {lengths!r}: give a method's name, or a list of stage lengths") from error
+        raise PartitionError(
+            f"by is {lengths!r}: give a method's name, or a list of stage lengths"
+        ) from error
     listed = [_whole(length) for length in given]
     whole = [length for length in listed if length is not None]
     if len(whole) < len(listed):
         stage = listed.index(None)
-        raise PartitionError(f"stage {stage} of {given} has the length {given[stage]!r}, which is not a whole number of layers")
+        raise PartitionError(
+            f"stage {stage} of {given} has the length {given[stage]!r}, which is not a whole number of layers"
+        )
     empty = [stage for stage, length in enumerate(whole) if length < 1]
     if empty:
-        raise PartitionError(f"stage {empty[0]} of {whole} is empty: every stage needs at least one layer")
+        raise PartitionError(
+            f"stage {empty[0]} of {whole} is empty: every stage needs at least one layer"
+        )
     if stages is not None and len(whole) != stages:
         raise PartitionError(f"{whole} has {len(whole)} stages, but {stages} are asked for")
     if not whole or sum(whole) != layers:

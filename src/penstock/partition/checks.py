@@ -19,7 +19,9 @@ Floats = npt.NDArray[np.float64]
 Costs = Sequence[float] | Sequence[Sequence[float]] | Floats
 
 
-def check_costs(costs: Sequence[float] | Floats, what: str = "costs", count: int | None = None) -> Floats:
+def check_costs(
+    costs: Sequence[float] | Floats, what: str = "costs", count: int | None = None
+) -> Floats:
     """The costs as float64, shape (len(costs),), once they are finite, not below 0, and `count` many if that is given.
 
     Raises:
@@ -30,15 +32,21 @@ def check_costs(costs: Sequence[float] | Floats, what: str = "costs", count: int
     except (TypeError, ValueError, OverflowError) as error:
         raise PartitionError(f"{what}: {costs!r} is no list of numbers: {error}") from error
     if numbers.ndim != 1:
-        raise PartitionError(f"{what}: needs one number each in a flat list, and got the shape {numbers.shape}")
+        raise PartitionError(
+            f"{what}: needs one number each in a flat list, and got the shape {numbers.shape}"
+        )
     if count is not None and len(numbers) != count:
         raise PartitionError(f"{what}: has {len(numbers)} entries, and {count} are needed")
     for index in np.flatnonzero(~((numbers >= 0) & np.isfinite(numbers))):
-        raise PartitionError(f"{what}: entry {index} is {numbers[index]}; every cost is finite and not below 0")
+        raise PartitionError(
+            f"{what}: entry {index} is {numbers[index]}; every cost is finite and not below 0"
+        )
     with np.errstate(over="ignore"):
         total = float(numbers.sum())
     if total > LARGEST_SUM:
-        raise PartitionError(f"{what}: they sum to {total:g}, which is above {LARGEST_SUM:g}; give them in a larger unit")
+        raise PartitionError(
+            f"{what}: they sum to {total:g}, which is above {LARGEST_SUM:g}; give them in a larger unit"
+        )
     return numbers
 
 
@@ -73,7 +81,9 @@ def numbers_of(costs: Costs, what: str) -> Floats:
     try:
         numbers = np.asarray(costs, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise PartitionError(f"{what}: needs a list of numbers, or one of equal length for each stage: {error}") from error
+        raise PartitionError(
+            f"{what}: needs a list of numbers, or one of equal length for each stage: {error}"
+        ) from error
     if numbers.ndim not in {1, 2}:
         raise PartitionError(
             f"{what}: has the shape {numbers.shape}; it must be one number per layer, or a row of them per stage"
@@ -85,7 +95,9 @@ def rows_of(numbers: Floats, what: str, stages: int, layers: int) -> Floats:
     """The numbers as an array of shape (stages, layers)."""
     rows = np.atleast_2d(numbers)
     if len(rows) not in {1, stages}:
-        raise PartitionError(f"{what}: has the shape {numbers.shape}; it must be ({layers},) or ({stages}, {layers})")
+        raise PartitionError(
+            f"{what}: has the shape {numbers.shape}; it must be ({layers},) or ({stages}, {layers})"
+        )
     for index, row in enumerate(rows):
         check_costs(row, what if numbers.ndim == 1 else f"{what}[{index}]", layers)
     return np.broadcast_to(rows, (stages, layers))

@@ -82,7 +82,10 @@ class Chain:
         """Whether a stage has more stages after it than it may."""
         first = 0
         for number, (length, copies) in enumerate(found):
-            if self.most_stages.size and self.most_stages[first, first + length, copies] < len(found) - number:
+            if (
+                self.most_stages.size
+                and self.most_stages[first, first + length, copies] < len(found) - number
+            ):
                 return True
             first += length
         return False
@@ -123,7 +126,11 @@ class Chain:
         start, stop = 0, len(bounds) - 1
         while start < stop:
             middle = (start + stop) // 2
-            start, stop = (start, middle) if self.suffices(float(bounds[middle]), stages) else (middle + 1, stop)
+            start, stop = (
+                (start, middle)
+                if self.suffices(float(bounds[middle]), stages)
+                else (middle + 1, stop)
+            )
         bound = float(bounds[start])
         return bound, self._way(bound, self.needed(bound, stages))
 
@@ -157,7 +164,9 @@ class Chain:
             square = np.where(can, np.square(np.where(can, own, 0.0) / unit), np.inf)
             # Row r, column k: the stage on k of the r ranks from it to the end.
             padded = np.concatenate((np.full(self.ranks, np.inf), least))
-            total = np.lib.stride_tricks.sliding_window_view(padded, self.ranks + 1)[:, ::-1] + square
+            total = (
+                np.lib.stride_tricks.sliding_window_view(padded, self.ranks + 1)[:, ::-1] + square
+            )
             if self.most_ranks.size:
                 total[copies[:, None] > self.most_ranks[first, end]] = np.inf
             choices.append(total.argmin(axis=1))
@@ -172,10 +181,14 @@ class Chain:
 
     # The dynamic program itself.
 
-    def least(self, *, bound: float, sums: bool, stages: int | None, exactly: bool) -> list[Stage] | None:
+    def least(
+        self, *, bound: float, sums: bool, stages: int | None, exactly: bool
+    ) -> list[Stage] | None:
         """The stages with the least sum, or the least maximum, none above `bound`."""
         if self.most_stages.size and stages is None:
-            relaxed = self.without_depth().least(bound=bound, sums=sums, stages=None, exactly=exactly)
+            relaxed = self.without_depth().least(
+                bound=bound, sums=sums, stages=None, exactly=exactly
+            )
             if relaxed is None or not self.deep(relaxed):
                 return relaxed
         end = np.full((self.layers + 1, self.ranks + 1), np.inf)
@@ -188,13 +201,28 @@ class Chain:
             layers = [end]
             for count in range(1, (stages or self.layers) + 1):
                 layers.append(np.full_like(end, np.inf))
-                run(least_with, work * (stages or self.layers), self.tables, bound, count, sums, layers[-2], layers[-1])
-        counts = [len(layers) - 1] if len(layers) == 1 or stages is not None else range(1, len(layers))
+                run(
+                    least_with,
+                    work * (stages or self.layers),
+                    self.tables,
+                    bound,
+                    count,
+                    sums,
+                    layers[-2],
+                    layers[-1],
+                )
+        counts = (
+            [len(layers) - 1] if len(layers) == 1 or stages is not None else range(1, len(layers))
+        )
         used = [self.ranks] if exactly else range(1, self.ranks + 1)
-        value, count, ranks = min((float(layers[count][0, ranks]), count, ranks) for count in counts for ranks in used)
+        value, count, ranks = min(
+            (float(layers[count][0, ranks]), count, ranks) for count in counts for ranks in used
+        )
         return None if value == np.inf else self._walk(layers, count, ranks, bound, sums=sums)
 
-    def _walk(self, layers: list[Floats], count: int, left: int, bound: float, *, sums: bool) -> list[Stage]:
+    def _walk(
+        self, layers: list[Floats], count: int, left: int, bound: float, *, sums: bool
+    ) -> list[Stage]:
         """The way that led to the state of no layer done, in `layers[count]`, with `left` ranks to use."""
         first, chosen, free = 0, [], len(layers) == 1
         while first < self.layers:
@@ -206,7 +234,10 @@ class Chain:
             can = (own <= bound) & (links <= bound)
             if self.most_ranks.size:
                 can = can & (self.most_ranks[first, first + 1 :, 1 : left + 1] >= left)
-            length, copies = (int(x) + 1 for x in np.unravel_index(np.argmin(np.where(can, total, np.inf)), total.shape))
+            length, copies = (
+                int(x) + 1
+                for x in np.unravel_index(np.argmin(np.where(can, total, np.inf)), total.shape)
+            )
             chosen.append((length, copies))
             first, left, count = first + length, left - copies, count - 1
         return chosen
@@ -221,7 +252,9 @@ def chain_of(table: Floats, boundary: Sequence[float] | Floats | None, most_rank
     """
     times = np.ascontiguousarray(table, dtype=np.float64)
     if times.ndim != 3 or times.shape[0] != times.shape[1] or min(times.shape) < 2:
-        raise PartitionError(f"table: has the shape {times.shape}; it must be (layers + 1, layers + 1, ranks + 1)")
+        raise PartitionError(
+            f"table: has the shape {times.shape}; it must be (layers + 1, layers + 1, ranks + 1)"
+        )
     layers = times.shape[0] - 1
     first, end = np.triu_indices(layers + 1, 1)
     wrong = np.argwhere(~(times[first, end, 1:] >= 0))
@@ -236,6 +269,11 @@ def chain_of(table: Floats, boundary: Sequence[float] | Floats | None, most_rank
         links[1:-1] = check_costs(boundary, "boundary", layers - 1)
     for name, most in (("most_ranks", most_ranks), ("most_stages", most_stages)):
         if most is not None and np.shape(most) != times.shape:
-            raise PartitionError(f"{name}: has the shape {np.shape(most)}, and the table {times.shape}")
-    ranks, stages = (NONE if most is None else np.ascontiguousarray(most, dtype=np.int64) for most in (most_ranks, most_stages))
+            raise PartitionError(
+                f"{name}: has the shape {np.shape(most)}, and the table {times.shape}"
+            )
+    ranks, stages = (
+        NONE if most is None else np.ascontiguousarray(most, dtype=np.int64)
+        for most in (most_ranks, most_stages)
+    )
     return Chain(times, links, ranks, stages)

@@ -58,16 +58,26 @@ def folded(seconds: Costs, ranks: int, **options: Unpack[PlacedOptions]) -> list
     limit = float(chain.costs.seconds[:, -1].max()) * 2 + float(chain.costs.links.max()) * 2
     if not _possible(chain, limit, limit):
         return None
-    even = _least(lambda bound: _possible(chain, bound, limit), lambda bound: _cut(chain, bound, limit), (limit, NARROW))
+    even = _least(
+        lambda bound: _possible(chain, bound, limit),
+        lambda bound: _cut(chain, bound, limit),
+        (limit, NARROW),
+    )
     if even is None:
         return None
     bound = chain.bottleneck(even) * (1 + chain.slack) * (1 + ROUNDING)
-    ends = _least(lambda largest: _possible(chain, bound, largest), lambda largest: _cut(chain, bound, largest), (bound, ABOUT))
+    ends = _least(
+        lambda largest: _possible(chain, bound, largest),
+        lambda largest: _cut(chain, bound, largest),
+        (bound, ABOUT),
+    )
     return [int(length) for length in np.diff([0, *(ends or even)])]
 
 
 def _least(
-    possible: Callable[[float], bool], cut: Callable[[float], list[int] | None], search: tuple[float, float]
+    possible: Callable[[float], bool],
+    cut: Callable[[float], list[int] | None],
+    search: tuple[float, float],
 ) -> list[int] | None:
     """The cut of the least value that has one; `possible` is true for that and for all above.
 
@@ -83,7 +93,11 @@ def _least(
     while found is None and high < limit:
         low, high, step = high, min(low * (1 + step) + step * TINY * limit, limit), step * 2
         found = cut(high)
-    return None if found is None else cut(_bisected(lambda value: cut(value) is not None, high, low, narrow))
+    return (
+        None
+        if found is None
+        else cut(_bisected(lambda value: cut(value) is not None, high, low, narrow))
+    )
 
 
 def _bisected(holds: Callable[[float], bool], high: float, low: float, narrow: float) -> float:
@@ -110,7 +124,9 @@ def _cut(chain: Placement, bound: float, largest: float) -> list[int] | None:
     size, costs = chain.layers + 1, chain.costs
     reached = np.zeros((chain.ranks + 1, size, size), np.uint8)
     fastest = np.concatenate(([0.0], np.cumsum(np.diff(costs.seconds, axis=1).min(axis=0))))
-    if not run(fold, _turns(chain), costs, fastest, bound, largest, np.empty(size, np.int64), reached):
+    if not run(
+        fold, _turns(chain), costs, fastest, bound, largest, np.empty(size, np.int64), reached
+    ):
         return None
     middles = np.flatnonzero(np.diagonal(reached[-1]))
     stop = low = int(middles[len(middles) // 2])
@@ -129,9 +145,18 @@ def _outer(chain: Placement, rank: int, inner: tuple[int, int], bounds: tuple[fl
     seconds, memory, _, limits = chain.costs
     starts, ends = np.arange(stop)[:, None], np.arange(low + 1, chain.layers + 1)
     behind = 2 * chain.ranks - 1 - rank
-    front, back = seconds[rank, stop] - seconds[rank, starts], seconds[behind, ends] - seconds[behind, low]
-    need = (memory[rank, stop] - memory[rank, starts]) + (memory[behind, ends] - memory[behind, low])
-    can = (reached[:stop, low + 1 :] == 1) & (np.maximum(front, back) <= largest) & (need <= limits[rank])
+    front, back = (
+        seconds[rank, stop] - seconds[rank, starts],
+        seconds[behind, ends] - seconds[behind, low],
+    )
+    need = (memory[rank, stop] - memory[rank, starts]) + (
+        memory[behind, ends] - memory[behind, low]
+    )
+    can = (
+        (reached[:stop, low + 1 :] == 1)
+        & (np.maximum(front, back) <= largest)
+        & (need <= limits[rank])
+    )
     can &= front + back <= bound * (1 + NARROW)
     assert can.any()
     flat = int(np.argmin(np.where(can, np.maximum(front, back), np.inf)))

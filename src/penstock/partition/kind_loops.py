@@ -79,7 +79,9 @@ def reach_furthest(far: Numbers, counts: Numbers, furthest: Numbers) -> int:
         stride = 1
         for last in range(kinds - 1, -1, -1):
             if used[last] > 0 and furthest[state - stride] >= 0:
-                furthest[state] = max(furthest[state], far[last, total - 1, furthest[state - stride]])
+                furthest[state] = max(
+                    furthest[state], far[last, total - 1, furthest[state - stride]]
+                )
             stride *= counts[last] + 1
         if total == stages and furthest[state] == size - 1:
             return state

@@ -65,17 +65,25 @@ def limited(seconds: Costs, transfer: Costs | None, holds: Costs, kept: Costs, i
     are as long as memory and the bottleneck of a good guess allow. Sums of whole bytes below 2^53 are exact. On one shared
     core 100 layers on 8 unlike ranks take 2 ms, 1,000 on 64 take 0.1 s.
     """
-    chain = _chain(seconds, transfer, (holds, kept, in_flight), limits, overlap=options.get("overlap", True))
+    chain = _chain(
+        seconds, transfer, (holds, kept, in_flight), limits, overlap=options.get("overlap", True)
+    )
     bound = chain.upper_bound()
     if bound is None:
         return None
     tables = [chain.windows(stage, bound) for stage in range(chain.stages)]
-    least = least_bottleneck(lambda stage: chain.busiest(stage, tables[stage]), chain.stages, chain.layers)
+    least = least_bottleneck(
+        lambda stage: chain.busiest(stage, tables[stage]), chain.stages, chain.layers
+    )
     assert least < np.inf
-    return least_sum(lambda stage: chain.unevenness(stage, tables[stage], least), chain.stages, chain.layers)
+    return least_sum(
+        lambda stage: chain.unevenness(stage, tables[stage], least), chain.stages, chain.layers
+    )
 
 
-def least_excess(holds: Costs, kept: Costs, in_flight: Sequence[float], limits: Sequence[float]) -> list[int]:
+def least_excess(
+    holds: Costs, kept: Costs, in_flight: Sequence[float], limits: Sequence[float]
+) -> list[int]:
     """Stage lengths whose fullest stage is least above its limit, or furthest below it: what is lacking when nothing fits.
 
     >>> least_excess([5, 1, 1, 5], [0, 0, 0, 0], in_flight=[2, 1], limits=[4, 8])
@@ -106,7 +114,9 @@ def least_excess(holds: Costs, kept: Costs, in_flight: Sequence[float], limits: 
     return least_sum(short, stages, layers)
 
 
-def bytes_per_stage(lengths: Sequence[int], holds: Costs, kept: Costs, in_flight: Sequence[float]) -> list[float]:
+def bytes_per_stage(
+    lengths: Sequence[int], holds: Costs, kept: Costs, in_flight: Sequence[float]
+) -> list[float]:
     """What every stage of a cut needs, in bytes; arguments as of `limited`.
 
     >>> bytes_per_stage([1, 3], [5, 1, 1, 5], [1, 0, 0, 0], in_flight=[2, 1])
@@ -117,7 +127,10 @@ def bytes_per_stage(lengths: Sequence[int], holds: Costs, kept: Costs, in_flight
     """
     memory = _memory(holds, kept, in_flight, len(lengths))
     ends = np.cumsum(check_lengths(lengths, memory.shape[1] - 1, None))
-    return [float(row[end] - row[end - length]) for row, end, length in zip(memory, ends, lengths, strict=True)]
+    return [
+        float(row[end] - row[end - length])
+        for row, end, length in zip(memory, ends, lengths, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -146,7 +159,9 @@ class _Chain:
         index = np.arange(self.layers + 1)
         start: Ints = np.minimum(np.searchsorted(memory, memory - limit), index)
         # Where sums are rounded, a - b <= c and a - c <= b are not the same.
-        start = np.where(memory - memory[np.maximum(start - 1, 0)] <= limit, np.maximum(start - 1, 0), start)
+        start = np.where(
+            memory - memory[np.maximum(start - 1, 0)] <= limit, np.maximum(start - 1, 0), start
+        )
         start = np.where(memory - memory[start] <= limit, start, np.minimum(start + 1, index))
         if np.isfinite(bound):
             start = np.maximum(start, np.searchsorted(seconds, seconds - bound * (1 + 1e-9)))
@@ -161,7 +176,9 @@ class _Chain:
             firsts.append(self.first(stage, bound))
             begins.append(reached & (self.links[stage] <= bound * (1 + 1e-9)))
             count = np.concatenate(([0], np.cumsum(begins[-1])))[:-1]
-            reached = count > np.where(firsts[-1] < np.arange(len(count)), count[firsts[-1]], self.layers + 1)
+            reached = count > np.where(
+                firsts[-1] < np.arange(len(count)), count[firsts[-1]], self.layers + 1
+            )
         if not reached[-1]:
             return None
         ends = [self.layers]
@@ -184,7 +201,10 @@ class _Chain:
         if cut is None:
             return None
         each = np.diff(self.seconds, axis=1).min(axis=0)
-        low, high = max(float(each.max()), float(each.sum()) / self.stages), self.bottleneck(cut, overlap=True)
+        low, high = (
+            max(float(each.max()), float(each.sum()) / self.stages),
+            self.bottleneck(cut, overlap=True),
+        )
         for _ in range(HALVINGS):
             if high <= low * (1 + CLOSE):
                 break
@@ -205,8 +225,15 @@ class _Chain:
         """The table of the stage's bottlenecks, see `steps.py`."""
         first, longest = window
         ends, starts, possible = spans(self.layers, longest)
-        load, before = self.seconds[stage][ends] - self.seconds[stage][starts], self.links[stage][starts]
-        busiest = np.maximum(load, before) if self.overlap else load + before + self.links[stage + 1][ends]
+        load, before = (
+            self.seconds[stage][ends] - self.seconds[stage][starts],
+            self.links[stage][starts],
+        )
+        busiest = (
+            np.maximum(load, before)
+            if self.overlap
+            else load + before + self.links[stage + 1][ends]
+        )
         return np.where(possible & (starts >= first[1:, None]), busiest, np.inf)
 
     def unevenness(self, stage: int, window: tuple[Ints, int], least: float) -> Floats:
@@ -217,7 +244,10 @@ class _Chain:
         unit = least or 1.0
         penalty = EVENNESS * np.square((ends - starts) / self.layers)
         if self.overlap:
-            load, before = self.seconds[stage][ends] - self.seconds[stage][starts], self.links[stage][starts]
+            load, before = (
+                self.seconds[stage][ends] - self.seconds[stage][starts],
+                self.links[stage][starts],
+            )
             parts = [load, before]
         else:
             parts = [busiest]
@@ -236,16 +266,22 @@ def _chain(seconds: Costs, transfer: Costs | None, memory: tuple[Costs, Costs, S
     rows = rows_of(times, "seconds", stages, layers)
     links = np.zeros((stages + 1, layers + 1))
     if transfer is not None and stages > 1:
-        links[1:-1, 1:-1] = rows_of(numbers_of(transfer, "transfer"), "transfer", stages - 1, layers - 1)
+        links[1:-1, 1:-1] = rows_of(
+            numbers_of(transfer, "transfer"), "transfer", stages - 1, layers - 1
+        )
     need = _memory(*memory, stages)
     if need.shape[1] != layers + 1:
-        raise PartitionError(f"holds and kept are of {need.shape[1] - 1} layers, seconds of {layers}")
+        raise PartitionError(
+            f"holds and kept are of {need.shape[1] - 1} layers, seconds of {layers}"
+        )
     return _Chain(sums_of(rows), need, links, allowed, bool(overlap))
 
 
 def _check_stages(stages: int, layers: int) -> None:
     if not 1 <= stages <= layers:
-        raise PartitionError(f"cannot make {stages} stages from {layers} layers: every stage needs at least one")
+        raise PartitionError(
+            f"cannot make {stages} stages from {layers} layers: every stage needs at least one"
+        )
 
 
 def _memory(holds: Costs, kept: Costs, in_flight: Sequence[float], stages: int) -> Floats:

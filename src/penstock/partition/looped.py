@@ -48,7 +48,9 @@ class Looped(NamedTuple):
     lower_bound: float
 
 
-def looped(seconds: Costs, ranks: int, rounds: int, **options: Unpack[PlacedOptions]) -> list[int] | None:
+def looped(
+    seconds: Costs, ranks: int, rounds: int, **options: Unpack[PlacedOptions]
+) -> list[int] | None:
     """Stage lengths of the interleaved placement, stage s on rank s mod `ranks`, whose busiest rank (or link) is fastest.
 
         stages   0  1  2  3  4  5        3 ranks, 2 rounds: rank 0 has the stages 0 and 3,
@@ -81,7 +83,9 @@ def looped(seconds: Costs, ranks: int, rounds: int, **options: Unpack[PlacedOpti
     return None if found is None else found.lengths
 
 
-def looped_with_bound(seconds: Costs, ranks: int, rounds: int, **options: Unpack[PlacedOptions]) -> Looped | None:
+def looped_with_bound(
+    seconds: Costs, ranks: int, rounds: int, **options: Unpack[PlacedOptions]
+) -> Looped | None:
     """What `looped` finds, with its bottleneck and a lower bound for it; arguments as there.
 
     The lower bound is the bottleneck itself where all cuts were tried. Else it is the greatest of: an even share of all work, and
@@ -117,14 +121,19 @@ def _tried(chain: Placement) -> list[int] | None:
     """The best of all cuts."""
     inner, layers = chain.stages - 1, chain.layers
     cuts = (
-        np.fromiter(chain_of.from_iterable(combinations(range(1, layers), inner)), np.int64).reshape(-1, inner)
+        np.fromiter(
+            chain_of.from_iterable(combinations(range(1, layers), inner)), np.int64
+        ).reshape(-1, inner)
         if inner
         else NO_CUT
     )
-    ends = np.concatenate((np.zeros((len(cuts), 1), np.int64), cuts, np.full((len(cuts), 1), layers)), axis=1)
+    ends = np.concatenate(
+        (np.zeros((len(cuts), 1), np.int64), cuts, np.full((len(cuts), 1), layers)), axis=1
+    )
     number = np.arange(chain.stages)
     stages, need = (
-        rows[number, ends[:, 1:]] - rows[number, ends[:, :-1]] for rows in (chain.costs.seconds, chain.costs.memory)
+        rows[number, ends[:, 1:]] - rows[number, ends[:, :-1]]
+        for rows in (chain.costs.seconds, chain.costs.memory)
     )
     busiest = np.zeros(len(cuts))
     fits = np.ones(len(cuts), bool)
@@ -174,7 +183,11 @@ def _fitted(chain: Placement, ends: list[int]) -> list[int]:
     """The cut changed until it fits, or as nearly as can be: the bytes above the limits are then the work to share."""
     if chain.fits(ends):
         return ends
-    spare = chain.costs.limits.max() - chain.costs.limits if np.isfinite(chain.costs.limits).all() else np.zeros(chain.ranks)
+    spare = (
+        chain.costs.limits.max() - chain.costs.limits
+        if np.isfinite(chain.costs.limits).all()
+        else np.zeros(chain.ranks)
+    )
     memory, nothing = chain.costs.memory, np.zeros_like(chain.costs.memory)
     costs = Placed(memory, nothing, np.zeros(chain.layers + 1), np.full(chain.ranks, np.inf))
     return _improved(Placement(costs, chain.ranks_of, chain.link_of), ends, spare)
@@ -185,7 +198,12 @@ def _improved(chain: Placement, ends: list[int], held: Floats | None = None) -> 
     besides = np.zeros(chain.ranks) if held is None else held
 
     def worst(ends: list[int]) -> float:
-        return float(max((chain.of_ranks(ends, chain.costs.seconds) + besides).max(), chain.of_links(ends).max()))
+        return float(
+            max(
+                (chain.of_ranks(ends, chain.costs.seconds) + besides).max(),
+                chain.of_links(ends).max(),
+            )
+        )
 
     def squares(ends: list[int]) -> float:
         return float(np.square((chain.of_ranks(ends, chain.costs.seconds) + besides) / unit).sum())
@@ -193,7 +211,10 @@ def _improved(chain: Placement, ends: list[int], held: Floats | None = None) -> 
     unit = worst(ends) or 1.0
     state = (worst(ends), squares(ends))
     for _ in range(SWEEPS):
-        for first in (*range(chain.stages - chain.ranks + 1), *range(chain.stages - chain.ranks - 1, 0, -1)):
+        for first in (
+            *range(chain.stages - chain.ranks + 1),
+            *range(chain.stages - chain.ranks - 1, 0, -1),
+        ):
             ends = _shared(chain, ends, first, besides)
         now = (worst(ends), squares(ends))
         if now[0] >= state[0] and now[1] >= state[1] * (1 - 1e-9):
@@ -213,7 +234,9 @@ def _smoothed(chain: Placement, ends: list[int], most: float) -> list[int]:
     return ends
 
 
-def _shared(chain: Placement, ends: list[int], first: int, besides: Floats, most: float | None = None) -> list[int]:
+def _shared(
+    chain: Placement, ends: list[int], first: int, besides: Floats, most: float | None = None
+) -> list[int]:
     """The cut with the layers of the stages from `first` on, as many as there are ranks, cut anew and no worse.
 
     The ranks' loads are made as even as can be; or, where `most` says what a rank may take, those of the stages are.
@@ -228,8 +251,12 @@ def _shared(chain: Placement, ends: list[int], first: int, besides: Floats, most
     for number, link in enumerate(chain.link_of[first : first + count - 1]):
         if link >= 0:
             links[number] = crossing[link] - costs.links[ends[first + number]]
-    seconds = chain.of_ranks(ends, costs.seconds)[ranks] + besides[ranks] - own[first : first + count]
-    held = Held(seconds, chain.of_ranks(ends, costs.memory)[ranks] - own_bytes[first : first + count], links)
+    seconds = (
+        chain.of_ranks(ends, costs.seconds)[ranks] + besides[ranks] - own[first : first + count]
+    )
+    held = Held(
+        seconds, chain.of_ranks(ends, costs.memory)[ranks] - own_bytes[first : first + count], links
+    )
     rows = slice(first, first + count)
     window = Placed(costs.seconds[rows], costs.memory[rows], costs.links, costs.limits[ranks])
     loads = seconds + own[rows]
@@ -249,7 +276,9 @@ def _shared(chain: Placement, ends: list[int], first: int, besides: Floats, most
     if least == np.inf:
         return ends
     unit = max(least, SMALLEST) ** -2
-    value, inner = cut((unit, unit * STAGES, least * (1 + ROUNDING)) if most is None else (0.0, unit, most))
+    value, inner = cut(
+        (unit, unit * STAGES, least * (1 + ROUNDING)) if most is None else (0.0, unit, most)
+    )
     if value == np.inf:
         return ends
     return [*ends[:first], *inner, *ends[first + count :]]

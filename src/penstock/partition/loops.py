@@ -56,7 +56,9 @@ def fewest_ranks(tables: Tables, bound: float, count: int, after: Numbers, found
         found[first] = least
 
 
-def least_with(tables: Tables, bound: float, count: int, sums: bool, after: Numbers, found: Numbers) -> None:
+def least_with(
+    tables: Tables, bound: float, count: int, sums: bool, after: Numbers, found: Numbers
+) -> None:
     """Of every layer and number of ranks, the least sum or maximum of the seconds of the stages from it to the end.
 
     Args:
@@ -73,16 +75,22 @@ def least_with(tables: Tables, bound: float, count: int, sums: bool, after: Numb
                 continue
             for copies in range(1, ranks + 1):
                 own = table[first, end, copies]
-                if own > bound or (most_stages.size > 0 and count > most_stages[first, end, copies]):
+                if own > bound or (
+                    most_stages.size > 0 and count > most_stages[first, end, copies]
+                ):
                     continue
                 last = ranks if most_ranks.size == 0 else min(ranks, most_ranks[first, end, copies])
                 if sums:
                     for used in range(copies, last + 1):
-                        found[first, used] = min(found[first, used], own + after[end, used - copies])
+                        found[first, used] = min(
+                            found[first, used], own + after[end, used - copies]
+                        )
                 else:
                     own = max(own, links[end])
                     for used in range(copies, last + 1):
-                        found[first, used] = min(found[first, used], max(own, after[end, used - copies]))
+                        found[first, used] = min(
+                            found[first, used], max(own, after[end, used - copies])
+                        )
 
 
 class Placed(NamedTuple):
@@ -144,7 +152,14 @@ def peel(placed: Placed, bound: float, largest: float, before: Numbers, found: N
     return possible
 
 
-def fold(placed: Placed, least: Numbers, bound: float, largest: float, following: Numbers, reached: Numbers) -> bool:
+def fold(
+    placed: Placed,
+    least: Numbers,
+    bound: float,
+    largest: float,
+    following: Numbers,
+    reached: Numbers,
+) -> bool:
     """Whether a fold with a layer in every stage keeps the bounds.
 
     Args:
@@ -177,7 +192,9 @@ def fold(placed: Placed, least: Numbers, bound: float, largest: float, following
                 load, need = front[stop] - front[start], front_bytes[stop] - front_bytes[start]
                 if load > min(largest, bound) or need > limits[rank]:
                     break
-                while earliest < nearest and back[nearest] - back[earliest] > min(largest, bound - load):
+                while earliest < nearest and back[nearest] - back[earliest] > min(
+                    largest, bound - load
+                ):
                     earliest += 1
                 for low in range(max(earliest, stop + 2 * left), layers if left else stop + 1):
                     end = following[low]
@@ -234,7 +251,10 @@ def share(placed: Placed, held: Held, layers: tuple[int, int], goal: tuple[float
             for end in range(start + 1, last - stages + stage + 2):
                 alone = own[end] - own[start]
                 load = held.seconds[stage] + alone
-                if load > bound or held.memory[stage] + own_bytes[end] - own_bytes[start] > limits[stage]:
+                if (
+                    load > bound
+                    or held.memory[stage] + own_bytes[end] - own_bytes[start] > limits[stage]
+                ):
                     break
                 link = held.links[stage] + links[end] if stage < stages - 1 else 0.0
                 if link > bound:

@@ -47,7 +47,9 @@ class Order(NamedTuple):
     kinds: list[int]
 
 
-def best_order(seconds_of_kind: Costs, counts: Sequence[int], stages: int, **options: Unpack[OrderOptions]) -> Order | None:
+def best_order(
+    seconds_of_kind: Costs, counts: Sequence[int], stages: int, **options: Unpack[OrderOptions]
+) -> Order | None:
     """The cut, and the order of ranks of unlike kinds, whose slowest stage or link is fastest.
 
     For the order that is found, the cut is that of `limited`. Not all ranks need to be used, but `stages` of them.
@@ -117,19 +119,25 @@ class _Chain:
         far = np.empty((len(self.counts), self.stages, self.layers + 1), np.int64)
         for kind, limit in enumerate(self.limits):
             for stage, flying in enumerate(self.in_flight):
-                need = np.concatenate(([0.0], np.cumsum(self.holds[kind] + flying * self.kept[kind])))
+                need = np.concatenate(
+                    ([0.0], np.cumsum(self.holds[kind] + flying * self.kept[kind]))
+                )
                 far[kind, stage] = np.searchsorted(need, need + limit, side="right") - 1
         return far
 
     def bounds(self) -> Floats:
         """All that a stage or cut can take."""
         first, end = np.triu_indices(self.layers + 1, 1)
-        return np.unique(np.concatenate(((self.seconds[:, end] - self.seconds[:, first]).ravel(), self.links)))
+        return np.unique(
+            np.concatenate(((self.seconds[:, end] - self.seconds[:, first]).ravel(), self.links))
+        )
 
     def order(self, bound: float) -> list[int] | None:
         """The kinds of the stages of some cut within the bound; None if none was found."""
         top = bound * (1 + ROUNDING)
-        quick = np.stack([np.searchsorted(row, row + top, side="right") - 1 for row in self.seconds])
+        quick = np.stack(
+            [np.searchsorted(row, row + top, side="right") - 1 for row in self.seconds]
+        )
         far = np.minimum(self.fitting, quick[:, None])
         free = (self.links <= top).astype(np.int64)
         states = int(np.prod(self.counts + 1.0))
@@ -166,7 +174,11 @@ class _Chain:
         kinds = []
         for stage in range(self.stages - 1, -1, -1):
             ways = ((kind, before) for kind, before in self._before(state) if furthest[before] >= 0)
-            kind, state = next((kind, before) for kind, before in ways if far[kind, stage, furthest[before]] == furthest[state])
+            kind, state = next(
+                (kind, before)
+                for kind, before in ways
+                if far[kind, stage, furthest[before]] == furthest[state]
+            )
             kinds.append(kind)
         return kinds[::-1]
 
@@ -196,7 +208,12 @@ class _Chain:
         """The best cut for ranks of these kinds."""
         rows = np.diff(self.seconds, axis=1)[kinds]
         return limited(
-            rows, self.links[1:-1], self.holds[kinds], self.kept[kinds], self.in_flight.tolist(), self.limits[kinds].tolist()
+            rows,
+            self.links[1:-1],
+            self.holds[kinds],
+            self.kept[kinds],
+            self.in_flight.tolist(),
+            self.limits[kinds].tolist(),
         )
 
 
@@ -205,21 +222,34 @@ def _chain(seconds: Costs, counts: Sequence[int], stages: int, options: OrderOpt
     kinds, layers = numbers.shape
     there = np.asarray(counts)
     if there.shape != (kinds,) or there.dtype.kind not in "iu" or (there < 0).any():
-        raise PartitionError(f"counts is {counts!r}; it must be one whole number of ranks for each of {kinds} kinds")
+        raise PartitionError(
+            f"counts is {counts!r}; it must be one whole number of ranks for each of {kinds} kinds"
+        )
     if not 1 <= stages <= min(layers, int(there.sum())):
         raise PartitionError(
             f"cannot make {stages} stages from {layers} layers on {int(there.sum())} ranks: every stage needs one of each"
         )
-    transfer, flying, limits = options.get("transfer"), options.get("in_flight"), options.get("limits_of_kind")
+    transfer, flying, limits = (
+        options.get("transfer"),
+        options.get("in_flight"),
+        options.get("limits_of_kind"),
+    )
     links = np.zeros(layers + 1)
     if transfer is not None:
         links[1:-1] = check_costs(transfer, "transfer", layers - 1)
     in_flight = np.ones(stages) if flying is None else check_costs(flying, "in_flight", stages)
     allowed = np.full(kinds, np.inf) if limits is None else np.asarray(limits, dtype=np.float64)
     if allowed.shape != (kinds,) or np.isnan(allowed).any():
-        raise PartitionError(f"limits_of_kind: {limits!r} must be one number of bytes for each of {kinds} kinds")
+        raise PartitionError(
+            f"limits_of_kind: {limits!r} must be one number of bytes for each of {kinds} kinds"
+        )
     nothing = np.zeros(layers)
     named = (("holds", options.get("holds")), ("kept", options.get("kept")))
-    holds, kept = (rows_of(numbers_of(nothing if each is None else each, name), name, kinds, layers) for name, each in named)
+    holds, kept = (
+        rows_of(numbers_of(nothing if each is None else each, name), name, kinds, layers)
+        for name, each in named
+    )
     rows = sums_of(rows_of(numbers, "seconds_of_kind", kinds, layers))
-    return _Chain(rows, np.minimum(there, stages).astype(np.int64), links, holds, kept, in_flight, allowed)
+    return _Chain(
+        rows, np.minimum(there, stages).astype(np.int64), links, holds, kept, in_flight, allowed
+    )

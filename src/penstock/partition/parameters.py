@@ -7,7 +7,9 @@ from penstock.partition.catalogue import register
 from penstock.profile.profile import Profile
 
 
-@register("parameters", source="DeepSpeed 2025, runtime/pipe/module.py, partition_method='parameters'")
+@register(
+    "parameters", source="DeepSpeed 2025, runtime/pipe/module.py, partition_method='parameters'"
+)
 def parameters(profile: Profile, stages: int) -> list[int]:
     """Stage lengths that `partition_balanced` finds for the layers' parameter counts. No options."""
     return partition_balanced([layer.parameters for layer in profile], stages)

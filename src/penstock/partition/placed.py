@@ -11,7 +11,15 @@ import numpy as np
 
 from penstock.errors import PartitionError
 from penstock.partition.bottleneck import ROUNDING
-from penstock.partition.checks import Costs, Floats, check_costs, check_number, numbers_of, rows_of, sums_of
+from penstock.partition.checks import (
+    Costs,
+    Floats,
+    check_costs,
+    check_number,
+    numbers_of,
+    rows_of,
+    sums_of,
+)
 from penstock.partition.loops import Placed
 
 
@@ -71,16 +79,18 @@ class Placement:
 
     def of_ranks(self, ends: Sequence[int], rows: Floats) -> Floats:
         """The same for every rank."""
-        found: Floats = np.bincount(self.ranks_of, self.of_stages(ends, rows), self.ranks).astype(np.float64)
+        found: Floats = np.bincount(self.ranks_of, self.of_stages(ends, rows), self.ranks).astype(
+            np.float64
+        )
         return found
 
     def of_links(self, ends: Sequence[int]) -> Floats:
         """Seconds of every link."""
         used = np.asarray(self.link_of, dtype=np.int64)
         crossing = self.costs.links[np.asarray(ends[:-1], dtype=np.int64)]
-        found: Floats = np.bincount(used[used >= 0], crossing[used >= 0], max(int(used.max(initial=-1)) + 1, 1)).astype(
-            np.float64
-        )
+        found: Floats = np.bincount(
+            used[used >= 0], crossing[used >= 0], max(int(used.max(initial=-1)) + 1, 1)
+        ).astype(np.float64)
         return found
 
     def bottleneck(self, ends: Sequence[int]) -> float:
@@ -100,7 +110,9 @@ class Placement:
         busiest = [self.bottleneck(ends) for ends in cuts]
         most = min(busiest, default=0.0) * (1 + self.slack) * (1 + ROUNDING)
         return min(
-            (list(ends) for ends, value in zip(cuts, busiest, strict=True) if value <= most), key=self.largest, default=None
+            (list(ends) for ends, value in zip(cuts, busiest, strict=True) if value <= most),
+            key=self.largest,
+            default=None,
         )
 
 
@@ -114,24 +126,38 @@ def placement(seconds: Costs, ranks_of: Sequence[int], options: PlacedOptions) -
     numbers = numbers_of(seconds, "seconds")
     layers = numbers.shape[-1]
     if stages > layers:
-        raise PartitionError(f"cannot make {stages} stages from {layers} layers: every stage needs at least one")
-    transfer, flying, limits = options.get("transfer"), options.get("in_flight"), options.get("limits")
+        raise PartitionError(
+            f"cannot make {stages} stages from {layers} layers: every stage needs at least one"
+        )
+    transfer, flying, limits = (
+        options.get("transfer"),
+        options.get("in_flight"),
+        options.get("limits"),
+    )
     links = np.zeros(layers + 1)
     if transfer is not None:
         links[1:-1] = check_costs(transfer, "transfer", layers - 1)
     nothing = np.zeros(layers)
-    holds, kept = (nothing if costs is None else costs for costs in (options.get("holds"), options.get("kept")))
+    holds, kept = (
+        nothing if costs is None else costs for costs in (options.get("holds"), options.get("kept"))
+    )
     in_flight = np.ones(stages) if flying is None else check_costs(flying, "in_flight", stages)
     allowed = np.full(ranks, np.inf) if limits is None else np.asarray(limits, dtype=np.float64)
     if allowed.shape != (ranks,) or np.isnan(allowed).any():
-        raise PartitionError(f"limits: {limits!r} must be one number of bytes for each of {ranks} ranks")
+        raise PartitionError(
+            f"limits: {limits!r} must be one number of bytes for each of {ranks} ranks"
+        )
     chosen = list(ranks_of)
     held, each = (
-        rows_of(numbers_of(costs, what), what, ranks, layers)[chosen] for what, costs in (("holds", holds), ("kept", kept))
+        rows_of(numbers_of(costs, what), what, ranks, layers)[chosen]
+        for what, costs in (("holds", holds), ("kept", kept))
     )
     times = sums_of(rows_of(numbers, "seconds", ranks, layers)[chosen])
     pairs = [(min(pair), max(pair)) for pair in pairwise(ranks_of)]
-    names = {pair: number for number, pair in enumerate(dict.fromkeys(pair for pair in pairs if pair[0] != pair[1]))}
+    names = {
+        pair: number
+        for number, pair in enumerate(dict.fromkeys(pair for pair in pairs if pair[0] != pair[1]))
+    }
     costs = Placed(times, sums_of(held + in_flight[:, None] * each), links, allowed)
     slack = check_number("slack", options.get("slack", 0.0), zero=True)
     return Placement(costs, tuple(ranks_of), tuple(names.get(pair, -1) for pair in pairs), slack)

@@ -73,10 +73,14 @@ def replicated_table(table: Floats, boundary: Sequence[float] | Floats | None = 
     bound, found = tightest
     if not limits.get("exactly", True) or sum(copies for _, copies in found) == chain.ranks:
         return found
-    return chain.topped_up(found, bound) or chain.least(bound=np.inf, sums=False, stages=limits.get("stages"), exactly=True)
+    return chain.topped_up(found, bound) or chain.least(
+        bound=np.inf, sums=False, stages=limits.get("stages"), exactly=True
+    )
 
 
-def replicated_sum(table: Floats, bound_factor: float, **limits: Unpack[Limits]) -> list[Stage] | None:
+def replicated_sum(
+    table: Floats, bound_factor: float, **limits: Unpack[Limits]
+) -> list[Stage] | None:
     """The stages with the least sum of times + bound_factor x slowest time: of B micro-batches in a row, with B - 1.
 
     >>> table = table_of(lambda first, end, copies: (end - first) / copies ** 0.5, layers=4, ranks=4)
@@ -100,7 +104,11 @@ def replicated_sum(table: Floats, bound_factor: float, **limits: Unpack[Limits])
     and with `most_stages` that bind 0.7 s.
     """
     factor = check_number("bound_factor", bound_factor, zero=True)
-    chain, exactly, stages = _chain(table, None, limits), limits.get("exactly", True), limits.get("stages")
+    chain, exactly, stages = (
+        _chain(table, None, limits),
+        limits.get("exactly", True),
+        limits.get("stages"),
+    )
     best, value = None, np.inf
 
     def at(bound: float) -> float:
@@ -131,14 +139,18 @@ def replicated_sum(table: Floats, bound_factor: float, **limits: Unpack[Limits])
         if here < np.inf and low < middle:
             heapq.heappush(waiting, (here + factor * float(bounds[low]), low, middle, here))
         if here > above and middle + 1 < high:
-            heapq.heappush(waiting, (above + factor * float(bounds[middle + 1]), middle + 1, high, above))
+            heapq.heappush(
+                waiting, (above + factor * float(bounds[middle + 1]), middle + 1, high, above)
+            )
     return best
 
 
 def _chain(table: Floats, boundary: Sequence[float] | Floats | None, limits: Limits) -> Chain:
     stages = limits.get("stages")
     if stages is not None and stages < 1:
-        raise PartitionError(f"stages is {stages!r}; a model is cut into 1 or more, or None for any number")
+        raise PartitionError(
+            f"stages is {stages!r}; a model is cut into 1 or more, or None for any number"
+        )
     return chain_of(table, boundary, limits.get("most_ranks"), limits.get("most_stages"))
 
 
@@ -150,7 +162,9 @@ def table_of(stage_time: Callable[[int, int, int], float], layers: int, ranks: i
     table = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
     for first in range(layers):
         for end in range(first + 1, layers + 1):
-            table[first, end, 1:] = [stage_time(first, end, copies) for copies in range(1, ranks + 1)]
+            table[first, end, 1:] = [
+                stage_time(first, end, copies) for copies in range(1, ranks + 1)
+            ]
     return table
 
 
@@ -210,7 +224,9 @@ def replicated(seconds: Sequence[float] | Floats, weight_bytes: Sequence[float] 
     work = check_costs(seconds, "seconds")
     layers = len(work)
     if not (isinstance(ranks, (int, np.integer)) and ranks >= 1 and layers):
-        raise PartitionError(f"{layers} layers on {ranks!r} ranks: there must be at least one of each")
+        raise PartitionError(
+            f"{layers} layers on {ranks!r} ranks: there must be at least one of each"
+        )
     if (layers + 1) ** 2 * (ranks + 1) > LARGEST_TABLE:
         raise PartitionError(f"{layers} layers on {ranks} ranks need a table of {(layers + 1) ** 2 * (ranks + 1)} stages, more than "
                              f"{LARGEST_TABLE}: join layers to fewer first")  # fmt: skip
@@ -224,11 +240,15 @@ def replicated(seconds: Sequence[float] | Floats, weight_bytes: Sequence[float] 
         raise PartitionError(f"output_bytes: has {len(sizes)} entries, and {layers} are needed")
     links = np.zeros(layers + 1)
     links[1:-1] = latency + sizes[: layers - 1] / bandwidth
-    sync = check_number("sync_bandwidth_bytes_per_s", options.get("sync_bandwidth_bytes_per_s", bandwidth))
+    sync = check_number(
+        "sync_bandwidth_bytes_per_s", options.get("sync_bandwidth_bytes_per_s", bandwidth)
+    )
     summed = check_costs(weight_bytes, "weight_bytes", layers) / sync
     table = _table(work, summed, links, ranks, options)
     most = _room(layers, ranks, np.inf if count is None else count, options)
-    return replicated_table(table, stages=options.get("stages"), exactly=options.get("exactly", True), most_ranks=most)
+    return replicated_table(
+        table, stages=options.get("stages"), exactly=options.get("exactly", True), most_ranks=most
+    )
 
 
 def _table(work: Floats, summed: Floats, links: Floats, ranks: int, options: Options) -> Floats:
@@ -242,9 +262,14 @@ def _table(work: Floats, summed: Floats, links: Floats, ranks: int, options: Opt
     join = np.maximum.reduce if options.get("overlap", True) else np.add.reduce
     table = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
     for first in range(layers):
-        load, weights = (done - done[first])[first + 1 :, None], (owed - owed[first])[first + 1 :, None]
+        load, weights = (
+            (done - done[first])[first + 1 :, None],
+            (owed - owed[first])[first + 1 :, None],
+        )
         into = np.broadcast_to(links[first] * share, (layers - first, ranks + 1))
-        table[first, first + 1 :] = join([load * share, weights * crossings, links[first + 1 :, None] * share, into])
+        table[first, first + 1 :] = join(
+            [load * share, weights * crossings, links[first + 1 :, None] * share, into]
+        )
     if count is not None:
         table[:, :, count + 1 :] = np.inf
     return table
@@ -260,7 +285,11 @@ def _room(layers: int, ranks: int, micro_batches: float, options: Options) -> In
     copies = np.maximum(np.arange(ranks + 1), 1)
     spare = limit - (holds - holds[:, None])
     with np.errstate(divide="ignore", invalid="ignore"):
-        flying = np.where(kept > kept[:, None], np.floor(spare / (kept - kept[:, None])), np.where(spare >= 0, np.inf, 0))
+        flying = np.where(
+            kept > kept[:, None],
+            np.floor(spare / (kept - kept[:, None])),
+            np.where(spare >= 0, np.inf, 0),
+        )
     flying = np.where(spare < 0, 0.0, flying)[:, :, None]
     all_of_them = flying >= np.ceil(micro_batches / copies)
     return np.where(all_of_them, ranks, np.minimum(flying * copies, ranks)).astype(np.int64)

@@ -205,7 +205,9 @@ class Plan:
         """
         text = "\n".join(f"rank {rank} | {ops}" for rank, ops in enumerate(self.programs))
         made = Schedule.parse(text, self.schedule_name, self.synchronous)
-        return replace(made, options=self.schedule_options, slicing=self.slicing, stream=self.stream)
+        return replace(
+            made, options=self.schedule_options, slicing=self.slicing, stream=self.stream
+        )
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -228,14 +230,20 @@ class Plan:
             SettingError: the weight rule has no such option.
         """
         if any(length < 1 for length in self.lengths) or sum(self.lengths) != self.layers:
-            raise PlanError(f"stage lengths {list(self.lengths)} must be positive and sum to the {self.layers} layers")
+            raise PlanError(
+                f"stage lengths {list(self.lengths)} must be positive and sum to the {self.layers} layers"
+            )
         found = self.schedule
         if found.stages != self.stages:
             raise PlanError(f"the programs have {found.stages} stages, the lengths {self.stages}")
         if found.micro_batches != self.micro_batches:
-            raise PlanError(f"the programs have {found.micro_batches} micro-batches, not {self.micro_batches}")
+            raise PlanError(
+                f"the programs have {found.micro_batches} micro-batches, not {self.micro_batches}"
+            )
         if self.batch < self.micro_batches:
-            raise PlanError(f"a batch of {self.batch} cannot be cut into {self.micro_batches} micro-batches")
+            raise PlanError(
+                f"a batch of {self.batch} cannot be cut into {self.micro_batches} micro-batches"
+            )
         if len(self.predicted.peak_memory) != self.ranks:
             raise PlanError(
                 f"memory is predicted for {len(self.predicted.peak_memory)} ranks, the programs are for {self.ranks}"
@@ -260,9 +268,13 @@ class Plan:
             raise PlanError(f'recomputed and segment_starts say which layers recompute="selective" runs again, and recompute is '
                             f"{self.recompute!r}")  # fmt: skip
         if list(self.recomputed) != sorted(set(self.recomputed) & set(range(self.layers))):
-            raise PlanError(f"recomputed {list(self.recomputed)} must be different ones of the {self.layers} layers, ascending")
+            raise PlanError(
+                f"recomputed {list(self.recomputed)} must be different ones of the {self.layers} layers, ascending"
+            )
         if list(self.segment_starts) != sorted(set(self.segment_starts) & set(self.recomputed)):
-            raise PlanError(f"segment_starts {list(self.segment_starts)} must be different ones of recomputed, ascending")
+            raise PlanError(
+                f"segment_starts {list(self.segment_starts)} must be different ones of recomputed, ascending"
+            )
 
     def check_fits(self, chain_fingerprint: str, ranks: int, torch_version: str = "") -> None:
         """Refuse a model, a number of ranks or a torch that this plan was not made for.

@@ -27,7 +27,9 @@ class Selection:
         ordered = sorted(found)
         ends = {end for _, end in ordered}
         layers = tuple(layer for first, end in ordered for layer in range(first, end))
-        return cls(layers, tuple(first for first, _ in ordered if first in ends and first not in firsts))
+        return cls(
+            layers, tuple(first for first, _ in ordered if first in ends and first not in firsts)
+        )
 
 
 def segments(recomputed: Iterable[int], starts: Collection[int] = ()) -> list[tuple[int, int]]:

@@ -28,8 +28,14 @@ def describe(plan: Plan) -> str:
     lines += [] if plan.planner == "auto" else [f"  by planner {plan.planner}{_objective(plan)}"]
     lines += _recomputed(plan)
     lines += _bound(plan)
-    lines += [f"  on devices {', '.join(map(str, plan.devices))}"] if plan.devices and plan.ranks <= MOST_ROWS else []
-    lines += table(("stage", "rank", "layers", "from", "to", "peak memory of rank"), _stage_rows(plan))
+    lines += (
+        [f"  on devices {', '.join(map(str, plan.devices))}"]
+        if plan.devices and plan.ranks <= MOST_ROWS
+        else []
+    )
+    lines += table(
+        ("stage", "rank", "layers", "from", "to", "peak memory of rank"), _stage_rows(plan)
+    )
     lines += _memory(plan)
     lines += _traffic(plan)
     lines += _candidates(plan)
@@ -41,13 +47,19 @@ def _copies(plan: Plan) -> str:
     counts = [len(ranks) for ranks in plan.schedule.ranks_of_stage]
     if max(counts) == 1:
         return ""
-    return f" of {counts[0]} copies" if len(set(counts)) == 1 else f" of {', '.join(map(str, counts))} copies"
+    return (
+        f" of {counts[0]} copies"
+        if len(set(counts)) == 1
+        else f" of {', '.join(map(str, counts))} copies"
+    )
 
 
 def _against_data_parallel(plan: Plan) -> str:
     other = plan.predicted.data_parallel_s
     return (
-        "" if other is None or not plan.predicted.step_s else f" and {other / plan.predicted.step_s:.2f} times data parallelism"
+        ""
+        if other is None or not plan.predicted.step_s
+        else f" and {other / plan.predicted.step_s:.2f} times data parallelism"
     )
 
 
@@ -60,19 +72,29 @@ def _bound(plan: Plan) -> list[str]:
     if gap is None:
         return []
     bound = format_seconds(plan.predicted.lower_bound_s)
-    return [f"  lower bound: nothing of what was weighed can take less than {bound}; the gap is {max(gap, 0.0):.1%}"]
+    return [
+        f"  lower bound: nothing of what was weighed can take less than {bound}; the gap is {max(gap, 0.0):.1%}"
+    ]
 
 
 def _recomputed(plan: Plan) -> list[str]:
     """What recompute runs again, what that takes, and what it is good for."""
     if plan.recompute == "never":
         return []
-    layers = f"all {plan.layers} layers" if plan.recompute != "selective" else f"{len(plan.recomputed)} of {plan.layers} layers"
-    found = [segment for first, end in plan.bounds for segment in plan.selection.of_stage(first, end)]
+    layers = (
+        f"all {plan.layers} layers"
+        if plan.recompute != "selective"
+        else f"{len(plan.recomputed)} of {plan.layers} layers"
+    )
+    found = [
+        segment for first, end in plan.bounds for segment in plan.selection.of_stage(first, end)
+    ]
     pieces = f" in {len(found)} segment{'s' * (len(found) > 1)}" if found else ""
     but = " but of the last micro-batch" if plan.recompute == "except_last" else ""
     work, kept = plan.predicted.more_work, plan.predicted.less_kept
-    return [f"  runs {layers} again{pieces}{but}: {work:.1%} more work, {kept:.0%} less activations kept for a backward"]
+    return [
+        f"  runs {layers} again{pieces}{but}: {work:.1%} more work, {kept:.0%} less activations kept for a backward"
+    ]
 
 
 def _asynchrony(plan: Plan) -> str:
@@ -118,15 +140,21 @@ def _memory(plan: Plan) -> list[str]:
     parts = plan.predicted.memory_parts
     if not parts:
         return []
-    shown = sorted(range(len(parts)), key=lambda rank: -plan.predicted.peak_memory[rank])[:MOST_ROWS]
+    shown = sorted(range(len(parts)), key=lambda rank: -plan.predicted.peak_memory[rank])[
+        :MOST_ROWS
+    ]
     holders = [name for name, _ in parts[0] if any(dict(parts[rank]).get(name) for rank in shown)]
-    rows = [(str(rank), *(format_bytes(dict(parts[rank]).get(name, 0)) for name in holders)) for rank in sorted(shown)]
+    rows = [
+        (str(rank), *(format_bytes(dict(parts[rank]).get(name, 0)) for name in holders))
+        for rank in sorted(shown)
+    ]
     # Ranks alike are one row: of 64 that hold the same nobody reads the second.
     kinds: dict[tuple[str, ...], list[str]] = {}
     for rank, *sizes in rows:
         kinds.setdefault(tuple(sizes), []).append(rank)
     alike = [
-        (ranks[0] if len(ranks) == 1 else f"{ranks[0]} and {len(ranks) - 1} more", *sizes) for sizes, ranks in kinds.items()
+        (ranks[0] if len(ranks) == 1 else f"{ranks[0]} and {len(ranks) - 1} more", *sizes)
+        for sizes, ranks in kinds.items()
     ]
     return ["  memory of a rank at its fullest:", *table(("rank", *holders), alike)]
 
@@ -162,7 +190,9 @@ def _candidates(plan: Plan) -> list[str]:
 
 
 def _replicas(each: Candidate) -> str:
-    return str(each.replicas) if isinstance(each.replicas, int) else ",".join(map(str, each.replicas))
+    return (
+        str(each.replicas) if isinstance(each.replicas, int) else ",".join(map(str, each.replicas))
+    )
 
 
 def _candidate_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -180,7 +210,10 @@ def _remedies(plan: Plan) -> list[str]:
     if not plan.remedies:
         return []
     best = plan.predicted.step_s
-    rows = [(each.change, format_seconds(each.step_s), against(each.step_s, best)) for each in plan.remedies]
+    rows = [
+        (each.change, format_seconds(each.step_s), against(each.step_s, best))
+        for each in plan.remedies
+    ]
     return ["  what would help:", *table(("change", "step", ""), rows)]
 
 
@@ -193,5 +226,7 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Lines of a table, columns aligned, four spaces in."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return [
-        "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
+        "    "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
     ]

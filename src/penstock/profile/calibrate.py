@@ -16,7 +16,16 @@ from penstock.profile.roofline import PHASES, WINOGRAD_TRAFFIC, Efficiency, Roof
 
 #: Unknowns: three costs that are there whatever the size, then seconds at the bandwidth and at each family's peak over the ideal.
 _FIXED: Final = ("launch", "fill_s", "call_s")
-_SHARES: Final = ("memory", "matrix", "convolution", "winograd", "grouped_convolution", "attention", "recurrent", "other")
+_SHARES: Final = (
+    "memory",
+    "matrix",
+    "convolution",
+    "winograd",
+    "grouped_convolution",
+    "attention",
+    "recurrent",
+    "other",
+)
 _MEMORY: Final = len(_FIXED)
 _WINOGRAD: Final = len(_FIXED) + _SHARES.index("winograd")
 
@@ -45,7 +54,9 @@ class Sample:
     seconds: float
 
 
-def calibrated(counts: ModelCounts, measured: Profile, device: Device, *, dtype: str = "float32") -> Efficiency:
+def calibrated(
+    counts: ModelCounts, measured: Profile, device: Device, *, dtype: str = "float32"
+) -> Efficiency:
     """The efficiencies with which a roofline on `device` comes nearest to what was measured.
 
     Source: least squares of relative errors over layers, phases and sizes. Each op is on one of two roofs, so that seconds are linear
@@ -67,12 +78,20 @@ def calibrated(counts: ModelCounts, measured: Profile, device: Device, *, dtype:
         Sample(layer.work(phase), size, seconds)
         for layer, profile in zip(counts, measured, strict=True)
         for phase in PHASES
-        for size, seconds in zip(getattr(profile, phase).sizes, getattr(profile, phase).median_s, strict=True)
+        for size, seconds in zip(
+            getattr(profile, phase).sizes, getattr(profile, phase).median_s, strict=True
+        )
     ]
-    return fitted(found, Roof.of(device, dtype, counts.dtype_bytes), source=f"a profile on {measured.device or device.name}")
+    return fitted(
+        found,
+        Roof.of(device, dtype, counts.dtype_bytes),
+        source=f"a profile on {measured.device or device.name}",
+    )
 
 
-def fitted(measured: Sequence[Sample], roof: Roof, *, start: Efficiency | None = None, source: str = "") -> Efficiency:
+def fitted(
+    measured: Sequence[Sample], roof: Roof, *, start: Efficiency | None = None, source: str = ""
+) -> Efficiency:
     """The efficiencies that come nearest to `measured` at `roof`. Families of products that were not measured are taken to be as much
     better or worse than in `start` as those that were, on average.
 
@@ -84,14 +103,18 @@ def fitted(measured: Sequence[Sample], roof: Roof, *, start: Efficiency | None =
         raise SettingError("nothing to calibrate with: no timed layer launches anything")
     begin = Efficiency() if start is None else start
     table = _Table.of(told, roof)
-    first = np.array([getattr(begin, name) for name in _FIXED] + [1 / getattr(begin, name) for name in _SHARES])
+    first = np.array(
+        [getattr(begin, name) for name in _FIXED] + [1 / getattr(begin, name) for name in _SHARES]
+    )
     best = table.fit(first)
     # Families that were hardly measured, or not at all, are held to be as much better or worse than usual as the others are.
     usual = first.copy()
     usual[_MEMORY + 1 :] *= table.pace(best, first)
     best = table.fit(usual)
     values = dict(zip(_FIXED, best[: len(_FIXED)].tolist(), strict=True))
-    values |= {name: 1 / value for name, value in zip(_SHARES, best[len(_FIXED) :].tolist(), strict=True)}
+    values |= {
+        name: 1 / value for name, value in zip(_SHARES, best[len(_FIXED) :].tolist(), strict=True)
+    }
     return replace(begin, **values, source=source or begin.source)
 
 
@@ -111,7 +134,11 @@ class _Table:
 
     @classmethod
     def of(cls, told: Sequence[Sample], roof: Roof) -> _Table:
-        rows = [(number, work, sample.samples) for number, sample in enumerate(told) for work in sample.works]
+        rows = [
+            (number, work, sample.samples)
+            for number, sample in enumerate(told)
+            for work in sample.works
+        ]
         fixed = [
             (roof.launch_s * sum(work.launches for work in sample.works),
              sum(work.launches for work in sample.works if work.family != "other"), 1.0)
@@ -137,7 +164,11 @@ class _Table:
         on_memory = ~short & (memory >= compute)
         found = np.zeros((len(self.seconds), len(guess)))
         found[:, : len(_FIXED)] = self.fixed
-        np.add.at(found, (self.sample, np.where(short, _WINOGRAD, self.family)), np.where(on_memory, 0.0, self.compute_s))
+        np.add.at(
+            found,
+            (self.sample, np.where(short, _WINOGRAD, self.family)),
+            np.where(on_memory, 0.0, self.compute_s),
+        )
         np.add.at(
             found,
             (self.sample, np.full_like(self.sample, _MEMORY)),
@@ -164,9 +195,15 @@ class _Table:
 
     def pace(self, best: np.ndarray, first: np.ndarray) -> float:
         """How much slower than usual the products were, on average by their work: those that were not seen are taken to be as much."""
-        work = np.bincount(self.family, self.compute_s * (self.family != _column("other")), minlength=len(best))
+        work = np.bincount(
+            self.family, self.compute_s * (self.family != _column("other")), minlength=len(best)
+        )
         done = work > 0
-        return float(np.exp(np.average(np.log(best[done] / first[done]), weights=work[done]))) if done.any() else 1.0
+        return (
+            float(np.exp(np.average(np.log(best[done] / first[done]), weights=work[done])))
+            if done.any()
+            else 1.0
+        )
 
     def error(self, guess: np.ndarray) -> float:
         """Sum of the squares of the relative errors."""
@@ -175,7 +212,9 @@ class _Table:
     def solve(self, guess: np.ndarray, hold: np.ndarray) -> np.ndarray:
         """The unknowns with the least error for the roofs of `guess`, none below its floor."""
         scale = np.concatenate([_SPREAD, hold[_MEMORY:]])
-        matrix = np.vstack([self.matrix(guess) * scale * self.weight[:, None], _HOLD * np.eye(len(guess))])
+        matrix = np.vstack(
+            [self.matrix(guess) * scale * self.weight[:, None], _HOLD * np.eye(len(guess))]
+        )
         wanted = np.concatenate([self.seconds * self.weight, _HOLD * hold / scale])
         floor = np.array([0.0] * len(_FIXED) + [_FLOOR] * len(_SHARES))
         free = np.ones(len(guess), bool)

@@ -24,7 +24,12 @@ from penstock.profile.roofline import UPDATE_TRAFFIC, Roof, Seconds, analytic_pr
 REACHED: Final = 0.8
 #: How often a phase moves all weights, where they are not on the chip: F reads them; I reads them; W reads and writes the gradients'
 #: sum so far; B does what I and W do.
-_WEIGHT_PASSES: Final[dict[Phase, int]] = {"forward": 1, "backward": 3, "input_grad": 1, "weight_grad": 2}
+_WEIGHT_PASSES: Final[dict[Phase, int]] = {
+    "forward": 1,
+    "backward": 3,
+    "input_grad": 1,
+    "weight_grad": 2,
+}
 
 Units = Literal["shared", "separate"]
 
@@ -60,21 +65,30 @@ def fpga(
     if not points or points[0] < 1:
         raise SettingError(f"sizes {list(points)} must be 1 or more")
     roof = Roof.of(board, dtype, counts.dtype_bytes)
-    held = fits_on_chip(counts.parameter_bytes * roof.narrower, board) if on_chip is None else on_chip
+    held = (
+        fits_on_chip(counts.parameter_bytes * roof.narrower, board) if on_chip is None else on_chip
+    )
 
     def alone(layer: LayerCounts, phase: Phase, samples: float) -> float:
         if not layer.work(phase):
             return 0.0
-        products = sum(work.flops_at(samples) for work in layer.work(phase) if work.family != "other")
+        products = sum(
+            work.flops_at(samples) for work in layer.work(phase) if work.family != "other"
+        )
         weights = 0 if held else _WEIGHT_PASSES[phase] * layer.parameter_bytes
         moved = roof.narrower * (weights + samples * layer.activation_bytes_per_sample)
         return max(products / (roof.flops_per_s * REACHED), moved / roof.bytes_per_s)
 
-    parts = {size: _part_of_forward(counts, size, alone) if units == "separate" else 1.0 for size in points}
+    parts = {
+        size: _part_of_forward(counts, size, alone) if units == "separate" else 1.0
+        for size in points
+    }
 
     def seconds(layer: LayerCounts, phase: Phase, samples: float) -> float:
         part = parts[int(samples)]
-        return alone(layer, phase, samples) / (part if phase == "forward" or units == "shared" else 1 - part)
+        return alone(layer, phase, samples) / (
+            part if phase == "forward" or units == "shared" else 1 - part
+        )
 
     return replace(
         analytic_profile(counts, points, roof, seconds),
@@ -106,7 +120,9 @@ def fits_on_chip(weight_bytes: float, board: Device) -> bool:
     return 2 * weight_bytes <= board.on_chip_bytes
 
 
-def off_chip_seconds(forward_s: float, backward_s: float, weight_bytes: float, board: Device) -> tuple[float, float]:
+def off_chip_seconds(
+    forward_s: float, backward_s: float, weight_bytes: float, board: Device
+) -> tuple[float, float]:
     """Forward and backward of a stage, given those with its weights on the chip; unchanged where they fit there.
 
     Where they do not, every micro-batch brings them through the DDR while it is computed: the longer of the two counts.
@@ -120,7 +136,9 @@ def off_chip_seconds(forward_s: float, backward_s: float, weight_bytes: float, b
         raise SettingError(f"board {board.name} has no memory_bytes_per_s, and {weight_bytes:,.0f} bytes of weights do not fit on its "
                            f"chip of {board.on_chip_bytes:,} bytes")  # fmt: skip
     once = weight_bytes / board.memory_bytes_per_s
-    return max(forward_s, _WEIGHT_PASSES["forward"] * once), max(backward_s, _WEIGHT_PASSES["backward"] * once)
+    return max(forward_s, _WEIGHT_PASSES["forward"] * once), max(
+        backward_s, _WEIGHT_PASSES["backward"] * once
+    )
 
 
 def streamed_hop_seconds(count: float, bandwidth_bytes_per_s: float, compute_s: float) -> float:

@@ -54,7 +54,9 @@ def profiles_of(profiles: Profiles, cluster: Cluster) -> tuple[Profile, ...]:
         by_name = dict(profiles)
     missing = [device.name for device in cluster.devices if device.name not in by_name]
     if missing:
-        raise PlanError(f"there is no profile for {missing[0]} of {cluster.name}, only for {', '.join(by_name) or 'nothing'}")
+        raise PlanError(
+            f"there is no profile for {missing[0]} of {cluster.name}, only for {', '.join(by_name) or 'nothing'}"
+        )
     return tuple(by_name[device.name] for device in cluster.devices)
 
 

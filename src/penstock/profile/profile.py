@@ -130,7 +130,9 @@ class Profile:
 
     def seconds(self, phase: Phase, samples: float) -> list[float]:
         """Per layer, seconds of one phase for `samples` samples."""
-        known: dict[tuple[Phase, float], list[float]] = self.__dict__.setdefault("_known", {})  # planners ask a thousand times
+        known: dict[tuple[Phase, float], list[float]] = self.__dict__.setdefault(
+            "_known", {}
+        )  # planners ask a thousand times
         if (phase, samples) not in known:
             known[phase, samples] = [layer.seconds(phase, samples) for layer in self.layers]
         return list(known[phase, samples])
@@ -179,5 +181,7 @@ def check_timing(timing: Timing, where: str) -> None:
     sizes: Sequence[int] = timing.sizes
     if not sizes or sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
         raise SettingError(f"{where}: sizes {list(sizes)} must be 1 or more and ascend")
-    if len(timing.median_s) != len(sizes) or not all(0 <= t < float("inf") for t in timing.median_s):
+    if len(timing.median_s) != len(sizes) or not all(
+        0 <= t < float("inf") for t in timing.median_s
+    ):
         raise SettingError(f"{where}: needs {len(sizes)} times of 0 s or more, one for each size")

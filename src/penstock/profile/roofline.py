@@ -21,7 +21,15 @@ PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "input_grad", "weight
 #: (layer, phase, samples) -> seconds
 Seconds = Callable[[LayerCounts, Phase, float], float]
 #: Bytes of a number, by dtype.
-DTYPE_BYTES: Final = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
+DTYPE_BYTES: Final = {
+    "float64": 8,
+    "float32": 4,
+    "tf32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8": 1,
+    "int8": 1,
+}
 #: What SGD with momentum moves for each byte of parameters: reads weight, gradient and momentum, writes weight and momentum.
 UPDATE_TRAFFIC: Final = 5.0
 #: And what adding a micro-batch's gradients to those before it moves: reads both, writes the sum.
@@ -80,7 +88,9 @@ class Efficiency:
                 if not 0 <= value < float("inf"):
                     raise SettingError(f"efficiency: {field.name} is {value!r}; it is 0 or more")
             elif field.name != "source" and not 0 < value < float("inf"):
-                raise SettingError(f"efficiency: {field.name} is {value!r}, a share of a peak; it must be above 0")
+                raise SettingError(
+                    f"efficiency: {field.name} is {value!r}, a share of a peak; it must be above 0"
+                )
 
     def share(self, family: Family) -> float:
         """The share of the device's peak that a family reaches."""
@@ -128,7 +138,9 @@ class Roof:
         peak, bandwidth = device.peak(dtype), device.memory_bytes_per_s
         if peak is None or bandwidth is None:
             has = ", ".join(name for name, _ in device.flops) or "no dtype"
-            lacking = f"peak for {dtype} (it has one for {has})" if peak is None else "memory bandwidth"
+            lacking = (
+                f"peak for {dtype} (it has one for {has})" if peak is None else "memory bandwidth"
+            )
             raise SettingError(f"device {device.name} has no {lacking}: give flops and memory_bytes_per_s, "
                                "or take a device of the presets")  # fmt: skip
         return cls(peak, bandwidth, device.launch_s, DTYPE_BYTES[dtype] / counted_bytes,
@@ -185,19 +197,27 @@ def roofline(
     reached = usual_efficiency(dtype) if efficiency is None else efficiency
     roof = Roof.of(device, dtype, counts.dtype_bytes)
     made = analytic_profile(
-        counts, points, roof, lambda layer, phase, samples: roof.seconds(layer.work(phase), samples, reached)
+        counts,
+        points,
+        roof,
+        lambda layer, phase, samples: roof.seconds(layer.work(phase), samples, reached),
     )
     return replace(
         made,
         batch=batch,
-        machine={"device": f"{device.kind}: {device.name}, by a roofline at {dtype}", "efficiency": reached.source},
+        machine={
+            "device": f"{device.kind}: {device.name}, by a roofline at {dtype}",
+            "efficiency": reached.source,
+        },
         device=device.name,
         update_s_per_byte=UPDATE_TRAFFIC / (roof.bytes_per_s * reached.memory),
         accumulate_s_per_byte=ACCUMULATE_TRAFFIC / (roof.bytes_per_s * reached.memory),
     )
 
 
-def analytic_profile(counts: ModelCounts, sizes: Sequence[int], roof: Roof, seconds: Seconds) -> Profile:
+def analytic_profile(
+    counts: ModelCounts, sizes: Sequence[int], roof: Roof, seconds: Seconds
+) -> Profile:
     """A profile with the counts' bytes, as narrow as the roof's dtype, and the times that `seconds(layer, phase, samples)` says. Of the
     device it says nothing.
     """

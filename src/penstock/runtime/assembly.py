@@ -63,7 +63,11 @@ class Assembly:
     @property
     def stages(self) -> list[Stage]:
         """All stages that are held here."""
-        return [stage for interpreter in self.interpreters.values() for stage in interpreter.stages.values()]
+        return [
+            stage
+            for interpreter in self.interpreters.values()
+            for stage in interpreter.stages.values()
+        ]
 
     def share_weights(self) -> None:
         """Let all copies of a stage begin with the first one's parameters and buffers, and all that is tied with its home's."""
@@ -88,14 +92,23 @@ class Assembly:
         at_home = [stage for rank, interpreter in self.interpreters.items() for stage in interpreter.stages.values()
                    if home[stage.index] == rank]  # fmt: skip
         return Placed(
-            self.traced, self.setting.lengths, home, self.stages, at_home, {each.name: each.home for each in self.shared}
+            self.traced,
+            self.setting.lengths,
+            home,
+            self.stages,
+            at_home,
+            {each.name: each.home for each in self.shared},
         )
 
     @property
     def lives(self) -> int:
         """How many copies of each stage have optimizers of their own."""
         stream = self.setting.schedule.stream
-        return max(map(len, self.setting.schedule.ranks_of_stage)) if stream is not None and stream.waves is not None else 1
+        return (
+            max(map(len, self.setting.schedule.ranks_of_stage))
+            if stream is not None and stream.waves is not None
+            else 1
+        )
 
     def optimizers(self) -> list[Optimizer]:
         """Those of the stages held here, or one that stands in for them.
@@ -107,7 +120,9 @@ class Assembly:
             raise SettingError(
                 "there is no learning rate to schedule: this pipeline has no optimizer. Give it one by optimizer="
             )
-        return [stage.update.optimizer for stage in self.stages if stage.update.optimizer is not None] or [stand_in(self.make)]
+        return [
+            stage.update.optimizer for stage in self.stages if stage.update.optimizer is not None
+        ] or [stand_in(self.make)]
 
     def told(self, texts: list[str]) -> tuple[str, ...]:
         """What the first rank that trains anything says, on every rank."""
@@ -129,7 +144,8 @@ class Assembly:
         found = uses(setting.schedule, rule)
         for rank, interpreter in self.interpreters.items():
             interpreter.weights = {
-                index: self._weights(found, stage, self.apart[rank].get(index)) for index, stage in interpreter.stages.items()
+                index: self._weights(found, stage, self.apart[rank].get(index))
+                for index, stage in interpreter.stages.items()
             }
         return self.versioned()
 
@@ -138,11 +154,15 @@ class Assembly:
         stages, world = len(self.setting.lengths), self.world
         form = TensorForm((stages,), "int64", wants_grad=False)
         kept = {
-            rank: [interpreter.weights[index].peak_versions if index in interpreter.weights else 0 for index in range(stages)]
+            rank: [
+                interpreter.weights[index].peak_versions if index in interpreter.weights else 0
+                for index in range(stages)
+            ]
             for rank, interpreter in self.interpreters.items()
         }
         gathered = world.gather(
-            {rank: [torch.tensor(row)] for rank, row in kept.items()}, {rank: [form] for rank in range(world.size)}
+            {rank: [torch.tensor(row)] for rank, row in kept.items()},
+            {rank: [form] for rank in range(world.size)},
         )
         most = torch.stack([row for (row,) in gathered.values()]).amax(0) if gathered else None
         return tuple(int(count) for count in world.broadcast(most, 0, form))
@@ -151,7 +171,12 @@ class Assembly:
         """In a stream, the stages that are held here with what stands behind their weights."""
         holders = self.setting.schedule.ranks_of_stage
         return [
-            Versioned(rank, stage, interpreter.weights[index], holders[index].index(rank) if index in self.apart[rank] else 0)
+            Versioned(
+                rank,
+                stage,
+                interpreter.weights[index],
+                holders[index].index(rank) if index in self.apart[rank] else 0,
+            )
             for rank, interpreter in self.interpreters.items()
             for index, stage in interpreter.stages.items()
             if index in interpreter.weights
@@ -187,11 +212,25 @@ def assemble(traced: TracedChain, setting: Setting, world: World, training: Trai
         stages, held = bench.stages(rank)
         transport, code = world.transport(rank), training.options.boundary
         crossing = transport if code is None else CodedTransport(transport, code)
-        made = Interpreter(rank, stages, len(setting.lengths), crossing, world.board(rank), clock_for(world.device(rank)))
+        made = Interpreter(
+            rank,
+            stages,
+            len(setting.lengths),
+            crossing,
+            world.board(rank),
+            clock_for(world.device(rank)),
+        )
         for stage in stages.values():
             stage.held = made.held
         copies = {
-            index: Copies(stage, schedule.ranks_of_stage[index], rank, transport, made.guard, [tensor for _, tensor in held])
+            index: Copies(
+                stage,
+                schedule.ranks_of_stage[index],
+                rank,
+                transport,
+                made.guard,
+                [tensor for _, tensor in held],
+            )
             for index, stage in stages.items()
             if len(schedule.ranks_of_stage[index]) > 1
         }
@@ -202,7 +241,12 @@ def assemble(traced: TracedChain, setting: Setting, world: World, training: Trai
         if over_ranks:
             tied[rank] = Tied(rank, over_ranks, transport, made.guard)
     if len(world.local_ranks) < world.size:
-        held_here = {layer.index for made in interpreters.values() for stage in made.stages.values() for layer in stage.layers}
+        held_here = {
+            layer.index
+            for made in interpreters.values()
+            for stage in made.stages.values()
+            for layer in stage.layers
+        }
         bench.traced = without_others(traced, held_here)
     return Assembly(bench.traced, world, setting, interpreters, apart, shared, tied, bench.make)
 
@@ -244,7 +288,9 @@ class _Bench:
         indices = self.setting.schedule.stages_of_rank[rank]
         layers = [layer for index in indices for layer in range(*self._bounds[index])]
         modules = dict(zip(layers, self._modules(rank, indices, layers), strict=True))
-        tensors = tensors_of(self.traced, ((self.traced.layers[i].name, modules[i]) for i in layers))
+        tensors = tensors_of(
+            self.traced, ((self.traced.layers[i].name, modules[i]) for i in layers)
+        )
         held = [(each, tensors[each.name]) for each in self.shared if rank in each.ranks]
         return {index: self._stage(rank, index, modules, held) for index in indices}, held
 
@@ -255,10 +301,14 @@ class _Bench:
         if layout is not None:
             modules = [module.to(memory_format=layout) for module in modules]  # type: ignore[call-overload]
         return (
-            modules if len(self.world.local_ranks) == 1 else self._own(rank, indices, dict(zip(layers, modules, strict=True)))
+            modules
+            if len(self.world.local_ranks) == 1
+            else self._own(rank, indices, dict(zip(layers, modules, strict=True)))
         )
 
-    def _own(self, rank: int, indices: Sequence[int], modules: Mapping[int, nn.Module]) -> list[nn.Module]:
+    def _own(
+        self, rank: int, indices: Sequence[int], modules: Mapping[int, nn.Module]
+    ) -> list[nn.Module]:
         """Of ranks that are threads of one process, the user's own modules are those of a stage's first copy and of the home of what is
         tied; the others have modules of their own where they hold a tensor that is not theirs, and share the rest.
         """
@@ -267,14 +317,24 @@ class _Bench:
         for index in indices:
             for layer in range(*self._bounds[index]):
                 named = tensors_of(self.traced, [(self.traced.layers[layer].name, modules[layer])])
-                own = [tensor for name, tensor in named.items() if self._home.get(name, self._first[index]) == rank]
+                own = [
+                    tensor
+                    for name, tensor in named.items()
+                    if self._home.get(name, self._first[index]) == rank
+                ]
                 kept.update((id(tensor), tensor) for tensor in own)
                 if self._first[index] != rank or len(own) < len(named):
                     chosen.append(layer)
         copies = copy.deepcopy(nn.ModuleList([modules[layer] for layer in chosen]), kept)
         return list({**modules, **dict(zip(chosen, copies, strict=True))}.values())
 
-    def _stage(self, rank: int, index: int, modules: Mapping[int, nn.Module], held: Sequence[tuple[Shared, Tensor]]) -> Stage:
+    def _stage(
+        self,
+        rank: int,
+        index: int,
+        modules: Mapping[int, nn.Module],
+        held: Sequence[tuple[Shared, Tensor]],
+    ) -> Stage:
         traced, setting, training = self.traced, self.setting, self.training
         first, end = self._bounds[index]
         layers = [StageLayer(i, traced.layers[i].name, modules[i]) for i in range(first, end)]
@@ -282,8 +342,16 @@ class _Bench:
         if self._groups is not None:
             self._groups.know(names)
         borrowed = [tensor for each, tensor in held if (each.home, each.stages[0]) != (rank, index)]
-        update = Update.make(list(names), self.make, (tensor for tensor in borrowed if isinstance(tensor, nn.Parameter)))
-        evicted = {op.micro_batch for op in setting.schedule.programs[rank] if op.kind is Kind.E and op.stage == index}
+        update = Update.make(
+            list(names),
+            self.make,
+            (tensor for tensor in borrowed if isinstance(tensor, nn.Parameter)),
+        )
+        evicted = {
+            op.micro_batch
+            for op in setting.schedule.programs[rank]
+            if op.kind is Kind.E and op.stage == index
+        }
         device, last = self.world.device(rank), index == len(setting.lengths) - 1
         entry = traced.entries.get(first) if index else None
         return Stage(index, layers, device, update, training.seed, setting.recompute, training.loss if last else None, evicted,

@@ -40,7 +40,11 @@ class Batch:
     @property
     def micro_batches(self) -> int:
         """How many micro-batches there are. Slices of samples count each, as in `Schedule.first_micro_batches`."""
-        return len(self.slicing.shares) if self.slicing is not None and self.cuts_tokens else len(self.inputs)
+        return (
+            len(self.slicing.shares)
+            if self.slicing is not None and self.cuts_tokens
+            else len(self.inputs)
+        )
 
     @property
     def numbers(self) -> range:
@@ -65,24 +69,37 @@ class Batch:
 
     def next_slice(self, number: int) -> int | None:
         """The slice of the same sequences that comes after `number`, if they are cut and there is one."""
-        return self.slicing.neighbour(number, +1) if self.slicing is not None and self.cuts_tokens else None
+        return (
+            self.slicing.neighbour(number, +1)
+            if self.slicing is not None and self.cuts_tokens
+            else None
+        )
 
     def rows(self) -> list[list[int]]:
         """The numbers of each micro-batch's slices of sequences; where none are cut, each number alone."""
         if self.slicing is None or not self.cuts_tokens:
             return [[number] for number in self.numbers]
         return [
-            [first + i for i in range(len(row))] for first, row in zip(self.slicing.first_of, self.slicing.shares, strict=True)
+            [first + i for i in range(len(row))]
+            for first, row in zip(self.slicing.first_of, self.slicing.shares, strict=True)
         ]
 
     def with_whole_sequences(self) -> Batch:
         """The same samples in the same micro-batches, with no sequence cut."""
         rows = self.rows()
         inputs, targets = (
-            [join([values[n] for n in row], dim=1) for row in rows] for values in (self.inputs, self.targets or self.inputs)
+            [join([values[n] for n in row], dim=1) for row in rows]
+            for values in (self.inputs, self.targets or self.inputs)
         )
         shares = [sum(self.shares[n] for n in row) for row in rows]
-        return Batch(self.step, inputs, None if self.targets is None else targets, shares, self.signature, self.training)
+        return Batch(
+            self.step,
+            inputs,
+            None if self.targets is None else targets,
+            shares,
+            self.signature,
+            self.training,
+        )
 
     def joined(self, outputs: Mapping[int, Any]) -> Any:
         """Outputs by number as those of the whole batch.
@@ -107,7 +124,11 @@ def sample_count(value: Any, what: str) -> int:
     Raises:
         SettingError: there is none, or the tensors differ.
     """
-    return _extent(value, 0, f"{what} must be tensors with the same number of samples, at least 1, in their first dimension")
+    return _extent(
+        value,
+        0,
+        f"{what} must be tensors with the same number of samples, at least 1, in their first dimension",
+    )
 
 
 def token_count(value: Any, what: str) -> int:
@@ -121,7 +142,11 @@ def token_count(value: Any, what: str) -> int:
 
 
 def _extent(value: Any, dim: int, otherwise: str) -> int:
-    tensors = [value] if type(value) is Tensor else [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    tensors = (
+        [value]
+        if type(value) is Tensor
+        else [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    )
     counts = {int(tensor.shape[dim]) if tensor.dim() > dim else 0 for tensor in tensors}
     if len(counts) != 1 or 0 in counts:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensors"
@@ -135,7 +160,10 @@ def cut(value: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
         return list(torch.split(value, list(sizes), dim))
     leaves, spec = pytree.tree_flatten(value)
     parts = len(sizes)
-    pieces = [list(torch.split(leaf, list(sizes), dim)) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
+    pieces = [
+        list(torch.split(leaf, list(sizes), dim)) if isinstance(leaf, Tensor) else [leaf] * parts
+        for leaf in leaves
+    ]
     return [pytree.tree_unflatten([piece[part] for piece in pieces], spec) for part in range(parts)]
 
 
@@ -150,7 +178,8 @@ def join(values: list[Any], dim: int = 0) -> Any:
                            "first one, which has the samples")  # fmt: skip
     leaves = [pytree.tree_leaves(value) for value in values]
     joined = [
-        torch.cat(list(column), dim) if isinstance(column[0], Tensor) else column[0] for column in zip(*leaves, strict=True)
+        torch.cat(list(column), dim) if isinstance(column[0], Tensor) else column[0]
+        for column in zip(*leaves, strict=True)
     ]
     return pytree.tree_unflatten(joined, pytree.tree_structure(values[0]))
 
@@ -171,7 +200,9 @@ def sizes_by_share(total: int, shares: Sequence[float]) -> list[int]:
         shares: above 0; only how large they are to each other counts.
     """
     whole = sum(shares)
-    wanted = [round(total * share / whole, 9) for share in shares]  # rounded, for shares such as 1/3 are not exact
+    wanted = [
+        round(total * share / whole, 9) for share in shares
+    ]  # rounded, for shares such as 1/3 are not exact
     sizes = [max(1, int(size)) for size in wanted]
     while left := total - sum(sizes):
         step = 1 if left > 0 else -1
@@ -180,7 +211,9 @@ def sizes_by_share(total: int, shares: Sequence[float]) -> list[int]:
     return sizes
 
 
-def make_batch(x: Any, y: Any, micro_batches: int, *, step: int, training: bool, slicing: Slicing | None = None) -> Batch:
+def make_batch(
+    x: Any, y: Any, micro_batches: int, *, step: int, training: bool, slicing: Slicing | None = None
+) -> Batch:
     """Cut a batch into `micro_batches` parts, or into single samples if there are fewer; with `slicing`, into its slices.
 
     Raises:
@@ -190,7 +223,9 @@ def make_batch(x: Any, y: Any, micro_batches: int, *, step: int, training: bool,
     x, y = to_plain(x), to_plain(y)
     samples = sample_count(x, "the inputs of a batch")
     if y is not None and sample_count(y, "the targets of a batch") != samples:
-        raise SettingError(f"a batch has {samples} inputs and {sample_count(y, 'the targets')} targets")
+        raise SettingError(
+            f"a batch has {samples} inputs and {sample_count(y, 'the targets')} targets"
+        )
     if slicing is not None and slicing.along == "samples" and samples >= len(slicing.share):
         sizes = sizes_by_share(samples, slicing.share)
     elif slicing is not None and slicing.along == "samples":
@@ -205,9 +240,16 @@ def make_batch(x: Any, y: Any, micro_batches: int, *, step: int, training: bool,
         tokens = sum(lengths[0])
         inputs = _sliced(inputs, lengths)
         targets = None if targets is None else _sliced(targets, lengths)
-        shares = [length / tokens * share for share, row in zip(shares, lengths, strict=True) for length in row]
+        shares = [
+            length / tokens * share
+            for share, row in zip(shares, lengths, strict=True)
+            for length in row
+        ]
     forms = tuple(
-        [(tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in pytree.tree_leaves(x)]
+        [
+            (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in pytree.tree_leaves(x)
+        ]
     )
     structure = "" if isinstance(x, Tensor) else str(pytree.tree_structure(x))
     signature = _signature(training, y is not None, len(sizes), forms, structure, slicing)
@@ -239,4 +281,8 @@ def _slice_lengths(x: Any, y: Any, slicing: Slicing) -> list[list[int]]:
 
 
 def _sliced(micro_batches: list[Any], lengths: list[list[int]]) -> list[Any]:
-    return [part for value, row in zip(micro_batches, lengths, strict=True) for part in cut(value, row, dim=1)]
+    return [
+        part
+        for value, row in zip(micro_batches, lengths, strict=True)
+        for part in cut(value, row, dim=1)
+    ]

@@ -84,7 +84,11 @@ class ThreadBoard:
 
     def elsewhere(self) -> list[str]:
         """See `Board.elsewhere`."""
-        return [self._shared.line(rank) for rank in range(len(self._shared.current)) if rank != self._rank]
+        return [
+            self._shared.line(rank)
+            for rank in range(len(self._shared.current))
+            if rank != self._rank
+        ]
 
 
 def describe(rank: int, what: str, seconds: float) -> str:
@@ -96,4 +100,6 @@ def reason_of(error: BaseException, rank: int | None = None) -> str:
     """An error in words for the other ranks. Penstock's own name the rank themselves."""
     if isinstance(error, RunError):
         return str(error)
-    return ("" if rank is None else f"rank {rank}: ") + f"{type(error).__name__}: {error}".removesuffix(": ")
+    return (
+        "" if rank is None else f"rank {rank}: "
+    ) + f"{type(error).__name__}: {error}".removesuffix(": ")

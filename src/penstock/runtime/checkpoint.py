@@ -21,7 +21,14 @@ from torch import Tensor
 from penstock.errors import FileError, SettingError
 from penstock.optim.stage_weights import StageWeights
 from penstock.runtime import state
-from penstock.runtime.own_state import Facts, names_of, optimizer_state, restore_optimizer, restore_rule, rule_state
+from penstock.runtime.own_state import (
+    Facts,
+    names_of,
+    optimizer_state,
+    restore_optimizer,
+    restore_rule,
+    rule_state,
+)
 from penstock.runtime.stage import Stage
 from penstock.runtime.state import Placed
 from penstock.runtime.world import World
@@ -95,7 +102,9 @@ def save(folder: Path, world: World, placed: Placed, progress: Progress, version
         SettingError: an optimizer keeps something that is neither tensor nor plain number.
     """
     # Names are new each time: files of an earlier checkpoint, or of another run, stay what they are until the index is replaced.
-    token = int(world.broadcast(torch.tensor(time.time_ns()), 0, TensorForm((), "int64", wants_grad=False)))
+    token = int(
+        world.broadcast(torch.tensor(time.time_ns()), 0, TensorForm((), "int64", wants_grad=False))
+    )
     names = {(stage, copy): f"step-{progress.step:08d}-stage-{stage:04d}{f'-copy-{copy}' if copy else ''}-{token:016x}.safetensors"
              for stage in range(len(placed.lengths)) for copy in range(copies)}  # fmt: skip
 
@@ -114,7 +123,11 @@ def save(folder: Path, world: World, placed: Placed, progress: Progress, version
 
     def complete(rank: int) -> None:
         if rank == 0:
-            scaler = None if progress.scaler is None else {name: float(value) for name, value in progress.scaler.items()}
+            scaler = (
+                None
+                if progress.scaler is None
+                else {name: float(value) for name, value in progress.scaler.items()}
+            )
             write_json(folder / _INDEX, Checkpoint(progress.step, placed.traced.fingerprint, tuple(names.values()), scaler,
                                                    progress.schedulers))  # fmt: skip
             for old in folder.glob("step-*"):
@@ -127,7 +140,9 @@ def save(folder: Path, world: World, placed: Placed, progress: Progress, version
     world.barrier()
 
 
-def load(folder: Path, placed: Placed, versioned: Callable[[], Sequence[Versioned]] = tuple) -> Progress:
+def load(
+    folder: Path, placed: Placed, versioned: Callable[[], Sequence[Versioned]] = tuple
+) -> Progress:
     """Fill the stages held here and return how far the run had come when the checkpoint was taken. Gradients are dropped.
 
     Args:
@@ -140,7 +155,9 @@ def load(folder: Path, placed: Placed, versioned: Callable[[], Sequence[Versione
         FileError: there is no whole checkpoint in the folder, or it is of another model. Nothing has changed then.
     """
     if not (folder / _INDEX).exists():
-        raise FileError(f"{folder} holds no checkpoint: there is no {_INDEX}, which is written when all else is")
+        raise FileError(
+            f"{folder} holds no checkpoint: there is no {_INDEX}, which is written when all else is"
+        )
     index = read_json(folder / _INDEX, Checkpoint, SCHEMA)
     if index.fingerprint != placed.traced.fingerprint:
         raise FileError(f"{folder} is a checkpoint of another model: its layers and shapes have fingerprint "
@@ -149,7 +166,10 @@ def load(folder: Path, placed: Placed, versioned: Callable[[], Sequence[Versione
     facts: dict[str, Facts] = {}
     prefixes = {id(each.stage): each.prefix for each in versioned()}
     wanted = {name for stage in placed.local for name in state.own(stage)}
-    parts = {f"model/{name}" for name in wanted | {placed.traced.aliases.get(name, name) for name in wanted}}
+    parts = {
+        f"model/{name}"
+        for name in wanted | {placed.traced.aliases.get(name, name) for name in wanted}
+    }
     trained = {name for stage in placed.local for name in names_of(stage).values()}
     parts |= {f"{own}{kind}/{name}" for own in {"", *prefixes.values()} for kind in ("optimizer", "weights")
               for name in trained}  # fmt: skip
@@ -164,14 +184,21 @@ def load(folder: Path, placed: Placed, versioned: Callable[[], Sequence[Versione
         prefix = prefixes.get(id(stage), "")
         if stage.update.optimizer is not None:
             own = prefix if any(key.startswith(f"{prefix}optimizer/") for key in tensors) else ""
-            restore_optimizer(stage.update.optimizer, names_of(stage), _below(f"{own}optimizer/", tensors), _below(own, facts))
+            restore_optimizer(
+                stage.update.optimizer,
+                names_of(stage),
+                _below(f"{own}optimizer/", tensors),
+                _below(own, facts),
+            )
     for each in versioned():
         restore_rule(each.stage, each.weights, _below(f"{each.prefix}weights/", tensors))
     return Progress(index.step, index.scaler, index.schedulers)
 
 
 def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
-    return {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
+    return {
+        key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)
+    }
 
 
 def _write(target: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -182,19 +209,31 @@ def _write(target: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
         save_file(dict(tensors), partial, metadata={"optimizer": json.dumps(facts)})
         partial.rename(target)
     except (OSError, SafetensorError) as error:
-        raise FileError(f"cannot write the checkpoint {target.parent}: {getattr(error, 'strerror', None) or error}") from error
+        raise FileError(
+            f"cannot write the checkpoint {target.parent}: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
-def _read(file: Path, parts: Collection[str], tensors: dict[str, Tensor], facts: dict[str, Facts]) -> None:
+def _read(
+    file: Path, parts: Collection[str], tensors: dict[str, Tensor], facts: dict[str, Facts]
+) -> None:
     """Add to `tensors` those whose names, or all but the last part of them, are asked for, and rules' numbers; all facts there are."""
-    from pydantic import TypeAdapter  # loaded here, as in the store: most runs begin without a checkpoint
+    from pydantic import (
+        TypeAdapter,
+    )  # loaded here, as in the store: most runs begin without a checkpoint
 
     try:
         with safe_open(file, framework="pt") as content:
-            facts.update(TypeAdapter(dict[str, Facts]).validate_json((content.metadata() or {}).get("optimizer", "{}")))
+            facts.update(
+                TypeAdapter(dict[str, Facts]).validate_json(
+                    (content.metadata() or {}).get("optimizer", "{}")
+                )
+            )
             for key in content.keys():  # noqa: SIM118 - it is no dict
                 whole = key.rpartition("/")[0]
                 if key in parts or whole in parts or whole.endswith("weights"):
                     tensors[key] = content.get_tensor(key)
     except (OSError, SafetensorError, ValueError) as error:
-        raise FileError(f"cannot read {file.name} of the checkpoint {file.parent}: {error}") from error
+        raise FileError(
+            f"cannot read {file.name} of the checkpoint {file.parent}: {error}"
+        ) from error

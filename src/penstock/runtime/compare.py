@@ -72,7 +72,10 @@ class Comparison:
             prefix = "" if kind in ("gradient", "loss") else f"{kind} "
             sizes = {name: self.scale.get(f"{prefix}{name}", 0.0) for name in errors}
             least = _NEXT_TO_NOTHING * max(sizes.values(), default=0.0)
-            found += [(kind, name, error, _ratio(error, max(sizes[name], least))) for name, error in errors.items()]
+            found += [
+                (kind, name, error, _ratio(error, max(sizes[name], least)))
+                for name, error in errors.items()
+            ]
         return sorted(found, key=lambda row: -row[3])
 
     def __str__(self) -> str:
@@ -87,13 +90,18 @@ class Comparison:
             for row in [each for each in rows if each[0] == kind][:_ROWS]
         ]
         width = max(len(name) for _, name, _, _ in shown)
-        lines = [f"pipeline against one device: {counts} and the loss; largest difference {self.relative:.2g} of what it is of"]
+        lines = [
+            f"pipeline against one device: {counts} and the loss; largest difference {self.relative:.2g} of what it is of"
+        ]
         lines += [
-            f"  {kind:<8}  {name:<{width}}  differs by {error:.2e}, {ratio:.1e} of it" for kind, name, error, ratio in shown
+            f"  {kind:<8}  {name:<{width}}  differs by {error:.2e}, {ratio:.1e} of it"
+            for kind, name, error, ratio in shown
         ]
         left = len(rows) - len(shown)
         return "\n".join(
-            [*lines, f"  and {left} more, none of which differs more than the last of its kind"] if left else lines
+            [*lines, f"  and {left} more, none of which differs more than the last of its kind"]
+            if left
+            else lines
         )
 
 
@@ -103,7 +111,9 @@ def _ratio(error: float, size: float) -> float:
     return error / size if size > 0 and math.isfinite(error) else math.inf
 
 
-def compare(made: Assembly, play: Callable[[], Tensor], batch: Batch, training: Training) -> Comparison:
+def compare(
+    made: Assembly, play: Callable[[], Tensor], batch: Batch, training: Training
+) -> Comparison:
     """Play a batch without updates and hold gradients, buffers, outputs and loss against plain training on rank 0.
 
     Gradients and buffers of the stages are afterwards as they were before.
@@ -116,7 +126,11 @@ def compare(made: Assembly, play: Callable[[], Tensor], batch: Batch, training: 
     """
     world, placed = made.world, made.placed
     before = state.collect(world, placed)
-    trained = [parameter for stage in made.stages for parameter in (*stage.update.parameters, *stage.update.borrowed)]
+    trained = [
+        parameter
+        for stage in made.stages
+        for parameter in (*stage.update.parameters, *stage.update.borrowed)
+    ]
     grads = [(parameter, parameter.grad) for parameter in trained]
     buffers = [(buffer, buffer.detach().clone()) for stage in placed.local for module in stage.modules()
                for buffer in module._buffers.values() if buffer is not None]  # fmt: skip
@@ -178,7 +192,8 @@ class _OneDevice:
                     value, drew = _plain_forward(self.modules, batch, n, self.training.seed, pasts)
                     # As the loss gets it: some losses work in place.
                     self.outputs[n] = pytree.tree_map(
-                        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value
+                        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf,
+                        value,
                     )
                     loss = self.training.loss(value, batch.targets[n])
                 parts.append(sum(sides, loss) * batch.shares[n])
@@ -191,7 +206,11 @@ class _OneDevice:
         return nullcontext() if mixed is None else torch.autocast("cpu", dtype=mixed)
 
     def against(
-        self, loss: Tensor, grads: Mapping[str, Tensor], found: Mapping[str, Tensor], outputs: Mapping[int, Any]
+        self,
+        loss: Tensor,
+        grads: Mapping[str, Tensor],
+        found: Mapping[str, Tensor],
+        outputs: Mapping[int, Any],
     ) -> Comparison:
         """What the pipeline has found, held against it."""
         aliases = self.placed.traced.aliases
@@ -200,15 +219,25 @@ class _OneDevice:
         for layer, module in zip(self.placed.traced.layers, self.modules, strict=True):
             for name, parameter in parameters_of(layer.name, module):
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                plain_grads.setdefault(aliases.get(name, name), grad.to_dense() if grad.is_sparse else grad)
+                plain_grads.setdefault(
+                    aliases.get(name, name), grad.to_dense() if grad.is_sparse else grad
+                )
             plain_state.update(state_of(layer.name, module))
-        parameters = {name for layer in self.placed.traced.layers for name in layer.parameters} | set(plain_grads)
-        moved = {name: tensor for name, tensor in found.items() if aliases.get(name, name) not in parameters}
+        parameters = {
+            name for layer in self.placed.traced.layers for name in layer.parameters
+        } | set(plain_grads)
+        moved = {
+            name: tensor
+            for name, tensor in found.items()
+            if aliases.get(name, name) not in parameters
+        }
         made, expected = (
             _leaves(self.batch, outputs),
             _leaves(self.batch.with_whole_sequences() if self.whole else self.batch, self.outputs),
         )
-        scale = {name: _largest(grad) for name, grad in plain_grads.items()} | {"loss": abs(self.loss)}
+        scale = {name: _largest(grad) for name, grad in plain_grads.items()} | {
+            "loss": abs(self.loss)
+        }
         scale |= {f"buffer {name}": _largest(plain_state[name]) for name in moved}
         scale |= {f"output {place}": max(map(_largest, row)) for place, row in expected.items()}
         return Comparison(
@@ -232,10 +261,16 @@ def _leaves(batch: Batch, outputs: Mapping[int, Any]) -> dict[str, list[Tensor]]
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() and not tensor.dtype.is_complex else float(tensor.abs().sum())
+    return (
+        float(tensor.abs().max())
+        if tensor.numel() and not tensor.dtype.is_complex
+        else float(tensor.abs().sum())
+    )
 
 
-def _one_device(placed: state.Placed, values: Mapping[str, Tensor], training: Training) -> list[nn.Module]:
+def _one_device(
+    placed: state.Placed, values: Mapping[str, Tensor], training: Training
+) -> list[nn.Module]:
     """A copy of the whole model on the CPU with these values."""
     copied = tuple(copy.deepcopy(nn.ModuleList(placed.traced.modules)))
     _give_memory(copied)
@@ -260,11 +295,15 @@ def _give_memory(modules: Sequence[nn.Module]) -> None:
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                    made[id(parameter)] = nn.Parameter(
+                        torch.empty_like(parameter, device="cpu"), parameter.requires_grad
+                    )
                 part._parameters[name] = made[id(parameter)]
 
 
-def _plain_forward(modules: list[nn.Module], batch: Batch, n: int, seed: int, pasts: dict[int, Any]) -> tuple[Any, bool]:
+def _plain_forward(
+    modules: list[nn.Module], batch: Batch, n: int, seed: int, pasts: dict[int, Any]
+) -> tuple[Any, bool]:
     """The model's output for one micro-batch, or slice, and whether a layer has drawn random numbers; `pasts` moves on."""
     value = pytree.tree_map(
         lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch.inputs[n]

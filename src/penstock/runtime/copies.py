@@ -66,12 +66,16 @@ class Copies:
 
     def __post_init__(self) -> None:
         elsewhere = set(map(id, self.apart))
-        self._parameters = [each for each in self.stage.update.parameters if id(each) not in elsewhere]
+        self._parameters = [
+            each for each in self.stage.update.parameters if id(each) not in elsewhere
+        ]
 
     def begin(self) -> None:
         """Before a batch: gradients of earlier ones, which no update has used, are set aside: they have been added up."""
         parameters = self._parameters
-        self._before = [parameter.grad for parameter in parameters] if self._before is None else self._before
+        self._before = (
+            [parameter.grad for parameter in parameters] if self._before is None else self._before
+        )
         for parameter in parameters:
             parameter.grad = None
 
@@ -86,23 +90,42 @@ class Copies:
         """
         parameters = self._parameters
         if parameters:
-            here = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-            own = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+            here = torch.tensor(
+                [parameter.grad is not None for parameter in parameters], dtype=torch.uint8
+            )
+            own = [
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                for parameter in parameters
+            ]
             flags, total = self._all_sum(here, own)
             before = self._before or [None] * len(parameters)
-            for parameter, there, summed, earlier in zip(parameters, flags.tolist(), total, before, strict=True):
+            for parameter, there, summed, earlier in zip(
+                parameters, flags.tolist(), total, before, strict=True
+            ):
                 found = summed if there else None
-                parameter.grad = found if earlier is None else earlier if found is None else earlier + found
+                parameter.grad = (
+                    found if earlier is None else earlier if found is None else earlier + found
+                )
             self._before = None
         self._share(Round.BUFFERS, self._buffers())
 
     def share_weights(self) -> None:
         """Let all copies begin with the first one's parameters and buffers."""
-        tensors = [tensor for module in self.stage.modules() for tensor in module._parameters.values() if tensor is not None]
+        tensors = [
+            tensor
+            for module in self.stage.modules()
+            for tensor in module._parameters.values()
+            if tensor is not None
+        ]
         self._share(Round.WEIGHTS, [*tensors, *self._buffers()])
 
     def _buffers(self) -> list[Tensor]:
-        return [buffer for module in self.stage.modules() for buffer in module._buffers.values() if buffer is not None]
+        return [
+            buffer
+            for module in self.stage.modules()
+            for buffer in module._buffers.values()
+            if buffer is not None
+        ]
 
     def _all_sum(self, flags: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Flags and tensors added up over the copies, in the order of the ranks."""
@@ -113,10 +136,13 @@ class Copies:
             own, theirs = found[mine], found[1 - mine]
             # In place where nobody else has what has arrived: a fresh tensor of that size costs as much time as its sum.
             sums = [
-                there + here if self.transport.shares else there.add_(here) for here, there in zip(own, theirs, strict=True)
+                there + here if self.transport.shares else there.add_(here)
+                for here, there in zip(own, theirs, strict=True)
             ]
             return sums[0], packed.unpacked(sums[1:])
-        pieces = list(zip(*(part.tensor_split(len(self.ranks)) for part in flat(tensors)), strict=True))
+        pieces = list(
+            zip(*(part.tensor_split(len(self.ranks)) for part in flat(tensors)), strict=True)
+        )
         found = self._exchange(Round.GRADIENTS, [[flags, *piece] for piece in pieces])
         flags = _sum([row[0] for row in found])
         own = [_sum(column) for column in zip(*(row[1:] for row in found), strict=True)]
@@ -130,7 +156,9 @@ class Copies:
         arrivals = {rank: self.transport.post(rank, message, number.name) for rank in others}
         for rank, row in zip(self.ranks, rows, strict=True):
             if rank != self.rank:
-                self.transport.send(rank, message, Payload.of(list(row), (False,) * len(row)), number.name)
+                self.transport.send(
+                    rank, message, Payload.of(list(row), (False,) * len(row)), number.name
+                )
         found: list[list[Tensor]] = []
         for rank, row in zip(self.ranks, rows, strict=True):
             arrived = self.guard(rank, arrivals[rank].wait) if rank != self.rank else None
@@ -144,9 +172,13 @@ class Copies:
         message = Message(Kind.U, self.stage.index, number)
         first, *others = self.ranks
         if self.rank == first:
-            parts = flat(tensors)  # copies: the next batch may change the tensors before they have left
+            parts = flat(
+                tensors
+            )  # copies: the next batch may change the tensors before they have left
             for rank in others:
-                self.transport.send(rank, message, Payload.of(parts, (False,) * len(parts)), number.name)
+                self.transport.send(
+                    rank, message, Payload.of(parts, (False,) * len(parts)), number.name
+                )
             return
         arrived = self.guard(first, self.transport.post(first, message, number.name).wait)
         assert arrived is not None
@@ -170,11 +202,16 @@ class WaveMessages:
         """Send the tensors of a wave to the other copies, and go on at once. Nobody may change them afterwards."""
         for rank in self._others:
             payload = Payload.of(list(tensors), (False,) * len(tensors))
-            self.here.guard(rank, partial(self.here.transport.send, rank, self._message(wave), payload, "wave"))
+            self.here.guard(
+                rank, partial(self.here.transport.send, rank, self._message(wave), payload, "wave")
+            )
 
     def take_in(self, wave: int) -> list[list[Tensor]]:
         """What the other copies have handed on for a wave, in the order of their ranks, waited for."""
-        arrivals = {rank: self.here.transport.post(rank, self._message(wave), "wave") for rank in self._others}
+        arrivals = {
+            rank: self.here.transport.post(rank, self._message(wave), "wave")
+            for rank in self._others
+        }
         arrived = [self.here.guard(rank, arrival.wait) for rank, arrival in arrivals.items()]
         return [list(payload.tensors) for payload in arrived if payload is not None]
 

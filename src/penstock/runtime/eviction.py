@@ -38,7 +38,9 @@ class Saved:
     weights: frozenset[int]
     _tensors: list[Tensor | None] = field(default_factory=list)
     _versions: list[int] = field(default_factory=list)
-    _numbers: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], int] = field(default_factory=dict)
+    _numbers: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], int] = field(
+        default_factory=dict
+    )
     _forms: list[_Form] = field(default_factory=list)
 
     @contextmanager
@@ -62,13 +64,18 @@ class Saved:
         start = 0
         for number, form in enumerate(self._forms):
             found = content[start : start + form.bytes].view(form.dtype).to(form.device)
-            tensor = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
+            tensor = torch.empty_strided(
+                form.shape, form.stride, dtype=form.dtype, device=form.device
+            )
             _in_memory_order(tensor).copy_(found)
             self._tensors[number], self._versions[number] = tensor, tensor._version
             start += -(-form.bytes // _ALIGN) * _ALIGN
 
     def _put(self, tensor: Tensor) -> int | Tensor:
-        if tensor.untyped_storage().data_ptr() in self.weights or tensor.layout is not torch.strided:
+        if (
+            tensor.untyped_storage().data_ptr() in self.weights
+            or tensor.layout is not torch.strided
+        ):
             return tensor
         key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         number = self._numbers.get(key)
@@ -89,13 +96,17 @@ class Saved:
             return held
         tensor = self._tensors[held]
         if tensor is None:
-            raise RuntimeError("a backward asks for activations that have been evicted and not loaded")
+            raise RuntimeError(
+                "a backward asks for activations that have been evicted and not loaded"
+            )
         self._check(held, tensor)
         return tensor
 
     def _check(self, number: int, tensor: Tensor) -> None:
         if tensor._version != self._versions[number]:
-            raise RuntimeError("one of the tensors needed for the backward was changed in place after the forward had saved it")
+            raise RuntimeError(
+                "one of the tensors needed for the backward was changed in place after the forward had saved it"
+            )
 
 
 def _dense(tensor: Tensor) -> bool:

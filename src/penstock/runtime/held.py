@@ -79,5 +79,9 @@ class Held:
 
 def optimizer_bytes(optimizer: Optimizer | None) -> int:
     """Bytes of the tensors that an optimizer keeps."""
-    kept = (value for state in optimizer.state.values() for value in state.values()) if optimizer is not None else ()
+    kept = (
+        (value for state in optimizer.state.values() for value in state.values())
+        if optimizer is not None
+        else ()
+    )
     return sum(value.nbytes for value in kept if isinstance(value, Tensor))

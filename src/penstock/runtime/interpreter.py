@@ -137,22 +137,34 @@ class Interpreter:
         for index, stage in self.stages.items():
             update, weights = stage.update, self.weights.get(index)
             whole |= {id(tensor): tensor.nbytes for tensor in stage.tensors()}
-            gradients |= {id(parameter): parameter.nbytes for parameter in (*update.parameters, *update.borrowed)}
+            gradients |= {
+                id(parameter): parameter.nbytes
+                for parameter in (*update.parameters, *update.borrowed)
+            }
             optimizers = [update.optimizer, *(() if weights is None else weights.more_optimizers())]
-            more = 0 if weights is None else weights.held_bytes() - sum(parameter.nbytes for parameter in update.parameters)
+            more = (
+                0
+                if weights is None
+                else weights.held_bytes() - sum(parameter.nbytes for parameter in update.parameters)
+            )
             fixed += more + sum(map(optimizer_bytes, optimizers))
         return fixed + sum(whole.values()) + sum(gradients.values()) + self.held.peak
 
     def seconds(self, ops: Sequence[Op]) -> list[tuple[float, float]]:
         """Start and end of some ops that have been run."""
-        return [(self.clock.seconds(start), self.clock.seconds(end)) for start, end in map(self.marks.__getitem__, ops)]
+        return [
+            (self.clock.seconds(start), self.clock.seconds(end))
+            for start, end in map(self.marks.__getitem__, ops)
+        ]
 
     def _step(self, step: Step, batches: UnderWay) -> None:
         """One op, with its receives and sends. What goes wrong meanwhile is found in `_stands_at`."""
         for peer, message in step.posts:
             if (expected := batches.find(message.micro_batch)) is not None:
                 self._stands_at, self._since = peer, time.monotonic()
-                self._arrivals[message] = self.transport.post(peer, message, expected[0].forms[expected[1]])
+                self._arrivals[message] = self.transport.post(
+                    peer, message, expected[0].forms[expected[1]]
+                )
         op = step.op
         if op is None or step.kind is Kind.U:
             if op is not None:
@@ -171,7 +183,9 @@ class Interpreter:
         for peer, message in step.sends:
             if (expected := batches.find(message.micro_batch)) is not None:
                 self._stands_at, self._since = peer, time.monotonic()
-                self.transport.send(peer, message, self._values.pop(message), expected[0].forms[expected[1]])
+                self.transport.send(
+                    peer, message, self._values.pop(message), expected[0].forms[expected[1]]
+                )
 
     def _begun(self, step: Step) -> None:
         self.board.doing(step.text)
@@ -200,7 +214,9 @@ class Interpreter:
         """An error in a step, as others have to hear of it."""
         computing, self._computing = self._computing, False
         if isinstance(error, (TransportTimeout, TransportLost)):
-            stands_at = self._stands_at if isinstance(self._stands_at, str) else f"rank {self._stands_at}"
+            stands_at = (
+                self._stands_at if isinstance(self._stands_at, str) else f"rank {self._stands_at}"
+            )
             return self._stopped(error, stands_at, time.monotonic() - self._since)
         if (
             not computing
@@ -209,9 +225,13 @@ class Interpreter:
             or not isinstance(error, Exception)
         ):
             return error
-        return StageFailed(self.rank, step.stage, str(step.op), self._at_step, f"{type(error).__name__}: {error}")
+        return StageFailed(
+            self.rank, step.stage, str(step.op), self._at_step, f"{type(error).__name__}: {error}"
+        )
 
-    def _compute(self, op: Op, batch: Batch, number: int, arrived: Payload | None) -> Payload | None:
+    def _compute(
+        self, op: Op, batch: Batch, number: int, arrived: Payload | None
+    ) -> Payload | None:
         if op.kind in HANDING:
             return self._hand(op, batch, number, arrived)
         stage, weights = self.stages[op.stage], self._weights(op.stage)
@@ -276,8 +296,12 @@ class Interpreter:
         except (TransportTimeout, TransportLost) as error:
             raise self._stopped(error, waited_for, time.monotonic() - started) from error
 
-    def _stopped(self, error: TransportTimeout | TransportLost, waited_for: str, waited_s: float) -> RunError:
+    def _stopped(
+        self, error: TransportTimeout | TransportLost, waited_for: str, waited_s: float
+    ) -> RunError:
         if isinstance(error, TransportTimeout):
             return DeadlineExceeded(self.rank, waited_for, waited_s, self.board.elsewhere())
         reason = self.board.failure(patience_s=2.0)
-        return PeerFailed(self.rank, waited_for, reason or "the rank that was to send it is gone without a word")
+        return PeerFailed(
+            self.rank, waited_for, reason or "the rank that was to send it is gone without a word"
+        )

@@ -82,9 +82,13 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
     try:
         pickled = cloudpickle.dumps((fn, args))
     except Exception as error:
-        raise SettingError(f"{getattr(fn, '__name__', fn)} or its arguments cannot be sent to the ranks: {error}") from error
+        raise SettingError(
+            f"{getattr(fn, '__name__', fn)} or its arguments cannot be sent to the ranks: {error}"
+        ) from error
     # The store lives here, so that it outlasts any rank and can say what became of the others.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     per_rank = threads or max(1, len(os.sched_getaffinity(0)) // ranks)
     with tempfile.TemporaryDirectory(prefix="penstock-launch-") as folder:
         job = Path(folder) / "job"
@@ -99,7 +103,15 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
                     "OMP_NUM_THREADS": str(per_rank), "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
                 }  # fmt: skip
-                command = [sys.executable, "-P", "-m", "penstock.runtime.rank_process", str(job), str(result), str(os.getpid())]
+                command = [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "penstock.runtime.rank_process",
+                    str(job),
+                    str(result),
+                    str(os.getpid()),
+                ]
                 process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603 - our own program
                 children.append(_Child(rank, process, result))
             _watch(children, store)
@@ -111,7 +123,9 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
 def _watch(children: list[_Child], store: TCPStore) -> None:
     """Until all have ended well; raise when one has not."""
     ended = threading.Condition()
-    waiting = [threading.Thread(target=_announce, args=(child, ended), daemon=True) for child in children]
+    waiting = [
+        threading.Thread(target=_announce, args=(child, ended), daemon=True) for child in children
+    ]
     for thread in waiting:
         thread.start()
     with ended:
@@ -125,7 +139,9 @@ def _watch(children: list[_Child], store: TCPStore) -> None:
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.process.wait(max(0.0, until - time.monotonic()))
-    error = _failure(failed[0], children)  # before the rest are stopped: they have not died by themselves
+    error = _failure(
+        failed[0], children
+    )  # before the rest are stopped: they have not died by themselves
     _stop(children)
     raise error
 
@@ -148,7 +164,11 @@ def _tell(store: TCPStore, reason: str) -> None:
 def _words(child: _Child) -> str:
     """Why a rank has ended."""
     record = child.record()
-    return record["error"] if record else f"rank {child.rank} (pid {child.process.pid}) {_how(child.process.returncode)}"
+    return (
+        record["error"]
+        if record
+        else f"rank {child.rank} (pid {child.process.pid}) {_how(child.process.returncode)}"
+    )
 
 
 def _failure(noticed: _Child, children: list[_Child]) -> RunError:

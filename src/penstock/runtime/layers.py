@@ -71,7 +71,14 @@ class StageLayers:
 
     def __post_init__(self) -> None:
         found = [
-            _Part(layer.index, layer.name, layer.module, layer.module, may_draw(layer.module), has_past(layer.module))
+            _Part(
+                layer.index,
+                layer.name,
+                layer.module,
+                layer.module,
+                may_draw(layer.module),
+                has_past(layer.module),
+            )
             for layer in self.layers
         ]
         self._parts = found if self.compile is None else list(self._compiled(found, self.compile))
@@ -112,8 +119,14 @@ class StageLayers:
 
     def weights(self) -> frozenset[int]:
         """Where the memory of parameters and buffers begins."""
-        tensors = (t for module in self.modules() for t in (*module._parameters.values(), *module._buffers.values()))
-        return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None)
+        tensors = (
+            t
+            for module in self.modules()
+            for t in (*module._parameters.values(), *module._buffers.values())
+        )
+        return frozenset(
+            tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None
+        )
 
     def _through(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
         if self.entry is not None:
@@ -128,7 +141,9 @@ class StageLayers:
     def _run(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
         def call(part: _Part, value: Any) -> Any:
             if part.draws and batch.training:
-                seed_generators(self.device, stream_seed(self.seed, batch.step, part.index, micro_batch))
+                seed_generators(
+                    self.device, stream_seed(self.seed, batch.step, part.index, micro_batch)
+                )
             if part.hands_on and batch.cuts_tokens:
                 return past.run(part.index, part.name, part.module, value)
             return part.call(value)
@@ -151,7 +166,11 @@ class StageLayers:
 
     def _inputs(self, batch: Batch, micro_batch: int) -> Any:
         given = batch.inputs[micro_batch]
-        return from_plain(pytree.tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, given))
+        return from_plain(
+            pytree.tree_map(
+                lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, given
+            )
+        )
 
     def _compiled(self, parts: Sequence[_Part], options: Mapping[str, Any]) -> Iterator[_Part]:
         """Neighbours that neither draw nor hand on nor run again by themselves become one."""
@@ -160,9 +179,18 @@ class StageLayers:
             if by_itself:
                 for part in group:
                     yield _Part(
-                        part.index, part.name, part.module, torch.compile(part.module, **options), part.draws, part.hands_on
+                        part.index,
+                        part.name,
+                        part.module,
+                        torch.compile(part.module, **options),
+                        part.draws,
+                        part.hands_on,
                     )
                 continue
             members = list(group)
-            whole = members[0].module if len(members) == 1 else nn.Sequential(*(part.module for part in members))
+            whole = (
+                members[0].module
+                if len(members) == 1
+                else nn.Sequential(*(part.module for part in members))
+            )
             yield _Part(members[0].index, members[0].name, whole, torch.compile(whole, **options))

@@ -58,16 +58,32 @@ class Options:
             raise SettingError(f"the loss reduces by {reduction!r}; it must be the mean over the samples "
                                "it is given, so that micro-batches can be weighed by their sizes")  # fmt: skip
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise SettingError(f"clip_grad_norm is the longest that the gradients may be, above 0, not {self.clip_grad_norm}")
+            raise SettingError(
+                f"clip_grad_norm is the longest that the gradients may be, above 0, not {self.clip_grad_norm}"
+            )
         if self.autocast is not None and self.autocast not in _MIXED:
-            raise SettingError(f"autocast is torch.bfloat16 or torch.float16, not {self.autocast!r}")
+            raise SettingError(
+                f"autocast is torch.bfloat16 or torch.float16, not {self.autocast!r}"
+            )
         check_accumulate(self.accumulate, schedule)
         if self.boundary is not None:
             check_code(self.boundary)
-        if self.memory_format not in (None, torch.channels_last, torch.channels_last_3d, torch.contiguous_format):
-            raise SettingError(f"memory_format is torch.channels_last or torch.channels_last_3d, not {self.memory_format!r}")
+        if self.memory_format not in (
+            None,
+            torch.channels_last,
+            torch.channels_last_3d,
+            torch.contiguous_format,
+        ):
+            raise SettingError(
+                f"memory_format is torch.channels_last or torch.channels_last_3d, not {self.memory_format!r}"
+            )
         asked = [
-            name for name, wish in (("clip_grad_norm", self.clip_grad_norm is not None), ("scaler", bool(self.scaler))) if wish
+            name
+            for name, wish in (
+                ("clip_grad_norm", self.clip_grad_norm is not None),
+                ("scaler", bool(self.scaler)),
+            )
+            if wish
         ]
         if asked and not schedule.synchronous:
             raise SettingError(f"{' and '.join(asked)}: {schedule.name} is asynchronous, its stages update at different times, so there is "
@@ -76,9 +92,13 @@ class Options:
         if self.deferred_batch_norm and not schedule.synchronous:
             raise SettingError(f"deferred_batch_norm: {schedule.name} is asynchronous and begins a batch before the one before has ended, so "
                                "statistics of whole batches would be of mixed ones. Take a synchronous schedule")  # fmt: skip
-        asked += ["parameter_groups"] * bool(self.parameter_groups) + ["accumulate"] * (self.accumulate > 1)
+        asked += ["parameter_groups"] * bool(self.parameter_groups) + ["accumulate"] * (
+            self.accumulate > 1
+        )
         if asked and not steps:
-            raise SettingError(f"{asked[0]} is of the update, and this pipeline has no optimizer: give it one by optimizer=")
+            raise SettingError(
+                f"{asked[0]} is of the update, and this pipeline has no optimizer: give it one by optimizer="
+            )
 
     def converted(self, traced: TracedChain, micro_batches: int) -> TracedChain:
         """The chain with the layers that are asked for.
@@ -89,7 +109,9 @@ class Options:
         """
         if not self.deferred_batch_norm:
             return traced
-        return replace(traced, modules=tuple(convert(module, micro_batches) for module in traced.modules))
+        return replace(
+            traced, modules=tuple(convert(module, micro_batches) for module in traced.modules)
+        )
 
     def check_compiler(self, device: torch.device) -> None:
         """Refuse to compile where there is no compiler: torch would say so in the middle of the first batch.
@@ -98,7 +120,11 @@ class Options:
             SettingError: there is none.
         """
         options = self.compiled
-        if options is None or options.get("backend", "inductor") != "inductor" or device.type != "cpu":
+        if (
+            options is None
+            or options.get("backend", "inductor") != "inductor"
+            or device.type != "cpu"
+        ):
             return
         wanted = os.environ.get("CXX", "g++")
         if shutil.which(wanted) is None and shutil.which("clang++") is None:
@@ -113,7 +139,9 @@ def check_accumulate(count: object, schedule: Schedule) -> None:
         SettingError: it is none, or the schedule updates by itself.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise SettingError(f"accumulate is a number of batches for each step, 1 or more, not {count!r}")
+        raise SettingError(
+            f"accumulate is a number of batches for each step, 1 or more, not {count!r}"
+        )
     if count > 1 and not schedule.synchronous:
         raise SettingError(f"accumulate={count}: {schedule.name} is asynchronous and updates after every batch, while later ones are under "
                            "way. Take larger batches of more micro-batches instead")  # fmt: skip

@@ -42,14 +42,20 @@ def optimizer_state(stage: Stage, prefix: str) -> tuple[dict[str, Tensor], dict[
     facts: dict[str, Any] = {}
     names = names_of(stage)
     for group in optimizer.param_groups:
-        options = {key: value.item() if _is_number(value) else value for key, value in group.items() if key != "params"}
+        options = {
+            key: value.item() if _is_number(value) else value
+            for key, value in group.items()
+            if key != "params"
+        }
         options = {key: value for key, value in options.items() if _plain(value)}
         for parameter in group["params"]:
             name = names[parameter]
             kept: dict[str, Any] = {}
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    tensors[f"{prefix}optimizer/{name}/{key}"] = value.detach().cpu().contiguous().clone()
+                    tensors[f"{prefix}optimizer/{name}/{key}"] = (
+                        value.detach().cpu().contiguous().clone()
+                    )
                 elif _plain(value):
                     kept[key] = value
                 else:
@@ -74,7 +80,11 @@ def restore_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], tensors
                 continue
             # Lists stand where tuples were; an optimizer reads both alike.
             for key in found.options.keys() & group.keys() - {"params"}:
-                group[key] = torch.full_like(group[key], found.options[key]) if _is_number(group[key]) else found.options[key]
+                group[key] = (
+                    torch.full_like(group[key], found.options[key])
+                    if _is_number(group[key])
+                    else found.options[key]
+                )
             on_device = group.get("capturable") or group.get("fused")
             held: dict[str, Any] = dict(found.state)
             for key, value in kept.get(names[parameter], {}).items():
@@ -104,7 +114,8 @@ def rule_state(stage: Stage, weights: StageWeights, prefix: str) -> dict[str, Te
         if tensor is not None
     }
     return tensors | {
-        f"{prefix}weights/{key}": torch.tensor(value, dtype=torch.float64) for key, value in weights.facts().items()
+        f"{prefix}weights/{key}": torch.tensor(value, dtype=torch.float64)
+        for key, value in weights.facts().items()
     }
 
 

@@ -28,7 +28,9 @@ class Packed:
         by_size = sorted(range(len(tensors)), key=lambda i: -tensors[i].numel())
         large = sorted(i for i in by_size[:_MOST_LARGE] if tensors[i].numel() >= _LARGE)
         small = [tensor for i, tensor in enumerate(tensors) if i not in set(large)]
-        return cls([*(tensors[i].detach() for i in large), *flat(small)], large, small, len(tensors))
+        return cls(
+            [*(tensors[i].detach() for i in large), *flat(small)], large, small, len(tensors)
+        )
 
     def unpacked(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Others' parts, laid out as the tensors were."""
@@ -39,7 +41,10 @@ class Packed:
 
 def flat(tensors: Sequence[Tensor]) -> list[Tensor]:
     """One flat tensor for every dtype and device among them."""
-    return [torch.cat([tensor.detach().reshape(-1) for tensor in group]) for group in _groups(tensors).values()]
+    return [
+        torch.cat([tensor.detach().reshape(-1) for tensor in group])
+        for group in _groups(tensors).values()
+    ]
 
 
 def unflat(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
@@ -47,7 +52,12 @@ def unflat(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for whole, group in zip(parts, _groups(like).values(), strict=True):
         pieces = torch.split(whole, [tensor.numel() for tensor in group])
-        found.update({id(tensor): piece.reshape(tensor.shape) for tensor, piece in zip(group, pieces, strict=True)})
+        found.update(
+            {
+                id(tensor): piece.reshape(tensor.shape)
+                for tensor, piece in zip(group, pieces, strict=True)
+            }
+        )
     return [found[id(tensor)] for tensor in like]
 
 

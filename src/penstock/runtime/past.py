@@ -63,7 +63,11 @@ class Past:
                                "layers after it must not work in place on what it keeps")  # fmt: skip
 
     def _watch(self, name: str, value: Any) -> None:
-        self._versions += [(name, leaf, leaf._version) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        self._versions += [
+            (name, leaf, leaf._version)
+            for leaf in pytree.tree_leaves(value)
+            if isinstance(leaf, Tensor)
+        ]
 
 
 def tensors_of(past: dict[int, Any]) -> list[Tensor]:
@@ -82,7 +86,10 @@ class Pasts:
         """Let slice `after` find `left`, as leaves of its own graph; `wants_grad` by tensor."""
         wanted = iter(wants_grad)
         self.waiting[after] = pytree.tree_map(
-            lambda leaf: leaf.detach().requires_grad_(next(wanted)) if isinstance(leaf, Tensor) else leaf, left
+            lambda leaf: (
+                leaf.detach().requires_grad_(next(wanted)) if isinstance(leaf, Tensor) else leaf
+            ),
+            left,
         )
 
     def give_back(self, number: int, grads: list[Tensor | None]) -> None:

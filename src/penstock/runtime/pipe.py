@@ -74,7 +74,9 @@ class Pipe(nn.Module):
         super().__init__()
         self.chunks, self.checkpoint = int(chunks), str(checkpoint)
         if not isinstance(module, nn.Sequential):
-            raise TypeError(f"module must be nn.Sequential to be partitioned, not {type(module).__name__}")
+            raise TypeError(
+                f"module must be nn.Sequential to be partitioned, not {type(module).__name__}"
+            )
         lengths = _lengths(module, balance)
         if self.chunks < 1:
             raise ValueError(f"number of chunks must be positive integer, not {self.chunks}")
@@ -82,7 +84,9 @@ class Pipe(nn.Module):
         verify_skippables(module)
         found = _devices(devices, len(lengths))
         if len(found) < len(lengths):
-            raise IndexError(f"too few devices to hold given partitions (devices: {len(found)}, partitions: {len(lengths)})")
+            raise IndexError(
+                f"too few devices to hold given partitions (devices: {len(found)}, partitions: {len(lengths)})"
+            )
         self.balance, self.devices = lengths, found[: len(lengths)]
         self.deferred_batch_norm = bool(deferred_batch_norm)
         if self.deferred_batch_norm:
@@ -119,11 +123,15 @@ class Pipe(nn.Module):
                 self._engine = Engine(_stages(self.partitions, self.devices))
             if self.training and self.deferred_batch_norm:
                 deferred.begin(self, len(parts))
-            return run_forward(self._engine, input, parts, self._recomputed(len(parts)) if self.training else 0)
+            return run_forward(
+                self._engine, input, parts, self._recomputed(len(parts)) if self.training else 0
+            )
 
     def _recomputed(self, count: int) -> int:
         if self.checkpoint not in _RECOMPUTED:
-            raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', but {self.checkpoint!r}")
+            raise ValueError(
+                f"checkpoint is not one of 'always', 'except_last', or 'never', but {self.checkpoint!r}"
+            )
         return _RECOMPUTED[self.checkpoint](count)
 
     # -- like the nn.Sequential that it was made of ---------------------------------------------------------------------
@@ -182,7 +190,9 @@ class Pipe(nn.Module):
         Raises:
             TypeError: a device is among the arguments, or a tensor, which has one.
         """
-        if kwargs.keys() & {"device", "tensor", "other"} or (args and isinstance(args[0], (torch.device, str, int, Tensor))):
+        if kwargs.keys() & {"device", "tensor", "other"} or (
+            args and isinstance(args[0], (torch.device, str, int, Tensor))
+        ):
             raise _moved(kwargs.get("device", args[0] if args else None))
         return super().to(*args, **kwargs)
 
@@ -206,7 +216,9 @@ def _lengths(module: nn.Sequential, balance: Iterable[int] | None) -> list[int]:
     advice = ("Let Penstock find one: ps.plan(ps.profile(module, example), stages=…) measures the layers and balances them; "
               "torchgpipe.balance and fairscale.nn.pipe.balance do it for torchgpipe and FairScale")  # fmt: skip
     if balance is None:
-        raise BalanceError(f"balance is required: how many of the {len(module)} layers each partition has. {advice}")
+        raise BalanceError(
+            f"balance is required: how many of the {len(module)} layers each partition has. {advice}"
+        )
     lengths = [int(length) for length in balance]
     if sum(lengths) != len(module):
         raise BalanceError("module and sum of balance have different length "
@@ -226,8 +238,15 @@ def _devices(devices: Devices | None, partitions: int) -> list[torch.device]:
     elif isinstance(devices, int):
         devices = range(devices) if devices <= gpus else ["cpu"] * devices
     found = [torch.device(device) for device in devices]
-    here = torch.cuda.current_device() if any(device.type == "cuda" and device.index is None for device in found) else 0
-    return [torch.device("cuda", here) if device.type == "cuda" and device.index is None else device for device in found]
+    here = (
+        torch.cuda.current_device()
+        if any(device.type == "cuda" and device.index is None for device in found)
+        else 0
+    )
+    return [
+        torch.device("cuda", here) if device.type == "cuda" and device.index is None else device
+        for device in found
+    ]
 
 
 def _cut(module: nn.Sequential, lengths: Sequence[int]) -> Iterator[Partition]:

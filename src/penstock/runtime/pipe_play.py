@@ -75,7 +75,10 @@ class _Playing:
     def op(self, place: int, micro_batch: int) -> None:
         half, queues = self.half, self._queues
         half.prepare(place, micro_batch)
-        taken = [half.given[micro_batch] if port is None else queues[port].get() for port in half.takes[place]]
+        taken = [
+            half.given[micro_batch] if port is None else queues[port].get()
+            for port in half.takes[place]
+        ]
         if _STOPPED in taken:
             raise _Stopped
         made = half.op(place, micro_batch, taken)
@@ -127,8 +130,12 @@ class Engine:
         self._able = len(stages) > 1 and all(stage.device.type == "cpu" for stage in stages)
         self._crew = Crew()
         last = len(stages) - 1
-        self.into: list[list[Port]] = [[place - 1 if place else None, *stage.takes] for place, stage in enumerate(stages)]
-        self.out_of: list[list[Port]] = [[place if place < last else None, *stage.gives] for place, stage in enumerate(stages)]
+        self.into: list[list[Port]] = [
+            [place - 1 if place else None, *stage.takes] for place, stage in enumerate(stages)
+        ]
+        self.out_of: list[list[Port]] = [
+            [place if place < last else None, *stage.gives] for place, stage in enumerate(stages)
+        ]
 
     def play(self, half: Half, mixed: Mixed) -> None:
         """Play it.
@@ -182,6 +189,11 @@ class Mixed:
             for kind, (enabled, dtype) in self._set.items():
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(
-                        torch.autocast(kind, dtype, enabled, self._caching and torch.is_autocast_cache_enabled())
+                        torch.autocast(
+                            kind,
+                            dtype,
+                            enabled,
+                            self._caching and torch.is_autocast_cache_enabled(),
+                        )
                     )
             yield

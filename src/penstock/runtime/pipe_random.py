@@ -49,10 +49,19 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, draws: Draws, device: torch.device, micro_batch: int, forbidden: Callable[[str], Exception] | None
+        self,
+        draws: Draws,
+        device: torch.device,
+        micro_batch: int,
+        forbidden: Callable[[str], Exception] | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._draws, self._device, self._micro_batch, self._forbidden = draws, device, micro_batch, forbidden
+        self._draws, self._device, self._micro_batch, self._forbidden = (
+            draws,
+            device,
+            micro_batch,
+            forbidden,
+        )
         self.layer = 0
         self.drew = False
         self._count = 0
@@ -64,10 +73,17 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op."""
         kwargs = kwargs or {}
-        if not _is_random(func) or kwargs.get("generator") is not None or not _by_chance(func, args, kwargs):
+        if (
+            not _is_random(func)
+            or kwargs.get("generator") is not None
+            or not _by_chance(func, args, kwargs)
+        ):
             return func(*args, **kwargs)
         with drawing(self._device):
-            seed_generators(self._device, stream_seed(self._draws.seed(), self.layer, self._micro_batch, self._count))
+            seed_generators(
+                self._device,
+                stream_seed(self._draws.seed(), self.layer, self._micro_batch, self._count),
+            )
             before = states(self._device)
             made = func(*args, **kwargs)
             drew = not all(map(torch.equal, before, states(self._device)))
@@ -87,18 +103,25 @@ def _is_random(func: Any) -> bool:
 def _chances(func: Any) -> tuple[tuple[int, str], ...]:
     """Where, among an op's arguments, the share is that it drops: fused attention has the tag of random ops without any, too."""
     return tuple(
-        (place, argument.name) for place, argument in enumerate(func._schema.arguments) if argument.name == "dropout_p"
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.name == "dropout_p"
     )
 
 
 def _by_chance(func: Any, args: Any, kwargs: Any) -> bool:
     found = _chances(func)
-    return not found or any((args[place] if place < len(args) else kwargs.get(name, 0.0)) != 0 for place, name in found)
+    return not found or any(
+        (args[place] if place < len(args) else kwargs.get(name, 0.0)) != 0 for place, name in found
+    )
 
 
 def states(device: torch.device) -> list[torch.Tensor]:
     """Of the generators that ops on a device draw from."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return [
+        torch.get_rng_state(),
+        *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []),
+    ]
 
 
 class Habits:
@@ -115,10 +138,18 @@ class Habits:
         """Whether it may run without anybody looking: it cannot draw, or did not the last time that somebody looked."""
         if parts != self._parts:
             own = self._module._forward_hooks or self._module._forward_pre_hooks
-            self._parts, self._able, self._silent = parts, bool(own) or any(map(may_draw, self._module.children())), {}
+            self._parts, self._able, self._silent = (
+                parts,
+                bool(own) or any(map(may_draw, self._module.children())),
+                {},
+            )
         if not self._able:
             return True
-        return not self.watched and training in self._silent and self._silent[training] == _shares(parts)
+        return (
+            not self.watched
+            and training in self._silent
+            and self._silent[training] == _shares(parts)
+        )
 
     @property
     def certain(self) -> bool:
@@ -135,4 +166,6 @@ class Habits:
 
 def _shares(parts: Iterable[nn.Module]) -> list[object]:
     """The settings by which layers that drop nothing begin to."""
-    return [part.__dict__[name] for part in parts for name in ("p", "dropout") if name in part.__dict__]
+    return [
+        part.__dict__[name] for part in parts for name in ("p", "dropout") if name in part.__dict__
+    ]

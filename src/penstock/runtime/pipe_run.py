@@ -42,14 +42,18 @@ def cut(value: Any, parts: int) -> list[Crossing]:
     columns = [torch.chunk(leaf.detach(), parts) for leaf in leaves if leaf is not None]
     counts = sorted({len(column) for column in columns})
     if len(counts) != 1:
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves if leaf is not None) or "no tensors"
+        shapes = (
+            ", ".join(str(tuple(leaf.shape)) for leaf in leaves if leaf is not None) or "no tensors"
+        )
         raise ValueError(f"the tensors of an input are cut along their first dimension, into the same number of micro-batches each; these "
                          f"have {shapes}, which come to {', '.join(map(str, counts)) or 0} of at most {parts}")  # fmt: skip
     wants = [leaf.requires_grad for leaf in leaves if leaf is not None]
     made = []
     for pieces in zip(*columns, strict=True):
         fresh = iter(pieces)
-        made.append(Crossing([None if leaf is None else next(fresh) for leaf in leaves], spec, wants))
+        made.append(
+            Crossing([None if leaf is None else next(fresh) for leaf in leaves], spec, wants)
+        )
     return made
 
 
@@ -60,8 +64,12 @@ def joined(parts: Sequence[Crossing]) -> list[Any]:
         TypeError: one is neither a tensor nor None.
         RuntimeError: micro-batches have come out in different forms, or a tensor of several has no dimension to join it along.
     """
-    if any(part.spec != parts[0].spec or len(part.leaves) != len(parts[0].leaves) for part in parts):
-        raise RuntimeError("the output of one micro-batch is nested in another way than that of another: they cannot be joined")
+    if any(
+        part.spec != parts[0].spec or len(part.leaves) != len(parts[0].leaves) for part in parts
+    ):
+        raise RuntimeError(
+            "the output of one micro-batch is nested in another way than that of another: they cannot be joined"
+        )
     leaves: list[Any] = []
     for column in zip(*(part.leaves for part in parts), strict=True):
         for leaf in column:
@@ -96,12 +104,16 @@ class Run:
         self._shapes = [[tensor.shape for tensor in part.tensors] for part in inputs]
         self._draws = Draws()
         self.parts = [stage.begin(self._draws) for stage in engine.stages]
-        self.weights = list({id(weight): weight for part in self.parts for weight in part.weights}.values())
+        self.weights = list(
+            {id(weight): weight for part in self.parts for weight in part.weights}.values()
+        )
         self.grads = torch.is_grad_enabled() and (bool(self.weights) or any(inputs[0].wants))
         if self.grads:
             for part in self.parts:
                 part.keep(recomputed)
-        self._mixed = Mixed([stage.device for stage in engine.stages], caching=not (self.grads and recomputed))
+        self._mixed = Mixed(
+            [stage.device for stage in engine.stages], caching=not (self.grads and recomputed)
+        )
         self._spent = False
 
     def forward(self) -> list[Crossing]:
@@ -127,7 +139,9 @@ class Run:
                 stage.habits.saw(part.training, part.drew)
         for (stage, part), were in zip(watched, before, strict=True):
             if not all(map(torch.equal, were, states(stage.device))):
-                stage.habits.watched = part.doubtful = True  # it, or somebody else: from now on somebody looks
+                stage.habits.watched = part.doubtful = (
+                    True  # it, or somebody else: from now on somebody looks
+                )
         self._draws.settle()
         return [half.made[number] for number in range(self.count)]
 
@@ -163,7 +177,8 @@ class Run:
         if found is None:
             return None
         rows = [
-            found.new_zeros(shapes[place]) if grad is None else grad for grad, shapes in zip(column, self._shapes, strict=True)
+            found.new_zeros(shapes[place]) if grad is None else grad
+            for grad, shapes in zip(column, self._shapes, strict=True)
         ]
         return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(device)
 
@@ -172,15 +187,26 @@ class Node(torch.autograd.Function):
     """Ties the tensors of the output, which are there already, to those of the input and to the weights."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, made: Sequence[Crossing], outputs: Sequence[Tensor], *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, run: Run, made: Sequence[Crossing], outputs: Sequence[Tensor], *tensors: Tensor
+    ) -> Any:
         """`tensors` are those of the input, then the run's weights; `made` are the outputs by micro-batch."""
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
-            *(output for place, output in enumerate(outputs) if not any(part.wants[place] for part in made))
+            *(
+                output
+                for place, output in enumerate(outputs)
+                if not any(part.wants[place] for part in made)
+            )
         )
-        ctx.run, ctx.devices = run, [tensor.device for tensor in tensors[: len(tensors) - len(run.weights)]]
+        ctx.run, ctx.devices = (
+            run,
+            [tensor.device for tensor in tensors[: len(tensors) - len(run.weights)]],
+        )
         columns = zip(*(part.tensors for part in made), strict=True)
-        ctx.sizes = [[len(tensor) for tensor in column] if len(column) > 1 else None for column in columns]
+        ctx.sizes = [
+            [len(tensor) for tensor in column] if len(column) > 1 else None for column in columns
+        ]
         return tuple(outputs)
 
     @staticmethod
@@ -189,10 +215,16 @@ class Node(torch.autograd.Function):
         """Play the backward. Raises as `Run.backward`."""
         run: Run = ctx.run
         columns = [
-            [None] * run.count if grad is None else [grad] if sizes is None else torch.split(grad, sizes)
+            [None] * run.count
+            if grad is None
+            else [grad]
+            if sizes is None
+            else torch.split(grad, sizes)
             for grad, sizes in zip(grads, ctx.sizes, strict=True)
         ]
-        found, sums = run.backward([[column[number] for column in columns] for number in range(run.count)])
+        found, sums = run.backward(
+            [[column[number] for column in columns] for number in range(run.count)]
+        )
         of_inputs = [run.whole(place, found, device) for place, device in enumerate(ctx.devices)]
         return None, None, None, *of_inputs, *sums
 
@@ -206,7 +238,10 @@ def _apart(weights: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     """
     own = [weight.grad for weight in weights]
     registered = [
-        hooks for weight in weights for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks) if hooks
+        hooks
+        for weight in weights
+        for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks)
+        if hooks
     ]
     hooks = [dict(each) for each in registered]
     sums: list[Tensor | None] = []

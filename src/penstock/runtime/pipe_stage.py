@@ -49,7 +49,9 @@ class Crossing(NamedTuple):
         if isinstance(value, Tensor):
             return cls((value,), None, (value.requires_grad,))
         leaves, spec = pytree.tree_flatten(value)
-        return cls(leaves, spec, [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)])
+        return cls(
+            leaves, spec, [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)]
+        )
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -58,17 +60,27 @@ class Crossing(NamedTuple):
 
     def value(self) -> Any:
         """The nested value."""
-        return self.leaves[0] if self.spec is None else pytree.tree_unflatten(list(self.leaves), self.spec)
+        return (
+            self.leaves[0]
+            if self.spec is None
+            else pytree.tree_unflatten(list(self.leaves), self.spec)
+        )
 
     def wanting(self, trained: bool) -> Crossing:
         """The same, made without a graph: what is no float cannot want a gradient, and any float may if anything is trained."""
-        wants = [trained and (leaf.is_floating_point() or leaf.is_complex()) for leaf in self.tensors]
+        wants = [
+            trained and (leaf.is_floating_point() or leaf.is_complex()) for leaf in self.tensors
+        ]
         return Crossing(self.leaves, self.spec, wants)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Crossing:
         """The same with other tensors in the tensors' places."""
         fresh = iter(tensors)
-        return Crossing([next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec, self.wants)
+        return Crossing(
+            [next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves],
+            self.spec,
+            self.wants,
+        )
 
 
 Grads = list[Tensor | None]
@@ -123,8 +135,15 @@ class PipeStage:
         gives: skips that it stashes for another one.
     """
 
-    def __init__(self, module: Partition, device: torch.device, takes: Sequence[Skip], gives: Sequence[Skip]) -> None:
-        self.module, self.device, self.takes, self.gives = module, device, tuple(takes), tuple(gives)
+    def __init__(
+        self, module: Partition, device: torch.device, takes: Sequence[Skip], gives: Sequence[Skip]
+    ) -> None:
+        self.module, self.device, self.takes, self.gives = (
+            module,
+            device,
+            tuple(takes),
+            tuple(gives),
+        )
         self.habits = Habits(module)
         self._skips = any(isinstance(part, Skippable) for part in module.modules())
         # By training or not, whether layers change what they are given. Not known before they have run once: the flag `inplace` tells
@@ -138,11 +157,20 @@ class PipeStage:
         parts = list(_modules(self.module))
         if parts != self._parts:
             self._parts, self._buffers = parts, Buffers(parts)
-        weights = {id(p): p for part in parts for p in part._parameters.values() if p is not None and p.requires_grad}
+        weights = {
+            id(p): p
+            for part in parts
+            for p in part._parameters.values()
+            if p is not None and p.requires_grad
+        }
         training = self.module.training
-        return PartRun(parts, list(weights.values()), training, draws, not self.habits.silent(parts, training))
+        return PartRun(
+            parts, list(weights.values()), training, draws, not self.habits.silent(parts, training)
+        )
 
-    def forward(self, run: PartRun, micro_batch: int, arrived: Sequence[Crossing]) -> list[Crossing]:
+    def forward(
+        self, run: PartRun, micro_batch: int, arrived: Sequence[Crossing]
+    ) -> list[Crossing]:
         """Run the layers on one micro-batch.
 
         Args:
@@ -217,7 +245,10 @@ class PipeStage:
                 torch.autograd.backward(roots, starts)
             finally:
                 PASSES.recomputing = before
-        return [[leaf.grad if leaf.requires_grad else None for leaf in crossing.tensors] for crossing in kept.inputs]
+        return [
+            [leaf.grad if leaf.requires_grad else None for leaf in crossing.tensors]
+            for crossing in kept.inputs
+        ]
 
     def _leaves(self, crossing: Crossing, grads: bool) -> Crossing:
         wants = crossing.wants if grads else [False] * len(crossing.wants)
@@ -225,17 +256,30 @@ class PipeStage:
         for leaf, wanted in zip(leaves, wants, strict=True):
             if wanted:
                 leaf.requires_grad_()
-        return Crossing(leaves, None, wants) if crossing.spec is None else crossing.with_tensors(leaves)
+        return (
+            Crossing(leaves, None, wants)
+            if crossing.spec is None
+            else crossing.with_tensors(leaves)
+        )
 
-    def _run(self, run: PartRun, micro_batch: int, inputs: Sequence[Crossing], *, again: bool = False) -> list[Crossing]:
+    def _run(
+        self, run: PartRun, micro_batch: int, inputs: Sequence[Crossing], *, again: bool = False
+    ) -> list[Crossing]:
         tensors = [tensor for crossing in inputs for tensor in crossing.tensors]
         given = list(inputs)
         changes = self._changes_input.get(run.training, True)
-        if changes:  # autograd forbids changing a leaf in place, and nobody else may see such a change
-            given = [crossing.with_tensors([tensor.clone() for tensor in crossing.tensors]) for crossing in inputs]
+        if (
+            changes
+        ):  # autograd forbids changing a leaf in place, and nobody else may see such a change
+            given = [
+                crossing.with_tensors([tensor.clone() for tensor in crossing.tensors])
+                for crossing in inputs
+            ]
             tensors = [tensor for crossing in given for tensor in crossing.tensors]
         versions = _versions(tensors)
-        waiting: Waiting = {skip: crossing.value() for skip, crossing in zip(self.takes, given[1:], strict=True)}
+        waiting: Waiting = {
+            skip: crossing.value() for skip, crossing in zip(self.takes, given[1:], strict=True)
+        }
         if self._skips or run.looking or (again and run.doubtful):
             with self._watched(run, micro_batch, again), waiting_skips(waiting):
                 made = self.module(given[0].value())
@@ -257,7 +301,12 @@ class PipeStage:
         if not run.looking and not doubtful:
             yield
             return
-        drawing = Drawing(run.draws, self.device, micro_batch, self._late if doubtful and not run.looking else None)
+        drawing = Drawing(
+            run.draws,
+            self.device,
+            micro_batch,
+            self._late if doubtful and not run.looking else None,
+        )
         self.module.drawing_of_layers = drawing
         try:
             with drawing:

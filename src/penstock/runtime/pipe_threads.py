@@ -33,7 +33,11 @@ class Choice:
         self.forced: bool | None = None
         self.seconds_per_op = float("inf")
         self._plays = 0
-        self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
 
     def threads(self) -> bool:
         """What to do now; at first, not knowing anything, use threads: memory that one thread has used is little use to others."""
@@ -63,7 +67,9 @@ class Crew:
         while len(self._queues) < len(jobs):
             queue = _Jobs()
             # Daemons, so that one that is stuck in a layer does not keep the process from ending.
-            threading.Thread(target=_serve, args=(queue,), name=f"penstock-pipe-{len(self._queues)}", daemon=True).start()
+            threading.Thread(
+                target=_serve, args=(queue,), name=f"penstock-pipe-{len(self._queues)}", daemon=True
+            ).start()
             # At the end of the process they are left asleep: one that wakes while the interpreter goes is torn out of torch's C++.
             weakref.finalize(self, queue.put, None).atexit = False
             self._queues.append(queue)
@@ -108,4 +114,6 @@ def _serve(queue: _Jobs) -> None:
 def alone() -> bool:
     """Whether the caller's thread has something set that no other thread can be given: modes, hooks on what autograd saves."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack() or hooks)
+    return bool(
+        torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack() or hooks
+    )

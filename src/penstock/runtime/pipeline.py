@@ -130,7 +130,10 @@ class Pipeline:
         scaling = LossScaler.of(scaler)
         place = Place(executor, None if device is None else torch.device(device), deadline_s)
         self._world = world_of(
-            self.setting, self.chain.description, place, talks=scaling is not None or clip_grad_norm is not None
+            self.setting,
+            self.chain.description,
+            place,
+            talks=scaling is not None or clip_grad_norm is not None,
         )
         options.check_compiler(self._world.device(self._world.local_ranks[0]))
         self._step = self._gathered = 0
@@ -169,12 +172,17 @@ class Pipeline:
         batch = self._batch(x, y, training=True)
         if self._stream is not None:
             if update is not None:
-                raise SettingError("update= is for synchronous schedules: an asynchronous one updates after every batch")
+                raise SettingError(
+                    "update= is for synchronous schedules: an asynchronous one updates after every batch"
+                )
             self._feed(self._stream, batch)
             self.flush()
             return self._stream.ready.pop()[1]
         steps = self._gathered + 1 >= self._accumulate if update is None else update
-        gathered, self._gathered = self._gathered, 0  # if it fails, nothing is left of the batches before
+        gathered, self._gathered = (
+            self._gathered,
+            0,
+        )  # if it fails, nothing is left of the batches before
         self._player.play(batch, Mode.TRAIN, steps=steps, factor=1 / self._accumulate)
         self._gathered = 0 if steps else gathered + 1
         self._step += 1
@@ -187,7 +195,9 @@ class Pipeline:
             SettingError: there is no optimizer.
         """
         if not self._made.steps:
-            raise SettingError("there is nothing to step: this pipeline has no optimizer. Give it one by optimizer=")
+            raise SettingError(
+                "there is nothing to step: this pipeline has no optimizer. Give it one by optimizer="
+            )
         if self._gathered:
             self._gathered = 0
             self._player.step()
@@ -245,7 +255,9 @@ class Pipeline:
 
     def _batch(self, x: Any, y: Any, *, training: bool) -> Batch:
         if y is None:
-            raise SettingError("a batch needs targets for its loss, not None: where the loss takes none, give the inputs again")
+            raise SettingError(
+                "a batch needs targets for its loss, not None: where the loss takes none, give the inputs again"
+            )
         return make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=training,
                           slicing=self.setting.schedule.slicing)  # fmt: skip
 
@@ -296,7 +308,9 @@ class Pipeline:
         for stage in self._local_stages:
             borrowed = set(map(id, stage.update.borrowed))
             yield from (
-                (name, parameter) for parameter, name in self._made.names(stage).items() if id(parameter) not in borrowed
+                (name, parameter)
+                for parameter, name in self._made.names(stage).items()
+                if id(parameter) not in borrowed
             )
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -325,18 +339,26 @@ class Pipeline:
             RunError: no batch has been trained or evaluated yet.
         """
         played = self._player.played
-        rows = self._player.rows() if played is not None or self._stream is None else self._stream.window()
+        rows = (
+            self._player.rows()
+            if played is not None or self._stream is None
+            else self._stream.window()
+        )
         if not any(rows.values()):
             raise RunError("there is no timeline yet: train a batch first")
         timeline = measured(self._world, self.setting.schedule, self._made.interpreters, rows)
         if played is None:
             return timeline
-        return replace(timeline, slicing=self.setting.schedule.first_micro_batches(played[0]).slicing)
+        return replace(
+            timeline, slicing=self.setting.schedule.first_micro_batches(played[0]).slicing
+        )
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
         """Per stage, the most versions of its weights that a rank has kept at once so far."""
-        return (1,) * len(self.setting.lengths) if self._stream is None else self._made.versions_kept()
+        return (
+            (1,) * len(self.setting.lengths) if self._stream is None else self._made.versions_kept()
+        )
 
     def compare_with_one_device(self, x: Any, y: Any) -> Comparison:
         """Run one batch through the pipeline and through plain training, and compare. Nothing is updated; print what is returned.
@@ -384,8 +406,19 @@ class Pipeline:
             SettingError: an optimizer keeps something that is neither tensor nor plain number.
         """
         self._drain()
-        progress = Progress(self._step, self._together.state(), self._made.told([each.as_json() for each in self._schedulers]))
-        checkpoint.save(Path(folder), self._world, self._made.placed, progress, self._made.versioned(), self._made.lives)
+        progress = Progress(
+            self._step,
+            self._together.state(),
+            self._made.told([each.as_json() for each in self._schedulers]),
+        )
+        checkpoint.save(
+            Path(folder),
+            self._world,
+            self._made.placed,
+            progress,
+            self._made.versioned(),
+            self._made.lives,
+        )
 
     def load(self, folder: str | Path) -> None:
         """Go on from what `save` wrote, under this or any other plan for the same model.

@@ -127,8 +127,13 @@ class Player:
         """The ops that every rank played last, in order: as a timeline shows them, and as they were run."""
         if self.played is None:
             return {}
-        programs: Mapping[int, tuple[object, ...]] = dict(enumerate(self._lowered(*self.played).programs))
-        return {rank: [(action, action) for action in row if isinstance(action, Op)] for rank, row in programs.items()}
+        programs: Mapping[int, tuple[object, ...]] = dict(
+            enumerate(self._lowered(*self.played).programs)
+        )
+        return {
+            rank: [(action, action) for action in row if isinstance(action, Op)]
+            for rank, row in programs.items()
+        }
 
     def _lower(self, micro_batches: int, mode: Mode) -> LoweredSchedule:
         schedule = self.one_batch.first_micro_batches(micro_batches)

@@ -56,8 +56,14 @@ class DistributedWorld:
         groups = {}
         if self._nccl_everywhere(shared):
             keys = sorted([(link, False) for link in links] + [(link, True) for link in copies])
-            groups = {(link, meets): dist.new_group(list(link), timeout, "nccl") for link, meets in keys}
-            groups = {(link, meets): group for (link, meets), group in groups.items() if self._rank in link}
+            groups = {
+                (link, meets): dist.new_group(list(link), timeout, "nccl") for link, meets in keys
+            }
+            groups = {
+                (link, meets): group
+                for (link, meets), group in groups.items()
+                if self._rank in link
+            }
         self._wire = Wire(self._rank, self._device, store, deadline_s, shared, groups)
         self._near = SameHostTransport(self._rank, deadline_s, self._device)
         self._near.connect(store, self.size, willing=not groups)
@@ -116,7 +122,9 @@ class DistributedWorld:
 
         def job(rank: int) -> Any:
             payload = Payload.of(value) if rank == source else None
-            header = Header("", (form,)) if form is not None else self._share_header(payload, source)
+            header = (
+                Header("", (form,)) if form is not None else self._share_header(payload, source)
+            )
             if payload is None:
                 tensors = [known.empty() for known in header.forms]
             else:
@@ -131,7 +139,11 @@ class DistributedWorld:
         text = b"" if payload is None else payload.header().encode()
         length = torch.tensor([len(text)])
         self._share(length, source)
-        content = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(length), dtype=torch.uint8)
+        content = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            if text
+            else torch.empty(int(length), dtype=torch.uint8)
+        )
         self._share(content, source)
         return Header.parse(bytes(content.tolist()).decode())
 
@@ -147,9 +159,13 @@ class DistributedWorld:
                 return {}
             gathered = {0: [tensor.clone() for tensor in own]}
             for other in range(1, self.size):
-                gathered[other] = [form.empty() for form in forms.get(other, [])]  # a rank may hold nothing
+                gathered[other] = [
+                    form.empty() for form in forms.get(other, [])
+                ]  # a rank may hold nothing
                 for tensor in gathered[other]:
-                    self._wait(dist.irecv(tensor, other, group=self._wire.shared, tag=0), f"rank {other}")
+                    self._wait(
+                        dist.irecv(tensor, other, group=self._wire.shared, tag=0), f"rank {other}"
+                    )
             return gathered
 
         return self.run(job)[self._rank]
@@ -175,7 +191,9 @@ class DistributedWorld:
             arrival = self._near.post(source, _TOLD, "")
             return lambda: self.run(lambda _: self._taken(arrival, source))[self._rank]
         numbers = torch.empty(count, dtype=torch.float64)
-        work = self.run(lambda _: dist.irecv(numbers, source, group=self._wire.shared, tag=TOLD_TAG))[self._rank]
+        work = self.run(
+            lambda _: dist.irecv(numbers, source, group=self._wire.shared, tag=TOLD_TAG)
+        )[self._rank]
 
         def heard() -> Tensor:
             self.run(lambda _: self._wait(work, f"rank {source}"))
@@ -185,7 +203,11 @@ class DistributedWorld:
 
     def barrier(self) -> None:
         """See `World.barrier`."""
-        self.run(lambda _: self._wait(dist.all_reduce(torch.zeros(1), group=self._wire.shared, async_op=True), "all ranks"))
+        self.run(
+            lambda _: self._wait(
+                dist.all_reduce(torch.zeros(1), group=self._wire.shared, async_op=True), "all ranks"
+            )
+        )
 
     def close(self) -> None:
         """See `World.close`."""
@@ -194,7 +216,9 @@ class DistributedWorld:
         self._near.close()
 
     def _share(self, tensor: Tensor, source: int) -> None:
-        self._wait(dist.broadcast(tensor, source, group=self._wire.shared, async_op=True), f"rank {source}")
+        self._wait(
+            dist.broadcast(tensor, source, group=self._wire.shared, async_op=True), f"rank {source}"
+        )
 
     def _taken(self, arrival: Arrival, source: int) -> Tensor:
         tensor: Tensor = self._waited(arrival.wait, f"rank {source}").leaves[0]
@@ -209,7 +233,9 @@ class DistributedWorld:
         try:
             return action()
         except TransportTimeout as error:
-            raise DeadlineExceeded(self._rank, waited_for, self._wire.deadline_s, self._board.elsewhere()) from error
+            raise DeadlineExceeded(
+                self._rank, waited_for, self._wire.deadline_s, self._board.elsewhere()
+            ) from error
         except TransportLost as error:
             reason = self._board.failure(patience_s=2.0) or "a rank is gone without a word"
             raise PeerFailed(self._rank, waited_for, reason) from error

@@ -61,7 +61,11 @@ def _error(rank: int, error: BaseException) -> dict[str, Any]:
     """What the launcher must know of an error."""
     from penstock.errors import PeerFailed, PenstockError
 
-    text = str(error) if isinstance(error, PenstockError) else f"rank {rank}: {type(error).__name__}: {error}"
+    text = (
+        str(error)
+        if isinstance(error, PenstockError)
+        else f"rank {rank}: {type(error).__name__}: {error}"
+    )
     return {"rank": rank, "error": text, "traceback": "".join(traceback.format_exception(error)), "at": time.monotonic(),
             "consequence": isinstance(error, PeerFailed)}  # fmt: skip
 
@@ -71,5 +75,7 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
-        os._exit(code)  # a failed rank must not stay behind in a destructor that waits for the others
+        os._exit(
+            code
+        )  # a failed rank must not stay behind in a destructor that waits for the others
     sys.exit(0)

@@ -44,7 +44,9 @@ def world_of(setting: Setting, description: Chain, place: Place, *, talks: bool)
         raise SettingError(f"executor is 'processes' or 'threads', not {place.executor!r}")
     if place.deadline_s <= 0:
         raise SettingError(f"deadline_s is above 0, not {place.deadline_s}")
-    if place.executor == "threads" or (place.executor is None and schedule.ranks == 1 and not started()):
+    if place.executor == "threads" or (
+        place.executor is None and schedule.ranks == 1 and not started()
+    ):
         alone = place.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return ThreadWorld(schedule.ranks, alone, place.deadline_s)
     found = join()
@@ -53,9 +55,15 @@ def world_of(setting: Setting, description: Chain, place: Place, *, talks: bool)
                         f"start {schedule.ranks} processes")  # fmt: skip
     links = {link for link, *_ in messages(schedule)}
     links |= {Link(link.target, link.source) for link in links}
-    meeting = {Link(*pair) for ranks in schedule.ranks_of_stage for pair in itertools.permutations(ranks, 2)}
+    meeting = {
+        Link(*pair)
+        for ranks in schedule.ranks_of_stage
+        for pair in itertools.permutations(ranks, 2)
+    }
     for shared in shared_tensors(description, setting.lengths, schedule):
         meeting |= shared.links
     if talks:
-        meeting |= {link for rank in range(1, schedule.ranks) for link in (Link(0, rank), Link(rank, 0))}
+        meeting |= {
+            link for rank in range(1, schedule.ranks) for link in (Link(0, rank), Link(rank, 0))
+        }
     return DistributedWorld(place.device, place.deadline_s, links, meeting)

@@ -21,7 +21,9 @@ def mean_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor:
     """The mean loss of the batch, a float tensor, the same on every rank: micro-batches' shares added up in their order."""
     holders = schedule.ranks_of_stage[-1]
     if len(holders) > 1:
-        result: Tensor = world.broadcast(_from_copies(world, schedule, batch), 0, TensorForm((), "float32", wants_grad=False))
+        result: Tensor = world.broadcast(
+            _from_copies(world, schedule, batch), 0, TensorForm((), "float32", wants_grad=False)
+        )
         return result
     if holders[0] not in world.local_ranks:
         return world.hear(holders[0], 1)()[0].float()
@@ -65,14 +67,22 @@ def _held_by(schedule: Schedule, rank: int, micro_batches: int) -> list[int]:
 
 def _numbers(batch: Batch, held: list[int]) -> Tensor:
     dtype = batch.losses[held[0]].dtype
-    return torch.tensor([_DTYPES.index(dtype), *(float(batch.losses[m]) for m in held)], dtype=torch.float64)
+    return torch.tensor(
+        [_DTYPES.index(dtype), *(float(batch.losses[m]) for m in held)], dtype=torch.float64
+    )
 
 
 def _from_copies(world: World, schedule: Schedule, batch: Batch) -> Tensor | None:
     """The mean loss, on rank 0."""
-    own = {rank: held for rank in schedule.ranks_of_stage[-1] if (held := _held_by(schedule, rank, len(batch.numbers)))}
+    own = {
+        rank: held
+        for rank in schedule.ranks_of_stage[-1]
+        if (held := _held_by(schedule, rank, len(batch.numbers)))
+    }
     # Numbers of any float type are exact as doubles; which type they are of goes with them.
-    local = {rank: [_numbers(batch, held)] for rank, held in own.items() if rank in world.local_ranks}
+    local = {
+        rank: [_numbers(batch, held)] for rank, held in own.items() if rank in world.local_ranks
+    }
     gathered = world.gather(local, {rank: [TensorForm((1 + len(held),), "float64", wants_grad=False)]
                                     for rank, held in own.items()})  # fmt: skip
     return _mean([(held, gathered[rank][0]) for rank, held in own.items()]) if gathered else None
@@ -113,7 +123,9 @@ class StreamLosses:
         own = held.pop(self._own, None)
         if own is not None:
             self._to_tell[batch.step] = own
-        self._heard[batch.step] = [(numbers, self._world.hear(rank, 1 + len(numbers))) for rank, numbers in held.items()]
+        self._heard[batch.step] = [
+            (numbers, self._world.hear(rank, 1 + len(numbers))) for rank, numbers in held.items()
+        ]
 
     def tell(self, batch: Batch) -> None:
         """Let the others hear of a batch's losses when all of this rank are there."""

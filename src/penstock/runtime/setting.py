@@ -60,10 +60,14 @@ def setting_of(traced: TracedChain, plan: Plan | None, words: Words) -> Setting:
     if plan is not None:
         doubled = [name for name, value in vars(words).items() if value is not None]
         if doubled:
-            raise SettingError(f"the plan already says {', '.join(doubled)}: give a plan, or these, not both")
+            raise SettingError(
+                f"the plan already says {', '.join(doubled)}: give a plan, or these, not both"
+            )
         return Setting.of_plan(plan, traced)
     if words.balance is None:
-        raise SettingError("a Pipeline needs a plan (ps.plan), or balance=[layers of each stage, …]")
+        raise SettingError(
+            "a Pipeline needs a plan (ps.plan), or balance=[layers of each stage, …]"
+        )
     lengths = tuple(int(length) for length in words.balance)
     schedule, micro_batches = words.schedule, words.micro_batches
     if not isinstance(schedule, Schedule):
@@ -75,10 +79,14 @@ def setting_of(traced: TracedChain, plan: Plan | None, words: Words) -> Setting:
         )
     weights = words.weights or ("flush" if schedule.stream is None else schedule.stream.weights)
     recompute, recomputed = _recompute(traced, words.recompute)
-    return Setting(lengths, schedule, recompute, weights, dict(words.weights_options or {}), recomputed)
+    return Setting(
+        lengths, schedule, recompute, weights, dict(words.weights_options or {}), recomputed
+    )
 
 
-def _recompute(traced: TracedChain, wish: str | Collection[int | str] | None) -> tuple[str, frozenset[int]]:
+def _recompute(
+    traced: TracedChain, wish: str | Collection[int | str] | None
+) -> tuple[str, frozenset[int]]:
     """When micro-batches run again, or, of layers by name or place, that these do."""
     if wish == "selective":
         raise SettingError(
@@ -104,8 +112,12 @@ def check(setting: Setting) -> None:
     if not schedule.synchronous and schedule.stream is None:
         raise ScheduleError(f"{schedule.name} is asynchronous and does not say how it goes on from batch to batch: give it a stream, "
                             "such as Schedule(programs, synchronous=False, stream=Stream(batches=8))")  # fmt: skip
-    if schedule.stream is not None and (schedule.slicing is not None or any(op.kind in HANDING for op in schedule.ops)):
-        raise ScheduleError(f"{schedule.name} cuts micro-batches or hands them to other ranks, which streams cannot do yet")
+    if schedule.stream is not None and (
+        schedule.slicing is not None or any(op.kind in HANDING for op in schedule.ops)
+    ):
+        raise ScheduleError(
+            f"{schedule.name} cuts micro-batches or hands them to other ranks, which streams cannot do yet"
+        )
     rule_of(schedule, setting.weights, setting.weights_options)
     verify(schedule) if schedule.stream is None else verify(schedule, weights=setting.weights)
     recomputes(setting.recompute, 0, 1)

@@ -149,7 +149,11 @@ class Stage:
         if size is not None and (arrived is None or arrived.structure == ""):
             return self._forward_plainly(batch, micro_batch, arrived, size)
         source = Payload.of(batch.inputs[micro_batch]) if arrived is None else arrived
-        wants = source.wants_grad if arrived is not None and batch.training else (False,) * len(source.tensors)
+        wants = (
+            source.wants_grad
+            if arrived is not None and batch.training
+            else (False,) * len(source.tensors)
+        )
         leaves = [tensor.detach().to(self.device) for tensor in source.tensors]
         for leaf, wanted in zip(leaves, wants, strict=True):
             leaf.requires_grad_(wanted)
@@ -176,10 +180,18 @@ class Stage:
         if after is not None:
             left = tensors_of(past.left)
             roots += [tensor for tensor in left if tensor.requires_grad]
-            flags = self._grad_flags(left, inputs) if again else tuple(tensor.requires_grad for tensor in left)
+            flags = (
+                self._grad_flags(left, inputs)
+                if again
+                else tuple(tensor.requires_grad for tensor in left)
+            )
             self._pasts.leave(after, past.left, flags)
         if batch.training:
-            size = sum(leaf.nbytes for leaf in leaves) if again else self.held.size(self._form(batch, micro_batch))
+            size = (
+                sum(leaf.nbytes for leaf in leaves)
+                if again
+                else self.held.size(self._form(batch, micro_batch))
+            )
             self._kept[batch.step, micro_batch] = _Kept(
                 inputs, past.found, None if again else roots, len(own), buffers, saved, size
             )
@@ -188,14 +200,26 @@ class Stage:
                 self._learn(batch, micro_batch, inputs, result, size=size)
         return result
 
-    def _learn(self, batch: Batch, micro_batch: int, inputs: Payload, result: Payload | None, *, size: int) -> None:
+    def _learn(
+        self, batch: Batch, micro_batch: int, inputs: Payload, result: Payload | None, *, size: int
+    ) -> None:
         """Let the next micro-batches of this form go the short way, if it would do."""
         one_out = self.loss is not None if result is None else result.structure == ""
-        known = self._changes_input.get(True) is False and self.held.settled(self._form(batch, micro_batch))
-        if known and one_out and inputs.structure == "" and not batch.cuts_tokens and not batch.keeps_outputs:
+        known = self._changes_input.get(True) is False and self.held.settled(
+            self._form(batch, micro_batch)
+        )
+        if (
+            known
+            and one_out
+            and inputs.structure == ""
+            and not batch.cuts_tokens
+            and not batch.keeps_outputs
+        ):
             self._plain[batch.forms[micro_batch]] = size
 
-    def _forward_plainly(self, batch: Batch, micro_batch: int, arrived: Payload | None, size: int) -> Payload | None:
+    def _forward_plainly(
+        self, batch: Batch, micro_batch: int, arrived: Payload | None, size: int
+    ) -> Payload | None:
         """F where one tensor comes and one goes. The form, which has the mode in it, says that it is so."""
         leaf = None
         value = batch.inputs[micro_batch] if arrived is None else arrived.leaves[0].detach()
@@ -230,7 +254,9 @@ class Stage:
         result = Payload.of({_SIDE: total(sides), "value": value}) if self.loss is None else None
         inputs = Payload("", (given,), (leaf is not None,))
         count = len(own) + (len(roots) if self.loss is not None else 0)
-        self._kept[batch.step, micro_batch] = _Kept(inputs, {}, [*roots, *own], count, {}, None, size)
+        self._kept[batch.step, micro_batch] = _Kept(
+            inputs, {}, [*roots, *own], count, {}, None, size
+        )
         return result
 
     def backward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
@@ -246,10 +272,16 @@ class Stage:
         self.held.give(size)
         return Payload.flat([leaf.grad for leaf in leaves])
 
-    def _backward_plainly(self, batch: Batch, micro_batch: int, arrived: Payload | None, kept: _Plain) -> Payload:
+    def _backward_plainly(
+        self, batch: Batch, micro_batch: int, arrived: Payload | None, kept: _Plain
+    ) -> Payload:
         root, leaf = kept.root, kept.leaf
         if root is not None:
-            grad = self._started(batch, micro_batch, root) if arrived is None else _to(arrived.leaves[0], self.device)
+            grad = (
+                self._started(batch, micro_batch, root)
+                if arrived is None
+                else _to(arrived.leaves[0], self.device)
+            )
             if grad is not None:
                 whole_grad(root, grad)
         self.held.give(kept.size)
@@ -296,7 +328,9 @@ class Stage:
         self._pending.clear()
         self._pasts.clear()
 
-    def _run(self, batch: Batch, micro_batch: int, inputs: Payload, past: Past) -> tuple[Any, list[Tensor]]:
+    def _run(
+        self, batch: Batch, micro_batch: int, inputs: Payload, past: Past
+    ) -> tuple[Any, list[Tensor]]:
         """What the layers make, and what starts a gradient of its own: the loss, on the last stage, and side losses."""
         copies: list[Tensor] = []
         if self._changes_input.get(batch.training, True):
@@ -313,7 +347,11 @@ class Stage:
             if batch.training not in self._changes_input:
                 self._changes_input[batch.training] = any(copy._version for copy in copies)
             told = sides if before is None else [before.to(self.device), *sides]
-            value = to_plain(value) if self._losses is None else self._losses.of(batch, micro_batch, value, told)
+            value = (
+                to_plain(value)
+                if self._losses is None
+                else self._losses.of(batch, micro_batch, value, told)
+            )
             if self.loss is None and told:
                 value = {_SIDE: total(told), "value": value}
         own = [side for side in sides if side.requires_grad] if batch.training else []
@@ -326,7 +364,11 @@ class Stage:
         return self._starts.of(batch.shares[micro_batch] * self.loss_scale, root)
 
     def _mixed(self) -> AbstractContextManager[None]:
-        return _AS_IT_IS if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
+        return (
+            _AS_IT_IS
+            if self.autocast is None
+            else torch.autocast(self.device.type, dtype=self.autocast)
+        )
 
     def _grad_flags(self, output: Any, inputs: Payload) -> tuple[bool, ...]:
         """Which outputs want a gradient when the forward ran without a graph: any float one, if anything here is trained."""
@@ -341,15 +383,23 @@ class Stage:
         """A name that graphs of the same shapes share."""
         return f"{self.index}/{batch.forms[micro_batch]}"
 
-    def _looking(self, batch: Batch, micro_batch: int, inputs: Payload, keeps: bool) -> AbstractContextManager[None]:
+    def _looking(
+        self, batch: Batch, micro_batch: int, inputs: Payload, keeps: bool
+    ) -> AbstractContextManager[None]:
         """Let what is held of a new form be counted. What can be evicted is held by something else; it counts as much."""
         if not keeps:
             return nullcontext()
         # The first graph may be of copies of the inputs, see `_run`.
         final = batch.training in self._changes_input
-        found = () if batch.targets is None or self.loss is None else pytree.tree_leaves(batch.targets[micro_batch])
+        found = (
+            ()
+            if batch.targets is None or self.loss is None
+            else pytree.tree_leaves(batch.targets[micro_batch])
+        )
         targets = [leaf for leaf in found if isinstance(leaf, Tensor)]
-        return self.held.looking(self._form(batch, micro_batch), inputs.tensors, self._running.weights(), targets, final)
+        return self.held.looking(
+            self._form(batch, micro_batch), inputs.tensors, self._running.weights(), targets, final
+        )
 
     def _roots(
         self, batch: Batch, micro_batch: int, arrived: Payload | None
@@ -364,11 +414,17 @@ class Stage:
             here = [] if kept.leaf is None else [kept.leaf]
             if (root := kept.root) is None:
                 return here, [], [], [], kept.size
-            start = self._started(batch, micro_batch, root) if arrived is None else _to(arrived.leaves[0], self.device)
+            start = (
+                self._started(batch, micro_batch, root)
+                if arrived is None
+                else _to(arrived.leaves[0], self.device)
+            )
             return here, [], [root], [start], kept.size
         leaves = [leaf for leaf in kept.inputs.tensors if leaf.requires_grad]
         past_leaves = [leaf for leaf in tensors_of(kept.found) if leaf.requires_grad]
-        grads: list[Tensor | None] = [] if arrived is None else [_to(leaf, self.device) for leaf in arrived.leaves]
+        grads: list[Tensor | None] = (
+            [] if arrived is None else [_to(leaf, self.device) for leaf in arrived.leaves]
+        )
         after = batch.next_slice(micro_batch)
         grads_of_past = self._pasts.take_back(after)
         if kept.roots is not None:
@@ -389,11 +445,27 @@ class Stage:
             roots += own
             kept.own = len(own)
             left = tensors_of(past.left)
-            roots += [root for root, flag in zip(left, self._grad_flags(left, kept.inputs), strict=True) if flag]
+            roots += [
+                root
+                for root, flag in zip(left, self._grad_flags(left, kept.inputs), strict=True)
+                if flag
+            ]
         first = len(roots) - len(grads_of_past) - kept.own
-        grads += [self._started(batch, micro_batch, root) for root in roots[first : first + kept.own]]
-        pairs = [(root, grad) for root, grad in zip(roots, [*grads, *grads_of_past], strict=True) if root.requires_grad]
-        return leaves, past_leaves, [root for root, _ in pairs], [grad for _, grad in pairs], kept.size
+        grads += [
+            self._started(batch, micro_batch, root) for root in roots[first : first + kept.own]
+        ]
+        pairs = [
+            (root, grad)
+            for root, grad in zip(roots, [*grads, *grads_of_past], strict=True)
+            if root.requires_grad
+        ]
+        return (
+            leaves,
+            past_leaves,
+            [root for root, _ in pairs],
+            [grad for _, grad in pairs],
+            kept.size,
+        )
 
 
 def _to(leaf: Tensor | None, device: torch.device) -> Tensor | None:

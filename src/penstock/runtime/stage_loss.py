@@ -35,7 +35,9 @@ class StageLoss:
             SettingError: the loss is not one number.
         """
         if batch.targets is None or batch.keeps_outputs:
-            detached = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, to_plain(value))
+            detached = pytree.tree_map(
+                lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, to_plain(value)
+            )
             batch.outputs[micro_batch] = detached
         if batch.targets is None:
             return None
@@ -44,12 +46,16 @@ class StageLoss:
             target = target.to(self.device)
         else:
             target = from_plain(
-                pytree.tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, target)
+                pytree.tree_map(
+                    lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, target
+                )
             )
         loss = self.loss(value, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise SettingError(f"the loss must be one number, the mean over the samples it is given; this one is {shape}")
+            raise SettingError(
+                f"the loss must be one number, the mean over the samples it is given; this one is {shape}"
+            )
         if loss.dim():
             loss = loss.reshape(())
         if micro_batch not in batch.losses:

@@ -105,9 +105,17 @@ def collect_grads(world: World, placed: Placed) -> dict[str, Tensor]:
     described: dict[int, dict[str, TensorForm]] = {}
     facts = placed.traced.description
     for rank, layers in placed.layers_of_rank().items():
-        names = dict.fromkeys(name for layer in layers for name in placed.traced.layers[layer].parameters)
-        chosen = [facts.tensor(name) for name in names if facts.tensor(name).trainable and _counts(placed, name, rank)]
-        described[rank] = {fact.name: TensorForm(fact.shape, fact.dtype, wants_grad=False) for fact in chosen}
+        names = dict.fromkeys(
+            name for layer in layers for name in placed.traced.layers[layer].parameters
+        )
+        chosen = [
+            facts.tensor(name)
+            for name in names
+            if facts.tensor(name).trainable and _counts(placed, name, rank)
+        ]
+        described[rank] = {
+            fact.name: TensorForm(fact.shape, fact.dtype, wants_grad=False) for fact in chosen
+        }
     local: dict[int, dict[str, Tensor]] = {rank: {} for rank in world.local_ranks}
     for stage in placed.at_home:
         held = local[placed.home[stage.index]]
@@ -117,7 +125,12 @@ def collect_grads(world: World, placed: Placed) -> dict[str, Tensor]:
                     continue
                 grad = parameter.grad
                 held.setdefault(
-                    name, torch.zeros_like(parameter) if grad is None else grad.to_dense() if grad.is_sparse else grad
+                    name,
+                    torch.zeros_like(parameter)
+                    if grad is None
+                    else grad.to_dense()
+                    if grad.is_sparse
+                    else grad,
                 )
     return _gathered(world, local, described)
 
@@ -130,7 +143,9 @@ def _described(placed: Placed) -> dict[int, dict[str, TensorForm]]:
         for layer in layers:
             held |= state_of(placed.traced.layers[layer].name, placed.traced.modules[layer])
         described[rank] = {
-            name: TensorForm(tuple(value.shape), str(value.dtype).removeprefix("torch."), wants_grad=False)
+            name: TensorForm(
+                tuple(value.shape), str(value.dtype).removeprefix("torch."), wants_grad=False
+            )
             for name, value in held.items()
             if _counts(placed, name, rank)
         }

@@ -35,7 +35,9 @@ class StoreBoard:
     def fail(self, reason: str) -> None:
         """See `Board.fail`."""
         with contextlib.suppress(RuntimeError):  # with the store gone there is nobody to tell
-            self._store.compare_set("penstock/failure", "", json.dumps({"rank": self._rank, "reason": reason}))
+            self._store.compare_set(
+                "penstock/failure", "", json.dumps({"rank": self._rank, "reason": reason})
+            )
 
     def failure(self, patience_s: float = 0.0) -> str | None:
         """See `Board.failure`."""
@@ -76,7 +78,10 @@ class StoreBoard:
         while not self._stop.wait(_PERIOD_S):
             what, since = self._current
             try:
-                self._store.set(f"penstock/doing/{self._rank}", json.dumps([what, round(time.monotonic() - since, 1)]))
+                self._store.set(
+                    f"penstock/doing/{self._rank}",
+                    json.dumps([what, round(time.monotonic() - since, 1)]),
+                )
                 failed = self._store.check(["penstock/failure"])
             except RuntimeError:
                 failed = True

@@ -39,9 +39,15 @@ class Streaming:
     _sizes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.world, self.schedule, self.interpreters = self.made.world, self.made.setting.schedule, self.made.interpreters
+        self.world, self.schedule, self.interpreters = (
+            self.made.world,
+            self.made.setting.schedule,
+            self.made.interpreters,
+        )
         self._under_way = UnderWay(self.schedule.micro_batches)
-        self._losses = StreamLosses(self.world, prolonged(self.schedule, self.portions.period.batches))
+        self._losses = StreamLosses(
+            self.world, prolonged(self.schedule, self.portions.period.batches)
+        )
         # What a timeline shows, and what may have been run of later batches by then.
         longest = prolonged(self.schedule, 2 * self.schedule.batches + self.portions.period.batches)
         self._most_marks = {rank: len(longest.programs[rank]) for rank in self.interpreters}
@@ -113,7 +119,9 @@ class Streaming:
         for rank in range(self.schedule.ranks):
             ops = shown.programs[rank] if shown is not None else ()
             pairs = [(op, period.moved(rank, op, loops)) for op in ops]
-            rows[rank] = [(op, ran) for op, ran in pairs if op.kind is Kind.U or self._had(ran.micro_batch)]
+            rows[rank] = [
+                (op, ran) for op, ran in pairs if op.kind is Kind.U or self._had(ran.micro_batch)
+            ]
         return rows
 
     def _had(self, number: int) -> bool:

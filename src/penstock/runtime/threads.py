@@ -63,11 +63,16 @@ class ThreadWorld:
         if self.size == 1:
             return {0: job(0)}
         if self._given_up is not None:
-            raise RunError(f"this pipeline cannot go on after a batch that failed: {self._given_up}. Make a new Pipeline")
+            raise RunError(
+                f"this pipeline cannot go on after a batch that failed: {self._given_up}. Make a new Pipeline"
+            )
         self._board.reset()
         errors: list[BaseException] = []
         kind = self._device.type
-        mixed = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)  # the caller's, who sees no threads
+        mixed = (
+            torch.is_autocast_enabled(kind),
+            torch.get_autocast_dtype(kind),
+        )  # the caller's, who sees no threads
 
         def mixed_job(rank: int) -> T:
             with torch.autocast(kind, enabled=mixed[0], dtype=mixed[1]):
@@ -90,7 +95,9 @@ class ThreadWorld:
             self._queues = [SimpleQueue() for _ in self.local_ranks]
             for number, queue in enumerate(self._queues):
                 # Daemons, so that one that is stuck does not keep the process from ending.
-                threading.Thread(target=_serve, args=(queue,), name=f"penstock-rank-{number}", daemon=True).start()
+                threading.Thread(
+                    target=_serve, args=(queue,), name=f"penstock-rank-{number}", daemon=True
+                ).start()
             weakref.finalize(self, _end, self._queues)
         future: Future[T] = Future()
 
@@ -122,7 +129,9 @@ class ThreadWorld:
             rank, what, idle_s = self._board.latest()
             left_s = patience_s - idle_s
             if left_s <= 0:
-                raise DeadlineExceeded(rank, f"an end to where it {what}", idle_s, self.board(rank).elsewhere())
+                raise DeadlineExceeded(
+                    rank, f"an end to where it {what}", idle_s, self.board(rank).elsewhere()
+                )
 
     def _let_go(self, futures: Mapping[int, Future[T]]) -> None:
         """Wait a little for those who have not heard of the failure yet."""
@@ -144,7 +153,10 @@ class ThreadWorld:
                forms: Mapping[int, Sequence[TensorForm]]) -> dict[int, list[Tensor]]:  # fmt: skip
         """See `World.gather`."""
         del forms
-        return {rank: [tensor.detach().cpu().clone() for tensor in tensors] for rank, tensors in local.items()}
+        return {
+            rank: [tensor.detach().cpu().clone() for tensor in tensors]
+            for rank, tensors in local.items()
+        }
 
     def tell(self, numbers: Tensor) -> None:
         """See `World.tell`: there is no other process."""

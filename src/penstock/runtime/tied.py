@@ -63,10 +63,14 @@ class Shared:
     def links(self) -> set[Link]:
         """The links between its home and the others, both ways."""
         others = [rank for rank in self.ranks if rank != self.home]
-        return {Link(self.home, rank) for rank in others} | {Link(rank, self.home) for rank in others}
+        return {Link(self.home, rank) for rank in others} | {
+            Link(rank, self.home) for rank in others
+        }
 
 
-def shared_tensors(description: Chain, lengths: Sequence[int], schedule: Schedule) -> tuple[Shared, ...]:
+def shared_tensors(
+    description: Chain, lengths: Sequence[int], schedule: Schedule
+) -> tuple[Shared, ...]:
     """The tensors that a cut leaves in several stages, in the order of the chain.
 
     Raises:
@@ -90,7 +94,9 @@ def shared_tensors(description: Chain, lengths: Sequence[int], schedule: Schedul
             raise ChainError(f"{used}. It is a running statistic, which every use moves on from where the one before left it: these "
                              "layers have to stay in one stage, or have a batch norm each")  # fmt: skip
         ranks = sorted({rank for stage in stages for rank in schedule.ranks_of_stage[stage]})
-        found.append(Shared(name, stages, tuple(ranks), schedule.ranks_of_stage[stages[0]][0], trainable))
+        found.append(
+            Shared(name, stages, tuple(ranks), schedule.ranks_of_stage[stages[0]][0], trainable)
+        )
     return tuple(found)
 
 
@@ -129,7 +135,9 @@ class Tied:
     def __post_init__(self) -> None:
         self._here, self._there = self._by_peer([row for row in self.held if row[0].trainable])
 
-    def _by_peer(self, rows: Iterable[tuple[Shared, Tensor]]) -> tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]:
+    def _by_peer(
+        self, rows: Iterable[tuple[Shared, Tensor]]
+    ) -> tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]:
         """By the other rank: tensors whose home is here, and those whose home is there. In one order on both sides."""
         here: dict[int, list[Tensor]] = {}
         there: dict[int, list[Tensor]] = {}
@@ -145,10 +153,19 @@ class Tied:
     def gather(self) -> None:
         """Give gradients to their homes, and add up those whose home is here, in the order of the ranks."""
         number = Number.GRADIENTS
-        arrivals = {rank: self.transport.post(rank, number.message, number.name) for rank in self._here}
+        arrivals = {
+            rank: self.transport.post(rank, number.message, number.name) for rank in self._here
+        }
         for home, tensors in self._there.items():
-            flags = torch.tensor([tensor.grad is not None for tensor in tensors], dtype=torch.uint8, device=tensors[0].device)
-            grads = [torch.zeros_like(tensor) if tensor.grad is None else _dense(tensor.grad) for tensor in tensors]
+            flags = torch.tensor(
+                [tensor.grad is not None for tensor in tensors],
+                dtype=torch.uint8,
+                device=tensors[0].device,
+            )
+            grads = [
+                torch.zeros_like(tensor) if tensor.grad is None else _dense(tensor.grad)
+                for tensor in tensors
+            ]
             self._send(home, number, [flags, *Packed.of(grads).parts])
             for tensor in tensors:
                 tensor.grad = None
@@ -169,10 +186,13 @@ class Tied:
         """Likewise with everything that is shared, frozen weights and buffers too."""
         self._hand_out(*self._by_peer(self.held))
 
-    def _hand_out(self, here: Mapping[int, list[Tensor]], there: Mapping[int, list[Tensor]]) -> None:
+    def _hand_out(
+        self, here: Mapping[int, list[Tensor]], there: Mapping[int, list[Tensor]]
+    ) -> None:
         number = Number.WEIGHTS
         arrivals = {
-            home: self.transport.post(home, number.message, _signature(number, tensors)) for home, tensors in there.items()
+            home: self.transport.post(home, number.message, _signature(number, tensors))
+            for home, tensors in there.items()
         }
         for rank, tensors in here.items():
             self._send(rank, number, Packed.of(tensors).parts, _signature(number, tensors))
@@ -183,9 +203,14 @@ class Tied:
                 for tensor, value in zip(tensors, found, strict=True):
                     tensor.copy_(value)
 
-    def _send(self, rank: int, number: Number, tensors: list[Tensor], signature: str | None = None) -> None:
+    def _send(
+        self, rank: int, number: Number, tensors: list[Tensor], signature: str | None = None
+    ) -> None:
         payload = Payload.of(tensors, (False,) * len(tensors))
-        self.guard(rank, lambda: self.transport.send(rank, number.message, payload, signature or number.name))
+        self.guard(
+            rank,
+            lambda: self.transport.send(rank, number.message, payload, signature or number.name),
+        )
 
 
 def _signature(number: Number, tensors: Sequence[Tensor]) -> str:

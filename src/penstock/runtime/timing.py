@@ -16,17 +16,26 @@ from penstock.transport.payload import TensorForm
 Rows = Mapping[int, Sequence[tuple[Op, Op]]]
 
 
-def measured(world: World, schedule: Schedule, interpreters: Mapping[int, Interpreter], rows: Rows) -> Timeline:
+def measured(
+    world: World, schedule: Schedule, interpreters: Mapping[int, Interpreter], rows: Rows
+) -> Timeline:
     """Start and end of some ops on all ranks, and the most bytes that these have held; every process gets the same timeline."""
     local = {
         rank: [
             torch.tensor(
-                [*interpreter.seconds([ran for _, ran in rows[rank]]), (interpreter.peak_bytes(), 0)], dtype=torch.float64
+                [
+                    *interpreter.seconds([ran for _, ran in rows[rank]]),
+                    (interpreter.peak_bytes(), 0),
+                ],
+                dtype=torch.float64,
             )
         ]
         for rank, interpreter in interpreters.items()
     }
-    forms = {rank: [TensorForm((len(ops) + 1, 2), "float64", wants_grad=False)] for rank, ops in rows.items()}
+    forms = {
+        rank: [TensorForm((len(ops) + 1, 2), "float64", wants_grad=False)]
+        for rank, ops in rows.items()
+    }
     gathered = world.gather(local, forms)
     count = sum(len(ops) + 1 for ops in rows.values())
     table = torch.cat([gathered[rank][0] for rank in rows]) if gathered else None
@@ -37,4 +46,6 @@ def measured(world: World, schedule: Schedule, interpreters: Mapping[int, Interp
     for rank, ops in rows.items():
         events += [Event(rank, op, *next(found)) for op, _ in ops]
         peaks.append(int(next(found)[0]))
-    return Timeline.of(events, len(rows), schedule.stages, tuple(peaks), source="measured", title=schedule.name)
+    return Timeline.of(
+        events, len(rows), schedule.stages, tuple(peaks), source="measured", title=schedule.name
+    )

@@ -118,11 +118,16 @@ class Together:
             for stage in interpreter.stages.values():
                 found += self.scaler.unscale(stage.update.parameters, stage.device)
         # Copies of a stage have the same gradients, and count once: at home.
-        rows = [norms_of(interpreter.stages[stage].update.parameters, device) for stage in self._homes[rank]]
+        rows = [
+            norms_of(interpreter.stages[stage].update.parameters, device)
+            for stage in self._homes[rank]
+        ]
         total, found = self._decided(interpreter, rows, found)
         return total, float(found)
 
-    def _decided(self, interpreter: Interpreter, rows: list[Tensor], found: Tensor) -> tuple[Tensor, Tensor]:
+    def _decided(
+        self, interpreter: Interpreter, rows: list[Tensor], found: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Rank 0 hears all norms, adds up in the order of the stages, and tells all the same number."""
         transport, told, verdict = interpreter.transport, Number.NORMS, Number.VERDICT
         if interpreter.rank:
@@ -138,11 +143,15 @@ class Together:
                 theirs, lengths, norms = interpreter.guard(rank, arrival.wait).tensors
                 found = found + theirs
                 parts = torch.split(norms, lengths.tolist())
-                by_stage.update(zip(self._homes[rank], (part[~(part < 0)] for part in parts[1:]), strict=True))
+                by_stage.update(
+                    zip(self._homes[rank], (part[~(part < 0)] for part in parts[1:]), strict=True)
+                )
             total = total_norm([by_stage[stage] for stage in sorted(by_stage)]).to(found.device)
             answer = Payload.of([total, found], (False, False))
             for rank in others:
-                interpreter.guard(rank, partial(transport.send, rank, verdict.message, answer, verdict.name))
+                interpreter.guard(
+                    rank, partial(transport.send, rank, verdict.message, answer, verdict.name)
+                )
         interpreter.finish()
         return total, found
 
@@ -150,7 +159,15 @@ class Together:
         """Lengths and contents of some rows, after one of a single number, since a rank may have none. What parameters without a gradient
         lack is filled up with -1, so that every batch's message has one form.
         """
-        lengths = [len(interpreter.stages[stage].update.parameters) for stage in self._homes[interpreter.rank]]
-        full = [pad(row, (0, length - len(row)), value=-1.0) for row, length in zip(rows, lengths, strict=True)]
+        lengths = [
+            len(interpreter.stages[stage].update.parameters)
+            for stage in self._homes[interpreter.rank]
+        ]
+        full = [
+            pad(row, (0, length - len(row)), value=-1.0)
+            for row, length in zip(rows, lengths, strict=True)
+        ]
         device = self.made.world.device(interpreter.rank)
-        return torch.tensor([1, *lengths], device=device), torch.cat([torch.zeros(1, device=device), *full])
+        return torch.tensor([1, *lengths], device=device), torch.cat(
+            [torch.zeros(1, device=device), *full]
+        )

@@ -63,7 +63,9 @@ class OpArrays:
                 slicing,
             )
         except OverflowError as error:
-            raise ScheduleError("stages and micro-batches of a schedule are numbers of at most 18 digits") from error
+            raise ScheduleError(
+                "stages and micro-batches of a schedule are numbers of at most 18 digits"
+            ) from error
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -95,7 +97,9 @@ class OpArrays:
         if self.slicing is None:
             return None
         whole = self.of_kind(Kind.U) | (self.micro_batch >= len(self.slicing.share))
-        return np.where(whole, 1.0, np.array(self.slicing.share)[np.where(whole, 0, self.micro_batch)])
+        return np.where(
+            whole, 1.0, np.array(self.slicing.share)[np.where(whole, 0, self.micro_batch)]
+        )
 
     @cached_property
     def at_partner(self) -> Array:
@@ -107,7 +111,10 @@ class OpArrays:
             home = dict(zip(zip(self.stage[forwards].tolist(), self.micro_batch[forwards].tolist(), strict=True),
                             self.rank[forwards].tolist(), strict=True))  # fmt: skip
             places = zip(self.stage[rows].tolist(), self.micro_batch[rows].tolist(), strict=True)
-            found[rows] = [home.get(place) != rank for place, rank in zip(places, self.rank[rows].tolist(), strict=True)]
+            found[rows] = [
+                home.get(place) != rank
+                for place, rank in zip(places, self.rank[rows].tolist(), strict=True)
+            ]
         return found
 
     @cached_property
@@ -117,7 +124,9 @@ class OpArrays:
         Not by the clock: ops may take no time at all. Slices count as the shares that they are.
         """
         change = self.of_kind(Kind.F).astype(np.int64) - self.of_kind(Kind.B, Kind.W)
-        change += np.where(self.of_kind(*HANDING), np.where(self.of_kind(Kind.L) ^ self.at_partner, 1, -1), 0)
+        change += np.where(
+            self.of_kind(*HANDING), np.where(self.of_kind(Kind.L) ^ self.at_partner, 1, -1), 0
+        )
         amount = change if self.share is None else change * self.share
         ranks, tops = _tops(amount, self.rank)
         by_rank: list[float] = [0] * (len(self.first) - 1)

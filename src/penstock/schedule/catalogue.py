@@ -74,7 +74,9 @@ def schedule(name: str, stages: int, micro_batches: int = 1, replicas: int | Seq
             raise
         raise ScheduleError(f"{entry.name} does not take {', '.join(options)}: {error}") from error
     said = options if replicas == 1 else {"replicas": replicas, **options}
-    plain = {option: tuple(value) if isinstance(value, list) else value for option, value in said.items()}
+    plain = {
+        option: tuple(value) if isinstance(value, list) else value for option, value in said.items()
+    }
     return replace(made, name=entry.name, options=tuple(plain.items()))
 
 
@@ -84,7 +86,9 @@ def _made(entry: Registered[Callable[..., Schedule]], stages: int, micro_batches
     if not isinstance(replicas, int):
         if "replicas" in signature(entry.make).parameters:
             return entry.make(stages, micro_batches, replicas=replicas, **options)
-        return round_robin(replace(entry.make(stages, micro_batches, **options), name=entry.name), replicas)
+        return round_robin(
+            replace(entry.make(stages, micro_batches, **options), name=entry.name), replicas
+        )
     if replicas > micro_batches:
         raise ScheduleError(f"{entry.name} with replicas={replicas} needs {replicas} micro-batches or more, one for each, and got "
                             f"{micro_batches}")  # fmt: skip
@@ -94,7 +98,9 @@ def _made(entry: Registered[Callable[..., Schedule]], stages: int, micro_batches
     except ScheduleError as error:
         if replicas == 1:
             raise
-        raise ScheduleError(f"{error} (with replicas={replicas}, {each} of the {micro_batches} go to the first)") from error
+        raise ScheduleError(
+            f"{error} (with replicas={replicas}, {each} of the {micro_batches} go to the first)"
+        ) from error
     if replicas > 1 and made.stream is not None and micro_batches % replicas:
         raise ScheduleError(f"{entry.name} goes on from batch to batch, so with replicas={replicas} every one of them needs as many "
                             f"micro-batches of a batch as the others: {micro_batches} is no multiple of {replicas}")  # fmt: skip

@@ -39,7 +39,11 @@ def to_csv(schedule: Schedule, communication: bool = False) -> str:
     refuse_unsayable(schedule)
     text = io.StringIO()
     # A rank without ops is one idle slot: a blank line would be lost at the end of the file.
-    rows = communication_rows(schedule) if communication else [row or [""] for row in compute_rows(schedule)]
+    rows = (
+        communication_rows(schedule)
+        if communication
+        else [row or [""] for row in compute_rows(schedule)]
+    )
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
@@ -82,7 +86,9 @@ def _text_of(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"cannot read the schedule {file}: {getattr(error, 'strerror', None) or error}") from error
+        raise FileError(
+            f"cannot read the schedule {file}: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 def parse_csv(text: str, name: str = "csv") -> tuple[Schedule, LoweredSchedule | None]:
@@ -99,7 +105,13 @@ def parse_csv(text: str, name: str = "csv") -> tuple[Schedule, LoweredSchedule |
     computes = [cell for cell in cells if isinstance(cell, Compute)]
     if not computes:
         raise FileError("the CSV has no ops: one row per rank, with cells such as 2F0, is needed")
-    home = {op.stage: rank for rank, row in enumerate(rows) for cell in row if isinstance(cell, Compute) for op in cell.ops}
+    home = {
+        op.stage: rank
+        for rank, row in enumerate(rows)
+        for cell in row
+        if isinstance(cell, Compute)
+        for op in cell.ops
+    }
     programs = [[action for cell in row for action in _actions(cell, home)] for row in rows]
     ops = [[action for action in program if isinstance(action, Op)] for program in programs]
     if not any(op.kind is Kind.U for program in ops for op in program):
@@ -108,7 +120,9 @@ def parse_csv(text: str, name: str = "csv") -> tuple[Schedule, LoweredSchedule |
         ops = [list(program) for program in updated]
     pairs = frozenset((cell.ops[0], cell.ops[1]) for cell in computes if len(cell.ops) == 2)
     schedule = Schedule(tuple(map(tuple, ops)), name, pairs=pairs)
-    return schedule, None if len(computes) == len(cells) else LoweredSchedule(tuple(map(tuple, programs)))
+    return schedule, None if len(computes) == len(cells) else LoweredSchedule(
+        tuple(map(tuple, programs))
+    )
 
 
 def _rows(text: str) -> Iterator[list[Cell]]:
@@ -117,7 +131,9 @@ def _rows(text: str) -> Iterator[list[Cell]]:
     try:
         for number, row in enumerate(reader, start=1):
             if not row:
-                raise FileError(f'row {number} is blank: take it out, or write "" for a rank without ops')
+                raise FileError(
+                    f'row {number} is blank: take it out, or write "" for a rank without ops'
+                )
             cells = []
             for column, cell in enumerate(row, start=1):
                 try:

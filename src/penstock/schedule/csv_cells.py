@@ -80,7 +80,9 @@ def parse_cell(text: str) -> Cell:
     if match := _TRANSFER.fullmatch(text):
         direction, kind, stage = Direction(match[2]), Kind(match[3]), int(match[1])
         if direction is Direction.RECV:
-            stage += -1 if kind is Kind.F else 1  # the message is named after the stage that makes it
+            stage += (
+                -1 if kind is Kind.F else 1
+            )  # the message is named after the stage that makes it
         return Communication(direction, Message(kind, stage, int(match[4])))
     if match := _FSDP.fullmatch(text):
         return Shards(Gathering(match[2]), int(match[1]))
@@ -89,7 +91,9 @@ def parse_cell(text: str) -> Cell:
         ops = tuple(Op(Kind(half[2]), int(half[1]), int(half[3])) for half in halves if half)
         if overlaps(*ops):
             return Compute(ops)
-        raise FileError(f"{quoted(text)} overlaps no forward with a backward: write (0F3;1B2)OVERLAP_F_B")
+        raise FileError(
+            f"{quoted(text)} overlaps no forward with a backward: write (0F3;1B2)OVERLAP_F_B"
+        )
     if _OLD.fullmatch(text):
         raise FileError(f"{quoted(text)} is of the dialect of torch 2.4, in which BW was the whole backward and B its half for the "
                         "input. torch reads it as a backward of no micro-batch: write the file again, with B and I")  # fmt: skip

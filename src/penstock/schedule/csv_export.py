@@ -82,7 +82,10 @@ def _why_not_its_losses(schedule: Schedule) -> str | None:
 def compute_rows(schedule: Schedule) -> list[list[str]]:
     """Per rank, its compute actions."""
     cells = [_cells(schedule, rank) for rank in range(schedule.ranks)]
-    return [[cells[rank][op] for op in program if op in cells[rank]] for rank, program in enumerate(schedule.programs)]
+    return [
+        [cells[rank][op] for op in program if op in cells[rank]]
+        for rank, program in enumerate(schedule.programs)
+    ]
 
 
 def communication_rows(schedule: Schedule) -> list[list[str]]:
@@ -93,9 +96,13 @@ def communication_rows(schedule: Schedule) -> list[list[str]]:
     """
     for rank, program in enumerate(schedule.programs):
         if not any(op.kind is not Kind.U for op in program):
-            raise ScheduleError(f"rank {rank} has no op: torch's CSV with communication has no cell for that")
+            raise ScheduleError(
+                f"rank {rank} has no op: torch's CSV with communication has no cell for that"
+            )
     updated = tuple(
-        program if all(Op(Kind.U, stage, 1) in program for stage in stages) else with_updates(_without_updates(program))
+        program
+        if all(Op(Kind.U, stage, 1) in program for stage in stages)
+        else with_updates(_without_updates(program))
         for program, stages in zip(schedule.programs, schedule.stages_of_rank, strict=True)
     )
     schedule = Schedule(updated, schedule.name, pairs=schedule.pairs)
@@ -114,9 +121,14 @@ def communication_rows(schedule: Schedule) -> list[list[str]]:
             rows[rank].append(_written(Communication(Direction.SEND, message)))
             rows[target].append(_written(Communication(Direction.RECV, message)))
         elif op.kind is Kind.U:
-            rows[rank] += [f"{op.stage}{Gathering.REDUCE_GRAD.value}", f"{op.stage}{Gathering.RESHARD.value}"]
+            rows[rank] += [
+                f"{op.stage}{Gathering.REDUCE_GRAD.value}",
+                f"{op.stage}{Gathering.RESHARD.value}",
+            ]
         elif op in cells[rank]:
-            new = dict.fromkeys(stage for stage in (op.stage, second.get(op, op).stage) if stage not in gathered)
+            new = dict.fromkeys(
+                stage for stage in (op.stage, second.get(op, op).stage) if stage not in gathered
+            )
             rows[rank] += [*(f"{stage}{Gathering.UNSHARD.value}" for stage in new), cells[rank][op]]
             gathered.update(new)
     return rows

@@ -99,7 +99,9 @@ def build(schedule: Schedule, overlap: bool = True) -> Graph:
     first = [0]
     for program in schedule.programs:
         first.append(first[-1] + len(program))
-    waits: list[list[int]] = [[node - 1] if node > first[rank] else [] for node, (rank, _) in enumerate(ops)]
+    waits: list[list[int]] = [
+        [node - 1] if node > first[rank] else [] for node, (rank, _) in enumerate(ops)
+    ]
     by_op = {op: node for node, (_, op) in enumerate(ops) if op.kind not in HANDING}
     carried: dict[tuple[int, Op], int] = {}
     transfers: list[tuple[Link, Message, Op]] = []
@@ -122,17 +124,25 @@ def build(schedule: Schedule, overlap: bool = True) -> Graph:
         for group in needs(op, schedule.stages, schedule.slicing):
             found = [other for other in group if other in by_op]
             if not found:
-                raise ScheduleError(f"rank {rank}: {op} needs {' or '.join(map(str, group))}, which no rank runs")
+                raise ScheduleError(
+                    f"rank {rank}: {op} needs {' or '.join(map(str, group))}, which no rank runs"
+                )
             waits[node] += [carried.get((node, other), by_op[other]) for other in found]
     _meet(waits, ((node, rank, op) for node, (rank, op) in enumerate(ops)), schedule.stream)
-    paired = {node + 1: node for node in range(len(ops) - 1) if (ops[node][1], ops[node + 1][1]) in schedule.pairs}
+    paired = {
+        node + 1: node
+        for node in range(len(ops) - 1)
+        if (ops[node][1], ops[node + 1][1]) in schedule.pairs
+    }
     for second, one in paired.items():
         waits[one] += [other for other in waits[second] if other != one]
         waits[second] = [one]
     return Graph(ops, tuple(transfers), tuple(map(tuple, waits)), paired)
 
 
-def _meet(waits: list[list[int]], ops: Iterable[tuple[int, int, Op]], stream: Stream | None) -> None:
+def _meet(
+    waits: list[list[int]], ops: Iterable[tuple[int, int, Op]], stream: Stream | None
+) -> None:
     """Let every U wait for those of its stage's other copies that it meets or follows (see `met_by`)."""
     standing: dict[Op, dict[int, int]] = defaultdict(dict)
     for node, rank, op in ops:
@@ -146,7 +156,9 @@ def _meet(waits: list[list[int]], ops: Iterable[tuple[int, int, Op]], stream: St
                 waits[node] = before
         elif met is not None:
             for rank, node in copies.items():
-                waits[node] += [other for home, other in standing.get(met, {}).items() if home != rank]
+                waits[node] += [
+                    other for home, other in standing.get(met, {}).items() if home != rank
+                ]
 
 
 def channel_depth(schedule: Schedule) -> int:
@@ -176,12 +188,20 @@ def channel_depth(schedule: Schedule) -> int:
             for n, (send, take) in enumerate(zip(sent, takes[link], strict=True)):
                 bounded[take].append(send)
                 # A rendezvous sends when the receiver has come as far as its receive; a channel when it has room.
-                bounded[send] += waits[take] if depth == 0 else takes[link][n - depth : n - depth + 1] if n >= depth else ()
+                bounded[send] += (
+                    waits[take]
+                    if depth == 0
+                    else takes[link][n - depth : n - depth + 1]
+                    if n >= depth
+                    else ()
+                )
         return not Graph((), (), tuple(map(tuple, bounded))).order()[1]
 
     most = max(map(len, sends.values()), default=0)
     low = high = 0
-    while high < most and not finishes(high):  # most schedules need 0 or 1: up by doubling before halving
+    while high < most and not finishes(
+        high
+    ):  # most schedules need 0 or 1: up by doubling before halving
         low, high = high + 1, min(2 * high + 1, most)
     while low < high:
         middle = (low + high) // 2

@@ -29,7 +29,9 @@ from penstock.schedule.rules import needs
 Slots = dict[Op, int]
 
 
-def from_block(block: Sequence[Mapping[tuple[Kind, int], int]], interval: int, micro_batches: int) -> tuple[Program, ...]:
+def from_block(
+    block: Sequence[Mapping[tuple[Kind, int], int]], interval: int, micro_batches: int
+) -> tuple[Program, ...]:
     """The programs, updates not included.
 
     Args:
@@ -39,13 +41,19 @@ def from_block(block: Sequence[Mapping[tuple[Kind, int], int]], interval: int, m
         micro_batches: at least 1.
     """
     slots: list[Slots] = [
-        {Op(kind, stage, m): slot + interval * m for (kind, stage), slot in rank.items() for m in range(micro_batches)}
+        {
+            Op(kind, stage, m): slot + interval * m
+            for (kind, stage), slot in rank.items()
+            for m in range(micro_batches)
+        }
         for rank in block
     ]
     assert all(len(set(rank.values())) == len(rank) for rank in slots), "two ops in one slot"
     slots = _squeezed(_reordered(list(map(_filled, slots)), warm_up=True, peak=_peak))
     slots = [_without_weights(rank) for rank in slots]
-    slots = _squeezed(list(map(_filled, _reordered(slots, warm_up=False, peak=lambda rank: _peak(_filled(rank))))))
+    slots = _squeezed(
+        list(map(_filled, _reordered(slots, warm_up=False, peak=lambda rank: _peak(_filled(rank)))))
+    )
     # By now the order of the others stands: the W of later stages go first, since their activations came last.
     slots = _squeezed([_filled(_without_weights(rank), later_first=True) for rank in slots])
     return tuple(tuple(sorted(rank, key=rank.__getitem__)) for rank in slots)
@@ -76,7 +84,9 @@ def _filled(rank: Slots, later_first: bool = False) -> Slots:
 
 def _peak(rank: Slots) -> int:
     """The most activations that the rank holds at a time, of all its stages together."""
-    order = sorted((slot, 1 if op.kind is Kind.F else -1) for op, slot in rank.items() if op.kind is not Kind.I)
+    order = sorted(
+        (slot, 1 if op.kind is Kind.F else -1) for op, slot in rank.items() if op.kind is not Kind.I
+    )
     return max(accumulate(change for _, change in order))
 
 
@@ -87,7 +97,9 @@ def _in_time(slots: Sequence[Slots]) -> list[tuple[int, int, Op]]:
 
 def _ready(op: Op, stages: int, at: Mapping[Op, int]) -> int:
     """The first slot after all that `op` needs."""
-    return 1 + max((at[other] for group in needs(op, stages) for other in group if other in at), default=-1)
+    return 1 + max(
+        (at[other] for group in needs(op, stages) for other in group if other in at), default=-1
+    )
 
 
 def _squeezed(slots: Sequence[Slots]) -> list[Slots]:

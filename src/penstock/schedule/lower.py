@@ -64,7 +64,9 @@ class LoweredSchedule:
     programs: tuple[tuple[Action, ...], ...]
 
     def __str__(self) -> str:
-        return "\n".join(f"rank {rank} | {' '.join(map(str, row))}" for rank, row in enumerate(self.programs))
+        return "\n".join(
+            f"rank {rank} | {' '.join(map(str, row))}" for rank, row in enumerate(self.programs)
+        )
 
 
 class Link(NamedTuple):
@@ -85,7 +87,9 @@ def messages(schedule: Schedule) -> Iterator[tuple[Link, Message, int, int]]:
         ScheduleError: nobody takes a value, or the op that takes it stands on another rank than its forward.
         KeyError: an E or L lacks its other half; `verify` says which.
     """
-    index = {(rank, op): i for rank, row in enumerate(schedule.programs) for i, op in enumerate(row)}
+    index = {
+        (rank, op): i for rank, row in enumerate(schedule.programs) for i, op in enumerate(row)
+    }
     takers = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I)}
     partners = partners_of(schedule)
     for rank, program in enumerate(schedule.programs):
@@ -115,7 +119,10 @@ def partners_of(schedule: Schedule) -> dict[Op, int]:
     partners: dict[Op, int] = {}
     for rank, program in enumerate(schedule.programs):
         for op in program:
-            if op.kind in HANDING and schedule.placement.get((op.stage, op.micro_batch)) not in (None, rank):
+            if op.kind in HANDING and schedule.placement.get((op.stage, op.micro_batch)) not in (
+                None,
+                rank,
+            ):
                 partners[op] = rank
     return partners
 

@@ -13,7 +13,9 @@ from penstock.schedule.op import Kind, Op, Program, Schedule
 _SECONDS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
 
-def with_meetings(programs: Sequence[Sequence[Op]], pairs: frozenset[tuple[Op, Op]] = frozenset()) -> tuple[Program, ...]:
+def with_meetings(
+    programs: Sequence[Sequence[Op]], pairs: frozenset[tuple[Op, Op]] = frozenset()
+) -> tuple[Program, ...]:
     """The programs of all ranks with every stage's U where it holds nobody up.
 
     A stage's copies meet at the first moment at which all have their gradients and each of their ranks has nothing to do (Li and
@@ -33,7 +35,9 @@ def with_meetings(programs: Sequence[Sequence[Op]], pairs: frozenset[tuple[Op, O
     """
     rows: list[list[tuple[float, float, Op]]] = [[] for _ in programs]
     graph = build(Schedule(tuple(map(tuple, programs)), pairs=pairs))
-    for rank, op, start, end, _, target in graph.events(lambda _, op: _SECONDS.get(op.kind, 0.0), lambda *_: 0.0):
+    for rank, op, start, end, _, target in graph.events(
+        lambda _, op: _SECONDS.get(op.kind, 0.0), lambda *_: 0.0
+    ):
         if target is None:
             rows[rank].append((start, end, op))
     last: dict[int, float] = {}
@@ -41,9 +45,14 @@ def with_meetings(programs: Sequence[Sequence[Op]], pairs: frozenset[tuple[Op, O
     for rank, row in enumerate(rows):
         for stage in {op.stage for *_, op in row}:
             hosts.setdefault(stage, []).append(rank)
-            last[stage] = max(last.get(stage, 0.0), *(end for _, end, op in row if op.stage == stage))
+            last[stage] = max(
+                last.get(stage, 0.0), *(end for _, end, op in row if op.stage == stage)
+            )
     gaps = [_gaps(row) for row in rows]
-    moments = sorted((_all_idle([gaps[rank] for rank in hosts[stage]], at), at, stage) for stage, at in last.items())
+    moments = sorted(
+        (_all_idle([gaps[rank] for rank in hosts[stage]], at), at, stage)
+        for stage, at in last.items()
+    )
     made: list[Program] = []
     for rank, row in enumerate(rows):
         starts = [start for start, *_ in row]

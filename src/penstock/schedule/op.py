@@ -61,7 +61,9 @@ class Op(NamedTuple):
         """
         match = _TEXT.fullmatch(text.strip())
         if match is None:
-            raise ScheduleError(f"{text!r} is not an op: write stage, one of F B I W U E L, micro-batch, such as '2F0'")
+            raise ScheduleError(
+                f"{text!r} is not an op: write stage, one of F B I W U E L, micro-batch, such as '2F0'"
+            )
         return cls(Kind(match[2]), int(match[1]), int(match[3]))
 
 
@@ -112,7 +114,10 @@ class Schedule(Shown):
     def _line(self, ops: Program) -> str:
         if not self.pairs:
             return " ".join(map(str, ops))
-        text = "".join(f"{op}{'&' if pair in self.pairs else ' '}" for op, pair in zip(ops, pairwise(ops), strict=False))
+        text = "".join(
+            f"{op}{'&' if pair in self.pairs else ' '}"
+            for op, pair in zip(ops, pairwise(ops), strict=False)
+        )
         return text + " ".join(map(str, ops[-1:]))
 
     @classmethod
@@ -130,7 +135,9 @@ class Schedule(Shown):
             if bar and (number is None or number[0] != str(len(programs))):
                 raise ScheduleError(f"{label.strip()!r} labels the program of rank {len(programs)}: write one line per rank, "
                                     "in order from 'rank 0 |'")  # fmt: skip
-            words = [tuple(map(Op.parse, word.split("&"))) for word in (row if bar else line).split()]
+            words = [
+                tuple(map(Op.parse, word.split("&"))) for word in (row if bar else line).split()
+            ]
             pairs.update(pair for word in words for pair in pairwise(word))
             programs.append(tuple(op for word in words for op in word))
         return cls(tuple(programs), name, synchronous, pairs=frozenset(pairs))
@@ -190,7 +197,10 @@ class Schedule(Shown):
     @cached_property
     def stages_of_rank(self) -> tuple[tuple[int, ...], ...]:
         """The stages that each rank holds, ascending. Who only takes in activations holds no stage by that."""
-        return tuple(tuple(sorted({op.stage for op in program if op.kind not in HANDING})) for program in self.programs)
+        return tuple(
+            tuple(sorted({op.stage for op in program if op.kind not in HANDING}))
+            for program in self.programs
+        )
 
     @cached_property
     def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
@@ -215,7 +225,9 @@ class Schedule(Shown):
             return self
         if slicing is not None and slicing.along == "samples":
             slicing = None
-        return replace(self._keep(lambda op: op.kind is Kind.U or op.micro_batch < numbers), slicing=slicing)
+        return replace(
+            self._keep(lambda op: op.kind is Kind.U or op.micro_batch < numbers), slicing=slicing
+        )
 
     def forward_only(self) -> Schedule:
         """Only the forwards, in their order: for evaluation."""
@@ -223,4 +235,8 @@ class Schedule(Shown):
 
     def _keep(self, wanted: Callable[[Op], bool]) -> Schedule:
         programs = tuple(tuple(filter(wanted, program)) for program in self.programs)
-        return replace(self, programs=programs, pairs=frozenset(pair for pair in self.pairs if all(map(wanted, pair))))
+        return replace(
+            self,
+            programs=programs,
+            pairs=frozenset(pair for pair in self.pairs if all(map(wanted, pair))),
+        )

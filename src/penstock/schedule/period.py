@@ -100,7 +100,9 @@ def prolonged(schedule: Schedule, batches: int) -> Schedule:
     else:
         period = period_of(schedule)
         programs = tuple(period.program(rank, batches) for rank in range(schedule.ranks))
-    options = tuple((name, batches if name == "batches" else value) for name, value in schedule.options)
+    options = tuple(
+        (name, batches if name == "batches" else value) for name, value in schedule.options
+    )
     return replace(schedule, programs=programs, stream=stream, options=options)
 
 
@@ -111,9 +113,13 @@ def _stream_of(schedule: Schedule) -> Stream:
         ScheduleError: it cannot.
     """
     if schedule.stream is None:
-        raise ScheduleError(f"{schedule.name} is no stream: its programs are those of one batch, after which they end")
+        raise ScheduleError(
+            f"{schedule.name} is no stream: its programs are those of one batch, after which they end"
+        )
     if schedule.pairs or schedule.slicing is not None:
-        raise ScheduleError(f"{schedule.name} pairs ops or cuts micro-batches further: only a stream of plain ops can go on")
+        raise ScheduleError(
+            f"{schedule.name} pairs ops or cuts micro-batches further: only a stream of plain ops can go on"
+        )
     return schedule.stream
 
 
@@ -133,7 +139,10 @@ def _period(schedule: Schedule) -> Period:
         else:
             heads, loops, updates = zip(*found, strict=True)
             made = Period(batches, size, heads, loops, updates)
-            if all(made.program(rank, total) == program for rank, program in enumerate(schedule.programs)):
+            if all(
+                made.program(rank, total) == program
+                for rank, program in enumerate(schedule.programs)
+            ):
                 return made
     raise ScheduleError(f"{schedule.name} does not repeat itself from batch to batch within its {total} batches, so it cannot go on "
                         "for ever: give programs of more batches, in which the same order comes twice, moved on")  # fmt: skip

@@ -32,7 +32,11 @@ def ranks_for(name: str, stages: int, option: str, number: int, *, each: int = 1
         raise ScheduleError(f"{name} needs at least 1 of {option} and got {number!r}")
     held = number * each
     if stages % held:
-        near = f"{stages - stages % held} or {stages - stages % held + held}" if stages > held else str(held)
+        near = (
+            f"{stages - stages % held} or {stages - stages % held + held}"
+            if stages > held
+            else str(held)
+        )
         raise ScheduleError(f"{name} with {option}={number} holds {held} stages on every rank, so it takes a multiple of {held} "
                             f"stages, not {stages}: say {near}, or other {option}")  # fmt: skip
     return stages // held
@@ -62,7 +66,10 @@ def zigzag(stages: int, ranks: int) -> tuple[int, ...]:
     >>> zigzag(8, 2)
     (0, 1, 1, 0, 0, 1, 1, 0)
     """
-    return tuple(stage % ranks if stage // ranks % 2 == 0 else ranks - 1 - stage % ranks for stage in range(stages))
+    return tuple(
+        stage % ranks if stage // ranks % 2 == 0 else ranks - 1 - stage % ranks
+        for stage in range(stages)
+    )
 
 
 def vee(stages: int, ranks: int) -> tuple[int, ...]:

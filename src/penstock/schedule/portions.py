@@ -37,7 +37,11 @@ class Portions:
             1
             if waves is None
             else math.lcm(
-                *(waves.length // math.gcd(waves.length, count) for row in self.period.updates for count in row.values())
+                *(
+                    waves.length // math.gcd(waves.length, count)
+                    for row in self.period.updates
+                    for count in row.values()
+                )
             )
         )
         self._every = self._loops * self.period.batches
@@ -48,9 +52,14 @@ class Portions:
         self._steady = -(-(2 * begun + 2) // every) * every
         count = self._steady + 3 * every + begun
         self._schedule = prolonged(schedule, count)
-        self._actions = [list(_with_batches(row, size)) for row in lower(self._schedule, ahead).programs]
+        self._actions = [
+            list(_with_batches(row, size)) for row in lower(self._schedule, ahead).programs
+        ]
         stops = _stops(self._schedule, self._steady + every)
-        self._places = [_places(row, [counts[rank] for counts in stops]) for rank, row in enumerate(self._actions)]
+        self._places = [
+            _places(row, [counts[rank] for counts in stops])
+            for rank, row in enumerate(self._actions)
+        ]
         self._done = [self._whole(batch) for batch in range(len(stops))]
 
     def fed(self, rank: int, batch: int) -> tuple[Action, ...]:
@@ -63,7 +72,11 @@ class Portions:
         """What is left for a rank when `batches` batches, at least one, have been there and no more come."""
         known, rounds = self._known(batches - 1)
         played = {i for portion in self._places[rank][: known + 1] for i in portion}
-        left = [item for i, item in enumerate(self._actions[rank]) if i not in played and item[1] <= known]
+        left = [
+            item
+            for i, item in enumerate(self._actions[rank])
+            if i not in played and item[1] <= known
+        ]
         return self._moved(rank, left, rounds)
 
     def done(self, batch: int) -> int:
@@ -76,7 +89,16 @@ class Portions:
         found = batch + 1
         for row, places in zip(self._actions, self._places, strict=True):
             played = {i for portion in places[: batch + 1] for i in portion}
-            found = min([found, *(of for i, (action, of) in enumerate(row) if i not in played and isinstance(action, Op))])
+            found = min(
+                [
+                    found,
+                    *(
+                        of
+                        for i, (action, of) in enumerate(row)
+                        if i not in played and isinstance(action, Op)
+                    ),
+                ]
+            )
         return found
 
     def _known(self, batch: int) -> tuple[int, int]:
@@ -84,14 +106,18 @@ class Portions:
         rounds = max(0, (batch - self._steady) // self._every)
         return batch - rounds * self._every, rounds
 
-    def _moved(self, rank: int, items: Sequence[tuple[Action, int]], rounds: int) -> tuple[Action, ...]:
+    def _moved(
+        self, rank: int, items: Sequence[tuple[Action, int]], rounds: int
+    ) -> tuple[Action, ...]:
         if rounds == 0:
             return tuple(action for action, _ in items)
         by = rounds * self._every * self.period.micro_batches
         return tuple(
             self.period.moved(rank, action, rounds * self._loops)
             if isinstance(action, Op)
-            else action._replace(message=action.message._replace(micro_batch=action.message.micro_batch + by))
+            else action._replace(
+                message=action.message._replace(micro_batch=action.message.micro_batch + by)
+            )
             for action, _ in items
         )
 
@@ -99,7 +125,10 @@ class Portions:
 def _with_batches(row: Sequence[Action], size: int) -> list[tuple[Action, int]]:
     """Every action with its batch."""
     of_ops = dict(with_batches([action for action in row if isinstance(action, Op)], size))
-    return [(action, of_ops[action] if isinstance(action, Op) else action.message.micro_batch // size) for action in row]
+    return [
+        (action, of_ops[action] if isinstance(action, Op) else action.message.micro_batch // size)
+        for action in row
+    ]
 
 
 def _stops(schedule: Schedule, batches: int) -> list[list[int]]:
@@ -152,7 +181,11 @@ def _places(row: Sequence[tuple[Action, int]], stops: Sequence[int]) -> list[lis
             end += 1
         for i in (*late, *range(place, end)):
             action, of = row[i]
-            if isinstance(action, Transfer) and action.direction is Direction.RECV and (of > batch or action.peer in blocked):
+            if (
+                isinstance(action, Transfer)
+                and action.direction is Direction.RECV
+                and (of > batch or action.peer in blocked)
+            ):
                 blocked.add(action.peer)
                 kept.append(i)
             else:

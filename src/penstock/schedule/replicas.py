@@ -55,7 +55,9 @@ def pipelines(made: Schedule, replicas: int, micro_batches: int) -> Schedule:
             micro_batch = own * replicas + replica
             if micro_batch < micro_batches:
                 part = 0 if cut is None else number - cut.first_of[own]
-                new[number] = micro_batch if slicing is None else slicing.first_of[micro_batch] + part
+                new[number] = (
+                    micro_batch if slicing is None else slicing.first_of[micro_batch] + part
+                )
         for program in made.programs:
             kept = [op for op in program if op.kind is Kind.U or op.micro_batch in new]
             programs.append(tuple(_renumbered(op, new) for op in kept))
@@ -116,9 +118,15 @@ def round_robin(made: Schedule, replicas: Sequence[int]) -> Schedule:
     programs = []
     for stage, number in enumerate(replicas):
         for replica in range(number):
-            own = tuple(op for op in made.programs[stage] if op.kind is Kind.U or op.micro_batch % number == replica)
+            own = tuple(
+                op
+                for op in made.programs[stage]
+                if op.kind is Kind.U or op.micro_batch % number == replica
+            )
             if made.stream is not None:
-                own = with_updates_of_batches([op for op in own if op.kind is not Kind.U], made.micro_batches)
+                own = with_updates_of_batches(
+                    [op for op in own if op.kind is not Kind.U], made.micro_batches
+                )
             programs.append(own)
     return replace(made, programs=tuple(programs))
 
@@ -136,7 +144,10 @@ def start_up(replicas: Sequence[int]) -> tuple[int, ...]:
     """
     ranks = sum(replicas)
     before = accumulate(replicas, initial=0)
-    wanted = [number * ((ranks - 1 - earlier) // number + 1) for number, earlier in zip(replicas, before, strict=False)]
+    wanted = [
+        number * ((ranks - 1 - earlier) // number + 1)
+        for number, earlier in zip(replicas, before, strict=False)
+    ]
     return tuple(accumulate(wanted, min))
 
 
@@ -146,7 +157,11 @@ def check_replicas(name: str, stages: int, replicas: object) -> None:
     Raises:
         ScheduleError: it is neither; `name` is for the message.
     """
-    each = tuple(replicas) if isinstance(replicas, Sequence) and not isinstance(replicas, str) else None
+    each = (
+        tuple(replicas)
+        if isinstance(replicas, Sequence) and not isinstance(replicas, str)
+        else None
+    )
     if each is not None and len(each) != stages:
         raise ScheduleError(f"{name} in {stages} stages takes one number of replicas, or {stages}, one per stage, not "
                             f"{len(each)}")  # fmt: skip

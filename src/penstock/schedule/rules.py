@@ -14,8 +14,14 @@ from penstock.schedule.slicing import Slicing
 #: A stage offset beyond either end of the chain asks for nothing.
 RULES: dict[Kind, tuple[tuple[tuple[Kind, ...], int], ...]] = {
     Kind.F: (((Kind.F,), -1),),  # the activation comes from the stage before
-    Kind.B: (((Kind.F,), 0), ((Kind.B, Kind.I), +1)),  # own activation kept, gradient from the stage after
-    Kind.I: (((Kind.F,), 0), ((Kind.B, Kind.I), +1)),  # as B, input gradient only (Qi et al. 2024, section 2)
+    Kind.B: (
+        ((Kind.F,), 0),
+        ((Kind.B, Kind.I), +1),
+    ),  # own activation kept, gradient from the stage after
+    Kind.I: (
+        ((Kind.F,), 0),
+        ((Kind.B, Kind.I), +1),
+    ),  # as B, input gradient only (Qi et al. 2024, section 2)
     Kind.W: (((Kind.I,), 0),),  # may be late; nobody downstream waits for it
     # These go by their places in the programs, which verify checks: U after the stage's gradients, E after its F,
     # L after its E and before the backward. What a partner's E and an owner's L wait for is a message: see `lower`.
@@ -27,7 +33,10 @@ RULES: dict[Kind, tuple[tuple[tuple[Kind, ...], int], ...]] = {
 #: With slices of sequences, for the same stage: (kinds of which one must have finished, slice offset).
 SLICE_RULES: dict[Kind, tuple[tuple[Kind, ...], int]] = {
     Kind.F: ((Kind.F,), -1),  # attention reads the keys and values of earlier tokens
-    Kind.B: ((Kind.B, Kind.I), +1),  # and later tokens send gradients back to them (Li et al. 2021, TeraPipe, section 3)
+    Kind.B: (
+        (Kind.B, Kind.I),
+        +1,
+    ),  # and later tokens send gradients back to them (Li et al. 2021, TeraPipe, section 3)
     Kind.I: ((Kind.B, Kind.I), +1),
 }
 

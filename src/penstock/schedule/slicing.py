@@ -69,14 +69,19 @@ class Slicing:
     def neighbour(self, number: int, offset: int) -> int | None:
         """The slice so many places on, if it is one of the same micro-batch's."""
         other = number + offset
-        inside = 0 <= other < len(self.micro_batch_of) and self.micro_batch_of[other] == self.micro_batch_of[number]
+        inside = (
+            0 <= other < len(self.micro_batch_of)
+            and self.micro_batch_of[other] == self.micro_batch_of[number]
+        )
         return other if inside else None
 
     def label(self, number: int) -> str:
         """`1.0`: micro-batch 1, slice 0; only the micro-batch if that is not cut."""
         micro_batch = self.micro_batch_of[number]
         single = len(self.shares[micro_batch]) == 1
-        return str(micro_batch) if single else f"{micro_batch}.{number - self.first_of[micro_batch]}"
+        return (
+            str(micro_batch) if single else f"{micro_batch}.{number - self.first_of[micro_batch]}"
+        )
 
 
 def micro_batches_in(shares: float) -> float | int:

@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 from penstock.errors import Finding, ScheduleError
 from penstock.schedule.graph import Graph
-from penstock.schedule.lower import Action, Direction, Link, LoweredSchedule, Message, Transfer, messages
+from penstock.schedule.lower import (
+    Action,
+    Direction,
+    Link,
+    LoweredSchedule,
+    Message,
+    Transfer,
+    messages,
+)
 from penstock.schedule.op import Op, Schedule
 
 #: A file of a million stray transfers has as many faults.
@@ -36,17 +44,27 @@ class _Standing(NamedTuple):
     transfer: Transfer
 
 
-def ops_alone(lowered: LoweredSchedule, name: str = "custom", pairs: frozenset[tuple[Op, Op]] = frozenset()) -> Schedule:
+def ops_alone(
+    lowered: LoweredSchedule, name: str = "custom", pairs: frozenset[tuple[Op, Op]] = frozenset()
+) -> Schedule:
     """The schedule without its transfers."""
-    programs = tuple(tuple(action for action in program if isinstance(action, Op)) for program in lowered.programs)
+    programs = tuple(
+        tuple(action for action in program if isinstance(action, Op))
+        for program in lowered.programs
+    )
     return Schedule(programs, name, pairs=pairs)
 
 
 def unsound(name: str, findings: list[Finding]) -> ScheduleError:
     """The error that tells these findings of the schedule called `name`."""
     many = "" if len(findings) == 1 else f" ({len(findings)} findings, worst first)"
-    lines = [f"{name} is not sound{many}", *(f"[{finding.rule}] {finding.message}" for finding in findings[:12])]
-    return ScheduleError("\n  ".join(lines + [f"… and {len(findings) - 12} more"] * (len(findings) > 12)), findings)
+    lines = [
+        f"{name} is not sound{many}",
+        *(f"[{finding.rule}] {finding.message}" for finding in findings[:12]),
+    ]
+    return ScheduleError(
+        "\n  ".join(lines + [f"… and {len(findings) - 12} more"] * (len(findings) > 12)), findings
+    )
 
 
 def transfer_findings(schedule: Schedule, lowered: LoweredSchedule) -> list[Finding]:
@@ -64,7 +82,9 @@ def transfer_findings(schedule: Schedule, lowered: LoweredSchedule) -> list[Find
     """
     try:
         expected = {
-            message: _Expected(link, schedule.programs[link.source][made], schedule.programs[link.target][taken])
+            message: _Expected(
+                link, schedule.programs[link.source][made], schedule.programs[link.target][taken]
+            )
             for link, message, made, taken in messages(schedule)
         }
     except (ScheduleError, KeyError):
@@ -82,18 +102,25 @@ def _one_transfer(schedule: Schedule, lowered: LoweredSchedule, expected: dict[M
                   standing: dict[tuple[Direction, Message], list[_Standing]]) -> Iterator[Finding]:  # fmt: skip
     """Each value that crosses ranks is sent once and received once, where and when it can be."""
     places = {
-        (rank, op): place for rank, row in enumerate(lowered.programs) for place, op in enumerate(row) if isinstance(op, Op)
+        (rank, op): place
+        for rank, row in enumerate(lowered.programs)
+        for place, op in enumerate(row)
+        if isinstance(op, Op)
     }
     for message, (link, maker, taker) in expected.items():
         for direction in Direction:
             sends = direction is Direction.SEND
-            rank, peer, op = (link.source, link.target, maker) if sends else (link.target, link.source, taker)
+            rank, peer, op = (
+                (link.source, link.target, maker) if sends else (link.target, link.source, taker)
+            )
             text = str(Transfer(direction, message, peer))
             found = standing.get((direction, message), [])
             if not found:
                 waiting = f"{taker} on rank {link.target} would wait for it for ever" if sends else \
                     f"{taker} needs it from rank {link.source}"  # fmt: skip
-                yield Finding("one transfer", f"{text} is missing on rank {rank}: {waiting}", rank, text)
+                yield Finding(
+                    "one transfer", f"{text} is missing on rank {rank}: {waiting}", rank, text
+                )
                 continue
             if len(found) > 1:
                 yield Finding("one transfer", f"{text} stands {len(found)} times, on ranks "
@@ -101,14 +128,29 @@ def _one_transfer(schedule: Schedule, lowered: LoweredSchedule, expected: dict[M
                 continue
             (one,) = found
             if one.rank != rank:
-                yield Finding("one transfer", f"{text} stands on rank {one.rank}, but {op} on rank {rank}", one.rank, text)
+                yield Finding(
+                    "one transfer",
+                    f"{text} stands on rank {one.rank}, but {op} on rank {rank}",
+                    one.rank,
+                    text,
+                )
             elif one.transfer.peer != peer:
                 yield Finding("one transfer", f"{text} on rank {rank} is for rank {one.transfer.peer}, but "
                               f"{taker if sends else maker} stands on rank {peer}", rank, text)  # fmt: skip
             elif sends and one.place < places[rank, maker]:
-                yield Finding("one transfer", f"{text} on rank {rank} stands before {maker}, which makes its value", rank, text)
+                yield Finding(
+                    "one transfer",
+                    f"{text} on rank {rank} stands before {maker}, which makes its value",
+                    rank,
+                    text,
+                )
             elif not sends and one.place > places[rank, taker]:
-                yield Finding("one transfer", f"{text} on rank {rank} comes after {taker}, which needs it", rank, text)
+                yield Finding(
+                    "one transfer",
+                    f"{text} on rank {rank} comes after {taker}, which needs it",
+                    rank,
+                    text,
+                )
     for (direction, message), found in standing.items():
         for one in found if message not in expected else ():
             yield Finding("one transfer", f"{one.transfer} on rank {one.rank} {_needless(schedule, direction, message)}", one.rank,
@@ -117,11 +159,16 @@ def _one_transfer(schedule: Schedule, lowered: LoweredSchedule, expected: dict[M
 
 def _needless(schedule: Schedule, direction: Direction, message: Message) -> str:
     """Why a message crosses no ranks."""
-    homes = [schedule.placement.get((stage, message.micro_batch)) for stage in (message.stage, message.target)]
+    homes = [
+        schedule.placement.get((stage, message.micro_batch))
+        for stage in (message.stage, message.target)
+    ]
     if None not in homes and homes[0] == homes[1]:
         return f"carries what stays there: stages {message.stage} and {message.target} both stand on rank {homes[0]}"
     verb = (
-        "sends what no op makes or no op takes" if direction is Direction.SEND else "receives what no op makes or no op takes"
+        "sends what no op makes or no op takes"
+        if direction is Direction.SEND
+        else "receives what no op makes or no op takes"
     )
     return f"{verb}: {message.kind.value} of micro-batch {message.micro_batch} from stage {message.stage} to {message.target}"
 
@@ -154,7 +201,9 @@ def _receive_order(lowered: LoweredSchedule) -> Iterator[Finding]:
                 break
 
 
-def waits_of(lowered: LoweredSchedule) -> tuple[list[tuple[int, Action]], list[list[int]], dict[Link, list[tuple[int, int]]]]:
+def waits_of(
+    lowered: LoweredSchedule,
+) -> tuple[list[tuple[int, Action]], list[list[int]], dict[Link, list[tuple[int, int]]]]:
     """Rank and action of each node, what each waits for where channels are endless, and per link the nodes of every message's
     send and receive. Transfers must have passed the rules above the cycle's.
     """
@@ -167,7 +216,10 @@ def waits_of(lowered: LoweredSchedule) -> tuple[list[tuple[int, Action]], list[l
     pairs: dict[Link, list[tuple[int, int]]] = {}
     for link, (sends, receives) in _links(lowered).items():
         both = zip(sends, receives, strict=True)
-        pairs[link] = [(first[send.rank] + send.place, first[receive.rank] + receive.place) for send, receive in both]
+        pairs[link] = [
+            (first[send.rank] + send.place, first[receive.rank] + receive.place)
+            for send, receive in both
+        ]
         for send, _ in pairs[link]:
             message = nodes[send][1].message  # type: ignore[union-attr]  # sends are transfers
             waits[takers[link.target, message]].append(send)
@@ -177,7 +229,10 @@ def waits_of(lowered: LoweredSchedule) -> tuple[list[tuple[int, Action]], list[l
 def _takers(lowered: LoweredSchedule) -> Iterator[tuple[int, int, Message]]:
     """Rank and place of the op that takes each message."""
     schedule = ops_alone(lowered)
-    places = [[place for place, action in enumerate(program) if isinstance(action, Op)] for program in lowered.programs]
+    places = [
+        [place for place, action in enumerate(program) if isinstance(action, Op)]
+        for program in lowered.programs
+    ]
     for link, message, _, taken in messages(schedule):
         yield link.target, places[link.target][taken], message
 
@@ -194,5 +249,8 @@ def _no_cycle(lowered: LoweredSchedule) -> Iterator[Finding]:
                 told.add(rank)
                 home, awaited = nodes[other]
                 yield Finding(
-                    "no cycle", f"rank {rank} cannot start {action}: it needs {awaited} on rank {home}", rank, str(action)
+                    "no cycle",
+                    f"rank {rank} cannot start {action}: it needs {awaited} on rank {home}",
+                    rank,
+                    str(action),
                 )

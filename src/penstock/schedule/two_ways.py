@@ -24,7 +24,9 @@ class TwoWays:
         step: from one of a stage's micro-batches to its next: 2 where two pipelines share them.
     """
 
-    def __init__(self, stages: tuple[int, int], first: tuple[int, int] = (0, 0), step: int = 1) -> None:
+    def __init__(
+        self, stages: tuple[int, int], first: tuple[int, int] = (0, 0), step: int = 1
+    ) -> None:
         self._stages, self._first, self._step = stages, first, step
         self._ops: list[Op] = []
         self._pairs: set[tuple[Op, Op]] = set()
@@ -35,7 +37,10 @@ class TwoWays:
         """Add `moves`, words apart by blanks, so many times; none if `times` is below 1."""
         for _ in range(times):
             for move in moves.split():
-                ops = [self._weights() if part == "W" else self._next(Kind(part[0]), int(part[1])) for part in move.split("&")]
+                ops = [
+                    self._weights() if part == "W" else self._next(Kind(part[0]), int(part[1]))
+                    for part in move.split("&")
+                ]
                 self._ops += ops
                 self._pairs.update(pairwise(ops))
 

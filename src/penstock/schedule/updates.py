@@ -44,7 +44,9 @@ def with_updates_of_batches(ops: Sequence[Op], micro_batches: int) -> Program:
         ops: sound; of each stage, those of a batch all come before the backwards of the next.
         micro_batches: of one batch.
     """
-    left = Counter((stage, number // micro_batches) for kind, stage, number in ops if kind in (Kind.B, Kind.W))
+    left = Counter(
+        (stage, number // micro_batches) for kind, stage, number in ops if kind in (Kind.B, Kind.W)
+    )
     versions: Counter[int] = Counter()
     program: list[Op] = []
     for op in ops:

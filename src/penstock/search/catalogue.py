@@ -70,14 +70,22 @@ def asked(profile: Profiles, cluster: Cluster, batch: int, *, schedules: Sequenc
     Raises:
         PlanError, UnknownName, SettingError: as `plan`, but for what planners find.
     """
-    limit, by, weights_options = (options.pop(name, None) for name in ("memory_limit", "partition", "weights_options"))
+    limit, by, weights_options = (
+        options.pop(name, None) for name in ("memory_limit", "partition", "weights_options")
+    )
     return PlanRequest(
         profile,
         cluster,
         batch,
-        schedules=(schedules,) if isinstance(schedules, str) else None if schedules is None else tuple(schedules),
+        schedules=(schedules,)
+        if isinstance(schedules, str)
+        else None
+        if schedules is None
+        else tuple(schedules),
         memory_limit=None if limit is None else parse_bytes(limit),
         by="bottleneck" if by is None else by if isinstance(by, str) else tuple(by),
-        weights_options=tuple((name, float(value)) for name, value in (weights_options or {}).items()),
+        weights_options=tuple(
+            (name, float(value)) for name, value in (weights_options or {}).items()
+        ),
         **options,
     )

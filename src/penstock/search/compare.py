@@ -42,7 +42,11 @@ def compare(profile: Profiles, cluster: Cluster, batch: int, *, planners: Sequen
         UnknownName: there is no planner of such a name.
         PlanError, SettingError, UnknownName: what is asked is refused whatever the planner, as `plan` says.
     """
-    names = list(PLANNERS.entries()) if planners is None else [PLANNERS.find(name).name for name in planners]
+    names = (
+        list(PLANNERS.entries())
+        if planners is None
+        else [PLANNERS.find(name).name for name in planners]
+    )
     request = asked(profile, cluster, batch, **options)
     found = []
     for name in names:

@@ -44,7 +44,12 @@ def cut(request: PlanRequest, places: Sequence[int], micro_batches: int, balance
         weights, kept = _bytes(request, micro_batches)
         held = min(stages, micro_batches)
         return tuple(
-            partition(profile, stages, by="bottleneck", costs=[w + held * k for w, k in zip(weights, kept, strict=True)])
+            partition(
+                profile,
+                stages,
+                by="bottleneck",
+                costs=[w + held * k for w, k in zip(weights, kept, strict=True)],
+            )
         )
     alike = len({id(request.profile_of(rank)) for rank in places}) == 1
     if balance == "ranks":
@@ -58,23 +63,41 @@ def cut(request: PlanRequest, places: Sequence[int], micro_batches: int, balance
     rows = {key: each.step_seconds(micro_batch) for key, each in unlike.items()}
     seconds = np.array([rows[id(request.profile_of(rank))] for rank in places])
     sizes = micro_batch * np.array([layer.output_bytes_per_sample for layer in profile.layers[:-1]])
-    transfer = np.array([[cluster.transfer_seconds(size, a, b) for size in sizes] for a, b in pairwise(places)])
+    transfer = np.array(
+        [[cluster.transfer_seconds(size, a, b) for size in sizes] for a, b in pairwise(places)]
+    )
     transfer = transfer.reshape(stages - 1, len(sizes))
-    weights, kept = _bytes(request, micro_batches) if balance == "limits" else ([0.0] * len(profile), [0.0] * len(profile))
+    weights, kept = (
+        _bytes(request, micro_batches)
+        if balance == "limits"
+        else ([0.0] * len(profile), [0.0] * len(profile))
+    )
     limits = [float(request.memory_bytes(rank)) for rank in places]
-    found = limited(seconds, transfer, np.array(weights), np.array(kept), in_flight or (1.0,) * stages, limits)
+    found = limited(
+        seconds, transfer, np.array(weights), np.array(kept), in_flight or (1.0,) * stages, limits
+    )
     return None if found is None else tuple(found)
 
 
-def _of_ranks(request: PlanRequest, places: Sequence[int], micro_batch: float) -> tuple[int, ...] | None:
+def _of_ranks(
+    request: PlanRequest, places: Sequence[int], micro_batch: float
+) -> tuple[int, ...] | None:
     """The cut of a loop or a V whose busiest rank is least; None for other placements."""
     ranks, stages = max(places) + 1, len(places)
     seconds = [request.profile_of(rank).step_seconds(micro_batch) for rank in range(ranks)]
     link = request.cluster.link(0, ranks - 1)
-    transfer = [link.transfer_seconds(micro_batch * layer.output_bytes_per_sample) for layer in request.profile.layers[:-1]]
+    transfer = [
+        link.transfer_seconds(micro_batch * layer.output_bytes_per_sample)
+        for layer in request.profile.layers[:-1]
+    ]
     if list(places) == [*range(ranks), *range(ranks - 1, -1, -1)]:
         found = folded(seconds, ranks, transfer=transfer, slack=SLACK)
-    elif ranks > 1 and list(places) == [stage % ranks for stage in range(stages)] and stages % ranks == 0 and stages > ranks:
+    elif (
+        ranks > 1
+        and list(places) == [stage % ranks for stage in range(stages)]
+        and stages % ranks == 0
+        and stages > ranks
+    ):
         found = looped(seconds, ranks, stages // ranks, transfer=transfer, slack=SLACK)
     else:
         found = None
@@ -85,7 +108,13 @@ def _bytes(request: PlanRequest, micro_batches: int) -> tuple[list[float], list[
     """Per layer, what it holds always, and for each micro-batch in flight."""
     layers = len(request.profile)
     single = stage_costs(
-        request.profile, [1] * layers, request.batch / micro_batches, request.cluster, micro_batches=micro_batches
+        request.profile,
+        [1] * layers,
+        request.batch / micro_batches,
+        request.cluster,
+        micro_batches=micro_batches,
     )
-    held, kept = (single.spread(name, layers) or () for name in ("weight_bytes", "activation_bytes"))
+    held, kept = (
+        single.spread(name, layers) or () for name in ("weight_bytes", "activation_bytes")
+    )
     return list(held), list(kept)

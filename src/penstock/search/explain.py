@@ -53,7 +53,9 @@ def plan_of(request: PlanRequest, chosen: Scored, weighed: Sequence[Scored] = ()
         cluster_ranks=request.cluster.ranks,
         predicted=prediction(request, chosen, lower_bound_s),
         candidates=tuple(each.candidate for each in told),
-        devices=() if proposal.devices[: made.ranks] == tuple(range(made.ranks)) else proposal.devices[: made.ranks],
+        devices=()
+        if proposal.devices[: made.ranks] == tuple(range(made.ranks))
+        else proposal.devices[: made.ranks],
         torch_version=request.profile.torch_version,
         objective=proposal.objective,
         remedies=tuple(remedies),
@@ -88,7 +90,10 @@ def _of_recompute(chosen: Scored) -> dict[str, float]:
     plain, own = (tables_of(made, costs, recompute) for recompute in ("never", chosen.recompute))
     work, more = (float(each.seconds[0][each.work].sum()) for each in (plain, own))
     kept, less = (float(Changes.of(each).kept_at_start.sum()) for each in (plain, own))
-    return {"more_work": more / work - 1 if work else 0.0, "less_kept": max(1 - less / kept, 0.0) if kept else 0.0}
+    return {
+        "more_work": more / work - 1 if work else 0.0,
+        "less_kept": max(1 - less / kept, 0.0) if kept else 0.0,
+    }
 
 
 def _traffic(chosen: Scored) -> tuple[Traffic, ...]:
@@ -99,16 +104,24 @@ def _traffic(chosen: Scored) -> tuple[Traffic, ...]:
     if moves is None:
         return ()
     crossing = np.flatnonzero(moves.link >= 0)
-    keys = ops.rank[crossing].astype(np.int64) * timeline.ranks + moves.to_rank[moves.link[crossing]]
+    keys = (
+        ops.rank[crossing].astype(np.int64) * timeline.ranks + moves.to_rank[moves.link[crossing]]
+    )
     counts = np.bincount(keys, weights=moves.sizes[moves.place[crossing]]) / batches
-    return tuple(Traffic(*divmod(int(key), timeline.ranks), round(float(counts[key]))) for key in np.flatnonzero(counts))
+    return tuple(
+        Traffic(*divmod(int(key), timeline.ranks), round(float(counts[key])))
+        for key in np.flatnonzero(counts)
+    )
 
 
 def one_device_s(request: PlanRequest) -> float:
     """A step of plain training on the fastest device: the whole batch at once, and an update."""
     profiles = {id(each): each for each in map(request.profile_of, range(request.cluster.ranks))}
     parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
-    return min(sum(each.step_seconds(request.batch)) + parameter_bytes * each.update_s_per_byte for each in profiles.values())
+    return min(
+        sum(each.step_seconds(request.batch)) + parameter_bytes * each.update_s_per_byte
+        for each in profiles.values()
+    )
 
 
 def data_parallel_s(request: PlanRequest) -> float | None:

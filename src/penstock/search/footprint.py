@@ -38,7 +38,9 @@ class Footprint:
 
     def bytes(self, kept: Array, full: Array, back: Array) -> Array:
         """What is held at every moment, besides weights; the bytes of a micro-batch by stage."""
-        held: Array = self.kept @ kept + self.split @ np.maximum(full - kept, 0.0) + self.whole @ back
+        held: Array = (
+            self.kept @ kept + self.split @ np.maximum(full - kept, 0.0) + self.whole @ back
+        )
         return held
 
 
@@ -53,7 +55,9 @@ def footprints(made: Schedule) -> tuple[Footprint, ...]:
 
 def _footprints(made: Schedule) -> list[Footprint]:
     all_kept = Changes.of(tables_of(made, Costs(activation_bytes=1.0, kept_bytes=1.0), "selective"))
-    none_kept = Changes.of(tables_of(made, Costs(activation_bytes=1.0, kept_bytes=0.0), "selective"))
+    none_kept = Changes.of(
+        tables_of(made, Costs(activation_bytes=1.0, kept_bytes=0.0), "selective")
+    )
     ops = structure(made).ops
     back = ops.of_kind(Kind.B)
     rises = [
@@ -61,7 +65,11 @@ def _footprints(made: Schedule) -> list[Footprint]:
         np.where(back, 0.0, none_kept.again_at_start),
         np.where(back, none_kept.again_at_start, 0.0),
     ]
-    falls = [all_kept.kept_at_end, np.where(back, 0.0, none_kept.again_at_end), np.where(back, none_kept.again_at_end, 0.0)]
+    falls = [
+        all_kept.kept_at_end,
+        np.where(back, 0.0, none_kept.again_at_end),
+        np.where(back, none_kept.again_at_end, 0.0),
+    ]
     found = []
     for low, high in zip(ops.first[:-1].tolist(), ops.first[1:].tolist(), strict=True):
         own = ops.stage[low:high]

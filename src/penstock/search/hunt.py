@@ -85,23 +85,33 @@ class Hunt:
                 self.refuse(f"{made.name} in {made.stages} stages needs {made.ranks} ranks, {self.request.cluster.name} has "
                             f"{self.request.cluster.ranks}")  # fmt: skip
             return None
-        copies = way.shape.pipelines * max(map(len, made.ranks_of_stage))  # Chimera's two directions are copies as well
+        copies = way.shape.pipelines * max(
+            map(len, made.ranks_of_stage)
+        )  # Chimera's two directions are copies as well
         if copies > self.request.copies_allowed and self.request.schedules is None:
             return None
-        devices = way.shape.devices if made.ranks <= len(way.shape.devices) else tuple(range(made.ranks))
+        devices = (
+            way.shape.devices if made.ranks <= len(way.shape.devices) else tuple(range(made.ranks))
+        )
         if devices == tuple(range(len(devices))):
             devices = ()
         lengths = self._cut(way, made, balance)
         if lengths is None:
             return None
-        proposal = Proposal(lengths, way.schedule, way.micro_batches, way.all_options, devices=devices)
+        proposal = Proposal(
+            lengths, way.schedule, way.micro_batches, way.all_options, devices=devices
+        )
         found = self.weigh(proposal, force)
-        lacks = bool(self.misfits) and self.misfits[-1].laid.proposal == proposal  # even so, or without recomputing
+        lacks = (
+            bool(self.misfits) and self.misfits[-1].laid.proposal == proposal
+        )  # even so, or without recomputing
         if balance == "time" and lacks:
             lengths = self._cut(way, made, "limits")
             if lengths is not None and lengths != proposal.lengths:
                 found = self.weigh(replace(proposal, lengths=lengths), force)
-        several = way.stages > way.shape.ranks and balance == "time" and way.shape.ranks <= FEW_RANKS
+        several = (
+            way.stages > way.shape.ranks and balance == "time" and way.shape.ranks <= FEW_RANKS
+        )
         if several and found is not None and found.step_s <= self.best_s * NEAR:
             lengths = self._cut(way, made, "ranks")
             if lengths is not None and lengths != found.laid.proposal.lengths:
@@ -145,7 +155,10 @@ class Hunt:
         """The cut, worked out once for all ways that stand on such devices with such numbers."""
         shape = way.shape
         places = tuple(ranks[0] for ranks in made.ranks_of_stage)
-        places = tuple(place if place < shape.ranks else stage % shape.ranks for stage, place in enumerate(places))
+        places = tuple(
+            place if place < shape.ranks else stage % shape.ranks
+            for stage, place in enumerate(places)
+        )
         in_flight = in_flight_of(made) if balance == "limits" else ()
         key = self._kind_of(shape), places, way.micro_batches, balance, in_flight
         if key not in self._cuts:

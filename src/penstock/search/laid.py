@@ -56,7 +56,9 @@ class Laid:
             return self
         profiles = [self.request.profile_of(rank) for rank in range(self.made.ranks)]
         micro_batch = self.request.batch / self.proposal.micro_batches
-        costs = with_selection(self.costs, self.made, profiles, self.proposal.lengths, micro_batch, selection)
+        costs = with_selection(
+            self.costs, self.made, profiles, self.proposal.lengths, micro_batch, selection
+        )
         return replace(self, costs=costs, selection=selection)
 
 
@@ -75,7 +77,11 @@ class Scored:
     @cached_property
     def why(self) -> str:
         """What bounds its time."""
-        return "" if self.found is None else bound_by(self.found.timeline, self.found.batches * self.found.seconds_per_batch)
+        return (
+            ""
+            if self.found is None
+            else bound_by(self.found.timeline, self.found.batches * self.found.seconds_per_batch)
+        )
 
     @property
     def step_s(self) -> float:
@@ -87,12 +93,24 @@ class Scored:
         """Smallest first, among those whose times count as equal."""
         made = self.laid.made
         lean = round(math.log(max(1, *self.memory)) / LEAN)
-        return not made.synchronous, lean, made.micro_batches, made.stages, self.step_s, made.name, self.recompute
+        return (
+            not made.synchronous,
+            lean,
+            made.micro_batches,
+            made.stages,
+            self.step_s,
+            made.name,
+            self.recompute,
+        )
 
     @property
     def kind(self) -> tuple[str, int, int | tuple[int, ...]]:
         """What a table has one row of. In one stage all schedules are the same."""
-        return self.laid.made.name if self.laid.made.stages > 1 else "", self.laid.made.stages, self.copies
+        return (
+            self.laid.made.name if self.laid.made.stages > 1 else "",
+            self.laid.made.stages,
+            self.copies,
+        )
 
     @property
     def copies(self) -> int | tuple[int, ...]:
@@ -120,16 +138,22 @@ def lay_out(request: PlanRequest, proposal: Proposal) -> Laid:
         PlanError: it has more ranks or micro-batches than there are, or puts all its stages on one rank.
     """
     if proposal.micro_batches > request.batch:
-        raise PlanError(f"{proposal.micro_batches} micro-batches are more than the {request.batch} samples of the batch")
+        raise PlanError(
+            f"{proposal.micro_batches} micro-batches are more than the {request.batch} samples of the batch"
+        )
     made = _made(request, proposal)
     if made.ranks == 1 < made.stages:
-        raise PlanError(f"{made.name} puts all {made.stages} stages on one rank, where one stage would do the same")
+        raise PlanError(
+            f"{made.name} puts all {made.stages} stages on one rank, where one stage would do the same"
+        )
     if made.ranks > request.cluster.ranks:
         raise PlanError(f"{made.name} in {made.stages} stages needs {made.ranks} ranks, {request.cluster.name} has "
                         f"{request.cluster.ranks}")  # fmt: skip
     placed = request.on(proposal.devices) if proposal.devices else request
     if made.ranks > placed.cluster.ranks:
-        raise PlanError(f"{made.name} needs {made.ranks} ranks, and {placed.cluster.ranks} devices are proposed for it")
+        raise PlanError(
+            f"{made.name} needs {made.ranks} ranks, and {placed.cluster.ranks} devices are proposed for it"
+        )
     rule = rule_of(made, proposal.weights or request.weights, dict(request.weights_options))
     profiles = [placed.profile_of(rank) for rank in range(made.ranks)]
     costs = schedule_costs(made, profiles, proposal.lengths, placed.cluster, request.batch, rule)
@@ -141,12 +165,16 @@ def relaid(laid: Laid, request: PlanRequest) -> Laid:
     devices = laid.proposal.devices
     placed = request.on(devices) if devices else request
     profiles = [placed.profile_of(rank) for rank in range(laid.made.ranks)]
-    costs = schedule_costs(laid.made, profiles, laid.proposal.lengths, placed.cluster, request.batch, laid.rule)
+    costs = schedule_costs(
+        laid.made, profiles, laid.proposal.lengths, placed.cluster, request.batch, laid.rule
+    )
     return replace(laid, request=placed, costs=costs).with_selection(laid.selection)
 
 
 @lru_cache(maxsize=8)
-def made_of(name: str, stages: int, micro_batches: int, options: tuple[tuple[str, Option], ...]) -> Schedule:
+def made_of(
+    name: str, stages: int, micro_batches: int, options: tuple[tuple[str, Option], ...]
+) -> Schedule:
     """A schedule of the zoo; the last few are kept, for a search asks for one several times in a row."""
     own: dict[str, Any] = dict(options)
     return schedule(name, stages, micro_batches, **own)
@@ -162,7 +190,10 @@ def pilot(request: PlanRequest, proposal: Proposal) -> Laid | None:
         ScheduleError, PlanError: as `lay_out`.
     """
     pipelines = proposal.replicas
-    if not isinstance(pipelines, int) or not 1 < pipelines <= proposal.micro_batches <= request.batch:
+    if (
+        not isinstance(pipelines, int)
+        or not 1 < pipelines <= proposal.micro_batches <= request.batch
+    ):
         return None
     options = tuple((name, value) for name, value in proposal.options if name != "replicas")
     each = -(-proposal.micro_batches // pipelines)
@@ -171,15 +202,22 @@ def pilot(request: PlanRequest, proposal: Proposal) -> Laid | None:
         return None
     devices = proposal.devices or tuple(range(request.cluster.ranks))
     if pipelines * made.ranks > len(devices):
-        raise PlanError(f"{made.name} needs {pipelines * made.ranks} ranks, and there are {len(devices)}")
+        raise PlanError(
+            f"{made.name} needs {pipelines * made.ranks} ranks, and there are {len(devices)}"
+        )
     placed = request.on(devices[: made.ranks])
     rule = rule_of(made, proposal.weights or request.weights, dict(request.weights_options))
     profiles = [placed.profile_of(rank) for rank in range(made.ranks)]
     batch = request.batch * each / proposal.micro_batches
     costs = schedule_costs(made, profiles, proposal.lengths, placed.cluster, batch, rule)
-    gradients, update = (costs.spread(name, made.stages) or () for name in ("gradient_bytes", "update"))
+    gradients, update = (
+        costs.spread(name, made.stages) or () for name in ("gradient_bytes", "update")
+    )
     met = [
-        own + meeting_seconds(devices[ranks[0] : pipelines * made.ranks : made.ranks], held, request.cluster)
+        own
+        + meeting_seconds(
+            devices[ranks[0] : pipelines * made.ranks : made.ranks], held, request.cluster
+        )
         for own, held, ranks in zip(update, gradients, made.ranks_of_stage, strict=True)
     ]
     return Laid(placed, proposal, made, rule, replace(costs, update=met), pipelines)
@@ -192,8 +230,16 @@ def _made(request: PlanRequest, proposal: Proposal) -> Schedule:
         return made_of(proposal.schedule, proposal.stages, proposal.micro_batches, proposal.options)
     placed = request.on(proposal.devices) if proposal.devices else request
     micro_batch = request.batch / proposal.micro_batches
-    costs = stage_costs(placed.profile, proposal.lengths, micro_batch, placed.cluster, micro_batches=proposal.micro_batches)
-    return schedule(proposal.schedule, proposal.stages, proposal.micro_batches, costs=costs, **options)
+    costs = stage_costs(
+        placed.profile,
+        proposal.lengths,
+        micro_batch,
+        placed.cluster,
+        micro_batches=proposal.micro_batches,
+    )
+    return schedule(
+        proposal.schedule, proposal.stages, proposal.micro_batches, costs=costs, **options
+    )
 
 
 def is_measured(name: str) -> bool:
@@ -224,7 +270,9 @@ def nothing(request: PlanRequest, misfits: list[Scored], refusals: list[str]) ->
     if not misfits:
         return PlanError("\n  ".join(["no schedule can be made for these numbers", *refusals[:12]]))
     nearest = first_of_kind(sorted(misfits, key=lambda found: (found.excess, found.preference)))
-    lines = [f"nothing fits the memory of {request.cluster.name} at batch {request.batch}; nearest first"]
+    lines = [
+        f"nothing fits the memory of {request.cluster.name} at batch {request.batch}; nearest first"
+    ]
     lines += [
         f"{row.schedule}, {row.stages} stages of {', '.join(map(str, row.lengths))} layers, "
         f"{row.micro_batches} micro-batches, recompute {row.recompute}: {row.why}"
@@ -232,5 +280,7 @@ def nothing(request: PlanRequest, misfits: list[Scored], refusals: list[str]) ->
     ]
     free = request.recompute == "auto" and request.stages is None and request.micro_batches is None
     advice = "Use more ranks, or ranks with more memory, or a smaller batch"
-    lines.append(advice + ("" if free else ", or leave recompute, stages and micro_batches to the planner"))
+    lines.append(
+        advice + ("" if free else ", or leave recompute, stages and micro_batches to the planner")
+    )
     return PlanError("\n  ".join(lines))

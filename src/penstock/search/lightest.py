@@ -99,7 +99,13 @@ def _bounds(every: list[float], most: int) -> Array:
 class _Space:
     """All states with their values: arrays of shape (bounds, ticks), one for every place."""
 
-    def __init__(self, layers: Layers, backs: dict[tuple[int, int], float], bounds: Array, precision: Precision) -> None:
+    def __init__(
+        self,
+        layers: Layers,
+        backs: dict[tuple[int, int], float],
+        bounds: Array,
+        precision: Precision,
+    ) -> None:
         self.layers, self.bounds = layers, bounds
         count, whole = len(layers.seconds), sum(layers.seconds)
         ticks = max(precision.ticks, precision.ticks_of_each * count)
@@ -116,9 +122,16 @@ class _Space:
             self.kept.append(np.minimum(*self._ways_to_keep(place)))
             self.cut.append(np.full(shape, np.inf))
             for first in self.firsts_of[place + 1]:
-                low, later = np.searchsorted(bounds, backs[first, place + 1]), self.ticks[place + 1] - self.ticks[first]
+                low, later = (
+                    np.searchsorted(bounds, backs[first, place + 1]),
+                    self.ticks[place + 1] - self.ticks[first],
+                )
                 target = self.cut[-1][low:, later:]
-                np.minimum(target, self.before[first][low:, : shape[1] - later] + layers.given[first], out=target)
+                np.minimum(
+                    target,
+                    self.before[first][low:, : shape[1] - later] + layers.given[first],
+                    out=target,
+                )
 
     def _ways_to_keep(self, place: int) -> tuple[Array, Array]:
         """What is kept behind a layer that keeps: where the one before does, and where it does not or is another stage's."""
@@ -136,7 +149,9 @@ class _Space:
                 end -= 1
                 keeps = self._keeps(*self._ways_to_keep(end), row, tick)
                 continue
-            first = min(self.firsts_of[end], key=lambda first: self._with_segment(first, end, row, tick))
+            first = min(
+                self.firsts_of[end], key=lambda first: self._with_segment(first, end, row, tick)
+            )
             found.append((first, end))
             tick -= self.ticks[end] - self.ticks[first]
             end = first

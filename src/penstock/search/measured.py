@@ -29,21 +29,42 @@ def made_to_measure(request: PlanRequest, found: Sequence[Scored]) -> Iterator[P
     for each in plain:
         proposal = each.laid.proposal
         for name in ("zb-auto", "zb-1p"):
-            yield Proposal(proposal.lengths, name, proposal.micro_batches, (), each.recompute, None, proposal.devices)
+            yield Proposal(
+                proposal.lengths,
+                name,
+                proposal.micro_batches,
+                (),
+                each.recompute,
+                None,
+                proposal.devices,
+            )
     if request.budget_s < SEARCHED_FROM_S:
         return
     for each in plain[:1]:
         proposal, room = each.laid.proposal, _room(each)
         if room is not None and proposal.stages * proposal.micro_batches <= MOST_OPS:
-            limits: tuple[tuple[str, Option], ...] = (("memory_limit", room), ("budget_s", SECONDS), ("max_rounds", ROUNDS))
+            limits: tuple[tuple[str, Option], ...] = (
+                ("memory_limit", room),
+                ("budget_s", SECONDS),
+                ("max_rounds", ROUNDS),
+            )
             yield Proposal(
-                proposal.lengths, "synthesised", proposal.micro_batches, limits, each.recompute, None, proposal.devices
+                proposal.lengths,
+                "synthesised",
+                proposal.micro_batches,
+                limits,
+                each.recompute,
+                None,
+                proposal.devices,
             )
 
 
 def _is_plain(each: Scored) -> bool:
     made = each.laid.made
-    alone = all(stages == (rank,) for rank, stages in enumerate(made.stages_of_rank)) and made.stages > 1
+    alone = (
+        all(stages == (rank,) for rank, stages in enumerate(made.stages_of_rank))
+        and made.stages > 1
+    )
     return alone and made.slicing is None and made.stream is None
 
 
@@ -51,5 +72,7 @@ def _room(found: Scored) -> tuple[int, ...] | None:
     """Per rank, the bytes that activations may take beside the weights; None where something is recomputed, or nothing is left."""
     laid = found.laid
     held = laid.costs.spread("weight_bytes", laid.made.stages) or ()
-    room = tuple(int(laid.request.memory_bytes(rank) - weights) for rank, weights in enumerate(held))
+    room = tuple(
+        int(laid.request.memory_bytes(rank) - weights) for rank, weights in enumerate(held)
+    )
     return room if found.recompute == "never" and all(each > 0 for each in room) else None

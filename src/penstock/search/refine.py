@@ -40,7 +40,9 @@ def _neighbour(hunt: Hunt, found: Scored, tried: set[tuple[int, ...]]) -> Scored
     proposal, busy = found.laid.proposal, found.found.timeline.busy if found.found else ()
     held = found.laid.made.ranks_of_stage
     load = [max(busy[rank] for rank in ranks) for ranks in held]
-    order = sorted(range(proposal.stages - 1), key=lambda boundary: -max(load[boundary], load[boundary + 1]))
+    order = sorted(
+        range(proposal.stages - 1), key=lambda boundary: -max(load[boundary], load[boundary + 1])
+    )
     for boundary in order:
         for step in STEPS:
             lengths = list(proposal.lengths)

@@ -35,7 +35,9 @@ def remedies(request: PlanRequest, chosen: Scored) -> list[Remedy]:
     found = []
     for change, other in _changes(request, chosen):
         laid = relaid(chosen.laid, other)
-        found.append(Remedy(change, steady(laid.made, laid.costs, chosen.recompute).seconds_per_batch))
+        found.append(
+            Remedy(change, steady(laid.made, laid.costs, chosen.recompute).seconds_per_batch)
+        )
     if chosen.recompute != "never":
         found.append(Remedy("memory for all activations, so that nothing is recomputed",
                             steady(chosen.laid.made, chosen.laid.costs).seconds_per_batch))  # fmt: skip
@@ -50,19 +52,33 @@ def _changes(request: PlanRequest, chosen: Scored) -> Iterator[tuple[str, PlanRe
         if cluster.nodes == (cluster.ranks if where == "inside" else 1):  # it has no such link
             continue
         place = "inside a node" if where == "inside" else "between nodes"
-        wide = _with_link(cluster, where, lambda link: replace(link, bandwidth_bytes_per_s=2 * link.bandwidth_bytes_per_s))
+        wide = _with_link(
+            cluster,
+            where,
+            lambda link: replace(link, bandwidth_bytes_per_s=2 * link.bandwidth_bytes_per_s),
+        )
         yield f"twice the bandwidth {place}", replace(request, cluster=wide)
         yield (
             f"no latency {place}",
-            replace(request, cluster=_with_link(cluster, where, lambda link: replace(link, latency_s=0.0))),
+            replace(
+                request,
+                cluster=_with_link(cluster, where, lambda link: replace(link, latency_s=0.0)),
+            ),
         )
-    profiles = {device.name: request.profile_of(rank) for rank, device in enumerate(cluster.devices)}
-    yield "devices twice as fast", replace(request, profiles={name: paced(each, 0.5) for name, each in profiles.items()})
+    profiles = {
+        device.name: request.profile_of(rank) for rank, device in enumerate(cluster.devices)
+    }
+    yield (
+        "devices twice as fast",
+        replace(request, profiles={name: paced(each, 0.5) for name, each in profiles.items()}),
+    )
     busy = chosen.found.timeline.busy if chosen.found is not None else ()
     if len(busy) > 1:
         rank = max(range(len(busy)), key=lambda r: busy[r])
         device = chosen.laid.proposal.devices[rank] if chosen.laid.proposal.devices else rank
-        own = replace(cluster.devices[device], name=f"{cluster.devices[device].name}, twice as fast")
+        own = replace(
+            cluster.devices[device], name=f"{cluster.devices[device].name}, twice as fast"
+        )
         faster = {**profiles, own.name: paced(request.profile_of(device), 0.5)}
         devices = tuple(own if r == device else each for r, each in enumerate(cluster.devices))
         yield (
@@ -82,16 +98,21 @@ def _twice_the_batch(request: PlanRequest, chosen: Scored) -> list[Remedy]:
     """With twice the micro-batches, of the same size, filling and draining count half."""
     if is_measured(chosen.laid.proposal.schedule):
         return []
-    proposal = replace(chosen.laid.proposal, recompute=chosen.recompute, micro_batches=2 * chosen.laid.proposal.micro_batches)
+    proposal = replace(
+        chosen.laid.proposal,
+        recompute=chosen.recompute,
+        micro_batches=2 * chosen.laid.proposal.micro_batches,
+    )
     try:
-        laid = lay_out(replace(request, batch=2 * request.batch, micro_batches=None), proposal).with_selection(
-            chosen.laid.selection
-        )
+        laid = lay_out(
+            replace(request, batch=2 * request.batch, micro_batches=None), proposal
+        ).with_selection(chosen.laid.selection)
     except PenstockError:
         return []
     return [
         Remedy(
-            "twice the batch (time for as many samples)", steady(laid.made, laid.costs, chosen.recompute).seconds_per_batch / 2
+            "twice the batch (time for as many samples)",
+            steady(laid.made, laid.costs, chosen.recompute).seconds_per_batch / 2,
         )
     ]
 
@@ -99,10 +120,17 @@ def _twice_the_batch(request: PlanRequest, chosen: Scored) -> list[Remedy]:
 def _one_more_rank(request: PlanRequest, chosen: Scored) -> list[Remedy]:
     cluster = request.cluster
     name = chosen.laid.proposal.schedule
-    if cluster.ranks > FEW_RANKS or chosen.laid.made.stream is not None or request.stages is not None or is_measured(name):
+    if (
+        cluster.ranks > FEW_RANKS
+        or chosen.laid.made.stream is not None
+        or request.stages is not None
+        or is_measured(name)
+    ):
         return []
     nodes = tuple(map(cluster.node, range(cluster.ranks)))
-    more = replace(cluster, devices=(*cluster.devices, cluster.devices[-1]), node_of=(*nodes, nodes[-1]))
+    more = replace(
+        cluster, devices=(*cluster.devices, cluster.devices[-1]), node_of=(*nodes, nodes[-1])
+    )
     try:
         wanted = replace(request, cluster=more, schedules=(name,), budget_s=request.budget_s / 10)
         hunt = Hunt(wanted, WORK)

@@ -62,7 +62,9 @@ class PlanRequest:
         layers = len(self.profile)
         if not isinstance(self.by, str):
             if self.stages not in (None, len(self.by)):
-                raise PlanError(f"the cut {list(self.by)} has {len(self.by)} stages, but {self.stages} are asked for")
+                raise PlanError(
+                    f"the cut {list(self.by)} has {len(self.by)} stages, but {self.stages} are asked for"
+                )
             object.__setattr__(self, "stages", len(self.by))
         for name, number, most, of in (
             ("batch", self.batch, None, ""),
@@ -80,7 +82,9 @@ class PlanRequest:
         if layers == 0:
             raise PlanError("the profile has no layers: there is nothing to plan")
         if self.recompute != "auto" and self.recompute not in RECOMPUTE:
-            raise PlanError(f"recompute is {self.recompute!r}; it must be one of auto, {', '.join(RECOMPUTE)}")
+            raise PlanError(
+                f"recompute is {self.recompute!r}; it must be one of auto, {', '.join(RECOMPUTE)}"
+            )
         if not self.budget_s >= 0:
             raise PlanError(f"budget_s is {self.budget_s!r}; it must be 0 s or more")
         for facts in self.families():
@@ -106,8 +110,13 @@ class PlanRequest:
         known = schedules()
         if self.schedules is not None:
             if not self.schedules:
-                raise PlanError("schedules is empty: name at least one, or leave it out to weigh all")
-            return tuple(known[name] for name in dict.fromkeys(FAMILIES.find(name).name for name in self.schedules))
+                raise PlanError(
+                    "schedules is empty: name at least one, or leave it out to weigh all"
+                )
+            return tuple(
+                known[name]
+                for name in dict.fromkeys(FAMILIES.find(name).name for name in self.schedules)
+            )
         kinds = {True, not self.asynchronous}
         if self.weights is not None:
             kinds = {weight_rule(self.weights).synchronous}
@@ -155,7 +164,11 @@ class PlanRequest:
     @property
     def copies_allowed(self) -> int:
         """The most copies of a stage."""
-        return self.cluster.ranks if self.max_replicas is None else min(self.max_replicas, self.cluster.ranks)
+        return (
+            self.cluster.ranks
+            if self.max_replicas is None
+            else min(self.max_replicas, self.cluster.ranks)
+        )
 
     def memory_bytes(self, rank: int) -> int:
         """What rank `rank` may hold."""

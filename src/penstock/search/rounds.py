@@ -88,7 +88,11 @@ def draft(seconds: StageSeconds, micro_batches: int, memory: Memory, style: Styl
         rounds.gradients()
     rounds.rest()
     spans = tuple(line.free - line.start for line in rounds.lines)
-    return Draft(tuple(tuple(line.order) for line in rounds.lines), spans, max(line.free for line in rounds.lines))
+    return Draft(
+        tuple(tuple(line.order) for line in rounds.lines),
+        spans,
+        max(line.free for line in rounds.lines),
+    )
 
 
 class _Line:
@@ -109,8 +113,15 @@ class _Line:
 class _Rounds:
     """All stages."""
 
-    def __init__(self, seconds: StageSeconds, micro_batches: int, memory: Memory, style: Style) -> None:
-        self.seconds, self.micro_batches, self.memory, self.style = seconds, micro_batches, memory, style
+    def __init__(
+        self, seconds: StageSeconds, micro_batches: int, memory: Memory, style: Style
+    ) -> None:
+        self.seconds, self.micro_batches, self.memory, self.style = (
+            seconds,
+            micro_batches,
+            memory,
+            style,
+        )
         self.stages = len(seconds.forward)
         self.lines = [_Line() for _ in range(self.stages)]
         self.most_idle = 0.0
@@ -134,7 +145,9 @@ class _Rounds:
             due = first_gradient + self.seconds.down[stage][0] if stage + 1 < self.stages else clock
             most = min(self.micro_batches, self.memory.limits[stage] + _DUST)
             number = 1
-            while number + 1 <= most and (clock + seconds[number] <= due if self.style.punctual else clock < due):
+            while number + 1 <= most and (
+                clock + seconds[number] <= due if self.style.punctual else clock < due
+            ):
                 clock += seconds[number]
                 number += 1
             counts[stage] = number - 1
@@ -142,14 +155,22 @@ class _Rounds:
         for stage in range(1, self.stages):
             # One fewer than the stage before, which would else wait for its own gradient behind this stage's forwards. Where
             # all have run there, all can run here.
-            most = counts[stage - 1] if counts[stage - 1] + 1 == self.micro_batches else max(0, counts[stage - 1] - 1)
+            most = (
+                counts[stage - 1]
+                if counts[stage - 1] + 1 == self.micro_batches
+                else max(0, counts[stage - 1] - 1)
+            )
             counts[stage] = min(counts[stage], most)
         return counts
 
     def forwards(self) -> None:
         """A round's way down: F on the last stages, as many of them as should."""
         first = self.stages
-        while first and len(self.lines[first - 1].forwards) < self.micro_batches and not self._lets_be(first - 1):
+        while (
+            first
+            and len(self.lines[first - 1].forwards) < self.micro_batches
+            and not self._lets_be(first - 1)
+        ):
             first -= 1
         for stage in range(first, self.stages):
             while self._held(stage) + 1 > self.memory.limits[stage] + _DUST:
@@ -178,7 +199,11 @@ class _Rounds:
         forward, gradient = len(after.forwards), len(after.gradients)
         if len(line.forwards) < forward + 2:
             return False
-        due = after.free + seconds.forward[stage + 1][forward] + seconds.input_grad[stage + 1][gradient]
+        due = (
+            after.free
+            + seconds.forward[stage + 1][forward]
+            + seconds.input_grad[stage + 1][gradient]
+        )
         due += seconds.down[stage][gradient]
         if line.free >= due:
             return True
@@ -190,7 +215,10 @@ class _Rounds:
         """Seconds of the W that make room for a forward."""
         line, over = self.lines[stage], self._held(stage) + 1 - self.memory.limits[stage] - _DUST
         number = line.weights
-        while number < len(line.gradients) and over > (number - line.weights) * self.memory.kept[stage]:
+        while (
+            number < len(line.gradients)
+            and over > (number - line.weights) * self.memory.kept[stage]
+        ):
             number += 1
         return sum(self.seconds.weight_grad[stage][line.weights : number])
 
@@ -201,7 +229,11 @@ class _Rounds:
     def _held(self, stage: int) -> float:
         """Micro-batches in memory, those that wait for W as the fraction that they keep."""
         line = self.lines[stage]
-        return len(line.forwards) - len(line.gradients) + self.memory.kept[stage] * self._waiting(stage)
+        return (
+            len(line.forwards)
+            - len(line.gradients)
+            + self.memory.kept[stage] * self._waiting(stage)
+        )
 
     def _fill(self, stage: int, due: float) -> None:
         """W in the gap until `due`."""
@@ -236,7 +268,12 @@ class _Rounds:
 
     def _gradient(self, stage: int) -> None:
         line = self.lines[stage]
-        self._play(line, Kind.I, self._gradient_due(stage), self.seconds.input_grad[stage][len(line.gradients)])
+        self._play(
+            line,
+            Kind.I,
+            self._gradient_due(stage),
+            self.seconds.input_grad[stage][len(line.gradients)],
+        )
         line.gradients.append(line.free)
 
     def _weight(self, stage: int) -> None:

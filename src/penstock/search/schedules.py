@@ -14,7 +14,9 @@ from penstock.simulate.costs import Costs
 
 #: Functions of (costs, micro_batches, **options), where `costs.forward` has one entry per stage and so tells their number; an entry
 #: may be one number per micro-batch. Their facts are those of the zoo's; name and options are set here.
-MADE_TO_MEASURE: Registry[Callable[..., Schedule]] = Registry("schedule", "penstock.search.made_to_measure")
+MADE_TO_MEASURE: Registry[Callable[..., Schedule]] = Registry(
+    "schedule", "penstock.search.made_to_measure"
+)
 register = MADE_TO_MEASURE.register
 
 #: Costs that have one entry per boundary; all others have one per stage.
@@ -52,7 +54,9 @@ def schedule(name: str, stages: int | None = None, micro_batches: int = 1, *, co
         SettingError: the costs are for another number of stages.
     """
     facts = schedules()
-    own = {alias: each.name for each in facts.values() for alias in each.aliases} | {word: word for word in facts}
+    own = {alias: each.name for each in facts.values() for alias in each.aliases} | {
+        word: word for word in facts
+    }
     if name not in own:
         raise UnknownName("schedule", name, [*facts, *sorted(own.keys() - facts.keys())])
     name = own[name]
@@ -62,13 +66,17 @@ def schedule(name: str, stages: int | None = None, micro_batches: int = 1, *, co
                                 f"not {costs!r}")  # fmt: skip
         return _made_to_measure(name, costs, stages, micro_batches, options)
     if costs is not None:
-        raise ScheduleError(f"{name} is the same for all costs: leave them out, and give them to simulate")
+        raise ScheduleError(
+            f"{name} is the same for all costs: leave them out, and give them to simulate"
+        )
     if stages is None:
         raise ScheduleError(f"{name} needs the number of stages, such as stages=4")
     return zoo.schedule(name, stages, micro_batches, **options)  # type: ignore[arg-type]  # replicas may be one: checked there
 
 
-def _made_to_measure(name: str, costs: Costs, stages: int | None, micro_batches: int, options: dict[str, object]) -> Schedule:
+def _made_to_measure(
+    name: str, costs: Costs, stages: int | None, micro_batches: int, options: dict[str, object]
+) -> Schedule:
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ScheduleError(f"{name} needs at least 1 of micro-batches and got {micro_batches!r}")
     spread = spread_forward(costs, stages, micro_batches)
@@ -78,7 +86,10 @@ def _made_to_measure(name: str, costs: Costs, stages: int | None, micro_batches:
         if not options:
             raise
         raise ScheduleError(f"{name} does not take {', '.join(options)}: {error}") from error
-    plain = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
+    plain = {
+        option: tuple(value) if isinstance(value, list) else value
+        for option, value in options.items()
+    }
     # What the maker found out, such as a lower bound, stands behind what it was asked for.
     found = tuple((key, value) for key, value in made.options if key not in plain)
     return replace(made, name=name, options=(*plain.items(), *found))
@@ -91,11 +102,17 @@ def spread_forward(costs: Costs, stages: int | None, micro_batches: int) -> Cost
         ScheduleError: nothing tells the number of stages, or it is below 1.
         SettingError: entries of the costs are for different numbers of stages, or for others than `stages`.
     """
-    listed = {field.name: value for field in fields(costs) if isinstance(value := getattr(costs, field.name), tuple)}
+    listed = {
+        field.name: value
+        for field in fields(costs)
+        if isinstance(value := getattr(costs, field.name), tuple)
+    }
     counts = {name: len(value) + (name in _PER_BOUNDARY) for name, value in listed.items()}
     if stages is None:
         if not counts:
-            raise ScheduleError("the costs do not say how many stages there are: give their number, such as stages=4")
+            raise ScheduleError(
+                "the costs do not say how many stages there are: give their number, such as stages=4"
+            )
         stages = next(iter(counts.values()))
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
         raise ScheduleError(f"a schedule needs at least 1 of stages and got {stages!r}")
@@ -106,5 +123,12 @@ def spread_forward(costs: Costs, stages: int | None, micro_batches: int) -> Cost
     if forward is None:
         raise SettingError("costs: forward is needed")
     if callable(forward):
-        return replace(costs, forward=[[forward(stage, m) for m in range(micro_batches)] for stage in range(stages)])
-    return costs if isinstance(forward, tuple) else replace(costs, forward=costs.spread("forward", stages))
+        return replace(
+            costs,
+            forward=[[forward(stage, m) for m in range(micro_batches)] for stage in range(stages)],
+        )
+    return (
+        costs
+        if isinstance(forward, tuple)
+        else replace(costs, forward=costs.spread("forward", stages))
+    )

@@ -72,7 +72,9 @@ class _Group:
     @cached_property
     def samples(self) -> float:
         """In the largest micro-batch, whose bytes count."""
-        return largest_part(self.laid.request.batch / self.laid.proposal.micro_batches, self.laid.made.micro_batches)
+        return largest_part(
+            self.laid.request.batch / self.laid.proposal.micro_batches, self.laid.made.micro_batches
+        )
 
     @cached_property
     def sizes(self) -> LayerBytes:
@@ -82,13 +84,17 @@ class _Group:
     @cached_property
     def full(self) -> Array:
         """By stage, what a micro-batch keeps if nothing runs again."""
-        return self.samples * np.array([self.sizes.whole(part.start, part.stop) for part in self.parts])
+        return self.samples * np.array(
+            [self.sizes.whole(part.start, part.stop) for part in self.parts]
+        )
 
     @cached_property
     def seconds(self) -> list[float]:
         """Of every layer's forward."""
         laid = self.laid
-        return laid.request.profile_of(self.rank).seconds("forward", laid.request.batch / laid.proposal.micro_batches)
+        return laid.request.profile_of(self.rank).seconds(
+            "forward", laid.request.batch / laid.proposal.micro_batches
+        )
 
     def least_s(self) -> float:
         """Seconds that no step can undercut in which these stages fit: their ops, and what frees the bytes that are too many at the fullest
@@ -104,12 +110,24 @@ class _Group:
         for part, count in zip(self.parts, times.tolist(), strict=True):
             for layer in range(part.start, part.stop):
                 freed = count * self.samples * (self.sizes.kept[layer] + self.sizes.entry[layer])
-                most = max(most, freed / self.seconds[layer] if self.seconds[layer] else np.inf if freed else 0.0)
-        profile, samples = laid.request.profile_of(self.rank), laid.request.batch / laid.proposal.micro_batches
+                most = max(
+                    most,
+                    freed / self.seconds[layer]
+                    if self.seconds[layer]
+                    else np.inf
+                    if freed
+                    else 0.0,
+                )
+        profile, samples = (
+            laid.request.profile_of(self.rank),
+            laid.request.batch / laid.proposal.micro_batches,
+        )
         rows = [np.array(profile.seconds(phase, samples)) for phase in PHASES]
         each = rows[0] + np.minimum(rows[1], rows[2] + rows[3])
         work = float(sum(each[part].sum() for part in self.parts))
-        return laid.made.micro_batches / len(self.prints) * ((over / most if most else np.inf) + work)
+        return (
+            laid.made.micro_batches / len(self.prints) * ((over / most if most else np.inf) + work)
+        )
 
     def segments(self, precision: Precision) -> list[tuple[int, int]]:
         """Those that run again; none where everything fits."""
@@ -163,7 +181,11 @@ class _Group:
         for each, room in zip(self.prints, self.rooms, strict=True):
             left = room - each.split * full - each.whole * bounds[None, :]
             count = each.kept - each.split
-            some = np.where(count > 0, left / np.where(count > 0, count, 1.0), np.where(left >= 0, np.inf, -np.inf))
+            some = np.where(
+                count > 0,
+                left / np.where(count > 0, count, 1.0),
+                np.where(left >= 0, np.inf, -np.inf),
+            )
             least = np.minimum(least, some.min(axis=0, initial=np.inf))
         return least
 
@@ -174,7 +196,10 @@ class _Group:
             held = each.kept @ full
             row = int(np.argmax(held))
             if found is None or held[row] - room > worst:
-                worst, found = float(held[row]) - room, (each.kept[row], each.split[row], each.whole[row])
+                worst, found = (
+                    float(held[row]) - room,
+                    (each.kept[row], each.split[row], each.whole[row]),
+                )
         assert found is not None
         return worst, found
 

@@ -54,7 +54,9 @@ def shapes(request: PlanRequest) -> list[Shape]:
     return list(found)
 
 
-def _along(request: PlanRequest, order: tuple[str, ...], counts: tuple[int, ...], pipelines: int) -> Iterator[tuple[str, ...]]:
+def _along(
+    request: PlanRequest, order: tuple[str, ...], counts: tuple[int, ...], pipelines: int
+) -> Iterator[tuple[str, ...]]:
     """The kinds of a pipeline's devices along it: kind after kind; and where there are several, in the order in which the slowest stage
     is fastest.
     """
@@ -65,7 +67,12 @@ def _along(request: PlanRequest, order: tuple[str, ...], counts: tuple[int, ...]
     samples = request.batch / (pipelines * min(USUAL_MICRO_BATCHES, -(-request.batch // pipelines)))
     seconds = [request.profile_of(rank_of[name]).step_seconds(samples) for name in order]
     sizes = [samples * layer.output_bytes_per_sample for layer in request.profile.layers[:-1]]
-    best = best_order(seconds, counts, sum(counts), transfer=list(map(request.cluster.between.transfer_seconds, sizes)))
+    best = best_order(
+        seconds,
+        counts,
+        sum(counts),
+        transfer=list(map(request.cluster.between.transfer_seconds, sizes)),
+    )
     if best is not None:
         yield tuple(order[kind] for kind in best.kinds)
 
@@ -129,7 +136,11 @@ def _shape(cluster: Cluster, kinds_along: tuple[str, ...], pipelines: int, acros
     for name in dict.fromkeys(kinds_along):
         ranks = [rank for rank, device in enumerate(cluster.devices) if device.name == name]
         left[name] = iter(_across(cluster, ranks) if across else ranks)
-    return Shape(pipelines, len(kinds_along), tuple(next(left[name]) for _ in range(pipelines) for name in kinds_along))
+    return Shape(
+        pipelines,
+        len(kinds_along),
+        tuple(next(left[name]) for _ in range(pipelines) for name in kinds_along),
+    )
 
 
 def _across(cluster: Cluster, ranks: list[int]) -> list[int]:

@@ -57,5 +57,7 @@ def stages_of(costs: Costs) -> int:
         SettingError: it does not have one entry per stage.
     """
     if not isinstance(costs.forward, tuple):
-        raise SettingError(f"costs: forward is {costs.forward!r}; it must have one entry per stage, as spread_forward makes it")
+        raise SettingError(
+            f"costs: forward is {costs.forward!r}; it must have one entry per stage, as spread_forward makes it"
+        )
     return len(costs.forward)

@@ -30,7 +30,11 @@ def uneven(request: PlanRequest) -> Iterator[Proposal]:
     """
     ranks, layers = request.cluster.ranks, len(request.profile)
     alike = len({id(request.profile_of(rank)) for rank in range(ranks)}) == 1
-    names = [facts.name for facts in request.families() if facts.synchronous and facts.stages_per_rank == "1"]
+    names = [
+        facts.name
+        for facts in request.families()
+        if facts.synchronous and facts.stages_per_rank == "1"
+    ]
     names = [name for name in ("1f1b", "zb-h1") if name in names] or names[:1]
     # A stream goes on from batch to batch, so that every copy needs as many micro-batches of each.
     streams = any(facts.name == "pipedream" for facts in request.families())
@@ -45,12 +49,16 @@ def uneven(request: PlanRequest) -> Iterator[Proposal]:
     given = request.stages
     for micro_batches in _counts(request):
         table = _table(request, micro_batches)
-        wanted: tuple[int | None, ...] = (None, *(s for s in STAGES if s <= min(layers, ranks))) if given is None else (given,)
+        wanted: tuple[int | None, ...] = (
+            (None, *(s for s in STAGES if s <= min(layers, ranks))) if given is None else (given,)
+        )
         found: dict[tuple[tuple[int, int], ...], None] = {}
         most = min(request.copies_allowed, micro_batches)
         table[:, :, most + 1 :] = np.inf
         for stages in wanted:
-            made = replicated_table(table, None, stages=stages, exactly=most >= ranks and ranks <= FEW)
+            made = replicated_table(
+                table, None, stages=stages, exactly=most >= ranks and ranks <= FEW
+            )
             if made is not None:
                 found[tuple(made)] = None
         for each in found:
@@ -81,13 +89,18 @@ def _table(request: PlanRequest, micro_batches: int) -> np.ndarray:
     copies = np.arange(1, ranks + 1)
     table = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
     comes_in = [0.0] + [
-        cluster.transfer_seconds(micro_batch * layer.output_bytes_per_sample, 0, ranks - 1) for layer in profile
+        cluster.transfer_seconds(micro_batch * layer.output_bytes_per_sample, 0, ranks - 1)
+        for layer in profile
     ]
     # What a meeting takes is linear in the bytes: two sizes tell it.
     unit = 1e6
     fixed = np.array([meeting_seconds(range(count), 0.0, cluster) for count in copies])
     slope = np.array([meeting_seconds(range(count), unit, cluster) for count in copies]) - fixed
     seconds = (work[None, :] - work[:, None])[:, :, None] / copies
-    met = (fixed + np.maximum(held[None, :] - held[:, None], 0.0)[:, :, None] / unit * slope) / micro_batches
-    table[:, :, 1:] = np.maximum(np.maximum(seconds, met), np.array(comes_in)[:, None, None] / copies)
+    met = (
+        fixed + np.maximum(held[None, :] - held[:, None], 0.0)[:, :, None] / unit * slope
+    ) / micro_batches
+    table[:, :, 1:] = np.maximum(
+        np.maximum(seconds, met), np.array(comes_in)[:, None, None] / copies
+    )
     return table

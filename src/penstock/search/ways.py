@@ -39,7 +39,9 @@ class Way:
     @property
     def all_options(self) -> tuple[tuple[str, Option], ...]:
         """With the number of pipelines, where there are several."""
-        own: tuple[tuple[str, Option], ...] = (("replicas", self.shape.pipelines),) if self.shape.pipelines > 1 else ()
+        own: tuple[tuple[str, Option], ...] = (
+            (("replicas", self.shape.pipelines),) if self.shape.pipelines > 1 else ()
+        )
         return own + self.options
 
 
@@ -77,7 +79,10 @@ class Space:
     def ways(self) -> list[Way]:
         """Best estimate first."""
         found = [way for shape in self.shapes for way in self._of_shape(shape)]
-        key = {way: (way.estimate_s, way.micro_batches, way.stages, way.schedule, way.shape.pipelines) for way in found}
+        key = {
+            way: (way.estimate_s, way.micro_batches, way.stages, way.schedule, way.shape.pipelines)
+            for way in found
+        }
         return sorted(found, key=lambda way: key[way])
 
     @cached_property
@@ -87,7 +92,9 @@ class Space:
         """
         found = []
         for synchronous, favourite in ((True, "1f1b"), (False, "pipedream")):
-            kin = {facts.name for facts in self.request.families() if facts.synchronous is synchronous}
+            kin = {
+                facts.name for facts in self.request.families() if facts.synchronous is synchronous
+            }
             names = [way.schedule for way in self.ways if way.schedule in kin]
             found += [favourite if favourite in names else names[0]] if names else []
         return frozenset(found)
@@ -154,7 +161,10 @@ class Space:
         key = tuple(counts.items()), samples
         if key not in self._shared:
             kinds = self._kinds(ranks)
-            rows = [f + np.minimum(b, i + w) for f, b, i, w in (self._seconds(rank, samples) for rank in kinds)]
+            rows = [
+                f + np.minimum(b, i + w)
+                for f, b, i, w in (self._seconds(rank, samples) for rank in kinds)
+            ]
             some = rows[0] > 0
             rate = sum(
                 counts[id(self.request.profile_of(rank))]
@@ -166,17 +176,30 @@ class Space:
 
     def _kinds(self, ranks: Sequence[int]) -> list[int]:
         """The first of these ranks with each profile."""
-        return list({id(self.request.profile_of(rank)): rank for rank in reversed(ranks)}.values())[::-1]
+        return list({id(self.request.profile_of(rank)): rank for rank in reversed(ranks)}.values())[
+            ::-1
+        ]
 
     def _load(self, shape: Shape, micro_batches: int) -> Load:
         """What a number of micro-batches puts on a shape."""
         samples, ranks = self.request.batch / micro_batches, self.request.cluster.ranks
         kinds = self._kinds(shape.first)
-        whole = {id(self.request.profile_of(rank)): float(self._seconds(rank, samples)[:2].sum()) for rank in kinds}
-        even = 1 / sum(1 / whole[id(self.request.profile_of(rank))] for rank in shape.first) if all(whole.values()) else 0.0
+        whole = {
+            id(self.request.profile_of(rank)): float(self._seconds(rank, samples)[:2].sum())
+            for rank in kinds
+        }
+        even = (
+            1 / sum(1 / whole[id(self.request.profile_of(rank))] for rank in shape.first)
+            if all(whole.values())
+            else 0.0
+        )
         down, path = self._least(kinds, samples)
         held = sum(layer.parameter_bytes for layer in self.request.profile)
-        update = held * min(self.request.profile_of(rank).update_s_per_byte for rank in kinds) / shape.ranks
+        update = (
+            held
+            * min(self.request.profile_of(rank).update_s_per_byte for rank in kinds)
+            / shape.ranks
+        )
         return Load(shape.ranks, shape.pipelines, micro_batches, even, self._shared_s(shape.first, samples), down, path, update + self._met_s(shape),
                     self._shared_s(range(ranks), samples))  # fmt: skip
 
@@ -190,7 +213,9 @@ class Space:
             return 0.0
         if shape not in self._met:
             held = sum(layer.parameter_bytes for layer in self.request.profile) / shape.ranks
-            self._met[shape] = meeting_seconds(shape.devices[:: shape.ranks], held, self.request.cluster)
+            self._met[shape] = meeting_seconds(
+                shape.devices[:: shape.ranks], held, self.request.cluster
+            )
         return self._met[shape]
 
 
@@ -214,7 +239,9 @@ class Load:
 def _reckon(load: Load, facts: ScheduleFacts, stages: int) -> tuple[float, float]:
     """An estimate of a way, and what nothing can beat."""
     each = -(-load.micro_batches // load.pipelines)
-    if not facts.synchronous:  # batches may take turns on copies, so that more ranks than these work
+    if (
+        not facts.synchronous
+    ):  # batches may take turns on copies, so that more ranks than these work
         bound = load.micro_batches * load.of_cluster
         return max(each * load.even, bound), bound
     estimate = (each + (load.ranks - 1) / max(1, stages // load.ranks)) * load.even + load.after
@@ -223,7 +250,9 @@ def _reckon(load: Load, facts: ScheduleFacts, stages: int) -> tuple[float, float
         return max(estimate, bound), bound
     bound = max(bound, load.path)
     if facts.stages_per_rank == "1":  # weight gradients run beside the drain
-        bound = max(bound, _with_ramp(each, load, load.down if facts.splits_backward else load.path))
+        bound = max(
+            bound, _with_ramp(each, load, load.down if facts.splits_backward else load.path)
+        )
     return max(estimate, bound), bound
 
 
@@ -260,15 +289,25 @@ def least_s(made: Schedule, costs: Costs) -> float:
     The sum is valid since a rank is sequential, and its first forward and last backward have those stages before and after them.
     A stream is full: of a rank only its own work counts, in as many batches as it takes until all comes again.
     """
-    seconds = {Kind(letter): _least_of(costs, name, made) for letter, name in zip("FBIW", PHASES, strict=True)}
+    seconds = {
+        Kind(letter): _least_of(costs, name, made)
+        for letter, name in zip("FBIW", PHASES, strict=True)
+    }
     if made.stream is not None:
         period = period_of(made)
-        work = (sum(seconds[op.kind][op.stage] for op in loop if op.kind in seconds) for loop in period.loops)
+        work = (
+            sum(seconds[op.kind][op.stage] for op in loop if op.kind in seconds)
+            for loop in period.loops
+        )
         return max(work, default=0.0) / period.batches
     down = list(map(min, seconds[Kind.B], seconds[Kind.I]))
     least = 0.0
     for program in made.programs:
-        todo = [(op, seconds[op.kind][op.stage] * made.shares[op.micro_batch]) for op in program if op.kind in seconds]
+        todo = [
+            (op, seconds[op.kind][op.stage] * made.shares[op.micro_batch])
+            for op in program
+            if op.kind in seconds
+        ]
         turns = [i for i, (op, _) in enumerate(todo) if op.kind in (Kind.B, Kind.I)]
         if not turns:
             continue

@@ -46,7 +46,9 @@ def finer(chosen: Scored) -> Scored:
     return found if not found.lack and found.step_s < chosen.step_s else chosen
 
 
-def _tried(laid: Laid, recompute: Recompute, precision: Precision = FINE, reach: float = math.inf) -> list[Scored]:
+def _tried(
+    laid: Laid, recompute: Recompute, precision: Precision = FINE, reach: float = math.inf
+) -> list[Scored]:
     """That way, if there is such a one; simulated if it fits."""
     way = selected(laid, precision, reach) if recompute == "selective" else laid
     if way is None:

@@ -50,13 +50,18 @@ def _sums(timeline: Timeline) -> tuple[dict[tuple[int, int], float], dict[tuple[
     ops, moves = log.ops, log.moves
     count = 1 + int(ops.stage.max(initial=0))
     work = np.bincount(ops.rank.astype(np.int64) * count + ops.stage, weights=log.end - log.start)
-    stages = {(int(key) // count, int(key) % count): float(work[key]) for key in np.flatnonzero(work)}
+    stages = {
+        (int(key) // count, int(key) % count): float(work[key]) for key in np.flatnonzero(work)
+    }
     if moves is None:
         return stages, {}
     crossing = np.flatnonzero(moves.link >= 0)
     to_rank = moves.to_rank[moves.link[crossing]]
     ranks = timeline.ranks
     taken = np.bincount(
-        ops.rank[crossing].astype(np.int64) * ranks + to_rank, weights=moves.end[crossing] - moves.start[crossing]
+        ops.rank[crossing].astype(np.int64) * ranks + to_rank,
+        weights=moves.end[crossing] - moves.start[crossing],
     )
-    return stages, {(int(key) // ranks, int(key) % ranks): float(taken[key]) for key in np.flatnonzero(taken)}
+    return stages, {
+        (int(key) // ranks, int(key) % ranks): float(taken[key]) for key in np.flatnonzero(taken)
+    }

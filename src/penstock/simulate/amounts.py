@@ -52,7 +52,9 @@ class Amounts:
         return cls(given, len(costs), stages)
 
     @classmethod
-    def batched(cls, given: Mapping[str, object], stages: int, micro_batches: Sequence[int]) -> Amounts:
+    def batched(
+        cls, given: Mapping[str, object], stages: int, micro_batches: Sequence[int]
+    ) -> Amounts:
         """Of arrays whose first axis is the vectors; a single number stands for all.
 
         Raises:
@@ -66,7 +68,9 @@ class Amounts:
             count = max(stages - 1 if name in _BOUNDARY else stages, 0)
             fits = array.shape[1:] in ((), (count,), (count, len(micro_batches)))
             if array.ndim and vectors not in (None, len(array)):
-                raise SettingError(f"costs: {name} has {len(array)} vectors, the fields before it have {vectors}")
+                raise SettingError(
+                    f"costs: {name} has {len(array)} vectors, the fields before it have {vectors}"
+                )
             if not fits:
                 raise SettingError(f"costs: {name} has shape {array.shape}; it is (vectors), (vectors, {count}) or "
                                    f"(vectors, {count}, {len(micro_batches)})")  # fmt: skip
@@ -75,7 +79,9 @@ class Amounts:
                                    "are finite and not below 0")  # fmt: skip
             vectors = len(array) if array.ndim else vectors
             arrays[name] = array.reshape(array.shape + (1,) * (3 - array.ndim))
-        return cls({"forward": np.ones((1, 1, 1)), **arrays}, 1 if vectors is None else vectors, stages)
+        return cls(
+            {"forward": np.ones((1, 1, 1)), **arrays}, 1 if vectors is None else vectors, stages
+        )
 
     def get(self, name: str) -> Array | None:
         """The named field, if it was given."""
@@ -92,7 +98,9 @@ class Amounts:
         Raises:
             SettingError: forward is not given.
         """
-        forward, backward, inputs, weights = map(self.get, ("forward", "backward", "input_grad", "weight_grad"))
+        forward, backward, inputs, weights = map(
+            self.get, ("forward", "backward", "input_grad", "weight_grad")
+        )
         if forward is None:
             raise SettingError("costs: forward is needed")
         if backward is None:
@@ -117,13 +125,22 @@ class Amounts:
         if bandwidth is not None and not bandwidth.all():
             raise SettingError("costs: bandwidth is 0 bytes/s somewhere: nothing would ever arrive")
         if up is None:
-            up = np.zeros((1, 1, 1)) if bandwidth is None else self.known("boundary_bytes") / bandwidth
+            up = (
+                np.zeros((1, 1, 1))
+                if bandwidth is None
+                else self.known("boundary_bytes") / bandwidth
+            )
         return up, up if back is None else back
 
     def vector(self, number: int) -> Amounts:
         """One vector's alone."""
         return Amounts(
-            {name: array[number:][:1] if len(array) > 1 else array for name, array in self.given.items()}, 1, self.stages
+            {
+                name: array[number:][:1] if len(array) > 1 else array
+                for name, array in self.given.items()
+            },
+            1,
+            self.stages,
         )
 
     @property
@@ -156,7 +173,10 @@ class _Field:
     def _array(self, value: object) -> Array:
         """One vector's: (1, 1), (count, 1) or (count, micro-batches)."""
         if callable(value):
-            rows = [[value(stage, number) for number in self.micro_batches] for stage in range(self.count)]
+            rows = [
+                [value(stage, number) for number in self.micro_batches]
+                for stage in range(self.count)
+            ]
             for stage, row in enumerate(rows):
                 for number, found in zip(self.micro_batches, row, strict=True):
                     check_amount(f"{self.name} of stage {stage}, micro-batch {number}", found)
@@ -164,7 +184,9 @@ class _Field:
         if not isinstance(value, tuple):
             return np.full((1, 1), value, float)
         if len(value) != self.count:
-            raise SettingError(f"costs: {self.name} has {len(value)} entries, the schedule needs {self.count}")
+            raise SettingError(
+                f"costs: {self.name} has {len(value)} entries, the schedule needs {self.count}"
+            )
         whole = not any(isinstance(entry, tuple) for entry in value)
         width = 1 if whole else len(self.micro_batches)
         array = np.empty((self.count, width))

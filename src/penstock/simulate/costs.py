@@ -14,7 +14,13 @@ from penstock.errors import SettingError
 
 #: Seconds or bytes: one number for all stages; one entry per stage, each a number or one number per micro-batch; or a function
 #: of stage and micro-batch. Boundaries are given alike, boundary s between stages s and s + 1.
-PerStage = float | Sequence[float | Sequence[float]] | Callable[[int, int], float] | NDArray[np.floating] | None
+PerStage = (
+    float
+    | Sequence[float | Sequence[float]]
+    | Callable[[int, int], float]
+    | NDArray[np.floating]
+    | None
+)
 
 LINKS = ("duplex", "half-duplex", "shared")
 
@@ -114,16 +120,28 @@ class Costs:
             raise SettingError(f"costs: links are one of {', '.join(LINKS)}, not {self.links!r}")
         again = [name for name in ("latency", "bandwidth") if getattr(self, name) is not None]
         if self.transfer is not None and again:
-            raise SettingError(f"costs: transfer says what a message takes, and so does {again[0]}: give one of the two")
+            raise SettingError(
+                f"costs: transfer says what a message takes, and so does {again[0]}: give one of the two"
+            )
         if self.bandwidth is not None and self.boundary_bytes is None:
-            raise SettingError("costs: bandwidth says nothing without boundary_bytes: give the bytes that cross each boundary")
+            raise SettingError(
+                "costs: bandwidth says nothing without boundary_bytes: give the bytes that cross each boundary"
+            )
 
     def _check_parts(self) -> None:
-        given = [name for name in ("gradient_bytes", "optimizer_bytes", "weight_versions") if getattr(self, name) is not None]
+        given = [
+            name
+            for name in ("gradient_bytes", "optimizer_bytes", "weight_versions")
+            if getattr(self, name) is not None
+        ]
         if given and self.weight_bytes is None:
-            raise SettingError(f"costs: {given[0]} says nothing without weight_bytes, of which it is a part")
+            raise SettingError(
+                f"costs: {given[0]} says nothing without weight_bytes, of which it is a part"
+            )
         if self.activation_bytes_after_input_grad is not None and self.activation_bytes is None:
-            raise SettingError("costs: activation_bytes_after_input_grad says nothing without activation_bytes")
+            raise SettingError(
+                "costs: activation_bytes_after_input_grad says nothing without activation_bytes"
+            )
 
     def spread(self, name: str, count: int) -> tuple[float, ...] | None:
         """The named costs as `count` numbers, or None if they were not given.
@@ -136,16 +154,22 @@ class Costs:
             return None
         if isinstance(value, tuple):
             if len(value) != count:
-                raise SettingError(f"costs: {name} has {len(value)} entries, the schedule needs {count}")
+                raise SettingError(
+                    f"costs: {name} has {len(value)} entries, the schedule needs {count}"
+                )
             if not any(isinstance(entry, tuple) for entry in value):
                 return cast("tuple[float, ...]", value)
         if callable(value) or isinstance(value, tuple):
-            raise SettingError(f"costs: {name} differs by micro-batch; one number per stage is needed here")
+            raise SettingError(
+                f"costs: {name} differs by micro-batch; one number per stage is needed here"
+            )
         return (float(value),) * count
 
 
 #: The names of all amounts.
-FIELDS = tuple(field.name for field in fields(Costs) if field.name not in ("links", "boundary_buffers"))
+FIELDS = tuple(
+    field.name for field in fields(Costs) if field.name not in ("links", "boundary_buffers")
+)
 
 
 def check_amount(name: str, number: object) -> float:
@@ -155,7 +179,9 @@ def check_amount(name: str, number: object) -> float:
         SettingError: it is none.
     """
     if not _is_amount(number):
-        raise SettingError(f"costs: {name} has {number!r}; seconds and bytes are finite and not below 0")
+        raise SettingError(
+            f"costs: {name} has {number!r}; seconds and bytes are finite and not below 0"
+        )
     return float(cast("float", number))
 
 
@@ -166,5 +192,7 @@ def _entry(name: str, entry: object) -> float | tuple[float, ...]:
     if not _is_list(entry):
         return check_amount(name, entry)
     if name in _OF_STAGES:
-        raise SettingError(f"costs: {name} has {entry!r}; it is of a stage, not of a micro-batch: one number each")
+        raise SettingError(
+            f"costs: {name} has {entry!r}; it is of a stage, not of a micro-batch: one number each"
+        )
     return tuple(check_amount(name, number) for number in cast("Sequence[object]", entry))

@@ -36,14 +36,21 @@ def on_devices(costs: Costs, schedule: Schedule, profiles: Sequence[Profile], le
     def seconds(phase: Phase) -> list[float | list[float]]:
         rows: list[float | list[float]] = []
         for stage, ranks in enumerate(schedule.ranks_of_stage):
-            of_kind = {kind: of_device[kind][phase][stage] for kind in {kinds[rank] for rank in ranks}}
+            of_kind = {
+                kind: of_device[kind][phase][stage] for kind in {kinds[rank] for rank in ranks}
+            }
             if len(of_kind) == 1:
                 rows += of_kind.values()
             else:
-                rows.append([of_kind[kinds[schedule.placement[stage, m]]] for m in range(schedule.slices)])
+                rows.append(
+                    [of_kind[kinds[schedule.placement[stage, m]]] for m in range(schedule.slices)]
+                )
         return rows
 
     updates = {key: update_seconds(each, lengths) for key, each in unlike.items()}
-    update = [max(updates[kinds[rank]][stage] for rank in ranks) for stage, ranks in enumerate(schedule.ranks_of_stage)]
+    update = [
+        max(updates[kinds[rank]][stage] for rank in ranks)
+        for stage, ranks in enumerate(schedule.ranks_of_stage)
+    ]
     return replace(costs, update=update, forward=seconds("forward"), backward=seconds("backward"),
                    input_grad=seconds("input_grad"), weight_grad=seconds("weight_grad"))  # fmt: skip

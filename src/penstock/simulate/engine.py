@@ -58,7 +58,9 @@ def _plain(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     lists = list(map(_listed, arguments))
     result = kernel(*lists)
     filled = arguments[-1] if isinstance(arguments[-1], tuple) else arguments[-1:]
-    for array, values in zip(filled, lists[-1] if isinstance(arguments[-1], tuple) else lists[-1:], strict=True):
+    for array, values in zip(
+        filled, lists[-1] if isinstance(arguments[-1], tuple) else lists[-1:], strict=True
+    ):
         array[...] = values
     return result
 

@@ -39,13 +39,19 @@ def simulate(what: Schedule | Plan, costs_or_profile: Costs | Profiles | None = 
     """
     if isinstance(what, Plan):
         if not isinstance(costs_or_profile, (Profile, Mapping)) or cluster is None:
-            raise SettingError("a plan is simulated with its profile and a cluster: simulate(plan, profile, cluster)")
+            raise SettingError(
+                "a plan is simulated with its profile and a cluster: simulate(plan, profile, cluster)"
+            )
         if recompute is not None or not overlap:
-            raise SettingError("a plan is simulated as it will run: leave out recompute and overlap, or simulate plan.schedule")
+            raise SettingError(
+                "a plan is simulated as it will run: leave out recompute and overlap, or simulate plan.schedule"
+            )
         return simulate_plan(what, costs_or_profile, cluster)
     if not isinstance(what, Schedule):
         raise SettingError(f"simulate takes a Schedule or a Plan, not {type(what).__name__}")
     costs = Costs() if costs_or_profile is None else costs_or_profile
     if not isinstance(costs, Costs) or cluster is not None:
-        raise SettingError("a schedule is simulated with costs: simulate(schedule, costs); profile and cluster go with a plan")
+        raise SettingError(
+            "a schedule is simulated with costs: simulate(schedule, costs); profile and cluster go with a plan"
+        )
     return simulate_schedule(what, costs, overlap=overlap, recompute=recompute or "never")

@@ -19,7 +19,9 @@ SEND_S = 1e-4
 RECEIVE_S = 1e-4
 
 
-def with_host_work(costs: Costs, schedule: Schedule, profiles: Sequence[Profile], cluster: Cluster) -> Costs:
+def with_host_work(
+    costs: Costs, schedule: Schedule, profiles: Sequence[Profile], cluster: Cluster
+) -> Costs:
     """`costs` with that work, in the ops that it stands beside.
 
     A rank's first micro-batch of a batch makes the gradients of its weights, every other adds its own to them; the mean is taken. On
@@ -34,7 +36,9 @@ def with_host_work(costs: Costs, schedule: Schedule, profiles: Sequence[Profile]
     """
     sums = _adding_up(costs, schedule, profiles)
     if any(device.kind != "cpu" for device in cluster.devices[: schedule.ranks]):
-        return replace(costs, backward=_with(costs.backward, sums), weight_grad=_with(costs.weight_grad, sums))
+        return replace(
+            costs, backward=_with(costs.backward, sums), weight_grad=_with(costs.weight_grad, sums)
+        )
     down, up = _messages(costs, schedule, cluster)
     return replace(
         costs,
@@ -64,7 +68,9 @@ def _adding_up(costs: Costs, schedule: Schedule, profiles: Sequence[Profile]) ->
     return found
 
 
-def _messages(costs: Costs, schedule: Schedule, cluster: Cluster) -> tuple[list[float], list[float]]:
+def _messages(
+    costs: Costs, schedule: Schedule, cluster: Cluster
+) -> tuple[list[float], list[float]]:
     """Per stage, what the messages of its forward and those of its backward cost its ranks, for a micro-batch in the mean."""
     crossing = costs.spread("boundary_bytes", schedule.stages - 1) or (0.0,) * (schedule.stages - 1)
     forward, backward = ([0.0] * schedule.stages for _ in range(2))
@@ -81,14 +87,19 @@ def _messages(costs: Costs, schedule: Schedule, cluster: Cluster) -> tuple[list[
 
 def _flights(schedule: Schedule, cluster: Cluster) -> list[float]:
     """Per boundary, how long a message is under way when the sender has done its part."""
-    slices = schedule.slices / _whole(schedule)  # what stands here is of a whole micro-batch: a slice takes its share
+    slices = schedule.slices / _whole(
+        schedule
+    )  # what stands here is of a whole micro-batch: a slice takes its share
     return [slices * max((cluster.link(*pair).latency_s for pair in _pairs(schedule, stage)), default=0.0)
             for stage in range(schedule.stages - 1)]  # fmt: skip
 
 
 def _pairs(schedule: Schedule, stage: int) -> Counter[tuple[int, int]]:
     """The ranks of a boundary, and how many micro-batches or slices cross there."""
-    pairs = Counter((schedule.placement[stage, n], schedule.placement[stage + 1, n]) for n in range(schedule.slices))
+    pairs = Counter(
+        (schedule.placement[stage, n], schedule.placement[stage + 1, n])
+        for n in range(schedule.slices)
+    )
     return Counter({pair: times for pair, times in pairs.items() if pair[0] != pair[1]})
 
 

@@ -145,7 +145,9 @@ def timed(waits: Waits, price: Price, free: Numbers, link_free: Numbers, times: 
         place = last
 
 
-def contended(waits: Waits, price: Price, missing: Numbers, ready: Numbers, free: Numbers, times: Times) -> None:
+def contended(
+    waits: Waits, price: Price, missing: Numbers, ready: Numbers, free: Numbers, times: Times
+) -> None:
     """As `timed`, where `link[i]` is a medium that several ranks share: whoever asks first is served first.
 
     So ops are met in the order of their ends; of those that end at the same second the one of the lower rank asks first, then
@@ -192,7 +194,9 @@ def contended(waits: Waits, price: Price, missing: Numbers, ready: Numbers, free
                 other = beside[other] if way == 1 and len(beside) > 0 else -1
 
 
-def lanes(waits: Waits, price: Price, free: Numbers, link_free: Numbers, arrived: Numbers, sums: Sums) -> None:
+def lanes(
+    waits: Waits, price: Price, free: Numbers, link_free: Numbers, arrived: Numbers, sums: Sums
+) -> None:
     """As `timed` for many cost vectors side by side: everything has a lane for each (`free` a row more, to work in)."""
     order, rank, takes, also_takes = waits.order, waits.rank, waits.takes, waits.also_takes
     following, link, beside = waits.following, waits.link, waits.beside

@@ -95,23 +95,42 @@ def _batches(schedule: Schedule, costs: Sequence[Costs] | Mapping[str, ArrayLike
     made = structure(schedule)
     numbers = made.numbers.tolist()
     if isinstance(costs, Mapping):
-        links, buffers = str(costs.get("links", "duplex")), bool(costs.get("boundary_buffers", True))
+        links, buffers = (
+            str(costs.get("links", "duplex")),
+            bool(costs.get("boundary_buffers", True)),
+        )
         if links not in LINKS:
             raise SettingError(f"costs: links are one of {', '.join(LINKS)}, not {links!r}")
-        given = {name: value for name, value in costs.items() if name not in ("links", "boundary_buffers")}
+        given = {
+            name: value
+            for name, value in costs.items()
+            if name not in ("links", "boundary_buffers")
+        }
         amounts = weighed(Amounts.batched(given, made.stages, numbers), schedule)
-        yield np.arange(amounts.vectors), _Batch(Tables(made, amounts, way.recompute), way, links, buffers)
+        yield (
+            np.arange(amounts.vectors),
+            _Batch(Tables(made, amounts, way.recompute), way, links, buffers),
+        )
         return
     alike: dict[tuple[object, ...], list[int]] = {}
     for place, each in enumerate(costs):
-        form = (each.links, each.boundary_buffers, *(getattr(each, name) is None for name in FIELDS))
+        form = (
+            each.links,
+            each.boundary_buffers,
+            *(getattr(each, name) is None for name in FIELDS),
+        )
         alike.setdefault(form, []).append(place)
     if not alike:
         raise SettingError("simulate_many needs at least one Costs")
     for places in alike.values():
         one = costs[places[0]]
-        amounts = weighed(Amounts.of([costs[place] for place in places], made.stages, numbers), schedule)
-        yield np.array(places), _Batch(Tables(made, amounts, way.recompute), way, one.links, one.boundary_buffers)
+        amounts = weighed(
+            Amounts.of([costs[place] for place in places], made.stages, numbers), schedule
+        )
+        yield (
+            np.array(places),
+            _Batch(Tables(made, amounts, way.recompute), way, one.links, one.boundary_buffers),
+        )
 
 
 @dataclass(frozen=True)
@@ -139,18 +158,31 @@ class _Batch:
     def figures(self) -> tuple[Array, Array, Array]:
         """Makespan, busy seconds and span bubble ratio."""
         made, amounts = self.tables.made, self.tables.amounts
-        seconds = np.broadcast_to(self.tables.seconds, (amounts.vectors, self.tables.seconds.shape[1]))
-        fast = self.links == "duplex" and len(made.ops) * amounts.vectors >= WORTH_LOADING and load_compiled() is not None
+        seconds = np.broadcast_to(
+            self.tables.seconds, (amounts.vectors, self.tables.seconds.shape[1])
+        )
+        fast = (
+            self.links == "duplex"
+            and len(made.ops) * amounts.vectors >= WORTH_LOADING
+            and load_compiled() is not None
+        )
         makespan, span = self._in_lanes(seconds) if fast else self._one_by_one(seconds)
         compute = ~made.ops.of_kind(Kind.U, *HANDING)
-        busy, spent = self._busy(seconds, np.ones(len(made.ops), bool)), self._busy(seconds, compute)
+        busy, spent = (
+            self._busy(seconds, np.ones(len(made.ops), bool)),
+            self._busy(seconds, compute),
+        )
         return makespan, busy, _idle(spent.sum(axis=1), span, made.ranks)
 
     def peak_memory(self) -> Array:
         """Bytes, (vectors, ranks)."""
         tables, amounts = self.tables, self.tables.amounts
         timed = self.buffers and "boundary_bytes" in amounts.given
-        by_bytes = [array for name, array in amounts.given.items() if name.endswith(("bytes", "_grad", "versions"))]
+        by_bytes = [
+            array
+            for name, array in amounts.given.items()
+            if name.endswith(("bytes", "_grad", "versions"))
+        ]
         if not timed and all(len(array) == 1 or (array == array[0]).all() for array in by_bytes):
             return np.broadcast_to(peaks_in_order(tables), (amounts.vectors, tables.made.ranks))
         rows = []
@@ -188,7 +220,9 @@ class _Batch:
         arrived = np.zeros((ops, width))
         makespan, span = np.zeros(count), np.zeros(count)
         for low in range(0, count, width):
-            some = np.arange(low, low + width).clip(max=count - 1)  # the last chunk runs its last vector more than once
+            some = np.arange(low, low + width).clip(
+                max=count - 1
+            )  # the last chunk runs its last vector more than once
             table = np.ascontiguousarray(seconds[some].T)
             sums = Sums(mark, np.zeros(width), np.zeros((ranks, width)), np.zeros((ranks, width)))
             price = Price(work, hop, table, self.way.overlap)
@@ -218,7 +252,9 @@ class _Batch:
         busy = np.zeros((len(seconds), made.ranks))
         starts = runs(found // max(width, 1))
         if len(starts):
-            busy[:, found[starts] // width] = np.add.reduceat(seconds[:, found % width] * times, starts, axis=1)
+            busy[:, found[starts] // width] = np.add.reduceat(
+                seconds[:, found % width] * times, starts, axis=1
+            )
         return busy
 
 

@@ -54,14 +54,25 @@ class Changes:
             row = int(np.argmax(after > full))
             raise SettingError(f"costs: stage {ops.stage[row]} keeps {after[row]:g} activation_bytes_after_input_grad, more than "
                                f"its {full[row]:g} activation_bytes")  # fmt: skip
-        small = "kept_bytes" if tables.selective and tables.amounts.get("kept_bytes") is not None else "input_bytes"
+        small = (
+            "kept_bytes"
+            if tables.selective and tables.amounts.get("kept_bytes") is not None
+            else "input_bytes"
+        )
         kept = np.where(tables.again, tables.of_ops(small, every), full)
         split = ops.of_kind(Kind.I, Kind.W)
-        forward, back, inputs, weights = (ops.of_kind(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
-        frees = tables.amounts.get("activation_bytes_after_input_grad") is not None  # at the end of I
+        forward, back, inputs, weights = (
+            ops.of_kind(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+        )
+        frees = (
+            tables.amounts.get("activation_bytes_after_input_grad") is not None
+        )  # at the end of I
         before_w = np.where(split & frees, after, kept)
         none = np.zeros(len(ops))
-        start, end = np.where(forward, kept, none), none - np.where(back, kept, none) - np.where(weights, before_w, none)
+        start, end = (
+            np.where(forward, kept, none),
+            none - np.where(back, kept, none) - np.where(weights, before_w, none),
+        )
         end += np.where(inputs, before_w - kept, none)
         again = np.maximum(full - kept, 0.0) if tables.selective else full - kept
         if tables.selective and tables.amounts.get("again_bytes") is not None:
@@ -70,7 +81,12 @@ class Changes:
         gone = np.where(back | (inputs if frees else weights), again, none)
         loads = ops.of_kind(*HANDING)
         here = loads & (ops.of_kind(Kind.L) ^ ops.at_partner)
-        return cls(start + np.where(here, kept, none), end - np.where(loads & ~here, kept, none), more, -gone)
+        return cls(
+            start + np.where(here, kept, none),
+            end - np.where(loads & ~here, kept, none),
+            more,
+            -gone,
+        )
 
 
 def weights_held(tables: Tables) -> Array:
@@ -84,7 +100,9 @@ def weights_held(tables: Tables) -> Array:
         raise SettingError(f"costs: gradient_bytes and optimizer_bytes of stage {stage} add up to more than its "
                            f"{parts['weight_bytes'][stage]:g} weight_bytes, of which they are parts")  # fmt: skip
     versions = np.broadcast_to(amounts.known("weight_versions", 1.0)[0, :, 0], made.stages)
-    of_stage = np.stack([weights * versions, parts["gradient_bytes"], parts["optimizer_bytes"]], axis=1)
+    of_stage = np.stack(
+        [weights * versions, parts["gradient_bytes"], parts["optimizer_bytes"]], axis=1
+    )
     own = ~made.ops.of_kind(*HANDING)
     places = np.unique(made.ops.rank[own].astype(np.int64) * made.stages + made.ops.stage[own])
     held = np.zeros((made.ranks, 3))
@@ -100,7 +118,9 @@ def peaks_in_order(tables: Tables) -> tuple[int, ...]:
     steps[:, 0] = changes.kept_at_start + changes.again_at_start
     steps[:, 1] = changes.kept_at_end + changes.again_at_end
     peaks = weights_held(tables).sum(axis=1)
-    for rank, (low, high) in enumerate(zip(ops.first[:-1].tolist(), ops.first[1:].tolist(), strict=True)):
+    for rank, (low, high) in enumerate(
+        zip(ops.first[:-1].tolist(), ops.first[1:].tolist(), strict=True)
+    ):
         peaks[rank] += np.cumsum(steps[low:high]).max(initial=0.0)
     return tuple(map(round, peaks.tolist()))
 
@@ -144,7 +164,9 @@ class Memory:
         turns[self.tables.made.pairs + 1] -= 3  # a pair's ops start and end together
         return turns
 
-    def _rank(self, weights: Array, changes: Changes, rows: slice, buffers: list[Array]) -> tuple[MemoryCurve, dict[str, int]]:
+    def _rank(
+        self, weights: Array, changes: Changes, rows: slice, buffers: list[Array]
+    ) -> tuple[MemoryCurve, dict[str, int]]:
         """One rank's curve from its ops' changes and its buffers'."""
         place = self._turns[rows]
         when = np.concatenate([self.times.start[rows], self.times.end[rows], buffers[0]])
@@ -168,7 +190,9 @@ class Memory:
             held = np.concatenate([np.zeros((3, 1)), held], axis=1)
         top = int(np.argmax(total))
         amounts = [*weights.tolist(), *held[:, top].tolist()]
-        return MemoryCurve(when, np.rint(total).astype(np.int64)), dict(zip(HOLDERS, map(round, amounts), strict=True))
+        return MemoryCurve(when, np.rint(total).astype(np.int64)), dict(
+            zip(HOLDERS, map(round, amounts), strict=True)
+        )
 
     def _buffers(self, changes: Changes) -> list[Array]:
         """What ranks hold besides their ops' own: rank, second, turn, by how much activations and boundary buffers change."""
@@ -178,26 +202,55 @@ class Memory:
         handing = ops.of_kind(*HANDING)
         found: list[tuple[Array, ...]] = []
 
-        def hold(rows: Array, amount: Array, since: tuple[Array, Array], until: tuple[Array, Array], boundary: bool) -> None:
+        def hold(
+            rows: Array,
+            amount: Array,
+            since: tuple[Array, Array],
+            until: tuple[Array, Array],
+            boundary: bool,
+        ) -> None:
             some = (until[0] > since[0]) & (amount != 0) & (self.boundary or not boundary)
             for sign, (when, turn) in ((1, since), (-1, until)):
                 change = sign * amount[some]
-                pair = (np.zeros(len(change)), change) if boundary else (change, np.zeros(len(change)))
+                pair = (
+                    (np.zeros(len(change)), change) if boundary else (change, np.zeros(len(change)))
+                )
                 found.append((ops.rank[rows[some]], when[some], turn[some], *pair))
 
         taker = np.flatnonzero(made.source >= 0)
         maker = made.source[taker]
         amount = sizes[self.tables.hop[maker]]
         forward = ops.kind[taker] == ord(Kind.F.value)
-        gone = np.where(forward, times.start[taker], times.end[taker]), turns[taker] + np.where(forward, 1, 2)
+        gone = (
+            np.where(forward, times.start[taker], times.end[taker]),
+            turns[taker] + np.where(forward, 1, 2),
+        )
         hold(taker, amount, (times.arrived[maker], turns[taker]), gone, boundary=True)
         sender = np.flatnonzero((waits.link >= 0) & ~handing)
         turn = turns[sender] + 2
-        hold(sender, sizes[self.tables.hop[sender]], (times.end[sender], turn), (times.arrived[sender], turn), boundary=True)
+        hold(
+            sender,
+            sizes[self.tables.hop[sender]],
+            (times.end[sender], turn),
+            (times.arrived[sender], turn),
+            boundary=True,
+        )
         sender = np.flatnonzero((waits.link >= 0) & handing)
         turn = turns[sender] + 2
-        hold(sender, -changes.kept_at_end[sender], (times.end[sender], turn), (times.arrived[sender], turn), boundary=False)
+        hold(
+            sender,
+            -changes.kept_at_end[sender],
+            (times.end[sender], turn),
+            (times.arrived[sender], turn),
+            boundary=False,
+        )
         taker = np.flatnonzero((waits.takes >= 0) & handing)
         until = times.start[taker], turns[taker] + 1
-        hold(taker, changes.kept_at_start[taker], (times.sent[waits.takes[taker]], turns[taker]), until, boundary=False)
+        hold(
+            taker,
+            changes.kept_at_start[taker],
+            (times.sent[waits.takes[taker]], turns[taker]),
+            until,
+            boundary=False,
+        )
         return [np.concatenate(column) for column in zip(*found, strict=True)]

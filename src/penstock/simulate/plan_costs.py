@@ -54,7 +54,9 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
     """
     stages = check_lengths(lengths, len(profile), None)
     if micro_batches < 1 or not 0 < micro_batch < math.inf:
-        raise PlanError(f"{micro_batches} micro-batches of {micro_batch} samples: both must be above 0")
+        raise PlanError(
+            f"{micro_batches} micro-batches of {micro_batch} samples: both must be above 0"
+        )
     largest = largest_part(micro_batch, micro_batches)
 
     seconds = stage_seconds(profile, stages, micro_batch)
@@ -66,27 +68,41 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
         input_grad=seconds["input_grad"],
         weight_grad=seconds["weight_grad"],
         activation_bytes=[
-            largest * (each[0].entry_bytes_per_sample + sum(layer.activation_bytes_per_sample for layer in each))
+            largest
+            * (
+                each[0].entry_bytes_per_sample
+                + sum(layer.activation_bytes_per_sample for layer in each)
+            )
             for each in layers
         ],
         update=update_seconds(profile, stages),
         input_bytes=[largest * per_sample for per_sample in (profile.input_bytes_per_sample, *out)],
         # More stages than ranks go round them, until `place_costs` says where they really stand.
         transfer=[
-            cluster.transfer_seconds(micro_batch * per_sample, stage % cluster.ranks, (stage + 1) % cluster.ranks)
+            cluster.transfer_seconds(
+                micro_batch * per_sample, stage % cluster.ranks, (stage + 1) % cluster.ranks
+            )
             for stage, per_sample in enumerate(out)
         ],
         weight_bytes=[
-            sum(layer.parameter_bytes * (2 + optimizer_states) + layer.buffer_bytes for layer in each) for each in layers
+            sum(
+                layer.parameter_bytes * (2 + optimizer_states) + layer.buffer_bytes
+                for layer in each
+            )
+            for each in layers
         ],
         gradient_bytes=[sum(layer.parameter_bytes for layer in each) for each in layers],
-        optimizer_bytes=[sum(layer.parameter_bytes * optimizer_states for layer in each) for each in layers],
+        optimizer_bytes=[
+            sum(layer.parameter_bytes * optimizer_states for layer in each) for each in layers
+        ],
         boundary_bytes=[micro_batch * per_sample for per_sample in out],
         boundary_buffers=False,  # planners choose by `peak_memory`, which has none: a prediction must be what was chosen by
     )
 
 
-def place_costs(costs: Costs, schedule: Schedule, cluster: Cluster, rule: WeightRule | None = None) -> Costs:
+def place_costs(
+    costs: Costs, schedule: Schedule, cluster: Cluster, rule: WeightRule | None = None
+) -> Costs:
     """`costs` with the transfers that the schedule's placement makes.
 
     Activations that are handed to a partner take that link's time. The update of a stage with copies takes what it takes them to
@@ -99,9 +115,13 @@ def place_costs(costs: Costs, schedule: Schedule, cluster: Cluster, rule: Weight
         PlanError: the schedule has more ranks than the cluster.
     """
     if schedule.ranks > cluster.ranks:
-        raise PlanError(f"{schedule.name} runs on {schedule.ranks} ranks, cluster {cluster.name} has {cluster.ranks}")
+        raise PlanError(
+            f"{schedule.name} runs on {schedule.ranks} ranks, cluster {cluster.name} has {cluster.ranks}"
+        )
     crossing = costs.spread("boundary_bytes", schedule.stages - 1) or ()
-    seconds = [_crossing_seconds(schedule, stage, count, cluster) for stage, count in enumerate(crossing)]
+    seconds = [
+        _crossing_seconds(schedule, stage, count, cluster) for stage, count in enumerate(crossing)
+    ]
     update = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
     gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
     waves = None if schedule.stream is None else schedule.stream.waves
@@ -114,21 +134,33 @@ def place_costs(costs: Costs, schedule: Schedule, cluster: Cluster, rule: Weight
     for op, partner in partners_of(schedule).items():
         pair = schedule.placement[op.stage, op.micro_batch], partner
         handed[op.stage] = max(handed[op.stage], cluster.transfer_seconds(held[op.stage], *pair))
-    placed = replace(costs, transfer=seconds, update=met, evict=handed, links=_medium(schedule, cluster))
+    placed = replace(
+        costs, transfer=seconds, update=met, evict=handed, links=_medium(schedule, cluster)
+    )
     return placed if rule is None else _with_trained_versions(placed, schedule, rule)
 
 
-def _crossing_seconds(schedule: Schedule, stage: int, count: float, cluster: Cluster) -> float | list[float]:
+def _crossing_seconds(
+    schedule: Schedule, stage: int, count: float, cluster: Cluster
+) -> float | list[float]:
     """What `count` bytes take from a stage to the next one; by micro-batch where that differs.
 
     A slice takes its share of what stands there, so that this much is right for it; of its ways the slowest counts.
     """
-    pairs = [(schedule.placement[stage, m], schedule.placement[stage + 1, m]) for m in range(schedule.slices)]
+    pairs = [
+        (schedule.placement[stage, m], schedule.placement[stage + 1, m])
+        for m in range(schedule.slices)
+    ]
     if schedule.slicing is not None:
         counts = [len(row) for row in schedule.slicing.shares]
-        return [parts * max(cluster.transfer_seconds(count / parts, *pair) for pair in set(pairs)) for parts in counts]
+        return [
+            parts * max(cluster.transfer_seconds(count / parts, *pair) for pair in set(pairs))
+            for parts in counts
+        ]
     seconds = {pair: cluster.transfer_seconds(count, *pair) for pair in dict.fromkeys(pairs)}
-    return seconds[pairs[0]] if len(set(seconds.values())) == 1 else [seconds[pair] for pair in pairs]
+    return (
+        seconds[pairs[0]] if len(set(seconds.values())) == 1 else [seconds[pair] for pair in pairs]
+    )
 
 
 def _medium(schedule: Schedule, cluster: Cluster) -> str:
@@ -147,13 +179,17 @@ def _with_trained_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -
     """`costs` with the versions that a rule keeps in a stream: of what is trained, which is as large as its gradients. Buffers, such
     as batch norm's statistics, have no versions.
     """
-    parts = [costs.spread(name, schedule.stages) for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes")]
+    parts = [
+        costs.spread(name, schedule.stages)
+        for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes")
+    ]
     if schedule.stream is None or None in parts:
         return costs
     held = versions_held(schedule, rule)
     rows = zip(held, *(part or () for part in parts), strict=True)
     versions = [
-        1 + (kept - 1) * trained / (whole - trained - state) if trained else 1.0 for kept, whole, trained, state in rows
+        1 + (kept - 1) * trained / (whole - trained - state) if trained else 1.0
+        for kept, whole, trained, state in rows
     ]
     return replace(costs, weight_versions=versions)
 
@@ -173,7 +209,11 @@ def slice_costs(costs: Costs, schedule: Schedule, profiles: Sequence[Profile], l
 
     def seconds(phase: Phase) -> list[list[float]]:
         return [
-            [len(row) * at[id(profiles[schedule.placement[stage, first]]), len(row)][phase][stage] for row, first in rows]
+            [
+                len(row)
+                * at[id(profiles[schedule.placement[stage, first]]), len(row)][phase][stage]
+                for row, first in rows
+            ]
             for stage in range(len(lengths))
         ]
 
@@ -218,7 +258,9 @@ def simulate_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Timeline:
     Raises:
         PlanError: the profile is of another model, or the cluster has fewer ranks than the plan.
     """
-    return simulate_schedule(plan.schedule, costs_of_plan(plan, profiles, cluster), recompute=plan.recompute)
+    return simulate_schedule(
+        plan.schedule, costs_of_plan(plan, profiles, cluster), recompute=plan.recompute
+    )
 
 
 def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
@@ -233,15 +275,21 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
                         f"{own[0].fingerprint}: profile that model, or plan anew")  # fmt: skip
     devices = plan.devices or tuple(range(plan.ranks))
     if plan.ranks > cluster.ranks:
-        raise PlanError(f"{plan.schedule_name} runs on {plan.ranks} ranks, cluster {cluster.name} has {cluster.ranks}")
+        raise PlanError(
+            f"{plan.schedule_name} runs on {plan.ranks} ranks, cluster {cluster.name} has {cluster.ranks}"
+        )
     if max(devices) >= cluster.ranks:
         raise PlanError(f"the plan is on device {max(devices)} of its cluster, {cluster.name} has devices 0 to {cluster.ranks - 1}: "
                         "plan anew")  # fmt: skip
     rule, kinds = rule_of(plan.schedule, plan.weights), [own[rank] for rank in devices]
-    costs = schedule_costs(plan.schedule, kinds, plan.lengths, cluster.on(devices), plan.batch, rule)
+    costs = schedule_costs(
+        plan.schedule, kinds, plan.lengths, cluster.on(devices), plan.batch, rule
+    )
     if plan.recompute != "selective":
         return costs
-    return with_selection(costs, plan.schedule, kinds, plan.lengths, plan.batch / plan.micro_batches, plan.selection)
+    return with_selection(
+        costs, plan.schedule, kinds, plan.lengths, plan.batch / plan.micro_batches, plan.selection
+    )
 
 
 def schedule_costs(schedule: Schedule, profiles: Sequence[Profile], lengths: Sequence[int], cluster: Cluster, batch: float,
@@ -257,6 +305,12 @@ def schedule_costs(schedule: Schedule, profiles: Sequence[Profile], lengths: Seq
         rule: which versions of the weights are kept.
     """
     micro_batch = batch / schedule.micro_batches
-    costs = stage_costs(profiles[0], lengths, micro_batch, cluster, micro_batches=schedule.micro_batches)
-    placed = place_costs(on_devices(costs, schedule, profiles, lengths, micro_batch), schedule, cluster, rule)
-    return with_host_work(slice_costs(placed, schedule, profiles, lengths, micro_batch), schedule, profiles, cluster)
+    costs = stage_costs(
+        profiles[0], lengths, micro_batch, cluster, micro_batches=schedule.micro_batches
+    )
+    placed = place_costs(
+        on_devices(costs, schedule, profiles, lengths, micro_batch), schedule, cluster, rule
+    )
+    return with_host_work(
+        slice_costs(placed, schedule, profiles, lengths, micro_batch), schedule, profiles, cluster
+    )

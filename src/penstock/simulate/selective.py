@@ -95,11 +95,18 @@ def with_selection(costs: Costs, schedule: Schedule, profiles: Sequence[Profile]
 def _seconds(schedule: Schedule, profiles: Sequence[Profile], parts: Sequence[slice], micro_batch: float,
              selection: Selection) -> list[float | list[float]]:  # fmt: skip
     """Per stage, what its layers take that run again; by micro-batch where devices or slices differ."""
-    own = [[layer for layer in selection.recomputed if part.start <= layer < part.stop] for part in parts]
+    own = [
+        [layer for layer in selection.recomputed if part.start <= layer < part.stop]
+        for part in parts
+    ]
     unlike = {id(each): each for each in profiles}
     slicing = schedule.slicing
     counts = {1} if slicing is None else {len(row) for row in slicing.shares}
-    rows = {(key, count): each.seconds("forward", micro_batch / count) for key, each in unlike.items() for count in counts}
+    rows = {
+        (key, count): each.seconds("forward", micro_batch / count)
+        for key, each in unlike.items()
+        for count in counts
+    }
 
     def on(rank: int, stage: int, count: int) -> float:
         row = rows[id(profiles[rank]), count]
@@ -109,9 +116,16 @@ def _seconds(schedule: Schedule, profiles: Sequence[Profile], parts: Sequence[sl
     for stage, ranks in enumerate(schedule.ranks_of_stage):
         if slicing is not None:
             cut = zip(slicing.shares, slicing.first_of, strict=True)
-            found.append([on(schedule.placement[stage, first], stage, len(row)) for row, first in cut])
+            found.append(
+                [on(schedule.placement[stage, first], stage, len(row)) for row, first in cut]
+            )
         elif len({id(profiles[rank]) for rank in ranks}) == 1:
             found.append(on(ranks[0], stage, 1))
         else:
-            found.append([on(schedule.placement[stage, number], stage, 1) for number in range(schedule.slices)])
+            found.append(
+                [
+                    on(schedule.placement[stage, number], stage, 1)
+                    for number in range(schedule.slices)
+                ]
+            )
     return found

@@ -18,7 +18,9 @@ from penstock.simulate.versions import weighed
 __all__ = ["RECOMPUTE", "peak_memory", "recomputes", "simulate_schedule"]
 
 
-def simulate_schedule(schedule: Schedule, costs: Costs, *, overlap: bool = True, recompute: str = "never") -> Timeline:
+def simulate_schedule(
+    schedule: Schedule, costs: Costs, *, overlap: bool = True, recompute: str = "never"
+) -> Timeline:
     """When every op and transfer starts and ends.
 
     Ranks run their programs in order; an op starts when its rank is free and what it needs has arrived. Every directed pair of
@@ -46,13 +48,22 @@ def simulate_schedule(schedule: Schedule, costs: Costs, *, overlap: bool = True,
     tables = tables_of(schedule, costs, recompute)
     made = tables.made
     times = times_of(tables, tables.seconds[0], overlap, costs.links)
-    moves = Moves(made.waits.link, made.links[:, 1], times.sent, times.arrived, tables.hop, tables.message_bytes[0])
+    moves = Moves(
+        made.waits.link,
+        made.links[:, 1],
+        times.sent,
+        times.arrived,
+        tables.hop,
+        tables.message_bytes[0],
+    )
     weighs = costs.activation_bytes is not None or costs.weight_bytes is not None
     memory = Memory(tables, times, costs.boundary_buffers) if weighs else None
     return Timeline.of_log(Log(made.ops, times.start, times.end, moves), schedule.name, memory)
 
 
-def peak_memory(schedule: Schedule, costs: Costs, recompute: str = "never") -> tuple[int, ...] | None:
+def peak_memory(
+    schedule: Schedule, costs: Costs, recompute: str = "never"
+) -> tuple[int, ...] | None:
     """Bytes that every rank holds at its fullest, or None when the costs carry no bytes; by the order of the ops alone.
 
     Counts weights with gradients and optimizer state, and activations from F to the end of the backward; a recomputed
@@ -72,7 +83,9 @@ def peak_memory(schedule: Schedule, costs: Costs, recompute: str = "never") -> t
 def tables_of(schedule: Schedule, costs: Costs, recompute: str) -> Tables:
     """What these costs are for this schedule."""
     made = structure(schedule)
-    return Tables(made, weighed(Amounts.of([costs], made.stages, made.numbers.tolist()), schedule), recompute)
+    return Tables(
+        made, weighed(Amounts.of([costs], made.stages, made.numbers.tolist()), schedule), recompute
+    )
 
 
 def times_of(tables: Tables, seconds: Array, overlap: bool, links: str) -> Times:
@@ -81,12 +94,16 @@ def times_of(tables: Tables, seconds: Array, overlap: bool, links: str) -> Times
     price = Price(tables.work, tables.hop, seconds, overlap)
     times = Times(*(np.empty(len(made.ops)) for _ in range(4)))
     if links == "duplex":
-        made.walk("timed", made.waits, price, np.zeros(made.ranks), np.zeros(len(made.links)), times)
+        made.walk(
+            "timed", made.waits, price, np.zeros(made.ranks), np.zeros(len(made.links)), times
+        )
     else:
         medium = _media(made, links)
         waits = made.waits._replace(link=medium)
         free = np.zeros(int(medium.max(initial=-1)) + 1)
-        made.walk("contended", waits, price, made.missing.copy(), np.zeros(len(made.ops)), free, times)
+        made.walk(
+            "contended", waits, price, made.missing.copy(), np.zeros(len(made.ops)), free, times
+        )
     return times
 
 
@@ -95,5 +112,11 @@ def _media(made: Structure, links: str) -> Array:
     if links == "shared":
         return np.where(made.waits.link >= 0, 0, -1).astype(np.int32)
     pairs = np.sort(made.links, axis=1)
-    number = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1) if len(pairs) else np.zeros(0, np.int64)
-    return np.where(made.waits.link >= 0, np.append(number, -1)[made.waits.link], -1).astype(np.int32)
+    number = (
+        np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+        if len(pairs)
+        else np.zeros(0, np.int64)
+    )
+    return np.where(made.waits.link >= 0, np.append(number, -1)[made.waits.link], -1).astype(
+        np.int32
+    )

@@ -21,7 +21,9 @@ def largest_part(micro_batch: float, micro_batches: int) -> float:
     return max(micro_batch, -(-round(micro_batch * micro_batches) // micro_batches))
 
 
-def stage_seconds(profile: Profile, lengths: Sequence[int], samples: float) -> dict[Phase, list[float]]:
+def stage_seconds(
+    profile: Profile, lengths: Sequence[int], samples: float
+) -> dict[Phase, list[float]]:
     """By phase, what the ops of every stage take for so many samples.
 
     The first stage's input is data, of which nobody wants a gradient: its I has nothing to do, and its W does all that a B does. (On two
@@ -36,5 +38,10 @@ def stage_seconds(profile: Profile, lengths: Sequence[int], samples: float) -> d
 
 def update_seconds(profile: Profile, lengths: Sequence[int]) -> list[float]:
     """What the U of every stage takes: a call's own cost, which is paid for nothing where there are no weights, and the bytes'."""
-    counts = [sum(layer.parameter_bytes for layer in profile.layers[part]) for part in parts_of(lengths)]
-    return [profile.update_fixed_s + count * profile.update_s_per_byte if count else 0.0 for count in counts]
+    counts = [
+        sum(layer.parameter_bytes for layer in profile.layers[part]) for part in parts_of(lengths)
+    ]
+    return [
+        profile.update_fixed_s + count * profile.update_s_per_byte if count else 0.0
+        for count in counts
+    ]

@@ -51,10 +51,17 @@ class Steady:
     def of(cls, seconds_per_batch: float, batches: int, timeline: Timeline) -> Steady:
         """That of batches which take so long each, and are all that is in `timeline`."""
         whole = timeline.ranks * batches * seconds_per_batch
-        return cls(seconds_per_batch, max(1.0 - sum(timeline.busy) / whole, 0.0) if whole else 0.0, batches, timeline)
+        return cls(
+            seconds_per_batch,
+            max(1.0 - sum(timeline.busy) / whole, 0.0) if whole else 0.0,
+            batches,
+            timeline,
+        )
 
 
-def steady(schedule: Schedule, costs: Costs, recompute: str = "never", *, overlap: bool = True) -> Steady:
+def steady(
+    schedule: Schedule, costs: Costs, recompute: str = "never", *, overlap: bool = True
+) -> Steady:
     """What a batch takes in the steady state: of a synchronous schedule, from flush to flush.
 
     >>> from penstock.schedule.catalogue import schedule
@@ -82,7 +89,12 @@ def steady(schedule: Schedule, costs: Costs, recompute: str = "never", *, overla
     batches = schedule.batches if fixed else 6 * behind + 2 * period.batches + 8
     while True:
         made = prolonged(schedule, batches)
-        seen = _Seen.of(made, simulate_schedule(made, costs, overlap=overlap, recompute=recompute), period.batches, behind)
+        seen = _Seen.of(
+            made,
+            simulate_schedule(made, costs, overlap=overlap, recompute=recompute),
+            period.batches,
+            behind,
+        )
         found = seen.pattern()
         if found is not None or fixed or 2 * batches * per_batch > _MOST_OPS:
             return found or seen.mean()
@@ -111,9 +123,17 @@ class _Seen:
     def of(cls, made: Schedule, timeline: Timeline, period: int, spread: int) -> _Seen:
         """That of a stream."""
         log = timeline.log
-        batch = np.array([batch for program in made.programs for _, batch in with_batches(program, made.micro_batches)])
+        batch = np.array(
+            [
+                batch
+                for program in made.programs
+                for _, batch in with_batches(program, made.micro_batches)
+            ]
+        )
         rows = np.flatnonzero(log.ops.of_kind(Kind.F, Kind.B, Kind.I, Kind.W))
-        order = np.lexsort((log.ops.micro_batch[rows], log.ops.stage[rows], log.ops.kind[rows], batch[rows]))
+        order = np.lexsort(
+            (log.ops.micro_batch[rows], log.ops.stage[rows], log.ops.kind[rows], batch[rows])
+        )
         return cls(timeline, batch, log.end[rows[order]].reshape(made.batches, -1), period, spread)
 
     @property
@@ -141,7 +161,11 @@ class _Seen:
         if batches >= last:
             return self._steady(self.timeline.makespan / len(self.ends), len(self.ends))
         # The slowest of the ops: the others may still run ahead of it.
-        return self._steady(float((self.ends[last - 1] - self.ends[last - 1 - batches]).max()) / batches, batches, last)
+        return self._steady(
+            float((self.ends[last - 1] - self.ends[last - 1 - batches]).max()) / batches,
+            batches,
+            last,
+        )
 
     def _steady(self, seconds: float, batches: int, last: int | None = None) -> Steady:
         """That of the `batches` before batch `last`."""
@@ -150,7 +174,11 @@ class _Seen:
         rows = np.flatnonzero((self.batch >= last - batches) & (self.batch < last))
         ops, origin = log.ops, float(log.start[rows].min(initial=np.inf))
         some = OpArrays(
-            ops.rank[rows], ops.kind[rows], ops.stage[rows], ops.micro_batch[rows], np.searchsorted(rows, ops.first)
+            ops.rank[rows],
+            ops.kind[rows],
+            ops.stage[rows],
+            ops.micro_batch[rows],
+            np.searchsorted(rows, ops.first),
         )
         moves = log.moves
         if moves is not None:

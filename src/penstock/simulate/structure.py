@@ -85,9 +85,17 @@ class _Builder:
         self.ops = ops = op_arrays(schedule)
         self.kinds = {kind: np.flatnonzero(ops.kind == ord(kind.value)) for kind in Kind}
         forwards = ops.micro_batch[self.kinds[Kind.F]]
-        self.numbers = np.unique(forwards) if forwards.max(initial=0) >= len(ops) else np.arange(forwards.max(initial=-1) + 1)
+        self.numbers = (
+            np.unique(forwards)
+            if forwards.max(initial=0) >= len(ops)
+            else np.arange(forwards.max(initial=-1) + 1)
+        )
         # Every stage runs every micro-batch; so in a sound schedule the tables below are no larger than the programs.
-        if ops.stages * len(self.numbers) > len(ops) or ops.stage.min(initial=0) < 0 or ops.micro_batch.min(initial=0) < 0:
+        if (
+            ops.stages * len(self.numbers) > len(ops)
+            or ops.stage.min(initial=0) < 0
+            or ops.micro_batch.min(initial=0) < 0
+        ):
             self.lacking()
         if ops.slicing is not None and len(self.numbers) != len(ops.slicing.share):
             self.lacking()
@@ -122,8 +130,21 @@ class _Builder:
         )  # fmt: skip
         column, numbers = self.column, self.numbers
         if ops.slicing is not None:
-            column, numbers = np.array(ops.slicing.micro_batch_of)[column], np.arange(len(ops.slicing.shares))
-        made = Structure(ops, waits, missing, links, self.source, self.pairs, column, numbers, self.schedule.micro_batches)
+            column, numbers = (
+                np.array(ops.slicing.micro_batch_of)[column],
+                np.arange(len(ops.slicing.shares)),
+            )
+        made = Structure(
+            ops,
+            waits,
+            missing,
+            links,
+            self.source,
+            self.pairs,
+            column,
+            numbers,
+            self.schedule.micro_batches,
+        )
         if run("order_ops", len(ops), 0, waits, missing.copy(), waits.order) < len(ops):
             self._stuck(waits.order)
         return made
@@ -166,7 +187,11 @@ class _Builder:
 
     def _row_of(self, op: Op) -> int:
         place = int(np.searchsorted(self.numbers, op.micro_batch))
-        if op.kind not in self.row or not 0 <= op.stage < self.ops.stages or place >= len(self.numbers):
+        if (
+            op.kind not in self.row
+            or not 0 <= op.stage < self.ops.stages
+            or place >= len(self.numbers)
+        ):
             self.lacking()
         row = int(self.row[op.kind][op.stage * len(self.numbers) + place])
         return row if row >= 0 else self.lacking()
@@ -193,7 +218,12 @@ class _Builder:
         slicing = self.ops.slicing
         if slicing is not None and slicing.along == "tokens" and kind in SLICE_RULES:
             kinds, offset = SLICE_RULES[kind]
-            other = np.array([-1 if slicing.neighbour(n, offset) is None else n + offset for n in range(len(self.numbers))])
+            other = np.array(
+                [
+                    -1 if slicing.neighbour(n, offset) is None else n + offset
+                    for n in range(len(self.numbers))
+                ]
+            )
             rows = self.kinds[kind][other[self.column[self.kinds[kind]]] >= 0]
             self._wait(rows, self._standing(self.key[rows] + offset, kinds))
 
@@ -202,7 +232,9 @@ class _Builder:
         if (found < 0).any():
             self.lacking()
         own = (self.ops.rank[found] == self.ops.rank[rows]) & (found < rows)
-        if len(self.pairs):  # the ops of a pair start together, so the second cannot wait for the first
+        if len(
+            self.pairs
+        ):  # the ops of a pair start together, so the second cannot wait for the first
             own &= (found != rows - 1) | ~np.isin(found, self.pairs)
         rows, found = rows[~own], found[~own]
         again = self.takes[rows] >= 0
@@ -223,7 +255,11 @@ class _Builder:
             taken = self._found(rows, fed[1] - 1, _TAKERS[fed[0]])[1]
             crossing = (home < 0) | (self.ops.rank[home] != self.ops.rank[rows])
             rows, home, taken = rows[crossing], home[crossing], taken[crossing]
-            if (home < 0).any() or (taken < 0).any() or (self.ops.rank[taken] != self.ops.rank[home]).any():
+            if (
+                (home < 0).any()
+                or (taken < 0).any()
+                or (self.ops.rank[taken] != self.ops.rank[home]).any()
+            ):
                 self.lacking()
             wires[rows] = self.ops.rank[rows].astype(np.int64) * ranks + self.ops.rank[taken]
         for kind in HANDING:
@@ -240,7 +276,10 @@ class _Builder:
         rows = self.kinds[kind]
         rows = rows[np.argsort(self.key[rows], kind="stable")]
         owner, partner = rows[~self.ops.at_partner[rows]], rows[self.ops.at_partner[rows]]
-        if not np.array_equal(self.key[owner], self.key[partner]) or (np.diff(self.key[owner]) == 0).any():
+        if (
+            not np.array_equal(self.key[owner], self.key[partner])
+            or (np.diff(self.key[owner]) == 0).any()
+        ):
             self.lacking()
         return (owner, partner) if kind is Kind.E else (partner, owner)
 
@@ -258,11 +297,18 @@ class _Builder:
     def _updates(self, least: int) -> dict[Op, Array]:
         """Where every U stands that has at least so many copies, by rank."""
         updates = self.kinds[Kind.U]
-        updates = updates[np.lexsort((self.ops.rank[updates], self.ops.micro_batch[updates], self.ops.stage[updates]))]
+        updates = updates[
+            np.lexsort(
+                (self.ops.rank[updates], self.ops.micro_batch[updates], self.ops.stage[updates])
+            )
+        ]
         starts = np.union1d(runs(self.ops.stage[updates]), runs(self.ops.micro_batch[updates]))
         ends = np.append(starts[1:], len(updates)) if len(starts) else starts
         many = ends - starts >= least
-        return {self.ops.op(updates[low]): updates[low:high] for low, high in zip(starts[many], ends[many], strict=True)}
+        return {
+            self.ops.op(updates[low]): updates[low:high]
+            for low, high in zip(starts[many], ends[many], strict=True)
+        }
 
     def _waves(self, taker: Array, missing: Array) -> Array:
         """Let the last U of every wave wait for those of earlier waves on all ranks; returns who stands beside whom.
@@ -293,11 +339,19 @@ class _Builder:
             for op in program:
                 for group in needs(op, stages, self.schedule.slicing):
                     if not any(other in where for other in group):
-                        raise ScheduleError(f"rank {rank}: {op} needs {' or '.join(map(str, group))}, which no rank runs")
+                        raise ScheduleError(
+                            f"rank {rank}: {op} needs {' or '.join(map(str, group))}, which no rank runs"
+                        )
                 fed = feeds(op, stages)
-                if fed is not None and not any(Op(kind, fed[1], op.micro_batch) in where for kind in _TAKERS[fed[0]]):
-                    raise ScheduleError(f"rank {rank}: nobody takes what {op} makes for stage {fed[1]}")
-        raise ScheduleError(f"{self.schedule.name} is not sound, so it has no times: `verify` says what is wrong")
+                if fed is not None and not any(
+                    Op(kind, fed[1], op.micro_batch) in where for kind in _TAKERS[fed[0]]
+                ):
+                    raise ScheduleError(
+                        f"rank {rank}: nobody takes what {op} makes for stage {fed[1]}"
+                    )
+        raise ScheduleError(
+            f"{self.schedule.name} is not sound, so it has no times: `verify` says what is wrong"
+        )
 
     def _stuck(self, order: Array) -> NoReturn:
         """Say where every rank stands that cannot go on."""
@@ -306,7 +360,8 @@ class _Builder:
         stuck = np.flatnonzero(~walked)
         ranks, places = np.unique(self.ops.rank[stuck], return_index=True)
         waiting = ", ".join(
-            f"rank {rank} at {self.ops.op(stuck[place])}" for rank, place in zip(ranks[:4], places[:4], strict=True)
+            f"rank {rank} at {self.ops.op(stuck[place])}"
+            for rank, place in zip(ranks[:4], places[:4], strict=True)
         )
         more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
         raise ScheduleError(

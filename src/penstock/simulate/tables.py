@@ -36,7 +36,9 @@ def recomputes(recompute: str, micro_batch: int, micro_batches: int) -> bool:
     """
     if recompute not in RECOMPUTE:
         raise SettingError(f"recompute is one of {', '.join(RECOMPUTE)}, not {recompute!r}")
-    return recompute == "always" or (recompute == "except_last" and micro_batch != micro_batches - 1)
+    return recompute == "always" or (
+        recompute == "except_last" and micro_batch != micro_batches - 1
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +90,9 @@ class Tables:
         latency = self.amounts.get("latency")
         if latency is not None:  # no smaller for a slice
             back = self.amounts.get("transfer_back")
-            table = table + self._table({_UP: latency} if back is not None else {_UP: latency, _DOWN: latency}, whole=True)
+            table = table + self._table(
+                {_UP: latency} if back is not None else {_UP: latency, _DOWN: latency}, whole=True
+            )
         if len(self.made.pairs):
             self._join_pairs(table, self._again_seconds(blocks[0]))
         return table
@@ -97,7 +101,9 @@ class Tables:
     def message_bytes(self) -> Array:
         """Per vector and place, what crosses; the places are those of `hop`."""
         crossing = self.amounts.known("boundary_bytes")
-        return self._table({_UP: crossing, _DOWN: crossing, _EVICT: self.amounts.known("activation_bytes")})
+        return self._table(
+            {_UP: crossing, _DOWN: crossing, _EVICT: self.amounts.known("activation_bytes")}
+        )
 
     @cached_property
     def again(self) -> Array:
@@ -105,7 +111,10 @@ class Tables:
         if self.selective:
             return np.ones(len(self.made.ops), bool)
         numbers, count = self.made.numbers, self.made.micro_batches
-        return np.take(np.array([recomputes(self.recompute, int(m) % count, count) for m in numbers], bool), self.made.column)
+        return np.take(
+            np.array([recomputes(self.recompute, int(m) % count, count) for m in numbers], bool),
+            self.made.column,
+        )
 
     def of_ops(self, name: str, rows: Array) -> Array:
         """One field for each of these ops, its slice's share of it; of the first vector."""
@@ -140,7 +149,15 @@ class Tables:
         forward, backward, inputs, weights = self.amounts.work()
         again = self._again_seconds(forward)
         yield from enumerate(
-            (forward, backward, inputs, weights, self.amounts.known("update"), backward + again, inputs + again)
+            (
+                forward,
+                backward,
+                inputs,
+                weights,
+                self.amounts.known("update"),
+                backward + again,
+                inputs + again,
+            )
         )
 
     def _again_seconds(self, forward: Array) -> Array:
@@ -183,13 +200,21 @@ class Tables:
             for block, array in blocks.items():
                 last = made.stages - 1 if block in (_UP, _DOWN) else made.stages
                 rows = np.flatnonzero((block_of == block) & (places - block * made.stages < last))
-                table[:, start + rows] = self._gathered(array, rows, places[rows] - block * made.stages, whole)
+                table[:, start + rows] = self._gathered(
+                    array, rows, places[rows] - block * made.stages, whole
+                )
         return table
 
-    def _gathered(self, array: Array, rows: Array, stage: Array | None = None, whole: bool = False) -> Array:
+    def _gathered(
+        self, array: Array, rows: Array, stage: Array | None = None, whole: bool = False
+    ) -> Array:
         """Per vector, the entry of each of these ops, its slice's share of it."""
         made = self.made
         stage = made.ops.stage[rows] if stage is None else stage
-        found = array[:, stage if array.shape[1] > 1 else np.zeros_like(stage), made.column[rows] if array.shape[2] > 1 else 0]
+        found = array[
+            :,
+            stage if array.shape[1] > 1 else np.zeros_like(stage),
+            made.column[rows] if array.shape[2] > 1 else 0,
+        ]
         share = made.ops.share
         return found if share is None or whole else found * share[rows]

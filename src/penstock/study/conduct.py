@@ -87,7 +87,9 @@ def _in_processes(cases: Sequence[Case], jobs: int) -> Iterator[Record | Failed]
     # Spawned: a fork would inherit torch's threads as they stand, locks and all.
     pool = ProcessPoolExecutor(min(jobs, len(cases)), multiprocessing.get_context("spawn"), _begin)
     try:
-        futures: dict[Future[Record | Failed], Case] = {pool.submit(_tried, case): case for case in cases}
+        futures: dict[Future[Record | Failed], Case] = {
+            pool.submit(_tried, case): case for case in cases
+        }
         for future in as_completed(futures):
             yield future.result()
     except BrokenProcessPool as error:

@@ -54,4 +54,6 @@ def _positions(output: Tensor) -> int:
 def _matrices(module: nn.Module) -> list[Tensor]:
     """The weights that are multiplied with: a table of vectors is only looked up."""
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-    return [weight for weight in module.parameters() if weight.dim() > 1 and id(weight) not in tables]
+    return [
+        weight for weight in module.parameters() if weight.dim() > 1 and id(weight) not in tables
+    ]

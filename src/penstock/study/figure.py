@@ -48,10 +48,18 @@ def figures(results: Results, folder: Path) -> list[str]:
         for task in results.question.tasks:
             scales = {
                 "samples": ("samples", _samples),
-                "simulated-time": ("simulated seconds, one device per rank", _pace(results, "simulated_s")),
-                "measured-time": ("measured seconds, one process per rank", _pace(results, "measured_s")),
+                "simulated-time": (
+                    "simulated seconds, one device per rank",
+                    _pace(results, "simulated_s"),
+                ),
+                "measured-time": (
+                    "measured seconds, one process per rank",
+                    _pace(results, "measured_s"),
+                ),
             }
-            made = {name: _curves(results, task, word, scale) for name, (word, scale) in scales.items()}
+            made = {
+                name: _curves(results, task, word, scale) for name, (word, scale) in scales.items()
+            }
             made["final"] = _finals(results, task)
             for name, figure in made.items():
                 if figure is not None:
@@ -76,13 +84,19 @@ def _put(figure: Figure, folder: Path, name: str) -> str:
         held = io.BytesIO()
         # No date and no version: the same results give the same bytes.
         figure.savefig(
-            held, format=suffix, dpi=_DPI, facecolor=WHITE, metadata={"Software" if suffix == "png" else "Date": None}
+            held,
+            format=suffix,
+            dpi=_DPI,
+            facecolor=WHITE,
+            metadata={"Software" if suffix == "png" else "Date": None},
         )
         write(folder / f"{name}.{suffix}", held.getvalue())
     return f"{name}.png"
 
 
-def _axes(count: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Figure, list[Axes]]:
+def _axes(
+    count: int, columns: int, size: tuple[float, float], **options: Any
+) -> tuple[Figure, list[Axes]]:
     """So many axes in a grid, without a window anywhere."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -109,13 +123,17 @@ def _curves(results: Results, task: str, word: str, scale: Scale) -> Figure | No
     figure, grid = _axes(len(panels) + 1, min(_COLUMNS, len(panels) + 1), (2.6, 1.9), sharey=True)
     depths = sorted({group.stages for group in groups})
     first = [run.losses[0] for group in groups for run in results.groups[group] if run.losses]
-    least = min(ends_at(run.losses) for group in groups for run in results.groups[group] if run.losses)
+    least = min(
+        ends_at(run.losses) for group in groups for run in results.groups[group] if run.losses
+    )
     bottom, top = (0.0 if least < 0.3 * max(first) else 0.9 * least), 1.25 * max(first)
     apart = len({scale(group) for group in groups}) > 1
     colours = dict(zip(depths, _colours(depths), strict=True))
     for axes, (optimizer, rule) in zip(grid, panels, strict=False):
         axes.set_title(
-            rule if optimizer == results.question.optimizer else f"{rule} ({optimizer})", fontweight="bold", loc="left"
+            rule if optimizer == results.question.optimizer else f"{rule} ({optimizer})",
+            fontweight="bold",
+            loc="left",
         )
         for group in (each for each in groups if each[1:3] == (optimizer, rule)):
             own, per_batch = colours[group.stages], scale(results.fastest[group])
@@ -126,7 +144,9 @@ def _curves(results: Results, task: str, word: str, scale: Scale) -> Figure | No
         axes.margins(x=0.02)
     figure.supxlabel(word, color=_SOFT, fontsize=8)
     _key(grid[-1], depths, apart)
-    figure.suptitle(f"{task}: training loss against {word}", x=0.01, ha="left", fontweight="bold", fontsize=10)
+    figure.suptitle(
+        f"{task}: training loss against {word}", x=0.01, ha="left", fontweight="bold", fontsize=10
+    )
     return figure
 
 
@@ -141,7 +161,13 @@ def _lines(axes: Axes, results: Results, group: Group, per_batch: float, colour:
     flush = group.rule == BASELINE
     order = 2 if flush else 3
     axes.fill_between(
-        xs, [one.low for one in at], [one.high for one in at], color=colour, alpha=0.18, linewidth=0, zorder=order
+        xs,
+        [one.low for one in at],
+        [one.high for one in at],
+        color=colour,
+        alpha=0.18,
+        linewidth=0,
+        zorder=order,
     )
     axes.plot(xs, [one.mean for one in at], color=colour, linewidth=1.0 if flush else 1.3, zorder=order,
               linestyle=(0, (1.2, 1.2)) if flush else "-")  # fmt: skip
@@ -149,7 +175,13 @@ def _lines(axes: Axes, results: Results, group: Group, per_batch: float, colour:
         if run.given_up is not None and mean:
             end = len(mean) * window * per_batch
             axes.plot(
-                [end], [min(mean[-1], 1.2 * run.losses[0])], "x", color=colour, markersize=6, markeredgewidth=1.8, zorder=5
+                [end],
+                [min(mean[-1], 1.2 * run.losses[0])],
+                "x",
+                color=colour,
+                markersize=6,
+                markeredgewidth=1.8,
+                zorder=5,
             )
 
 
@@ -170,7 +202,11 @@ def _key(axes: Axes, depths: Sequence[int], apart: bool) -> None:
         Line2D([], [], color=_SOFT, marker="x", linestyle="", markeredgewidth=1.8, label="given up: the loss ran away"),
     ]  # fmt: skip
     axes.legend(
-        handles=handles, loc="center left", frameon=False, title="mean over seeds; shaded: least to most", alignment="left"
+        handles=handles,
+        loc="center left",
+        frameon=False,
+        title="mean over seeds; shaded: least to most",
+        alignment="left",
     )
 
 
@@ -182,14 +218,19 @@ def _finals(results: Results, task: str) -> Figure | None:
     if not rules:
         return None
     metric = study_task(task).metric
-    figure, grid = _axes(len(depths), len(depths), (3.0, 0.9 + 0.21 * len(rules)), sharex=True, sharey=True)
+    figure, grid = _axes(
+        len(depths), len(depths), (3.0, 0.9 + 0.21 * len(rules)), sharex=True, sharey=True
+    )
     for axes, depth in zip(grid, depths, strict=True):
         axes.set_title(f"{depth} stages", loc="left", fontweight="bold")
         for group in groups:
             if group.stages == depth and group[1:3] in rules:
                 _dots(axes, results, group, rules.index(group[1:3]))
         axes.set_xlabel(f"{metric.name}{f',{metric.sign}' * bool(metric.sign)}")
-    names = [rule if optimizer == results.question.optimizer else f"{rule} ({optimizer})" for optimizer, rule in rules]
+    names = [
+        rule if optimizer == results.question.optimizer else f"{rule} ({optimizer})"
+        for optimizer, rule in rules
+    ]
     grid[0].set_yticks(range(len(rules)), names)
     grid[0].set_ylim(len(rules) - 0.4, -0.6)
     figure.suptitle(f"{task}: {metric.name} of every run; grey: flush; red: worse; \N{MULTIPLICATION SIGN}: did not train",
@@ -202,15 +243,30 @@ def _dots(axes: Axes, results: Results, group: Group, place: int) -> None:
     base = results.verdicts.get(group.baseline)
     if base is not None and base.values is not None:
         low, high = (metric.scale * number for number in (base.values.low, base.values.high))
-        axes.fill_betweenx([place - 0.42, place + 0.42], low, high, color=_FLUSH, alpha=0.3, linewidth=0)
+        axes.fill_betweenx(
+            [place - 0.42, place + 0.42], low, high, color=_FLUSH, alpha=0.3, linewidth=0
+        )
         for flush in base.values.values:
-            axes.plot([metric.scale * flush] * 2, [place - 0.42, place + 0.42], color=_FLUSH, linewidth=0.8)
+            axes.plot(
+                [metric.scale * flush] * 2,
+                [place - 0.42, place + 0.42],
+                color=_FLUSH,
+                linewidth=0.8,
+            )
     colour = _FAILED if verdict.standing in (Standing.LOSES, Standing.FAILS) else BLACK
     failed = 0
     for run in results.groups[group]:
         value = run.test_accuracy if metric.higher else run.test_loss
         if fate(run)[0] is Fate.TRAINED and value is not None:
-            axes.plot([metric.scale * value], [place], "o", color=colour, markersize=3.5, alpha=0.85, markeredgewidth=0)
+            axes.plot(
+                [metric.scale * value],
+                [place],
+                "o",
+                color=colour,
+                markersize=3.5,
+                alpha=0.85,
+                markeredgewidth=0,
+            )
         else:
             failed += 1
     if failed:

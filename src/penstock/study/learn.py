@@ -49,7 +49,14 @@ def stream(task: Task, config: TrainConfig, count: int) -> Iterator[tuple[Tensor
     """So many batches, all of the same size, epoch after epoch; the same for all cases of one seed."""
     data = task.data
     epochs = (
-        batches(data.train_inputs, data.train_targets, config.batch, seed=config.seed, epoch=epoch, drop_last=True)
+        batches(
+            data.train_inputs,
+            data.train_targets,
+            config.batch,
+            seed=config.seed,
+            epoch=epoch,
+            drop_last=True,
+        )
         for epoch in itertools.count()
     )
     return itertools.islice(itertools.chain.from_iterable(epochs), count)

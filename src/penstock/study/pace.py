@@ -78,7 +78,9 @@ def simulated_s(case: Case, measured: Profile, lengths: Sequence[int]) -> float:
     """Seconds per batch in the steady state: one device for every rank, links that take no time."""
     batch = study_task(case.task).settings.batch
     parts = case.micro_batches
-    costs = stage_costs(measured, lengths, batch / parts, cluster(f"local:{case.stages}"), micro_batches=parts)
+    costs = stage_costs(
+        measured, lengths, batch / parts, cluster(f"local:{case.stages}"), micro_batches=parts
+    )
     return steady(case.programs, replace(costs, transfer=0.0)).seconds_per_batch
 
 
@@ -87,7 +89,11 @@ def fastest_flush(case: Case, measured: Profile, lengths: Sequence[int]) -> Case
     each. More of them fill the pipeline better, and cost every layer's calls again.
     """
     batch = study_task(case.task).settings.batch
-    powers = {1 << power for power in range(batch.bit_length()) if 1 << power <= min(batch, 4 * case.stages)}
+    powers = {
+        1 << power
+        for power in range(batch.bit_length())
+        if 1 << power <= min(batch, 4 * case.stages)
+    }
     tried = [flush_for(case, parts) for parts in sorted(powers | {min(case.stages, batch)})]
     return min(tried, key=lambda one: simulated_s(one, measured, lengths))
 

@@ -131,14 +131,20 @@ class Question:
             weight_rule(name)
         if not self.tasks or not self.depths:
             raise SettingError("a study needs at least one task and one depth")
-        for word, number in (("depth", min(self.depths)), ("seeds", self.seeds), ("batches", self.most_batches or 1)):
+        for word, number in (
+            ("depth", min(self.depths)),
+            ("seeds", self.seeds),
+            ("batches", self.most_batches or 1),
+        ):
             if number < 1:
                 raise SettingError(f"{word} {number}: there is at least 1")
         for word, amount in (("epochs", self.epochs), ("lr-scale", self.lr_scale)):
             if amount is not None and not 0 < amount < float("inf"):
                 raise SettingError(f"{word} {amount:g}: it must be above 0")
         if self.optimizer not in OPTIMIZERS:
-            raise SettingError(f"optimizer is one of {', '.join(OPTIMIZERS)}, not {self.optimizer!r}")
+            raise SettingError(
+                f"optimizer is one of {', '.join(OPTIMIZERS)}, not {self.optimizer!r}"
+            )
         if self.micro_batches not in ("least", "stages"):
             raise SettingError(f"micro-batches is 'least' or 'stages', not {self.micro_batches!r}")
 
@@ -156,7 +162,9 @@ class Question:
                     refused.append(case)
                 else:
                     found += [flush_for(case), case]
-        return [replace(case, seed=seed) for seed in range(self.seeds) for case in dict.fromkeys(found)], refused
+        return [
+            replace(case, seed=seed) for seed in range(self.seeds) for case in dict.fromkeys(found)
+        ], refused
 
     def _of_task(self, task: StudyTask) -> Iterator[Case | Refused]:
         """Those of seed 0, without flush for each."""
@@ -174,7 +182,11 @@ class Question:
                 except PenstockError as error:
                     yield Refused(task.name, rule, stages, " ".join(str(error).split()))
                     continue
-                options = {"annealing": float(batches // _ANNEALED)} if "annealing" in weight_rule(rule).options else {}
+                options = (
+                    {"annealing": float(batches // _ANNEALED)}
+                    if "annealing" in weight_rule(rule).options
+                    else {}
+                )
                 yield Case(task.name, rule, schedule_for(rule), stages, parts, optimizer, self.lr_scale * task.lr[optimizer], batches,
                            0, tuple(options.items()))  # fmt: skip
 
@@ -192,7 +204,9 @@ class Question:
             PenstockError: the rule does not go with any number that was tried.
         """
         refusal: PenstockError | None = None
-        for parts in range(stages if self.micro_batches == "stages" else 1, max(2, _MOST_PER_STAGE * stages) + 1):
+        for parts in range(
+            stages if self.micro_batches == "stages" else 1, max(2, _MOST_PER_STAGE * stages) + 1
+        ):
             try:
                 ages = _ages(rule, stages, parts)
             except PenstockError as error:
@@ -206,7 +220,11 @@ class Question:
 def flush_for(case: Case, micro_batches: int | None = None) -> Case:
     """The case of flush that a case is held against; or that with another number of micro-batches."""
     return replace(
-        case, rule=BASELINE, schedule=schedule_for(BASELINE), options=(), micro_batches=micro_batches or case.micro_batches
+        case,
+        rule=BASELINE,
+        schedule=schedule_for(BASELINE),
+        options=(),
+        micro_batches=micro_batches or case.micro_batches,
     )
 
 

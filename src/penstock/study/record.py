@@ -68,7 +68,9 @@ class Notebook:
             if whole != text:
                 self.path.write_text(whole, encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise FileError(f"cannot keep records in {folder}: {getattr(error, 'strerror', None) or error}") from error
+            raise FileError(
+                f"cannot keep records in {folder}: {getattr(error, 'strerror', None) or error}"
+            ) from error
         self.records: dict[str, Record] = {}
         self.measured: dict[Group, float] = {}
         for number, line in enumerate(whole.splitlines(), start=1):
@@ -82,7 +84,10 @@ class Notebook:
         """
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({type(entry).__name__.lower(): asdict(entry)}, separators=(",", ":")) + "\n")
+                file.write(
+                    json.dumps({type(entry).__name__.lower(): asdict(entry)}, separators=(",", ":"))
+                    + "\n"
+                )
         except OSError as error:
             raise FileError(f"cannot write {self.path}: {error.strerror or error}") from error
         self._take(entry)
@@ -107,7 +112,11 @@ def _read(line: str, where: str) -> Entry:
         entry: Entry = TypeAdapter(kinds[name]).validate_json(json.dumps(value), strict=True)
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
         why = (
-            f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}" if isinstance(error, ValidationError) else "no such line"
+            f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}"
+            if isinstance(error, ValidationError)
+            else "no such line"
         )
-        raise FileError(f"{where} is no record of a study ({why}): take another folder, or remove the line") from error
+        raise FileError(
+            f"{where} is no record of a study ({why}): take another folder, or remove the line"
+        ) from error
     return entry

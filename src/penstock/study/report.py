@@ -24,11 +24,22 @@ def rows(results: Results, task: str) -> list[tuple[str, ...]]:
 
 def _row(results: Results, group: Group) -> tuple[str, ...]:
     optimizer, rule = group.optimizer, group.rule
-    metric, verdict, pace = study_task(group.task).metric, results.verdicts[group], results.paces.get(group)
+    metric, verdict, pace = (
+        study_task(group.task).metric,
+        results.verdicts[group],
+        results.paces.get(group),
+    )
     runs = results.groups[group]
-    values, ends = verdict.values, Spread(tuple(ends_at(run.losses) for run in runs if run.losses) or (float("nan"),))
+    values, ends = (
+        verdict.values,
+        Spread(tuple(ends_at(run.losses) for run in runs if run.losses) or (float("nan"),)),
+    )
     # Their mean says nothing where some have not trained.
-    difference = "" if verdict.difference is None or rule == BASELINE else metric.difference(0.0, verdict.difference).split()[0]
+    difference = (
+        ""
+        if verdict.difference is None or rule == BASELINE
+        else metric.difference(0.0, verdict.difference).split()[0]
+    )
     sooner = results.speed_up(group)
     return (
         rule if optimizer == results.question.optimizer else f"{rule} ({optimizer})",
@@ -54,7 +65,11 @@ def _verdict(results: Results, group: Group) -> str:
         return "what all are held against"
     if verdict.standing in (Standing.FAILS, Standing.OPEN):
         count = len(verdict.failures)
-        return f"{count} of {len(results.groups[group])} runs failed" if count else str(verdict.standing.value)
+        return (
+            f"{count} of {len(results.groups[group])} runs failed"
+            if count
+            else str(verdict.standing.value)
+        )
     return str(verdict.standing.value)
 
 
@@ -92,7 +107,10 @@ def page(results: Results, figures: Sequence[str] = ()) -> str:
             continue
         parts += [f"## {task}", _title(results, study_task(task))]
         parts += [f"![{name}]({name})" for name in figures if name.startswith(f"{task}-")]
-        parts += [markdown(HEAD, rows(results, task)), "\n".join(f"- {line}" for line in results.sentences(task))]
+        parts += [
+            markdown(HEAD, rows(results, task)),
+            "\n".join(f"- {line}" for line in results.sentences(task)),
+        ]
     parts += ["## How to read this", "\n".join(f"- {line}" for line in _explained(results))]
     return "\n\n".join(parts) + "\n"
 
@@ -101,26 +119,44 @@ def _title(results: Results, task: StudyTask) -> str:
     """What was trained, and for how long."""
     settings, case = task.settings, results.groups[results.of_task(task.name)[0]][0].case
     options = ", ".join(f"{name} {value}" for name, value in settings.model_options.items())
-    size = f"{settings.image} x {settings.image} pixels" if task.metric.higher else f"{settings.tokens} tokens"
-    rates = {group.optimizer: results.groups[group][0].case.lr for group in results.of_task(task.name)}
-    said = ", ".join(f"{name} lr {lr:g}" + f" momentum {settings.momentum:g}" * (name == "sgd") for name, lr in rates.items())
+    size = (
+        f"{settings.image} x {settings.image} pixels"
+        if task.metric.higher
+        else f"{settings.tokens} tokens"
+    )
+    rates = {
+        group.optimizer: results.groups[group][0].case.lr for group in results.of_task(task.name)
+    }
+    said = ", ".join(
+        f"{name} lr {lr:g}" + f" momentum {settings.momentum:g}" * (name == "sgd")
+        for name, lr in rates.items()
+    )
     return (f"{task.name}: {settings.model} ({options}) on {settings.data}, {size}, {case.batches} batches of {settings.batch} samples, "
             f"{said}, {results.question.seeds} seeds")  # fmt: skip
 
 
 def _explained(results: Results) -> list[str]:
     """What the columns mean, and under what conditions they hold."""
-    names = dict.fromkeys((run.case.rule, run.case.schedule, run.case.options) for run in results.records)
+    names = dict.fromkeys(
+        (run.case.rule, run.case.schedule, run.case.options) for run in results.records
+    )
     used = ", ".join(
-        f"{rule} by {family}" + "".join(f" with {name} {value:g}" for name, value in options) for rule, family, options in names
+        f"{rule} by {family}" + "".join(f" with {name} {value:g}" for name, value in options)
+        for rule, family, options in names
     )
     given = dict.fromkeys((run.case.rule, run.case.options) for run in results.records)
     defaults = [
-        f"{rule}: " + ", ".join(f"{name} {value:g}" for name, value in weight_rule(rule).with_defaults(dict(options)).items())
+        f"{rule}: "
+        + ", ".join(
+            f"{name} {value:g}"
+            for name, value in weight_rule(rule).with_defaults(dict(options)).items()
+        )
         for rule, options in given
         if weight_rule(rule).options
     ]
-    parts = dict.fromkeys((group.task, group.stages, group.micro_batches) for group in results.fastest.values())
+    parts = dict.fromkeys(
+        (group.task, group.stages, group.micro_batches) for group in results.fastest.values()
+    )
     fastest = ", ".join(f"M={count} for {task} at S={stages}" for task, stages, count in parts)
     fixed = f"""\
 S: stages. M: micro-batches of a batch. A batch has the same samples, in the same order, whatever the rule; so has every update. Stages \
@@ -143,8 +179,13 @@ its batches. Flush's time is that at its fastest, {fastest}."""
         if short
         else results.luck()
     ]
-    lines += [f"Left out: {each.rule} at {each.stages} stages on {each.task}: {each.reason}" for each in results.refused]
+    lines += [
+        f"Left out: {each.rule} at {each.stages} stages on {each.task}: {each.reason}"
+        for each in results.refused
+    ]
     lines += [f"Failed: {case}: {reason}" for case, reason in results.failed]
-    lines += [f"Not finished: {results.missing} cases have no record yet."] if results.missing else []
+    lines += (
+        [f"Not finished: {results.missing} cases have no record yet."] if results.missing else []
+    )
     machine = ", ".join(f"{name} {value}" for name, value in results.machine.items())
     return [*lines, f"Machine: {machine}."]

@@ -65,7 +65,8 @@ class Results:
     def verdicts(self) -> dict[Group, Verdict]:
         """Per group, how it stands beside flush."""
         return {
-            group: judge(self.baseline(group), records, study_task(group.task).metric) for group, records in self.groups.items()
+            group: judge(self.baseline(group), records, study_task(group.task).metric)
+            for group, records in self.groups.items()
         }
 
     def target(self, group: Group) -> float | None:
@@ -85,7 +86,10 @@ class Results:
         if target is None:
             return None
         # A mean over twice as many batches as a point of the curves, for one lucky batch is not an arrival.
-        found = [reaches(run.losses, target, 2 * window_of(run.case.batches)) for run in self.groups[group]]
+        found = [
+            reaches(run.losses, target, 2 * window_of(run.case.batches))
+            for run in self.groups[group]
+        ]
         known = [count for count in found if count is not None]
         return Spread(tuple(map(float, known))).mean if len(known) == len(found) else None
 
@@ -96,19 +100,33 @@ class Results:
         own, base = self.batches_to_target(group), self.batches_to_target(group.baseline)
         if own is None or base is None:
             return None
-        return base * self.paces[self.fastest[group]].simulated_s / (own * self.paces[group].simulated_s)
+        return (
+            base
+            * self.paces[self.fastest[group]].simulated_s
+            / (own * self.paces[group].simulated_s)
+        )
 
     def sentences(self, task: str) -> Iterator[str]:
         """What the numbers of a task say: rule by rule, then depth by depth."""
         groups = [group for group in self.of_task(task) if group.rule != BASELINE]
         for optimizer, rule in dict.fromkeys(group[1:3] for group in groups):
             of_rule = [self.verdicts[group] for group in groups if group[1:3] == (optimizer, rule)]
-            said = "; ".join(f"at {listed(depths)} stages {words}" for depths, words in _said(of_rule, study_task(task).metric))
+            said = "; ".join(
+                f"at {listed(depths)} stages {words}"
+                for depths, words in _said(of_rule, study_task(task).metric)
+            )
             yield f"{rule} ({optimizer}): {said}."
         for stages in sorted({group.stages for group in groups}):
             at = [self.verdicts[group] for group in groups if group.stages == stages]
-            named = {standing: [each.group.rule for each in at if each.standing is standing] for standing in Standing}
-            said = "; ".join(f"{', '.join(rules)}: {SUMMARY[standing]}" for standing, rules in named.items() if rules)
+            named = {
+                standing: [each.group.rule for each in at if each.standing is standing]
+                for standing in Standing
+            }
+            said = "; ".join(
+                f"{', '.join(rules)}: {SUMMARY[standing]}"
+                for standing, rules in named.items()
+                if rules
+            )
             yield f"At {stages} stages {said}."
 
     def luck(self) -> str:
@@ -148,8 +166,14 @@ class Results:
     @staticmethod
     def _row(record: Record, thin: bool) -> dict[str, object]:
         window = window_of(record.case.batches) if thin else 1
-        losses = [round(loss, 4) for loss in curve(record.losses, window)] if thin else list(record.losses)
-        facts = {name: value for name, value in asdict(record).items() if name not in ("case", "losses")}
+        losses = (
+            [round(loss, 4) for loss in curve(record.losses, window)]
+            if thin
+            else list(record.losses)
+        )
+        facts = {
+            name: value for name, value in asdict(record).items() if name not in ("case", "losses")
+        }
         return {**asdict(record.case), **facts, "losses_every": window, "losses": losses}
 
 
@@ -168,8 +192,15 @@ def _said(verdicts: Sequence[Verdict], metric: Metric) -> Iterator[tuple[list[in
     """Depths, and what is said of a rule there; depths at which it holds are told together."""
     holding = [each for each in verdicts if each.standing is Standing.HOLDS]
     if holding:
-        changes = [metric.difference(0.0, each.difference).split()[0] for each in holding if each.difference is not None]
-        yield [each.group.stages for each in holding], f"{SUMMARY[Standing.HOLDS]} ({', '.join(changes)} {metric.unit})"
+        changes = [
+            metric.difference(0.0, each.difference).split()[0]
+            for each in holding
+            if each.difference is not None
+        ]
+        yield (
+            [each.group.stages for each in holding],
+            f"{SUMMARY[Standing.HOLDS]} ({', '.join(changes)} {metric.unit})",
+        )
     for each in verdicts:
         if each.standing is not Standing.HOLDS:
             yield [each.group.stages], f"{SUMMARY[each.standing]} ({each.words})"

@@ -67,7 +67,10 @@ def curve(losses: Sequence[float], window: int) -> list[float]:
     >>> curve([4.0, 2.0, 1.0, 1.0, 9.0], 2)
     [3.0, 1.0]
     """
-    return [statistics.fmean(losses[start : start + window]) for start in range(0, len(losses) - window + 1, window)]
+    return [
+        statistics.fmean(losses[start : start + window])
+        for start in range(0, len(losses) - window + 1, window)
+    ]
 
 
 def ends_at(losses: Sequence[float]) -> float:

@@ -61,7 +61,8 @@ class Study:
         lengths = self._lengths()
         one_of = {case.group: case for case in cases}
         quickest = {
-            group: fastest_flush(case, profiles[case.task], lengths[case.task, case.stages]) for group, case in one_of.items()
+            group: fastest_flush(case, profiles[case.task], lengths[case.task, case.stages])
+            for group, case in one_of.items()
         }
         one_of |= {case.group: case for case in quickest.values()}
         left = sum(case.key not in notebook.records for case in cases)
@@ -70,7 +71,12 @@ class Study:
         failed = conduct(cases, notebook, self.jobs, told(left))
         more = self._measure(one_of, notebook, say) if self.measured else []
         paces = {
-            group: pace(case, profiles[case.task], lengths[case.task, case.stages], notebook.measured.get(group))
+            group: pace(
+                case,
+                profiles[case.task],
+                lengths[case.task, case.stages],
+                notebook.measured.get(group),
+            )
             for group, case in one_of.items()
         }
         records = notebook.of(cases)

@@ -40,7 +40,9 @@ class Metric:
 
     def difference(self, before: float, after: float) -> str:
         """What has been added, with its sign: `-3.2 points`."""
-        return f"{(after - before) * self.scale:+.{self.digits}f} {self.unit}".replace("-", "\N{MINUS SIGN}")
+        return f"{(after - before) * self.scale:+.{self.digits}f} {self.unit}".replace(
+            "-", "\N{MINUS SIGN}"
+        )
 
 
 ACCURACY = Metric("test accuracy", "points", higher=True, scale=100.0, digits=1, sign=" %")

@@ -70,7 +70,9 @@ def fate(record: Record) -> tuple[Fate, str]:
 def values_of(records: Sequence[Record], metric: Metric) -> tuple[float, ...]:
     """The metric of the runs that have trained."""
     found = (
-        record.test_accuracy if metric.higher else record.test_loss for record in records if fate(record)[0] is Fate.TRAINED
+        record.test_accuracy if metric.higher else record.test_loss
+        for record in records
+        if fate(record)[0] is Fate.TRAINED
     )
     return tuple(value for value in found if value is not None)
 
@@ -98,7 +100,9 @@ def judge(flush: Sequence[Record], records: Sequence[Record], metric: Metric) ->
     return Verdict(case.group, standing, Spread(own) if own else None, difference, failures, words)
 
 
-def _standing(base: tuple[float, ...], own: tuple[float, ...], metric: Metric) -> tuple[Standing, str]:
+def _standing(
+    base: tuple[float, ...], own: tuple[float, ...], metric: Metric
+) -> tuple[Standing, str]:
     if not base or not own:
         return Standing.OPEN, "nothing to compare with"
     before, after = Spread(base), Spread(own)
@@ -108,6 +112,9 @@ def _standing(base: tuple[float, ...], own: tuple[float, ...], metric: Metric) -
     if not apart(base, own) or abs(after.mean - before.mean) <= max(before.width, after.width):
         if abs(after.mean - before.mean) <= before.width:
             return Standing.HOLDS, change
-        return Standing.UNCLEAR, f"{change}, from {metric.text(after.low)} to {metric.text(after.high)}"
+        return (
+            Standing.UNCLEAR,
+            f"{change}, from {metric.text(after.low)} to {metric.text(after.high)}",
+        )
     standing = Standing.GAINS if metric.gain(before.mean, after.mean) > 0 else Standing.LOSES
     return standing, f"{change}, {metric.text(after.mean)} against {metric.text(before.mean)}"

@@ -55,14 +55,17 @@ class Form:
     def kind(self) -> tuple[object, ...]:
         """What must be the same for one graph to serve two inputs, whatever their shapes."""
         leaves = tuple(
-            (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf)) for leaf in self.leaves
+            (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
+            for leaf in self.leaves
         )
         return str(self.spec), leaves
 
     def value(self, tensors: Sequence[Tensor]) -> Any:
         """The inputs with other tensors."""
         given = iter(tensors)
-        return pytree.tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
+        return pytree.tree_unflatten(
+            [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec
+        )
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -111,12 +114,23 @@ class Outputs:
         """The model's own output."""
         given = iter(moving)
         assert self.spec is not None
-        return _closed(pytree.tree_unflatten([next(given) if each is _MOVES else each for each in self.constants], self.spec))
+        return _closed(
+            pytree.tree_unflatten(
+                [next(given) if each is _MOVES else each for each in self.constants], self.spec
+            )
+        )
 
 
 def _opened(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type) and type(value) not in pytree.SUPPORTED_NODES:
-        return [_Fields(type(value)), *(_opened(getattr(value, each.name)) for each in fields(value) if each.init)]
+    if (
+        is_dataclass(value)
+        and not isinstance(value, type)
+        and type(value) not in pytree.SUPPORTED_NODES
+    ):
+        return [
+            _Fields(type(value)),
+            *(_opened(getattr(value, each.name)) for each in fields(value) if each.init),
+        ]
     if type(value) in (list, tuple):
         return type(value)(_opened(item) for item in value)
     if type(value) is dict:
@@ -149,14 +163,20 @@ class Capture:
 class _Flat(nn.Module):
     """The model on its inputs' tensors one by one, to its outputs' tensors one by one."""
 
-    def __init__(self, model: nn.Module, form: Form, outputs: Outputs, interceptor: Interceptor) -> None:
+    def __init__(
+        self, model: nn.Module, form: Form, outputs: Outputs, interceptor: Interceptor
+    ) -> None:
         super().__init__()
         self.model = model
         self._form, self._outputs, self._interceptor = form, outputs, interceptor
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         """Run the model."""
-        before = [(part._buffers, key, buffer) for part in self.model.modules() for key, buffer in part._buffers.items()]
+        before = [
+            (part._buffers, key, buffer)
+            for part in self.model.modules()
+            for key, buffer in part._buffers.items()
+        ]
         with self._interceptor:
             moving = self._outputs.flatten(call(self.model, self._form.value(tensors)))
             for holder, key, buffer in before:
@@ -179,8 +199,14 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     made: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in made:
-            empty: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            empty: Tensor = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+            )
+            made[id(tensor)] = (
+                nn.Parameter(empty, tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else empty
+            )
     try:
         return copy.deepcopy(model, made)
     except Exception as error:
@@ -220,7 +246,11 @@ def _apart(work: Callable[[], Capture]) -> Capture:
     """Work in a thread of its own, where there is nothing of what surrounds the caller: a batch of another form may come up while a rank
     counts what autograd keeps, or on fake tensors. Only autocast is the caller's: a model may go by dtypes.
     """
-    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    autocast = [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
     found: list[Capture] = []
     failed: list[BaseException] = []
 
@@ -250,10 +280,19 @@ def _exported(skeleton: nn.Module, form: Form, training: bool, *, dynamic: bool)
     flat = _Flat(model, form, outputs, interceptor)
     flat.training = model.training
     with mode:
-        tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in form.tensors)
-    with warnings.catch_warnings(), intercepted(interceptor), torch.enable_grad(), without_caches(model):
+        tensors = tuple(
+            torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in form.tensors
+        )
+    with (
+        warnings.catch_warnings(),
+        intercepted(interceptor),
+        torch.enable_grad(),
+        without_caches(model),
+    ):
         warnings.simplefilter("ignore")
-        program = torch.export.export(flat, tensors, dynamic_shapes=_dimensions(tensors) if dynamic else None, strict=False)
+        program = torch.export.export(
+            flat, tensors, dynamic_shapes=_dimensions(tensors) if dynamic else None, strict=False
+        )
         try:
             holder = program.module(check_guards=False)
         except TypeError:  # torch before 2.9 has no guards in there
@@ -269,8 +308,14 @@ def _faked(skeleton: nn.Module, mode: FakeTensorMode) -> nn.Module:
     with mode:
         for tensor in (*skeleton.parameters(), *skeleton.buffers()):
             if id(tensor) not in made:
-                fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-                made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+                fake: Tensor = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
+                made[id(tensor)] = (
+                    nn.Parameter(fake, tensor.requires_grad)
+                    if isinstance(tensor, nn.Parameter)
+                    else fake
+                )
     return copy.deepcopy(skeleton, made)
 
 
@@ -288,7 +333,11 @@ def _dimensions(tensors: Sequence[Tensor]) -> dict[str, Any]:
 @contextmanager
 def without_caches(model: nn.Module) -> Iterator[None]:
     """Models of transformers return keys and values for generation unless told otherwise; in a pipeline these would travel to its end."""
-    configs = {id(config): config for part in model.modules() if (config := vars(part).get("config")) is not None}
+    configs = {
+        id(config): config
+        for part in model.modules()
+        if (config := vars(part).get("config")) is not None
+    }
     before = []
     for config in configs.values():
         if getattr(config, "use_cache", False) is True:

@@ -80,14 +80,20 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
         if len(named) == 1 and named[0][1] is model:
             if example is not None:
                 return _traced(model, example)
-            has = "has a forward or hooks of its own" if isinstance(model, nn.Sequential) else "is not an nn.Sequential"
+            has = (
+                "has a forward or hooks of its own"
+                if isinstance(model, nn.Sequential)
+                else "is not an nn.Sequential"
+            )
             raise ChainError(
                 f"{type(model).__name__} {has}, so where it may be cut is not known. Let it be traced on an example of its inputs: "
                 "ps.chain(model, example); or give its layers in order: ps.chain([model.stem, *model.blocks, model.head])"
             )
     else:
         if not isinstance(model, Iterable):
-            raise ChainError(f"a chain is made of a model or a list of modules, not {type(model).__name__}")
+            raise ChainError(
+                f"a chain is made of a model or a list of modules, not {type(model).__name__}"
+            )
         parts = list(model)
         for part in parts:
             if not isinstance(part, nn.Module):
@@ -104,14 +110,22 @@ def _traced(model: nn.Module, example: Any) -> TracedChain:
     described = _describe(parts)
     inner = range(1, len(parts))
     return replace(
-        described, entries={index: Entry(variants) for index in inner}, exits=dict.fromkeys(range(len(parts) - 1), leave)
+        described,
+        entries={index: Entry(variants) for index in inner},
+        exits=dict.fromkeys(range(len(parts) - 1), leave),
     )
 
 
 def _flatten(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """Layers with their names; an nn.Sequential with a forward or hooks of its own is one layer."""
     own = type(module).forward is not nn.Sequential.forward or "forward" in vars(module)
-    if own or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if (
+        own
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
         yield name, module
         return
     for child_name, child in module._modules.items():
@@ -126,10 +140,16 @@ def _describe(parts: Sequence[Part]) -> TracedChain:
     layers = []
     for part in parts:
         prefix = prefix_of(part.name, part.module)
-        parameters = _names(part.module.named_parameters(prefix, remove_duplicate=False), first_name, aliases, facts)
-        buffers = _names(part.module.named_buffers(prefix, remove_duplicate=False), first_name, aliases, facts)
+        parameters = _names(
+            part.module.named_parameters(prefix, remove_duplicate=False), first_name, aliases, facts
+        )
+        buffers = _names(
+            part.module.named_buffers(prefix, remove_duplicate=False), first_name, aliases, facts
+        )
         layers.append(Layer(part.name, part.kind, part.modules, parameters, buffers))
-    return TracedChain(Chain(tuple(layers), tuple(facts.values())), tuple(part.module for part in parts), aliases)
+    return TracedChain(
+        Chain(tuple(layers), tuple(facts.values())), tuple(part.module for part in parts), aliases
+    )
 
 
 def _names(named: Iterator[tuple[str, Tensor]], first_name: dict[int, str], aliases: dict[str, str],
@@ -137,7 +157,9 @@ def _names(named: Iterator[tuple[str, Tensor]], first_name: dict[int, str], alia
     names = []
     for name, tensor in named:
         if nn.parameter.is_lazy(tensor):
-            raise ChainError(f"{name} has no shape yet: run the model once on an example before it is made a chain")
+            raise ChainError(
+                f"{name} has no shape yet: run the model once on an example before it is made a chain"
+            )
         canonical = first_name.setdefault(id(tensor), name)
         aliases[name] = canonical
         names.append(canonical)

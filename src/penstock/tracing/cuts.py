@@ -33,7 +33,11 @@ class Group:
 def stack_of(node: fx.Node) -> list[tuple[str, str]]:
     """The modules that an op ran in, outermost first: call, and qualified name in the model."""
     stack: Mapping[str, tuple[str, object]] = node.meta.get("nn_module_stack") or {}
-    return [(call, _inner(path)) for call, (path, _) in stack.items() if path == "model" or path.startswith("model.")]
+    return [
+        (call, _inner(path))
+        for call, (path, _) in stack.items()
+        if path == "model" or path.startswith("model.")
+    ]
 
 
 def _inner(path: str) -> str:
@@ -44,7 +48,9 @@ def groups_of(flow: Flow, model: nn.Module) -> list[Group]:
     """The calls of modules with weights that are worth a layer, in order."""
     found: list[tuple[str, str, int, int, bool]] = []
     for index, node in enumerate(flow.order):
-        if not any(used in flow.weights and used not in flow.again for used in node.all_input_nodes):
+        if not any(
+            used in flow.weights and used not in flow.again for used in node.all_input_nodes
+        ):
             continue
         call, path = (stack_of(node) or [("", "")])[-1]
         path = path or _owner(flow, node)
@@ -78,10 +84,16 @@ def _is_leaf(model: nn.Module, path: str) -> bool:
 def common(one: Sequence[Key], other: Sequence[Key]) -> list[Key]:
     """Keys that stand in both, in the same order."""
     matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
-    return [key for block in matcher.get_matching_blocks() for key in one[block.a : block.a + block.size]]
+    return [
+        key
+        for block in matcher.get_matching_blocks()
+        for key in one[block.a : block.a + block.size]
+    ]
 
 
-def cut(flow: Flow, groups: Sequence[Group], keys: Sequence[Key], home: Mapping[str, int]) -> list[int | None]:
+def cut(
+    flow: Flow, groups: Sequence[Group], keys: Sequence[Key], home: Mapping[str, int]
+) -> list[int | None]:
     """For each key the index in the order where its layer begins; None where no place between it and the group before is sound.
 
     Args:
@@ -102,9 +114,14 @@ def cut(flow: Flow, groups: Sequence[Group], keys: Sequence[Key], home: Mapping[
             found.append(following if place is None else 0)
             continue
         before = groups[place - 1].last + 1 if place > 0 else 0
-        low, high = max(before, windows[number][0]), min(groups[place].first, following, windows[number][1])
+        low, high = (
+            max(before, windows[number][0]),
+            min(groups[place].first, following, windows[number][1]),
+        )
         possible = [where for where in range(low, high + 1) if sound.at(where)]
-        chosen = min(possible, key=lambda where: (flow.crossing[where], -where)) if possible else None
+        chosen = (
+            min(possible, key=lambda where: (flow.crossing[where], -where)) if possible else None
+        )
         found.append(chosen)
         following = following if chosen is None else chosen
     return found[::-1]
@@ -119,16 +136,26 @@ class _Soundness:
     @classmethod
     def of(cls, flow: Flow) -> _Soundness:
         """What a graph changes."""
-        last = {memory: index for index, changed in sorted(flow.changes.items()) for memory in changed}
+        last = {
+            memory: index for index, changed in sorted(flow.changes.items()) for memory in changed
+        }
         values: dict[int, list[tuple[int, int]]] = {memory: [] for memory in last}
         for made, node in [*((-1, node) for node in flow.inputs), *enumerate(flow.order)]:
             if flow.alike[node] in values and node in flow.last_use:
                 values[flow.alike[node]].append((made, flow.last_use[node]))
-        return cls(tuple((last[memory], tuple(spans)) for memory, spans in values.items() if len(spans) > 1))
+        return cls(
+            tuple(
+                (last[memory], tuple(spans)) for memory, spans in values.items() if len(spans) > 1
+            )
+        )
 
     def at(self, where: int) -> bool:
         """Whether no two values that cross share memory which is changed behind the cut: they would arrive as two."""
-        return all(sum(made < where <= used for made, used in spans) < 2 for last, spans in self.spans if last >= where)
+        return all(
+            sum(made < where <= used for made, used in spans) < 2
+            for last, spans in self.spans
+            if last >= where
+        )
 
 
 def _windows(flow: Flow, count: int, home: Mapping[str, int]) -> list[tuple[int, int]]:
@@ -142,7 +169,9 @@ def _windows(flow: Flow, count: int, home: Mapping[str, int]) -> list[tuple[int,
     return [(max(last[:number], default=-1) + 1, min(first[number:])) for number in range(count)]
 
 
-def segments_of(flow: Flow, model: nn.Module, keys: Sequence[Key], home: Mapping[str, int]) -> list[range]:
+def segments_of(
+    flow: Flow, model: nn.Module, keys: Sequence[Key], home: Mapping[str, int]
+) -> list[range]:
     """The ops of every layer.
 
     Raises:

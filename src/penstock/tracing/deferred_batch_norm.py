@@ -40,12 +40,18 @@ class DeferredBatchNorm(_BatchNorm):
         self.kind._check_input_dim(self, input)  # type: ignore[no-untyped-call]
         counts = self.training and not is_recomputing()
         if not self.training or not counts:
-            mean, variance = (None, None) if self.training else (self.running_mean, self.running_var)
-            return functional.batch_norm(input, mean, variance, self.weight, self.bias, self.training, 0.0, self.eps)
+            mean, variance = (
+                (None, None) if self.training else (self.running_mean, self.running_var)
+            )
+            return functional.batch_norm(
+                input, mean, variance, self.weight, self.bias, self.training, 0.0, self.eps
+            )
         assert self.running_mean is not None
         # With momentum 1 these become the micro-batch's mean and unbiased variance, which every backend has at hand anyway.
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_mean)
-        made = functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        made = functional.batch_norm(
+            input, mean, variance, self.weight, self.bias, True, 1.0, self.eps
+        )
         self._take_in(input.numel() // input.shape[1], mean, variance)
         return made
 
@@ -60,11 +66,17 @@ class DeferredBatchNorm(_BatchNorm):
         difference = mean.to(kind) - self.batch_mean
         self.batch_mean += difference * (count / total)
         within = self.batch_variance * before + variance * (count - 1)
-        self.batch_variance.copy_(within / total + difference.square() * (before / total) * (count / total))
+        self.batch_variance.copy_(
+            within / total + difference.square() * (before / total) * (count / total)
+        )
         done = self.batch_seen >= self.micro_batches
         assert self.num_batches_tracked is not None
         self.num_batches_tracked += done
-        share = 1.0 / self.num_batches_tracked.clamp(min=1).to(kind) if self.momentum is None else self.momentum
+        share = (
+            1.0 / self.num_batches_tracked.clamp(min=1).to(kind)
+            if self.momentum is None
+            else self.momentum
+        )
         for running, new in (
             (self.running_mean, self.batch_mean),
             (self.running_var, self.batch_variance * (total / (total - 1))),
@@ -118,14 +130,23 @@ def convert(module: nn.Module, micro_batches: int) -> nn.Module:
             part.begin(micro_batches)
             return part
         kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-        if not isinstance(part, kinds) or type(part).forward is not _BatchNorm.forward or not part.track_running_stats:
+        if (
+            not isinstance(part, kinds)
+            or type(part).forward is not _BatchNorm.forward
+            or not part.track_running_stats
+        ):
             return part
         assert part.running_mean is not None
         made: DeferredBatchNorm = _with_the_state_of(part, DeferredBatchNorm)
-        made._buffers, made._non_persistent_buffers_set = dict(part._buffers), set(part._non_persistent_buffers_set)
+        made._buffers, made._non_persistent_buffers_set = (
+            dict(part._buffers),
+            set(part._non_persistent_buffers_set),
+        )
         made.kind, made.micro_batches = type(part), micro_batches
         number = torch.zeros((), dtype=torch.int64, device=part.running_mean.device)
-        for name, like in zip(_PARTIAL, (part.running_mean, part.running_mean, number, number), strict=True):
+        for name, like in zip(
+            _PARTIAL, (part.running_mean, part.running_mean, number, number), strict=True
+        ):
             made.register_buffer(name, torch.zeros_like(like), persistent=False)
         return made
 
@@ -139,7 +160,9 @@ def revert(module: nn.Module) -> nn.Module:
         if not isinstance(part, DeferredBatchNorm):
             return part
         made: _BatchNorm = _with_the_state_of(part, part.kind)
-        made._buffers = {name: buffer for name, buffer in part._buffers.items() if name not in _PARTIAL}
+        made._buffers = {
+            name: buffer for name, buffer in part._buffers.items() if name not in _PARTIAL
+        }
         made._non_persistent_buffers_set = part._non_persistent_buffers_set - set(_PARTIAL)
         del made.__dict__["kind"], made.__dict__["micro_batches"]
         return made

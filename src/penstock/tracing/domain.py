@@ -28,14 +28,24 @@ class Domain:
         for node in graph.find_nodes(op="placeholder"):
             value = node.meta.get("val")
             assert isinstance(value, Tensor)
-            row: list[Any] = list(value.shape)  # of whole numbers and SymInts, which torch calls ints
-            sizes.append(tuple(size.node.expr if isinstance(size, SymInt) else size for size in row))
+            row: list[Any] = list(
+                value.shape
+            )  # of whole numbers and SymInts, which torch calls ints
+            sizes.append(
+                tuple(size.node.expr if isinstance(size, SymInt) else size for size in row)
+            )
             shapes = next((size.node.shape_env for size in row if isinstance(size, SymInt)), shapes)
         if shapes is None:
             return cls(tuple(sizes))
         # Symbols that turned out to be one, or a number, are replaced.
-        conditions = tuple(each for each in (shapes.replace(guard.expr) for guard in shapes.guards) if each != True)  # noqa: E712
-        free = {symbol for row in sizes for size in row for symbol in getattr(size, "free_symbols", ())}
+        conditions = tuple(
+            each
+            for each in (shapes.replace(guard.expr) for guard in shapes.guards)
+            if each != True  # noqa: E712
+        )
+        free = {
+            symbol for row in sizes for size in row for symbol in getattr(size, "free_symbols", ())
+        }
         ranges = tuple((symbol, int(held.lower), int(held.upper) if held.upper.is_Integer else None)
                        for symbol, held in shapes.var_to_range.items() if symbol in free)  # fmt: skip
         return cls(tuple(sizes), conditions, ranges)

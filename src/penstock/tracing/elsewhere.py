@@ -28,10 +28,17 @@ def without_others(traced: TracedChain, held: Collection[int]) -> TracedChain:
         for parameter in module.parameters():
             stays = id(parameter) in kept or parameter.is_meta
             memo[id(parameter)] = (
-                parameter if stays else nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                parameter
+                if stays
+                else nn.Parameter(
+                    torch.empty_like(parameter, device="meta"), parameter.requires_grad
+                )
             )
         memo.update((id(buffer), buffer) for buffer in module.buffers())
-    modules = [module if index in held else _copied(module, memo) for index, module in enumerate(traced.modules)]
+    modules = [
+        module if index in held else _copied(module, memo)
+        for index, module in enumerate(traced.modules)
+    ]
     return replace(traced, modules=tuple(modules))
 
 

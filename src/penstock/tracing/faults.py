@@ -22,7 +22,11 @@ def fault(model: nn.Module, error: BaseException) -> ChainError:
     """The error that users see: with the innermost line that is not torch's."""
     name = type(model).__name__
     place = _place(error)
-    at = "" if place is None else f"{place.filename}:{place.lineno}, in {place.name}: `{place.line}`: "
+    at = (
+        ""
+        if place is None
+        else f"{place.filename}:{place.lineno}, in {place.name}: `{place.line}`: "
+    )
     return ChainError(f"{name} cannot be traced: {at}{_reason(error)}. {_ADVICE}")
 
 
@@ -37,7 +41,10 @@ def _place(error: BaseException) -> traceback.FrameSummary | None:
         seen = seen.__cause__ or seen.__context__
     # Outside of the model, the last line that is not torch's is the caller's.
     return (
-        found if found is not None and any(_runs_model(frame) for frame in traceback.extract_tb(error.__traceback__)) else None
+        found
+        if found is not None
+        and any(_runs_model(frame) for frame in traceback.extract_tb(error.__traceback__))
+        else None
     )
 
 

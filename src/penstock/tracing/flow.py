@@ -85,9 +85,13 @@ def changed_tensors(capture: Capture, names: Mapping[str, str]) -> set[str]:
     """The buffers that a clean graph changes, by their first names."""
     nodes = list(capture.graph.nodes)
     alike = _alike(nodes)
-    memory = {alike[each] for node in nodes if node.op == "call_function" for each in _changed(node)}
+    memory = {
+        alike[each] for node in nodes if node.op == "call_function" for each in _changed(node)
+    }
     found = {
-        str(node.target).removeprefix("model.") for node in capture.graph.find_nodes(op="get_attr") if alike[node] in memory
+        str(node.target).removeprefix("model.")
+        for node in capture.graph.find_nodes(op="get_attr")
+        if alike[node] in memory
     }
     return {names[name] for name in found if name in names}
 
@@ -117,10 +121,17 @@ def flow_of(capture: Capture, names: Mapping[str, str], steady: Collection[str])
     last_use = {used: index for index, node in enumerate(order) for used in node.all_input_nodes}
     last_use |= {each: len(order) for each in outputs if each is not None}
     alike = _alike([*inputs, *weights, *constants, *order])
-    changes = {index: frozenset(alike[each] for each in found) for index, node in enumerate(order) if (found := _changed(node))}
+    changes = {
+        index: frozenset(alike[each] for each in found)
+        for index, node in enumerate(order)
+        if (found := _changed(node))
+    }
     _check_changes(changes, constants, alike)
     again = _again(
-        order, inputs, [*constants, *(node for node in weights if weights[node] in steady)], (_memory(changes), alike)
+        order,
+        inputs,
+        [*constants, *(node for node in weights if weights[node] in steady)],
+        (_memory(changes), alike),
     )
     size = {node: _bytes(node) for node in (*inputs, *order)}
     return Flow(order, inputs, outputs, weights, constants, frozenset(again), last_use, size, alike, changes,
@@ -156,7 +167,12 @@ def _clean(graph: fx.Graph, holder: nn.Module, functions: Mapping[str, Any]) -> 
 
 def _stays(node: fx.Node) -> bool:
     """Whether an op does something even if nobody uses what it makes."""
-    return node.op in ("placeholder", "output") or draws(node) or bool(_changed(node)) or op_name(node).startswith("_assert")
+    return (
+        node.op in ("placeholder", "output")
+        or draws(node)
+        or bool(_changed(node))
+        or op_name(node).startswith("_assert")
+    )
 
 
 def _ordered(graph: fx.Graph, weights: Mapping[fx.Node, str]) -> tuple[fx.Node, ...]:
@@ -164,7 +180,11 @@ def _ordered(graph: fx.Graph, weights: Mapping[fx.Node, str]) -> tuple[fx.Node, 
     ops = [node for node in graph.nodes if node.op == "call_function"]
     order: list[fx.Node] = []
     placed: set[fx.Node] = set()
-    late = {node for node in ops if op_name(node) == "copy_" and node.args[0] in weights and not node.users}
+    late = {
+        node
+        for node in ops
+        if op_name(node) == "copy_" and node.args[0] in weights and not node.users
+    }
 
     def place(node: fx.Node) -> None:
         if node in placed:
@@ -206,7 +226,9 @@ def _alike(nodes: list[fx.Node]) -> dict[fx.Node, int]:
         number = len(parent)
         parent.append(number)
         alike[node] = number
-        same = [found.setdefault(tensor.untyped_storage()._cdata, number) for tensor in _tensors(node)]
+        same = [
+            found.setdefault(tensor.untyped_storage()._cdata, number) for tensor in _tensors(node)
+        ]
         same += [alike[viewed] for viewed in _viewed(node) if viewed in alike]
         for other in same:
             parent[root(other)] = root(number)
@@ -217,13 +239,20 @@ def _given(node: fx.Node) -> Iterator[tuple[Any, Any]]:
     """Arguments of an op as its schema has them, with what was given."""
     if isinstance(node.target, OpOverload):
         for index, argument in enumerate(node.target._schema.arguments):
-            yield argument, node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            yield (
+                argument,
+                node.args[index] if index < len(node.args) else node.kwargs.get(argument.name),
+            )
 
 
 def _viewed(node: fx.Node) -> list[fx.Node]:
     if op_name(node) == "getitem":
         return list(node.all_input_nodes)
-    return [given for argument, given in _given(node) if argument.alias_info is not None and isinstance(given, fx.Node)]
+    return [
+        given
+        for argument, given in _given(node)
+        if argument.alias_info is not None and isinstance(given, fx.Node)
+    ]
 
 
 def _changed(node: fx.Node) -> list[fx.Node]:
@@ -234,9 +263,22 @@ def _changed(node: fx.Node) -> list[fx.Node]:
         places = dict(zip(inner[1].graph.find_nodes(op="placeholder"), given, strict=True))
         # Of a view in there that is written into, what it is a view of.
         alike = _alike(list(inner[1].graph.nodes))
-        memory = {alike[each] for op in inner[1].graph.nodes if op.op == "call_function" for each in _changed(op)}
-        return [each for place, each in places.items() if alike[place] in memory and isinstance(each, fx.Node)]
-    written = [given for argument, given in _given(node) if argument.alias_info is not None and argument.alias_info.is_write]
+        memory = {
+            alike[each]
+            for op in inner[1].graph.nodes
+            if op.op == "call_function"
+            for each in _changed(op)
+        }
+        return [
+            each
+            for place, each in places.items()
+            if alike[place] in memory and isinstance(each, fx.Node)
+        ]
+    written = [
+        given
+        for argument, given in _given(node)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
     if op_name(node) in ("batch_norm", "instance_norm") and node.args[5]:
         written += node.args[3:5]
     return [each for each in pytree.tree_leaves(written) if isinstance(each, fx.Node)]
@@ -247,14 +289,20 @@ def _inner(node: fx.Node) -> tuple[fx.Node, fx.GraphModule] | None:
     if isinstance(node.target, HigherOrderOperator):
         for used in node.all_input_nodes:
             module = used.graph.owning_module
-            found = constant(module, used.target) if used.op == "get_attr" and module is not None else None
+            found = (
+                constant(module, used.target)
+                if used.op == "get_attr" and module is not None
+                else None
+            )
             if isinstance(found, fx.GraphModule):
                 return used, found
     return None
 
 
 def _check_changes(
-    changes: Mapping[int, frozenset[int]], constants: Mapping[fx.Node, Any], alike: Mapping[fx.Node, int]
+    changes: Mapping[int, frozenset[int]],
+    constants: Mapping[fx.Node, Any],
+    alike: Mapping[fx.Node, int],
 ) -> None:
     """A tensor that a model changes as it runs must be one of its buffers.
 
@@ -263,7 +311,9 @@ def _check_changes(
     """
     changed = _memory(changes)
     for node in constants:
-        if alike[node] in changed and not str(node.target).rpartition(".")[2].startswith(("lifted_tensor", "_tensor_constant")):
+        if alike[node] in changed and not str(node.target).rpartition(".")[2].startswith(
+            ("lifted_tensor", "_tensor_constant")
+        ):
             raise ChainError(f"the model changes {str(node.target).removeprefix('model.')} as it runs, a tensor that is no buffer, so that "
                              "checkpoints would not have it: make it one by register_buffer")  # fmt: skip
 
@@ -318,7 +368,10 @@ def draws(node: fx.Node) -> bool:
     inner = _inner(node)
     if inner is not None:
         return any(draws(each) for each in inner[1].graph.nodes if each.op == "call_function")
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    if (
+        not isinstance(node.target, OpOverload)
+        or torch.Tag.nondeterministic_seeded not in node.target.tags
+    ):
         return False
     given = {argument.name: each for argument, each in _given(node)}
     if given.get("train") is False or given.get("training") is False:
@@ -328,7 +381,9 @@ def draws(node: fx.Node) -> bool:
 
 def is_heavy(node: fx.Node) -> bool:
     """Whether an op with weights is worth a layer of its own, whosever the weights are."""
-    return op_name(node) in _HEAVY or isinstance(node.target, HigherOrderOperator) or _is_custom(node)
+    return (
+        op_name(node) in _HEAVY or isinstance(node.target, HigherOrderOperator) or _is_custom(node)
+    )
 
 
 def _bytes(node: fx.Node) -> int:

@@ -17,7 +17,10 @@ from penstock.errors import ChainError
 
 
 def drawn(
-    skeleton: nn.Module, names: Mapping[str, str], wanted: Mapping[str, Tensor], device: torch.device
+    skeleton: nn.Module,
+    names: Mapping[str, str],
+    wanted: Mapping[str, Tensor],
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """Memory with values for some tensors.
 
@@ -39,7 +42,9 @@ def drawn(
         if first in fresh:
             path, _, key = name.rpartition(".")
             owner = model.get_submodule(path)
-            holder: dict[str, Any] = owner._parameters if key in owner._parameters else owner._buffers
+            holder: dict[str, Any] = (
+                owner._parameters if key in owner._parameters else owner._buffers
+            )
             holder[key] = fresh[first]
             if name == first:
                 owners[path] = None
@@ -113,6 +118,10 @@ def _upwards(paths: Mapping[str, None]) -> Iterator[str]:
 def _initialiser(model: nn.Module, path: str) -> Any:
     """The innermost module around a path, itself included, that says how weights are drawn."""
     return next(
-        (module for each in _around(path) if callable(getattr(module := model.get_submodule(each), "_init_weights", None))),
+        (
+            module
+            for each in _around(path)
+            if callable(getattr(module := model.get_submodule(each), "_init_weights", None))
+        ),
         None,
     )

@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    track_tensor_tree,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -85,12 +89,18 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
             # Recomputing is the plan's business. What is to be run stands first, after it a flag.
             return args[0](*args[2:])
         if kwargs or any(isinstance(leaf, torch.SymInt) for leaf in pytree.tree_leaves(args)):
-            raise Refused(f"it calls {cls.__name__}, an autograd.Function, with keywords or with sizes that may change")
+            raise Refused(
+                f"it calls {cls.__name__}, an autograd.Function, with keywords or with sizes that may change"
+            )
         with disable_proxy_modes_tracing():
             made = plain(cls, *args)
         tracer: Any = mode.tracer
-        proxies = pytree.tree_map(lambda leaf: tracer.unwrap_proxy(leaf) if isinstance(leaf, Tensor) else leaf, args)
-        proxy = tracer.create_proxy("call_function", custom_function(), (interceptor.name_of(cls), *proxies), {})
+        proxies = pytree.tree_map(
+            lambda leaf: tracer.unwrap_proxy(leaf) if isinstance(leaf, Tensor) else leaf, args
+        )
+        proxy = tracer.create_proxy(
+            "call_function", custom_function(), (interceptor.name_of(cls), *proxies), {}
+        )
         return track_tensor_tree(made, proxy, constant=None, tracer=tracer)
 
     function: Any = torch.autograd.Function

@@ -15,7 +15,9 @@ from penstock.tracing.randomness import drawing, seed_generators, stream_seed
 from penstock.tracing.traced import TracedLayer
 
 
-def materialise(traced: TracedChain, indices: Sequence[int], device: torch.device, seed: int) -> list[nn.Module]:
+def materialise(
+    traced: TracedChain, indices: Sequence[int], device: torch.device, seed: int
+) -> list[nn.Module]:
     """The modules of some layers, on `device`.
 
     Layers with real weights are moved and stay the user's own modules. Layers on the meta device are copied, get memory, and
@@ -29,7 +31,12 @@ def materialise(traced: TracedChain, indices: Sequence[int], device: torch.devic
     if not any(tensor.is_meta for module in modules for tensor in _tensors(module)):
         return [module.to(device) for module in modules]
     # One copy of all of them together keeps what they share shared; of real tensors, and layers of these, no copy is made.
-    kept: dict[int, object] = {id(tensor): tensor for module in modules for tensor in _tensors(module) if not tensor.is_meta}
+    kept: dict[int, object] = {
+        id(tensor): tensor
+        for module in modules
+        for tensor in _tensors(module)
+        if not tensor.is_meta
+    }
     for module in modules:
         tensors = list(_tensors(module))
         if tensors and not any(tensor.is_meta for tensor in tensors):
@@ -67,7 +74,11 @@ def _fill(part: nn.Module, name: str, device: torch.device, made: dict[int, Tens
                 continue
             if id(tensor) not in made:
                 empty: Tensor = torch.empty_like(tensor, device=device)
-                made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                made[id(tensor)] = (
+                    nn.Parameter(empty, tensor.requires_grad)
+                    if isinstance(tensor, nn.Parameter)
+                    else empty
+                )
                 fresh.add(id(made[id(tensor)]))
             holder[key] = made[id(tensor)]  # type: ignore[assignment]  # the dict's own kind goes back into it
     if not fresh:
@@ -80,7 +91,9 @@ def _fill(part: nn.Module, name: str, device: torch.device, made: dict[int, Tens
         )
     # A head with a bias of its own and the embedding's weight, say: its reset draws both, and only the bias is to be drawn.
     own = (*part._parameters.values(), *part._buffers.values())
-    settled = [(tensor, tensor.clone()) for tensor in own if tensor is not None and id(tensor) not in fresh]
+    settled = [
+        (tensor, tensor.clone()) for tensor in own if tensor is not None and id(tensor) not in fresh
+    ]
     reset()
     for tensor, values in settled:
         tensor.copy_(values)
@@ -89,7 +102,9 @@ def _fill(part: nn.Module, name: str, device: torch.device, made: dict[int, Tens
 def _fill_traced(layer: TracedLayer, device: torch.device, made: dict[int, Tensor]) -> None:
     """The same for a layer of a traced model, whose modules are elsewhere."""
     held = {first: tensors[key] for first, (tensors, key) in layer.places.items()}
-    wanted = {first: tensor for first, tensor in held.items() if tensor.is_meta and id(tensor) not in made}
+    wanted = {
+        first: tensor for first, tensor in held.items() if tensor.is_meta and id(tensor) not in made
+    }
     found = drawn(layer.variants.skeleton, layer.variants.names, wanted, device)
     made.update((id(wanted[first]), tensor) for first, tensor in found.items())
     for part in layer.modules():

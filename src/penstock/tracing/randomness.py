@@ -40,7 +40,9 @@ def _part_may_draw(part: nn.Module) -> bool:
         return True
     if not kind.__module__.startswith("torch.nn.modules."):
         base = next((base for base in _SILENT if issubclass(kind, base)), None)
-        return base is None or any(getattr(kind, name, None) is not getattr(base, name, None) for name in _RUN)
+        return base is None or any(
+            getattr(kind, name, None) is not getattr(base, name, None) for name in _RUN
+        )
     if isinstance(part, nn.modules.dropout._DropoutNd):
         return part.p > 0
     return isinstance(part, _DRAW)
@@ -60,7 +62,9 @@ def _generator(device: torch.device) -> torch.Generator | None:
     """The generator that modules on `device` draw from, besides the CPU's."""
     if device.type == "cuda":  # not yet run on a GPU
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        return torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
+        return torch.cuda.default_generators[
+            device.index if device.index is not None else torch.cuda.current_device()
+        ]
     return None
 
 

@@ -74,12 +74,20 @@ class Segment:
     @cached_property
     def run(self) -> Callable[..., tuple[Any, ...]]:
         """From device, weights, values taken, and those made again, in this order, to what is made; of the last, the outputs."""
-        nodes = [self.flow.order[index] for index in self.ops if self.flow.order[index] not in self.flow.again]
-        made = [each for each in self.flow.outputs if each is not None] if self.is_last else self.made
+        nodes = [
+            self.flow.order[index]
+            for index in self.ops
+            if self.flow.order[index] not in self.flow.again
+        ]
+        made = (
+            [each for each in self.flow.outputs if each is not None] if self.is_last else self.made
+        )
         return function_of(nodes, [*self.weights, *self.taken, *self.again], made)
 
 
-def remade(flow: Flow, wanted: Sequence[fx.Node]) -> tuple[Callable[..., tuple[Any, ...]], list[fx.Node]]:
+def remade(
+    flow: Flow, wanted: Sequence[fx.Node]
+) -> tuple[Callable[..., tuple[Any, ...]], list[fx.Node]]:
     """What makes these values of inputs, constants and buffers that stay as they are: from device and those, which come along."""
     needed: set[fx.Node] = set()
     waiting = list(wanted)
@@ -93,7 +101,9 @@ def remade(flow: Flow, wanted: Sequence[fx.Node]) -> tuple[Callable[..., tuple[A
     return function_of(nodes, sources, wanted), sources
 
 
-def function_of(nodes: Iterable[fx.Node], given: Sequence[fx.Node], made: Sequence[fx.Node]) -> Callable[..., tuple[Any, ...]]:
+def function_of(
+    nodes: Iterable[fx.Node], given: Sequence[fx.Node], made: Sequence[fx.Node]
+) -> Callable[..., tuple[Any, ...]]:
     """Python for some ops: takes a device and the values of `given`, returns those of `made`."""
     graph = fx.Graph()
     device = graph.placeholder("device")
@@ -113,4 +123,8 @@ def _on(value: Any, device: fx.Node) -> Any:
         return device if value.type == "cpu" else value
     if isinstance(value, (tuple, list)):
         return type(value)(_on(item, device) for item in value)
-    return {key: _on(item, device) for key, item in value.items()} if isinstance(value, dict) else value
+    return (
+        {key: _on(item, device) for key, item in value.items()}
+        if isinstance(value, dict)
+        else value
+    )

@@ -35,7 +35,9 @@ def side_loss(value: Tensor) -> None:
     """
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise SettingError(f"a side loss is one number, a mean over the samples that the layer is given; this one is {shape}")
+        raise SettingError(
+            f"a side loss is one number, a mean over the samples that the layer is given; this one is {shape}"
+        )
     if _COLLECTOR.found is not None:
         _COLLECTOR.found.append(value.reshape(()))
 

@@ -57,7 +57,9 @@ class Skip(NamedTuple):
     name: str
 
     def __str__(self) -> str:
-        return f"'{self.name}'" if self.namespace is None else f"'{self.name}' of {self.namespace!r}"
+        return (
+            f"'{self.name}'" if self.namespace is None else f"'{self.name}' of {self.namespace!r}"
+        )
 
 
 class stash:  # noqa: N801 - stands where a keyword would
@@ -118,8 +120,13 @@ class Skippable(nn.Module):
         declared = self.stashable_names | self.poppable_names
         names = declared if only is None else set(only)
         for name in sorted(names - declared):
-            raise ValueError(f"{type(self).__name__} has no skip '{name}' to isolate; it has {_listed(declared)}")
-        self.__dict__["_namespaces"] = {**self._namespaces_of_skips(), **dict.fromkeys(names, namespace)}
+            raise ValueError(
+                f"{type(self).__name__} has no skip '{name}' to isolate; it has {_listed(declared)}"
+            )
+        self.__dict__["_namespaces"] = {
+            **self._namespaces_of_skips(),
+            **dict.fromkeys(names, namespace),
+        }
         return self
 
     def stashable(self) -> list[Skip]:
@@ -139,20 +146,30 @@ class Skippable(nn.Module):
         waiting = _CURRENT.waiting
         for skip in self.poppable():
             if skip not in waiting:
-                raise RuntimeError(f"{skip} has not been stashed before {type(self).__name__} pops it")
+                raise RuntimeError(
+                    f"{skip} has not been stashed before {type(self).__name__} pops it"
+                )
         popped = {skip.name: waiting.pop(skip) for skip in self.poppable()}
         stashed: dict[str, Tensor | None] = {}
         made = super().forward(*args, **kwargs)
         if isinstance(made, Generator):
             made = self._drive(made, popped, stashed)
-        for what, left in (("stashed", self.stashable_names - stashed.keys()), ("popped", set(popped))):
+        for what, left in (
+            ("stashed", self.stashable_names - stashed.keys()),
+            ("popped", set(popped)),
+        ):
             if left:
-                raise RuntimeError(f"{_listed(left)} must be {what} by the forward of {type(self).__name__}, and was not")
+                raise RuntimeError(
+                    f"{_listed(left)} must be {what} by the forward of {type(self).__name__}, and was not"
+                )
         waiting.update({self._skip(name): tensor for name, tensor in stashed.items()})
         return made
 
     def _drive(
-        self, running: Generator[Any, Any, Any], popped: dict[str, Tensor | None], stashed: dict[str, Tensor | None]
+        self,
+        running: Generator[Any, Any, Any],
+        popped: dict[str, Tensor | None],
+        stashed: dict[str, Tensor | None],
     ) -> Any:
         answer: Tensor | None = None
         try:
@@ -175,7 +192,9 @@ class Skippable(nn.Module):
                         raise RuntimeError(f"'{asked.name}' {why} in {type(self).__name__}")
                     answer = popped.pop(asked.name)
                 else:
-                    raise TypeError(f"the forward of {type(self).__name__} yielded {asked!r}: it may yield stash(…) and pop(…)")
+                    raise TypeError(
+                        f"the forward of {type(self).__name__} yielded {asked!r}: it may yield stash(…) and pop(…)"
+                    )
         except StopIteration as stop:
             return stop.value
 
@@ -188,7 +207,9 @@ class Skippable(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         theirs = f"{prefix}module."
-        if "module" not in self._modules:  # torchgpipe and FairScale have the user's module one level down
+        if (
+            "module" not in self._modules
+        ):  # torchgpipe and FairScale have the user's module one level down
             for key in [key for key in state_dict if key.startswith(theirs)]:
                 state_dict[prefix + key.removeprefix(theirs)] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -197,7 +218,9 @@ class Skippable(nn.Module):
         return f"@skippable({super().__repr__()})"
 
 
-def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:
+def skippable(
+    stash: Iterable[str] = (), pop: Iterable[str] = ()
+) -> Callable[[type[nn.Module]], type[Skippable]]:
     """A decorator for a module's class whose forward stashes or pops tensors for, or from, layers far away.
 
     Args:
@@ -225,26 +248,43 @@ def verify_skippables(module: nn.Module | Mapping[str, nn.Module]) -> None:
     stashed: dict[Skip, str] = {}
     popped: set[Skip] = set()
     faults: list[str] = []
-    for layer, part in dict(module.named_children() if isinstance(module, nn.Module) else module).items():
+    for layer, part in dict(
+        module.named_children() if isinstance(module, nn.Module) else module
+    ).items():
         if not isinstance(part, Skippable):
             continue
         both = part.stashable_names & part.poppable_names
-        faults += [f"'{layer}' declared '{name}' both as stashable and as poppable" for name in sorted(both)]
+        faults += [
+            f"'{layer}' declared '{name}' both as stashable and as poppable"
+            for name in sorted(both)
+        ]
         for skip in part.stashable():
             if skip.name not in both and skip in stashed:
-                faults.append(f"'{layer}' redeclared '{skip.name}' as stashable but not isolated by namespace")
+                faults.append(
+                    f"'{layer}' redeclared '{skip.name}' as stashable but not isolated by namespace"
+                )
             elif skip.name not in both:
                 stashed[skip] = layer
         for skip in part.poppable():
             if skip.name not in both and skip in popped:
-                faults.append(f"'{layer}' redeclared '{skip.name}' as poppable but not isolated by namespace")
+                faults.append(
+                    f"'{layer}' redeclared '{skip.name}' as poppable but not isolated by namespace"
+                )
             elif skip.name not in both and skip not in stashed:
-                faults.append(f"'{layer}' declared '{skip.name}' as poppable but it was not stashed")
+                faults.append(
+                    f"'{layer}' declared '{skip.name}' as poppable but it was not stashed"
+                )
             elif skip.name not in both:
                 popped.add(skip)
-    faults += [f"no module declared '{skip.name}' as poppable but stashed" for skip in stashed if skip not in popped]
+    faults += [
+        f"no module declared '{skip.name}' as poppable but stashed"
+        for skip in stashed
+        if skip not in popped
+    ]
     if faults:
-        raise TypeError("\n  * ".join(["one or more pairs of stash and pop do not match:", *faults]))
+        raise TypeError(
+            "\n  * ".join(["one or more pairs of stash and pop do not match:", *faults])
+        )
 
 
 class _Carrying(nn.Module):
@@ -255,7 +295,9 @@ class _Carrying(nn.Module):
 
     whole_names = True
 
-    def __init__(self, name: str, layer: nn.Module, reaching: Sequence[Skip], leaving: Sequence[Skip]) -> None:
+    def __init__(
+        self, name: str, layer: nn.Module, reaching: Sequence[Skip], leaving: Sequence[Skip]
+    ) -> None:
         super().__init__()
         *folders, last = name.split(".")
         holder: nn.Module = self
@@ -298,7 +340,9 @@ def carrying(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Modul
     made: list[tuple[str, nn.Module]] = []
     live: list[Skip] = []
     for name, layer in named:
-        stashes, pops = (layer.stashable(), layer.poppable()) if isinstance(layer, Skippable) else ([], [])
+        stashes, pops = (
+            (layer.stashable(), layer.poppable()) if isinstance(layer, Skippable) else ([], [])
+        )
         leaving = [skip for skip in live if skip not in pops] + stashes
         made.append((name, _Carrying(name, layer, live, leaving) if live or leaving else layer))
         live = leaving

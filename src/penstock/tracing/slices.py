@@ -27,7 +27,9 @@ _PER_TOKEN = (
 _LAST_DIMENSION: dict[type[nn.Module], Callable[[Any], bool]] = {
     nn.LayerNorm: lambda norm: len(norm.normalized_shape) == 1,
     nn.RMSNorm: lambda norm: len(norm.normalized_shape) == 1,
-    nn.PReLU: lambda act: act.num_parameters == 1,  # with several, the second dimension is that of channels
+    nn.PReLU: lambda act: (
+        act.num_parameters == 1
+    ),  # with several, the second dimension is that of channels
     nn.Softmax: lambda act: act.dim == -1,
     nn.LogSoftmax: lambda act: act.dim == -1,
     nn.GLU: lambda act: act.dim == -1,
@@ -53,7 +55,9 @@ def is_per_token(module: nn.Module) -> bool:
         return all(is_per_token(child) for child in module.children())
     if any(_runs_as(module, kind) for kind in _PER_TOKEN):
         # Settings by which an embedding does something to weights or gradients that depends on all tokens at once.
-        return not isinstance(module, nn.Embedding) or (module.max_norm is None and not module.scale_grad_by_freq)
+        return not isinstance(module, nn.Embedding) or (
+            module.max_norm is None and not module.scale_grad_by_freq
+        )
     return any(_runs_as(module, kind) and fits(module) for kind, fits in _LAST_DIMENSION.items())
 
 
@@ -69,7 +73,12 @@ def check_slices(traced: TracedChain, schedule: Schedule) -> None:
     for layer, module in zip(traced.layers, traced.modules, strict=True):
         place = f"layer {layer.name} ({type(module).__name__})"
         if has_past(module):
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            if (
+                module._forward_hooks
+                or module._forward_pre_hooks
+                or module._backward_hooks
+                or module._backward_pre_hooks
+            ):
                 found.append(f"{place} has hooks, which run with forward and not with forward_slice: take them off, or hook a "
                              "module inside")  # fmt: skip
         elif not is_per_token(module):
@@ -83,7 +92,15 @@ def check_slices(traced: TracedChain, schedule: Schedule) -> None:
 def _why(module: nn.Module) -> str:
     if isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm)):
         return "takes its statistics over all tokens of a sequence, which no slice has"
-    if isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Transformer)):
+    if isinstance(
+        module,
+        (
+            nn.MultiheadAttention,
+            nn.TransformerEncoderLayer,
+            nn.TransformerDecoderLayer,
+            nn.Transformer,
+        ),
+    ):
         return "looks at all tokens of a sequence"
     if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)):
         return "looks at tokens beside each token"
@@ -92,4 +109,8 @@ def _why(module: nn.Module) -> str:
 
 def _runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether it is one of these, or a subclass that leaves its forward alone."""
-    return isinstance(module, kind) and type(module).forward is kind.forward and "forward" not in vars(module)
+    return (
+        isinstance(module, kind)
+        and type(module).forward is kind.forward
+        and "forward" not in vars(module)
+    )

@@ -36,9 +36,14 @@ def trace(model: nn.Module, example: Any) -> tuple[list[Part], Variants]:
     names: dict[int, str] = {}
     first: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
         if nn.parameter.is_lazy(tensor):
-            raise ChainError(f"{name} has no shape yet: run the model once on an example before it is made a chain")
+            raise ChainError(
+                f"{name} has no shape yet: run the model once on an example before it is made a chain"
+            )
         first[name] = names.setdefault(id(tensor), name)
         tensors.setdefault(first[name], tensor)
     variants = Variants(skeleton_of(model), tensors, first)
@@ -52,7 +57,9 @@ def trace(model: nn.Module, example: Any) -> tuple[list[Part], Variants]:
         taken[base] = taken.get(base, 0) + 1
         name = base if taken[base] == 1 else f"{base}#{taken[base]}"
         kind = type(model.get_submodule(path) if path else model).__name__
-        made.append(Part(name, kind, tuple(ran), TracedLayer(index, variants, held[index], model.training)))
+        made.append(
+            Part(name, kind, tuple(ran), TracedLayer(index, variants, held[index], model.training))
+        )
     return made, variants
 
 
@@ -73,13 +80,19 @@ def _held(model: nn.Module, variants: Variants) -> list[dict[str, tuple[str, boo
     spellings: dict[str, list[str]] = {}
     for name, first in variants.names.items():
         spellings.setdefault(first, []).append(name)
-    state = {name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    state = {
+        name
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor)
+    }
     users: list[dict[str, str]] = [{} for _ in range(count)]
     for variant in variants.all():
         for layer, segment in enumerate(variant.segments):
             for node in segment.weights:
                 first = variant.flow.weights[node]
-                users[layer].setdefault(first, _spelling(spellings[first], segment.ops, variant.flow, node))
+                users[layer].setdefault(
+                    first, _spelling(spellings[first], segment.ops, variant.flow, node)
+                )
     for first in variants.tensors:
         layers = [layer for layer, used in enumerate(users) if first in used]
         if len(layers) == 1:
@@ -87,7 +100,10 @@ def _held(model: nn.Module, variants: Variants) -> list[dict[str, tuple[str, boo
     held: list[dict[str, tuple[str, bool]]] = [{} for _ in range(count)]
     for layer, used in enumerate(users):
         for first, name in used.items():
-            held[layer][name] = first, isinstance(variants.tensors[first], nn.Parameter) or name in state
+            held[layer][name] = (
+                first,
+                isinstance(variants.tensors[first], nn.Parameter) or name in state,
+            )
     placed = {name for row in held for name in row}
     home = {name: layer for layer, row in enumerate(held) for name in row}
     for name, first in variants.names.items():
@@ -102,9 +118,14 @@ def _spelling(names: Sequence[str], ops: range, flow: Flow, node: Any) -> str:
     if len(names) == 1:
         return names[0]
     paths = [
-        path for index in ops if node in flow.order[index].all_input_nodes for _, path in reversed(stack_of(flow.order[index]))
+        path
+        for index in ops
+        if node in flow.order[index].all_input_nodes
+        for _, path in reversed(stack_of(flow.order[index]))
     ]
-    return next((name for path in paths for name in names if path and name.startswith(f"{path}.")), names[0])
+    return next(
+        (name for path in paths for name in names if path and name.startswith(f"{path}.")), names[0]
+    )
 
 
 def _relative(name: str, home: Mapping[str, int]) -> int:

@@ -38,7 +38,9 @@ class Given:
         missing = tuple(node for node in wanted if node not in made)
         if missing:
             function, sources = variant.remaker(missing)
-            given = [made[node] if node in made else variant.held(node, self.device) for node in sources]
+            given = [
+                made[node] if node in made else variant.held(node, self.device) for node in sources
+            ]
             made.update(zip(missing, function(self.device, *given), strict=True))
         return [made[node] for node in wanted]
 
@@ -46,7 +48,10 @@ class Given:
         found = self._found.get(training)
         if found is None:
             variant = self._variants.find(self._form, training)
-            found = self._found[training] = variant, dict(zip(variant.flow.inputs, self._tensors, strict=True))
+            found = self._found[training] = (
+                variant,
+                dict(zip(variant.flow.inputs, self._tensors, strict=True)),
+            )
         return found
 
 
@@ -61,7 +66,13 @@ class TracedLayer(nn.Module):
     #: See `penstock.tracing.names`.
     whole_names = True
 
-    def __init__(self, index: int, variants: Variants, tensors: Mapping[str, tuple[str, bool]], training: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        variants: Variants,
+        tensors: Mapping[str, tuple[str, bool]],
+        training: bool,
+    ) -> None:
         """Make a layer.
 
         Args:
@@ -129,7 +140,11 @@ class TracedLayer(nn.Module):
 
     def forward(self, value: Any) -> Any:
         """Run the layer."""
-        given = value[INPUTS] if type(value) is dict and INPUTS in value else Given(self._variants, value, self._device())
+        given = (
+            value[INPUTS]
+            if type(value) is dict and INPUTS in value
+            else Given(self._variants, value, self._device())
+        )
         variant = given.variant(self.training)
         segment = variant.segments[self._index]
         made = segment.run(

@@ -27,7 +27,9 @@ class Variant:
     flow: Flow
     segments: tuple[Segment, ...]
     steady: Callable[[str], Tensor]
-    _remakers: dict[tuple[fx.Node, ...], tuple[Callable[..., tuple[Any, ...]], list[fx.Node]]] = field(default_factory=dict)
+    _remakers: dict[tuple[fx.Node, ...], tuple[Callable[..., tuple[Any, ...]], list[fx.Node]]] = (
+        field(default_factory=dict)
+    )
     _elsewhere: dict[tuple[fx.Node, torch.device], tuple[int, Any]] = field(default_factory=dict)
 
     @cached_property
@@ -35,7 +37,9 @@ class Variant:
         """From what changes in the outputs to the model's own output."""
         return self.captured.outputs.value
 
-    def remaker(self, wanted: tuple[fx.Node, ...]) -> tuple[Callable[..., tuple[Any, ...]], list[fx.Node]]:
+    def remaker(
+        self, wanted: tuple[fx.Node, ...]
+    ) -> tuple[Callable[..., tuple[Any, ...]], list[fx.Node]]:
         """See `remade`."""
         found = self._remakers.get(wanted)
         if found is None:
@@ -44,7 +48,11 @@ class Variant:
 
     def held(self, node: fx.Node, device: torch.device) -> Any:
         """A constant, or a buffer that stays as it is."""
-        value = self.flow.constants[node] if node in self.flow.constants else self.steady(self.flow.weights[node])
+        value = (
+            self.flow.constants[node]
+            if node in self.flow.constants
+            else self.steady(self.flow.weights[node])
+        )
         if not isinstance(value, Tensor) or value.device == device:
             return value
         version, moved = self._elsewhere.get((node, device), (-1, None))
@@ -66,7 +74,9 @@ class Variants:
         steady: buffers that no graph changes.
     """
 
-    def __init__(self, skeleton: nn.Module, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+    def __init__(
+        self, skeleton: nn.Module, tensors: Mapping[str, Tensor], names: Mapping[str, str]
+    ) -> None:
         self.skeleton, self.tensors, self.names = skeleton, dict(tensors), dict(names)
         self.model_name = type(skeleton).__name__
         self.keys: tuple[Key, ...] = ()
@@ -94,7 +104,9 @@ class Variants:
         """Make the graphs for training and evaluation, and let them say what the layers are."""
         captured = [self._capture(form, training) for training in (True, False)]
         changed = {name for each in captured for name in changed_tensors(each, self.names)}
-        self.steady = {name for name, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)} - changed
+        self.steady = {
+            name for name, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)
+        } - changed
         flows = [flow_of(each, self.names, self.steady) for each in captured]
         self.keys = tuple(layer_keys(flows, self.skeleton))
         for training, each, flow in zip((True, False), captured, flows, strict=True):
@@ -115,13 +127,17 @@ class Variants:
         with self._lock:
             known = self._known.get(self._kind(form, training), [])
             tensors = form.tensors
-            found = next((variant for variant in known if variant.captured.domain.has(tensors)), None)
+            found = next(
+                (variant for variant in known if variant.captured.domain.has(tensors)), None
+            )
             if found is None:
                 captured = self._capture(form, training)
                 if changed_tensors(captured, self.names) & self.steady:
                     raise ChainError(f"for inputs of this form {self.model_name} changes buffers that it does not change for the example: make "
                                      "the chain with an example of this form")  # fmt: skip
-                found = self._add(form, training, captured, flow_of(captured, self.names, self.steady))
+                found = self._add(
+                    form, training, captured, flow_of(captured, self.names, self.steady)
+                )
             if len(self._exact) > 4096:
                 self._exact.clear()
             self._exact[exact] = found
@@ -167,4 +183,8 @@ class Variants:
 
 def _autocast() -> object:
     """What of the surroundings changes what a model does."""
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    )

@@ -20,7 +20,9 @@ def plain_step_seconds(config: TrainConfig) -> list[float]:
     """Seconds of `config.baseline_steps` steps of plain training, after one to warm up, with as many threads as torch has now."""
     task = make_task(config)
     traced = chain(task.model)
-    model = nn.Sequential(*materialise(traced, range(len(traced)), torch.device("cpu"), config.seed))
+    model = nn.Sequential(
+        *materialise(traced, range(len(traced)), torch.device("cpu"), config.seed)
+    )
     optimizer = optimizer_factory(config)(list(model.parameters()))
     times = []
     mixed = autocast_dtype(config)

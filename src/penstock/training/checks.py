@@ -35,7 +35,9 @@ def check_words(config: TrainConfig, layers: int) -> None:
         PARTITIONERS.find(cut.partition(":")[0])
         check_stages(layers, config.stage_count() or 1)
     if config.micro_batches is not None and config.micro_batches > config.batch:
-        raise SettingError(f"a batch of {config.batch} cannot be cut into {config.micro_batches} micro-batches")
+        raise SettingError(
+            f"a batch of {config.batch} cannot be cut into {config.micro_batches} micro-batches"
+        )
     _check_asynchrony(config)
     if config.memory_limit is not None:
         parse_bytes(config.memory_limit)
@@ -58,7 +60,14 @@ def _check_asynchrony(config: TrainConfig) -> None:
         if rule.optimizers:  # others take all
             update = Update.make([nn.Parameter(torch.zeros(1))], optimizer_factory(config))
             # Numbers do not matter: it looks at the optimizer and refuses, or not.
-            stage_weights(Site(update, lambda number: Use(number, 0, Reads(number, number), number, True, True), rule, options))
+            stage_weights(
+                Site(
+                    update,
+                    lambda number: Use(number, 0, Reads(number, number), number, True, True),
+                    rule,
+                    options,
+                )
+            )
     if facts is not None and not rule.synchronous:
         _check_numbers(config, facts.name, rule)
 
@@ -82,7 +91,9 @@ def _check_numbers(config: TrainConfig, name: str, rule: WeightRule) -> None:
     stages = config.stage_count()
     refused: list[ScheduleError] = []
     for count in _SOME_STAGES if stages is None else (stages,):
-        for micro_batches in MICRO_BATCHES if config.micro_batches is None else (config.micro_batches,):
+        for micro_batches in (
+            MICRO_BATCHES if config.micro_batches is None else (config.micro_batches,)
+        ):
             try:
                 made = schedule(name, count, micro_batches)
                 readings(made, rule_of(made, rule.name, config.weights_options))

@@ -125,22 +125,32 @@ def load(path: str | Path | None, changes: dict[str, Any]) -> TrainConfig:
         try:
             found = yaml.safe_load(Path(path).read_text())
         except (OSError, UnicodeDecodeError) as error:
-            raise FileError(f"cannot read the configuration {path}: {getattr(error, 'strerror', None) or error}") from error
+            raise FileError(
+                f"cannot read the configuration {path}: {getattr(error, 'strerror', None) or error}"
+            ) from error
         except yaml.YAMLError as error:
             raise FileError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
         if found is None:
             found = {}
         if not isinstance(found, dict):
-            raise FileError(f"{path} must be a mapping of settings, such as 'model: vgg11_bn', not a {type(found).__name__}")
+            raise FileError(
+                f"{path} must be a mapping of settings, such as 'model: vgg11_bn', not a {type(found).__name__}"
+            )
         known = [each.name for each in fields(TrainConfig)]
         strange = [str(key) for key in found if key not in known]
         if strange:
-            raise FileError(f"{path} has unknown settings: {', '.join(strange)}. Known: {', '.join(known)}")
+            raise FileError(
+                f"{path} has unknown settings: {', '.join(strange)}. Known: {', '.join(known)}"
+            )
     where = str(path) if path is not None else "the settings"
     try:
         return TypeAdapter(TrainConfig).validate_python({**found, **changes})
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else "a setting"  # what follows says which type of several was tried
+        name = (
+            str(first["loc"][0]) if first["loc"] else "a setting"
+        )  # what follows says which type of several was tried
         given = f", not {first['input']!r}" if first["type"] != "value_error" else ""
-        raise SettingError(f"{where}: {name}: {first['msg'].removeprefix('Value error, ')}{given}") from error
+        raise SettingError(
+            f"{where}: {name}: {first['msg'].removeprefix('Value error, ')}{given}"
+        ) from error

@@ -67,7 +67,11 @@ class Outcome:
     @property
     def speed_up(self) -> float | None:
         """How many times faster a step is than plain training in one process with one thread."""
-        return None if self.one_thread_step_s is None else self.one_thread_step_s / self.measured_step_s
+        return (
+            None
+            if self.one_thread_step_s is None
+            else self.one_thread_step_s / self.measured_step_s
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,9 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
     if config.out is not None:
         _folder(config)
     ranks = _ranks(config)
-    say(f"{config.model}: {len(traced)} layers, {traced.parameter_count:,} parameters · {task.data.description}")
+    say(
+        f"{config.model}: {len(traced)} layers, {traced.parameter_count:,} parameters · {task.data.description}"
+    )
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // ranks)
     measured = _profile(config, traced, ranks, threads, say)
@@ -127,14 +133,20 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
         RunError: a rank failed; the message says which and why. Checkpoints that were written stay.
     """
     config, folder = prepared.config, prepared.folder
-    results: list[RankResult] = launch(train_rank, prepared.plan.ranks, config, prepared.plan, folder, quiet)
+    results: list[RankResult] = launch(
+        train_rank, prepared.plan.ranks, config, prepared.plan, folder, quiet
+    )
     first = results[0]
     measured = first.timeline
     if measured is None:
-        raise PlanError(f"there is nothing left to train: the checkpoint in {folder} is at step {first.steps}")
+        raise PlanError(
+            f"there is nothing left to train: the checkpoint in {folder} is at step {first.steps}"
+        )
     plain: float | None = None
     if config.baseline_steps:
-        say(f"plain training in one process with one thread, {config.baseline_steps} steps, to compare …")
+        say(
+            f"plain training in one process with one thread, {config.baseline_steps} steps, to compare …"
+        )
         plain = statistics.median(launch(plain_step_s, 1, config, threads=1))
     chosen = prepared.plan
     bubble = measured.bubble_ratio if chosen.synchronous else 1.0 - statistics.mean(first.busy)
@@ -148,7 +160,9 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
     for suffix in ("svg", "json"):
         draw(measured, folder / f"measured.{suffix}")
         draw_pair(prepared.predicted, measured, folder / f"predicted-and-measured.{suffix}")
-    (folder / "outcome.json").write_text(json.dumps({**asdict(outcome), "speed_up": outcome.speed_up}, indent=1) + "\n")
+    (folder / "outcome.json").write_text(
+        json.dumps({**asdict(outcome), "speed_up": outcome.speed_up}, indent=1) + "\n"
+    )
     return outcome, measured
 
 
@@ -160,7 +174,9 @@ def _ranks(config: TrainConfig) -> int:
     return config.ranks or config.stage_count() or len(os.sched_getaffinity(0))
 
 
-def _profile(config: TrainConfig, traced: TracedChain, ranks: int, threads: int, say: Say) -> Profile:
+def _profile(
+    config: TrainConfig, traced: TracedChain, ranks: int, threads: int, say: Say
+) -> Profile:
     """The profile that is given, or what all ranks measure together: each is slowed down by the others, as it will be."""
     if config.profile is None:
         say(f"measuring {len(traced)} layers with {threads} thread{'s' * (threads > 1)} …")
@@ -180,7 +196,9 @@ def _folder(config: TrainConfig) -> Path:
     if config.out is not None:
         folder = Path(config.out)
         if not config.resume and (folder / "config.yaml").exists():
-            raise FileError(f"{folder} already holds a run: take another --out, or go on with it by --resume")
+            raise FileError(
+                f"{folder} already holds a run: take another --out, or go on with it by --resume"
+            )
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

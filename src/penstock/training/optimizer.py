@@ -17,7 +17,9 @@ def optimizer_factory(config: TrainConfig) -> OptimizerFactory:
 
     def make(parameters: list[nn.Parameter]) -> Optimizer:
         if config.optimizer == "sgd":
-            return torch.optim.SGD(parameters, config.lr, config.momentum, weight_decay=config.weight_decay)
+            return torch.optim.SGD(
+                parameters, config.lr, config.momentum, weight_decay=config.weight_decay
+            )
         kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
         return kind(parameters, config.lr, weight_decay=config.weight_decay)
 

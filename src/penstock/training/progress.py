@@ -17,8 +17,17 @@ class Progress:
     def __init__(self, steps: int, silent: bool) -> None:
         self._silent = silent
         self._console = Console(file=sys.stderr)
-        columns = [TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn()]
-        self._bar = None if silent or not self._console.is_terminal else Bar(*columns, console=self._console)
+        columns = [
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        ]
+        self._bar = (
+            None
+            if silent or not self._console.is_terminal
+            else Bar(*columns, console=self._console)
+        )
         self._task = self._bar.add_task("training", total=steps) if self._bar is not None else None
         self._busy = ""
         self._last = ""
@@ -34,13 +43,20 @@ class Progress:
     def epoch(self, number: int, accuracy: float) -> None:
         """After an epoch's evaluation."""
         if not self._silent:
-            self._console.print(f"epoch {number}: {self._last}  test accuracy {accuracy:.2%}", highlight=False)
+            self._console.print(
+                f"epoch {number}: {self._last}  test accuracy {accuracy:.2%}", highlight=False
+            )
 
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()

@@ -80,8 +80,20 @@ def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> Ra
     per_epoch = count_batches(len(task.data.train_inputs), config.batch)
     last_step = min(config.epochs * per_epoch, config.limit_steps or sys.maxsize)
     started = time.monotonic()
-    with Metrics(folder) if first else nullcontext() as metrics, Progress(last_step, not first or quiet) as progress:
-        training = _Training(config, task, pipe, folder, metrics, progress, RankResult(steps=pipe.step), plan.synchronous)
+    with (
+        Metrics(folder) if first else nullcontext() as metrics,
+        Progress(last_step, not first or quiet) as progress,
+    ):
+        training = _Training(
+            config,
+            task,
+            pipe,
+            folder,
+            metrics,
+            progress,
+            RankResult(steps=pipe.step),
+            plan.synchronous,
+        )
         while training.result.steps < last_step and not training.reached_target():
             training.epoch(per_epoch, last_step)
     result = training.result
@@ -125,7 +137,10 @@ class _Training:
 
     def reached_target(self) -> bool:
         """Whether the accuracy that was asked for is there."""
-        return self.config.target_accuracy is not None and self.result.test_accuracy >= self.config.target_accuracy
+        return (
+            self.config.target_accuracy is not None
+            and self.result.test_accuracy >= self.config.target_accuracy
+        )
 
     def epoch(self, per_epoch: int, last_step: int) -> None:
         """Train to the end of the epoch or to the last step, test, and write a checkpoint."""
@@ -133,7 +148,9 @@ class _Training:
         result.step_times = []
         until = min(last_step, (number + 1) * per_epoch)
         skipped = result.steps - number * per_epoch
-        batches = islice(self.task.epoch(self.config, number), skipped, skipped + until - result.steps)
+        batches = islice(
+            self.task.epoch(self.config, number), skipped, skipped + until - result.steps
+        )
         if self.synchronous:
             # The epoch's last batch may be a small one, which would not show a step as it was planned.
             last_whole = number * per_epoch + len(self.task.data.train_inputs) // self.config.batch
@@ -179,7 +196,11 @@ class _Training:
         for loss, seconds in pace.losses(self.pipe.train(feed)):
             size = feed.sizes.popleft()
             # What is left behind by a drain would be taken for the steady state, and a small batch for one as it was planned.
-            look = not feed.over and size == self.config.batch and (result.steps + 1) % _LOOK_EVERY == 1
+            look = (
+                not feed.over
+                and size == self.config.batch
+                and (result.steps + 1) % _LOOK_EVERY == 1
+            )
             if look or (feed.over and not feed.sizes and result.timeline is None):
                 result.timeline = self.pipe.timeline()
                 result.busy = self._busy(result.timeline, pace)
@@ -191,7 +212,9 @@ class _Training:
 
     def _busy(self, timeline: Timeline, pace: Pace) -> list[float]:
         """Per rank, the share of the time in which it works, the pipeline being full."""
-        found = steady_of(timeline, pace.seconds_per_batch, self.pipe.setting.schedule.micro_batches)
+        found = steady_of(
+            timeline, pace.seconds_per_batch, self.pipe.setting.schedule.micro_batches
+        )
         return busy_shares(timeline, found.batches * found.seconds_per_batch)
 
     def _trained(self, loss: float, samples: int, seconds: float, looked: bool) -> None:
@@ -208,5 +231,10 @@ class _Training:
                            f"below {self.config.lr:g} may help. Checkpoints of earlier epochs are kept")  # fmt: skip
         result.step_times.append(seconds)
         if self.metrics is not None:
-            self.metrics.write(result.steps, loss=loss, step_s=round(seconds, 6), samples_per_s=round(samples / seconds, 2))
+            self.metrics.write(
+                result.steps,
+                loss=loss,
+                step_s=round(seconds, 6),
+                samples_per_s=round(samples / seconds, 2),
+            )
         self.progress.step(result.steps, loss, samples / seconds, result.busy if looked else None)

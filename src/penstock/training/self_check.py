@@ -51,7 +51,9 @@ class SelfCheck:
 
     def _check_stages(self) -> None:
         """Before any rank is started: whether the model has a layer for every stage."""
-        if self.schedule is not None and self.schedule.stages > (layers := len(chain(make_task(self.config).model))):
+        if self.schedule is not None and self.schedule.stages > (
+            layers := len(chain(make_task(self.config).model))
+        ):
             raise SettingError(
                 f"{self.config.model} has {layers} layers, which make at most as many stages, not {self.schedule.stages}"
             )

@@ -104,5 +104,7 @@ def steady_of(timeline: Timeline, seconds_per_batch: float, micro_batches: int) 
         seconds_per_batch: what one takes.
         micro_batches: of one batch.
     """
-    last = max((event.op.micro_batch for event in timeline.compute if event.op.kind is Kind.F), default=0)
+    last = max(
+        (event.op.micro_batch for event in timeline.compute if event.op.kind is Kind.F), default=0
+    )
     return Steady.of(seconds_per_batch, last // micro_batches + 1, timeline)

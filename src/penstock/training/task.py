@@ -32,7 +32,13 @@ class Task:
 
     def epoch(self, config: TrainConfig, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of one epoch, the same on every rank."""
-        return batches(self.data.train_inputs, self.data.train_targets, config.batch, seed=config.seed, epoch=number)
+        return batches(
+            self.data.train_inputs,
+            self.data.train_targets,
+            config.batch,
+            seed=config.seed,
+            epoch=number,
+        )
 
     def example(self) -> Tensor:
         """Inputs to measure with."""
@@ -55,13 +61,17 @@ def make_task(config: TrainConfig) -> Task:
         raise SettingError(f"model {config.model} takes {_TAKES[known[config.model].task]}, but data {data.name} is "
                            f"{_TAKES[data.task]}: take --data {fitting_data(config.model)}")  # fmt: skip
     if "features" in options:
-        data = replace(data, train_inputs=data.train_inputs.flatten(1), test_inputs=data.test_inputs.flatten(1))
+        data = replace(
+            data, train_inputs=data.train_inputs.flatten(1), test_inputs=data.test_inputs.flatten(1)
+        )
     shape = data.train_inputs.shape
     fitting: dict[str, object] = {
         "classes": data.classes, "vocabulary": data.classes, "tokens": shape[-1], "image": shape[-1],
         "features": shape[-1], "channels": shape[1] if len(shape) > 1 else 1,
     }  # fmt: skip
-    chosen = {name: value for name, value in fitting.items() if name in options} | config.model_options
+    chosen = {
+        name: value for name, value in fitting.items() if name in options
+    } | config.model_options
     made = model(config.model, device="meta", **chosen)
     return Task(made, data, cross_entropy if data.task == "classify" else gpt_loss)
 

@@ -53,7 +53,9 @@ def check_code(code: str) -> None:
         SettingError: it is not.
     """
     if code not in CODES:
-        raise SettingError(f"a boundary is sent as one of {', '.join(CODES)}, or as it is (None), not as {code!r}")
+        raise SettingError(
+            f"a boundary is sent as one of {', '.join(CODES)}, or as it is (None), not as {code!r}"
+        )
 
 
 def tensor_of(bits: list[Tensor], dtype: torch.dtype, shape: torch.Size) -> Tensor:
@@ -83,7 +85,11 @@ class CodedTransport:
     def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
         """See `Transport.send`."""
         if message.kind in (Kind.F, Kind.B):
-            feedback = self._fed_back(peer, message) if message.kind is Kind.B and self.code == "int8" else None
+            feedback = (
+                self._fed_back(peer, message)
+                if message.kind is Kind.B and self.code == "int8"
+                else None
+            )
             payload = coded(payload, self.code, feedback)
         self.inner.send(peer, message, payload, signature)
 
@@ -113,7 +119,9 @@ class CodedTransport:
         return bits
 
 
-def coded(payload: Payload, code: str, bits: Callable[[int, Tensor], list[Tensor]] | None = None) -> Payload:
+def coded(
+    payload: Payload, code: str, bits: Callable[[int, Tensor], list[Tensor]] | None = None
+) -> Payload:
     """A payload whose large tensors of floats are in fewer bits: a flat list, of what it was and the tensors.
 
     Args:
@@ -131,7 +139,9 @@ def coded(payload: Payload, code: str, bits: Callable[[int, Tensor], list[Tensor
             tensors.append(leaf)
         else:
             made = bits_of(leaf.detach(), code) if bits is None else bits(place, leaf.detach())
-            forms.append(["bits", len(made), str(leaf.dtype).removeprefix("torch."), list(leaf.shape)])
+            forms.append(
+                ["bits", len(made), str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
+            )
             tensors += made
     text = json.dumps([payload.structure, forms, list(payload.wants_grad)])
     return Payload("*", (text, *tensors), (False,) * len(tensors))
@@ -149,7 +159,11 @@ def decoded(payload: Payload) -> Payload:
             leaves.append(next(rest))
         else:
             _, count, dtype, shape = form
-            leaves.append(tensor_of([next(rest) for _ in range(count)], getattr(torch, dtype), torch.Size(shape)))
+            leaves.append(
+                tensor_of(
+                    [next(rest) for _ in range(count)], getattr(torch, dtype), torch.Size(shape)
+                )
+            )
     return Payload(structure, tuple(leaves), wants_grad)
 
 

@@ -93,7 +93,9 @@ class Wire:
 
     def _raise(self, error: Exception, started: float) -> NoReturn:
         out_of_time = time.perf_counter() - started >= self.deadline_s * 0.95
-        raise (TransportTimeout if out_of_time and not self.lost else TransportLost)(str(error)) from error
+        raise (TransportTimeout if out_of_time and not self.lost else TransportLost)(
+            str(error)
+        ) from error
 
     def abort(self) -> None:
         """Close all links, so that everybody who waits on one, here or elsewhere, is let go.
@@ -156,7 +158,9 @@ class DistributedTransport:
     shares: bool = False
     _known: dict[_Key, Header] = field(default_factory=dict)
     _told: dict[_Key, tuple[object, ...]] = field(default_factory=dict)
-    _leaving: dict[tuple[int, Message], list[tuple[dist.Work, Tensor]]] = field(default_factory=dict)
+    _leaving: dict[tuple[int, Message], list[tuple[dist.Work, Tensor]]] = field(
+        default_factory=dict
+    )
     _unposted: list[_Arrival] = field(default_factory=list)
     _met: deque[tuple[int, Message]] = field(default_factory=deque)
 
@@ -181,7 +185,9 @@ class DistributedTransport:
         group = self.wire.group(link, message)
         leaving = self._leaving.setdefault((peer, message), [])
         for number, tensor in enumerate(tensors):
-            ready = tensor.detach().resolve_conj().resolve_neg().contiguous()  # what is in memory is what goes
+            ready = (
+                tensor.detach().resolve_conj().resolve_neg().contiguous()
+            )  # what is in memory is what goes
             if self.wire.through_host:
                 ready = ready.cpu()
             try:
@@ -199,7 +205,9 @@ class DistributedTransport:
     def post(self, peer: int, message: Message, signature: str) -> _Arrival:
         """See `Transport.post`. The first batch of a signature learns its shapes when it waits."""
         header = self._known.get(_key(signature, Link(peer, self.wire.rank), message))
-        if header is not None and not any(arrival.of_channel(peer, message) for arrival in self._unposted):
+        if header is not None and not any(
+            arrival.of_channel(peer, message) for arrival in self._unposted
+        ):
             return _Arrival(self, peer, message, signature, self._receive(peer, message, header))
         arrival = _Arrival(self, peer, message, signature, None)
         self._unposted.append(arrival)
@@ -208,9 +216,15 @@ class DistributedTransport:
     def catch_up(self, awaited: _Arrival) -> _Posted:
         """Post the receives that had to wait for their shapes, up to the awaited one, in the order of the sends."""
         while awaited.posted is None:
-            arrival = next(arrival for arrival in self._unposted if arrival.of_channel(awaited.peer, awaited.message))
+            arrival = next(
+                arrival
+                for arrival in self._unposted
+                if arrival.of_channel(awaited.peer, awaited.message)
+            )
             self._unposted.remove(arrival)
-            header = self._learn(_key(arrival.signature, Link(arrival.peer, self.wire.rank), arrival.message))
+            header = self._learn(
+                _key(arrival.signature, Link(arrival.peer, self.wire.rank), arrival.message)
+            )
             arrival.posted = self._receive(arrival.peer, arrival.message, header)
         return awaited.posted
 
@@ -245,7 +259,10 @@ class DistributedTransport:
     def _receive(self, peer: int, message: Message, header: Header) -> _Posted:
         """Post receives into fresh buffers."""
         group = self.wire.group(Link(peer, self.wire.rank), message)
-        buffers = [form.empty() if self.wire.through_host else form.empty().to(self.wire.device) for form in header.forms]
+        buffers = [
+            form.empty() if self.wire.through_host else form.empty().to(self.wire.device)
+            for form in header.forms
+        ]
         works = []
         for number, buffer in enumerate(buffers):
             try:

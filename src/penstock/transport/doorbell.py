@@ -13,7 +13,11 @@ import threading
 
 from penstock.transport.arena import LINE, Segment
 
-_SYS_FUTEX, _WAIT, _WAKE = 202, 0, 1  # x86-64, linux/futex.h; not the private ones, since processes share the word
+_SYS_FUTEX, _WAIT, _WAKE = (
+    202,
+    0,
+    1,
+)  # x86-64, linux/futex.h; not the private ones, since processes share the word
 
 _NONCE, _STOPPED, _LEFT, _WORDS = 1, 3, 4, LINE // 8
 
@@ -32,7 +36,13 @@ class Bell:
         self._address = segment.bytes.data_ptr() + 8 * word
         self._lock = threading.Lock()
         self._call = ctypes.CDLL(None).syscall
-        self._call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
+        self._call.argtypes = (
+            ctypes.c_long,
+            ctypes.c_void_p,
+            ctypes.c_int,
+            ctypes.c_uint32,
+            ctypes.c_void_p,
+        )
         self._call.restype = ctypes.c_long
 
     def ring(self) -> None:
@@ -77,7 +87,9 @@ class Door:
     def make(cls, size: int) -> Door:
         """One's own, for `size` ranks. Raises OSError as `Segment.make`."""
         door = cls(Segment.make(LINE * (size + 1)))
-        door._words[_NONCE], door._words[_NONCE + 1] = (int.from_bytes(os.urandom(8), "little") for _ in range(2))
+        door._words[_NONCE], door._words[_NONCE + 1] = (
+            int.from_bytes(os.urandom(8), "little") for _ in range(2)
+        )
         return door
 
     @classmethod

@@ -25,7 +25,9 @@ def join() -> int:
     """
     if not dist.is_initialized():
         if "RANK" not in os.environ:
-            raise RunError("this process is alone: start it with torchrun --nproc-per-node N, or with ps.launch(fn, ranks=N)")
+            raise RunError(
+                "this process is alone: start it with torchrun --nproc-per-node N, or with ps.launch(fn, ranks=N)"
+            )
         keep_freed_memory()
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         atexit.register(_leave)

@@ -19,7 +19,13 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT = 2**30
 
 #: Whoever sets these has chosen for himself.
-_CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
+_CHOSEN = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "MALLOC_MMAP_MAX_",
+    "GLIBC_TUNABLES",
+)
 
 
 def keep_freed_memory() -> bool:
@@ -32,7 +38,9 @@ def keep_freed_memory() -> bool:
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt") or not hasattr(library, "gnu_get_libc_version"):
         return False
-    return bool(library.mallopt(_MMAP_THRESHOLD, _KEPT)) and bool(library.mallopt(_TRIM_THRESHOLD, _KEPT))
+    return bool(library.mallopt(_MMAP_THRESHOLD, _KEPT)) and bool(
+        library.mallopt(_TRIM_THRESHOLD, _KEPT)
+    )
 
 
 def give_back_freed_memory() -> None:

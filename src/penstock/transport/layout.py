@@ -39,7 +39,9 @@ class Layout:
     def __init__(self, number: int, header: Header, orders: list[str]) -> None:
         self.number, self.structure, self._leaves = number, header.structure, header.leaves
         self._forms, self.orders = header.forms, [getattr(torch, order) for order in orders]
-        self._tensors_at = [at for at, leaf in enumerate(header.leaves) if isinstance(leaf, TensorForm)]
+        self._tensors_at = [
+            at for at, leaf in enumerate(header.leaves) if isinstance(leaf, TensorForm)
+        ]
         self.wants = tuple(form.wants_grad for form in self._forms)
         self.bare = header.structure == ""
         self.nbytes = sum(_padded(form) for form in self._forms)
@@ -81,17 +83,26 @@ class Layout:
 
 def told(number: int, payload: Payload) -> bytes:
     """What the receiver must know of payloads of this form."""
-    return json.dumps([number, payload.header(), [_order(tensor) for tensor in payload.tensors]]).encode()
+    return json.dumps(
+        [number, payload.header(), [_order(tensor) for tensor in payload.tensors]]
+    ).encode()
 
 
 def key_of(payload: Payload) -> tuple[object, ...]:
     """What payloads of one layout have in common, cheap to make and to compare."""
     if payload.structure == "":
         tensor = payload.leaves[0]
-        return tensor.shape, tensor.dtype, payload.wants_grad, _CONTIGUOUS if tensor.is_contiguous() else _order(tensor)
+        return (
+            tensor.shape,
+            tensor.dtype,
+            payload.wants_grad,
+            _CONTIGUOUS if tensor.is_contiguous() else _order(tensor),
+        )
     leaves = tuple(
         # True is 1 and -0.0 is 0.0 for a dictionary, but not for a layer.
-        (leaf.shape, leaf.dtype, _order(leaf)) if isinstance(leaf, Tensor) else (leaf.__class__, repr(leaf))
+        (leaf.shape, leaf.dtype, _order(leaf))
+        if isinstance(leaf, Tensor)
+        else (leaf.__class__, repr(leaf))
         for leaf in payload.leaves
     )
     return payload.structure, leaves, payload.wants_grad
@@ -102,7 +113,11 @@ def _order(tensor: Tensor) -> str:
     if tensor.is_contiguous():
         return _CONTIGUOUS
     other = _OTHERS.get(tensor.dim())
-    return other if other is not None and tensor.is_contiguous(memory_format=getattr(torch, other)) else _CONTIGUOUS
+    return (
+        other
+        if other is not None and tensor.is_contiguous(memory_format=getattr(torch, other))
+        else _CONTIGUOUS
+    )
 
 
 def _padded(form: TensorForm) -> int:

@@ -31,7 +31,9 @@ class Exchange:
     def take(self, key: tuple[int, int, Message], deadline_s: float) -> Payload:
         """Wait for a payload and take it."""
         with self._changed:
-            came = self._changed.wait_for(lambda: key in self._payloads or self._closed is not None, deadline_s)
+            came = self._changed.wait_for(
+                lambda: key in self._payloads or self._closed is not None, deadline_s
+            )
             if key in self._payloads:
                 waiting = self._payloads[key]
                 payload = waiting.popleft()

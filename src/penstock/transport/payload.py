@@ -60,7 +60,9 @@ class Payload:
                 raise RunError(f"a {type(leaf).__name__} cannot cross a stage boundary: layers there may return tensors and "
                                "plain constants in nested tuples, lists and dicts")  # fmt: skip
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        wants = tuple(tensor.requires_grad for tensor in tensors) if wants_grad is None else wants_grad
+        wants = (
+            tuple(tensor.requires_grad for tensor in tensors) if wants_grad is None else wants_grad
+        )
         return cls(_structure(value, spec), tuple(leaves), wants)
 
     @classmethod
@@ -68,7 +70,9 @@ class Payload:
         """A list of gradients, with None where there is none; a single one as itself, which is the shortest to say."""
         if len(gradients) == 1 and gradients[0] is not None:
             return cls("", (gradients[0],), (False,))
-        return cls("*", tuple(gradients), tuple(False for gradient in gradients if gradient is not None))
+        return cls(
+            "*", tuple(gradients), tuple(False for gradient in gradients if gradient is not None)
+        )
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -83,7 +87,9 @@ class Payload:
     def with_tensors(self, tensors: list[Tensor]) -> Payload:
         """The same with other tensors in the tensors' places."""
         replacements = iter(tensors)
-        leaves = tuple(next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
+        leaves = tuple(
+            next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
+        )
         return Payload(self.structure, leaves, self.wants_grad)
 
     def value(self) -> Any:
@@ -96,14 +102,20 @@ class Payload:
 
     def form(self) -> tuple[object, ...]:
         """All but the tensors' contents, cheap to make and to compare."""
-        leaves = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
+        leaves = tuple(
+            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
+        )
         return self.structure, leaves, self.wants_grad
 
     def header(self) -> str:
         """All but the tensors' contents, as JSON."""
         forms = iter(self.wants_grad)
         described = [
-            {"shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch."), "wants_grad": next(forms)}
+            {
+                "shape": list(leaf.shape),
+                "dtype": str(leaf.dtype).removeprefix("torch."),
+                "wants_grad": next(forms),
+            }
             if isinstance(leaf, Tensor)
             else {"constant": leaf}
             for leaf in self.leaves
@@ -123,7 +135,9 @@ class Header:
         """Read what `Payload.header` wrote."""
         found = json.loads(text)
         leaves = [
-            leaf["constant"] if "constant" in leaf else TensorForm(tuple(leaf["shape"]), leaf["dtype"], leaf["wants_grad"])
+            leaf["constant"]
+            if "constant" in leaf
+            else TensorForm(tuple(leaf["shape"]), leaf["dtype"], leaf["wants_grad"])
             for leaf in found["leaves"]
         ]
         return cls(found["structure"], tuple(leaves))
@@ -136,7 +150,9 @@ class Header:
     def filled(self, tensors: list[Tensor]) -> Payload:
         """The payload whose tensors have arrived."""
         arrived = iter(tensors)
-        leaves = tuple(next(arrived) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves)
+        leaves = tuple(
+            next(arrived) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves
+        )
         return Payload(self.structure, leaves, tuple(form.wants_grad for form in self.forms))
 
 
@@ -157,7 +173,9 @@ def _structure(value: Any, spec: pytree.TreeSpec) -> str:
 @lru_cache(maxsize=256)
 def _spec(structure: str) -> pytree.TreeSpec:
     """Read the nesting back."""
-    if "collections.defaultdict" in _kinds(json.loads(structure)[1]):  # torch would import whatever module its factory names
+    if "collections.defaultdict" in _kinds(
+        json.loads(structure)[1]
+    ):  # torch would import whatever module its factory names
         raise ValueError("a defaultdict has a function inside, which does not travel")
     return pytree.treespec_loads(structure)
 

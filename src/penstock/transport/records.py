@@ -29,8 +29,18 @@ def to_plain(value: Any) -> Any:
         return {key: to_plain(item) for key, item in value.items()}
     if kind in (list, tuple):
         return kind(to_plain(item) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and kind not in pytree.SUPPORTED_NODES:
-        return _described(kind, {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)})
+    if (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and kind not in pytree.SUPPORTED_NODES
+    ):
+        return _described(
+            kind,
+            {
+                field.name: to_plain(getattr(value, field.name))
+                for field in dataclasses.fields(value)
+            },
+        )
     return value
 
 
@@ -44,7 +54,9 @@ def from_plain(value: Any) -> Any:
     if kind is dict:
         if _TYPE not in value:
             return {key: from_plain(item) for key, item in value.items()}
-        return _made(value[_TYPE], {name: from_plain(item) for name, item in value[_FIELDS].items()})
+        return _made(
+            value[_TYPE], {name: from_plain(item) for name, item in value[_FIELDS].items()}
+        )
     if kind in (list, tuple):
         return kind(from_plain(item) for item in value)
     return value

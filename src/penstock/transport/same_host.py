@@ -92,7 +92,11 @@ class SameHostTransport:
         Who is not `willing`, or whose machine cannot, is reachable for nobody. Raises what the store raises.
         """
         self._door = door = _made_door(size) if willing else None
-        here = {"host": _host(), "pid": os.getpid(), "door": door.segment.fd, "nonce": door.nonce} if door is not None else {}
+        here = (
+            {"host": _host(), "pid": os.getpid(), "door": door.segment.fd, "nonce": door.nonce}
+            if door is not None
+            else {}
+        )
         store.set(f"same-host/here/{self.rank}", json.dumps(here))
         entries = _told(store, "same-host/here", size)
         opened: dict[int, _Peer] = {}
@@ -171,18 +175,24 @@ class SameHostTransport:
 
     def _awaits(self, peer: _Peer) -> bool:
         """Whether a peer has yet to open what was sent to it, and still may."""
-        for other in self._peers.values():  # who closes at the same time waits for this one likewise
+        for (
+            other
+        ) in self._peers.values():  # who closes at the same time waits for this one likewise
             with contextlib.suppress(OSError):
                 other.incoming.poll()
         assert self._door is not None
-        return not (peer.outgoing.opened() or peer.door.left or peer.ended.poll(0) or self._door.stopped)
+        return not (
+            peer.outgoing.opened() or peer.door.left or peer.ended.poll(0) or self._door.stopped
+        )
 
     def _opened(self, rank: int, entry: Mapping[str, Any], door: Door) -> _Peer | None:
         """The peer whose entry in the store this is, if its memory can be opened and is really its own."""
         pid = int(entry["pid"])
         try:
             theirs = Door.open(pid, int(entry["door"]))
-            if theirs.nonce != entry["nonce"]:  # the number means another process here: that one is in another container
+            if (
+                theirs.nonce != entry["nonce"]
+            ):  # the number means another process here: that one is in another container
                 return None
             pidfd = os.pidfd_open(pid)
         except (OSError, ValueError):
@@ -223,7 +233,9 @@ class SameHostTransport:
         if peer.ended.poll(0) and not peer.incoming.poll():  # what it had sent before counts
             raise TransportLost(f"rank {rank} (process {peer.pid}) is gone")
         if time.monotonic() - since >= self.deadline_s:
-            raise TransportTimeout(f"nothing came from rank {rank} (process {peer.pid}) for {self.deadline_s:g} s")
+            raise TransportTimeout(
+                f"nothing came from rank {rank} (process {peer.pid}) for {self.deadline_s:g} s"
+            )
 
 
 def _made_door(size: int) -> Door | None:

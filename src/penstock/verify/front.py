@@ -10,7 +10,9 @@ from penstock.verify.verify import Report
 from penstock.verify.verify import verify as verify_schedule
 
 
-def verify(what: Schedule | LoweredSchedule, in_flight_limit: int | None = None, weights: str | None = None) -> Report:
+def verify(
+    what: Schedule | LoweredSchedule, in_flight_limit: int | None = None, weights: str | None = None
+) -> Report:
     """Prove that the programs are sound, or say all that is wrong.
 
     >>> from penstock.schedule.op import Schedule

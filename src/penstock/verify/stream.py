@@ -15,11 +15,13 @@ def stream_findings(schedule: Schedule) -> Iterator[Finding]:
         return
     if schedule.synchronous:
         yield Finding(
-            "stream", "a synchronous schedule is of one batch, and a stream goes on without a flush: leave out one of the two"
+            "stream",
+            "a synchronous schedule is of one batch, and a stream goes on without a flush: leave out one of the two",
         )
     elif schedule.slicing is not None:
         yield Finding(
-            "stream", "its micro-batches are cut, which those of a stream cannot be yet: count slices as micro-batches"
+            "stream",
+            "its micro-batches are cut, which those of a stream cannot be yet: count slices as micro-batches",
         )
     elif schedule.slices % stream.batches:
         yield Finding("stream", f"{schedule.slices} micro-batches are not {stream.batches} batches of equally many: give the stream another "
@@ -27,7 +29,9 @@ def stream_findings(schedule: Schedule) -> Iterator[Finding]:
     else:
         for rank, program in enumerate(schedule.programs):
             for stage in schedule.stages_of_rank[rank]:
-                yield from _turns(rank, [op for op in program if op.stage == stage], schedule.micro_batches)
+                yield from _turns(
+                    rank, [op for op in program if op.stage == stage], schedule.micro_batches
+                )
         if stream.waves is not None:
             yield from _apart(schedule)
 

@@ -50,7 +50,9 @@ class Report:
     staleness_across: tuple[int, ...] = ()
 
 
-def verify(schedule: Schedule, in_flight_limit: int | None = None, weights: str | None = None) -> Report:
+def verify(
+    schedule: Schedule, in_flight_limit: int | None = None, weights: str | None = None
+) -> Report:
     """Prove that the programs are sound, or say all that is wrong.
 
     Args:
@@ -104,29 +106,61 @@ def _completeness(schedule: Schedule) -> Iterator[Finding]:
         return
     for op, ranks in where.items():
         if op.stage < 0 or op.micro_batch < 0:
-            yield Finding("numbers", f"{op} on rank {ranks[0]}: stages and micro-batches count from 0", ranks[0], str(op))
+            yield Finding(
+                "numbers",
+                f"{op} on rank {ranks[0]}: stages and micro-batches count from 0",
+                ranks[0],
+                str(op),
+            )
         if op.kind is not Kind.U and len(ranks) > 1:
-            yield Finding("once", f"{op} stands {len(ranks)} times, on ranks {', '.join(map(str, ranks))}", ranks[1], str(op))
+            yield Finding(
+                "once",
+                f"{op} stands {len(ranks)} times, on ranks {', '.join(map(str, ranks))}",
+                ranks[1],
+                str(op),
+            )
     stages = sorted({op.stage for op in where})
     micro_batches = sorted({op.micro_batch for op in where if op.kind is not Kind.U})
     # Numbers that no op names are one finding, however many there are; below, only those named are walked.
-    for word, numbers, text in (("stage", stages, "{}F0"), ("micro-batch", micro_batches, f"{stages[0]}F{{}}")):
-        gap = next((n for n, number in enumerate(n for n in numbers if n >= 0) if n != number), None)
+    for word, numbers, text in (
+        ("stage", stages, "{}F0"),
+        ("micro-batch", micro_batches, f"{stages[0]}F{{}}"),
+    ):
+        gap = next(
+            (n for n, number in enumerate(n for n in numbers if n >= 0) if n != number), None
+        )
         if gap is not None:
             yield Finding("one forward", f"{word} {gap} has no op at all, but {word} {numbers[-1]} has: they count from 0 "
                           "without gaps", None, text.format(gap))  # fmt: skip
     for stage in stages:
         for m in micro_batches:
-            forward, whole, inputs, weights = (Op(kind, stage, m) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+            forward, whole, inputs, weights = (
+                Op(kind, stage, m) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+            )
             if forward not in where:
-                yield Finding("one forward", f"{forward} is missing: every stage runs every micro-batch", None, str(forward))
+                yield Finding(
+                    "one forward",
+                    f"{forward} is missing: every stage runs every micro-batch",
+                    None,
+                    str(forward),
+                )
                 continue
             home = where[forward][0]
             if whole in where and (inputs in where or weights in where):
-                yield Finding("one backward", f"stage {stage} has both {whole} and {inputs} or {weights}", home, str(whole))
+                yield Finding(
+                    "one backward",
+                    f"stage {stage} has both {whole} and {inputs} or {weights}",
+                    home,
+                    str(whole),
+                )
             elif whole not in where and not (inputs in where and weights in where):
                 lacking = weights if inputs in where else inputs if weights in where else whole
-                yield Finding("one backward", f"{lacking} is missing for {forward} on rank {home}", home, str(lacking))
+                yield Finding(
+                    "one backward",
+                    f"{lacking} is missing for {forward} on rank {home}",
+                    home,
+                    str(lacking),
+                )
             for op in (whole, inputs, weights):
                 if op in where and where[op][0] != home:
                     yield Finding("one rank", f"{op} stands on rank {where[op][0]}, but {forward} on rank {home} "
@@ -140,7 +174,8 @@ def _numbers(schedule: Schedule) -> Iterator[Finding]:
         return
     if schedule.slices != len(slicing.share):
         yield Finding(
-            "slices", f"forwards number {schedule.slices} slices, the micro-batches are cut into {len(slicing.share)}"
+            "slices",
+            f"forwards number {schedule.slices} slices, the micro-batches are cut into {len(slicing.share)}",
         )
         return
     if slicing.along == "samples":
@@ -175,11 +210,17 @@ def _handing(schedule: Schedule) -> Iterator[Finding]:
             yield from _in_turn(schedule, op, other, at)
 
 
-def _in_turn(schedule: Schedule, evict: Op, load: Op, at: dict[Op, dict[int, int]]) -> Iterator[Finding]:
+def _in_turn(
+    schedule: Schedule, evict: Op, load: Op, at: dict[Op, dict[int, int]]
+) -> Iterator[Finding]:
     """F, E, L, backward on the owner's rank; E, L on the partner's."""
     _, stage, number = evict
     owner = schedule.placement[stage, number]
-    around = [(i, op) for i, op in enumerate(schedule.programs[owner]) if op[1:] == (stage, number) and op.kind in _LIFE]
+    around = [
+        (i, op)
+        for i, op in enumerate(schedule.programs[owner])
+        if op[1:] == (stage, number) and op.kind in _LIFE
+    ]
     life = [op for _, op in around if op.kind is not Kind.W]
     wanted = sorted(life, key=lambda op: _LIFE.index(op.kind))
     if life != wanted:
@@ -187,7 +228,12 @@ def _in_turn(schedule: Schedule, evict: Op, load: Op, at: dict[Op, dict[int, int
                       f"{' '.join(map(str, wanted))}", owner, str(evict))  # fmt: skip
     for rank, place in at[evict].items():
         if rank != owner and at[load][rank] < place:
-            yield Finding("evict and load", f"rank {rank} gives {load} back before it takes {evict} in", rank, str(load))
+            yield Finding(
+                "evict and load",
+                f"rank {rank} gives {load} back before it takes {evict} in",
+                rank,
+                str(load),
+            )
 
 
 def _pairs(schedule: Schedule) -> Iterator[Finding]:
@@ -197,12 +243,25 @@ def _pairs(schedule: Schedule) -> Iterator[Finding]:
     for first, second in sorted(schedule.pairs, key=str):
         if (first, second) not in beside:
             yield Finding(
-                "pair", f"{first}&{second} do not stand next to each other in that order on any rank", None, str(first)
+                "pair",
+                f"{first}&{second} do not stand next to each other in that order on any rank",
+                None,
+                str(first),
             )
         elif any(first in group for group in needs(second, schedule.stages, schedule.slicing)):
-            yield Finding("pair", f"{first}&{second} cannot run as one: {second} needs {first}", None, str(second))
+            yield Finding(
+                "pair",
+                f"{first}&{second} cannot run as one: {second} needs {first}",
+                None,
+                str(second),
+            )
         elif {first, second} & seen or {first.kind, second.kind} & {Kind.U, *HANDING}:
-            yield Finding("pair", f"{first}&{second}: an op of compute runs with one other, no more", None, str(first))
+            yield Finding(
+                "pair",
+                f"{first}&{second}: an op of compute runs with one other, no more",
+                None,
+                str(first),
+            )
         seen |= {first, second}
 
 
@@ -216,8 +275,15 @@ def _order(schedule: Schedule) -> Iterator[Finding]:
             standing.setdefault(graph.ops[node][0], node)
     for rank, node in standing.items():
         op = graph.ops[node][1]
-        for home, other in dict.fromkeys(graph.work(before) for before in graph.waits_for[node] if before in stuck):
-            yield Finding("no cycle", f"rank {rank} cannot start {op}: it needs {other} on rank {home}", rank, str(op))
+        for home, other in dict.fromkeys(
+            graph.work(before) for before in graph.waits_for[node] if before in stuck
+        ):
+            yield Finding(
+                "no cycle",
+                f"rank {rank} cannot start {op}: it needs {other} on rank {home}",
+                rank,
+                str(op),
+            )
 
 
 def _updates(schedule: Schedule) -> Iterator[Finding]:
@@ -225,7 +291,12 @@ def _updates(schedule: Schedule) -> Iterator[Finding]:
     1, 2, 3 …, up to 1 where the schedule is synchronous.
     """
     waves = schedule.stream is not None and schedule.stream.waves is not None
-    updates = Counter((rank, op.stage) for rank, program in enumerate(schedule.programs) for op in program if op.kind is Kind.U)
+    updates = Counter(
+        (rank, op.stage)
+        for rank, program in enumerate(schedule.programs)
+        for op in program
+        if op.kind is Kind.U
+    )
     for rank, program in enumerate(schedule.programs):
         for stage in schedule.stages_of_rank[rank]:
             ops = [op for op in program if op.stage == stage]

@@ -77,7 +77,9 @@ class WeightRule:
         strange = [name for name in options if name not in self.options]
         if strange:
             takes = f"takes {', '.join(self.options)}" if self.options else "takes none"
-            raise SettingError(f"weight rule {self.name!r} has no option {', '.join(strange)}: it {takes}")
+            raise SettingError(
+                f"weight rule {self.name!r} has no option {', '.join(strange)}: it {takes}"
+            )
         return {**self.options, **options}
 
 

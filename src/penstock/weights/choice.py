@@ -13,7 +13,9 @@ from penstock.weights.catalogue import WEIGHT_RULES, WeightRule, weight_rule
 _PLAIN = {True: "1f1b", False: "pipedream"}
 
 
-def rule_of(schedule: Schedule, weights: str | None = None, options: Mapping[str, float] | None = None) -> WeightRule:
+def rule_of(
+    schedule: Schedule, weights: str | None = None, options: Mapping[str, float] | None = None
+) -> WeightRule:
     """The weight rule called `weights`, or the one that the schedule is made for; refused if it does not go with the schedule.
 
     Raises:
@@ -33,15 +35,21 @@ def rule_of(schedule: Schedule, weights: str | None = None, options: Mapping[str
 
 def does_not_go(weights: str, schedule: str, synchronous: bool) -> str:
     """That a rule is not for a schedule of this kind, and which are."""
-    kind = "synchronous, with a flush after every batch" if synchronous else "asynchronous, without a flush between batches"
-    return (
-        f"weight rule {weights!r} does not go with {schedule}, which is {kind}. Those that do: {', '.join(rules(synchronous))}"
+    kind = (
+        "synchronous, with a flush after every batch"
+        if synchronous
+        else "asynchronous, without a flush between batches"
     )
+    return f"weight rule {weights!r} does not go with {schedule}, which is {kind}. Those that do: {', '.join(rules(synchronous))}"
 
 
 def rules(synchronous: bool) -> list[str]:
     """The names of the weight rules for schedules that are synchronous, or for those that are not."""
-    return [name for name, entry in WEIGHT_RULES.entries().items() if entry.facts["synchronous"] == synchronous]
+    return [
+        name
+        for name, entry in WEIGHT_RULES.entries().items()
+        if entry.facts["synchronous"] == synchronous
+    ]
 
 
 def schedule_for(weights: str) -> str:

@@ -13,7 +13,11 @@ def _check(schedule: Schedule) -> None:
     takes_plain_streams(schedule)
     fewest, stages = shares_of_batches(schedule)[0], schedule.stages
     if fewest < stages:
-        still = f"; {stages - 1} can still be sound, but are fewer than the paper asks for" if stages > 1 else ""
+        still = (
+            f"; {stages - 1} can still be sound, but are fewer than the paper asks for"
+            if stages > 1
+            else ""
+        )
         raise ScheduleError(f"weight rule 'double-buffer' needs at least as many micro-batches in a batch as there are stages, or two "
                             f"versions are not enough: {schedule.name} has {fewest} on a rank, and {stages} stages. "
                             f"Give {stages} or more{still}")  # fmt: skip

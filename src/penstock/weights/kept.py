@@ -29,7 +29,11 @@ class _Copy:
     def let_go(self) -> None:
         """Keep the newest, what something in flight reads, and what the next F reads and all after that."""
         if len(self.kept) > 1:
-            self.kept = {v for v in self.kept if v == self.newest or v >= self.next_forward or self.reading[v]}
+            self.kept = {
+                v
+                for v in self.kept
+                if v == self.newest or v >= self.next_forward or self.reading[v]
+            }
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ class _Count:
             copy.next_forward = math.inf if following is None else following.forward
         else:
             read = self.reads[stage][number]
-            if kind is not Kind.W and read.backward > copy.newest:  # what was gone at its F is told there
+            if (
+                kind is not Kind.W and read.backward > copy.newest
+            ):  # what was gone at its F is told there
                 self._check(rank, op, copy, read.backward)
             if kind is not Kind.I:
                 copy.reading.subtract((read.forward, read.backward))
@@ -82,8 +88,15 @@ class _Count:
         self.findings.append(Finding("weights", f"{self.rule.name}: {what}, {why}", rank, str(op)))
 
     def _predicted(self, op: Op, version: int) -> bool:
-        read, share = self.reads[op.stage][op.micro_batch], self.walk.share(op.stage, op.micro_batch)
-        ahead, at = (read.forward_ahead, share.at_forward) if op.kind is Kind.F else (read.backward_ahead, share.at_backward)
+        read, share = (
+            self.reads[op.stage][op.micro_batch],
+            self.walk.share(op.stage, op.micro_batch),
+        )
+        ahead, at = (
+            (read.forward_ahead, share.at_forward)
+            if op.kind is Kind.F
+            else (read.backward_ahead, share.at_backward)
+        )
         return ahead > 0 and version == at
 
 

@@ -6,7 +6,11 @@ from penstock.weights.catalogue import register
 from penstock.weights.reads import Place, Reads
 
 
-@register("stash", synchronous=False, source="Narayanan et al. 2019, PipeDream, section 3.3, weight stashing")
+@register(
+    "stash",
+    synchronous=False,
+    source="Narayanan et al. 2019, PipeDream, section 3.3, weight stashing",
+)
 def stash(place: Place) -> Reads:
     """A forward reads the newest version, and its backward that same one; the gradient goes to the newest.
 

@@ -62,7 +62,9 @@ class _Row:
 
     def later(self, periods: int, batches: int) -> Place:
         """The place of the micro-batch that stands here some periods of so many batches later."""
-        return self.place.later(periods * batches, periods * self.updates, periods * self.updates_of_first_stage)
+        return self.place.later(
+            periods * batches, periods * self.updates, periods * self.updates_of_first_stage
+        )
 
 
 @final
@@ -87,7 +89,14 @@ class Uses:
         place = row.later(periods, self.batches)
         following, more = self._find(stage, row.after + periods * self.batches * self.micro_batches)
         next_forward = self.rule.reads(following.later(more, self.batches)).forward
-        return Use(place.batch, number % self.micro_batches, self.rule.reads(place), next_forward, row.first, row.last)
+        return Use(
+            place.batch,
+            number % self.micro_batches,
+            self.rule.reads(place),
+            next_forward,
+            row.first,
+            row.last,
+        )
 
     def staleness(self, stage: int) -> float:
         """The mean staleness of a stage's gradients once the pipeline is full: updates between forward and gradient."""
@@ -124,13 +133,25 @@ def uses(schedule: Schedule, rule: WeightRule) -> Uses:
 
     def row(stage: int, number: int) -> _Row:
         standing, share = found.standings[stage][number], found.share(stage, number)
-        assert standing.after is not None, "a period later there is an F on every copy of the weights"
+        assert standing.after is not None, (
+            "a period later there is an F on every copy of the weights"
+        )
         own, first = (going.updates(found.standings[of][number].rank, of) for of in (stage, 0))
         age = standing.at_gradient - reads[stage][number].forward
-        return _Row(found.place(stage, number), standing.after, standing.order == 0, share.last == number, age, own, first)
+        return _Row(
+            found.place(stage, number),
+            standing.after,
+            standing.order == 0,
+            share.last == number,
+            age,
+            own,
+            first,
+        )
 
     numbers = range((going.steady + going.batches) * going.period.micro_batches)
-    tables = tuple(tuple(row(stage, number) for number in numbers) for stage in range(schedule.stages))
+    tables = tuple(
+        tuple(row(stage, number) for number in numbers) for stage in range(schedule.stages)
+    )
     return Uses(rule, going.period.micro_batches, going.batches, tables)
 
 
@@ -154,21 +175,43 @@ class _Going:
     def of(cls, schedule: Schedule) -> _Going:
         """That of a stream; other schedules are run again and again. Raises as `period_of`."""
         if schedule.stream is None:
-            updates = tuple(Counter(op.stage for op in program if op.kind is Kind.U) for program in schedule.programs)
-            return cls(Period(1, max(schedule.slices, 1), ((),) * schedule.ranks, schedule.programs, updates), 1, 1, 0)
+            updates = tuple(
+                Counter(op.stage for op in program if op.kind is Kind.U)
+                for program in schedule.programs
+            )
+            return cls(
+                Period(
+                    1, max(schedule.slices, 1), ((),) * schedule.ranks, schedule.programs, updates
+                ),
+                1,
+                1,
+                0,
+            )
         period, pipelines = period_of(schedule), schedule.stream.pipelines
         # Whatever is not in a head comes again.
-        begun = (op.micro_batch // period.micro_batches for head in period.heads for op in head if op.kind is not Kind.U)
-        return cls(period, pipelines, math.lcm(period.batches, pipelines), 1 + max(begun, default=-1))
+        begun = (
+            op.micro_batch // period.micro_batches
+            for head in period.heads
+            for op in head
+            if op.kind is not Kind.U
+        )
+        return cls(
+            period, pipelines, math.lcm(period.batches, pipelines), 1 + max(begun, default=-1)
+        )
 
     def rows(self, batches: int) -> list[Row]:
         """The programs of so many batches."""
         size = self.period.micro_batches
-        return [list(with_batches(self.period.program(rank, batches), size)) for rank in range(len(self.period.loops))]
+        return [
+            list(with_batches(self.period.program(rank, batches), size))
+            for rank in range(len(self.period.loops))
+        ]
 
     def updates(self, rank: int, stage: int) -> int:
         """Updates that each copy of a stage's weights has on a rank before all comes again."""
-        return self.period.updates[rank][stage] * self.batches // self.period.batches // self.pipelines
+        return (
+            self.period.updates[rank][stage] * self.batches // self.period.batches // self.pipelines
+        )
 
 
 @dataclass(frozen=True)
@@ -204,7 +247,12 @@ def readings(schedule: Schedule, rule: WeightRule) -> Readings:
     """
     if schedule.synchronous:
         none = (0,) * schedule.stages
-        return Readings(((0,) * schedule.slices,) * schedule.stages, none, tuple(map(float, none)), (1,) * schedule.stages)
+        return Readings(
+            ((0,) * schedule.slices,) * schedule.stages,
+            none,
+            tuple(map(float, none)),
+            (1,) * schedule.stages,
+        )
     stream, size = schedule.stream, schedule.micro_batches
     waves = None if stream is None else stream.waves
     rows: list[Row] = [list(with_batches(program, size)) for program in schedule.programs]
@@ -215,15 +263,24 @@ def readings(schedule: Schedule, rule: WeightRule) -> Readings:
             # By then it has been full for a period, and will be for longer; and whole waves have come from others at their distance.
             enough = [2 * going.steady + 3 * going.batches]
             enough += (
-                [(waves.distance + 3) * waves.length * max(map(len, schedule.ranks_of_stage))] if waves is not None else []
+                [(waves.distance + 3) * waves.length * max(map(len, schedule.ranks_of_stage))]
+                if waves is not None
+                else []
             )
             if max(enough) > schedule.batches:
                 rows = going.rows(max(enough))
             full = range(going.steady * size, (going.steady + going.batches) * size)
     found = walk(rows, schedule.stages, 1 if stream is None else stream.pipelines)
     reads, versions = _checked(schedule, rows, found, rule)
-    ages = [[found.standings[stage][n].at_gradient - own[n].forward for n in sorted(own)] for stage, own in enumerate(reads)]
-    across = () if waves is None else tuple(_across(found, reads, stage, waves) for stage in range(schedule.stages))
+    ages = [
+        [found.standings[stage][n].at_gradient - own[n].forward for n in sorted(own)]
+        for stage, own in enumerate(reads)
+    ]
+    across = (
+        ()
+        if waves is None
+        else tuple(_across(found, reads, stage, waves) for stage in range(schedule.stages))
+    )
     return Readings(
         tuple(tuple(row[: schedule.slices]) for row in ages),
         tuple(max(row) for row in ages),
@@ -241,7 +298,8 @@ def _across(found: Walk, reads: list[dict[int, Reads]], stage: int, waves: Waves
     # Weights contain whole waves of the others, up to D before the last that their own copy has ended. A gradient finds as many
     # updates of its copy as there are batches before its own.
     return max(
-        standing.at_gradient - max(reads[stage][number].forward // waves.length - waves.distance, 0) * waves.length
+        standing.at_gradient
+        - max(reads[stage][number].forward // waves.length - waves.distance, 0) * waves.length
         for number, standing in standings.items()
     )
 

@@ -6,7 +6,11 @@ from penstock.weights.catalogue import register
 from penstock.weights.reads import Place, Reads
 
 
-@register("vertical-sync", synchronous=False, source="Narayanan et al. 2019, PipeDream, section 3.3, vertical sync")
+@register(
+    "vertical-sync",
+    synchronous=False,
+    source="Narayanan et al. 2019, PipeDream, section 3.3, vertical sync",
+)
 def vertical_sync(place: Place) -> Reads:
     """Forward and backward read the version that was the newest on the first stage when the micro-batch came in.
 

@@ -37,7 +37,9 @@ class ModelFacts:
 
     def __post_init__(self) -> None:
         if not self.task:
-            object.__setattr__(self, "task", "next_token" if "vocabulary" in self.options else "classify")
+            object.__setattr__(
+                self, "task", "next_token" if "vocabulary" in self.options else "classify"
+            )
 
 
 def models() -> dict[str, ModelFacts]:
@@ -48,7 +50,9 @@ def models() -> dict[str, ModelFacts]:
     }
 
 
-def model(name: str, *, device: str | torch.device | None = None, **options: object) -> nn.Sequential:
+def model(
+    name: str, *, device: str | torch.device | None = None, **options: object
+) -> nn.Sequential:
     """Make the model called `name`, with fresh weights that depend on torch's random state alone.
 
     The Sequential may hold Sequentials; its layers in the order of running are the leaves of that tree. Every submodule that
@@ -73,17 +77,24 @@ def model(name: str, *, device: str | torch.device | None = None, **options: obj
         if option not in known:
             close = difflib.get_close_matches(option, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise SettingError(f"{entry.name} has no option {option!r}.{hint} It has: {', '.join(known)}")
+            raise SettingError(
+                f"{entry.name} has no option {option!r}.{hint} It has: {', '.join(known)}"
+            )
     try:
         place = nullcontext() if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise SettingError(f"torch knows no device {device!r}; write for example 'cpu', 'cuda:0' or 'meta'") from error
+        raise SettingError(
+            f"torch knows no device {device!r}; write for example 'cpu', 'cuda:0' or 'meta'"
+        ) from error
     with place:
         return entry.make(**options)
 
 
 def _options(entry: Registered[Callable[..., nn.Sequential]]) -> dict[str, object]:
-    return {option: parameter.default for option, parameter in inspect.signature(entry.make).parameters.items()}
+    return {
+        option: parameter.default
+        for option, parameter in inspect.signature(entry.make).parameters.items()
+    }
 
 
 def check_counts(model_name: str, **counts: int) -> None:
@@ -94,7 +105,9 @@ def check_counts(model_name: str, **counts: int) -> None:
     """
     for option, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise SettingError(f"{model_name} takes {option} of 1 or more, a whole number, not {count!r}")
+            raise SettingError(
+                f"{model_name} takes {option} of 1 or more, a whole number, not {count!r}"
+            )
 
 
 def check_image(model_name: str, image: int) -> None:
@@ -104,7 +117,9 @@ def check_image(model_name: str, image: int) -> None:
         SettingError: it is neither 224 nor 32 pixels.
     """
     if not isinstance(image, int) or image not in (224, 32):
-        raise SettingError(f"{model_name} takes image=224 (as in the paper) or image=32 (CIFAR), pixels a side, not {image!r}")
+        raise SettingError(
+            f"{model_name} takes image=224 (as in the paper) or image=32 (CIFAR), pixels a side, not {image!r}"
+        )
 
 
 def check_dropout(model_name: str, dropout: float) -> None:

@@ -45,7 +45,9 @@ class SourceEmbedding(nn.Module):
             SettingError: the input is not of pairs.
         """
         if tokens.dim() != 3 or tokens.shape[1] != 2:
-            raise SettingError(f"gnmt takes tokens of shape (batch, 2, t), source and target, not {tuple(tokens.shape)}")
+            raise SettingError(
+                f"gnmt takes tokens of shape (batch, 2, t), source and target, not {tuple(tokens.shape)}"
+            )
         return {"x": self.token(tokens[:, 0]), "target": tokens[:, 1]}
 
 
@@ -55,7 +57,15 @@ class EncoderLayer(nn.Module):
     and its dropout.
     """
 
-    def __init__(self, inputs: int, hidden: int, *, dropout: float, both_ways: bool = False, skip: bool = False) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        hidden: int,
+        *,
+        dropout: float,
+        both_ways: bool = False,
+        skip: bool = False,
+    ) -> None:
         super().__init__()
         self.skip = skip
         self.dropout = nn.Dropout(dropout)
@@ -97,7 +107,9 @@ class Attention(nn.Module):
     def forward(self, query: Tensor, memory: Tensor) -> Tensor:
         """Run the attention."""
         # (batch, s, 1, hidden) + (batch, 1, t, hidden): the one place whose memory grows with s x t x hidden
-        scores: Tensor = self.score(torch.tanh(self.query(query)[:, :, None] + self.key(memory)[:, None])).squeeze(-1)
+        scores: Tensor = self.score(
+            torch.tanh(self.query(query)[:, :, None] + self.key(memory)[:, None])
+        ).squeeze(-1)
         return scores.softmax(-1) @ memory
 
 
@@ -150,7 +162,9 @@ class Classifier(nn.Module):
         return out
 
 
-def gnmt(*, layers: int = 8, hidden: int = 1024, vocabulary: int = 32_320, dropout: float = 0.2) -> nn.Sequential:
+def gnmt(
+    *, layers: int = 8, hidden: int = 1024, vocabulary: int = 32_320, dropout: float = 0.2
+) -> nn.Sequential:
     """GNMT with `layers` LSTM layers, half of them in the encoder and half in the decoder, each a layer of the chain.
 
         tokens -> source_embedding -> encoder.lstm1 (both ways) ... encoder.lstm<n> -> target_embedding
@@ -184,16 +198,24 @@ def gnmt(*, layers: int = 8, hidden: int = 1024, vocabulary: int = 32_320, dropo
                            f"not {layers}")  # fmt: skip
     depth = layers // 2
     # In the order of running: so the weights of a plain model are those of one whose ranks make them layer by layer.
-    made: OrderedDict[str, nn.Module] = OrderedDict(source_embedding=SourceEmbedding(vocabulary, hidden))
-    reads: OrderedDict[str, nn.Module] = OrderedDict(lstm1=EncoderLayer(hidden, hidden, dropout=0.0, both_ways=True))
+    made: OrderedDict[str, nn.Module] = OrderedDict(
+        source_embedding=SourceEmbedding(vocabulary, hidden)
+    )
+    reads: OrderedDict[str, nn.Module] = OrderedDict(
+        lstm1=EncoderLayer(hidden, hidden, dropout=0.0, both_ways=True)
+    )
     for index in range(2, depth + 1):
         skip = index > 2
-        reads[f"lstm{index}"] = EncoderLayer((1 if skip else 2) * hidden, hidden, dropout=dropout, skip=skip)
+        reads[f"lstm{index}"] = EncoderLayer(
+            (1 if skip else 2) * hidden, hidden, dropout=dropout, skip=skip
+        )
     made["encoder"] = nn.Sequential(reads)
     made["target_embedding"] = TargetEmbedding(vocabulary, hidden)
     writes: OrderedDict[str, nn.Module] = OrderedDict(lstm1=FirstDecoderLayer(hidden))
     for index in range(2, depth + 1):
-        writes[f"lstm{index}"] = DecoderLayer(hidden, dropout=dropout, skip=index > 2, last=index == depth)
+        writes[f"lstm{index}"] = DecoderLayer(
+            hidden, dropout=dropout, skip=index > 2, last=index == depth
+        )
     made["decoder"] = nn.Sequential(writes)
     made["classifier"] = Classifier(hidden, vocabulary)
     return nn.Sequential(made)

@@ -66,14 +66,20 @@ class CausalSelfAttention(nn.Module):
         """Run the attention."""
         return self.forward_slice(x, None)[0]
 
-    def forward_slice(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward_slice(
+        self, x: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Run the attention on the next tokens. `past`: keys and values of all before, (batch, heads, t so far, width / heads) each.
 
         Also returns keys and values with those of these tokens.
         """
         batch, length, width = x.shape
         # (batch, t, 3 width) -> 3 of (batch, heads, t, width / heads)
-        qkv: Tensor = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        qkv: Tensor = (
+            self.qkv(x)
+            .view(batch, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         query, key, value = qkv.unbind(0)
         share = self.attention_dropout if self.training else 0.0
         mask = None
@@ -83,8 +89,12 @@ class CausalSelfAttention(nn.Module):
             # prototype as yet, and loads torch._dynamo: a second at the start of every rank.
             before = key.shape[2] - length
             mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=x.device).tril(before)
-        mixed = functional.scaled_dot_product_attention(query, key, value, mask, share, is_causal=past is None)
-        out: Tensor = self.dropout(self.projection(mixed.transpose(1, 2).reshape(batch, length, width)))
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, mask, share, is_causal=past is None
+        )
+        out: Tensor = self.dropout(
+            self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
+        )
         return out, (key, value)
 
 
@@ -115,7 +125,9 @@ class TransformerBlock(nn.Module):
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
 
-    def forward_slice(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward_slice(
+        self, x: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Run the block on the next tokens; the past is the attention's."""
         mixed, past = self.attention.forward_slice(self.norm1(x), past)
         x = x + mixed
@@ -146,7 +158,9 @@ def gpt(*, layers: int = 12, width: int = 256, heads: int = 4, tokens: int = 128
     Source: Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3, with its initial weights:
     N(0, 0.02²), divided by sqrt(2 x layers) for the projections into the residual stream.
     """
-    check_counts("gpt", layers=layers, width=width, heads=heads, tokens=tokens, vocabulary=vocabulary)
+    check_counts(
+        "gpt", layers=layers, width=width, heads=heads, tokens=tokens, vocabulary=vocabulary
+    )
     check_dropout("gpt", dropout)
     if width % heads:
         raise SettingError(f"gpt cannot share width={width} among heads={heads}: {width % heads} of the width would be left over. "
@@ -155,7 +169,9 @@ def gpt(*, layers: int = 12, width: int = 256, heads: int = 4, tokens: int = 128
     return nn.Sequential(
         OrderedDict(
             embedding=TokenEmbedding(vocabulary, tokens, width, dropout),
-            blocks=nn.Sequential(*(TransformerBlock(width, heads, dropout, residual_std) for _ in range(layers))),
+            blocks=nn.Sequential(
+                *(TransformerBlock(width, heads, dropout, residual_std) for _ in range(layers))
+            ),
             norm=nn.LayerNorm(width),
             head=NormalLinear(width, vocabulary, std=STD, bias=False),
         )

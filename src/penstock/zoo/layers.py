@@ -33,7 +33,9 @@ class NormalLinear(nn.Linear):
 
     std: float
 
-    def __init__(self, in_features: int, out_features: int, *, std: float, bias: bool = True) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, std: float, bias: bool = True
+    ) -> None:
         self.std = std  # before nn.Linear's own __init__, which draws the weights; nn.Module takes plain numbers that early
         super().__init__(in_features, out_features, bias)
 

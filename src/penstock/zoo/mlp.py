@@ -13,7 +13,9 @@ from penstock.zoo.layers import NormalLinear
 
 @register("mlp", parameters=29_770, input="float (batch, features)", output="float (batch, classes)",
           source="Rumelhart, Hinton and Williams 1986, with ReLU for the sigmoid")  # fmt: skip
-def mlp(*, features: int = 64, hidden: int = 64, layers: int = 8, classes: int = 10) -> nn.Sequential:
+def mlp(
+    *, features: int = 64, hidden: int = 64, layers: int = 8, classes: int = 10
+) -> nn.Sequential:
     """Linear, ReLU, Linear, ..., Linear: `layers` linear maps in a chain of 2 x layers - 1.
 
     Layers are called `fc1`, `relu1`, ..., `fc<layers>`. With n = layers >= 2, h = hidden, the parameters are

@@ -46,7 +46,9 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Run the block."""
         inner = functional.relu(self.bn1(self.conv1(x)))
-        return functional.relu(self.bn2(self.conv2(inner)) + (x if self.skip is None else self.skip(x)))
+        return functional.relu(
+            self.bn2(self.conv2(inner)) + (x if self.skip is None else self.skip(x))
+        )
 
 
 @final
@@ -76,7 +78,9 @@ class Bottleneck(nn.Module):
         """Run the block."""
         inner = functional.relu(self.bn1(self.conv1(x)))
         inner = functional.relu(self.bn2(self.conv2(inner)))
-        return functional.relu(self.bn3(self.conv3(inner)) + (x if self.skip is None else self.skip(x)))
+        return functional.relu(
+            self.bn3(self.conv3(inner)) + (x if self.skip is None else self.skip(x))
+        )
 
 
 def _stem(image: int, channels: int) -> nn.Sequential:
@@ -92,7 +96,11 @@ def _stem(image: int, channels: int) -> nn.Sequential:
 
 
 def _resnet(
-    block: type[BasicBlock | Bottleneck], counts: tuple[int, ...], classes: int, image: int, channels: int
+    block: type[BasicBlock | Bottleneck],
+    counts: tuple[int, ...],
+    classes: int,
+    image: int,
+    channels: int,
 ) -> nn.Sequential:
     stem = _stem(image, channels)
     blocks: OrderedDict[str, nn.Module] = OrderedDict()
@@ -102,8 +110,14 @@ def _resnet(
             stride = 2 if index == 1 and group > 2 else 1
             blocks[f"conv{group}_{index}"] = block(reached, width, stride)
             reached = width * block.expansion
-    classifier = nn.Sequential(OrderedDict(pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(reached, classes)))
-    return nn.Sequential(OrderedDict(stem=stem, blocks=nn.Sequential(blocks), classifier=classifier))
+    classifier = nn.Sequential(
+        OrderedDict(
+            pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(reached, classes)
+        )
+    )
+    return nn.Sequential(
+        OrderedDict(stem=stem, blocks=nn.Sequential(blocks), classifier=classifier)
+    )
 
 
 @register("resnet18", parameters=11_689_512, input="float (batch, channels, image, image)", output="float (batch, classes)",

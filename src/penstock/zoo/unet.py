@@ -125,7 +125,9 @@ def unet(*, classes: int = 2, image: int = 224, channels: int = 3, width: int = 
     Source: Ronneberger, Fischer and Brox 2015, "U-Net: convolutional networks for biomedical image segmentation", figure 1; with padding,
     so that nothing need be cropped, and batch norm, as is usual since.
     """
-    check_counts("unet", classes=classes, channels=channels, image=image, width=width, levels=levels)
+    check_counts(
+        "unet", classes=classes, channels=channels, image=image, width=width, levels=levels
+    )
     if image % 2**levels:
         raise SettingError(
             f"unet takes image a multiple of {2**levels}, for {levels} halvings, not {image}: take fewer levels, or another size"

@@ -75,7 +75,9 @@ def vgg(depth: int, batch_norm: bool, *, classes: int = 1000, image: int = 224, 
     return nn.Sequential(OrderedDict(features=features, classifier=nn.Sequential(classifier)))
 
 
-def _features(blocks: tuple[int, ...], widths: list[int], channels: int, batch_norm: bool) -> nn.Sequential:
+def _features(
+    blocks: tuple[int, ...], widths: list[int], channels: int, batch_norm: bool
+) -> nn.Sequential:
     features: OrderedDict[str, nn.Module] = OrderedDict()
     for block, (count, width) in enumerate(zip(blocks, widths, strict=True), start=1):
         for index in range(1, count + 1):

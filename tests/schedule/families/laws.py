@@ -24,7 +24,9 @@ def check_laws(made: Schedule) -> Report:
     assert report.staleness_max == (0,) * made.stages
     assert Schedule.parse(str(made)).programs == made.programs
     for stage in range(made.stages):
-        assert [op.micro_batch for op in made.ops if op.stage == stage and op.kind is Kind.B] == [*range(made.micro_batches)]
+        assert [op.micro_batch for op in made.ops if op.stage == stage and op.kind is Kind.B] == [
+            *range(made.micro_batches)
+        ]
     line = simulate_schedule(made, Costs(forward=1, backward=2, transfer=0.1))
     busiest = max(map(len, made.stages_of_rank)) * made.micro_batches * 3
     assert line.makespan >= max(busiest, made.stages * 3)
@@ -38,7 +40,9 @@ def whole_stage_peaks(report: Report, each: int) -> tuple[float, ...]:
     return tuple(peak / each for peak in report.peak_on_rank)
 
 
-def check_row(made: Schedule, each: int, makespan: float, ratio: float, peaks: tuple[float, ...]) -> None:
+def check_row(
+    made: Schedule, each: int, makespan: float, ratio: float, peaks: tuple[float, ...]
+) -> None:
     """A row of LITERATURE 11.2: f = 1 and b = 2 per rank, dealt out to the `each` stages of a rank; links are free."""
     line = simulate_schedule(made, Costs(forward=1 / each, backward=2 / each))
     assert line.makespan == pytest.approx(makespan, rel=1e-12)
@@ -65,7 +69,12 @@ def played(made: Schedule, f: float = 1, b: float = 2, i: float | None = None, w
         u: of an update.
         handing: of the links that carry an E or L.
     """
-    seconds = {Kind.F: f, Kind.B: b, Kind.I: b / 2 if i is None else i, Kind.W: b / 2 if w is None else w}
+    seconds = {
+        Kind.F: f,
+        Kind.B: b,
+        Kind.I: b / 2 if i is None else i,
+        Kind.W: b / 2 if w is None else w,
+    }
     shares = made.shares
     events = build(made).events(
         lambda _, op: u if op.kind is Kind.U else seconds.get(op.kind, 0) * shares[op.micro_batch],

@@ -21,7 +21,9 @@ def check_split(made: Schedule) -> Report:
     assert report.staleness_max == (0,) * made.stages
     assert Schedule.parse(str(made)).programs == made.programs
     for stage in range(made.stages):
-        order = [op.micro_batch for op in made.ops if op.stage == stage and op.kind in (Kind.B, Kind.W)]
+        order = [
+            op.micro_batch for op in made.ops if op.stage == stage and op.kind in (Kind.B, Kind.W)
+        ]
         assert order == [*range(made.micro_batches)]
     return report
 
@@ -55,9 +57,13 @@ def check_gradients(made: Schedule) -> None:
                 small.data, small.loss, whole=False)  # fmt: skip
 
     def trained(schedule: Schedule) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        model, x, y = made_case(deep, samples=made.micro_batches + 3)  # micro-batches of unequal size
+        model, x, y = made_case(
+            deep, samples=made.micro_batches + 3
+        )  # micro-batches of unequal size
         lengths = lengths_of(len(layers_of(model)), schedule.stages)
-        pipe = Pipeline(model, loss=deep.loss, balance=lengths, schedule=schedule, executor="threads")
+        pipe = Pipeline(
+            model, loss=deep.loss, balance=lengths, schedule=schedule, executor="threads"
+        )
         try:
             return pipe.train_batch(x, y), gradients(model)
         finally:
@@ -66,7 +72,10 @@ def check_gradients(made: Schedule) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums are split by threads, which would change last bits
     try:
-        (loss, ours), (plain_loss, plain) = trained(made), trained(plain_schedule("gpipe", 1, made.micro_batches))
+        (loss, ours), (plain_loss, plain) = (
+            trained(made),
+            trained(plain_schedule("gpipe", 1, made.micro_batches)),
+        )
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(loss, plain_loss)

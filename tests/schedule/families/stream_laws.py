@@ -26,10 +26,16 @@ def check_stream(made: Schedule) -> Report:
     for rank, program in enumerate(made.programs):
         for stage in made.stages_of_rank[rank]:
             own = [n for (of, n), home in made.placement.items() if (of, home) == (stage, rank)]
-            assert [op.micro_batch for op in program if op.stage == stage and op.kind is Kind.B] == sorted(own)
+            assert [
+                op.micro_batch for op in program if op.stage == stage and op.kind is Kind.B
+            ] == sorted(own)
             last = [n for n, after in zip(sorted(own), [*sorted(own)[1:], -1], strict=True)
                     if after < 0 or after // made.micro_batches > n // made.micro_batches]  # fmt: skip
-            updates = [(program[place - 1], op) for place, op in enumerate(program) if op.kind is Kind.U and op.stage == stage]
+            updates = [
+                (program[place - 1], op)
+                for place, op in enumerate(program)
+                if op.kind is Kind.U and op.stage == stage
+            ]
             assert [(str(before), str(op)) for before, op in updates] == [
                 (f"{stage}B{n}", f"{stage}U{version}") for version, n in enumerate(last, start=1)
             ]

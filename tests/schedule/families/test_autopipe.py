@@ -24,13 +24,18 @@ def test_the_first_micro_batches_run_as_two_halves():
     assert (made.micro_batches, made.slices) == (3, 4)
 
 
-@pytest.mark.parametrize(("p", "m", "sliced", "makespan"), [(4, 8, 1, 31.5), (8, 16, 2, 65.5), (4, 8, 0, 33), (8, 16, 0, 69)])
+@pytest.mark.parametrize(
+    ("p", "m", "sliced", "makespan"),
+    [(4, 8, 1, 31.5), (8, 16, 2, 65.5), (4, 8, 0, 33), (8, 16, 0, 69)],
+)
 def test_autopipe_agrees_with_the_oracles(p, m, sliced, makespan):
     """LITERATURE 6.4, f = 1, b = 2: the start-up falls from (p - 1)f to (p - 1)f/2, and the makespan with it."""
     assert played(schedule("autopipe", p, m, sliced=sliced)).makespan == makespan
 
 
-@pytest.mark.parametrize(("p", "m", "sliced"), [(4, 8, 1), (8, 16, 2), (1, 4, 0), (9, 16, 2), (10, 16, 3), (8, 1, 1)])
+@pytest.mark.parametrize(
+    ("p", "m", "sliced"), [(4, 8, 1), (8, 16, 2), (1, 4, 0), (9, 16, 2), (10, 16, 3), (8, 1, 1)]
+)
 def test_as_few_are_cut_as_suffice_for_backwards_of_twice_a_forward(p, m, sliced):
     """Every half costs a kernel launch and fills the device less."""
     made = schedule("autopipe", p, m)
@@ -65,5 +70,7 @@ def test_with_none_cut_it_is_1f1b():
 @pytest.mark.parametrize("sliced", [-1, 9, True, 1.0, "1"])
 def test_a_number_that_is_none_of_the_micro_batches_is_refused(sliced):
     """Only micro-batches that are there can be cut."""
-    with pytest.raises(ScheduleError, match=r"autopipe cuts 0 to 8 of 8 micro-batches in two, not "):
+    with pytest.raises(
+        ScheduleError, match=r"autopipe cuts 0 to 8 of 8 micro-batches in two, not "
+    ):
         schedule("autopipe", 4, 8, sliced=sliced)

@@ -24,18 +24,25 @@ def test_every_forward_comes_after_its_copys_last_update(stages, size):
             place = {op: i for i, op in enumerate(program)}
             for batch in range(pipelines, made.batches):
                 update = Op(Kind.U, stage, batch - pipelines + 1)
-                assert all(place[update] < place[Op(Kind.F, stage, n)] for n in range(batch * size, (batch + 1) * size))
+                assert all(
+                    place[update] < place[Op(Kind.F, stage, n)]
+                    for n in range(batch * size, (batch + 1) * size)
+                )
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(2, 4))
 @settings(deadline=None, max_examples=30)
-def test_there_is_no_bubble_where_the_other_copies_batches_fill_the_pipeline(stages, size, pipelines):
+def test_there_is_no_bubble_where_the_other_copies_batches_fill_the_pipeline(
+    stages, size, pipelines
+):
     """With k = (N - 1)m + 1 in flight; with fewer than p the time is ceil(p / k) times as long, which is the best that k can do."""
     made = schedule("avgpipe", stages, size, pipelines=pipelines)
     most = (pipelines - 1) * size + 1
     peaks = check_stream(made).peak_in_flight
     if most >= stages:
-        assert peaks == tuple(min(2 * (stages - stage) - 1, most - stage) for stage in range(stages))
+        assert peaks == tuple(
+            min(2 * (stages - stage) - 1, most - stage) for stage in range(stages)
+        )
     else:
         assert peaks == tuple(-(-(stages - stage) * most // stages) for stage in range(stages))
     assert seconds_per_batch(made) == pytest.approx(3 * size * -(-stages // most))
@@ -52,7 +59,10 @@ def test_between_1f1b_and_all_that_a_copy_may_the_forwards_ahead_are_free():
     """The paper tunes them by profiling."""
     made = schedule("avgpipe", 3, 4, warm_up=(3, 2, 1))
     assert check_stream(made).peak_in_flight == (3, 2, 1)
-    assert set(gaps(made).values()) == {0, 1}  # updates of other copies, which are no concern of this one's
+    assert set(gaps(made).values()) == {
+        0,
+        1,
+    }  # updates of other copies, which are no concern of this one's
     with pytest.raises(ScheduleError, match="avgpipe with 2 pipelines and 4 micro-batches per batch runs at most 5 forwards ahead, not 6: "
                                             "one more would be of a copy's next batch, before its update; take more pipelines"):  # fmt: skip
         schedule("avgpipe", 3, 4, warm_up=(6, 2, 1))

@@ -50,7 +50,11 @@ def test_bpipe_takes_the_time_of_1f1b_and_no_rank_holds_more_than_the_bound(p, m
     assert played(made, 1, ratio).makespan == (m + p - 1) * (1 + ratio)
 
 
-@given(st.integers(1, 8), st.integers(1, 32), st.sampled_from([(b, c) for b in (1.5, 2, 2.5, 3) for c in (0, 0.5, 1)]))
+@given(
+    st.integers(1, 8),
+    st.integers(1, 32),
+    st.sampled_from([(b, c) for b in (1.5, 2, 2.5, 3) for c in (0, 0.5, 1)]),
+)
 @settings(deadline=None, max_examples=60)
 def test_other_backwards_or_slower_links_do_not_hold_it_up_either(p, m, b_and_c):
     """Made for b = 2f: there is room for b from 1.5f to 3f on free links, or for half a period of travel at b = 2f."""
@@ -65,7 +69,10 @@ def test_other_backwards_or_slower_links_do_not_hold_it_up_either(p, m, b_and_c)
 @settings(deadline=None, max_examples=40)
 def test_what_travels_is_one_micro_batch_more(p, m, ratio):
     """A rank holds what it is about to load as soon as it leaves the partner, and what it evicts until it is there."""
-    line = simulate_schedule(schedule("bpipe", p, m, ratio=ratio), Costs(1, ratio, activation_bytes=1, boundary_buffers=False))
+    line = simulate_schedule(
+        schedule("bpipe", p, m, ratio=ratio),
+        Costs(1, ratio, activation_bytes=1, boundary_buffers=False),
+    )
     assert max(line.peak_memory) <= min(m, -(-(p + 2) // 2) + 1)
 
 
@@ -74,7 +81,10 @@ def test_what_travels_is_one_micro_batch_more(p, m, ratio):
 def test_but_for_evictions_and_loads_it_is_1f1b(p, m):
     """Balance is all that it adds; below 4 stages there is nothing to balance."""
     made, plain = schedule("bpipe", p, m), schedule("1f1b", p, m)
-    assert tuple(tuple(op for op in row if op.kind not in HANDING) for row in made.programs) == plain.programs
+    assert (
+        tuple(tuple(op for op in row if op.kind not in HANDING) for row in made.programs)
+        == plain.programs
+    )
     handed = [op for op in made.ops if op.kind in HANDING]
     assert bool(handed) == (p >= 4 and m > -(-(p + 2) // 2))
     assert all(op.stage < p // 2 for op in handed)
@@ -83,5 +93,7 @@ def test_but_for_evictions_and_loads_it_is_1f1b(p, m):
 @pytest.mark.parametrize("ratio", [0, -1, float("inf"), True, "2"])
 def test_a_ratio_that_is_none_is_refused(ratio):
     """The partner's places are made for it."""
-    with pytest.raises(ScheduleError, match="bpipe takes a ratio of backward to forward above 0, not"):
+    with pytest.raises(
+        ScheduleError, match="bpipe takes a ratio of backward to forward above 0, not"
+    ):
         schedule("bpipe", 4, 8, ratio=ratio)

@@ -27,7 +27,13 @@ ROWS = [(2, 2, 7.5, 0.2000), (2, 4, 13.5, 0.1111), (2, 8, 25.5, 0.0588), (4, 4, 
 @pytest.mark.parametrize(("p", "m", "makespan", "ratio"), ROWS)
 def test_breadth_first_agrees_with_the_table_of_the_literature(p, m, makespan, ratio, order):
     """The oracle was made by another simulator."""
-    check_row(schedule("breadth-first", 2 * p, m, chunks=2, backward_order=order), 2, makespan, ratio, (m,) * p)
+    check_row(
+        schedule("breadth-first", 2 * p, m, chunks=2, backward_order=order),
+        2,
+        makespan,
+        ratio,
+        (m,) * p,
+    )
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 16), st.integers(1, 9), st.integers(1, 9),
@@ -39,14 +45,19 @@ def test_breadth_first_takes_interleaveds_time_where_the_ring_is_full(p, v, m, f
     report = check_laws(made) if order == "forward" else verify(made)
     assert report.peak_on_rank == (m * v,) * p
     assert made.ranks_of_stage == tuple((rank,) for rank in ring(v * p, p))
-    assert simulate_schedule(made, Costs(forward=f, backward=b)).makespan == ((v - 1) * max(m, p) + m + p - 1) * (f + b)
+    assert simulate_schedule(made, Costs(forward=f, backward=b)).makespan == (
+        (v - 1) * max(m, p) + m + p - 1
+    ) * (f + b)
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse"])
 def test_every_stage_works_in_one_stretch_forward_and_one_backward(order):
     """The point of the order: sharded weights are gathered once for each, and gradients reduced once."""
     for program in schedule("breadth-first", 12, 5, chunks=3, backward_order=order).programs:
-        stretches = [key for key, _ in groupby((op.kind, op.stage) for op in program if op.kind is not Kind.U)]
+        stretches = [
+            key
+            for key, _ in groupby((op.kind, op.stage) for op in program if op.kind is not Kind.U)
+        ]
         assert len(stretches) == 6
 
 
@@ -67,11 +78,15 @@ def test_breadth_first_in_reverse_runs_the_last_micro_batch_back_first():
 
 def test_torchs_own_looped_bfs_has_the_same_order():
     """An order made by another hand, which runs."""
-    from torch.distributed.pipelining.schedules import ScheduleLoopedBFS  # here: planning's other tests need no torch
+    from torch.distributed.pipelining.schedules import (
+        ScheduleLoopedBFS,
+    )  # here: planning's other tests need no torch
 
     for p, v, m in ((2, 2, 2), (2, 3, 4), (4, 2, 8), (3, 2, 1)):
         theirs = SimpleNamespace(_stages=range(v), pp_group_size=p, _n_microbatches=m)
-        for rank, row in enumerate(without_updates(schedule("breadth-first", p * v, m, chunks=v, backward_order="reverse"))):
+        for rank, row in enumerate(
+            without_updates(schedule("breadth-first", p * v, m, chunks=v, backward_order="reverse"))
+        ):
             actions = ScheduleLoopedBFS._calculate_single_rank_operations(theirs, rank)
             assert [str(action) for action in actions if action is not None] == row
 
@@ -88,5 +103,8 @@ def test_numbers_and_words_that_breadth_first_does_not_take_are_refused():
         schedule("breadth-first", 8, 8, chunks=3)
     with pytest.raises(ScheduleError, match="breadth-first needs at least 1 of chunks and got -2"):
         schedule("breadth-first", 8, 8, chunks=-2)
-    with pytest.raises(ScheduleError, match="breadth-first takes backward_order 'forward' or 'reverse', not 'sideways'"):
+    with pytest.raises(
+        ScheduleError,
+        match="breadth-first takes backward_order 'forward' or 'reverse', not 'sideways'",
+    ):
         schedule("breadth-first", 8, 8, backward_order="sideways")

@@ -29,13 +29,34 @@ F2 F3 F6 F7 F0 F1 B0 F4 F5 B1 B2 B4 B3 B5 B6 B7"""
 #: LITERATURE 11.2, the paragraph on Chimera, f = 1: p, m, makespan for b = 2; and for b = 1.
 DIRECT_ROWS = [(4, 2, 12), (4, 4, 16), (4, 8, 30), (4, 12, 44), (4, 16, 58), (6, 6, 26), (6, 12, 48), (8, 2, 24), (8, 8, 36),
                (8, 16, 66), (8, 32, 126), (16, 16, 76), (16, 32, 138)]  # fmt: skip
-EQUAL_ROWS = [(4, 4, 10), (4, 8, 18), (4, 12, 26), (8, 8, 22), (8, 16, 38), (8, 24, 54), (16, 16, 46), (16, 32, 78)]
-DOUBLING_ROWS = [(4, 8, 27), (4, 16, 51), (6, 12, 42), (6, 24, 78), (8, 16, 57), (8, 32, 105), (16, 32, 117)]
+EQUAL_ROWS = [
+    (4, 4, 10),
+    (4, 8, 18),
+    (4, 12, 26),
+    (8, 8, 22),
+    (8, 16, 38),
+    (8, 24, 54),
+    (16, 16, 46),
+    (16, 32, 78),
+]
+DOUBLING_ROWS = [
+    (4, 8, 27),
+    (4, 16, 51),
+    (6, 12, 42),
+    (6, 24, 78),
+    (8, 16, 57),
+    (8, 32, 105),
+    (16, 32, 117),
+]
 
-sizes = st.tuples(st.integers(1, 4).map(lambda half: 2 * half), st.integers(1, 16).map(lambda half: 2 * half))
+sizes = st.tuples(
+    st.integers(1, 4).map(lambda half: 2 * half), st.integers(1, 16).map(lambda half: 2 * half)
+)
 
 
-@pytest.mark.parametrize(("m", "options", "order"), [(4, {}, DIRECT), (8, {"concatenation": "doubling"}, DOUBLING)])
+@pytest.mark.parametrize(
+    ("m", "options", "order"), [(4, {}, DIRECT), (8, {"concatenation": "doubling"}, DOUBLING)]
+)
 def test_chimera_has_the_published_order(m, options, order):
     """The paper's figures, to the op: 0, 1, 4, 5 go down the ranks, 2, 3, 6, 7 up."""
     made = schedule("chimera", 4, m, **options)
@@ -64,7 +85,9 @@ def test_forward_doubling_agrees_with_the_oracles(p, m, makespan):
     assert played(schedule("chimera", p, m, concatenation="doubling")).makespan == makespan
 
 
-@pytest.mark.parametrize(("p", "peaks"), [(4, (3, 4, 4, 3)), (6, (4, 5, 6, 6, 5, 4)), (8, (5, 6, 7, 8, 8, 7, 6, 5))])
+@pytest.mark.parametrize(
+    ("p", "peaks"), [(4, (3, 4, 4, 3)), (6, (4, 5, 6, 6, 5, 4)), (8, (5, 6, 7, 8, 8, 7, 6, 5))]
+)
 def test_chimera_holds_the_published_numbers_of_micro_batches(p, peaks):
     """LITERATURE 11.2; most in the middle, where 1F1B has least and most together."""
     assert verify(schedule("chimera", p, 2 * p)).peak_on_rank == peaks
@@ -79,7 +102,9 @@ def test_direct_concatenation_keeps_its_formulas_with_a_last_unit_of_any_size(si
     units = -(-m // p)
     lack = units * p - m
     assert played(made, 1, 1).makespan == 2 * m + p - 2 + lack
-    assert played(made, 1, 2).makespan == 3 * m + (units + 1) * (p - 2) + lack - (units > 1 and lack > 0)
+    assert played(made, 1, 2).makespan == 3 * m + (units + 1) * (p - 2) + lack - (
+        units > 1 and lack > 0
+    )
     held = tuple(min(m, min(m, p) // 2 + 1 + min(rank, p - 1 - rank)) for rank in range(p))
     assert check_copies(made).peak_on_rank == held
 
@@ -90,7 +115,9 @@ def test_forward_doubling_keeps_its_formulas(p, units):
     """Half a bubble less than two direct units, for half as much memory again."""
     made = schedule("chimera", p, 2 * p * units, concatenation="doubling")
     assert played(made).makespan == 6 * p * units + 1.5 * (p - 2)
-    assert check_copies(made).peak_on_rank == tuple(3 * p // 2 + 1 + min(rank, p - 1 - rank) for rank in range(p))
+    assert check_copies(made).peak_on_rank == tuple(
+        3 * p // 2 + 1 + min(rank, p - 1 - rank) for rank in range(p)
+    )
 
 
 @given(sizes, st.floats(0, 9), st.sampled_from([1, 2]))

@@ -19,15 +19,27 @@ Fu0 Fd0 Fu1 Fd1 Fu2 Bd0 Fd2&Bu0 Fu3&Bd1 Fd3&Bu1 Bd2 Bu2 Id3 Iu3 Wd3 Wu3
 Fu0 Fu1 Fu2 Fd0 Id0 Wd0 Fd1 Fu3&Bd1 Fd2&Bu0 Bd2 Fd3&Bu1 Bd3 Iu2 Wu2 Iu3 Wu3"""
 
 #: LITERATURE 11.2, rows dualpipe with FB = f + b: p, m, makespan, ratio.
-ROWS = [(2, 4, 12, 0.0), (2, 8, 24, 0.0), (4, 8, 26, 0.0769), (4, 16, 50, 0.0400), (8, 16, 54, 0.1111), (8, 32, 102, 0.0588)]
+ROWS = [
+    (2, 4, 12, 0.0),
+    (2, 8, 24, 0.0),
+    (4, 8, 26, 0.0769),
+    (4, 16, 50, 0.0400),
+    (8, 16, 54, 0.1111),
+    (8, 32, 102, 0.0588),
+]
 
 
 def test_dualpipe_has_the_published_order():
     """DeepSeek's eight steps, to the op and to the pair; the n-th micro-batch down is 2n, the n-th up is 2n + 1."""
-    for rank, (line, found) in enumerate(zip(ORDER.splitlines(), str(schedule("dualpipe", 4, 8)).splitlines(), strict=True)):
+    for rank, (line, found) in enumerate(
+        zip(ORDER.splitlines(), str(schedule("dualpipe", 4, 8)).splitlines(), strict=True)
+    ):
         ways = {"d": (rank, 0), "u": (3 - rank, 1)}
         words = [
-            "&".join(f"{ways[op[1]][0]}{op[0]}{2 * int(op[2:]) + ways[op[1]][1]}" for op in word.split("&"))
+            "&".join(
+                f"{ways[op[1]][0]}{op[0]}{2 * int(op[2:]) + ways[op[1]][1]}"
+                for op in word.split("&")
+            )
             for word in line.split()
         ]
         assert [word for word in found.partition("| ")[2].split() if "U" not in word] == words
@@ -51,7 +63,9 @@ def test_dualpipe_keeps_its_formulas(half, more, unit):
     assert played(made, unit, 2 * unit).makespan == unit * (3 * m + (p // 2 - 1) * (3 + 2 - 3))
     assert check_copies(made).peak_on_rank == (p + 1,) * p
     ways = both_ways(p)
-    assert made.placement == {(s, m): ways[m % 2][s] for s in range(p) for m in range(made.micro_batches)}
+    assert made.placement == {
+        (s, m): ways[m % 2][s] for s in range(p) for m in range(made.micro_batches)
+    }
 
 
 def test_unequal_times_may_take_a_little_less_than_the_formula():
@@ -61,10 +75,14 @@ def test_unequal_times_may_take_a_little_less_than_the_formula():
 
 def test_numbers_that_dualpipe_does_not_take_are_refused():
     """Its steady state begins after 2p micro-batches, half of them each way."""
-    with pytest.raises(ScheduleError, match=r"dualpipe puts two stages on every rank, .* an even number of stages and got 3"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"dualpipe puts two stages on every rank, .* an even number of stages and got 3",
+    ):
         schedule("dualpipe", 3, 8)
     for m in (6, 9):
         with pytest.raises(
-            ScheduleError, match=f"in 4 stages it takes an even number of 8 or more and got {m}; chimera takes fewer"
+            ScheduleError,
+            match=f"in 4 stages it takes an even number of 8 or more and got {m}; chimera takes fewer",
         ):
             schedule("dualpipe", 4, m)

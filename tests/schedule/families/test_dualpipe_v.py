@@ -28,27 +28,46 @@ Fd0 Fu0 Fd1 Fu1 Fd2 Bu0 Fu2&Bd0 Fd3&Bu1 Fu3&Bd1 Bu2 Bd2 Iu3 Id3 Wu3 Wd3"""
 
 def test_dualpipe_v_has_the_published_order():
     """DeepSeek's eight steps, to the op and to the pair."""
-    for rank, (line, found) in enumerate(zip(ORDER.splitlines(), str(schedule("dualpipe-v", 4, 4)).splitlines(), strict=True)):
+    for rank, (line, found) in enumerate(
+        zip(ORDER.splitlines(), str(schedule("dualpipe-v", 4, 4)).splitlines(), strict=True)
+    ):
         stage = {"d": rank, "u": 3 - rank}
-        words = ["&".join(f"{stage[op[1]]}{op[0]}{op[2:]}" for op in word.split("&")) for word in line.split()]
+        words = [
+            "&".join(f"{stage[op[1]]}{op[0]}{op[2:]}" for op in word.split("&"))
+            for word in line.split()
+        ]
         assert [word for word in found.partition("| ")[2].split() if "U" not in word] == words
 
 
 def test_torchs_own_dualpipe_v_has_the_same_order():
     """An order made by another hand, which runs."""
-    from torch.distributed.pipelining.schedules import ScheduleDualPipeV  # here: planning's other tests need no torch
+    from torch.distributed.pipelining.schedules import (
+        ScheduleDualPipeV,
+    )  # here: planning's other tests need no torch
 
     for p in range(1, 6):
         for m in (2 * p, 2 * p + 1, 3 * p + 2):
-            theirs = SimpleNamespace(n_local_stages=2, num_stages=2 * p, _num_stages=2 * p, pp_group_size=p, _n_microbatches=m)
+            theirs = SimpleNamespace(
+                n_local_stages=2,
+                num_stages=2 * p,
+                _num_stages=2 * p,
+                pp_group_size=p,
+                _n_microbatches=m,
+            )
             made = schedule("dualpipe-v", 2 * p, m)
             pairs = {tuple(map(str, pair)) for pair in made.pairs}
             for rank, row in enumerate(without_updates(made)):
                 actions = [
-                    each for each in ScheduleDualPipeV._calculate_single_rank_operations(theirs, rank) if each is not None
+                    each
+                    for each in ScheduleDualPipeV._calculate_single_rank_operations(theirs, rank)
+                    if each is not None
                 ]
-                assert [str(part) for action in actions for part in action.sub_actions or (action,)] == row
-                overlapped = {tuple(map(str, action.sub_actions)) for action in actions if action.sub_actions}
+                assert [
+                    str(part) for action in actions for part in action.sub_actions or (action,)
+                ] == row
+                overlapped = {
+                    tuple(map(str, action.sub_actions)) for action in actions if action.sub_actions
+                }
                 assert overlapped == {pair for pair in pairs if pair[0] in row}
 
 
@@ -82,9 +101,15 @@ def test_dualpipe_v_is_sound_and_holds_2p_plus_1_half_stages(p, more):
 
 def test_numbers_that_dualpipe_v_does_not_take_are_refused():
     """Its steady state begins after 2p micro-batches; each message says what is taken."""
-    with pytest.raises(ScheduleError, match="dualpipe-v of 8 stages takes 8 micro-batches or more and got 7; zb-v takes any"):
+    with pytest.raises(
+        ScheduleError,
+        match="dualpipe-v of 8 stages takes 8 micro-batches or more and got 7; zb-v takes any",
+    ):
         schedule("dualpipe-v", 8, 7)
-    with pytest.raises(ScheduleError, match=r"dualpipe-v goes down .* an even number of stages and got 5; ask for 4 or 6$"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"dualpipe-v goes down .* an even number of stages and got 5; ask for 4 or 6$",
+    ):
         schedule("dualpipe-v", 5, 16)
 
 

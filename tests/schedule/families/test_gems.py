@@ -19,7 +19,9 @@ def test_gems_runs_every_micro_batch_forward_and_back_before_the_next():
     ]
 
 
-@pytest.mark.parametrize(("p", "m", "makespan"), [(4, 4, 39), (4, 8, 75), (8, 8, 143), (8, 32, 551)])
+@pytest.mark.parametrize(
+    ("p", "m", "makespan"), [(4, 4, 39), (4, 8, 75), (8, 8, 143), (8, 32, 551)]
+)
 def test_gems_agrees_with_the_oracles(p, m, makespan):
     """LITERATURE 6.6, f = 1, b = 2."""
     assert played(schedule("gems", p, m)).makespan == makespan

@@ -18,7 +18,10 @@ ROWS = [(2, 2, 9, 0.3333), (2, 4, 15, 0.2000), (2, 8, 27, 0.1111), (4, 4, 21, 0.
 
 def test_gpipe_runs_backwards_in_the_order_of_the_forwards():
     """Gradients add up in the order of plain accumulation, so they can agree with it to the bit."""
-    assert str(schedule("gpipe", 2, 3)) == "rank 0 | 0F0 0F1 0F2 0B0 0B1 0B2 0U1\nrank 1 | 1F0 1F1 1F2 1B0 1B1 1B2 1U1"
+    assert (
+        str(schedule("gpipe", 2, 3))
+        == "rank 0 | 0F0 0F1 0F2 0B0 0B1 0B2 0U1\nrank 1 | 1F0 1F1 1F2 1B0 1B1 1B2 1U1"
+    )
 
 
 def test_gpipe_in_reverse_runs_the_last_micro_batch_back_first():
@@ -30,7 +33,9 @@ def test_gpipe_in_reverse_runs_the_last_micro_batch_back_first():
 
 def test_gpipe_in_an_unknown_order_is_refused():
     """The two words are all there is."""
-    with pytest.raises(ScheduleError, match="gpipe takes backward_order 'forward' or 'reverse', not 'sideways'"):
+    with pytest.raises(
+        ScheduleError, match="gpipe takes backward_order 'forward' or 'reverse', not 'sideways'"
+    ):
         schedule("gpipe", 2, 3, backward_order="sideways")
 
 
@@ -38,17 +43,27 @@ def test_gpipe_in_an_unknown_order_is_refused():
 @pytest.mark.parametrize("order", ["forward", "reverse"])
 def test_gpipe_agrees_with_the_table_of_the_literature(p, m, makespan, ratio, order):
     """The oracle was made by another simulator."""
-    line = simulate_schedule(schedule("gpipe", p, m, backward_order=order), Costs(forward=1, backward=2))
+    line = simulate_schedule(
+        schedule("gpipe", p, m, backward_order=order), Costs(forward=1, backward=2)
+    )
     assert line.makespan == makespan
     assert line.bubble_ratio == pytest.approx(ratio, abs=5e-5)
     assert line.peak_in_flight == (m,) * p
 
 
-@given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 9), st.integers(1, 9), st.sampled_from(["forward", "reverse"]))
+@given(
+    st.integers(1, 8),
+    st.integers(1, 20),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.sampled_from(["forward", "reverse"]),
+)
 @settings(deadline=None, max_examples=60)
 def test_gpipe_takes_m_plus_p_minus_1_forwards_and_backwards(p, m, f, b, order):
     """The closed form of Huang et al. 2019, in either backward order."""
-    line = simulate_schedule(schedule("gpipe", p, m, backward_order=order), Costs(forward=f, backward=b))
+    line = simulate_schedule(
+        schedule("gpipe", p, m, backward_order=order), Costs(forward=f, backward=b)
+    )
     assert line.makespan == (m + p - 1) * (f + b)
     assert line.bubble_ratio == pytest.approx((p - 1) / (m + p - 1))
     assert line.peak_in_flight == (m,) * p

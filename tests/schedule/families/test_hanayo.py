@@ -28,7 +28,9 @@ SLOW_BACKWARDS = [(4, 1, 4, 18), (4, 2, 4, 15.25), (4, 4, 4, 13.625), (8, 1, 8, 
 
 def seconds(made, waves, f, b):
     """Makespan with f and b per rank."""
-    return simulate_schedule(made, Costs(forward=f / (2 * waves), backward=b / (2 * waves))).makespan
+    return simulate_schedule(
+        made, Costs(forward=f / (2 * waves), backward=b / (2 * waves))
+    ).makespan
 
 
 def test_hanayo_has_the_order_of_the_literature():
@@ -39,11 +41,17 @@ def test_hanayo_has_the_order_of_the_literature():
 @pytest.mark.parametrize(("p", "waves", "m", "makespan"), SLOW_BACKWARDS)
 def test_hanayo_ordered_for_slow_backwards_agrees_with_the_literature(p, waves, m, makespan):
     """The times of LITERATURE 6.5 were found by the same rule in another program."""
-    assert seconds(schedule("hanayo", 2 * waves * p, m, waves=waves, ratio=2), waves, 1, 2) == makespan
+    assert (
+        seconds(schedule("hanayo", 2 * waves * p, m, waves=waves, ratio=2), waves, 1, 2) == makespan
+    )
 
 
-@pytest.mark.parametrize(("p", "waves", "m", "makespan"), [row for row in SLOW_BACKWARDS if row[1] > 1])
-def test_hanayo_with_several_waves_ordered_for_equal_times_is_faster_in_one_unit(p, waves, m, makespan):
+@pytest.mark.parametrize(
+    ("p", "waves", "m", "makespan"), [row for row in SLOW_BACKWARDS if row[1] > 1]
+)
+def test_hanayo_with_several_waves_ordered_for_equal_times_is_faster_in_one_unit(
+    p, waves, m, makespan
+):
     """Greed is no optimum: with m = p the plain order beats the one made for these very times (LITERATURE 6.5 warns)."""
     assert seconds(schedule("hanayo", 2 * waves * p, m, waves=waves), waves, 1, 2) < makespan
 
@@ -63,7 +71,9 @@ def test_the_bubble_shrinks_with_the_waves(p, waves):
     for m in (*range(1, p + 2), 2 * p, 3 * p):
         made = schedule("hanayo", 2 * waves * p, m, waves=waves)
         lacking = -m % p
-        assert seconds(made, waves, 1, 1) == pytest.approx(2 * m + (p - 1) / waves + lacking * (2 - 1 / waves))
+        assert seconds(made, waves, 1, 1) == pytest.approx(
+            2 * m + (p - 1) / waves + lacking * (2 - 1 / waves)
+        )
         if lacking == 0:
             ratio = simulate_schedule(made, Costs(forward=1, backward=1)).bubble_ratio
             assert ratio == pytest.approx((p - 1) / (2 * waves * m + p - 1))
@@ -97,5 +107,7 @@ def test_stages_that_make_no_whole_waves_are_refused():
 @pytest.mark.parametrize("ratio", [0, -1, float("inf"), float("nan"), "2", True, None])
 def test_a_ratio_that_orders_nothing_is_refused(ratio):
     """Ops that take no time, or for ever, have no order by time."""
-    with pytest.raises(ScheduleError, match="hanayo takes a ratio of backward to forward above 0, not "):
+    with pytest.raises(
+        ScheduleError, match="hanayo takes a ratio of backward to forward above 0, not "
+    ):
         schedule("hanayo", 4, 4, ratio=ratio)

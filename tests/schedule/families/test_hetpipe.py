@@ -13,13 +13,23 @@ from penstock.schedule.op import Kind, Op
 from penstock.schedule.stream import Waves
 
 
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.none() | st.integers(1, 7), st.integers(0, 3))
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 7),
+    st.integers(0, 3),
+)
 @settings(deadline=None, max_examples=40)
 def test_batches_go_to_the_virtual_workers_in_turn(stages, size, workers, in_flight, distance):
     """Each on ranks of its own, in the order of PipeDream, with versions of its own."""
-    made = schedule("hetpipe", stages, size, virtual_workers=workers, in_flight=in_flight, distance=distance)
+    made = schedule(
+        "hetpipe", stages, size, virtual_workers=workers, in_flight=in_flight, distance=distance
+    )
     check_stream(made)
-    assert made.placement == {(s, n): n // size % workers * stages + s for s in range(stages) for n in range(made.slices)}
+    assert made.placement == {
+        (s, n): n // size % workers * stages + s for s in range(stages) for n in range(made.slices)
+    }
     assert made.batches % workers == 0
     assert made.stream.waves == Waves(in_flight or stages, distance)
     one = schedule("pipedream", stages, size, batches=made.batches // workers,
@@ -30,7 +40,9 @@ def test_batches_go_to_the_virtual_workers_in_turn(stages, size, workers, in_fli
         return (
             op
             if op.kind is Kind.U
-            else op._replace(micro_batch=op.micro_batch // size // workers * size + op.micro_batch % size)
+            else op._replace(
+                micro_batch=op.micro_batch // size // workers * size + op.micro_batch % size
+            )
         )
 
     for rank, row in enumerate(made.programs):
@@ -44,9 +56,14 @@ def test_no_micro_batch_lacks_more_of_its_own_than_the_local_bound(stages, in_fl
     made = schedule("hetpipe", stages, 1, in_flight=in_flight)
     found = gaps(made)
     assert max(found.values()) == in_flight - 1
-    ahead = [in_flight - s if in_flight >= stages else -(-(stages - s) * in_flight // stages) for s in range(stages)]
+    ahead = [
+        in_flight - s if in_flight >= stages else -(-(stages - s) * in_flight // stages)
+        for s in range(stages)
+    ]
     assert check_stream(made).peak_in_flight == tuple(ahead)
-    assert found == {(stage, n): expected_gap(ahead[stage], 1, n // 2) for stage, n in made.placement}
+    assert found == {
+        (stage, n): expected_gap(ahead[stage], 1, n // 2) for stage, n in made.placement
+    }
 
 
 def contained(made, rank, stage, place):
@@ -81,12 +98,17 @@ def test_the_papers_example_of_the_global_bound():
 
 
 @pytest.mark.parametrize(
-    ("stages", "size", "in_flight"), [(4, 1, None), (4, 2, None), (2, 1, 5), (4, 1, 2), (5, 2, 3), (3, 1, 1)]
+    ("stages", "size", "in_flight"),
+    [(4, 1, None), (4, 2, None), (2, 1, 5), (4, 1, 2), (5, 2, 3), (3, 1, 1)],
 )
 @pytest.mark.parametrize("distance", [0, 1])
-def test_virtual_workers_have_no_bubble_with_as_many_in_flight_as_stages(stages, size, in_flight, distance):
+def test_virtual_workers_have_no_bubble_with_as_many_in_flight_as_stages(
+    stages, size, in_flight, distance
+):
     """And all of them work at the same time; with fewer in flight, stages take turns."""
-    made = schedule("hetpipe", stages, size, in_flight=in_flight, distance=distance, virtual_workers=3)
+    made = schedule(
+        "hetpipe", stages, size, in_flight=in_flight, distance=distance, virtual_workers=3
+    )
     few = -(-stages // min(stages, in_flight or stages))
     assert seconds_per_batch(made) == pytest.approx(3 * size * few)
 
@@ -96,7 +118,9 @@ def test_virtual_workers_have_no_bubble_with_as_many_in_flight_as_stages(stages,
 ])  # fmt: skip
 def test_numbers_that_make_no_waves_are_refused(option, wrong, least):
     """A distance below 0 would wait for waves that nobody has begun."""
-    with pytest.raises(ScheduleError, match=f"hetpipe takes {option} of {least} or more, not {wrong!r}"):
+    with pytest.raises(
+        ScheduleError, match=f"hetpipe takes {option} of {least} or more, not {wrong!r}"
+    ):
         schedule("hetpipe", 2, 2, **{option: wrong})
 
 

@@ -46,12 +46,18 @@ def test_interleaved_agrees_with_the_table_of_the_literature(p, m, makespan, rat
 
 def test_torchs_own_interleaved_1f1b_has_the_same_order():
     """An order made by another hand, which runs; its rounds of micro-batches are groups here."""
-    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B  # here: planning's other tests need no torch
+    from torch.distributed.pipelining.schedules import (
+        ScheduleInterleaved1F1B,
+    )  # here: planning's other tests need no torch
 
     for p, v, m in ((2, 2, 4), (4, 2, 8), (4, 3, 10), (2, 3, 6), (3, 2, 3), (1, 2, 3)):
         group = m // (m // p)
-        theirs = SimpleNamespace(n_local_stages=v, microbatches_per_round=group, pp_group_size=p, _n_microbatches=m)
-        for rank, row in enumerate(without_updates(schedule("interleaved", p * v, m, chunks=v, group=group))):
+        theirs = SimpleNamespace(
+            n_local_stages=v, microbatches_per_round=group, pp_group_size=p, _n_microbatches=m
+        )
+        for rank, row in enumerate(
+            without_updates(schedule("interleaved", p * v, m, chunks=v, group=group))
+        ):
             actions = ScheduleInterleaved1F1B._calculate_single_rank_operations(theirs, rank)
             assert [str(action) for action in actions if action is not None] == row
 
@@ -59,7 +65,9 @@ def test_torchs_own_interleaved_1f1b_has_the_same_order():
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 18), st.none() | st.integers(1, 18), st.integers(1, 9),
        st.integers(1, 9))  # fmt: skip
 @settings(deadline=None, max_examples=100)
-def test_the_bubble_shrinks_with_the_stages_of_a_rank_for_every_group_that_is_taken(p, v, m, group, f, b):
+def test_the_bubble_shrinks_with_the_stages_of_a_rank_for_every_group_that_is_taken(
+    p, v, m, group, f, b
+):
     """(p - 1)(f + b)/v, at (v - 1)g more in flight: the bargain of Megatron-LM's virtual stages."""
     try:
         made = schedule("interleaved", v * p, m, chunks=v, group=group)
@@ -67,9 +75,15 @@ def test_the_bubble_shrinks_with_the_stages_of_a_rank_for_every_group_that_is_ta
         assert m < p or (group is not None and (not p <= group <= m or 0 < m % group < p))
         return
     size = group or next(g for g in range(p, m + 1) if m % g == 0 or m % g >= p)
-    assert check_laws(made).peak_on_rank == tuple(min(m * v, 2 * (p - r - 1) + (v - 1) * size + 1) for r in range(p))
-    assert [made.ranks_of_stage[stage] for stage in range(v * p)] == [(rank,) for rank in ring(v * p, p)]
-    assert simulate_schedule(made, Costs(forward=f, backward=b)).makespan == (m * v + p - 1) * (f + b)
+    assert check_laws(made).peak_on_rank == tuple(
+        min(m * v, 2 * (p - r - 1) + (v - 1) * size + 1) for r in range(p)
+    )
+    assert [made.ranks_of_stage[stage] for stage in range(v * p)] == [
+        (rank,) for rank in ring(v * p, p)
+    ]
+    assert simulate_schedule(made, Costs(forward=f, backward=b)).makespan == (m * v + p - 1) * (
+        f + b
+    )
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
@@ -81,7 +95,8 @@ def test_interleaved_with_one_stage_on_every_rank_is_eager_1f1b(p, m):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "micro_batches", "size"), [(4, 8, 4), (4, 9, 5), (4, 6, 6), (4, 7, 7), (3, 16, 4), (1, 5, 1)]
+    ("ranks", "micro_batches", "size"),
+    [(4, 8, 4), (4, 9, 5), (4, 6, 6), (4, 7, 7), (3, 16, 4), (1, 5, 1)],
 )
 def test_the_least_group_that_leaves_none_too_small_is_taken(ranks, micro_batches, size):
     """The least memory; p where p divides m, as in the paper."""
@@ -99,7 +114,9 @@ def test_a_group_that_would_leave_ranks_waiting_is_refused_with_those_that_do(gr
 
 def test_fewer_micro_batches_than_ranks_are_refused():
     """A round over the ranks could not be filled."""
-    with pytest.raises(ScheduleError, match="interleaved on 4 ranks takes 4 or more micro-batches, not 3"):
+    with pytest.raises(
+        ScheduleError, match="interleaved on 4 ranks takes 4 or more micro-batches, not 3"
+    ):
         schedule("interleaved", 8, 3)
 
 

@@ -12,7 +12,9 @@ from penstock.simulate.simulate import simulate_schedule
 
 def test_naive_finishes_a_micro_batch_before_it_begins_the_next():
     """One stage works at a time: that is what makes it the baseline."""
-    assert str(schedule("naive", 2, 2)) == "rank 0 | 0F0 0B0 0F1 0B1 0U1\nrank 1 | 1F0 1B0 1F1 1B1 1U1"
+    assert (
+        str(schedule("naive", 2, 2)) == "rank 0 | 0F0 0B0 0F1 0B1 0U1\nrank 1 | 1F0 1B0 1F1 1B1 1U1"
+    )
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 9), st.integers(1, 9))

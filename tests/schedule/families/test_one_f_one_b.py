@@ -29,7 +29,10 @@ def test_one_f_one_b_has_the_published_order():
     made = schedule("1f1b", 4, 8)
     for line, program in zip(ORDER.splitlines(), made.programs, strict=True):
         stage, _, ops = line.partition(":")
-        assert [str(op) for op in program] == [*(f"{stage}{op}" for op in ops.split()), f"{stage}U1"]
+        assert [str(op) for op in program] == [
+            *(f"{stage}{op}" for op in ops.split()),
+            f"{stage}U1",
+        ]
 
 
 @pytest.mark.parametrize("alias", ["dapple", "pipedream-flush", "1f1b-as", "1f1b-sno"])
@@ -40,7 +43,10 @@ def test_the_other_published_names_make_the_same_schedule(alias):
 
 def test_one_f_one_b_with_fewer_micro_batches_than_stages_never_fills():
     """Legal, and then as GPipe: all forwards first on the early stages."""
-    assert str(schedule("1f1b", 3, 1)) == "rank 0 | 0F0 0B0 0U1\nrank 1 | 1F0 1B0 1U1\nrank 2 | 2F0 2B0 2U1"
+    assert (
+        str(schedule("1f1b", 3, 1))
+        == "rank 0 | 0F0 0B0 0U1\nrank 1 | 1F0 1B0 1U1\nrank 2 | 2F0 2B0 2U1"
+    )
 
 
 @pytest.mark.parametrize(("p", "m", "makespan", "ratio"), ROWS)
@@ -62,11 +68,15 @@ def test_one_f_one_b_takes_gpipes_time_with_at_most_p_minus_s_in_flight(p, m, f,
 
 
 @pytest.mark.parametrize(
-    ("p", "m", "c", "makespan"), [(4, 8, 1, 49), (4, 8, 2, 65), (4, 8, 3, 81), (4, 16, 2, 113), (8, 20, 2, 173)]
+    ("p", "m", "c", "makespan"),
+    [(4, 8, 1, 49), (4, 8, 2, 65), (4, 8, 3, 81), (4, 16, 2, 113), (8, 20, 2, 173)],
 )
 def test_one_f_one_b_with_slow_hops_agrees_with_the_oracles(p, m, c, makespan):
     """LITERATURE 11.5: f = 1, b = 2, c seconds each way."""
-    assert simulate_schedule(schedule("1f1b", p, m), Costs(forward=1, backward=2, transfer=c)).makespan == makespan
+    assert (
+        simulate_schedule(schedule("1f1b", p, m), Costs(forward=1, backward=2, transfer=c)).makespan
+        == makespan
+    )
 
 
 @pytest.mark.parametrize("p", range(2, 9))
@@ -75,12 +85,19 @@ def test_one_f_one_b_pays_two_hops_for_all_but_one_micro_batch_in_p(p, f, b, c):
     """The hop-hiding law of LITERATURE 4.1 for BaPipe's 1F1B-SNO, on its whole range."""
     for m in range(1, 40):
         expected = (m + p - 1) * (f + b) + (m + p - 2 - -(-(m - 1) // p)) * 2 * c
-        assert simulate_schedule(schedule("1f1b", p, m), Costs(forward=f, backward=b, transfer=c)).makespan == expected, m
+        assert (
+            simulate_schedule(
+                schedule("1f1b", p, m), Costs(forward=f, backward=b, transfer=c)
+            ).makespan
+            == expected
+        ), m
 
 
 def falling(most):
     """Numbers of forwards ahead, from 1 to `most`, that never grow."""
-    return st.lists(st.integers(1, most), min_size=1, max_size=7).map(lambda numbers: sorted(numbers, reverse=True))
+    return st.lists(st.integers(1, most), min_size=1, max_size=7).map(
+        lambda numbers: sorted(numbers, reverse=True)
+    )
 
 
 @given(falling(12), st.integers(1, 9))
@@ -137,13 +154,20 @@ def test_a_warm_up_that_grows_is_refused_since_it_would_hang():
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "2", None])
 def test_a_warm_up_of_no_forward_is_refused_with_its_stage(wrong):
     """A backward needs its forward."""
-    with pytest.raises(ScheduleError, match=r"1f1b runs at least 1 forward before the first backward, but .* for stage 1"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"1f1b runs at least 1 forward before the first backward, but .* for stage 1",
+    ):
         schedule("1f1b", 3, 4, warm_up=(3, wrong, 1))
 
 
 def test_a_warm_up_of_another_length_is_refused():
     """One number per stage, or it is not known whose they are."""
-    with pytest.raises(ScheduleError, match="1f1b in 3 stages takes a warm_up of 3 numbers, one per stage, not 2"):
+    with pytest.raises(
+        ScheduleError, match="1f1b in 3 stages takes a warm_up of 3 numbers, one per stage, not 2"
+    ):
         schedule("1f1b", 3, 4, warm_up=(3, 2))
-    with pytest.raises(ScheduleError, match="1f1b does not take warm_up: object of type 'int' has no len"):
+    with pytest.raises(
+        ScheduleError, match="1f1b does not take warm_up: object of type 'int' has no len"
+    ):
         schedule("1f1b", 3, 4, warm_up=3)

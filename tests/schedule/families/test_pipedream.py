@@ -34,7 +34,9 @@ ORDER_OF_TWO = """\
 @pytest.mark.parametrize(("size", "batches", "order"), [(1, 6, ORDER), (2, 4, ORDER_OF_TWO)])
 def test_pipedream_has_the_published_order(size, batches, order):
     """Narayanan et al. 2019, section 3.2, to the op."""
-    for line, program in zip(order.splitlines(), schedule("pipedream", 4, size, batches=batches).programs, strict=True):
+    for line, program in zip(
+        order.splitlines(), schedule("pipedream", 4, size, batches=batches).programs, strict=True
+    ):
         stage, _, ops = line.partition(":")
         assert [str(op) for op in program] == [f"{stage}{op}" for op in ops.split()]
 
@@ -46,8 +48,12 @@ def test_every_gradient_is_as_stale_as_the_literature_says(stages, size):
     made = schedule("pipedream", stages, size)
     report = check_stream(made)
     found = gaps(made)
-    assert found == {(stage, n): expected_gap(stages - stage, size, n) for stage, n in made.placement}
-    assert report.staleness_max == tuple(max(found[stage, n] for n in range(made.slices)) for stage in range(stages))
+    assert found == {
+        (stage, n): expected_gap(stages - stage, size, n) for stage, n in made.placement
+    }
+    assert report.staleness_max == tuple(
+        max(found[stage, n] for n in range(made.slices)) for stage in range(stages)
+    )
     assert report.peak_in_flight == tuple(range(stages, 0, -1))
     if size == 1:
         assert report.staleness_max == tuple(stages - 1 - stage for stage in range(stages))
@@ -57,8 +63,12 @@ def test_every_gradient_is_as_stale_as_the_literature_says(stages, size):
 @settings(deadline=None, max_examples=25)
 def test_there_is_no_bubble_once_it_is_full(stages, size, f, b):
     """What PipeDream is for: 1F1B with a flush takes (p - 1)(f + b) more for every batch."""
-    assert seconds_per_batch(schedule("pipedream", stages, size), f, b) == pytest.approx(size * (f + b))
-    flushed = simulate_schedule(schedule("1f1b", stages, size), Costs(forward=f, backward=b)).makespan
+    assert seconds_per_batch(schedule("pipedream", stages, size), f, b) == pytest.approx(
+        size * (f + b)
+    )
+    flushed = simulate_schedule(
+        schedule("1f1b", stages, size), Costs(forward=f, backward=b)
+    ).makespan
     assert flushed == pytest.approx((size + stages - 1) * (f + b))
 
 
@@ -71,7 +81,9 @@ def test_the_rows_of_a_stream_are_those_of_one_long_flushed_batch_without_its_up
 
 
 #: Such a row works in bursts of as many as it runs ahead; with these numbers they are over after the dozen batches that are counted.
-FALLING = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=6).map(lambda numbers: sorted(numbers, reverse=True))
+FALLING = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=6).map(
+    lambda numbers: sorted(numbers, reverse=True)
+)
 
 
 @given(FALLING, st.integers(1, 4))
@@ -81,7 +93,9 @@ def test_a_row_of_stages_with_equal_warm_up_takes_turns(warm_up, size):
     made = schedule("pipedream", len(warm_up), size, warm_up=warm_up)
     row = max(len(list(equal)) for _, equal in groupby(warm_up))
     assert check_stream(made).peak_in_flight == tuple(warm_up)
-    assert gaps(made) == {(stage, n): expected_gap(warm_up[stage], size, n) for stage, n in made.placement}
+    assert gaps(made) == {
+        (stage, n): expected_gap(warm_up[stage], size, n) for stage, n in made.placement
+    }
     assert seconds_per_batch(made) == pytest.approx(size * 3 * row)
 
 
@@ -91,7 +105,9 @@ def test_few_in_flight_are_spread_so_that_no_row_is_longer_than_it_must_be(stage
     for most in range(1, stages + 2):
         ahead = falling(stages, most)
         assert ahead[0] == min(most, stages)
-        assert max(len(list(equal)) for _, equal in groupby(ahead)) == -(-stages // min(most, stages))
+        assert max(len(list(equal)) for _, equal in groupby(ahead)) == -(
+            -stages // min(most, stages)
+        )
     assert falling(stages, stages + 3) == list(range(stages, 0, -1))
 
 
@@ -104,9 +120,15 @@ def test_replicas_share_the_work_of_slower_stages(replicas, warm_up, bubble):
     come to their meeting one after the other, whom its start-up rule then keeps waiting; one more forward ahead hides that.
     """
     size = 12
-    made = schedule("pipedream", len(replicas), size, replicas=replicas, warm_up=warm_up, batches=40)
+    made = schedule(
+        "pipedream", len(replicas), size, replicas=replicas, warm_up=warm_up, batches=40
+    )
     costs = Costs(forward=[float(k) for k in replicas], backward=[2.0 * k for k in replicas])
-    ends = [e.end for e in simulate_schedule(made, costs).compute if e.op.kind is Kind.U and e.op.stage == 0 and e.rank == 0]
+    ends = [
+        e.end
+        for e in simulate_schedule(made, costs).compute
+        if e.op.kind is Kind.U and e.op.stage == 0 and e.rank == 0
+    ]
     check_stream(made)
     assert (ends[30] - ends[18]) / 12 == pytest.approx(3 * size + bubble)
 
@@ -116,7 +138,10 @@ def test_a_warm_up_that_would_hang_is_refused_by_its_own_name():
     with pytest.raises(ScheduleError, match="pipedream would hang: stage 2 wants 3 forwards before its first backward, but stage 1 "
                                             "passes on 2 before it waits"):  # fmt: skip
         schedule("pipedream", 3, 1, warm_up=(4, 2, 3))
-    with pytest.raises(ScheduleError, match="pipedream in 3 stages takes a warm_up of 3 numbers, one per stage, not 2"):
+    with pytest.raises(
+        ScheduleError,
+        match="pipedream in 3 stages takes a warm_up of 3 numbers, one per stage, not 2",
+    ):
         schedule("pipedream", 3, 1, warm_up=(4, 2))
 
 

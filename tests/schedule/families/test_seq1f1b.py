@@ -27,7 +27,11 @@ def test_seq1f1b_has_the_published_order():
     """Sun et al. 2024, to the op."""
     made = schedule("seq1f1b", 4, 2, slices=2)
     rows = [
-        " ".join(f"{op.kind}{made.slicing.label(op.micro_batch)}" for op in program if op.kind is not Kind.U)
+        " ".join(
+            f"{op.kind}{made.slicing.label(op.micro_batch)}"
+            for op in program
+            if op.kind is not Kind.U
+        )
         for program in made.programs
     ]
     assert rows == ORDER.splitlines()
@@ -49,7 +53,9 @@ def test_seq1f1b_keeps_its_formulas(p, m, k, b):
     """Both the bubble and the memory of 1F1B, divided by the number of slices."""
     made = schedule("seq1f1b", p, m, slices=k)
     assert played(made, 1, b).makespan == pytest.approx(m * (1 + b) + (p - 1) * (1 + b) / k)
-    assert verify(made).peak_on_rank == pytest.approx([min(m, (p - s - 1 + k) / k) for s in range(p)])
+    assert verify(made).peak_on_rank == pytest.approx(
+        [min(m, (p - s - 1 + k) / k) for s in range(p)]
+    )
 
 
 @given(st.integers(1, 6), st.integers(1, 8), st.lists(st.integers(1, 5), min_size=1, max_size=5))

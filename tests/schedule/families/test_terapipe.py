@@ -25,7 +25,12 @@ def test_terapipe_runs_slices_forward_in_order_and_backward_in_reverse():
     assert (made.micro_batches, made.slices) == (2, 6)
 
 
-@given(st.integers(1, 8), st.integers(1, 8), st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 4))
+@given(
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    st.integers(1, 4),
+)
 @settings(deadline=None, max_examples=60)
 def test_terapipe_keeps_its_formula_for_any_shares(p, m, numbers, b):
     """Per direction the sum of all slices and p - 1 times the largest (Li et al. 2021, section 3.3)."""
@@ -54,10 +59,13 @@ def test_slices_that_are_none_are_refused(name):
     """Both families take the same options."""
     with pytest.raises(ScheduleError, match=f"{name} needs at least 1 of slices and got 0"):
         schedule(name, 2, 2, slices=0)
-    with pytest.raises(ScheduleError, match=rf"{name} got slices=3 and slice_shares for 2: one of them is enough"):
+    with pytest.raises(
+        ScheduleError, match=rf"{name} got slices=3 and slice_shares for 2: one of them is enough"
+    ):
         schedule(name, 2, 2, slices=3, slice_shares=[0.5, 0.5])
     with pytest.raises(
-        ScheduleError, match=r"slices of micro-batch 0 have shares \(0.5, 0.6\): they are above 0 and add up to 1"
+        ScheduleError,
+        match=r"slices of micro-batch 0 have shares \(0.5, 0.6\): they are above 0 and add up to 1",
     ):
         schedule(name, 2, 2, slice_shares=[0.5, 0.6])
 

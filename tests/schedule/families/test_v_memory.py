@@ -80,7 +80,8 @@ def test_the_bubble_is_the_closed_form_by_both_definitions(name, p):
 
 
 @pytest.mark.parametrize(
-    ("p", "half", "least"), [(2, 2, 2), (3, 2, 2), (4, 3, 2), (6, 4, 3), (8, 5, 4), (12, 7, 5), (16, 9, 6)]
+    ("p", "half", "least"),
+    [(2, 2, 2), (3, 2, 2), (4, 3, 2), (6, 4, 3), (8, 5, 4), (12, 7, 5), (16, 9, 6)],
 )
 def test_the_memory_is_half_and_a_third_of_that_of_1f1b(p, half, least):
     """Peaks of LITERATURE 7.6, whatever the number of micro-batches: 1F1B holds p."""

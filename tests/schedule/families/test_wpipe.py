@@ -26,7 +26,9 @@ ORDER = """\
 
 def test_wpipe_has_the_order_of_the_literature():
     """To the op; the paper's own figure could not be had."""
-    for line, program in zip(ORDER.splitlines(), schedule("wpipe", 8, 6, batches=2).programs, strict=True):
+    for line, program in zip(
+        ORDER.splitlines(), schedule("wpipe", 8, 6, batches=2).programs, strict=True
+    ):
         assert " ".join(map(str, program)) == line.partition(": ")[2]
 
 
@@ -36,8 +38,12 @@ def test_group_0_is_one_update_behind_and_group_1_none_in_every_batch(ranks):
     for size in (max(1, 2 * (ranks - 1)), 2 * ranks - 1, 2 * ranks + 2):
         made = schedule("wpipe", 2 * ranks, size)
         report = check_stream(made)
-        assert gaps(made) == {(stage, n): int(stage < ranks and n >= size) for stage, n in made.placement}
-        assert report.peak_on_rank == tuple(size + 2 * (ranks - 1 - rank) + 1 for rank in range(ranks))
+        assert gaps(made) == {
+            (stage, n): int(stage < ranks and n >= size) for stage, n in made.placement
+        }
+        assert report.peak_on_rank == tuple(
+            size + 2 * (ranks - 1 - rank) + 1 for rank in range(ranks)
+        )
         assert report.staleness_max == (1,) * ranks + (0,) * ranks
         assert report.versions == (2,) * ranks + (1,) * ranks
         assert seconds_per_batch(made) == pytest.approx(3 * size)
@@ -49,7 +55,9 @@ def test_with_one_micro_batch_less_gradients_would_be_two_updates_old(ranks):
     size = 2 * (ranks - 1) - 1
     rows = tuple(with_updates_of_batches(row, size) for row in in_groups(ranks, 2, 6 * size, size))
     found = gaps(Schedule(rows, synchronous=False, stream=Stream(6)))
-    assert [max(gap for (stage, _), gap in found.items() if stage // ranks == group) for group in (0, 1)] == [2, 1]
+    assert [
+        max(gap for (stage, _), gap in found.items() if stage // ranks == group) for group in (0, 1)
+    ] == [2, 1]
     with pytest.raises(ScheduleError, match=f"wpipe on {ranks} ranks keeps two versions of the weights, which is enough with {size + 1} or "
                                             f"more micro-batches per batch; with {size} some gradients would be 2 updates old"):  # fmt: skip
         schedule("wpipe", 2 * ranks, size)
@@ -58,7 +66,8 @@ def test_with_one_micro_batch_less_gradients_would_be_two_updates_old(ranks):
 def test_an_odd_number_of_stages_is_refused():
     """Every rank holds one of each group."""
     with pytest.raises(
-        ScheduleError, match="wpipe with groups=2 holds 2 stages on every rank, so it takes a multiple of 2 stages, not 5"
+        ScheduleError,
+        match="wpipe with groups=2 holds 2 stages on every rank, so it takes a multiple of 2 stages, not 5",
     ):
         schedule("wpipe", 5, 8)
 

@@ -37,11 +37,15 @@ def test_zb_v_has_the_published_order():
 
 def test_torchs_own_zb_v_has_the_same_order():
     """An order made by another hand, which runs; with few micro-batches too."""
-    from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble  # here: planning's other tests need no torch
+    from torch.distributed.pipelining.schedules import (
+        ScheduleZBVZeroBubble,
+    )  # here: planning's other tests need no torch
 
     for p in range(1, 6):
         for m in (1, p, 2 * p - 1, 2 * p + 1, 3 * p):
-            theirs = SimpleNamespace(n_local_stages=2, num_stages=2 * p, pp_group_size=p, _n_microbatches=m)
+            theirs = SimpleNamespace(
+                n_local_stages=2, num_stages=2 * p, pp_group_size=p, _n_microbatches=m
+            )
             for rank, row in enumerate(without_updates(schedule("zb-v", 2 * p, m))):
                 actions = ScheduleZBVZeroBubble._calculate_single_rank_operations(theirs, rank)
                 assert [str(action) for action in actions if action is not None] == row

@@ -71,7 +71,9 @@ def test_the_papers_measured_times_give_the_papers_bubble_rates(p, m, times, rat
     By the span definition, the only one in which the paper's figures can be met.
     """
     for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates, strict=True):
-        assert simulated(schedule(name, p, m), *times).span_bubble_ratio == pytest.approx(rate, abs=5e-5), name
+        assert simulated(schedule(name, p, m), *times).span_bubble_ratio == pytest.approx(
+            rate, abs=5e-5
+        ), name
 
 
 @pytest.mark.parametrize(("m", "makespan"), [(2, 19), (4, 23), (8, 31)])
@@ -80,7 +82,9 @@ def test_zb_h1_with_few_micro_batches_agrees_with_the_oracles(m, makespan):
     assert simulated(schedule("zb-h1", 8, m)).makespan == makespan
 
 
-times = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)).filter(lambda fiw: fiw[2] <= min(fiw[:2]))
+times = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)).filter(
+    lambda fiw: fiw[2] <= min(fiw[:2])
+)
 
 
 @given(st.integers(1, 8), st.integers(1, 24), times)
@@ -122,7 +126,10 @@ def test_zb_h2_has_the_makespan_of_zb_h1_for_equal_times(p, more, t):
 def test_zb_h2_with_too_few_micro_batches_takes_longer_than_zb_h1(p):
     """Its forwards run far ahead of backwards that could begin; it is made all the same, since it is sound."""
     for m in range(1, 2 * p):
-        longer = simulated(schedule("zb-h2", p, m)).makespan - simulated(schedule("zb-h1", p, m)).makespan
+        longer = (
+            simulated(schedule("zb-h2", p, m)).makespan
+            - simulated(schedule("zb-h1", p, m)).makespan
+        )
         assert longer > 0 if 3 <= m <= 2 * p - 3 else longer == 0, m
 
 

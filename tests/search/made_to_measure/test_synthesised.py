@@ -4,7 +4,13 @@ import copy
 
 import pytest
 from tests.conformance.models import CASES, lengths_of, made
-from tests.conformance.reference import PlainTraining, differences, gradients, in_order_of, layers_of
+from tests.conformance.reference import (
+    PlainTraining,
+    differences,
+    gradients,
+    in_order_of,
+    layers_of,
+)
 
 from penstock.errors import ScheduleError
 from penstock.runtime.pipeline import Pipeline
@@ -45,8 +51,17 @@ def test_gradients_are_those_of_plain_training_to_the_bit(placement):
     """It is a program like any other: it runs. Whole backwards and halves, several stages on a rank, copies of them."""
     case = CASES["gpt"]
     model, x, y = made(case)
-    found = schedule("synthesised", costs=COSTS, micro_batches=6, placement=placement, memory_limit=4, max_rounds=2)
+    found = schedule(
+        "synthesised",
+        costs=COSTS,
+        micro_batches=6,
+        placement=placement,
+        memory_limit=4,
+        max_rounds=2,
+    )
     _, parts = PlainTraining(copy.deepcopy(model), case.loss).backward_in_parts(x, y, 6)
     lengths = lengths_of(len(layers_of(model)), 4)
-    Pipeline(model, loss=case.loss, balance=lengths, schedule=found, executor="threads").train_batch(x, y)
+    Pipeline(
+        model, loss=case.loss, balance=lengths, schedule=found, executor="threads"
+    ).train_batch(x, y)
     assert differences(gradients(model), in_order_of(found, lengths, model, parts)) == []

@@ -57,7 +57,9 @@ def test_the_papers_measured_times_give_the_papers_bubble_rates(heads, hidden, p
     kept = 32 * hidden / (34 * hidden + 5 * heads * 1024)
     for name, rate, limit in zip(("zb-1p", "zb-2p"), rates, (p, 2 * p), strict=True):
         made = schedule(name, p, m, costs=costs, kept_for_weight_grad=kept)
-        assert simulate_schedule(made, costs).span_bubble_ratio == pytest.approx(rate, abs=5e-5), name
+        assert simulate_schedule(made, costs).span_bubble_ratio == pytest.approx(rate, abs=5e-5), (
+            name
+        )
         assert max(most_held(made, kept)) <= limit + 1e-6
 
 
@@ -82,10 +84,14 @@ def test_for_any_costs_it_is_sound_and_stays_in_any_memory(costs, m, data):
     p = len(costs.forward)
     limits = data.draw(st.lists(st.floats(1, 2.5 * p), min_size=p, max_size=p))
     kept = data.draw(st.floats(0, 1))
-    made = schedule("zb-auto", micro_batches=m, costs=costs, memory_limit=limits, kept_for_weight_grad=kept)
+    made = schedule(
+        "zb-auto", micro_batches=m, costs=costs, memory_limit=limits, kept_for_weight_grad=kept
+    )
     check_split(made)
     assert (made.stages, made.micro_batches) == (p, m)
-    assert all(held <= limit + 1e-6 for held, limit in zip(most_held(made, kept), limits, strict=True))
+    assert all(
+        held <= limit + 1e-6 for held, limit in zip(most_held(made, kept), limits, strict=True)
+    )
 
 
 @given(uneven(), st.integers(1, 20))
@@ -97,7 +103,9 @@ def test_1p_and_2p_hold_what_their_names_say_as_verify_counts(costs, m):
     assert max(check_split(schedule("zb-2p", micro_batches=m, costs=costs)).peak_on_rank) <= 2 * p
 
 
-times = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)).filter(lambda fiw: fiw[2] <= min(fiw[:2]))
+times = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)).filter(
+    lambda fiw: fiw[2] <= min(fiw[:2])
+)
 
 
 @given(st.integers(1, 8), st.integers(1, 24), times)
@@ -107,7 +115,12 @@ def test_in_the_same_memory_no_handmade_schedule_has_a_shorter_span(p, m, fiw):
     costs = costs_of(*fiw)
     one, two, h1, h2 = (
         longest_span(simulate_schedule(schedule(name, p, m, **more), costs))
-        for name, more in (("zb-1p", {"costs": costs}), ("zb-2p", {"costs": costs}), ("zb-h1", {}), ("zb-h2", {}))
+        for name, more in (
+            ("zb-1p", {"costs": costs}),
+            ("zb-2p", {"costs": costs}),
+            ("zb-h1", {}),
+            ("zb-h2", {}),
+        )
     )
     assert one <= h1
     assert two <= min(h1, h2)
@@ -123,7 +136,11 @@ def test_for_equal_times_1p_is_zb_h1_and_2p_has_no_bubble(p):
         if m > p:
             assert one.programs == by_hand.programs
         makespan = simulate_schedule(by_hand, even).makespan
-        assert simulate_schedule(one, even).makespan == simulate_schedule(two, even).makespan == makespan
+        assert (
+            simulate_schedule(one, even).makespan
+            == simulate_schedule(two, even).makespan
+            == makespan
+        )
         if m >= 2 * p - 1:
             assert longest_span(simulate_schedule(two, even)) == 3 * m
 
@@ -131,7 +148,10 @@ def test_for_equal_times_1p_is_zb_h1_and_2p_has_no_bubble(p):
 def test_without_a_limit_it_takes_what_memory_it_can_use():
     """Slow links need more than 2p micro-batches in flight to be hidden."""
     slow = costs_of(1, 1, 1, c=3)
-    free, tight = (simulate_schedule(schedule("zb-auto", 4, 40, costs=slow, memory_limit=limit), slow) for limit in (None, 8))
+    free, tight = (
+        simulate_schedule(schedule("zb-auto", 4, 40, costs=slow, memory_limit=limit), slow)
+        for limit in (None, 8)
+    )
     assert free.span_bubble_ratio < tight.span_bubble_ratio
     assert max(free.peak_in_flight) > 8 == max(tight.peak_in_flight)
 
@@ -162,15 +182,23 @@ def test_what_the_costs_say_of_bytes_after_the_input_grad_is_what_counts():
 def test_the_smallest_memory_is_one_micro_batch_at_a_time():
     """A stage that holds one must finish its backward, W included, before the next forward."""
     made = schedule("zb-auto", 3, 2, costs=Costs(), memory_limit=1)
-    assert str(made) == "\n".join(f"rank {s} | {s}F0 {s}I0 {s}W0 {s}F1 {s}I1 {s}W1 {s}U1" for s in range(3))
+    assert str(made) == "\n".join(
+        f"rank {s} | {s}F0 {s}I0 {s}W0 {s}F1 {s}I1 {s}W1 {s}U1" for s in range(3)
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"memory_limit": 0.5}, r"memory_limit of stage 0 is 0\.5: a stage holds 1 micro-batch or more"),
+        (
+            {"memory_limit": 0.5},
+            r"memory_limit of stage 0 is 0\.5: a stage holds 1 micro-batch or more",
+        ),
         ({"memory_limit": [2, 2, float("nan")]}, "memory_limit of stage 2 is nan"),
-        ({"memory_limit": [2, 2]}, "memory_limit has 2 entries, there are 3 stages: give one each, or one number"),
+        (
+            {"memory_limit": [2, 2]},
+            "memory_limit has 2 entries, there are 3 stages: give one each, or one number",
+        ),
         ({"memory_limit": "2 GiB"}, "memory_limit of stage 0 is '2 GiB'"),
         ({"kept_for_weight_grad": 1.5}, r"kept_for_weight_grad is 1\.5: .* from 0 to 1"),
         ({"kept_for_weight_grad": True}, "kept_for_weight_grad is True"),
@@ -193,4 +221,8 @@ def test_it_remembers_its_options_and_not_its_costs(name):
 @pytest.mark.parametrize(("name", "p", "m"), [("zb-1p", 4, 6), ("zb-2p", 2, 5), ("zb-auto", 3, 4)])
 def test_gradients_are_those_of_one_stage_to_the_bit(name, p, m):
     """Wherever W stands, what is learned stays the same."""
-    check_gradients(schedule(name, costs=Costs(forward=[1 + s % 2 for s in range(p)], transfer=0.5), micro_batches=m))
+    check_gradients(
+        schedule(
+            name, costs=Costs(forward=[1 + s % 2 for s in range(p)], transfer=0.5), micro_batches=m
+        )
+    )

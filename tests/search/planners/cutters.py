@@ -18,7 +18,11 @@ VGG19 = (
 
 
 def profile(
-    seconds: Sequence[tuple[float, float]], *, batch: int = 32, fixed: float = 0.0, **counts: Sequence[float]
+    seconds: Sequence[tuple[float, float]],
+    *,
+    batch: int = 32,
+    fixed: float = 0.0,
+    **counts: Sequence[float],
 ) -> Profile:
     """A profile from seconds of forward and backward per sample; `counts`: parameters, parameter_bytes, activation, output."""
 
@@ -55,7 +59,9 @@ def bounds(lengths: Sequence[int]) -> list[tuple[int, int]]:
 def shared(layers: int, devices: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """All lengths with all numbers of devices for the stages that are `devices` together, or fewer."""
     for stages in range(1, min(layers, devices) + 1):
-        copies = [each for each in product(range(1, devices + 1), repeat=stages) if sum(each) <= devices]
+        copies = [
+            each for each in product(range(1, devices + 1), repeat=stages) if sum(each) <= devices
+        ]
         for lengths in cuts(layers, stages):
             for each in copies:
                 yield lengths, each

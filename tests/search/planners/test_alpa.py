@@ -14,7 +14,11 @@ from penstock.search.planners.alpa import alpa, submeshes
 def latency(request, micro_batches, lengths, sizes, *, everyone=True):
     """Sum of t + (B - 1) max t, by the formula of the docstring; infinite where it may not be."""
     costs, samples, target = request.profile, request.batch / micro_batches, request.cluster
-    if (everyone and sum(sizes) != target.ranks) or not set(sizes) <= set(submeshes(target)) or max(sizes) > micro_batches:
+    if (
+        (everyone and sum(sizes) != target.ranks)
+        or not set(sizes) <= set(submeshes(target))
+        or max(sizes) > micro_batches
+    ):
         return math.inf
     total, times = costs.step_seconds(samples), []
     for stage, ((a, b), n) in enumerate(zip(bounds(lengths), sizes, strict=True)):
@@ -31,8 +35,12 @@ def latency(request, micro_batches, lengths, sizes, *, everyone=True):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    blocks=st.lists(st.tuples(st.floats(0.001, 0.02), st.integers(0, 40_000_000)), min_size=1, max_size=5),
-    where=st.sampled_from(["1xV100-NVLink", "2xV100-NVLink", "4xV100-NVLink", "2x2xV100-NVLink-10GbE"]),
+    blocks=st.lists(
+        st.tuples(st.floats(0.001, 0.02), st.integers(0, 40_000_000)), min_size=1, max_size=5
+    ),
+    where=st.sampled_from(
+        ["1xV100-NVLink", "2xV100-NVLink", "4xV100-NVLink", "2x2xV100-NVLink-10GbE"]
+    ),
     room=st.sampled_from([2**40, 150_000_000]),
     count=st.sampled_from([4, 8]),
 )
@@ -60,7 +68,15 @@ def test_no_stages_on_submeshes_have_less_latency(blocks, where, room, count):
 
 def test_submeshes_are_powers_of_two_in_a_node_or_whole_nodes():
     """Section 5.2's shapes: (1, 1), (1, 2), (1, 4), …, (1, M), (2, M), …"""
-    assert submeshes(ask(profile([(1, 2)]), "4x8xV100-NVLink-25GbE").cluster) == [1, 2, 4, 8, 16, 24, 32]
+    assert submeshes(ask(profile([(1, 2)]), "4x8xV100-NVLink-25GbE").cluster) == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        24,
+        32,
+    ]
     assert submeshes(ask(profile([(1, 2)]), "8xV100-10GbE").cluster) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -70,12 +86,16 @@ def test_a_stage_on_several_devices_has_them_in_one_node():
     request = ask(costs, "2x4xV100-NVLink-10GbE", micro_batches=16)
     found = alpa(request)
     for ranks in found.schedule.ranks_of_stage:
-        nodes = {request.cluster.node(found.devices[rank] if found.devices else rank) for rank in ranks}
+        nodes = {
+            request.cluster.node(found.devices[rank] if found.devices else rank) for rank in ranks
+        }
         assert len(nodes) == max(1, len(ranks) // 4)
 
 
 def test_devices_that_no_submeshes_make_up_are_left_over():
     """One layer on six devices of a node, and four micro-batches: 1, 2 and 4 are submeshes, and the node, which is too many."""
-    assert [len(r) for r in alpa(ask(profile([(0.1, 0.2)]), "6xV100-NVLink")).schedule.ranks_of_stage] == [6]
+    assert [
+        len(r) for r in alpa(ask(profile([(0.1, 0.2)]), "6xV100-NVLink")).schedule.ranks_of_stage
+    ] == [6]
     found = alpa(ask(profile([(0.1, 0.2)], parameter_bytes=[0]), "6xV100-NVLink", micro_batches=4))
     assert [len(ranks) for ranks in found.schedule.ranks_of_stage] == [4]

@@ -35,9 +35,18 @@ asked = st.fixed_dictionaries({}, optional={
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(amounts, sizes, sizes, sizes), min_size=1, max_size=6), clusters(), st.integers(1, 12), asked)
-def test_a_planner_keeps_to_what_is_asked_or_says_why_not(profile_of, name, rows, cluster, batch, asked):
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.tuples(amounts, sizes, sizes, sizes), min_size=1, max_size=6),
+    clusters(),
+    st.integers(1, 12),
+    asked,
+)
+def test_a_planner_keeps_to_what_is_asked_or_says_why_not(
+    profile_of, name, rows, cluster, batch, asked
+):
     """The plan is sound, fits, uses no device twice, has its paper's objective, and the numbers that were asked for."""
     seconds, activation, output, parameters = (list(column) for column in zip(*rows, strict=True))
     profile = profile_of(seconds, activation=activation, output=output, parameters=parameters)
@@ -50,7 +59,10 @@ def test_a_planner_keeps_to_what_is_asked_or_says_why_not(profile_of, name, rows
     verify(found.schedule)
     devices = found.devices or tuple(range(found.ranks))
     assert len(set(devices)) == found.ranks
-    assert all(peak <= request.memory_bytes(device) for peak, device in zip(found.predicted.peak_memory, devices, strict=True))
+    assert all(
+        peak <= request.memory_bytes(device)
+        for peak, device in zip(found.predicted.peak_memory, devices, strict=True)
+    )
     assert found.objective is not None
     assert found.objective.value >= 0
     assert found.stages == asked.get("stages", found.stages)

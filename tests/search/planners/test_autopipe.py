@@ -17,11 +17,18 @@ BAND = 0.08
 
 def path_of(forward, backward, lengths, hop=0.0):
     """The critical path of a cut."""
-    return critical_path([sum(forward[a:b]) for a, b in bounds(lengths)], [sum(backward[a:b]) for a, b in bounds(lengths)], hop)
+    return critical_path(
+        [sum(forward[a:b]) for a, b in bounds(lengths)],
+        [sum(backward[a:b]) for a, b in bounds(lengths)],
+        hop,
+    )
 
 
 @settings(max_examples=50, deadline=None)
-@given(blocks=st.lists(st.tuples(st.floats(0.2, 2), st.floats(1.6, 2.4)), min_size=2, max_size=9), data=st.data())
+@given(
+    blocks=st.lists(st.tuples(st.floats(0.2, 2), st.floats(1.6, 2.4)), min_size=2, max_size=9),
+    data=st.data(),
+)
 def test_the_search_finds_a_cut_that_is_best_or_near_it(blocks, data):
     """It is a local search: never worse than the minimax cut that it begins with, and near the best of all."""
     forward = [f for f, _ in blocks]
@@ -39,7 +46,9 @@ def test_equal_blocks_that_do_not_divide_go_to_the_front():
     """Work at the front is over sooner in the cool-down, so the heavier stages stand there; the minimax cut alone does not say where."""
     found = search([1.0] * 10, [2.0] * 10, 4, 0.0, 10**6)
     assert max(found.cut) == 3
-    assert found.path.step_s == min(path_of([1.0] * 10, [2.0] * 10, cut).step_s for cut in cuts(10, 4))
+    assert found.path.step_s == min(
+        path_of([1.0] * 10, [2.0] * 10, cut).step_s for cut in cuts(10, 4)
+    )
 
 
 def test_a_search_that_may_take_no_steps_has_the_cut_that_it_began_with():
@@ -56,7 +65,9 @@ def test_vgg19s_plan_has_the_path_of_its_cut(stages):
     found = autopipe(request)
     samples = 32 / found.micro_batches
     hop = request.cluster.transfer_seconds(1000.0 * samples, 0, 1)
-    expected = path_of(costs.seconds("forward", samples), costs.seconds("backward", samples), found.lengths, hop)
+    expected = path_of(
+        costs.seconds("forward", samples), costs.seconds("backward", samples), found.lengths, hop
+    )
     assert found.objective.value == pytest.approx(expected.step_s)
 
 
@@ -65,10 +76,15 @@ def test_micro_batches_are_sliced_until_the_start_up_is_bridged():
     found = autopipe(ask(profile([(0.1, 0.2)] * 8), "4xV100-NVLink", micro_batches=8))
     assert found.schedule_name == "autopipe"
     assert dict(found.schedule_options) == {"sliced": math.ceil(3 / 4)}
-    assert autopipe(ask(profile([(0.1, 0.2)] * 8), "4xV100-NVLink", schedules=("1f1b",))).schedule_name == "1f1b"
+    assert (
+        autopipe(ask(profile([(0.1, 0.2)] * 8), "4xV100-NVLink", schedules=("1f1b",))).schedule_name
+        == "1f1b"
+    )
 
 
-@pytest.mark.parametrize(("stages", "count", "sliced", "seconds"), [(4, 8, 1, 31.5), (8, 16, 2, 65.5)])
+@pytest.mark.parametrize(
+    ("stages", "count", "sliced", "seconds"), [(4, 8, 1, 31.5), (8, 16, 2, 65.5)]
+)
 def test_the_slicers_known_cases_come_out_of_the_whole_plan(stages, count, sliced, seconds):
     """LITERATURE 6.4: 33 falls to 31.5 with one micro-batch cut in two, 69 to 65.5 with two; transfers are a millionth of a step."""
     costs = profile([(1.0, 2.0)] * stages, batch=count, output=[0.0] * stages)

@@ -42,7 +42,9 @@ def test_it_is_a_lower_bound_of_the_simulated_step(rows):
 def test_nearly_balanced_stages_take_what_simulation_says(forward):
     """That is where the search ends: within a hundredth, and mostly to the last digit."""
     backward = [2 * each for each in forward]
-    assert critical_path(forward, backward).step_s == pytest.approx(simulated(forward, backward), rel=0.01)
+    assert critical_path(forward, backward).step_s == pytest.approx(
+        simulated(forward, backward), rel=0.01
+    )
 
 
 def test_the_slowest_stage_is_critical():
@@ -55,6 +57,9 @@ def test_the_slowest_stage_is_critical():
 
 def test_hops_cost_their_time():
     """The formula's C: start-up and drain have p - 1 hops each way, and every op of the steady phase one."""
-    plain, hops = critical_path([1, 1, 1], [2, 2, 2]), critical_path([1, 1, 1], [2, 2, 2], transfer_s=0.5)
+    plain, hops = (
+        critical_path([1, 1, 1], [2, 2, 2]),
+        critical_path([1, 1, 1], [2, 2, 2], transfer_s=0.5),
+    )
     assert hops.step_s > plain.step_s + 4 * 0.5
     assert critical_path([1], [2], transfer_s=0.5).step_s == critical_path([1], [2]).step_s == 6

@@ -32,19 +32,32 @@ def cluster_of(ranks, bandwidth=1e9, memory=10**12, kind="gpu", speeds=(1.0,), c
 
 def ways(profile, cluster, batch, table, **asked):
     """Every way of the exploration."""
-    return list(explore(PlanRequest(profile, cluster, batch, **asked), {name.lower(): row for name, row in table.items()}))
+    return list(
+        explore(
+            PlanRequest(profile, cluster, batch, **asked),
+            {name.lower(): row for name, row in table.items()},
+        )
+    )
 
 
 def test_on_gpus_slow_links_bring_the_overlapping_schedule(profile_of):
     """SR is notable: SNO pays it for nearly every micro-batch, SO only to fill and drain."""
-    found = plan(profile_of([1e-3] * 8, output=100), cluster_of(4, bandwidth=2e6), 64, planner="bapipe", micro_batches=16)
+    found = plan(
+        profile_of([1e-3] * 8, output=100),
+        cluster_of(4, bandwidth=2e6),
+        64,
+        planner="bapipe",
+        micro_batches=16,
+    )
     assert found.schedule_name == "eager-1f1b"
     assert found.objective.name == "1f1b-so step"
 
 
 def test_on_gpus_quick_links_bring_the_leaner_schedule(profile_of):
     """As fast to within 0.1 %, and half the features."""
-    found = plan(profile_of([1e-3] * 8, output=1), cluster_of(4), 64, planner="bapipe", micro_batches=16)
+    found = plan(
+        profile_of([1e-3] * 8, output=1), cluster_of(4), 64, planner="bapipe", micro_batches=16
+    )
     assert found.schedule_name == "1f1b"
 
 
@@ -53,14 +66,26 @@ def test_on_gpus_the_overlapping_schedule_is_not_taken_where_its_features_do_not
     profile = profile_of([1e-3] * 8, output=100, activation=1000.0)
     asked = {"planner": "bapipe", "micro_batches": 16, "recompute": "never"}
     wide = plan(profile, cluster_of(4, bandwidth=2e6), 64, **asked)
-    found = plan(profile, cluster_of(4, bandwidth=2e6, memory=max(wide.predicted.peak_memory) - 1), 64, **asked)
+    found = plan(
+        profile,
+        cluster_of(4, bandwidth=2e6, memory=max(wide.predicted.peak_memory) - 1),
+        64,
+        **asked,
+    )
     assert (wide.schedule_name, found.schedule_name) == ("eager-1f1b", "1f1b")
 
 
-def test_on_fpgas_both_forward_and_backward_at_once_where_the_link_does_not_carry_what_one_asks(profile_of):
+def test_on_fpgas_both_forward_and_backward_at_once_where_the_link_does_not_carry_what_one_asks(
+    profile_of,
+):
     """1F1B-AS asks a / F of the link, FBP-AS 2 a / (F + B): with B = 2 F that is two thirds of it."""
-    profile = profile_of([1e-3] * 8, output=100)  # a stage of 2 layers: F = 2 ms a sample, a = 100 bytes
-    slow, quick = cluster_of(4, bandwidth=4e4, kind="fpga"), cluster_of(4, bandwidth=6e4, kind="fpga")
+    profile = profile_of(
+        [1e-3] * 8, output=100
+    )  # a stage of 2 layers: F = 2 ms a sample, a = 100 bytes
+    slow, quick = (
+        cluster_of(4, bandwidth=4e4, kind="fpga"),
+        cluster_of(4, bandwidth=6e4, kind="fpga"),
+    )
     assert plan(profile, slow, 64, planner="bapipe", micro_batches=16).schedule_name == "fbp-as"
     assert plan(profile, quick, 64, planner="bapipe", micro_batches=16).schedule_name == "1f1b"
 
@@ -117,24 +142,40 @@ def test_split_layers_take_the_ideal_time_on_boards_of_different_speed(profile_o
 
 def test_on_fpgas_weights_stay_on_the_chip_where_that_costs_no_time(profile_of):
     """A board whose weights fit on its chip reads none from its memory."""
-    profile = profile_of([1e-3, 1e-3, 1e-3, 0.0, 1e-3, 1e-3, 1e-3], parameters=[10, 10, 10, 30, 1, 1, 1], output=0.001)
+    profile = profile_of(
+        [1e-3, 1e-3, 1e-3, 0.0, 1e-3, 1e-3, 1e-3],
+        parameters=[10, 10, 10, 30, 1, 1, 1],
+        output=0.001,
+    )
     for chip, expected in ((0, (3, 4)), (40, (3, 4))):
         cluster = cluster_of(2, kind="fpga", chip=chip)
         assert preferred(ways(profile, cluster, 16, AS, micro_batches=4))[0].lengths == expected
-    last = profile_of([1e-3, 1e-3, 1e-3, 0.0, 1e-3, 1e-3, 1e-3], parameters=[1, 1, 1, 30, 10, 10, 10], output=0.001)
+    last = profile_of(
+        [1e-3, 1e-3, 1e-3, 0.0, 1e-3, 1e-3, 1e-3],
+        parameters=[1, 1, 1, 30, 10, 10, 10],
+        output=0.001,
+    )
     cluster = cluster_of(2, kind="fpga", chip=40)
     assert preferred(ways(last, cluster, 16, AS, micro_batches=4))[0].lengths == (4, 3)
 
 
 def test_fpgas_among_gpus_are_refused(profile_of):
     """The schedules to choose from hang on the kind of accelerator."""
-    gpu, fpga = Device("g", 10**12, "gpu", (("float32", 1e12),)), Device("f", 10**12, "fpga", (("float32", 1e12),))
+    gpu, fpga = (
+        Device("g", 10**12, "gpu", (("float32", 1e12),)),
+        Device("f", 10**12, "fpga", (("float32", 1e12),)),
+    )
     cluster = Cluster("c", (gpu, fpga), 1, Link(0.0, 1e9), Link(0.0, 1e9))
-    with pytest.raises(PlanError, match="bapipe chooses the schedule by the kind of accelerator, and c mixes fpga, gpu"):
+    with pytest.raises(
+        PlanError,
+        match="bapipe chooses the schedule by the kind of accelerator, and c mixes fpga, gpu",
+    ):
         plan(profile_of([1e-3] * 4), cluster, 16, planner="bapipe")
 
 
 def test_more_stages_than_accelerators_are_refused(profile_of):
     """One stage stands on each."""
-    with pytest.raises(PlanError, match="bapipe has one stage on every accelerator: 3 need as many, c has 2"):
+    with pytest.raises(
+        PlanError, match="bapipe has one stage on every accelerator: 3 need as many, c has 2"
+    ):
         plan(profile_of([1e-3] * 4), cluster_of(2), 16, planner="bapipe", stages=3)

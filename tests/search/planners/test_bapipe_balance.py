@@ -23,13 +23,18 @@ rows = st.integers(1, 7).flatmap(
 
 def all_lengths(layers, stages):
     """Every cut into whole layers."""
-    return [tuple(b - a for a, b in pairwise((0, *cuts, layers))) for cuts in combinations(range(1, layers), stages - 1)]
+    return [
+        tuple(b - a for a, b in pairwise((0, *cuts, layers)))
+        for cuts in combinations(range(1, layers), stages - 1)
+    ]
 
 
 def stage_seconds(seconds, lengths):
     """What each stage takes on its accelerator."""
     ends = list(accumulate(lengths, initial=0))
-    return [sum(row[start:stop]) for row, (start, stop) in zip(seconds, pairwise(ends), strict=True)]
+    return [
+        sum(row[start:stop]) for row, (start, stop) in zip(seconds, pairwise(ends), strict=True)
+    ]
 
 
 @settings(max_examples=100, deadline=None)
@@ -38,7 +43,9 @@ def test_between_whole_layers_the_slowest_stage_is_as_fast_as_can_be(seconds):
     """On accelerators alike or not, in the given order."""
     found = balanced_lengths(seconds)
     every = all_lengths(len(seconds[0]), len(seconds))
-    assert max(stage_seconds(seconds, found)) == pytest.approx(min(max(stage_seconds(seconds, each)) for each in every))
+    assert max(stage_seconds(seconds, found)) == pytest.approx(
+        min(max(stage_seconds(seconds, each)) for each in every)
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -56,12 +63,16 @@ def test_with_fewer_boundaries_only_those_are_cut(seconds, data):
         return
     found = balanced_lengths(seconds, allowed)
     assert found in every
-    assert max(stage_seconds(seconds, found)) == pytest.approx(min(max(stage_seconds(seconds, each)) for each in every))
+    assert max(stage_seconds(seconds, found)) == pytest.approx(
+        min(max(stage_seconds(seconds, each)) for each in every)
+    )
 
 
 @settings(max_examples=100, deadline=None)
 @given(rows)
-def test_through_layers_all_accelerators_are_busy_equally_long_and_none_longer_than_with_whole_layers(seconds):
+def test_through_layers_all_accelerators_are_busy_equally_long_and_none_longer_than_with_whole_layers(
+    seconds,
+):
     """Intra-layer: the parts of all layers add up, each accelerator takes the same time."""
     each, ends = fractional_cut(seconds)
     layers = len(seconds[0])
@@ -74,11 +85,17 @@ def test_through_layers_all_accelerators_are_busy_equally_long_and_none_longer_t
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(amounts, min_size=1, max_size=6), st.lists(st.floats(0.2, 5), min_size=1, max_size=4))
-def test_where_accelerators_differ_by_a_factor_the_ideal_is_reached_by_splitting_layers(layers, factors):
+@given(
+    st.lists(amounts, min_size=1, max_size=6), st.lists(st.floats(0.2, 5), min_size=1, max_size=4)
+)
+def test_where_accelerators_differ_by_a_factor_the_ideal_is_reached_by_splitting_layers(
+    layers, factors
+):
     """T* = 1 / sum(1 / T^n)."""
     seconds = [[factor * layer for layer in layers] for factor in factors]
-    assert fractional_cut(seconds)[0] == pytest.approx(ideal_seconds([sum(row) for row in seconds]), rel=1e-6)
+    assert fractional_cut(seconds)[0] == pytest.approx(
+        ideal_seconds([sum(row) for row in seconds]), rel=1e-6
+    )
 
 
 def test_boundaries_are_those_that_the_link_carries_within_a_stages_time():

@@ -7,14 +7,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.search.planners.bapipe_table import AS, S, Stages, fbp_as, one_f_one_b_as, one_f_one_b_sno, one_f_one_b_so
+from penstock.search.planners.bapipe_table import (
+    AS,
+    S,
+    Stages,
+    fbp_as,
+    one_f_one_b_as,
+    one_f_one_b_sno,
+    one_f_one_b_so,
+)
 
 
 def simulated(name, stages):
     """Makespan of a family of ours with the same costs."""
     plan = ps.schedule(name, stages=stages.count, micro_batches=stages.micro_batches)
     return ps.simulate(
-        plan, ps.Costs(forward=stages.forward_s, backward=stages.backward_s, transfer=stages.transfer_s)
+        plan,
+        ps.Costs(forward=stages.forward_s, backward=stages.backward_s, transfer=stages.transfer_s),
     ).makespan
 
 

@@ -14,14 +14,19 @@ from penstock.search.planners.dapple_latency import latency
 
 def cluster_of(ranks, per_node=1, inside=1e7, between=1e6, memory=10**12, names=("d",)):
     """So many devices of these kinds in turn."""
-    devices = tuple(Device(names[rank % len(names)], memory, flops=(("float32", 1e12),)) for rank in range(ranks))
+    devices = tuple(
+        Device(names[rank % len(names)], memory, flops=(("float32", 1e12),))
+        for rank in range(ranks)
+    )
     return Cluster("c", devices, per_node, Link(0.0, inside), Link(0.0, between))
 
 
 @pytest.fixture
 def profile(profile_of):
     """Nearly all weights in the last layer, which is quick."""
-    return profile_of([4e-3, 4e-3, 4e-3, 1e-3], parameters=[10, 10, 10, 500_000], output=[5, 5, 1, 1])
+    return profile_of(
+        [4e-3, 4e-3, 4e-3, 1e-3], parameters=[10, 10, 10, 500_000], output=[5, 5, 1, 1]
+    )
 
 
 def objective(profile, found, micro_batches, bandwidth):
@@ -36,9 +41,17 @@ def objective(profile, found, micro_batches, bandwidth):
             crossing = samples * profile.layers[ends[stage] - 1].output_bytes_per_sample
             hop = crossing / min(copies, replicas[stage - 1]) / bandwidth
             rows.append((hop, hop, 0.0))
-        reduce = 2 * (copies - 1) / copies * sum(layer.parameter_bytes for layer in layers) / bandwidth
+        reduce = (
+            2 * (copies - 1) / copies * sum(layer.parameter_bytes for layer in layers) / bandwidth
+        )
         rows.append(
-            (*(sum(layer.seconds(phase, samples / copies) for layer in layers) for phase in ("forward", "backward")), reduce)
+            (
+                *(
+                    sum(layer.seconds(phase, samples / copies) for layer in layers)
+                    for phase in ("forward", "backward")
+                ),
+                reduce,
+            )
         )
     return latency(*zip(*rows, strict=True), micro_batches).seconds
 
@@ -68,9 +81,21 @@ def test_the_latency_is_near_what_simulation_says(profile_of):
 def test_notable_transfers_bring_policy_b(profile_of):
     """Twice the warm-up hides them; where they are nothing, it would only cost memory."""
     slow = plan(
-        profile_of([1e-3] * 4, output=100), cluster_of(4, between=4e5), 64, planner="dapple", max_replicas=1, micro_batches=16
+        profile_of([1e-3] * 4, output=100),
+        cluster_of(4, between=4e5),
+        64,
+        planner="dapple",
+        max_replicas=1,
+        micro_batches=16,
     )
-    quick = plan(profile_of([1e-3] * 4, output=1), cluster_of(4), 64, planner="dapple", max_replicas=1, micro_batches=16)
+    quick = plan(
+        profile_of([1e-3] * 4, output=1),
+        cluster_of(4),
+        64,
+        planner="dapple",
+        max_replicas=1,
+        micro_batches=16,
+    )
     assert dict(slow.schedule_options)["warm_up"] == twice_ahead((1,) * slow.stages)
     assert "warm_up" not in dict(quick.schedule_options)
 
@@ -81,9 +106,18 @@ def test_policy_a_is_taken_where_only_that_fits(profile_of):
         profile_of([1e-3] * 4, output=100, activation=1000.0),
         {"max_replicas": 1, "micro_batches": 16, "stages": 4},
     )
-    wide = plan(profile, cluster_of(4, between=4e5), 64, planner="dapple", recompute="never", **asked)
+    wide = plan(
+        profile, cluster_of(4, between=4e5), 64, planner="dapple", recompute="never", **asked
+    )
     limit = max(wide.predicted.peak_memory) - 1
-    found = plan(profile, cluster_of(4, between=4e5, memory=limit), 64, planner="dapple", recompute="never", **asked)
+    found = plan(
+        profile,
+        cluster_of(4, between=4e5, memory=limit),
+        64,
+        planner="dapple",
+        recompute="never",
+        **asked,
+    )
     assert "warm_up" in dict(wide.schedule_options)
     assert "warm_up" not in dict(found.schedule_options)
 
@@ -92,7 +126,10 @@ def test_ranks_of_a_stage_stand_where_its_place_is(profile_of):
     """With a slow network between nodes, copies that have much to add up are on one node."""
     profile = profile_of([1e-3] * 2, parameters=[50_000, 50_000], output=1)
     found = plan(profile, cluster_of(4, 2, inside=1e9, between=1e6), 64, planner="dapple", stages=2)
-    ranks = [[found.devices[rank] if found.devices else rank for rank in each] for each in found.schedule.ranks_of_stage]
+    ranks = [
+        [found.devices[rank] if found.devices else rank for rank in each]
+        for each in found.schedule.ranks_of_stage
+    ]
     assert sorted(sorted(each) for each in ranks) == [[0, 1], [2, 3]]
 
 
@@ -101,7 +138,9 @@ def test_devices_of_different_kinds_and_clusters_too_large_are_refused(profile_o
     profile = profile_of([1e-3] * 100)
     with pytest.raises(PlanError, match="dapple takes all devices for equal"):
         plan(profile, cluster_of(4, names=("d", "e")), 16, planner="dapple")
-    with pytest.raises(PlanError, match=r"dapple's search has some .* ways to place stages of 100 layers"):
+    with pytest.raises(
+        PlanError, match=r"dapple's search has some .* ways to place stages of 100 layers"
+    ):
         plan(profile, cluster_of(64, 8), 64, planner="dapple")
 
 

@@ -10,7 +10,9 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
 seconds = st.floats(0.01, 10)
-stages = st.integers(1, 6).flatmap(lambda n: st.tuples(*(st.lists(seconds, min_size=n, max_size=n) for _ in range(3))))
+stages = st.integers(1, 6).flatmap(
+    lambda n: st.tuples(*(st.lists(seconds, min_size=n, max_size=n) for _ in range(3)))
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -29,11 +31,15 @@ def test_the_parts_are_the_papers_formulas_at_the_pivot(rows, micro_batches):
 
 @settings(max_examples=100, deadline=None)
 @given(stages, st.integers(2, 40))
-def test_no_step_is_shorter_than_any_stage_busy_for_all_but_one_micro_batch_and_the_first_stage_once(rows, micro_batches):
+def test_no_step_is_shorter_than_any_stage_busy_for_all_but_one_micro_batch_and_the_first_stage_once(
+    rows, micro_batches
+):
     """The bound by which the search leaves out what cannot win."""
     forward, backward, reduce = rows
     longest = max((micro_batches - 1) * (f + b) for f, b in zip(forward, backward, strict=True))
-    assert latency(*rows, micro_batches).seconds >= longest + forward[0] + backward[0] - 1e-9 * longest
+    assert (
+        latency(*rows, micro_batches).seconds >= longest + forward[0] + backward[0] - 1e-9 * longest
+    )
     assert len(reduce) == len(forward)
 
 
@@ -52,5 +58,7 @@ def test_a_slow_stage_is_the_pivot():
 def test_on_equal_stages_and_free_links_the_latency_is_the_makespan_of_1f1b(count, micro_batches):
     """(m + p - 1)(f + b): there the formula is no approximation."""
     found = latency((1.0,) * count, (2.0,) * count, (0.0,) * count, micro_batches)
-    made = simulate_schedule(schedule("1f1b", count, micro_batches), Costs(forward=1.0, backward=2.0))
+    made = simulate_schedule(
+        schedule("1f1b", count, micro_batches), Costs(forward=1.0, backward=2.0)
+    )
     assert found.seconds == pytest.approx(made.makespan)

@@ -28,7 +28,9 @@ def evaluated(task, stages):
         copies = sum(place)
         if i:
             before = stages[i - 1][2]
-            together = {n for n, count in enumerate(place) if count} | {n for n, count in enumerate(before) if count}
+            together = {n for n, count in enumerate(place) if count} | {
+                n for n, count in enumerate(before) if count
+            }
             lat, per_byte = task.network.inside if len(together) == 1 else task.network.between
             hop = lat + per_byte * task.costs[0].output_bytes[start - 1] / min(copies, sum(before))
             forward.append(hop)
@@ -38,7 +40,9 @@ def evaluated(task, stages):
         forward.append(sum(costs.forward_s[start:stop]))
         backward.append(sum(costs.backward_s[start:stop]))
         inside = sum(1 for count in place if count) == 1
-        lat, per_byte = task.network.inside if inside else task.network.collective or task.network.between
+        lat, per_byte = (
+            task.network.inside if inside else task.network.collective or task.network.between
+        )
         weights = sum(costs.parameter_bytes[start:stop])
         reduce.append(2 * (copies - 1) * (lat + per_byte * weights / copies))
     return latency(forward, backward, reduce, task.micro_batches).seconds
@@ -51,7 +55,10 @@ def every(task):
         for inner in combinations(range(1, layers), count - 1):
             for taken in combinations(range(1, devices), count - 1):
                 copies = [b - a for a, b in pairwise((0, *taken, devices))]
-                yield [(a, b, (k,)) for (a, b), k in zip(pairwise((0, *inner, layers)), copies, strict=True)]
+                yield [
+                    (a, b, (k,))
+                    for (a, b), k in zip(pairwise((0, *inner, layers)), copies, strict=True)
+                ]
 
 
 amounts = st.floats(0.05, 5)
@@ -82,7 +89,9 @@ def test_few_kept_ways_are_nearly_always_enough():
         rows = [random.uniform(0.05, 5, 7).tolist() for _ in range(4)]
         link = (0.01, float(random.choice([0.02, 0.1, 0.4])))
         task = Task(shares(*rows, 4), (4,), Network(link, link), (2, 4, 8, 32)[turn % 4])
-        ratios.append(search(task, keep=4)[0].seconds / min(evaluated(task, stages) for stages in every(task)))
+        ratios.append(
+            search(task, keep=4)[0].seconds / min(evaluated(task, stages) for stages in every(task))
+        )
     assert max(ratios) <= 1.05
     assert sum(ratio > 1 + 1e-9 for ratio in ratios) <= 2
 
@@ -91,11 +100,17 @@ def test_few_kept_ways_are_nearly_always_enough():
 @given(tasks, st.sampled_from(((2, 2), (3, 1), (1, 1, 2))))
 def test_over_several_nodes_latency_is_what_the_places_make_it(task, sizes):
     """The compiled loop and the formula agree, whatever the places; every device is used once."""
-    several = Task(task.costs, sizes, Network((0.0, 0.01), (0.02, 0.3), (0.01, 0.2)), task.micro_batches)
+    several = Task(
+        task.costs, sizes, Network((0.0, 0.01), (0.02, 0.3), (0.01, 0.2)), task.micro_batches
+    )
     for found in search(several, keep=3):
         assert evaluated(several, found.stages) == pytest.approx(found.seconds)
-        assert [sum(column) for column in zip(*(place for *_, place in found.stages), strict=True)] == list(sizes)
-        assert [stop for _, stop, _ in found.stages[:-1]] == [start for start, *_ in found.stages[1:]]
+        assert [
+            sum(column) for column in zip(*(place for *_, place in found.stages), strict=True)
+        ] == list(sizes)
+        assert [stop for _, stop, _ in found.stages[:-1]] == [
+            start for start, *_ in found.stages[1:]
+        ]
 
 
 @settings(max_examples=30, deadline=None)
@@ -143,7 +158,9 @@ def vgg_19(bandwidth, samples=32, collective=None):
     scale = samples / 32
     costs = shares([f * scale / 1e3 for f in forward], [b * scale / 1e3 for b in backward], [o * scale for o in output],
                    [w * 1.048576 for w in weights], 16)  # fmt: skip
-    network = Network((0.0, 1 / 25e9), (0.0, 1 / bandwidth), None if collective is None else (0.0, 1 / collective))
+    network = Network(
+        (0.0, 1 / 25e9), (0.0, 1 / bandwidth), None if collective is None else (0.0, 1 / collective)
+    )
     return Task(costs, (1,) * 16, network, 2048 // samples)
 
 
@@ -153,8 +170,13 @@ def test_of_vgg_19_in_two_stages_the_best_is_the_published_15_to_1_between_convo
     bandwidth, collective, samples
 ):
     """DAPPLE's plan for configuration C (10 Gb/s), with its planner's own constants (P2P 1 GB/s, NCCL 3 GB/s) too."""
-    found = {len(each.stages): each for each in search(vgg_19(bandwidth, samples, collective), keep=2)}
-    assert [(start, stop, sum(place)) for start, stop, place in found[2].stages] == [(0, 21, 15), (21, 25, 1)]
+    found = {
+        len(each.stages): each for each in search(vgg_19(bandwidth, samples, collective), keep=2)
+    }
+    assert [(start, stop, sum(place)) for start, stop, place in found[2].stages] == [
+        (0, 21, 15),
+        (21, 25, 1),
+    ]
     assert found[2].seconds < found[1].seconds
 
 

@@ -13,16 +13,26 @@ from penstock.search.catalogue import plan
 def cluster_of(ranks, memory=10**12, speeds=(1.0,), latency=1e-4):
     """So many devices, one on each node, of these speeds in turn."""
     devices = tuple(
-        Device(f"d{speeds[rank % len(speeds)]:g}", memory, flops=(("float32", 1e12 * speeds[rank % len(speeds)]),))
+        Device(
+            f"d{speeds[rank % len(speeds)]:g}",
+            memory,
+            flops=(("float32", 1e12 * speeds[rank % len(speeds)]),),
+        )
         for rank in range(ranks)
     )
     link = Link(latency, 1e6)
     return Cluster("c", devices, 1, link, link)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.floats(1e-4, 1e-2), min_size=1, max_size=4), st.integers(3, 6), st.integers(1, 4))
-def test_the_objective_is_the_ring_formula_and_what_simulation_says(profile_of, seconds, ranks, each):
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.floats(1e-4, 1e-2), min_size=1, max_size=4), st.integers(3, 6), st.integers(1, 4)
+)
+def test_the_objective_is_the_ring_formula_and_what_simulation_says(
+    profile_of, seconds, ranks, each
+):
     """Every device's share, then 2 (R - 1) pieces round the ring: the formula is exact for equal shares."""
     found = plan(profile_of(seconds), cluster_of(ranks), ranks * each, planner="data-parallel")
     computing = sum(3 * each * second for second in seconds)
@@ -35,7 +45,9 @@ def test_the_objective_is_the_ring_formula_and_what_simulation_says(profile_of, 
 def test_gradients_are_accumulated_over_as_few_parts_as_fit(profile_of):
     """A share of 16 samples does not fit, 8 samples do: two parts, not four."""
     profile = profile_of([1e-3], activation=1000.0, parameters=10)
-    found = plan(profile, cluster_of(2, memory=8_500), 32, planner="data-parallel", recompute="never")
+    found = plan(
+        profile, cluster_of(2, memory=8_500), 32, planner="data-parallel", recompute="never"
+    )
     assert found.micro_batches == 2 * 2
 
 
@@ -55,7 +67,12 @@ def test_a_batch_with_fewer_samples_than_devices_leaves_some_idle(profile_of):
 def test_what_does_not_fit_in_the_smallest_parts_is_refused_with_what_it_needs(profile_of):
     """All weights stand on every device: no number of parts helps that."""
     with pytest.raises(PlanError, match="nothing fits the memory of c"):
-        plan(profile_of([1e-3] * 4, parameters=1000), cluster_of(2, memory=8_000), 8, planner="data-parallel")
+        plan(
+            profile_of([1e-3] * 4, parameters=1000),
+            cluster_of(2, memory=8_000),
+            8,
+            planner="data-parallel",
+        )
 
 
 def test_several_stages_are_refused(profile_of):

@@ -8,7 +8,11 @@ from penstock.search.planners.deepspeed import deepspeed, deepspeed_uniform
 
 @pytest.mark.parametrize(
     ("weights", "stages", "ends"),
-    [([1] * 10, 4, [3, 6, 8, 10]), ([5, 1, 1, 1, 1, 1, 1, 5], 3, [2, 7, 8]), ([1] * 8 + [20], 3, [4, 8, 9])],
+    [
+        ([1] * 10, 4, [3, 6, 8, 10]),
+        ([5, 1, 1, 1, 1, 1, 1, 5], 3, [2, 7, 8]),
+        ([1] * 8 + [20], 3, [4, 8, 9]),
+    ],
     ids=["equal", "heavy ends", "one heavy"],
 )
 def test_its_known_cuts_come_out(weights, stages, ends):
@@ -21,7 +25,9 @@ def test_its_known_cuts_come_out(weights, stages, ends):
     assert str(found.objective) == f"most less fewest parameters of a stage {max(sums) - min(sums)}"
 
 
-@pytest.mark.parametrize(("stages", "lengths"), [(2, (8, 17)), (4, (3, 4, 5, 13)), (8, (1, 1, 2, 2, 2, 3, 3, 11))])
+@pytest.mark.parametrize(
+    ("stages", "lengths"), [(2, (8, 17)), (4, (3, 4, 5, 13)), (8, (1, 1, 2, 2, 2, 3, 3, 11))]
+)
 def test_vgg19_with_times_for_weights_is_cut_as_in_the_table(stages, lengths):
     """LITERATURE 11.7, the last column."""
     costs = profile([(0.1, 0.2)] * len(VGG19), parameters=[round(1000 * (f + b)) for f, b in VGG19])
@@ -32,7 +38,11 @@ def test_uniform_has_one_more_layer_in_the_first_stages():
     """partition_uniform; as partition="uniform" of the same planner."""
     costs = profile([(0.1, 0.2)] * 10)
     found = deepspeed_uniform(ask(costs, "4xV100-NVLink"))
-    assert found.lengths == deepspeed(ask(costs, "4xV100-NVLink", by="uniform")).lengths == (3, 3, 2, 2)
+    assert (
+        found.lengths
+        == deepspeed(ask(costs, "4xV100-NVLink", by="uniform")).lengths
+        == (3, 3, 2, 2)
+    )
     assert found.objective.value == 1
 
 

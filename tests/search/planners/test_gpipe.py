@@ -29,5 +29,7 @@ def test_the_objective_is_the_deviation_of_the_stages_seconds():
     costs = profile([(0.1 + 0.01 * (i * 7 % 5), 0.2) for i in range(11)])
     found = gpipe(ask(costs, "4xV100-NVLink"))
     seconds = costs.step_seconds(32 / found.micro_batches)
-    assert found.objective.value == pytest.approx(std([sum(seconds[a:b]) for a, b in bounds(found.lengths)]))
+    assert found.objective.value == pytest.approx(
+        std([sum(seconds[a:b]) for a, b in bounds(found.lengths)])
+    )
     assert (found.schedule_name, found.recompute) == ("gpipe", "always")

@@ -20,7 +20,9 @@ KINDS = {"V": (12, 15e12), "R": (24, 16e12), "G": (6, 6.5e12), "Q": (8, 5.3e12)}
 
 def cluster_of(names, per_node=4, unit=10**9, bandwidth=1e9):
     """Devices of these kinds in this order."""
-    devices = tuple(Device(name, KINDS[name][0] * unit, flops=(("float32", KINDS[name][1]),)) for name in names)
+    devices = tuple(
+        Device(name, KINDS[name][0] * unit, flops=(("float32", KINDS[name][1]),)) for name in names
+    )
     return Cluster("c", devices, per_node, Link(1e-5, bandwidth), Link(3e-5, bandwidth / 2))
 
 
@@ -57,11 +59,16 @@ def test_no_virtual_worker_has_more_devices_than_there_are_layers():
 
 def test_virtual_workers_with_equal_devices_are_tried_in_every_order_alike():
     """4! orders of four kinds, the same for all, since they share one cut."""
-    allocation = next(each for policy, each in allocations(PAPER, SPEEDS, 4) if policy == "equal distribution")
+    allocation = next(
+        each for policy, each in allocations(PAPER, SPEEDS, 4) if policy == "equal distribution"
+    )
     found = orders(PAPER, allocation, SPEEDS)
     names = {tuple(PAPER.devices[rank].name for rank in own) for order in found for own in order}
     assert names == set(permutations("VRGQ"))
-    assert all(len({tuple(PAPER.devices[rank].name for rank in own) for own in order}) == 1 for order in found)
+    assert all(
+        len({tuple(PAPER.devices[rank].name for rank in own) for own in order}) == 1
+        for order in found
+    )
 
 
 def test_with_too_many_orders_those_by_memory_and_speed_are_tried():
@@ -72,7 +79,9 @@ def test_with_too_many_orders_those_by_memory_and_speed_are_tried():
 
 tables = st.integers(1, 6).flatmap(
     lambda n: st.lists(
-        st.tuples(st.lists(st.floats(0.1, 5), min_size=n, max_size=n), st.floats(1, 12)), min_size=1, max_size=min(n, 4)
+        st.tuples(st.lists(st.floats(0.1, 5), min_size=n, max_size=n), st.floats(1, 12)),
+        min_size=1,
+        max_size=min(n, 4),
     )
 )
 
@@ -84,7 +93,9 @@ def test_the_cut_is_the_best_of_all_that_fit(rows):
     n = len(rows[0][0])
     times, fits = [], []
     for seconds, limit in rows:
-        sums = np.array([[sum(seconds[i : j + 1]) if j >= i else np.inf for j in range(n)] for i in range(n)])
+        sums = np.array(
+            [[sum(seconds[i : j + 1]) if j >= i else np.inf for j in range(n)] for i in range(n)]
+        )
         times.append(sums)
         fits.append(np.array([[j - i + 1 <= limit / 3 for j in range(n)] for i in range(n)]))
     best = np.inf
@@ -108,7 +119,10 @@ def objective(profile, cluster, found):
         for stage, rank in enumerate(own):
             factor = KINDS[cluster.devices[0].name][1] / KINDS[cluster.devices[rank].name][1]
             layers = profile.layers[ends[stage] : ends[stage + 1]]
-            taken = factor * sum(layer.seconds("forward", samples) + layer.seconds("backward", samples) for layer in layers)
+            taken = factor * sum(
+                layer.seconds("forward", samples) + layer.seconds("backward", samples)
+                for layer in layers
+            )
             if stage:
                 crossing = samples * profile.layers[ends[stage] - 1].output_bytes_per_sample
                 taken += cluster.transfer_seconds(crossing, own[stage - 1], rank)
@@ -122,7 +136,10 @@ def objective(profile, cluster, found):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_objective_is_the_slowest_stage_shared_by_the_virtual_workers(profile_of, asynchronous):
     """Computing on the very device and receiving, from the plan alone."""
-    profile, cluster = profile_of([1e-3, 2e-3, 1e-3, 3e-3, 1e-3, 1e-3]), cluster_of("VVGG", 2, 10**12)
+    profile, cluster = (
+        profile_of([1e-3, 2e-3, 1e-3, 3e-3, 1e-3, 1e-3]),
+        cluster_of("VVGG", 2, 10**12),
+    )
     found = plan(profile, cluster, 64, planner="hetpipe", asynchronous=asynchronous)
     assert found.objective.value == pytest.approx(objective(profile, cluster, found))
     assert found.schedule_name == ("hetpipe" if asynchronous else "1f1b")
@@ -130,7 +147,13 @@ def test_the_objective_is_the_slowest_stage_shared_by_the_virtual_workers(profil
 
 def test_the_slow_device_gets_the_shorter_stage(profile_of):
     """Equal distribution of two kinds: each virtual worker has one of both."""
-    found = plan(profile_of([1e-3] * 12, output=1.0), cluster_of("VVGG", 2, 10**12), 64, planner="hetpipe", stages=2)
+    found = plan(
+        profile_of([1e-3] * 12, output=1.0),
+        cluster_of("VVGG", 2, 10**12),
+        64,
+        planner="hetpipe",
+        stages=2,
+    )
     names = [cluster_of("VVGG", 2).devices[rank].name for rank in found.devices[:2]]
     lengths = dict(zip(names, found.lengths, strict=True))
     assert lengths["V"] > lengths["G"]
@@ -139,14 +162,31 @@ def test_the_slow_device_gets_the_shorter_stage(profile_of):
 def test_early_stages_stand_where_the_memory_is(profile_of):
     """More micro-batches are in flight on them: with activations that fill it, the device with more memory comes first."""
     profile = profile_of([1e-3] * 8, activation=1000.0, parameters=1, output=1.0)
-    found = plan(profile, cluster_of("RG", 1, unit=2_100), 16, planner="hetpipe", stages=2, micro_batches=4, recompute="never")
-    assert [cluster_of("RG", 1).devices[rank].name for rank in (found.devices or (0, 1))] == ["R", "G"]
+    found = plan(
+        profile,
+        cluster_of("RG", 1, unit=2_100),
+        16,
+        planner="hetpipe",
+        stages=2,
+        micro_batches=4,
+        recompute="never",
+    )
+    assert [cluster_of("RG", 1).devices[rank].name for rank in (found.devices or (0, 1))] == [
+        "R",
+        "G",
+    ]
 
 
 def test_as_many_are_in_flight_as_fit(profile_of):
     """N_m falls where memory does not hold p of them."""
     profile = profile_of([1e-3] * 4, activation=1000.0, parameters=1, output=1.0)
-    asked = {"planner": "hetpipe", "stages": 4, "micro_batches": 1, "asynchronous": True, "recompute": "never"}
+    asked = {
+        "planner": "hetpipe",
+        "stages": 4,
+        "micro_batches": 1,
+        "asynchronous": True,
+        "recompute": "never",
+    }
     roomy = plan(profile, cluster_of("VVVV", 4, unit=10**6), 4, **asked)
     tight = plan(profile, cluster_of("VVVV", 4, unit=1_000), 4, **asked)
     assert dict(roomy.schedule_options)["in_flight"] == 4

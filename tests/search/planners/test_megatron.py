@@ -7,7 +7,9 @@ from penstock.errors import PlanError
 from penstock.search.planners.megatron import megatron
 
 
-@pytest.mark.parametrize("asked", [{}, {"max_replicas": 1}, {"schedules": ("interleaved",)}, {"stages": 4}])
+@pytest.mark.parametrize(
+    "asked", [{}, {"max_replicas": 1}, {"schedules": ("interleaved",)}, {"stages": 4}]
+)
 def test_the_objective_is_the_estimate_of_the_step(asked):
     """(v m + p - 1) / v micro-batches of the slowest rank, for m of one pipeline."""
     costs = profile([(0.1, 0.2)] * 12, fixed=1e-3)
@@ -25,7 +27,14 @@ def test_the_objective_is_the_estimate_of_the_step(asked):
 
 def test_layers_are_shared_evenly():
     """It counts layers, and nothing else."""
-    found = megatron(ask(profile([(0.1 * i, 0.2) for i in range(1, 11)]), "4xV100-NVLink", max_replicas=1, schedules=("1f1b",)))
+    found = megatron(
+        ask(
+            profile([(0.1 * i, 0.2) for i in range(1, 11)]),
+            "4xV100-NVLink",
+            max_replicas=1,
+            schedules=("1f1b",),
+        )
+    )
     assert max(found.lengths) - min(found.lengths) <= 1
 
 

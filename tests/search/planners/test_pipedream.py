@@ -14,7 +14,10 @@ from penstock.search.planners.pipedream_cut import Part, spread
 
 def cluster_of(ranks, per_node=1, inside=1e6, between=1e5, memory=10**12, names=("d",)):
     """So many devices of these kinds in turn."""
-    devices = tuple(Device(names[rank % len(names)], memory, flops=(("float32", 1e12),)) for rank in range(ranks))
+    devices = tuple(
+        Device(names[rank % len(names)], memory, flops=(("float32", 1e12),))
+        for rank in range(ranks)
+    )
     return Cluster("c", devices, per_node, Link(0.0, inside), Link(0.0, between))
 
 
@@ -26,18 +29,27 @@ def objective(profile, found, bandwidth):
     times = []
     for stage, copies in enumerate(replicas):
         layers = profile.layers[ends[stage] : ends[stage + 1]]
-        own = sum(layer.seconds("forward", samples) + layer.seconds("backward", samples) for layer in layers)
-        sync = 2 * (copies - 1) / copies * sum(layer.parameter_bytes for layer in layers) / bandwidth
+        own = sum(
+            layer.seconds("forward", samples) + layer.seconds("backward", samples)
+            for layer in layers
+        )
+        sync = (
+            2 * (copies - 1) / copies * sum(layer.parameter_bytes for layer in layers) / bandwidth
+        )
         times.append(max(own, sync) / copies)
         if stage:
-            times.append(2 * samples * profile.layers[ends[stage] - 1].output_bytes_per_sample / bandwidth)
+            times.append(
+                2 * samples * profile.layers[ends[stage] - 1].output_bytes_per_sample / bandwidth
+            )
     return max(times)
 
 
 @pytest.fixture
 def profile(profile_of):
     """A heavy first layer, which wants copies, and a last one with nearly all weights, which does not."""
-    return profile_of([6e-3, 1e-3, 1e-3, 1e-3], parameters=[10, 10, 10, 20_000], output=[5, 5, 1, 1])
+    return profile_of(
+        [6e-3, 1e-3, 1e-3, 1e-3], parameters=[10, 10, 10, 20_000], output=[5, 5, 1, 1]
+    )
 
 
 def test_the_plans_objective_is_the_papers_formula_for_the_plan(profile):
@@ -65,9 +77,21 @@ def test_with_asynchrony_the_schedule_is_pipedreams_own_with_stashed_weights(pro
 def test_more_copies_than_micro_batches_are_refused_with_what_would_do(profile_of):
     """Every copy of a stage needs a micro-batch of its own: the message says how many copies would do."""
     profile = profile_of([1e-3] * 4, parameters=1, output=1000)
-    with pytest.raises(PlanError, match=r"a stage on 8 devices, and each needs one of the 2 .* max_replicas=2"):
+    with pytest.raises(
+        PlanError, match=r"a stage on 8 devices, and each needs one of the 2 .* max_replicas=2"
+    ):
         plan(profile, cluster_of(8, per_node=4), 16, planner="pipedream", micro_batches=2)
-    assert plan(profile, cluster_of(8, per_node=4), 16, planner="pipedream", micro_batches=2, max_replicas=2).micro_batches == 2
+    assert (
+        plan(
+            profile,
+            cluster_of(8, per_node=4),
+            16,
+            planner="pipedream",
+            micro_batches=2,
+            max_replicas=2,
+        ).micro_batches
+        == 2
+    )
 
 
 def test_copies_in_several_nodes_are_numbered_so_that_a_micro_batch_stays_in_its_node():
@@ -80,9 +104,16 @@ def test_copies_in_several_nodes_are_numbered_so_that_a_micro_batch_stays_in_its
 def test_nodes_are_a_level_of_their_own(profile_of):
     """Copies that must add up much stand in one node, where the link is fast."""
     profile = profile_of([1e-3] * 4, parameters=[40_000, 10, 10, 40_000], output=[1, 1, 1, 1])
-    found = plan(profile, cluster_of(4, per_node=2, inside=1e9, between=1e5), 16, planner="pipedream", micro_batches=16)
+    found = plan(
+        profile,
+        cluster_of(4, per_node=2, inside=1e9, between=1e5),
+        16,
+        planner="pipedream",
+        micro_batches=16,
+    )
     ranks = [
-        sorted(found.devices[rank] for rank in each) if found.devices else list(each) for each in found.schedule.ranks_of_stage
+        sorted(found.devices[rank] for rank in each) if found.devices else list(each)
+        for each in found.schedule.ranks_of_stage
     ]
     assert all(len({rank // 2 for rank in each}) == 1 for each in ranks)
 
@@ -90,7 +121,9 @@ def test_nodes_are_a_level_of_their_own(profile_of):
 def test_a_number_of_stages_and_of_replicas_is_kept(profile):
     """What is asked for is a limit on the search, not on what is reported."""
     for stages, most in ((2, 2), (3, 2), (4, 1)):
-        found = plan(profile, cluster_of(4), 16, planner="pipedream", stages=stages, max_replicas=most)
+        found = plan(
+            profile, cluster_of(4), 16, planner="pipedream", stages=stages, max_replicas=most
+        )
         assert found.stages == stages
         assert max(dict(found.schedule_options).get("replicas", (1,))) <= most
 
@@ -98,7 +131,13 @@ def test_a_number_of_stages_and_of_replicas_is_kept(profile):
 def test_where_a_cut_for_time_does_not_fit_it_is_cut_within_memory(profile_of):
     """Two and two layers would be even; the second layer's activations wait only behind an early stage."""
     profile = profile_of([1e-3] * 4, activation=[100, 10_000, 100, 100], parameters=1, output=1)
-    asked = {"planner": "pipedream", "stages": 2, "max_replicas": 1, "micro_batches": 4, "recompute": "never"}
+    asked = {
+        "planner": "pipedream",
+        "stages": 2,
+        "max_replicas": 1,
+        "micro_batches": 4,
+        "recompute": "never",
+    }
     roomy = plan(profile, cluster_of(2), 16, **asked)
     tight = plan(profile, cluster_of(2, memory=50_000), 16, **asked)
     assert (roomy.lengths, tight.lengths) == ((2, 2), (1, 3))
@@ -120,7 +159,9 @@ def test_a_cluster_beyond_what_the_search_can_do_is_refused_at_once(profile_of):
 
 def test_a_cut_or_schedule_that_is_asked_for_is_refused_where_it_is_not_pipedreams(profile):
     """It would not be PipeDream's plan any more."""
-    with pytest.raises(PlanError, match="pipedream cuts by its own method, and partition='uniform' is asked for"):
+    with pytest.raises(
+        PlanError, match="pipedream cuts by its own method, and partition='uniform' is asked for"
+    ):
         plan(profile, cluster_of(4), 16, planner="pipedream", partition="uniform")
     with pytest.raises(PlanError, match="pipedream runs 1f1b, and gpipe is asked for"):
         plan(profile, cluster_of(4), 16, planner="pipedream", schedules="gpipe")

@@ -52,7 +52,10 @@ def load(name):
     between the two besides (antichains)."""
     rows = json.loads((DATA / f"{name}.json").read_text())["layers"]
     rows = [row for row in rows if row[1] != "Input"]
-    output = [row[4] + (before[4] if row[1] == "Size" else 0) for before, row in zip([rows[0], *rows], rows, strict=False)]
+    output = [
+        row[4] + (before[4] if row[1] == "Size" else 0)
+        for before, row in zip([rows[0], *rows], rows, strict=False)
+    ]
     return LayerCosts(
         tuple(row[2] / 1e3 for row in rows), tuple(row[3] / 1e3 for row in rows), tuple(map(float, output)),
         tuple(float(row[4]) for row in rows), tuple(float(row[5]) for row in rows),
@@ -72,7 +75,11 @@ def slowest(costs, found, levels, form):
     for i, part in enumerate(found):
         m = part.replicas
         weights = sum(costs.parameter_bytes[part.start : part.stop])
-        own = slowest(costs, part.inner, below, form) if below else sum(costs.seconds[part.start : part.stop])
+        own = (
+            slowest(costs, part.inner, below, form)
+            if below
+            else sum(costs.seconds[part.start : part.stop])
+        )
         if form == "paper":
             times.append(max(own, 2 * (m - 1) / m * weights / bandwidth) / m)
             times += [2 * costs.output_bytes[part.start - 1] / bandwidth] if i else []
@@ -81,36 +88,55 @@ def slowest(costs, found, levels, form):
         times.append((own + 4 * (m - 1) * weights / (bandwidth * m) / within) / m)
         if i:
             times.append(2 * costs.output_bytes[part.start - 1] / (bandwidth * m))
-            times += [2 * costs.output_bytes[part.stop - 1] / (bandwidth * m)] if part.stop - 1 < last else []
+            times += (
+                [2 * costs.output_bytes[part.stop - 1] / (bandwidth * m)]
+                if part.stop - 1 < last
+                else []
+            )
     return max(times)
 
 
 @every_row
-def test_the_code_form_takes_as_long_per_stage_as_the_authors_optimizer_printed(name, machines, straight, stages, seconds):
+def test_the_code_form_takes_as_long_per_stage_as_the_authors_optimizer_printed(
+    name, machines, straight, stages, seconds
+):
     """All digits that were printed: the recurrence, its quirks included, is theirs."""
-    found = hierarchical_cut(load(name), [Level(*machine) for machine in machines], Rules("code", straight=straight))
+    found = hierarchical_cut(
+        load(name), [Level(*machine) for machine in machines], Rules("code", straight=straight)
+    )
     assert f"{found.slowest_s:.6g}" == seconds
     assert slowest(load(name), found.parts, machines, "code") == pytest.approx(found.slowest_s)
 
 
 @every_row
-def test_the_cut_that_the_authors_optimizer_printed_is_among_the_best(name, machines, straight, stages, seconds):
+def test_the_cut_that_the_authors_optimizer_printed_is_among_the_best(
+    name, machines, straight, stages, seconds
+):
     """Many cuts are equally good, and which is printed hangs on the order of a Python set there: theirs is as good as ours, and where no
     other is, it is ours."""
-    own = hierarchical_cut(load(name), [Level(*machine) for machine in machines], Rules("code", straight=straight))
-    assert slowest(load(name), parts(stages), machines, "code") == pytest.approx(own.slowest_s, rel=1e-12)
+    own = hierarchical_cut(
+        load(name), [Level(*machine) for machine in machines], Rules("code", straight=straight)
+    )
+    assert slowest(load(name), parts(stages), machines, "code") == pytest.approx(
+        own.slowest_s, rel=1e-12
+    )
 
 
 def test_the_cuts_that_have_no_equal_are_those_of_the_authors_optimizer():
     """Where stages are all loaded, the cut itself must come out."""
     for name, row in (("vgg16", 0), ("vgg16", 1), ("vgg16", 2), ("alexnet", 1)):
         machines, straight, stages, _ = ORACLES[name][row]
-        found = hierarchical_cut(load(name), [Level(*machine) for machine in machines], Rules("code", straight=straight))
+        found = hierarchical_cut(
+            load(name), [Level(*machine) for machine in machines], Rules("code", straight=straight)
+        )
         assert found.parts == parts(stages)
 
 
 #: The same runs: how many times as fast as data parallelism on all of the machine.
-SPEED_UPS = {"vgg16": (2.838, 1.232, 1.756, 2.017, 0.890), "alexnet": (5.980, 1.788, 3.700, 3.085, 1.233)}
+SPEED_UPS = {
+    "vgg16": (2.838, 1.232, 1.756, 2.017, 0.890),
+    "alexnet": (5.980, 1.788, 3.700, 3.085, 1.233),
+}
 
 
 @pytest.mark.parametrize("name", ["vgg16", "alexnet"])
@@ -121,8 +147,12 @@ def test_the_speed_up_over_data_parallelism_is_what_the_authors_optimizer_printe
         whole = ()
         for components, _ in machines:
             whole = (Part(0, len(costs), components, whole),)
-        found = hierarchical_cut(costs, [Level(*machine) for machine in machines], Rules("code", straight=straight))
-        assert slowest(costs, whole, machines, "code") / found.slowest_s == pytest.approx(printed, abs=6e-4)
+        found = hierarchical_cut(
+            costs, [Level(*machine) for machine in machines], Rules("code", straight=straight)
+        )
+        assert slowest(costs, whole, machines, "code") / found.slowest_s == pytest.approx(
+            printed, abs=6e-4
+        )
 
 
 def test_the_time_of_the_whole_model_is_that_of_the_profile():
@@ -150,7 +180,9 @@ def cuts(start, stop, sizes):
 amounts = st.floats(0.01, 10)
 chains = st.integers(1, 5).flatmap(
     lambda n: st.tuples(*(st.lists(amounts, min_size=n, max_size=n) for _ in range(3))).map(
-        lambda rows: LayerCosts(tuple(rows[0]), (0.0,) * n, tuple(rows[1]), tuple(rows[1]), tuple(rows[2]))
+        lambda rows: LayerCosts(
+            tuple(rows[0]), (0.0,) * n, tuple(rows[1]), tuple(rows[1]), tuple(rows[2])
+        )
     )
 )
 
@@ -161,24 +193,37 @@ def test_on_one_level_the_cut_is_the_best_of_all(costs, components, bandwidth, f
     """The objective's least value, by enumeration of all cuts and copies."""
     found = hierarchical_cut(costs, [Level(components, bandwidth)], Rules(form))
     every = cuts(0, len(costs), (components,))
-    assert found.slowest_s == pytest.approx(min(slowest(costs, each, [(components, bandwidth)], form) for each in every))
-    assert slowest(costs, found.parts, [(components, bandwidth)], form) == pytest.approx(found.slowest_s)
+    assert found.slowest_s == pytest.approx(
+        min(slowest(costs, each, [(components, bandwidth)], form) for each in every)
+    )
+    assert slowest(costs, found.parts, [(components, bandwidth)], form) == pytest.approx(
+        found.slowest_s
+    )
 
 
 @settings(max_examples=25, deadline=None)
-@given(chains.filter(lambda costs: len(costs) <= 4), st.floats(0.1, 20), st.floats(0.1, 20), st.sampled_from(("paper", "code")))
+@given(
+    chains.filter(lambda costs: len(costs) <= 4),
+    st.floats(0.1, 20),
+    st.floats(0.1, 20),
+    st.sampled_from(("paper", "code")),
+)
 def test_on_two_levels_the_cut_is_the_best_of_all(costs, inside, between, form):
     """A node's best for every range of layers, put together as the best of all nodes."""
     machines = [(2, inside), (2, between)]
     found = hierarchical_cut(costs, [Level(*machine) for machine in machines], Rules(form))
     every = cuts(0, len(costs), (2, 2))
-    assert found.slowest_s == pytest.approx(min(slowest(costs, each, machines, form) for each in every))
+    assert found.slowest_s == pytest.approx(
+        min(slowest(costs, each, machines, form) for each in every)
+    )
     assert slowest(costs, found.parts, machines, form) == pytest.approx(found.slowest_s)
 
 
 @settings(max_examples=40, deadline=None)
 @given(chains, st.integers(1, 4), st.floats(0.1, 20), st.integers(1, 3), st.integers(1, 4))
-def test_with_few_replicas_or_a_number_of_stages_the_cut_is_the_best_of_those(costs, components, bandwidth, most, stages):
+def test_with_few_replicas_or_a_number_of_stages_the_cut_is_the_best_of_those(
+    costs, components, bandwidth, most, stages
+):
     """What the user fixes is no more than a filter on the same objective."""
     every = [
         each for each in cuts(0, len(costs), (components,))
@@ -190,13 +235,19 @@ def test_with_few_replicas_or_a_number_of_stages_the_cut_is_the_best_of_those(co
             hierarchical_cut(costs, [Level(components, bandwidth)], rules)
         return
     found = hierarchical_cut(costs, [Level(components, bandwidth)], rules)
-    assert found.slowest_s == pytest.approx(min(slowest(costs, each, [(components, bandwidth)], "paper") for each in every))
+    assert found.slowest_s == pytest.approx(
+        min(slowest(costs, each, [(components, bandwidth)], "paper") for each in every)
+    )
     assert len(found.parts) == stages
 
 
 @settings(max_examples=60, deadline=None)
-@given(chains, st.integers(1, 4), st.floats(0.5, 60), st.sampled_from(("paper", "code")), st.booleans())
-def test_within_memory_the_cut_is_the_best_of_those_whose_stages_hold_no_more(costs, components, memory, form, stash):
+@given(
+    chains, st.integers(1, 4), st.floats(0.5, 60), st.sampled_from(("paper", "code")), st.booleans()
+)
+def test_within_memory_the_cut_is_the_best_of_those_whose_stages_hold_no_more(
+    costs, components, memory, form, stash
+):
     """What waits behind a stage is components behind over its own, rounded up; the paper's form holds what is worked on besides."""
 
     def fits(found):
@@ -204,7 +255,10 @@ def test_within_memory_the_cut_is_the_best_of_those_whose_stages_hold_no_more(co
         for part in found:
             left -= part.replicas
             waiting = -(-left // part.replicas)
-            weights, kept = (sum(each[part.start : part.stop]) for each in (costs.parameter_bytes, costs.activation_bytes))
+            weights, kept = (
+                sum(each[part.start : part.stop])
+                for each in (costs.parameter_bytes, costs.activation_bytes)
+            )
             held = waiting * (weights + kept)
             if form == "paper":
                 held = (waiting + 1) * kept + weights * (2 + (waiting + 1 if stash else 1))
@@ -219,14 +273,18 @@ def test_within_memory_the_cut_is_the_best_of_those_whose_stages_hold_no_more(co
             hierarchical_cut(costs, [Level(components, 2.0)], rules)
         return
     found = hierarchical_cut(costs, [Level(components, 2.0)], rules)
-    assert found.slowest_s == pytest.approx(min(slowest(costs, each, [(components, 2.0)], form) for each in every))
+    assert found.slowest_s == pytest.approx(
+        min(slowest(costs, each, [(components, 2.0)], form) for each in every)
+    )
     assert fits(found.parts)
 
 
 def test_a_straight_pipeline_on_more_devices_than_layers_is_refused():
     """Every device must get a stage of its own, and there are not that many layers."""
     costs = LayerCosts((1.0,) * 3, (2.0,) * 3, (1.0,) * 3, (1.0,) * 3, (1.0,) * 3)
-    with pytest.raises(PlanError, match="3 layers cannot be spread over 4 components: no stage may stand twice"):
+    with pytest.raises(
+        PlanError, match="3 layers cannot be spread over 4 components: no stage may stand twice"
+    ):
         hierarchical_cut(costs, [Level(4, 1.0)], Rules(straight=True))
 
 

@@ -27,18 +27,26 @@ def tps(request, micro_batches, lengths, copies, recompute):
         kept = samples * sum(layer.activation_bytes_per_sample for layer in costs.layers[a:b])
         held = 3 * weights
         in_flight = math.ceil((len(lengths) - stage) / d)
-        first = samples * (costs.input_bytes_per_sample if a == 0 else costs.layers[a - 1].output_bytes_per_sample)
+        first = samples * (
+            costs.input_bytes_per_sample if a == 0 else costs.layers[a - 1].output_bytes_per_sample
+        )
         held += kept + in_flight * first if recompute else in_flight * kept
         if held > room:
             return math.inf
         work = sum(total[a:b]) + (sum(forward[a:b]) if recompute else 0.0)
-        slowest = max(slowest, (work + (2 * (into[a] + into[b]) + 4 * (d - 1) * weights / micro_batches) / bandwidth) / d)
+        slowest = max(
+            slowest,
+            (work + (2 * (into[a] + into[b]) + 4 * (d - 1) * weights / micro_batches) / bandwidth)
+            / d,
+        )
     return slowest
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    blocks=st.lists(st.tuples(st.floats(0.001, 0.02), st.integers(0, 40_000_000)), min_size=1, max_size=5),
+    blocks=st.lists(
+        st.tuples(st.floats(0.001, 0.02), st.integers(0, 40_000_000)), min_size=1, max_size=5
+    ),
     devices=st.integers(1, 4),
     room=st.sampled_from([2**40, 150_000_000, 90_000_000]),
     recompute=st.sampled_from(["never", "always"]),
@@ -47,7 +55,14 @@ def test_no_stages_have_a_faster_slowest_one(blocks, devices, room, recompute):
     """Against all of them: cuts, devices, and what memory allows."""
     costs = profile([(f, 2 * f) for f, _ in blocks], parameter_bytes=[bytes_ for _, bytes_ in blocks],
                     output=[1e5] * len(blocks), activation=[5e6] * len(blocks), batch=8)  # fmt: skip
-    request = ask(costs, f"{devices}xV100-10GbE", batch=8, micro_batches=4, recompute=recompute, memory_limit=room)
+    request = ask(
+        costs,
+        f"{devices}xV100-10GbE",
+        batch=8,
+        micro_batches=4,
+        recompute=recompute,
+        memory_limit=room,
+    )
     best = min(tps(request, 4, *way, recompute == "always") for way in shared(len(blocks), devices))
     try:
         found, refusal = piper(request), ""
@@ -64,7 +79,11 @@ def test_no_stages_have_a_faster_slowest_one(blocks, devices, room, recompute):
 
 def test_a_heavy_front_gets_more_devices_and_a_heavy_back_one():
     """VGG's shape on a slow link: all convolutions replicated, the fully connected layers on one device."""
-    costs = profile([(0.03, 0.06)] * 6 + [(0.05, 0.1)], parameter_bytes=[1000] * 6 + [500_000_000], output=[1000.0] * 7)
+    costs = profile(
+        [(0.03, 0.06)] * 6 + [(0.05, 0.1)],
+        parameter_bytes=[1000] * 6 + [500_000_000],
+        output=[1000.0] * 7,
+    )
     found = piper(ask(costs, "4xV100-10GbE", micro_batches=12))
     assert found.lengths == (6, 1)
     assert [len(ranks) for ranks in found.schedule.ranks_of_stage] == [3, 1]

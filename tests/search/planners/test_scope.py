@@ -5,7 +5,15 @@ import pytest
 from penstock.cluster.cluster import Cluster
 from penstock.cluster.device import Device, Link
 from penstock.errors import PlanError
-from penstock.search.planners.scope import SIMULATED, check_alike, check_scope, likely, may_fit, nodes_of, quickest
+from penstock.search.planners.scope import (
+    SIMULATED,
+    check_alike,
+    check_scope,
+    likely,
+    may_fit,
+    nodes_of,
+    quickest,
+)
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 
@@ -13,7 +21,9 @@ from penstock.search.request import PlanRequest
 def request_of(profile, memory=10**12, names=("d", "d"), **asked):
     """A question about two devices, one on each node."""
     devices = tuple(Device(name, memory, flops=(("float32", 1e12),)) for name in names)
-    return PlanRequest(profile, Cluster("c", devices, 1, Link(0.0, 1e9), Link(0.0, 1e9)), 16, **asked)
+    return PlanRequest(
+        profile, Cluster("c", devices, 1, Link(0.0, 1e9), Link(0.0, 1e9)), 16, **asked
+    )
 
 
 def test_an_alias_of_an_own_schedule_is_the_planners_own(profile_of):
@@ -25,7 +35,9 @@ def test_another_schedule_or_a_cut_that_is_asked_for_is_refused(profile_of):
     """What comes out would not be the paper's."""
     with pytest.raises(PlanError, match="p runs 1f1b, and gpipe is asked for"):
         check_scope(request_of(profile_of([1.0]), schedules=("gpipe",)), "p", "1f1b")
-    with pytest.raises(PlanError, match=r"p cuts by its own method, and partition=\(1,\) is asked for"):
+    with pytest.raises(
+        PlanError, match=r"p cuts by its own method, and partition=\(1,\) is asked for"
+    ):
         check_scope(request_of(profile_of([1.0]), by=(1,)), "p", "1f1b")
 
 
@@ -39,11 +51,15 @@ def test_devices_of_different_kinds_are_refused_by_name(profile_of):
 @pytest.mark.parametrize("memory", [2_000, 5_000, 8_000, 11_000, 14_000, 40_000])
 @pytest.mark.parametrize("lengths", [(4,), (2, 2), (1, 3)])
 @pytest.mark.parametrize("micro_batches", [2, 4, 16])
-def test_what_may_not_fit_at_a_glance_never_fits_in_full(profile_of, memory, lengths, micro_batches):
+def test_what_may_not_fit_at_a_glance_never_fits_in_full(
+    profile_of, memory, lengths, micro_batches
+):
     """The look leaves out only what `best_of` would refuse after a simulation."""
     from penstock.search.score import scored
 
-    request = request_of(profile_of([1e-3] * 4, activation=300.0, parameters=500, output=20.0), memory)
+    request = request_of(
+        profile_of([1e-3] * 4, activation=300.0, parameters=500, output=20.0), memory
+    )
     for replicas in (1,) if len(lengths) > 1 else (1, (2,)):
         options = () if replicas == 1 else (("replicas", replicas),)
         proposal = Proposal(lengths, "1f1b", micro_batches, options)

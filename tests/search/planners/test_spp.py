@@ -46,7 +46,11 @@ def load(request, count, order, lengths, copies):
 
 @settings(max_examples=20, deadline=None)
 @given(
-    blocks=st.lists(st.tuples(st.floats(0.001, 0.02), st.integers(0, 40_000_000), st.floats(1e4, 1e7)), min_size=1, max_size=5),
+    blocks=st.lists(
+        st.tuples(st.floats(0.001, 0.02), st.integers(0, 40_000_000), st.floats(1e4, 1e7)),
+        min_size=1,
+        max_size=5,
+    ),
     where=st.sampled_from(["1xV100-NVLink", "3xV100-10GbE", "2x2xV100-NVLink-10GbE"]),
 )
 def test_no_stages_have_less_load_for_their_number(blocks, where):
@@ -58,7 +62,11 @@ def test_no_stages_have_less_load_for_their_number(blocks, where):
     loads = Loads(LayerCosts.of(costs, 1.0), request.cluster, order, 8, len(order))
     found = least_load(loads, min(len(order), len(blocks)))
     for stages in range(1, min(len(order), len(blocks)) + 1):
-        ways = [way for way in shared(len(blocks), len(order)) if len(way[0]) == stages and sum(way[1]) == len(order)]
+        ways = [
+            way
+            for way in shared(len(blocks), len(order))
+            if len(way[0]) == stages and sum(way[1]) == len(order)
+        ]
         best = min(load(request, 8, order, *way) for way in ways)
         value, way = found[stages]
         assert value == pytest.approx(best)
@@ -68,7 +76,11 @@ def test_no_stages_have_less_load_for_their_number(blocks, where):
 @pytest.mark.parametrize("where", ["4xV100-NVLink", "4xV100-10GbE", "2x2xV100-NVLink-10GbE"])
 def test_the_objective_is_the_list_schedules_makespan(where):
     """Of the plan's own stages, copies and devices; and no number of stages has less."""
-    costs = profile([(0.01 * (1 + i % 3), 0.03) for i in range(7)], parameter_bytes=[10**7] * 7, output=[1e5] * 7)
+    costs = profile(
+        [(0.01 * (1 + i % 3), 0.03) for i in range(7)],
+        parameter_bytes=[10**7] * 7,
+        output=[1e5] * 7,
+    )
     request = ask(costs, where, micro_batches=16)
     found = spp(request)
     order = found.devices or tuple(range(4))
@@ -76,13 +88,21 @@ def test_the_objective_is_the_list_schedules_makespan(where):
     expected = makespan(*parts(request, 16, order, found.lengths, copies), 16)
     assert found.objective.value == pytest.approx(expected)
     loads = Loads(LayerCosts.of(costs, 2.0), request.cluster, order, 16, 4)
-    assert found.objective.value == pytest.approx(min(execution_s(loads, way) for _, way in least_load(loads, 4).values()))
+    assert found.objective.value == pytest.approx(
+        min(execution_s(loads, way) for _, way in least_load(loads, 4).values())
+    )
 
 
 def test_all_devices_are_used_and_neighbours_share_stages():
     """Devices dealt out over nodes in turn are put back together."""
     target = replace(cluster("2x2xV100-NVLink-10GbE"), node_of=(0, 1, 0, 1))
-    found = spp(ask(profile([(0.01, 0.02)] * 4, parameter_bytes=[10**8] * 4, output=[1e4] * 4), target, micro_batches=8))
+    found = spp(
+        ask(
+            profile([(0.01, 0.02)] * 4, parameter_bytes=[10**8] * 4, output=[1e4] * 4),
+            target,
+            micro_batches=8,
+        )
+    )
     assert found.devices == (0, 2, 1, 3)
     assert found.ranks == 4
 

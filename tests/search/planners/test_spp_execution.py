@@ -10,14 +10,20 @@ from penstock.search.planners.spp_execution import makespan
 def slowly(forward, backward, channel, sync, micro_batches):
     """The same rule, by looking at everything at every moment at which something ends; times are whole numbers."""
     stages = len(forward)
-    way = [("F", i) for i in range(2 * stages - 1)] + [("B", i) for i in range(2 * stages - 2, -1, -1)]
+    way = [("F", i) for i in range(2 * stages - 1)] + [
+        ("B", i) for i in range(2 * stages - 2, -1, -1)
+    ]
     place = dict.fromkeys(range(micro_batches), 0)
     running, now = {}, 0
     ended = [0] * stages
 
     def seconds(step):
         kind, resource = step
-        return channel[resource // 2] if resource % 2 else (forward if kind == "F" else backward)[resource // 2]
+        return (
+            channel[resource // 2]
+            if resource % 2
+            else (forward if kind == "F" else backward)[resource // 2]
+        )
 
     while any(at < len(way) for at in place.values()):
         for resource, (number, end) in list(running.items()):
@@ -40,7 +46,9 @@ def slowly(forward, backward, channel, sync, micro_batches):
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(
-        st.tuples(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.integers(0, 7)), min_size=1, max_size=4
+        st.tuples(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.integers(0, 7)),
+        min_size=1,
+        max_size=4,
     ),
     micro_batches=st.integers(1, 6),
 )
@@ -58,7 +66,10 @@ def test_the_schedule_is_the_rule(rows, micro_batches):
 @pytest.mark.parametrize(("stages", "count"), [(1, 4), (2, 4), (4, 8), (8, 16)])
 def test_equal_stages_take_what_1f1b_takes(stages, count):
     """(m + p - 1)(f + b): list scheduling loses nothing, as 1F1B does not."""
-    assert makespan([1.0] * stages, [2.0] * stages, [0.0] * (stages - 1), [0.0] * stages, count) == (count + stages - 1) * 3
+    assert (
+        makespan([1.0] * stages, [2.0] * stages, [0.0] * (stages - 1), [0.0] * stages, count)
+        == (count + stages - 1) * 3
+    )
 
 
 def test_slow_gradients_of_the_first_stage_come_last():

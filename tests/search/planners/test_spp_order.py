@@ -22,13 +22,17 @@ def test_no_cut_is_less(size, data):
     def across(side):
         return sum(weights[a][b] for a in side for b in range(size) if b not in side)
 
-    best = min(across(set(side)) for count in range(1, size) for side in combinations(range(size), count))
+    best = min(
+        across(set(side)) for count in range(1, size) for side in combinations(range(size), count)
+    )
     found = minimum_cut(weights)
     assert 0 < len(found) < size
     assert across(found) == best
 
 
-@pytest.mark.parametrize("node_of", [(0, 0, 0, 0, 1, 1, 1, 1), (0, 1, 0, 1, 0, 1, 0, 1), (1, 1, 0, 2, 0, 2, 1, 0)])
+@pytest.mark.parametrize(
+    "node_of", [(0, 0, 0, 0, 1, 1, 1, 1), (0, 1, 0, 1, 0, 1, 0, 1), (1, 1, 0, 2, 0, 2, 1, 0)]
+)
 def test_devices_of_a_node_become_neighbours(node_of):
     """Ranks may be dealt out over nodes in turn; stages next to each other must not be."""
     target = replace(cluster("2x4xV100-NVLink-10GbE"), node_of=node_of)

@@ -26,7 +26,12 @@ OWN = [
 ]
 every = pytest.mark.parametrize("name", OWN)
 
-COSTS = profile([(0.01 * (1 + i % 3), 0.02) for i in range(9)], fixed=1e-3, output=[1e5] * 9, activation=[1e5] * 9)
+COSTS = profile(
+    [(0.01 * (1 + i % 3), 0.02) for i in range(9)],
+    fixed=1e-3,
+    output=[1e5] * 9,
+    activation=[1e5] * 9,
+)
 
 
 def planned(name, request):
@@ -56,7 +61,15 @@ def test_what_is_asked_for_is_kept(name):
 @every
 def test_one_copy_of_a_stage_is_kept_too(name):
     """A runtime without copies of stages has its plans as well."""
-    assert max(map(len, planned(name, ask(COSTS, "4xV100-10GbE", max_replicas=1)).schedule.ranks_of_stage)) == 1
+    assert (
+        max(
+            map(
+                len,
+                planned(name, ask(COSTS, "4xV100-10GbE", max_replicas=1)).schedule.ranks_of_stage,
+            )
+        )
+        == 1
+    )
 
 
 @every
@@ -70,7 +83,10 @@ def test_what_no_memory_holds_is_refused(name):
 @every
 def test_another_schedule_or_cut_is_refused(name):
     """Each paper has its own; who wants another combination asks auto."""
-    with pytest.raises(PlanError, match=r"runs .*, and zb-v is asked for: leave schedules out, or ask planner 'auto'"):
+    with pytest.raises(
+        PlanError,
+        match=r"runs .*, and zb-v is asked for: leave schedules out, or ask planner 'auto'",
+    ):
         planned(name, ask(COSTS, "4xV100-10GbE", schedules=("zb-v",)))
     with pytest.raises(PlanError, match="cuts by its own method"):
         planned(name, ask(COSTS, "4xV100-10GbE", by=(3, 3, 3)))

@@ -9,19 +9,27 @@ from tests.search.planners.cutters import VGG19, ask, bounds, profile
 from penstock.search.planners.torchgpipe import imbalance, torchgpipe, torchgpipe_size
 
 
-@pytest.mark.parametrize(("stages", "lengths"), [(2, (8, 17)), (4, (4, 4, 5, 12)), (8, (2, 2, 3, 2, 2, 2, 3, 9))])
+@pytest.mark.parametrize(
+    ("stages", "lengths"), [(2, (8, 17)), (4, (4, 4, 5, 12)), (8, (2, 2, 3, 2, 2, 2, 3, 9))]
+)
 def test_vgg19_is_cut_as_torchgpipe_cuts_it(stages, lengths):
     """LITERATURE 11.7: 31.8 ms on the slowest of eight stages, where 22.5 can be had. That is the planner to be compared with."""
-    found = torchgpipe(ask(profile([(f * 1e-3, b * 1e-3) for f, b in VGG19]), f"{stages}xV100-NVLink"))
+    found = torchgpipe(
+        ask(profile([(f * 1e-3, b * 1e-3) for f, b in VGG19]), f"{stages}xV100-NVLink")
+    )
     assert found.lengths == lengths
 
 
 @pytest.mark.parametrize(
-    ("costs", "stages", "lengths"), [([1] * 10, 4, (2, 2, 2, 4)), ([1] * 8 + [20], 3, (3, 3, 3))], ids=["equal", "one dear"]
+    ("costs", "stages", "lengths"),
+    [([1] * 10, 4, (2, 2, 2, 4)), ([1] * 8 + [20], 3, (3, 3, 3))],
+    ids=["equal", "one dear"],
 )
 def test_its_known_cuts_come_out(costs, stages, lengths):
     """LITERATURE 2.1, pitfalls: the subtraction of the cheapest layer makes them."""
-    found = torchgpipe(ask(profile([(each / 3, 2 * each / 3) for each in costs]), f"{stages}xV100-NVLink"))
+    found = torchgpipe(
+        ask(profile([(each / 3, 2 * each / 3) for each in costs]), f"{stages}xV100-NVLink")
+    )
     assert found.lengths == lengths
 
 
@@ -30,7 +38,10 @@ def test_its_own_defaults_are_taken():
     found = torchgpipe(ask(profile([(0.1, 0.2)] * 8), "4xV100-NVLink"))
     assert found.recompute == "except_last"
     assert dict(found.schedule_options) == {"backward_order": "reverse"}
-    assert torchgpipe(ask(profile([(0.1, 0.2)] * 8), "4xV100-NVLink", recompute="never")).recompute == "never"
+    assert (
+        torchgpipe(ask(profile([(0.1, 0.2)] * 8), "4xV100-NVLink", recompute="never")).recompute
+        == "never"
+    )
 
 
 def test_by_size_balances_bytes():
@@ -43,7 +54,10 @@ def test_by_size_balances_bytes():
 @pytest.mark.parametrize("planner", [torchgpipe, torchgpipe_size])
 def test_the_objective_is_the_imbalance_of_the_cut(planner):
     """Computed here from the profile alone; the algorithm's promise is that it is 1 at most."""
-    costs = profile([(0.1 + 0.01 * (i * 7 % 5), 0.2) for i in range(11)], output=[float(100 + i) for i in range(11)])
+    costs = profile(
+        [(0.1 + 0.01 * (i * 7 % 5), 0.2) for i in range(11)],
+        output=[float(100 + i) for i in range(11)],
+    )
     found = planner(ask(costs, "4xV100-NVLink"))
     samples = 32 / found.micro_batches
     raw = costs.step_seconds(samples) if planner is torchgpipe else \
@@ -66,5 +80,7 @@ def test_torchgpipe_itself_gives_the_same_balance(stages):
     generator = Random(stages)
     costs = [generator.uniform(0.1, 2) for _ in range(17)]
     own = [len(part) for part in importlib.import_module(blocks.__name__).solve(costs, stages)]
-    found = torchgpipe(ask(profile([(each / 3, 2 * each / 3) for each in costs]), f"{stages}xV100-NVLink"))
+    found = torchgpipe(
+        ask(profile([(each / 3, 2 * each / 3) for each in costs]), f"{stages}xV100-NVLink")
+    )
     assert list(found.lengths) == own

@@ -14,7 +14,10 @@ from penstock.search.request import PlanRequest
 
 def cluster_of(ranks, per_node=1, memory=10**12, names=("d",)):
     """So many devices of these kinds in turn."""
-    devices = tuple(Device(names[rank % len(names)], memory, flops=(("float32", 1e12),)) for rank in range(ranks))
+    devices = tuple(
+        Device(names[rank % len(names)], memory, flops=(("float32", 1e12),))
+        for rank in range(ranks)
+    )
     return Cluster("c", devices, per_node, Link(1e-5, 1e7), Link(1e-4, 1e6))
 
 
@@ -23,8 +26,13 @@ def held(profile, shape):
     ends = list(accumulate(shape.lengths, initial=0))
     parts = [profile.layers[a:b] for a, b in pairwise(ends)]
     weights = max(sum(layer.parameter_bytes for layer in part) for part in parts)
-    kept = max(shape.micro_batch * sum(layer.activation_bytes_per_sample for layer in part) for part in parts)
-    inputs = max((shape.micro_batch * part[-1].output_bytes_per_sample for part in parts[:-1]), default=0.0)
+    kept = max(
+        shape.micro_batch * sum(layer.activation_bytes_per_sample for layer in part)
+        for part in parts
+    )
+    inputs = max(
+        (shape.micro_batch * part[-1].output_bytes_per_sample for part in parts[:-1]), default=0.0
+    )
     return 4 * weights + (1 if shape.recompute else shape.depth) * kept + shape.depth * inputs
 
 
@@ -35,7 +43,9 @@ def taken(profile, cluster, shape):
     for stage, (start, stop) in enumerate(pairwise(ends)):
         layers = profile.layers[start:stop]
         own = sum(
-            layer.seconds("forward", shape.micro_batch) + layer.seconds("backward", shape.micro_batch) for layer in layers
+            layer.seconds("forward", shape.micro_batch)
+            + layer.seconds("backward", shape.micro_batch)
+            for layer in layers
         )
         own *= 4 / 3 if shape.recompute else 1
         ranks = [pipeline * shape.depth + stage for pipeline in range(shape.width)]
@@ -43,7 +53,10 @@ def taken(profile, cluster, shape):
             crossing = shape.micro_batch * layers[-1].output_bytes_per_sample
             own += 2 * max(cluster.transfer_seconds(crossing, rank, rank + 1) for rank in ranks)
         piece = sum(layer.parameter_bytes for layer in layers) / shape.width
-        ring = [cluster.transfer_seconds(piece, *pair) for pair in zip(ranks, [*ranks[1:], ranks[0]], strict=True)]
+        ring = [
+            cluster.transfer_seconds(piece, *pair)
+            for pair in zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+        ]
         shared = 2 * (shape.width - 1) * max(ring) if shape.width > 1 else 0.0
         times.append(max(own, shared / shape.micro_batches))
     return max(times)
@@ -52,7 +65,9 @@ def taken(profile, cluster, shape):
 @pytest.fixture
 def profile(profile_of):
     """Eight equal blocks."""
-    return profile_of([1e-3] * 8, fixed=1e-4, activation=100.0, output=20.0, parameters=3000, batch=64)
+    return profile_of(
+        [1e-3] * 8, fixed=1e-4, activation=100.0, output=20.0, parameters=3000, batch=64
+    )
 
 
 @pytest.mark.parametrize("memory", [10**12, 60_000, 30_000])
@@ -81,7 +96,9 @@ def test_the_micro_batch_is_the_largest_power_of_two_that_fits(profile):
 def test_the_plan_is_one_of_the_shapes_with_its_objective(profile):
     """The value is t times the micro-batches of a pipeline."""
     found = plan(profile, cluster_of(8, per_node=4), 128, planner="2bw")
-    values = [shape.step_s for shape in shapes(PlanRequest(profile, cluster_of(8, per_node=4), 128))]
+    values = [
+        shape.step_s for shape in shapes(PlanRequest(profile, cluster_of(8, per_node=4), 128))
+    ]
     assert found.objective.value in values
     assert (found.schedule_name, found.weights) == ("1f1b", "flush")
 

@@ -32,13 +32,19 @@ def _optimum(problem, homes, c):
             rank = homes[n][s]
             split, turned, released = model.new_bool_var(""), time(), time()
             on_rank[rank].append(model.new_fixed_size_interval_var(start["F", s], f[s], ""))
-            on_rank[rank].append(model.new_interval_var(start["B", s], b[s] + (i[s] - b[s]) * split, turned, ""))
-            on_rank[rank].append(model.new_optional_fixed_size_interval_var(start["W", s], w[s], split, ""))
+            on_rank[rank].append(
+                model.new_interval_var(start["B", s], b[s] + (i[s] - b[s]) * split, turned, "")
+            )
+            on_rank[rank].append(
+                model.new_optional_fixed_size_interval_var(start["W", s], w[s], split, "")
+            )
             model.add(start["W", s] >= turned).only_enforce_if(split)
             model.add(released == start["W", s] + w[s]).only_enforce_if(split)
             model.add(released == turned).only_enforce_if(~split)
             model.add(start["B", s] >= start["F", s] + f[s])
-            spans[rank].append((model.new_interval_var(start["F", s], time(), released, ""), int(c.hold[s])))
+            spans[rank].append(
+                (model.new_interval_var(start["F", s], time(), released, ""), int(c.hold[s]))
+            )
             end["F", s], end["B", s], ends[s, n] = start["F", s] + f[s], turned, released
         for s, (here, there) in enumerate(pairwise(homes[n])):
             for made, taken, link, seconds in (("F", s), ("F", s + 1), (here, there), up[s]), (("B", s + 1), ("B", s), (there, here), down[s]):  # fmt: skip
@@ -51,7 +57,9 @@ def _optimum(problem, homes, c):
                 else:
                     model.add(start[taken] >= sent)
     for messages in sends.values():
-        for (start_a, sent_a, a, for_a), (start_b, sent_b, other, for_b) in combinations(messages, 2):
+        for (start_a, sent_a, a, for_a), (start_b, sent_b, other, for_b) in combinations(
+            messages, 2
+        ):
             first = model.new_bool_var("")
             model.add(sent_a <= start_b).only_enforce_if(first)
             model.add(other >= a + for_a).only_enforce_if(first)
@@ -68,7 +76,9 @@ def _optimum(problem, homes, c):
     for rank, limit in enumerate(problem.limits):
         model.add_no_overlap(on_rank[rank])
         if limit < 10**9:
-            model.add_cumulative([span for span, _ in spans[rank]], [hold for _, hold in spans[rank]], int(limit))
+            model.add_cumulative(
+                [span for span, _ in spans[rank]], [hold for _, hold in spans[rank]], int(limit)
+            )
     model.minimize(makespan)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 4

@@ -32,7 +32,9 @@ def test_words_of_a_schedule_take_its_simulated_time_and_read_back_the_same(name
     words, work = words_of(problem, spec, made), work_for(spec)
     expected = simulate_schedule(made, COSTS).makespan
     assert play(spec, words, work) == pytest.approx(expected, abs=1e-9)
-    assert simulate_schedule(schedule_of(problem, spec, words, work), COSTS).makespan == pytest.approx(expected, abs=1e-9)
+    assert simulate_schedule(
+        schedule_of(problem, spec, words, work), COSTS
+    ).makespan == pytest.approx(expected, abs=1e-9)
     assert all(sound(spec, words, work, rank) for rank in range(made.ranks))
 
 
@@ -42,7 +44,9 @@ def test_programs_that_wait_in_a_circle_have_no_time():
     spec = problem.spec((2,))
     words, work = words_of(problem, spec, schedule("gpipe", 4, 2)), work_for(spec)
     first = words.codes[0, :4].copy()
-    words.codes[0, :4] = first[[0, 2, 1, 3]]  # backward 0 before forward 1, while all others wait for forward 1
+    words.codes[0, :4] = first[
+        [0, 2, 1, 3]
+    ]  # backward 0 before forward 1, while all others wait for forward 1
     assert play(spec, words, work) == -1.0
 
 

@@ -21,7 +21,12 @@ from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-UNEVEN = Costs(forward=(3.0, 5.0, 2.0, 4.0), input_grad=(2.0, 6.0, 3.0, 4.0), weight_grad=(3.0, 4.0, 1.0, 5.0), transfer=0.5)
+UNEVEN = Costs(
+    forward=(3.0, 5.0, 2.0, 4.0),
+    input_grad=(2.0, 6.0, 3.0, 4.0),
+    weight_grad=(3.0, 4.0, 1.0, 5.0),
+    transfer=0.5,
+)
 
 
 def settings_of(room, **more):
@@ -41,7 +46,9 @@ def test_what_is_found_is_sound_and_within_the_limit_and_no_longer_than_the_zoo(
     zoo = best_of_zoo(costs, m, problem_of(costs, m, room).routes, room.memory_limit)
     assert found.makespan <= min(zoo.values(), default=math.inf)
     assert found.lower_bound <= found.makespan
-    assert found.gap == pytest.approx(found.makespan / found.lower_bound - 1 if found.lower_bound else 0.0)
+    assert found.gap == pytest.approx(
+        found.makespan / found.lower_bound - 1 if found.lower_bound else 0.0
+    )
 
 
 @settings(max_examples=10, **QUIET)
@@ -71,7 +78,12 @@ def test_annealing_reaches_the_optimum_of_small_problems():
     """Without OR-Tools the search has to find by itself what the proof finds."""
     for limit in (4, 3, 2):
         proved = synthesise(UNEVEN, 6, Settings(exact=True, memory_limit=limit))
-        assert synthesise(UNEVEN, 6, Settings(memory_limit=limit, budget_s=1000, max_rounds=12)).makespan == proved.makespan
+        assert (
+            synthesise(
+                UNEVEN, 6, Settings(memory_limit=limit, budget_s=1000, max_rounds=12)
+            ).makespan
+            == proved.makespan
+        )
 
 
 def test_same_seed_and_rounds_give_the_same_schedule():
@@ -113,13 +125,17 @@ def test_backwards_stay_whole_where_halves_are_not_wanted():
 
 def test_halves_are_joined_where_that_costs_nothing():
     """Real halves cost a little more than the whole: on one rank, where nobody waits, none is left."""
-    found = synthesise(Costs(forward=(1.0,), backward=(2.0,)), 4, Settings(budget_s=1000, max_rounds=1))
+    found = synthesise(
+        Costs(forward=(1.0,), backward=(2.0,)), 4, Settings(budget_s=1000, max_rounds=1)
+    )
     assert not any(op.kind in (Kind.I, Kind.W) for op in found.schedule.ops)
 
 
 def test_whole_backwards_are_chosen_where_halves_cost_more():
     """A split costs I + W, so where these are twice the whole only a few are worth it."""
-    costs = Costs(forward=(1.0,) * 4, backward=(2.0,) * 4, input_grad=(1.5,) * 4, weight_grad=(2.0,) * 4)
+    costs = Costs(
+        forward=(1.0,) * 4, backward=(2.0,) * 4, input_grad=(1.5,) * 4, weight_grad=(2.0,) * 4
+    )
     found = synthesise(costs, 8, Settings(budget_s=1000, max_rounds=6))
     assert found.makespan <= simulate_schedule(schedule("1f1b", 4, 8), costs).makespan
     assert sum(op.kind is Kind.B for op in found.schedule.ops) > 16
@@ -128,8 +144,13 @@ def test_whole_backwards_are_chosen_where_halves_cost_more():
 def test_limits_may_differ_by_rank_and_count_bytes():
     """The first rank of 1F1B holds most; where it is the one with least memory, others have to wait for it."""
     costs = Costs(forward=(1.0, 1.0, 1.0), activation_bytes=(2**20, 2**21, 2**20))
-    found = synthesise(costs, 6, Settings(memory_limit=("2 MiB", "4 MiB", 2**21), budget_s=1000, max_rounds=1))
-    assert [peak <= limit for peak, limit in zip(held(found.schedule, costs), (2**21, 2**22, 2**21), strict=True)] == [True] * 3
+    found = synthesise(
+        costs, 6, Settings(memory_limit=("2 MiB", "4 MiB", 2**21), budget_s=1000, max_rounds=1)
+    )
+    assert [
+        peak <= limit
+        for peak, limit in zip(held(found.schedule, costs), (2**21, 2**22, 2**21), strict=True)
+    ] == [True] * 3
 
 
 def test_latency_and_bandwidth_are_transfers_as_simulate_has_them():
@@ -151,7 +172,10 @@ def test_links_that_are_shared_leave_the_zoo_unbeaten_and_the_bound_valid():
 
 def test_a_limit_below_one_micro_batch_is_refused_with_what_is_needed():
     """No program exists: the message has the rank, what it needs and what it has."""
-    with pytest.raises(ScheduleError, match=r"rank 1 \(stages 1, 2\) needs 2 micro-batches .* has 1; raise its limit to 2"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"rank 1 \(stages 1, 2\) needs 2 micro-batches .* has 1; raise its limit to 2",
+    ):
         synthesise(UNEVEN, 4, Settings(memory_limit=(2, 1), placement="v"))
 
 
@@ -193,7 +217,10 @@ def test_shapes_that_a_placement_cannot_have_are_refused():
 def test_a_proof_without_or_tools_names_the_extra(monkeypatch):
     """OR-Tools is optional; whoever asks for a proof learns how to get it."""
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    with pytest.raises(MissingExtra, match=r"exact=True needs ortools; install it with: pip install 'penstock\[search\]'"):
+    with pytest.raises(
+        MissingExtra,
+        match=r"exact=True needs ortools; install it with: pip install 'penstock\[search\]'",
+    ):
         synthesise(UNEVEN, 4, Settings(exact=True))
 
 
@@ -206,17 +233,30 @@ def test_a_proof_that_runs_out_of_time_says_so():
     assert proof.lower_bound == pytest.approx(lower_bound(problem), rel=1e-6)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(0, 9)), min_size=1, max_size=5))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(0, 9)), min_size=1, max_size=5
+    )
+)
 def test_preemptive_bound_is_that_of_the_fullest_subset(jobs):
     """Carlier's formula: over all subsets, least head + work + least tail."""
-    subsets = [[job for i, job in enumerate(jobs) if mask >> i & 1 and job[1]] for mask in range(1, 2 ** len(jobs))]
-    found = [min(h for h, _, _ in some) + sum(p for _, p, _ in some) + min(t for *_, t in some) for some in subsets if some]
+    subsets = [
+        [job for i, job in enumerate(jobs) if mask >> i & 1 and job[1]]
+        for mask in range(1, 2 ** len(jobs))
+    ]
+    found = [
+        min(h for h, _, _ in some) + sum(p for _, p, _ in some) + min(t for *_, t in some)
+        for some in subsets
+        if some
+    ]
     assert preemptive(jobs) == max(found, default=0)
 
 
 def test_the_bound_is_one_for_a_zoo_schedule_that_hands_activations_to_partners():
     """`bpipe` holds less than any other in its time: where it wins, limits bind it less, and the bound must not call that wrong."""
-    costs = Costs(forward=(1.0,) * 8, backward=(2.0,) * 8, input_grad=(2.0,) * 8, weight_grad=(2.0,) * 8)
+    costs = Costs(
+        forward=(1.0,) * 8, backward=(2.0,) * 8, input_grad=(2.0,) * 8, weight_grad=(2.0,) * 8
+    )
     found = synthesise(costs, 16, Settings(memory_limit=5, budget_s=1000, max_rounds=0))
     bpipe = simulate_schedule(schedule("bpipe", 8, 16), costs).makespan
     assert found.lower_bound <= found.makespan <= bpipe

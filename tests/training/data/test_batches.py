@@ -25,7 +25,12 @@ def order(samples: int, batch: int, **options) -> list[float]:
 
 
 @settings(deadline=None, max_examples=60)
-@given(samples=st.integers(1, 60), batch=st.integers(1, 70), seed=st.integers(-5, 2**70), epoch=st.integers(0, 9))
+@given(
+    samples=st.integers(1, 60),
+    batch=st.integers(1, 70),
+    seed=st.integers(-5, 2**70),
+    epoch=st.integers(0, 9),
+)
 def test_an_epoch_has_every_sample_once_with_its_own_target(samples, batch, seed, epoch):
     """A sample twice or a target of another sample would be learned, silently."""
     pairs = list(batches(*numbered(samples), batch, seed=seed, epoch=epoch))
@@ -40,7 +45,10 @@ def test_an_epoch_has_every_sample_once_with_its_own_target(samples, batch, seed
 def test_drop_last_leaves_only_whole_batches_as_many_as_counted(samples, batch):
     """A schedule of fixed micro-batch size cannot take a smaller batch."""
     if samples < batch:
-        with pytest.raises(SettingError, match=f"no batch of {batch} can be made of {samples} samples with drop_last"):
+        with pytest.raises(
+            SettingError,
+            match=f"no batch of {batch} can be made of {samples} samples with drop_last",
+        ):
             batches(*numbered(samples), batch, seed=0, epoch=0, drop_last=True)
         return
     sizes = [len(x) for x, _ in batches(*numbered(samples), batch, seed=0, epoch=0, drop_last=True)]
@@ -79,7 +87,9 @@ def test_shuffling_does_not_move_the_global_generators():
 
 def test_another_epoch_and_another_seed_give_other_orders_that_never_coincide():
     """With seed + epoch as the seed, epoch 1 of seed 0 was epoch 0 of seed 1: the seeds of a study shared their orders."""
-    orders = {tuple(order(40, 5, seed=seed, epoch=epoch)) for seed in range(6) for epoch in range(6)}
+    orders = {
+        tuple(order(40, 5, seed=seed, epoch=epoch)) for seed in range(6) for epoch in range(6)
+    }
     assert len(orders) == 36
 
 
@@ -119,14 +129,19 @@ def test_inputs_and_targets_of_different_numbers_are_refused():
 
 def test_no_samples_at_all_are_refused():
     """Who trains for a number of steps would wait for the first one for ever."""
-    with pytest.raises(SettingError, match="no batch of 2 can be made of 0 samples: ask for a smaller batch"):
+    with pytest.raises(
+        SettingError, match="no batch of 2 can be made of 0 samples: ask for a smaller batch"
+    ):
         batches(torch.zeros(0), torch.zeros(0), 2, seed=0, epoch=0)
 
 
 def test_a_data_set_prints_its_facts_and_not_its_tensors_and_can_be_compared():
     """The equality of tensors is a tensor: a dataclass's own == would raise."""
     parts = [torch.arange(3.0) for _ in range(4)]
-    one, same_again = (Dataset("d", *parts, classes=3, task="classify", description="three numbers") for _ in range(2))
+    one, same_again = (
+        Dataset("d", *parts, classes=3, task="classify", description="three numbers")
+        for _ in range(2)
+    )
     assert repr(one) == "Dataset(name='d', classes=3, task='classify', description='three numbers')"
     assert one == one  # noqa: PLR0124  # the comparison itself is under test
     assert one != same_again

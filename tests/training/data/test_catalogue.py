@@ -59,13 +59,18 @@ def test_a_path_may_begin_with_a_tilde(tmp_path, monkeypatch):
     """A shell does not expand it behind a colon."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "story.txt").write_text("abcd" * 20)
-    assert torch.equal(dataset("text:~/story.txt", tokens=3).train_inputs[0], torch.tensor([1, 2, 3]))
+    assert torch.equal(
+        dataset("text:~/story.txt", tokens=3).train_inputs[0], torch.tensor([1, 2, 3])
+    )
 
 
 @pytest.mark.parametrize("name", ["cifar100", "cifar100:"])
 def test_cifar100_without_a_path_says_how_to_write_it(name):
     """Nothing is downloaded, so the user has to say where the files are."""
-    with pytest.raises(SettingError, match=r"cifar100 is given without a path; write cifar100:PATH \(a folder with train\.bin"):
+    with pytest.raises(
+        SettingError,
+        match=r"cifar100 is given without a path; write cifar100:PATH \(a folder with train\.bin",
+    ):
         dataset(name)
 
 
@@ -77,28 +82,47 @@ def test_text_with_a_colon_and_nothing_behind_it_is_refused():
 
 def test_digits_with_a_path_is_refused():
     """To ignore it would train on other data than the user named."""
-    with pytest.raises(SettingError, match="digits takes no path, but '/data' follows its colon; write digits"):
+    with pytest.raises(
+        SettingError, match="digits takes no path, but '/data' follows its colon; write digits"
+    ):
         dataset("digits:/data")
 
 
 def test_digits_with_a_bare_colon_is_refused():
     """The path that was meant to follow got lost."""
-    with pytest.raises(SettingError, match="digits takes no path, but '' follows its colon; write digits"):
+    with pytest.raises(
+        SettingError, match="digits takes no path, but '' follows its colon; write digits"
+    ):
         dataset("digits:")
 
 
 def test_an_unknown_name_lists_what_there_is():
     """With the closest, since it is most often a slip of the finger."""
-    with pytest.raises(UnknownName, match=r"no data set called 'cifar10'\. Did you mean 'cifar100'.*digits, reversed, text"):
+    with pytest.raises(
+        UnknownName,
+        match=r"no data set called 'cifar10'\. Did you mean 'cifar100'.*digits, reversed, text",
+    ):
         dataset("cifar10:/data")
 
 
 @pytest.mark.parametrize(
     ("name", "option", "says"),
     [
-        ("digits", {"imgae": 32}, "digits does not take imgae; it takes image, channels and is written digits"),
-        ("text", {"check": True}, r"text does not take check; it takes tokens and is written text\[:PATH\]"),
-        ("cifar100", {"path": "/data"}, "cifar100 does not take path; it takes check and is written cifar100:PATH"),
+        (
+            "digits",
+            {"imgae": 32},
+            "digits does not take imgae; it takes image, channels and is written digits",
+        ),
+        (
+            "text",
+            {"check": True},
+            r"text does not take check; it takes tokens and is written text\[:PATH\]",
+        ),
+        (
+            "cifar100",
+            {"path": "/data"},
+            "cifar100 does not take path; it takes check and is written cifar100:PATH",
+        ),
     ],
 )
 def test_an_option_that_nobody_shares_and_the_data_set_does_not_take_is_refused(name, option, says):

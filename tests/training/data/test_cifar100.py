@@ -33,15 +33,21 @@ def test_a_folder_gives_the_fine_labels_and_the_pixels_of_each_record(cifar_fold
     for record, channel, row, column in ((0, 0, 0, 0), (4, 2, 31, 31), (2, 1, 3, 7)):
         byte = raw[record * 3074 + 2 + channel * 1024 + row * 32 + column]
         expected = (byte / 255 - MEAN[channel]) / STD[channel]
-        assert data.train_inputs[record, channel, row, column].item() == pytest.approx(expected, abs=1e-5)
+        assert data.train_inputs[record, channel, row, column].item() == pytest.approx(
+            expected, abs=1e-5
+        )
     assert (data.train_inputs.dtype, data.test_targets.dtype) == (torch.float32, torch.int64)
     assert (data.name, data.classes, data.task) == ("cifar100", 100, "classify")
 
 
-def test_an_archive_and_one_of_the_files_give_the_same_as_the_folder(cifar_folder, cifar_bytes, write_archive):
+def test_an_archive_and_one_of_the_files_give_the_same_as_the_folder(
+    cifar_folder, cifar_bytes, write_archive
+):
     """How the data came to the machine must not matter."""
     folder = cifar100(cifar_folder)
-    archive = cifar100(write_archive({"cifar-100-binary/fine_label_names.txt": b"apple\n", **members(cifar_bytes)}))
+    archive = cifar100(
+        write_archive({"cifar-100-binary/fine_label_names.txt": b"apple\n", **members(cifar_bytes)})
+    )
     file = cifar100(str(cifar_folder / "test.bin"))
     for other in (archive, file):
         assert torch.equal(other.train_inputs, folder.train_inputs)
@@ -56,7 +62,9 @@ def test_an_archive_with_the_test_file_first_is_read_too(cifar_bytes, write_arch
     assert len(cifar100(write_archive(reverse)).train_targets) == 5
 
 
-def test_the_description_has_both_sha256_and_says_that_the_numbers_differ(cifar_folder, cifar_bytes):
+def test_the_description_has_both_sha256_and_says_that_the_numbers_differ(
+    cifar_folder, cifar_bytes
+):
     """A result can be traced to its data, and five images are not taken for fifty thousand."""
     said = cifar100(cifar_folder).description
     for name, content in cifar_bytes.items():
@@ -75,24 +83,34 @@ def test_the_published_number_of_records_is_not_remarked(cifar_folder, monkeypat
 def test_a_folder_without_one_file_says_which_is_missing(cifar_folder):
     """Half a download is the usual accident."""
     (cifar_folder / "test.bin").unlink()
-    with pytest.raises(FileError, match=r"cannot read .*test\.bin: No such file.*a folder with train\.bin and test\.bin"):
+    with pytest.raises(
+        FileError,
+        match=r"cannot read .*test\.bin: No such file.*a folder with train\.bin and test\.bin",
+    ):
         cifar100(cifar_folder)
 
 
 def test_a_path_that_is_not_there_says_so(tmp_path):
     """And says what should be there."""
-    with pytest.raises(FileError, match=r"cannot read .*nowhere: No such file.* or cifar-100-binary\.tar\.gz"):
+    with pytest.raises(
+        FileError, match=r"cannot read .*nowhere: No such file.* or cifar-100-binary\.tar\.gz"
+    ):
         cifar100(tmp_path / "nowhere")
 
 
 @settings(deadline=None, max_examples=25)
 @given(records=st.integers(0, 3), left_over=st.integers(1, 3073))
-def test_a_short_file_says_how_many_bytes_are_left_over_and_which_record_is_cut(records, left_over, tmp_path_factory):
+def test_a_short_file_says_how_many_bytes_are_left_over_and_which_record_is_cut(
+    records, left_over, tmp_path_factory
+):
     """A download that stopped has whole records and then a part of one."""
     folder = tmp_path_factory.mktemp("short")
     (folder / "test.bin").write_bytes(bytes(3074))
     (folder / "train.bin").write_bytes(bytes(3074 * records + left_over))
-    with pytest.raises(FileError, match=rf"train\.bin has .* and {left_over:,} bytes left over: record {records} is cut off"):
+    with pytest.raises(
+        FileError,
+        match=rf"train\.bin has .* and {left_over:,} bytes left over: record {records} is cut off",
+    ):
         cifar100(folder)
 
 
@@ -103,7 +121,9 @@ def test_an_empty_file_is_refused(cifar_folder):
         cifar100(cifar_folder)
 
 
-@pytest.mark.parametrize("foreign", [(0, 20, "coarse", 19), (1, 100, "fine", 99)], ids=["coarse", "fine"])
+@pytest.mark.parametrize(
+    "foreign", [(0, 20, "coarse", 19), (1, 100, "fine", 99)], ids=["coarse", "fine"]
+)
 def test_a_label_out_of_range_names_the_record(foreign, cifar_folder, cifar_bytes):
     """A foreign file of the right size is told by its labels, and the first bad record is where to look."""
     byte, label, which, last = foreign
@@ -111,7 +131,9 @@ def test_a_label_out_of_range_names_the_record(foreign, cifar_folder, cifar_byte
     content[3 * 3074 + byte] = label
     content[4 * 3074 + byte] = 255
     (cifar_folder / "train.bin").write_bytes(content)
-    with pytest.raises(FileError, match=rf"record 3 \(from byte 9,222\) has {which} label {label}, .* 0\.\.{last}:"):
+    with pytest.raises(
+        FileError, match=rf"record 3 \(from byte 9,222\) has {which} label {label}, .* 0\.\.{last}:"
+    ):
         cifar100(cifar_folder)
 
 
@@ -131,7 +153,9 @@ def test_check_refuses_an_archive_of_another_md5_with_both_sums(cifar_bytes, wri
         cifar100(path, check=True)
 
 
-def test_check_passes_an_archive_of_the_expected_md5_and_says_so(cifar_bytes, write_archive, monkeypatch):
+def test_check_passes_an_archive_of_the_expected_md5_and_says_so(
+    cifar_bytes, write_archive, monkeypatch
+):
     """The sum is that of the whole file as it lies on disk."""
     path = write_archive(members(cifar_bytes))
     monkeypatch.setattr(module, "ARCHIVE_MD5", hashlib.md5(path.read_bytes()).hexdigest())
@@ -146,14 +170,21 @@ def test_the_recorded_md5_is_the_published_one():
 
 def test_check_with_a_folder_is_refused(cifar_folder):
     """Only the archive has a published sum; to pass in silence would claim what was not looked at."""
-    with pytest.raises(SettingError, match=r"check compares the md5 of the whole archive, but .* is a folder"):
+    with pytest.raises(
+        SettingError, match=r"check compares the md5 of the whole archive, but .* is a folder"
+    ):
         cifar100(cifar_folder, check=True)
 
 
 def test_an_archive_without_a_member_names_it(cifar_bytes, write_archive):
     """The python version of CIFAR-100 is the archive most often taken by mistake."""
-    path = write_archive({"cifar-100-python/train": b"x", MEMBER + "test.bin": cifar_bytes["test.bin"]})
-    with pytest.raises(FileError, match=r"has no member cifar-100-binary/train\.bin: it is not CIFAR-100's binary version"):
+    path = write_archive(
+        {"cifar-100-python/train": b"x", MEMBER + "test.bin": cifar_bytes["test.bin"]}
+    )
+    with pytest.raises(
+        FileError,
+        match=r"has no member cifar-100-binary/train\.bin: it is not CIFAR-100's binary version",
+    ):
         cifar100(path)
 
 
@@ -161,7 +192,8 @@ def test_a_short_member_is_refused_like_a_short_file(cifar_bytes, write_archive)
     """The structure is checked wherever the bytes come from."""
     short = {**cifar_bytes, "test.bin": cifar_bytes["test.bin"][:-1]}
     with pytest.raises(
-        FileError, match=r"test\.bin has 6,147 bytes, which is 1 x 3,074 and 3,073 bytes left over: record 1 is"
+        FileError,
+        match=r"test\.bin has 6,147 bytes, which is 1 x 3,074 and 3,073 bytes left over: record 1 is",
     ):
         cifar100(write_archive(members(short)))
 
@@ -208,7 +240,9 @@ def test_a_member_that_is_a_link_is_refused(tmp_path, cifar_bytes):
         cifar100(path)
 
 
-def test_members_by_other_paths_are_not_taken_and_nothing_is_written_to_disk(cifar_bytes, write_archive, tmp_path):
+def test_members_by_other_paths_are_not_taken_and_nothing_is_written_to_disk(
+    cifar_bytes, write_archive, tmp_path
+):
     """Only the two exact names count, and reading in place leaves no file behind."""
     tricks = {"../train.bin": b"x", "/tmp/test.bin": b"x", "cifar-100-binary/../train.bin": b"x"}
     path = write_archive({**tricks, **members(cifar_bytes)})

@@ -88,7 +88,9 @@ def test_the_description_is_one_line(plain):
     assert "\n" not in plain.description
 
 
-@pytest.mark.parametrize(("option", "value"), [("image", 0), ("channels", 0), ("image", 8.0), ("channels", -1)])
+@pytest.mark.parametrize(
+    ("option", "value"), [("image", 0), ("channels", 0), ("image", 8.0), ("channels", -1)]
+)
 def test_a_size_that_is_no_positive_whole_number_is_refused(option, value):
     """Torch would speak of an interpolation that nobody called."""
     with pytest.raises(SettingError, match=f"{option} is a whole number of 1 or more, not {value}"):
@@ -98,6 +100,8 @@ def test_a_size_that_is_no_positive_whole_number_is_refused(option, value):
 def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch):
     """The extra's name is not the package's name."""
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(MissingExtra, match=r"the data set digits needs scikit-learn; .*'penstock\[data\]'") as caught:
+    with pytest.raises(
+        MissingExtra, match=r"the data set digits needs scikit-learn; .*'penstock\[data\]'"
+    ) as caught:
         digits()
     assert (caught.value.package, caught.value.extra) == ("scikit-learn", "data")

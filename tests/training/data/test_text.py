@@ -40,10 +40,14 @@ def test_windows_follow_each_other_and_targets_are_the_inputs_moved_by_one(writt
 
 @settings(deadline=None, max_examples=60)
 @given(
-    content=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=8, max_size=300),
+    content=st.text(
+        st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=8, max_size=300
+    ),
     tokens=st.integers(1, 3),
 )
-def test_the_windows_decode_to_the_text_with_the_last_tenth_to_test(content, tokens, tmp_path_factory):
+def test_the_windows_decode_to_the_text_with_the_last_tenth_to_test(
+    content, tokens, tmp_path_factory
+):
     """Nothing but the characters that fill no window is lost, and what the training part lacks is 0."""
     path = tmp_path_factory.mktemp("text") / "any.txt"
     path.write_bytes(content.encode())
@@ -59,7 +63,9 @@ def test_the_windows_decode_to_the_text_with_the_last_tenth_to_test(content, tok
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
         indices = torch.cat([inputs, targets[:, -1:]], dim=1).flatten().tolist()
         kept = part[: len(part) // window * window]
-        assert indices == [vocabulary.index(letter) + 1 if letter in vocabulary else 0 for letter in kept]
+        assert indices == [
+            vocabulary.index(letter) + 1 if letter in vocabulary else 0 for letter in kept
+        ]
 
 
 def test_characters_that_only_the_test_part_has_become_index_0(written):
@@ -95,7 +101,9 @@ def test_the_description_has_the_file_its_sha256_and_its_numbers(written):
     """A result can be traced to its data."""
     path = written("abcd" * 10)
     said = text(path, tokens=3).description
-    assert f"text of {path}, 40 characters, sha256 {hashlib.sha256(b'abcd' * 10).hexdigest()}" in said
+    assert (
+        f"text of {path}, 40 characters, sha256 {hashlib.sha256(b'abcd' * 10).hexdigest()}" in said
+    )
     assert "9 windows of 3 to train, 1 to test, vocabulary of 5" in said
 
 
@@ -110,7 +118,8 @@ def test_two_windows_are_enough_and_one_character_less_is_not(written):
     data = text(written("abcdefgh"), tokens=3)
     assert (len(data.train_inputs), len(data.test_inputs)) == (1, 1)
     with pytest.raises(
-        FileError, match=r"story\.txt has 7 characters, but needs 8: a window of 4 .* longer text or fewer tokens"
+        FileError,
+        match=r"story\.txt has 7 characters, but needs 8: a window of 4 .* longer text or fewer tokens",
     ):
         text(written("abcdefg"), tokens=3)
 

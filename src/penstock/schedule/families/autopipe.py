@@ -40,7 +40,9 @@ def autopipe(stages: int, micro_batches: int, sliced: int | None = None) -> Sche
     if sliced is None:
         sliced = min(micro_batches, -(-(stages - 1) // 4))
     if isinstance(sliced, bool) or not isinstance(sliced, int) or not 0 <= sliced <= micro_batches:
-        raise ScheduleError(f"autopipe cuts 0 to {micro_batches} of {micro_batches} micro-batches in two, not {sliced!r}")
+        raise ScheduleError(
+            f"autopipe cuts 0 to {micro_batches} of {micro_batches} micro-batches in two, not {sliced!r}"
+        )
     plain = one_f_one_b(stages, micro_batches)
     if sliced == 0:
         return plain

@@ -57,5 +57,7 @@ def avgpipe(stages: int, micro_batches: int, pipelines: int = 2, batches: int | 
         raise ScheduleError(f"avgpipe with {pipelines} pipelines and {micro_batches} micro-batches per batch runs at most {most} "
                             f"forwards ahead, not {ahead[0]}: one more would be of a copy's next batch, before its update; take more "
                             "pipelines, or a smaller warm_up")  # fmt: skip
-    count = enough_batches(ahead[0], micro_batches, period=pipelines) if batches is None else batches
+    count = (
+        enough_batches(ahead[0], micro_batches, period=pipelines) if batches is None else batches
+    )
     return streamed("avgpipe", micro_batches, ahead, Stream(count, "avgpipe", pipelines))

@@ -56,7 +56,9 @@ def bpipe(stages: int, micro_batches: int, ratio: float = 2.0) -> Schedule:
     bound = -(-(stages + 2) // 2)
     for stage in range(stages // 2):
         programs[stage] = _evicting(plain.programs[stage], bound)
-        programs[-1 - stage] = _accepting(plain.programs[-1 - stage], programs[stage], times, (1 + ratio) / 2)
+        programs[-1 - stage] = _accepting(
+            plain.programs[-1 - stage], programs[stage], times, (1 + ratio) / 2
+        )
     return Schedule(tuple(programs))
 
 

@@ -11,7 +11,9 @@ from penstock.schedule.updates import with_updates
 
 @register("breadth-first", aliases=("looped-bfs",), synchronous=True, stages_per_rank="chunks", splits_backward=False,
           source="Lamy-Poirier 2023, breadth-first pipeline parallelism; LoopedBFS of torch.distributed.pipelining")  # fmt: skip
-def breadth_first(stages: int, micro_batches: int, chunks: int = 2, backward_order: str = "forward") -> Schedule:
+def breadth_first(
+    stages: int, micro_batches: int, chunks: int = 2, backward_order: str = "forward"
+) -> Schedule:
     """GPipe over v stages on every rank: stages s, s + p, s + 2p … on rank s, one after the other, then back.
 
     Every stage's weights are needed for one stretch forward and one backward: with sharded weights they are gathered, and their
@@ -39,7 +41,9 @@ def breadth_first(stages: int, micro_batches: int, chunks: int = 2, backward_ord
         ScheduleError: `chunks` does not divide the stages, or `backward_order` is another word.
     """
     if backward_order not in ("forward", "reverse"):
-        raise ScheduleError(f"breadth-first takes backward_order 'forward' or 'reverse', not {backward_order!r}")
+        raise ScheduleError(
+            f"breadth-first takes backward_order 'forward' or 'reverse', not {backward_order!r}"
+        )
     ranks = ranks_for("breadth-first", stages, "chunks", chunks)
     placement = ring(stages, ranks)
     forward = range(micro_batches)

@@ -48,7 +48,9 @@ def chimera(stages: int, micro_batches: int, concatenation: str = "direct") -> S
         ScheduleError: the numbers are others.
     """
     if concatenation not in CONCATENATIONS:
-        raise ScheduleError(f"chimera takes concatenation {' or '.join(map(repr, CONCATENATIONS))}, not {concatenation!r}")
+        raise ScheduleError(
+            f"chimera takes concatenation {' or '.join(map(repr, CONCATENATIONS))}, not {concatenation!r}"
+        )
     if stages % 2:
         raise ScheduleError(f"chimera puts two stages on every rank, s and {stages - 1} - s, which must differ: it takes an even "
                             f"number of stages and got {stages}; gems takes any")  # fmt: skip
@@ -61,7 +63,9 @@ def chimera(stages: int, micro_batches: int, concatenation: str = "direct") -> S
                             f"micro-batches, not {micro_batches}; 'direct' takes any even number")  # fmt: skip
     slots: list[list[tuple[int, int, Op]]] = [[] for _ in range(stages)]
     for way, placement in enumerate(both_ways(stages)):
-        for micro_batch, forward, backward in (_doubling if doubling else _direct)(stages, micro_batches, way):
+        for micro_batch, forward, backward in (_doubling if doubling else _direct)(
+            stages, micro_batches, way
+        ):
             for stage, rank in enumerate(placement):
                 slots[rank].append((forward + stage, micro_batch, Op(Kind.F, stage, micro_batch)))
                 slots[rank].append((backward - stage, micro_batch, Op(Kind.B, stage, micro_batch)))
@@ -83,4 +87,8 @@ def _doubling(stages: int, micro_batches: int, way: int) -> Iterator[tuple[int, 
     for unit, first in enumerate(range(0, micro_batches, 2 * stages)):
         for j in range(stages):
             micro_batch = first + stages * (j // half) + half * way + j % half
-            yield micro_batch, 3 * stages * unit + 2 * (j // 2), 3 * stages * unit + 2 * stages - 1 + 2 * j
+            yield (
+                micro_batch,
+                3 * stages * unit + 2 * (j // 2),
+                3 * stages * unit + 2 * stages - 1 + 2 * j,
+            )

@@ -27,7 +27,9 @@ def gpipe(stages: int, micro_batches: int, backward_order: str = "forward") -> S
         ScheduleError: `backward_order` is neither "forward" nor "reverse".
     """
     if backward_order not in ("forward", "reverse"):
-        raise ScheduleError(f"gpipe takes backward_order 'forward' or 'reverse', not {backward_order!r}")
+        raise ScheduleError(
+            f"gpipe takes backward_order 'forward' or 'reverse', not {backward_order!r}"
+        )
     forward = range(micro_batches)
     backward = forward if backward_order == "forward" else forward[::-1]
     return Schedule(

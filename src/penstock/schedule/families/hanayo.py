@@ -42,14 +42,20 @@ def hanayo(stages: int, micro_batches: int, waves: int = 1, ratio: float = 1.0) 
     ranks = ranks_for("hanayo", stages, "waves", waves, each=2)
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < math.inf:
         raise ScheduleError(f"hanayo takes a ratio of backward to forward above 0, not {ratio!r}")
-    return Schedule(tuple(map(with_updates, _greedy(zigzag(stages, ranks), ranks, micro_batches, ratio))))
+    return Schedule(
+        tuple(map(with_updates, _greedy(zigzag(stages, ranks), ranks, micro_batches, ratio)))
+    )
 
 
-def _greedy(placement: tuple[int, ...], ranks: int, micro_batches: int, ratio: float) -> list[list[Op]]:
+def _greedy(
+    placement: tuple[int, ...], ranks: int, micro_batches: int, ratio: float
+) -> list[list[Op]]:
     """The ops of every rank in the order in which a list scheduler starts them; a forward takes 1."""
     stages = len(placement)
     programs: list[list[Op]] = [[] for _ in range(ranks)]
-    ready: list[list[tuple[int, int, int, Op]]] = [[] for _ in range(ranks)]  # heaps: backwards first, and so on
+    ready: list[list[tuple[int, int, int, Op]]] = [
+        [] for _ in range(ranks)
+    ]  # heaps: backwards first, and so on
     running: list[tuple[float, int, Op]] = []
     idle, now = set(range(ranks)), 0.0
     for m in range(micro_batches):
@@ -66,7 +72,9 @@ def _greedy(placement: tuple[int, ...], ranks: int, micro_batches: int, ratio: f
         while running and running[0][0] == now:
             _, rank, op = heappop(running)
             idle.add(rank)
-            fed = feeds(op, stages) or ((Kind.B, op.stage) if op.kind is Kind.F else None)  # the last stage turns back
+            fed = feeds(op, stages) or (
+                (Kind.B, op.stage) if op.kind is Kind.F else None
+            )  # the last stage turns back
             if fed is not None:
                 kind, stage = fed
                 first = (0, op.micro_batch, 0) if kind is Kind.B else (1, -stage, op.micro_batch)

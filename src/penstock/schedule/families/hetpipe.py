@@ -48,11 +48,19 @@ def hetpipe(stages: int, micro_batches: int, virtual_workers: int = 2, in_flight
         ScheduleError: the numbers are others.
     """
     most = stages if in_flight is None else in_flight
-    for word, number, least in (("virtual_workers", virtual_workers, 1), ("in_flight", most, 1), ("distance", distance, 0)):
+    for word, number, least in (
+        ("virtual_workers", virtual_workers, 1),
+        ("in_flight", most, 1),
+        ("distance", distance, 0),
+    ):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise ScheduleError(f"hetpipe takes {word} of {least} or more, not {number!r}")
     ahead = [most - stage for stage in range(stages)] if most >= stages else falling(stages, most)
-    count = enough_batches(virtual_workers * ahead[0], micro_batches, period=virtual_workers) if batches is None else batches
+    count = (
+        enough_batches(virtual_workers * ahead[0], micro_batches, period=virtual_workers)
+        if batches is None
+        else batches
+    )
     stream = Stream(count, "hetpipe", waves=Waves(most, distance))
 
     def program(virtual_worker: int, stage: int) -> Program:
@@ -60,5 +68,9 @@ def hetpipe(stages: int, micro_batches: int, virtual_workers: int = 2, in_flight
         numbers = [batch * micro_batches + m for batch in own for m in range(micro_batches)]
         return with_updates_of_batches(alternating(stage, numbers, ahead[stage]), micro_batches)
 
-    programs = tuple(program(virtual_worker, stage) for virtual_worker in range(virtual_workers) for stage in range(stages))
+    programs = tuple(
+        program(virtual_worker, stage)
+        for virtual_worker in range(virtual_workers)
+        for stage in range(stages)
+    )
     return Schedule(programs, "hetpipe", synchronous=False, stream=stream)

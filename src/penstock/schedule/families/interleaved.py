@@ -11,7 +11,9 @@ from penstock.schedule.updates import with_updates
 
 @register("interleaved", synchronous=True, stages_per_rank="chunks", splits_backward=False,
           source="Narayanan et al. 2021, Megatron-LM, section 2.2; get_schedule_table of its schedules.py for the order")  # fmt: skip
-def interleaved(stages: int, micro_batches: int, chunks: int = 2, group: int | None = None) -> Schedule:
+def interleaved(
+    stages: int, micro_batches: int, chunks: int = 2, group: int | None = None
+) -> Schedule:
     """1F1B over v stages on every rank, in groups of g micro-batches: stages s, s + p, s + 2p … on rank s.
 
     A group passes a rank's first stage, then its second, and so on; backward likewise from the last. Rank r starts with
@@ -68,10 +70,14 @@ def in_groups(ranks: int, chunks: int, micro_batches: int, size: int) -> list[li
 def _group(ranks: int, micro_batches: int, group: int | None) -> int:
     """The size of a group; `ranks` or more for every group, or the ranks wait for each other in a circle or in vain."""
     if micro_batches < ranks:
-        raise ScheduleError(f"interleaved on {ranks} ranks takes {ranks} or more micro-batches, not {micro_batches}")
+        raise ScheduleError(
+            f"interleaved on {ranks} ranks takes {ranks} or more micro-batches, not {micro_batches}"
+        )
 
     def fits(size: int) -> bool:
-        return ranks <= size <= micro_batches and (micro_batches % size == 0 or micro_batches % size >= ranks)
+        return ranks <= size <= micro_batches and (
+            micro_batches % size == 0 or micro_batches % size >= ranks
+        )
 
     known = filter(fits, range(ranks, micro_batches + 1))
     if group is None:

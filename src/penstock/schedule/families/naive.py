@@ -19,7 +19,10 @@ def naive(stages: int, micro_batches: int = 1) -> Schedule:
     """
     return Schedule(
         tuple(
-            (*(Op(kind, stage, m) for m in range(micro_batches) for kind in (Kind.F, Kind.B)), Op(Kind.U, stage, 1))
+            (
+                *(Op(kind, stage, m) for m in range(micro_batches) for kind in (Kind.F, Kind.B)),
+                Op(Kind.U, stage, 1),
+            )
             for stage in range(stages)
         )
     )

@@ -76,18 +76,24 @@ def alternating(stage: int, micro_batches: Sequence[int], ahead: int) -> list[Op
     ops = [Op(Kind.F, stage, m) for m in micro_batches[:ahead]]
     for place, m in enumerate(micro_batches):
         ops.append(Op(Kind.B, stage, m))
-        ops += [Op(Kind.F, stage, later) for later in micro_batches[ahead + place : ahead + place + 1]]
+        ops += [
+            Op(Kind.F, stage, later) for later in micro_batches[ahead + place : ahead + place + 1]
+        ]
     return ops
 
 
-def forwards_ahead(name: str, stages: int, warm_up: Sequence[int], micro_batches: int | None = None) -> list[int]:
+def forwards_ahead(
+    name: str, stages: int, warm_up: Sequence[int], micro_batches: int | None = None
+) -> list[int]:
     """`warm_up`, with more forwards than there are micro-batches counted as all of them; None is for a stream, which has no end.
 
     Raises:
         ScheduleError: it has another length than there are stages, or numbers with which no stage could go on.
     """
     if len(warm_up) != stages:
-        raise ScheduleError(f"{name} in {stages} stages takes a warm_up of {stages} numbers, one per stage, not {len(warm_up)}")
+        raise ScheduleError(
+            f"{name} in {stages} stages takes a warm_up of {stages} numbers, one per stage, not {len(warm_up)}"
+        )
     for stage, number in enumerate(warm_up):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ScheduleError(f"{name} runs at least 1 forward before the first backward, but warm_up has {number!r} for "

@@ -12,7 +12,10 @@ from penstock.schedule.op import Kind, Op, Schedule
 @register("seq1f1b", synchronous=True, stages_per_rank="1", splits_backward=False, causal=True,
           source="Sun et al. 2024, Seq1F1B (arXiv 2406.03488), section 3")  # fmt: skip
 def seq1f1b(
-    stages: int, micro_batches: int, slices: int | None = None, slice_shares: Sequence[float] | None = None
+    stages: int,
+    micro_batches: int,
+    slices: int | None = None,
+    slice_shares: Sequence[float] | None = None,
 ) -> Schedule:
     """Stage s runs p - s - 2 + k slices ahead, then one forward and one backward in turn, then the backwards left.
 

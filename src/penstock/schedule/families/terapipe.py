@@ -13,7 +13,10 @@ from penstock.schedule.slicing import Slicing
 @register("terapipe", synchronous=True, stages_per_rank="1", splits_backward=False, causal=True,
           source="Li et al. 2021, TeraPipe (arXiv 2102.07988), section 3")  # fmt: skip
 def terapipe(
-    stages: int, micro_batches: int, slices: int | None = None, slice_shares: Sequence[float] | None = None
+    stages: int,
+    micro_batches: int,
+    slices: int | None = None,
+    slice_shares: Sequence[float] | None = None,
 ) -> Schedule:
     """All forwards slice by slice, then all backwards, of every micro-batch the last slice first.
 
@@ -53,7 +56,9 @@ def terapipe(
     )
 
 
-def along_tokens(name: str, micro_batches: int, slices: int | None, slice_shares: Sequence[float] | None) -> Slicing:
+def along_tokens(
+    name: str, micro_batches: int, slices: int | None, slice_shares: Sequence[float] | None
+) -> Slicing:
     """Every micro-batch cut into `slices` equal slices (2 if nothing is said), or into those of `slice_shares`.
 
     Raises:
@@ -61,7 +66,9 @@ def along_tokens(name: str, micro_batches: int, slices: int | None, slice_shares
     """
     if slice_shares is not None:
         if slices is not None and slices != len(slice_shares):
-            raise ScheduleError(f"{name} got slices={slices!r} and slice_shares for {len(slice_shares)}: one of them is enough")
+            raise ScheduleError(
+                f"{name} got slices={slices!r} and slice_shares for {len(slice_shares)}: one of them is enough"
+            )
         return Slicing("tokens", (tuple(slice_shares),) * micro_batches)
     number = 2 if slices is None else slices
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -71,4 +78,8 @@ def along_tokens(name: str, micro_batches: int, slices: int | None, slice_shares
 
 def backwards(slicing: Slicing) -> list[int]:
     """The slices in the order of their backwards: micro-batch after micro-batch, the last slice of each first."""
-    return [first + n for first, row in zip(slicing.first_of, slicing.shares, strict=True) for n in reversed(range(len(row)))]
+    return [
+        first + n
+        for first, row in zip(slicing.first_of, slicing.shares, strict=True)
+        for n in reversed(range(len(row)))
+    ]

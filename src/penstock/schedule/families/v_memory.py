@@ -16,7 +16,13 @@ _SOURCE = "Qi et al. 2024, Pipeline Parallelism with Controllable Memory (arXiv 
 Offsets = tuple[int, int, int, int]
 
 
-@register("v-half", synchronous=True, stages_per_rank="2", splits_backward=True, source=f"{_SOURCE}, V-Half")
+@register(
+    "v-half",
+    synchronous=True,
+    stages_per_rank="2",
+    splits_backward=True,
+    source=f"{_SOURCE}, V-Half",
+)
 def v_half(stages: int, micro_batches: int) -> Schedule:
     """Half the activations of 1F1B, and about half its bubble.
 
@@ -38,7 +44,9 @@ def v_half(stages: int, micro_batches: int) -> Schedule:
         2 * rank, 3 * ranks - rank - 2, 3 * ranks + late + 2 * rank - 1, 6 * ranks + late - rank - 2))  # fmt: skip
 
 
-@register("v-min", synchronous=True, stages_per_rank="2", splits_backward=True, source=f"{_SOURCE}, V-Min")
+@register(
+    "v-min", synchronous=True, stages_per_rank="2", splits_backward=True, source=f"{_SOURCE}, V-Min"
+)
 def v_min(stages: int, micro_batches: int) -> Schedule:
     """A third of the activations of 1F1B, and about two thirds of its bubble. Its time suffers most if f, i and w differ.
 

@@ -8,7 +8,9 @@ from penstock.schedule.op import Kind, Op, Schedule
 _SOURCE = "Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2.2"
 
 
-@register("zb-h1", synchronous=True, stages_per_rank="1", splits_backward=True, source=f"{_SOURCE}, ZB-H1")
+@register(
+    "zb-h1", synchronous=True, stages_per_rank="1", splits_backward=True, source=f"{_SOURCE}, ZB-H1"
+)
 def zb_h1(stages: int, micro_batches: int) -> Schedule:
     """1F1B with a third of its bubble in the same memory: stage s keeps s weight gradients back for the drain.
 
@@ -21,10 +23,17 @@ def zb_h1(stages: int, micro_batches: int) -> Schedule:
     rank 1 | 1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3 1U1
     rank 2 | 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3 2U1
     """
-    return Schedule(tuple(_program(stage, micro_batches, ahead=stages - stage, lag=stage) for stage in range(stages)))
+    return Schedule(
+        tuple(
+            _program(stage, micro_batches, ahead=stages - stage, lag=stage)
+            for stage in range(stages)
+        )
+    )
 
 
-@register("zb-h2", synchronous=True, stages_per_rank="1", splits_backward=True, source=f"{_SOURCE}, ZB-H2")
+@register(
+    "zb-h2", synchronous=True, stages_per_rank="1", splits_backward=True, source=f"{_SOURCE}, ZB-H2"
+)
 def zb_h2(stages: int, micro_batches: int) -> Schedule:
     """Twice the forwards ahead and twice the weight gradients behind: no stage idles between its first op and its last.
 
@@ -42,7 +51,10 @@ def zb_h2(stages: int, micro_batches: int) -> Schedule:
     rank 2 | 2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4 2U1
     """
     return Schedule(
-        tuple(_program(stage, micro_batches, ahead=2 * (stages - stage) - 1, lag=2 * stage) for stage in range(stages))
+        tuple(
+            _program(stage, micro_batches, ahead=2 * (stages - stage) - 1, lag=2 * stage)
+            for stage in range(stages)
+        )
     )
 
 

@@ -17,7 +17,9 @@ from penstock.simulate.costs import Costs
 _SOURCE = "Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 3"
 
 
-@register("zb-1p", synchronous=True, stages_per_rank="1", splits_backward=True, source=f"{_SOURCE}, ZB-1p")
+@register(
+    "zb-1p", synchronous=True, stages_per_rank="1", splits_backward=True, source=f"{_SOURCE}, ZB-1p"
+)
 def zb_1p(costs: Costs, micro_batches: int, kept_for_weight_grad: float | None = None) -> Schedule:
     """`zb-auto` in the memory of 1F1B: the activations of p micro-batches on each of p stages.
 
@@ -33,7 +35,9 @@ def zb_1p(costs: Costs, micro_batches: int, kept_for_weight_grad: float | None =
     return zb_auto(costs, micro_batches, stages_of(costs), kept_for_weight_grad)
 
 
-@register("zb-2p", synchronous=True, stages_per_rank="1", splits_backward=True, source=f"{_SOURCE}, ZB-2p")
+@register(
+    "zb-2p", synchronous=True, stages_per_rank="1", splits_backward=True, source=f"{_SOURCE}, ZB-2p"
+)
 def zb_2p(costs: Costs, micro_batches: int, kept_for_weight_grad: float | None = None) -> Schedule:
     """`zb-auto` in twice the memory of 1F1B: for most costs enough for next to no bubble in the span of a stage.
 
@@ -77,16 +81,22 @@ def zb_auto(costs: Costs, micro_batches: int, memory_limit: float | Sequence[flo
     seconds = StageSeconds.of(costs, micro_batches)
     drafts = [draft(seconds, micro_batches, memory, style) for style in STYLES]
     best = min(drafts, key=lambda each: (max(each.spans_s), each.makespan_s))
-    return Schedule(tuple((*program, Op(Kind.U, stage, 1)) for stage, program in enumerate(best.programs())))
+    return Schedule(
+        tuple((*program, Op(Kind.U, stage, 1)) for stage, program in enumerate(best.programs()))
+    )
 
 
 def _limits(given: object, stages: int) -> tuple[float, ...]:
     """One limit per stage, each at least 1."""
     if given is None:
         return (math.inf,) * stages
-    limits = [*given] if isinstance(given, Sequence) and not isinstance(given, str) else [given] * stages
+    limits = (
+        [*given] if isinstance(given, Sequence) and not isinstance(given, str) else [given] * stages
+    )
     if len(limits) != stages:
-        raise ScheduleError(f"memory_limit has {len(limits)} entries, there are {stages} stages: give one each, or one number")
+        raise ScheduleError(
+            f"memory_limit has {len(limits)} entries, there are {stages} stages: give one each, or one number"
+        )
     found = []
     for stage, limit in enumerate(limits):
         if not _is_number(limit) or not limit >= 1:
@@ -105,10 +115,16 @@ def _kept(given: float | None, costs: Costs, stages: int) -> tuple[float, ...]:
                 f"kept_for_weight_grad is {given!r}: it is the fraction of the activations that W needs, from 0 to 1"
             )
         return (given,) * stages
-    whole, left = (costs.spread(name, stages) for name in ("activation_bytes", "activation_bytes_after_input_grad"))
+    whole, left = (
+        costs.spread(name, stages)
+        for name in ("activation_bytes", "activation_bytes_after_input_grad")
+    )
     if whole is None or left is None:
         return (1.0,) * stages
-    return tuple(min(1.0, kept / all_of_it) if all_of_it else 1.0 for kept, all_of_it in zip(left, whole, strict=True))
+    return tuple(
+        min(1.0, kept / all_of_it) if all_of_it else 1.0
+        for kept, all_of_it in zip(left, whole, strict=True)
+    )
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -31,7 +31,10 @@ from penstock.simulate.plan_costs import meeting_seconds
 MOST_STEPS, STEPS_IN_ALL = 5e7, 8e7
 
 
-@register("alpa", source="Zheng et al. 2022, Alpa, section 5; alpa/pipeline_parallel/stage_construction.py, training_dp")
+@register(
+    "alpa",
+    source="Zheng et al. 2022, Alpa, section 5; alpa/pipeline_parallel/stage_construction.py, training_dp",
+)
 def alpa(request: PlanRequest) -> Plan:
     """The stages and submeshes with the least sum of t + (B - 1) max t over the stages' latencies t, for B micro-batches.
 
@@ -65,12 +68,17 @@ def _proposals(request: PlanRequest, steps: float) -> Iterator[tuple[float, Prop
         table, most_stages = tables(request, costs, count)
         found = None
         for exactly in (True, False):
-            found = found or replicated_sum(table, count - 1, stages=request.stages, most_stages=most_stages, exactly=exactly)
+            found = found or replicated_sum(
+                table, count - 1, stages=request.stages, most_stages=most_stages, exactly=exactly
+            )
         if found is None:
             continue
         lengths, sizes = (tuple(numbers) for numbers in zip(*found, strict=True))
         ends = np.cumsum(lengths)
-        times = [float(table[end - n, end, size]) for end, n, size in zip(ends, lengths, sizes, strict=True)]
+        times = [
+            float(table[end - n, end, size])
+            for end, n, size in zip(ends, lengths, sizes, strict=True)
+        ]
         value = sum(times) + (count - 1) * max(times)
         yield (
             value,
@@ -97,7 +105,9 @@ def submeshes(cluster: Cluster) -> list[int]:
     return sorted(inside | {sum(sizes[: nodes + 1]) for nodes in range(len(sizes))})
 
 
-def tables(request: PlanRequest, costs: LayerCosts, count: int) -> tuple[Numbers, NDArray[np.int64]]:
+def tables(
+    request: PlanRequest, costs: LayerCosts, count: int
+) -> tuple[Numbers, NDArray[np.int64]]:
     """The latency of every stage on every submesh, infinite on other numbers of devices, and how many stages it and those after it may
     be, for its memory to suffice.
 
@@ -118,7 +128,9 @@ def tables(request: PlanRequest, costs: LayerCosts, count: int) -> tuple[Numbers
         per_byte = (meeting_seconds(order[:size], 1e9, request.cluster) - fixed) / 1e9
         met = np.where(ranges.parameter_bytes > 0, fixed + per_byte * ranges.parameter_bytes, 0.0)
         table[:, :, size] = ranges.seconds / size + met / count
-        in_flight = np.where(kept > 0, size * room / np.where(kept > 0, kept, 1.0), np.where(room >= 0, layers, 0))
+        in_flight = np.where(
+            kept > 0, size * room / np.where(kept > 0, kept, 1.0), np.where(room >= 0, layers, 0)
+        )
         most_stages[:, :, size] = np.clip(np.floor(in_flight), 0, layers)
     table[np.tril_indices(layers + 1)] = np.inf
     return table, most_stages

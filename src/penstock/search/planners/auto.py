@@ -49,7 +49,10 @@ POLISHED = 3
 MISFITS = 4
 
 
-@register(NAME, source="Penstock: enumeration with lower bounds, exact cuts, full simulation, local search")
+@register(
+    NAME,
+    source="Penstock: enumeration with lower bounds, exact cuts, full simulation, local search",
+)
 def auto(request: PlanRequest) -> Plan:
     """The fastest plan that fits; of those within 0.1 % of it a synchronous one, then the leanest (to about 2 %), then the one with
     the fewest micro-batches. Never slower than what any other planner proposes for the same request, if its budget lets it ask them all.
@@ -63,7 +66,9 @@ def auto(request: PlanRequest) -> Plan:
     hunt = Hunt(request)
     space = Space(request, shapes(request))
     scanned = _scan(hunt, space)
-    asked = bool(hunt.fits)  # what little fits, if anything, is found sooner by the search than by them
+    asked = bool(
+        hunt.fits
+    )  # what little fits, if anything, is found sooner by the search than by them
     others_s = _ask_others(hunt) if asked else math.inf
     hunt.allow(SEARCH, 0.75)
     _weigh_all(hunt, uneven(request))
@@ -103,7 +108,9 @@ def _scan(hunt: Hunt, space: Space) -> dict[tuple[Shape, int], float]:
     return found
 
 
-def _search(hunt: Hunt, space: Space, scanned: Mapping[tuple[Shape, int], float], balance: Balance) -> None:
+def _search(
+    hunt: Hunt, space: Space, scanned: Mapping[tuple[Shape, int], float], balance: Balance
+) -> None:
     """All ways that were not looked at: of every schedule, number of stages and of copies the most promising, then the next of those
     that came near, and so on.
     """
@@ -118,7 +125,11 @@ def _search(hunt: Hunt, space: Space, scanned: Mapping[tuple[Shape, int], float]
     misses = dict.fromkeys(kinds, 0)
     for turn in range(max(map(len, kinds.values()), default=0)):
         for kind, ways in kinds.items():
-            far = misses[kind] >= MISSES if nearest[kind] == math.inf else nearest[kind] > FAR * hunt.best_s
+            far = (
+                misses[kind] >= MISSES
+                if nearest[kind] == math.inf
+                else nearest[kind] > FAR * hunt.best_s
+            )
             if turn >= len(ways) or (far and hunt.fits):
                 continue
             if hunt.over:
@@ -142,7 +153,11 @@ def _ask_others(hunt: Hunt) -> float:
     flush. Returns the seconds of the fastest.
     """
     fastest = math.inf
-    kinds = [hunt.request, replace(hunt.request, asynchronous=False)] if hunt.request.asynchronous else [hunt.request]
+    kinds = (
+        [hunt.request, replace(hunt.request, asynchronous=False)]
+        if hunt.request.asynchronous
+        else [hunt.request]
+    )
     for request, entry in product(kinds, PLANNERS.entries().values()):
         if entry.name == NAME or hunt.left_s() <= 0:
             continue
@@ -162,12 +177,19 @@ def _ask_others(hunt: Hunt) -> float:
 
 def _allowed(request: PlanRequest, plan: Plan) -> bool:
     """Whether another planner kept to what the request says."""
-    named = request.schedules is not None and plan.schedule_name in {facts.name for facts in request.families()}
+    named = request.schedules is not None and plan.schedule_name in {
+        facts.name for facts in request.families()
+    }
     free = request.schedules is None and (plan.synchronous or request.asynchronous)
-    numbers = request.stages in (None, plan.stages) and request.micro_batches in (None, plan.micro_batches)
+    numbers = request.stages in (None, plan.stages) and request.micro_batches in (
+        None,
+        plan.micro_batches,
+    )
     copies = max(map(len, plan.schedule.ranks_of_stage)) <= request.copies_allowed
     cut = request.by in ("bottleneck", plan.lengths)
-    return (named or free) and numbers and copies and cut and request.weights in (None, plan.weights)
+    return (
+        (named or free) and numbers and copies and cut and request.weights in (None, plan.weights)
+    )
 
 
 def _say_why_none(hunt: Hunt, space: Space) -> None:
@@ -194,9 +216,13 @@ def _see_off(hunt: Hunt, space: Space) -> None:
 
 def _table(hunt: Hunt, chosen: Scored) -> list[Scored]:
     """What to tell besides the plan: the best of each kind, and what would be faster if it fitted."""
-    nearest = first_of_kind(sorted(hunt.misfits, key=lambda found: (found.excess, found.preference)))[:MISFITS]
+    nearest = first_of_kind(
+        sorted(hunt.misfits, key=lambda found: (found.excess, found.preference))
+    )[:MISFITS]
     faster = [
-        each for each in (replace(found.simulated(), lack=found.lack) for found in nearest) if each.step_s < chosen.step_s
+        each
+        for each in (replace(found.simulated(), lack=found.lack) for found in nearest)
+        if each.step_s < chosen.step_s
     ]
     others = first_of_kind([chosen, *_by_time(hunt.fits + hunt.near)])
     return [*others[: ROWS - len(faster)], *_by_time(faster)]

@@ -27,7 +27,10 @@ MOST_STEPS = 600_000
 Cut = tuple[int, ...]
 
 
-@register("autopipe", source="Liu et al. 2022, AutoPipe, section 3; github.com/HPDL-Group/Merak, autopipe.cpp")
+@register(
+    "autopipe",
+    source="Liu et al. 2022, AutoPipe, section 3; github.com/HPDL-Group/Merak, autopipe.cpp",
+)
 def autopipe(request: PlanRequest) -> Plan:
     """The cut with the shortest critical path of 1F1B that the search finds, run with its slicer or without.
 
@@ -46,7 +49,13 @@ def autopipe(request: PlanRequest) -> Plan:
     proposals: list[Proposal] = []
     for count in counts:
         costs = LayerCosts.of(request.profile, request.batch / count)
-        found = search(costs.forward_s, costs.backward_s, stages, _hop_s(request, costs, stages), MOST_STEPS // len(counts))
+        found = search(
+            costs.forward_s,
+            costs.backward_s,
+            stages,
+            _hop_s(request, costs, stages),
+            MOST_STEPS // len(counts),
+        )
         objective = Objective("critical path of 1F1B, m = 2p", found.path.step_s, "s")
         sliced = _sliced(costs, found.cut, count)
         for schedule in allowed(request, "autopipe", "1f1b"):
@@ -56,7 +65,9 @@ def autopipe(request: PlanRequest) -> Plan:
 
 
 def _hop_s(request: PlanRequest, costs: LayerCosts, stages: int) -> float:
-    links = [request.cluster.link(a, b) for a, b in pairwise(range(min(stages, request.cluster.ranks)))]
+    links = [
+        request.cluster.link(a, b) for a, b in pairwise(range(min(stages, request.cluster.ranks)))
+    ]
     crossing = median(costs.output_bytes[:-1]) if len(costs) > 1 else 0.0
     return max((link.transfer_seconds(crossing) for link in links), default=0.0)
 
@@ -79,7 +90,13 @@ class Found:
     path: Path
 
 
-def search(forward: Sequence[float], backward: Sequence[float], stages: int, transfer_s: float, most_steps: int) -> Found:
+def search(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    stages: int,
+    transfer_s: float,
+    most_steps: int,
+) -> Found:
     """The best cut that AutoPipe's local search meets.
 
     It begins with the exact minimax cut of f + b. Of each cut that waits in the queue:
@@ -100,7 +117,12 @@ def search(forward: Sequence[float], backward: Sequence[float], stages: int, tra
     def weighed(cut: Cut) -> Found:
         ends = [sum(cut[: stage + 1]) for stage in range(stages)]
         parts = [slice(end - length, end) for end, length in zip(ends, cut, strict=True)]
-        return Found(cut, critical_path([sum(forward[p]) for p in parts], [sum(backward[p]) for p in parts], transfer_s))
+        return Found(
+            cut,
+            critical_path(
+                [sum(forward[p]) for p in parts], [sum(backward[p]) for p in parts], transfer_s
+            ),
+        )
 
     start = weighed(tuple(minimax(loads, stages)))
     best, queue, met = start, deque([start]), {start.cut}
@@ -122,7 +144,9 @@ def search(forward: Sequence[float], backward: Sequence[float], stages: int, tra
     return best
 
 
-def _handed_forward(found: Found, loads: Sequence[float], weighed: Callable[[Cut], Found]) -> Iterator[Found]:
+def _handed_forward(
+    found: Found, loads: Sequence[float], weighed: Callable[[Cut], Found]
+) -> Iterator[Found]:
     """Step 1: every cut on the way, one block further each time."""
     critical = found.path.critical
     for taker in range(critical + 1, len(found.cut) - 1):

@@ -19,7 +19,9 @@ class Path:
     critical: int
 
 
-def critical_path(forward: Sequence[float], backward: Sequence[float], transfer_s: float = 0.0) -> Path:
+def critical_path(
+    forward: Sequence[float], backward: Sequence[float], transfer_s: float = 0.0
+) -> Path:
     """What 1F1B takes for m = 2p micro-batches on p stages.
 
     F[i][k] and B[i][k] are the starts of stage i's k-th forward and backward of the steady phase; of micro-batch p - 1 - i + k and k.
@@ -54,7 +56,9 @@ def critical_path(forward: Sequence[float], backward: Sequence[float], transfer_
     return Path(last + sum(backward[: critical + 1]) + critical * transfer_s, critical)
 
 
-def _steady(forward: Sequence[float], backward: Sequence[float], transfer_s: float) -> tuple[list[float], list[bool]]:
+def _steady(
+    forward: Sequence[float], backward: Sequence[float], transfer_s: float
+) -> tuple[list[float], list[bool]]:
     """The start of every stage's last backward of the steady phase, and whether it ever waited for another stage."""
     stages = len(forward)
     fill = sum(forward) + (stages - 1) * transfer_s
@@ -79,14 +83,22 @@ def _steady(forward: Sequence[float], backward: Sequence[float], transfer_s: flo
     return after, waits
 
 
-def _cool_down(starts: Sequence[float], backward: Sequence[float], critical: int, transfer_s: float) -> float:
+def _cool_down(
+    starts: Sequence[float], backward: Sequence[float], critical: int, transfer_s: float
+) -> float:
     """D[0][0]."""
     rows = len(backward) - critical
     found = {(row, rows - 1 - row): starts[critical + row] for row in range(rows)}
     for column in range(rows - 2, -1, -1):
         for row in range(rows - 2 - column, -1, -1):
             own = backward[critical + row]
-            start = max(found[row, column + 1] + own, found[row + 1, column] + backward[critical + row + 1]) + transfer_s
+            start = (
+                max(
+                    found[row, column + 1] + own,
+                    found[row + 1, column] + backward[critical + row + 1],
+                )
+                + transfer_s
+            )
             found[row, column] = max(start, found[row - 1, column + 1]) if row else start
     return found[0, 0]
 

@@ -12,7 +12,12 @@ from penstock.plan.plan import Plan
 from penstock.schedule.catalogue import FAMILIES
 from penstock.search.catalogue import register
 from penstock.search.laid import CLOSE
-from penstock.search.planners.bapipe_balance import balanced_lengths, coarse_boundaries, fine_tuned, fractional_cut
+from penstock.search.planners.bapipe_balance import (
+    balanced_lengths,
+    coarse_boundaries,
+    fine_tuned,
+    fractional_cut,
+)
 from penstock.search.planners.bapipe_table import AS, Row, S, Stages
 from penstock.search.planners.layer_costs import LayerCosts, Numbers, before
 from penstock.search.planners.scope import check_scope
@@ -50,7 +55,10 @@ class Way:
     starved: bool
 
 
-@register("bapipe", source="Zhao et al. 2020, BaPipe (arXiv 2012.12544); journal: Parallel Processing Letters 2022")
+@register(
+    "bapipe",
+    source="Zhao et al. 2020, BaPipe (arXiv 2012.12544); journal: Parallel Processing Letters 2022",
+)
 def bapipe(request: PlanRequest) -> Plan:
     """The whole exploration: for every number of micro-batches a balanced partition, for every schedule that the kind of accelerator
     can run the paper's formulas; the fastest that fits, then the leanest.
@@ -71,8 +79,16 @@ def bapipe(request: PlanRequest) -> Plan:
                         f"{', '.join(sorted(kinds))}: FPGAs compute and transfer at once, the others do not. Plan for one of them")  # fmt: skip
     table = AS if kinds == {"fpga"} else S
     check_scope(request, "bapipe", *(name.lower() for name in table))
-    asked = None if request.schedules is None else {FAMILIES.find(name).name for name in request.schedules}
-    rows = {name.lower(): row for name, row in table.items() if asked is None or FAMILIES.find(name.lower()).name in asked}
+    asked = (
+        None
+        if request.schedules is None
+        else {FAMILIES.find(name).name for name in request.schedules}
+    )
+    rows = {
+        name.lower(): row
+        for name, row in table.items()
+        if asked is None or FAMILIES.find(name.lower()).name in asked
+    }
     refusal: PlanError | None = None
     for way in preferred(explore(request, rows))[:TRIED]:
         try:
@@ -101,7 +117,9 @@ def preferred(ways: Iterable[Way]) -> list[Way]:
 def _proposal(way: Way, *, split: bool) -> Proposal:
     value = way.split_s if split else way.step_s
     name = f"{way.schedule} step with split layers" if split else f"{way.schedule} step"
-    return Proposal(way.lengths, way.schedule, way.micro_batches, objective=Objective(name, value, "s"))
+    return Proposal(
+        way.lengths, way.schedule, way.micro_batches, objective=Objective(name, value, "s")
+    )
 
 
 def explore(request: PlanRequest, rows: dict[str, Callable[[Stages], Row]]) -> Iterator[Way]:
@@ -113,8 +131,12 @@ def explore(request: PlanRequest, rows: dict[str, Callable[[Stages], Row]]) -> I
     counts = request.micro_batch_counts(request.cluster.ranks)
     for count in [each for each in counts if each * stages <= MOST_FORWARDS] or counts[:1]:
         kinds = {id(request.profile_of(rank)): request.profile_of(rank) for rank in range(stages)}
-        costs = {key: LayerCosts.of(profile, request.batch / count) for key, profile in kinds.items()}
-        chain = _Chain(request, [costs[id(request.profile_of(rank))] for rank in range(stages)], count)
+        costs = {
+            key: LayerCosts.of(profile, request.batch / count) for key, profile in kinds.items()
+        }
+        chain = _Chain(
+            request, [costs[id(request.profile_of(rank))] for rank in range(stages)], count
+        )
         lengths = chain.cut()
         for name, row in rows.items():
             yield chain.way(name, row, lengths)
@@ -132,14 +154,19 @@ class _Sums:
     @classmethod
     def of(cls, costs: LayerCosts) -> _Sums:
         return cls(
-            before(costs.forward_s), before(costs.backward_s), before(costs.activation_bytes), before(costs.parameter_bytes)
+            before(costs.forward_s),
+            before(costs.backward_s),
+            before(costs.activation_bytes),
+            before(costs.parameter_bytes),
         )
 
 
 class _Chain:
     """The accelerators in order, what each layer costs on each, and the links between them."""
 
-    def __init__(self, request: PlanRequest, costs: Sequence[LayerCosts], micro_batches: int) -> None:
+    def __init__(
+        self, request: PlanRequest, costs: Sequence[LayerCosts], micro_batches: int
+    ) -> None:
         self.request, self.costs, self.micro_batches = request, costs, micro_batches
         self.stages = len(costs)
         self.links = [request.cluster.link(rank, rank + 1) for rank in range(self.stages - 1)]
@@ -154,7 +181,10 @@ class _Chain:
         slowest = max(self.seconds(lengths))
         if all(hop <= slowest for hop in self.hops(ends)):
             return lengths
-        worst = [max(link.transfer_seconds(count) for link in self.links) for count in self.costs[0].output_bytes[:-1]]
+        worst = [
+            max(link.transfer_seconds(count) for link in self.links)
+            for count in self.costs[0].output_bytes[:-1]
+        ]
         return balanced_lengths(seconds, coarse_boundaries(worst, slowest, self.stages - 1))
 
     def seconds(self, lengths: Sequence[int]) -> list[float]:
@@ -163,7 +193,10 @@ class _Chain:
 
     def hops(self, ends: Sequence[int]) -> list[float]:
         """Seconds of a micro-batch over the link behind every stage but the last."""
-        return [link.transfer_seconds(self.costs[0].output_bytes[end - 1]) for link, end in zip(self.links, ends, strict=True)]
+        return [
+            link.transfer_seconds(self.costs[0].output_bytes[end - 1])
+            for link, end in zip(self.links, ends, strict=True)
+        ]
 
     def sums(self, lengths: Sequence[int]) -> list[tuple[float, float, float, float]]:
         """Per stage forward and backward seconds, and bytes of activations and of weights."""
@@ -187,7 +220,9 @@ class _Chain:
         equal = self.equal_stages(tuned)
         whole = equal.forward_s + equal.backward_s
         share = fractional_cut([each.seconds for each in self.costs])[0] / whole if whole else 1.0
-        split = replace(equal, forward_s=equal.forward_s * share, backward_s=equal.backward_s * share)
+        split = replace(
+            equal, forward_s=equal.forward_s * share, backward_s=equal.backward_s * share
+        )
         held = self.held(row, tuned)
         return Way(name, self.micro_batches, tuned, row(equal).seconds, row(split).seconds, max(held),
                    sum(self.excess(row, tuned)), self.starved(row, tuned, ends))  # fmt: skip
@@ -197,14 +232,29 @@ class _Chain:
         slowest = max(self.sums(lengths), key=lambda each: each[0] + each[1])
         ends = list(accumulate(lengths))[:-1]
         return Stages(
-            self.stages, self.micro_batches, slowest[0] or TINY_S, slowest[1] or TINY_S, max(self.hops(ends), default=0.0)
+            self.stages,
+            self.micro_batches,
+            slowest[0] or TINY_S,
+            slowest[1] or TINY_S,
+            max(self.hops(ends), default=0.0),
         )
 
-    def starved(self, row: Callable[[Stages], Row], lengths: Sequence[int], ends: Sequence[int]) -> bool:
+    def starved(
+        self, row: Callable[[Stages], Row], lengths: Sequence[int], ends: Sequence[int]
+    ) -> bool:
         """Whether a link carries less than the schedule asks of it."""
-        for (forward, backward, *_), link, end in zip(self.sums(lengths), self.links, ends, strict=False):
+        for (forward, backward, *_), link, end in zip(
+            self.sums(lengths), self.links, ends, strict=False
+        ):
             crossing = self.costs[0].output_bytes[end - 1]
-            stage = Stages(self.stages, self.micro_batches, forward or TINY_S, backward or TINY_S, 0.0, crossing)
+            stage = Stages(
+                self.stages,
+                self.micro_batches,
+                forward or TINY_S,
+                backward or TINY_S,
+                0.0,
+                crossing,
+            )
             if max(row(stage).demand_bytes_per_s) > link.bandwidth_bytes_per_s:
                 return True
         return False
@@ -215,8 +265,22 @@ class _Chain:
         """
         found = []
         for stage, (forward, backward, kept, weights) in enumerate(self.sums(lengths)):
-            line = row(Stages(self.stages, self.micro_batches, forward or TINY_S, backward or TINY_S, 0.0, kept, weights))
-            found.append(min(line.feature_bytes[stage], self.micro_batches * kept) + line.weight_bytes + weights)
+            line = row(
+                Stages(
+                    self.stages,
+                    self.micro_batches,
+                    forward or TINY_S,
+                    backward or TINY_S,
+                    0.0,
+                    kept,
+                    weights,
+                )
+            )
+            found.append(
+                min(line.feature_bytes[stage], self.micro_batches * kept)
+                + line.weight_bytes
+                + weights
+            )
         return found
 
     def excess(self, row: Callable[[Stages], Row], lengths: Sequence[int]) -> list[float]:
@@ -232,6 +296,9 @@ class _Chain:
         def beyond(each: Sequence[int]) -> list[float]:
             if max(self.seconds(each)) > slowest or sum(self.excess(row, each)) > excess:
                 return [float("inf")]
-            return [max(0.0, weights - chip) for (*_, weights), chip in zip(self.sums(each), chips, strict=True)]
+            return [
+                max(0.0, weights - chip)
+                for (*_, weights), chip in zip(self.sums(each), chips, strict=True)
+            ]
 
         return fine_tuned(lengths, beyond)

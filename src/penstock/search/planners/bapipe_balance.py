@@ -84,7 +84,9 @@ def balanced_lengths(seconds: Seconds, allowed: Sequence[bool] | None = None) ->
     if allowed is not None:
         may[1:layers] = np.asarray(allowed[: layers - 1], bool)
     if may[1:layers].sum() < stages - 1:
-        raise PlanError(f"{stages} stages need {stages - 1} cuts, and there are {int(may[1:layers].sum())} places to cut")
+        raise PlanError(
+            f"{stages} stages need {stages - 1} cuts, and there are {int(may[1:layers].sum())} places to cut"
+        )
     best = np.full(layers + 1, np.inf)
     best[0] = 0.0
     cuts: list[np.ndarray[tuple[int], np.dtype[np.intp]]] = []
@@ -115,7 +117,9 @@ def coarse_boundaries(hops_s: Sequence[float], stage_s: float, cuts: int) -> lis
     return [hop <= bound for hop in hops_s]
 
 
-def fine_tuned(lengths: Sequence[int], excess: Callable[[Sequence[int]], Sequence[float]]) -> tuple[int, ...]:
+def fine_tuned(
+    lengths: Sequence[int], excess: Callable[[Sequence[int]], Sequence[float]]
+) -> tuple[int, ...]:
     """The cut after boundary layers have moved to neighbours, one by one, for as long as the stages together hold less too much.
 
     A layer leaves the stage that holds most too much, for whichever stage makes least of it; the stages between pass on a layer each.
@@ -128,8 +132,14 @@ def fine_tuned(lengths: Sequence[int], excess: Callable[[Sequence[int]], Sequenc
     own = tuple(lengths)
     over = list(excess(own))
     while sum(over) > 0 and (min(over) == 0 or len(own) == 1):
-        full = max((stage for stage in range(len(own)) if own[stage] > 1), key=lambda stage: over[stage], default=0)
-        moved = [_moved(own, full, other) for other in range(len(own)) if own[full] > 1 and other != full]
+        full = max(
+            (stage for stage in range(len(own)) if own[stage] > 1),
+            key=lambda stage: over[stage],
+            default=0,
+        )
+        moved = [
+            _moved(own, full, other) for other in range(len(own)) if own[full] > 1 and other != full
+        ]
         rated = [(sum(excess(each)), each) for each in moved]
         least, each = min(rated, default=(sum(over), own))
         if least >= sum(over):

@@ -75,19 +75,32 @@ def one_f_one_b_sno(stages: Stages) -> Row:
     """1F1B that waits for its transfers: all but one micro-batch in N pay one each way."""
     micro_batches, count = stages.micro_batches, stages.count
     waits = 0 if count == 1 else micro_batches + count - 2 - -(-(micro_batches - 1) // count)
-    return Row(stages.compute_s + waits * 2 * stages.transfer_s, _features(stages, 1), 2 * stages.weight_bytes)
+    return Row(
+        stages.compute_s + waits * 2 * stages.transfer_s,
+        _features(stages, 1),
+        2 * stages.weight_bytes,
+    )
 
 
 def one_f_one_b_so(stages: Stages) -> Row:
     """1F1B with twice the warm-up, behind which transfers hide: only filling and draining pay them."""
     waits = stages.count - 1
-    return Row(stages.compute_s + waits * 2 * stages.transfer_s, _features(stages, 2), 2 * stages.weight_bytes)
+    return Row(
+        stages.compute_s + waits * 2 * stages.transfer_s,
+        _features(stages, 2),
+        2 * stages.weight_bytes,
+    )
 
 
 #: Schedules by the device's kind, in the paper's order: asynchronous ones, and synchronous ones.
 AS: Final[dict[str, Callable[[Stages], Row]]] = {"1F1B-AS": one_f_one_b_as, "FBP-AS": fbp_as}
-S: Final[dict[str, Callable[[Stages], Row]]] = {"1F1B-SNO": one_f_one_b_sno, "1F1B-SO": one_f_one_b_so}
+S: Final[dict[str, Callable[[Stages], Row]]] = {
+    "1F1B-SNO": one_f_one_b_sno,
+    "1F1B-SO": one_f_one_b_so,
+}
 
 
 def _features(stages: Stages, times: int) -> tuple[float, ...]:
-    return tuple(times * (stages.count - stage) * stages.feature_bytes for stage in range(stages.count))
+    return tuple(
+        times * (stages.count - stage) * stages.feature_bytes for stage in range(stages.count)
+    )

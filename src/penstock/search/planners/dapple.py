@@ -29,7 +29,10 @@ FEW_COUNTS = (8, 32)
 NOTABLE = 0.05
 
 
-@register("dapple", source="Fan et al. 2021, DAPPLE (arXiv 2007.01045), section 4; github.com/AlibabaPAI/DAPPLE")
+@register(
+    "dapple",
+    source="Fan et al. 2021, DAPPLE (arXiv 2007.01045), section 4; github.com/AlibabaPAI/DAPPLE",
+)
 def dapple(request: PlanRequest) -> Plan:
     """The pipelines with the least L = T_w + T_s + T_e, of which the fastest in simulation is the plan.
 
@@ -52,7 +55,10 @@ def dapple(request: PlanRequest) -> Plan:
                         f"{request.cluster.name}, and is not made for more than {MOST_WAYS:.0e}: use fewer devices, or merge layers")  # fmt: skip
     found: list[tuple[Placed, int]] = []
     for count in _counts(request, many=ways > MANY_WAYS):
-        found += [(each, count) for each in search(_task(request, nodes, count), max(1, 32 // request.cluster.ranks))]
+        found += [
+            (each, count)
+            for each in search(_task(request, nodes, count), max(1, 32 // request.cluster.ranks))
+        ]
     if not found:
         raise PlanError(
             f"dapple finds no pipeline of {request.stages} stages for {request.cluster.name}: it needs a device for each"
@@ -68,7 +74,9 @@ def _ways(nodes: Sequence[Sequence[int]], layers: int) -> int:
     """About how many steps the search has: layers, numbers of devices used of each node, and policies with numbers of devices."""
     sizes = Counter(map(len, nodes))
     devices = sum(map(len, nodes))
-    states = prod(comb(size + count, count) for size, count in sizes.items())  # nodes of equal size are alike
+    states = prod(
+        comb(size + count, count) for size, count in sizes.items()
+    )  # nodes of equal size are alike
     return layers * states * devices * (3 if 1 < len(nodes) < devices else 1)
 
 
@@ -85,9 +93,14 @@ def _counts(request: PlanRequest, *, many: bool) -> list[int]:
 def _task(request: PlanRequest, nodes: Sequence[Sequence[int]], count: int) -> Task:
     samples = request.batch / count
     # Our runtime gives every copy a micro-batch of its own, the paper's a sample at least.
-    copies = max(1, min(request.copies_allowed, int(samples), request.micro_batches or request.batch))
+    copies = max(
+        1, min(request.copies_allowed, int(samples), request.micro_batches or request.batch)
+    )
     whole = LayerCosts.of(request.profile, samples)
-    costs = [whole, *(LayerCosts.of(request.profile, samples / each) for each in range(2, copies + 1))]
+    costs = [
+        whole,
+        *(LayerCosts.of(request.profile, samples / each) for each in range(2, copies + 1)),
+    ]
     return Task(costs, tuple(map(len, nodes)), network_of(request.cluster), count, request.stages)
 
 
@@ -95,12 +108,17 @@ def network_of(cluster: Cluster) -> Network:
     """The links of a cluster as the planner sees them; of nodes with different links inside the slowest counts."""
     inside = [cluster.inside, *(link for _, link in cluster.insides)]
     return Network(
-        (max(link.latency_s for link in inside), max(1 / link.bandwidth_bytes_per_s for link in inside)),
+        (
+            max(link.latency_s for link in inside),
+            max(1 / link.bandwidth_bytes_per_s for link in inside),
+        ),
         (cluster.between.latency_s, 1 / cluster.between.bandwidth_bytes_per_s),
     )
 
 
-def _proposals(request: PlanRequest, placed: Placed, count: int, nodes: Sequence[Sequence[int]]) -> list[Proposal]:
+def _proposals(
+    request: PlanRequest, placed: Placed, count: int, nodes: Sequence[Sequence[int]]
+) -> list[Proposal]:
     """The same pipeline with one of our micro-batches for each of the paper's, and with one for each share; policy B before A."""
     replicas = tuple(sum(place) for *_, place in placed.stages)
     samples = request.batch / count
@@ -108,7 +126,9 @@ def _proposals(request: PlanRequest, placed: Placed, count: int, nodes: Sequence
     counts = [each for each in (shares, count) if max(replicas) <= each <= request.batch]
     if request.micro_batches is not None:
         counts = [request.micro_batches] if max(replicas) <= request.micro_batches else []
-    basic: tuple[tuple[str, Option], ...] = () if set(replicas) == {1} else (("replicas", replicas),)
+    basic: tuple[tuple[str, Option], ...] = (
+        () if set(replicas) == {1} else (("replicas", replicas),)
+    )
     options = [basic]
     if _ratio(request, placed, samples) >= NOTABLE:
         options.insert(0, (*basic, ("warm_up", twice_ahead(replicas))))
@@ -136,7 +156,9 @@ def _ratio(request: PlanRequest, placed: Placed, samples: float) -> float:
         work.append(sum(profile.step_seconds(samples / sum(place))[start:stop]))
         if stage:
             latency, per_byte = network.transfer(placed.stages[stage - 1][2], place)
-            hops.append(latency + per_byte * samples * profile.layers[start - 1].output_bytes_per_sample)
+            hops.append(
+                latency + per_byte * samples * profile.layers[start - 1].output_bytes_per_sample
+            )
     return max(hops) * len(work) / sum(work) if sum(work) else 0.0
 
 
@@ -148,5 +170,8 @@ def twice_ahead(replicas: Sequence[int]) -> tuple[int, ...]:
     ((7, 5, 3, 1), (6, 2))
     """
     before = accumulate(replicas, initial=0)
-    wanted = [k * (2 * ((sum(replicas) - 1 - earlier) // k) + 1) for k, earlier in zip(replicas, before, strict=False)]
+    wanted = [
+        k * (2 * ((sum(replicas) - 1 - earlier) // k) + 1)
+        for k, earlier in zip(replicas, before, strict=False)
+    ]
     return tuple(accumulate(wanted, min))

@@ -30,7 +30,10 @@ class Latency:
 
 
 def latency(
-    forward_s: Sequence[float], backward_s: Sequence[float], all_reduce_s: Sequence[float], micro_batches: int
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    all_reduce_s: Sequence[float],
+    micro_batches: int,
 ) -> Latency:
     """The latency of a step.
 

@@ -31,7 +31,9 @@ class Network:
     def all_reduce(self, place: Place) -> tuple[float, float]:
         """The same of the gradients of a stage, on a ring: of k devices each sends 2 (k - 1) times a k-th of the bytes."""
         devices = sum(place)
-        latency, per_byte = self.inside if len(_nodes(place)) == 1 else self.collective or self.between
+        latency, per_byte = (
+            self.inside if len(_nodes(place)) == 1 else self.collective or self.between
+        )
         return 2 * (devices - 1) * latency, 2 * (devices - 1) / devices * per_byte
 
 

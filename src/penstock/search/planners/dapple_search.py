@@ -95,8 +95,12 @@ class _Search:
         self.task, self.keep = task, keep
         self.layers = len(task.costs[0])
         self.most = len(task.costs)
-        self.own = [np.stack([before(each.forward_s), before(each.backward_s)]) for each in task.costs]
-        work = np.min([copies * np.asarray(each.seconds) for copies, each in enumerate(task.costs, 1)], axis=0)
+        self.own = [
+            np.stack([before(each.forward_s), before(each.backward_s)]) for each in task.costs
+        ]
+        work = np.min(
+            [copies * np.asarray(each.seconds) for copies, each in enumerate(task.costs, 1)], axis=0
+        )
         self.sums = np.stack([
             np.concatenate(([0.0], task.costs[0].output_bytes)), before(task.costs[0].parameter_bytes), before(work)
         ])  # fmt: skip
@@ -104,7 +108,9 @@ class _Search:
         self.moves: list[_Move] = []
         self.moves_from: dict[Place, list[int]] = {}
         self.tables: dict[tuple[object, ...], _Table] = {}
-        self.found: dict[int, tuple[float, int, int, int]] = {}  # by stages: seconds, prefix, move, where the rest starts
+        self.found: dict[
+            int, tuple[float, int, int, int]
+        ] = {}  # by stages: seconds, prefix, move, where the rest starts
         self.transfers: dict[tuple[Place, Place], tuple[float, float]] = {}
         self.known = np.inf
 
@@ -118,7 +124,9 @@ class _Search:
         for start in range(1, self.layers):
             for table in list(self.tables.values()):
                 slots = np.flatnonzero(np.isfinite(table.values[:, start]))
-                for parent, move in dict.fromkeys(map(tuple, table.origins[:, slots, start].T.astype(int).tolist())):
+                for parent, move in dict.fromkeys(
+                    map(tuple, table.origins[:, slots, start].T.astype(int).tolist())
+                ):
                     self._expand(self._after(self.prefixes[parent], self.moves[move], start))
         found = [self._placed(*each) for each in self.found.values()]
         found += [] if whole is None else [whole]
@@ -129,8 +137,15 @@ class _Search:
         if self.task.stages not in (None, 1):
             return None
         place = self._rest(tuple(0 for _ in self.task.sizes))
-        own, (latency, per_byte) = self.own[sum(place) - 1][:, -1], self.task.network.all_reduce(place)
-        seconds = self.task.micro_batches * float(own.sum()) + latency + per_byte * float(self.sums[1, -1])
+        own, (latency, per_byte) = (
+            self.own[sum(place) - 1][:, -1],
+            self.task.network.all_reduce(place),
+        )
+        seconds = (
+            self.task.micro_batches * float(own.sum())
+            + latency
+            + per_byte * float(self.sums[1, -1])
+        )
         return Placed(seconds, ((0, self.layers, place),))
 
     def _rest(self, used: Place) -> Place:
@@ -146,7 +161,9 @@ class _Search:
         from penstock.search.planners_dapple.compiled import Numbered, extend
 
         depth = len(prefix.stages)
-        if (self.task.stages is not None and depth + 2 > self.task.stages) or self._hopeless(prefix):
+        if (self.task.stages is not None and depth + 2 > self.task.stages) or self._hopeless(
+            prefix
+        ):
             return
         number = len(self.prefixes)
         self.prefixes.append(prefix)
@@ -163,7 +180,9 @@ class _Search:
             if last is not None:
                 latency, per_byte = self._transfer(last, step.place)
                 rows[:2, at - 1] = latency + per_byte * crossing
-            best, where = extend(rows, at, prefix.start, step.sums, numbers, (table.values, table.origins))
+            best, where = extend(
+                rows, at, prefix.start, step.sums, numbers, (table.values, table.origins)
+            )
             if where >= 0 and counts:
                 self.known = min(self.known, best)
                 if best < self.found.get(depth + 2, (np.inf,))[0]:
@@ -226,7 +245,9 @@ class _Search:
             latency, per_byte = network.transfer(prefix.stages[-1][2], move.place)
             seconds = latency + per_byte * float(self.sums[0, prefix.start])
             rows.append((seconds, seconds, 0.0))
-        forward, backward = self.own[sum(move.place) - 1][:, stop] - self.own[sum(move.place) - 1][:, prefix.start]
+        forward, backward = (
+            self.own[sum(move.place) - 1][:, stop] - self.own[sum(move.place) - 1][:, prefix.start]
+        )
         latency, per_byte = network.all_reduce(move.place)
         rows.append((float(forward), float(backward),
                      latency + per_byte * float(self.sums[1, stop] - self.sums[1, prefix.start])))  # fmt: skip
@@ -241,4 +262,7 @@ class _Search:
 def devices_of(placed: Placed, nodes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """The ranks of every stage, taken from every node in order."""
     left: list[Iterator[int]] = [iter(node) for node in nodes]
-    return [tuple(next(left[node]) for node, count in enumerate(place) for _ in range(count)) for _, _, place in placed.stages]
+    return [
+        tuple(next(left[node]) for node, count in enumerate(place) for _ in range(count))
+        for _, _, place in placed.stages
+    ]

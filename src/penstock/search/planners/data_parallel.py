@@ -12,7 +12,8 @@ from penstock.search.score import scored
 
 
 @register(
-    "data-parallel", source="gradients averaged over a ring, as in Horovod (Sergeev and Del Balso 2018) and PyTorch's DDP"
+    "data-parallel",
+    source="gradients averaged over a ring, as in Horovod (Sergeev and Del Balso 2018) and PyTorch's DDP",
 )
 def data_parallel(request: PlanRequest) -> Plan:
     """Every device computes its share of the batch, then all add up their gradients.
@@ -25,12 +26,18 @@ def data_parallel(request: PlanRequest) -> Plan:
     """
     check_scope(request, "data-parallel", "1f1b", "gpipe")
     if request.stages not in (None, 1):
-        raise PlanError(f"data-parallel has one stage, and {request.stages} are asked for: ask another planner")
+        raise PlanError(
+            f"data-parallel has one stage, and {request.stages} are asked for: ask another planner"
+        )
     ranks = min(request.copies_allowed, request.batch)
     if request.micro_batches is not None:
         ranks = min(ranks, request.micro_batches)
     share = request.batch // ranks
-    parts = (1,) if request.micro_batches is not None else tuple(2**power for power in range(share.bit_length()))
+    parts = (
+        (1,)
+        if request.micro_batches is not None
+        else tuple(2**power for power in range(share.bit_length()))
+    )
     proposals = [_proposal(request, ranks, request.micro_batches or ranks * part) for part in parts]
     fitting = [proposal for proposal in proposals[:-1] if may_fit(request, proposal)]
     for proposal in fitting:
@@ -68,4 +75,6 @@ def step_seconds(request: PlanRequest, ranks: int, micro_batches: int) -> float:
     if ranks == 1:
         return own
     links = [request.cluster.link(rank, (rank + 1) % ranks) for rank in range(ranks)]
-    return own + 2 * (ranks - 1) * max(link.transfer_seconds(parameter_bytes / ranks) for link in links)
+    return own + 2 * (ranks - 1) * max(
+        link.transfer_seconds(parameter_bytes / ranks) for link in links
+    )

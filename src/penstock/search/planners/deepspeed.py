@@ -13,7 +13,10 @@ from penstock.search.request import PlanRequest
 from penstock.search.score import best_of
 
 
-@register("deepspeed", source="DeepSpeed 2025, runtime/pipe/module.py, PipelineModule, partition_method='parameters'")
+@register(
+    "deepspeed",
+    source="DeepSpeed 2025, runtime/pipe/module.py, PipelineModule, partition_method='parameters'",
+)
 def deepspeed(request: PlanRequest) -> Plan:
     """PipelineModule's default cut: the least difference of the stages' numbers of parameters that `partition_balanced` finds.
 
@@ -26,10 +29,15 @@ def deepspeed(request: PlanRequest) -> Plan:
     Raises:
         PlanError: another cut or schedule is asked for, or nothing fits.
     """
-    return _planned(request, method_of(request, "deepspeed", ("parameters", "uniform", "type"), "1f1b"))
+    return _planned(
+        request, method_of(request, "deepspeed", ("parameters", "uniform", "type"), "1f1b")
+    )
 
 
-@register("deepspeed-uniform", source="DeepSpeed 2025, runtime/pipe/module.py, PipelineModule, partition_method='uniform'")
+@register(
+    "deepspeed-uniform",
+    source="DeepSpeed 2025, runtime/pipe/module.py, PipelineModule, partition_method='uniform'",
+)
 def deepspeed_uniform(request: PlanRequest) -> Plan:
     """As "deepspeed", with equal numbers of layers, one more in the first stages where they do not divide.
 
@@ -44,12 +52,18 @@ def _planned(request: PlanRequest, method: str) -> Plan:
     copies = copies_of(request, stages)
     lengths = tuple(partition(request.profile, stages, by=method))
     weights, what = _weights(request, method)
-    sums = [sum(weights[end - length : end]) for length, end in zip(lengths, _ends(lengths), strict=True)]
+    sums = [
+        sum(weights[end - length : end])
+        for length, end in zip(lengths, _ends(lengths), strict=True)
+    ]
     objective = Objective(f"most less fewest {what} of a stage", float(max(sums) - min(sums)), "1")
     options = () if copies == 1 else (("replicas", copies),)
     return best_of(
         request,
-        [Proposal(lengths, "1f1b", count, options, objective=objective) for count in counts_of(request, stages, copies)],
+        [
+            Proposal(lengths, "1f1b", count, options, objective=objective)
+            for count in counts_of(request, stages, copies)
+        ],
     )
 
 
@@ -57,7 +71,9 @@ def _weights(request: PlanRequest, method: str) -> tuple[list[int], str]:
     """What is balanced: one number for every layer, and its name."""
     name, _, pattern = method.partition(":")
     if name == "type":
-        return [1 if re.search(pattern, layer.kind, re.IGNORECASE) else 0 for layer in request.profile], f"{pattern} layers"
+        return [
+            1 if re.search(pattern, layer.kind, re.IGNORECASE) else 0 for layer in request.profile
+        ], f"{pattern} layers"
     if name == "parameters":
         return [layer.parameters for layer in request.profile], name
     return [1] * len(request.profile), "layers"

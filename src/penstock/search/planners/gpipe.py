@@ -16,7 +16,10 @@ from penstock.search.request import PlanRequest
 from penstock.search.score import best_of
 
 
-@register("gpipe", source="Huang et al. 2019, GPipe, section 2.2: minimise the variance in the estimated costs of all cells")
+@register(
+    "gpipe",
+    source="Huang et al. 2019, GPipe, section 2.2: minimise the variance in the estimated costs of all cells",
+)
 def gpipe(request: PlanRequest) -> Plan:
     """The cut with the least variance of the stages' costs, which for so many stages is the least sum of squares: found exactly.
 
@@ -36,7 +39,9 @@ def gpipe(request: PlanRequest) -> Plan:
         lengths = least_variance(costs, stages)
         deviation = float(np.std(_sums(costs, lengths)))
         objective = Objective("standard deviation of the stages' costs", deviation, "s")
-        proposals.append(Proposal(tuple(lengths), "gpipe", count, recompute="always", objective=objective))
+        proposals.append(
+            Proposal(tuple(lengths), "gpipe", count, recompute="always", objective=objective)
+        )
     return best_of(request, proposals)
 
 
@@ -53,7 +58,9 @@ def least_variance(costs: Sequence[float], stages: int) -> list[int]:
     least[0] = 0.0
     choices = []
     for _ in range(stages):
-        total = least[:-1, None] + squares  # [first, last]: the stages before, and one of these layers
+        total = (
+            least[:-1, None] + squares
+        )  # [first, last]: the stages before, and one of these layers
         choices.append(total.argmin(axis=0))
         least = np.concatenate(([np.inf], total.min(axis=0)))
     end, lengths = layers, []
@@ -66,4 +73,6 @@ def least_variance(costs: Sequence[float], stages: int) -> list[int]:
 
 def _sums(costs: Sequence[float], lengths: Sequence[int]) -> list[float]:
     ends = np.cumsum(lengths)
-    return [float(sum(costs[end - length : end])) for length, end in zip(lengths, ends, strict=True)]
+    return [
+        float(sum(costs[end - length : end])) for length, end in zip(lengths, ends, strict=True)
+    ]

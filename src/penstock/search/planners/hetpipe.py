@@ -59,17 +59,23 @@ def hetpipe(request: PlanRequest) -> Plan:
     """
     name = "hetpipe" if request.asynchronous else "1f1b"
     check_scope(request, "hetpipe", name)
-    found = sorted(_candidates(request), key=lambda each: (each.step_s, len(each.lengths), each.micro_batches))
+    found = sorted(
+        _candidates(request), key=lambda each: (each.step_s, len(each.lengths), each.micro_batches)
+    )
     if not found:
         stages = "" if request.stages is None else f" of {request.stages} devices"
         raise PlanError(f"hetpipe finds no virtual workers{stages} on {request.cluster.name} whose stages fit: they need equally many "
                         "devices each, and memory for their stages with one micro-batch in flight; it does not recompute")  # fmt: skip
-    return best_of(request, quickest([_proposal(each, asynchronous=request.asynchronous) for each in found]))
+    return best_of(
+        request, quickest([_proposal(each, asynchronous=request.asynchronous) for each in found])
+    )
 
 
 def _proposal(found: Found, *, asynchronous: bool) -> Proposal:
     virtual_workers = len(found.devices)
-    options: tuple[tuple[str, Option], ...] = (("replicas", virtual_workers),) if virtual_workers > 1 else ()
+    options: tuple[tuple[str, Option], ...] = (
+        (("replicas", virtual_workers),) if virtual_workers > 1 else ()
+    )
     if asynchronous:
         options = (("virtual_workers", virtual_workers), ("in_flight", found.in_flight))
     return Proposal(
@@ -110,7 +116,10 @@ def _counts(request: PlanRequest, virtual_workers: int) -> Iterable[int]:
 
 def _speeds(request: PlanRequest) -> list[float]:
     """Seconds that every rank's device takes for a sample of the whole model."""
-    own = {id(profile): sum(profile.step_seconds(1)) for profile in map(request.profile_of, range(request.cluster.ranks))}
+    own = {
+        id(profile): sum(profile.step_seconds(1))
+        for profile in map(request.profile_of, range(request.cluster.ranks))
+    }
     return [own[id(request.profile_of(rank))] for rank in range(request.cluster.ranks)]
 
 
@@ -121,12 +130,17 @@ class _Task:
         self.request, self.micro_batches = request, micro_batches
         samples = request.batch / micro_batches
         self.seconds: dict[int, Numbers] = {}
-        for profile in {id(each): each for each in map(request.profile_of, range(request.cluster.ranks))}.values():
+        for profile in {
+            id(each): each for each in map(request.profile_of, range(request.cluster.ranks))
+        }.values():
             self.seconds[id(profile)] = over_ranges(LayerCosts.of(profile, samples).seconds)
         self.costs = LayerCosts.of(request.profile, samples)
         # Of a batch in nearly equal parts memory has to hold the largest.
         largest = LayerCosts.of(request.profile, -(-request.batch // micro_batches))
-        self.kept, self.weights = over_ranges(largest.activation_bytes), over_ranges(largest.parameter_bytes)
+        self.kept, self.weights = (
+            over_ranges(largest.activation_bytes),
+            over_ranges(largest.parameter_bytes),
+        )
 
     def cut(self, policy: str, order: Allocation) -> Found | None:
         """The best cut with as many in flight as fit, up to the number of stages; None if not even one fits."""
@@ -134,7 +148,9 @@ class _Task:
         times = self.times(order)
         # A flush needs no limit: 1F1B has stage s run no further ahead anyway.
         for count in range(stages, 0, -1) if self.request.asynchronous else (stages,):
-            lengths, slowest = minimax(times, [self.fits(order, stage, count) for stage in range(stages)])
+            lengths, slowest = minimax(
+                times, [self.fits(order, stage, count) for stage in range(stages)]
+            )
             if lengths:
                 return Found(policy, order, lengths, self.micro_batches, count, slowest)
         return None
@@ -144,7 +160,10 @@ class _Task:
         output = np.asarray(self.costs.output_bytes)
         cluster, stages = self.request.cluster, len(order[0])
         alike = {
-            (*(id(self.request.profile_of(rank)) for rank in own), *(cluster.link(a, b) for a, b in pairwise(own))): own
+            (
+                *(id(self.request.profile_of(rank)) for rank in own),
+                *(cluster.link(a, b) for a, b in pairwise(own)),
+            ): own
             for own in order
         }
         found = []
@@ -154,7 +173,9 @@ class _Task:
                 taken = self.seconds[id(self.request.profile_of(own[stage]))].copy()
                 if stage:
                     link = cluster.link(own[stage - 1], own[stage])
-                    taken[1:] += (link.latency_s + output[:-1] / link.bandwidth_bytes_per_s)[:, None]
+                    taken[1:] += (link.latency_s + output[:-1] / link.bandwidth_bytes_per_s)[
+                        :, None
+                    ]
                 if stage + 1 < stages:
                     link = cluster.link(own[stage], own[stage + 1])
                     taken += (link.latency_s + output / link.bandwidth_bytes_per_s)[None, :]
@@ -162,7 +183,9 @@ class _Task:
             found.append(np.max(rows, axis=0))
         return found
 
-    def fits(self, order: Allocation, stage: int, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    def fits(
+        self, order: Allocation, stage: int, count: int
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """[first layer, last layer]: whether the stage fits its devices, so many micro-batches being in flight on the first stage.
 
         What waits for its backward is kept, and a version of the weights for every batch of it; gradients and SGD's momenta besides.

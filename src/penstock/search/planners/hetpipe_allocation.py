@@ -17,7 +17,9 @@ Allocation = tuple[tuple[int, ...], ...]
 MOST_ORDERS = 120
 
 
-def allocations(cluster: Cluster, speeds: Sequence[float], most_stages: int) -> list[tuple[str, Allocation]]:
+def allocations(
+    cluster: Cluster, speeds: Sequence[float], most_stages: int
+) -> list[tuple[str, Allocation]]:
     """Ways to make virtual workers, all of equally many devices, with the policy's name.
 
     Node partition: a node is a virtual worker. Equal distribution: each has as many of every kind as the others; the paper's, with as
@@ -43,20 +45,32 @@ def allocations(cluster: Cluster, speeds: Sequence[float], most_stages: int) -> 
     found += [
         (
             "equal distribution",
-            tuple(tuple(rank for ranks in ordered for rank in _share(ranks, turn, count)) for turn in range(count)),
+            tuple(
+                tuple(rank for ranks in ordered for rank in _share(ranks, turn, count))
+                for turn in range(count)
+            ),
         )
         for count in range(most, 0, -1)
         if most % count == 0
     ]
     each = len(ordered[0])
     pairs = len(ordered) // 2
-    if len(ordered) > 2 and len(ordered) % 2 == 0 and {len(ranks) for ranks in ordered} == {each} and each % pairs == 0:
+    if (
+        len(ordered) > 2
+        and len(ordered) % 2 == 0
+        and {len(ranks) for ranks in ordered} == {each}
+        and each % pairs == 0
+    ):
         found.append(("hybrid distribution", tuple(
             (*fast[turn * pairs : (turn + 1) * pairs], *slow[turn * pairs : (turn + 1) * pairs])
             for fast, slow in zip(ordered[:pairs], reversed(ordered[pairs:]), strict=True)
             for turn in range(each // pairs)
         )))  # fmt: skip
-    return list({each: (name, each) for name, each in reversed(found) if len(each[0]) <= most_stages}.values())[::-1]
+    return list(
+        {
+            each: (name, each) for name, each in reversed(found) if len(each[0]) <= most_stages
+        }.values()
+    )[::-1]
 
 
 def _share(ranks: Sequence[int], turn: int, count: int) -> Sequence[int]:
@@ -71,7 +85,10 @@ def orders(cluster: Cluster, allocation: Allocation, speeds: Sequence[float]) ->
     Where these are too many, all by memory or all by speed, up or down: what an early stage needs is memory.
     """
     signatures = [tuple(sorted(_kind(cluster, rank) for rank in own)) for own in allocation]
-    choices = {signature: _orders_of(cluster, own) for signature, own in zip(signatures, allocation, strict=True)}
+    choices = {
+        signature: _orders_of(cluster, own)
+        for signature, own in zip(signatures, allocation, strict=True)
+    }
     if prod(len(each) for each in choices.values()) > MOST_ORDERS:
         keys = (lambda rank: cluster.devices[rank].memory_bytes, lambda rank: speeds[rank])
         return list(dict.fromkeys(
@@ -81,7 +98,10 @@ def orders(cluster: Cluster, allocation: Allocation, speeds: Sequence[float]) ->
     for chosen in product(*choices.values()):
         order = dict(zip(choices, chosen, strict=True))
         found.append(
-            tuple(_arranged(cluster, own, order[signature]) for own, signature in zip(allocation, signatures, strict=True))
+            tuple(
+                _arranged(cluster, own, order[signature])
+                for own, signature in zip(allocation, signatures, strict=True)
+            )
         )
     return found
 

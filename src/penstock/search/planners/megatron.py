@@ -19,7 +19,10 @@ from penstock.search.score import best_of
 VIRTUAL, SIMULATED = (1, 2, 4), 12
 
 
-@register("megatron", source="Narayanan et al. 2021, SC, section 3, with equal numbers of layers and no tensor parallelism")
+@register(
+    "megatron",
+    source="Narayanan et al. 2021, SC, section 3, with equal numbers of layers and no tensor parallelism",
+)
 def megatron(request: PlanRequest) -> Plan:
     """The best of a grid: p ranks in a pipeline, d pipelines, as many as there are devices for, v stages on a rank, every stage as many layers.
 
@@ -32,7 +35,9 @@ def megatron(request: PlanRequest) -> Plan:
     """
     check_scope(request, "megatron", "1f1b", "interleaved")
     check_alike(request, "megatron")
-    found = sorted(_proposals(request), key=lambda each: (_value(each), each.micro_batches, each.stages))
+    found = sorted(
+        _proposals(request), key=lambda each: (_value(each), each.micro_batches, each.stages)
+    )
     if not found:
         raise PlanError(f"megatron finds no way to cut {len(request.profile)} layers for {request.cluster.ranks} devices with these "
                         "numbers: leave stages and micro_batches out")  # fmt: skip
@@ -51,15 +56,29 @@ def _proposals(request: PlanRequest) -> Iterator[Proposal]:
                 costs[count] = LayerCosts.of(request.profile, request.batch / count).seconds
             for virtual in VIRTUAL if width > 1 else (1,):
                 stages, schedule = width * virtual, "1f1b" if virtual == 1 else "interleaved"
-                if stages > layers or request.stages not in (None, stages) or schedule not in schedules:
+                if (
+                    stages > layers
+                    or request.stages not in (None, stages)
+                    or schedule not in schedules
+                ):
                     continue
                 if stages * count > SIMULATED_FORWARDS or (virtual > 1 and each % width):
                     continue
                 lengths = tuple(partition_uniform(layers, stages))
-                value = (virtual * each + width - 1) / virtual * _slowest(costs[count], lengths, width)
-                options: tuple[tuple[str, Option], ...] = () if virtual == 1 else (("chunks", virtual),)
+                value = (
+                    (virtual * each + width - 1) / virtual * _slowest(costs[count], lengths, width)
+                )
+                options: tuple[tuple[str, Option], ...] = (
+                    () if virtual == 1 else (("chunks", virtual),)
+                )
                 options += () if copies == 1 else (("replicas", copies),)
-                yield Proposal(lengths, schedule, count, options, objective=Objective("estimated step", value, "s"))
+                yield Proposal(
+                    lengths,
+                    schedule,
+                    count,
+                    options,
+                    objective=Objective("estimated step", value, "s"),
+                )
 
 
 def _value(proposal: Proposal) -> float:

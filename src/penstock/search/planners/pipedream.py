@@ -12,7 +12,14 @@ from penstock.plan.plan import Plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.pipedream_cut import Level, Rules, hierarchical_cut, spread
-from penstock.search.planners.scope import check_alike, check_scope, likely, may_fit, nodes_of, quickest
+from penstock.search.planners.scope import (
+    check_alike,
+    check_scope,
+    likely,
+    may_fit,
+    nodes_of,
+    quickest,
+)
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.score import best_of
@@ -22,7 +29,10 @@ from penstock.search.score import best_of
 MOST_STEPS, STEPS_IN_ALL = 5e9, 6e8
 
 
-@register("pipedream", source="Narayanan et al. 2019, PipeDream, section 3.1; optimizer_graph_hierarchical.py")
+@register(
+    "pipedream",
+    source="Narayanan et al. 2019, PipeDream, section 3.1; optimizer_graph_hierarchical.py",
+)
 def pipedream(request: PlanRequest) -> Plan:
     """The cut with the least time of its slowest stage or link, each stage on as many devices as is best.
 
@@ -44,10 +54,14 @@ def pipedream(request: PlanRequest) -> Plan:
     levels, _ = _levels(request)
     steps = _check_size(request, levels)
     counts = counts[-max(1, int(STEPS_IN_ALL / steps)) :]
-    found = [proposal for _, proposal in sorted(_proposals(request, counts), key=lambda each: each[0])]
+    found = [
+        proposal for _, proposal in sorted(_proposals(request, counts), key=lambda each: each[0])
+    ]
     if not any(may_fit(request, proposal) for proposal in found):
         with suppress(PlanError):  # the message about those without is the better one
-            tight = sorted(_proposals(request, counts, within_memory=True), key=lambda each: each[0])
+            tight = sorted(
+                _proposals(request, counts, within_memory=True), key=lambda each: each[0]
+            )
             found += [proposal for _, proposal in tight]
     return best_of(request, quickest(likely(request, found)))
 
@@ -65,7 +79,9 @@ def _check_size(request: PlanRequest, levels: Sequence[Level]) -> float:
     return steps
 
 
-def _proposals(request: PlanRequest, counts: Sequence[int], *, within_memory: bool = False) -> Iterator[tuple[float, Proposal]]:
+def _proposals(
+    request: PlanRequest, counts: Sequence[int], *, within_memory: bool = False
+) -> Iterator[tuple[float, Proposal]]:
     """One for each number of micro-batches, with a guess of a step's seconds."""
     refusals: list[PlanError] = []
     for count in counts:
@@ -83,13 +99,23 @@ def _proposal(request: PlanRequest, count: int, *, within_memory: bool) -> tuple
     costs = LayerCosts.of(request.profile, request.batch / count)
     most = min(count, request.copies_allowed)
     levels, components = _levels(request)
-    limit = min(request.memory_bytes(rank) for rank in range(request.cluster.ranks)) if within_memory else None
+    limit = (
+        min(request.memory_bytes(rank) for rank in range(request.cluster.ranks))
+        if within_memory
+        else None
+    )
     rules = Rules()
-    if len(levels) == 1 or within_memory:  # what a node's devices hold together says little of what each does
+    if (
+        len(levels) == 1 or within_memory
+    ):  # what a node's devices hold together says little of what each does
         components = list(range(_useful(request, most)))
         levels = [Level(len(components), _slowest(request.cluster))]
         rules = Rules(
-            straight=most == 1, most_replicas=most, stages=request.stages, memory_bytes=limit, stash=request.asynchronous
+            straight=most == 1,
+            most_replicas=most,
+            stages=request.stages,
+            memory_bytes=limit,
+            stash=request.asynchronous,
         )
     _check_size(request, levels)
     found = hierarchical_cut(costs, levels, rules)
@@ -130,12 +156,22 @@ def _levels(request: PlanRequest) -> tuple[list[Level], list[object]]:
     free = request.stages is None and request.max_replicas is None
     if not free or len(nodes) == 1 or sizes == {1} or len(sizes) > 1:
         return [Level(cluster.ranks, _slowest(cluster))], list(range(cluster.ranks))
-    inside = min(link.bandwidth_bytes_per_s for link in (cluster.inside, *(link for _, link in cluster.insides)))
-    return [Level(sizes.pop(), inside), Level(len(nodes), cluster.between.bandwidth_bytes_per_s)], list(nodes)
+    inside = min(
+        link.bandwidth_bytes_per_s
+        for link in (cluster.inside, *(link for _, link in cluster.insides))
+    )
+    return [
+        Level(sizes.pop(), inside),
+        Level(len(nodes), cluster.between.bandwidth_bytes_per_s),
+    ], list(nodes)
 
 
 def _slowest(cluster: Cluster) -> float:
     """Bytes per second of the slowest link that is used."""
-    links = [cluster.inside, *(link for _, link in cluster.insides)] if cluster.nodes < cluster.ranks else []
+    links = (
+        [cluster.inside, *(link for _, link in cluster.insides)]
+        if cluster.nodes < cluster.ranks
+        else []
+    )
     links += [cluster.between] if cluster.nodes > 1 else []
     return min(link.bandwidth_bytes_per_s for link in links or [cluster.inside])

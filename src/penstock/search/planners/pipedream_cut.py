@@ -131,7 +131,10 @@ def _parts(tables: Sequence[_Table], start: int, stop: int) -> tuple[Part, ...]:
     found = tables[-1].parts(start, stop)
     if len(tables) == 1:
         return found
-    return tuple(Part(each.start, each.stop, each.replicas, _parts(tables[:-1], each.start, each.stop - 1)) for each in found)
+    return tuple(
+        Part(each.start, each.stop, each.replicas, _parts(tables[:-1], each.start, each.stop - 1))
+        for each in found
+    )
 
 
 class _Table:
@@ -140,8 +143,22 @@ class _Table:
     `time[s]` has [i, j, m]; s counts stages where their number is asked for, and is 0 where it is not.
     """
 
-    def __init__(self, seconds: Numbers, weights: Numbers, kept: Numbers, output: Numbers, level: Level, rules: Rules) -> None:
-        self.seconds, self.weights, self.kept, self.level, self.rules = seconds, weights, kept, level, rules
+    def __init__(
+        self,
+        seconds: Numbers,
+        weights: Numbers,
+        kept: Numbers,
+        output: Numbers,
+        level: Level,
+        rules: Rules,
+    ) -> None:
+        self.seconds, self.weights, self.kept, self.level, self.rules = (
+            seconds,
+            weights,
+            kept,
+            level,
+            rules,
+        )
         self.layers, self.most = len(output), level.components
         self.replicas = 1 if rules.straight else min(self.most, rules.most_replicas or self.most)
         counts = np.arange(1, self.replicas + 1)
@@ -155,8 +172,12 @@ class _Table:
     def _stage(self, rows: slice, j: int, within: int = 1) -> Numbers:
         """Seconds of the stages from each of `rows` to layer j, by number of components."""
         own, weights = self.seconds[rows, j, None], self.weights[rows, j, None]
-        sync: Numbers = 2 * (self.counts - 1) / self.counts * weights / self.level.bandwidth_bytes_per_s
-        taken: Numbers = own + 2 * sync / within if self.rules.form == "code" else np.maximum(own, sync)
+        sync: Numbers = (
+            2 * (self.counts - 1) / self.counts * weights / self.level.bandwidth_bytes_per_s
+        )
+        taken: Numbers = (
+            own + 2 * sync / within if self.rules.form == "code" else np.maximum(own, sync)
+        )
         each: Numbers = taken / self.counts
         return each
 
@@ -166,8 +187,12 @@ class _Table:
         stages = self.rules.stages or 1
         shape = (rows, self.layers, self.most + 1)
         self.time = [np.full(shape, np.inf) for _ in range(stages)]
-        self.behind = [np.full(shape, -1, np.int32) for _ in range(stages)]  # the layer before the last cut
-        self.last = [np.zeros(shape, np.int32) for _ in range(stages)]  # components of the last stage
+        self.behind = [
+            np.full(shape, -1, np.int32) for _ in range(stages)
+        ]  # the layer before the last cut
+        self.last = [
+            np.zeros(shape, np.int32) for _ in range(stages)
+        ]  # components of the last stage
         for j in range(self.layers):
             upto = min(j + 1, rows)
             over = self._over(slice(0, upto), j, self.most - self.counts)
@@ -179,7 +204,9 @@ class _Table:
             for j in range(1, self.layers):
                 self._cut(s, s if free else s - 1, j)
 
-    def _over(self, rows: slice, j: int, behind: Numbers | int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    def _over(
+        self, rows: slice, j: int, behind: Numbers | int
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """Whether the stages from each of `rows` to layer j hold more than they may, by number of components."""
         if self.rules.memory_bytes is None:
             return np.zeros((1, 1), bool)
@@ -198,8 +225,12 @@ class _Table:
         rows = min(j, len(time))
         for m in range(2, self.most + 1):
             count = min(m - 1, self.replicas)
-            last = np.where(self._over(slice(1, j + 1), j, self.most - m), np.inf, after)[None, :, :count]
-            found = np.maximum(earlier[:rows, :j, m - 1 : m - 1 - count : -1], last).reshape(rows, -1)
+            last = np.where(self._over(slice(1, j + 1), j, self.most - m), np.inf, after)[
+                None, :, :count
+            ]
+            found = np.maximum(earlier[:rows, :j, m - 1 : m - 1 - count : -1], last).reshape(
+                rows, -1
+            )
             best = found.argmin(axis=1)
             value = found[np.arange(rows), best]
             better = np.flatnonzero(value < time[:rows, j, m])
@@ -227,7 +258,9 @@ class _Table:
             j, m, s = behind, m - last, s if self.rules.stages is None else s - 1
 
 
-def spread(parts: Sequence[Part], components: Sequence[object]) -> list[tuple[int, int, tuple[int, ...]]]:
+def spread(
+    parts: Sequence[Part], components: Sequence[object]
+) -> list[tuple[int, int, tuple[int, ...]]]:
     """The stages of the lowest level with the devices of each: (first layer, one past the last, devices).
 
     Copies of a stage in several components are numbered round them, so that a micro-batch that goes to the n-th copies stays in one
@@ -246,9 +279,13 @@ def spread(parts: Sequence[Part], components: Sequence[object]) -> list[tuple[in
         own = components[used : used + part.replicas]
         used += part.replicas
         if not part.inner:
-            stages.append((part.start, part.stop, tuple(rank for rank in own if isinstance(rank, int))))
+            stages.append(
+                (part.start, part.stop, tuple(rank for rank in own if isinstance(rank, int)))
+            )
             continue
-        each = [spread(part.inner, component) for component in own if isinstance(component, Sequence)]
+        each = [
+            spread(part.inner, component) for component in own if isinstance(component, Sequence)
+        ]
         for copies in zip(*each, strict=True):
             start, stop, _ = copies[0]
             turns = zip(*(ranks for *_, ranks in copies), strict=True)

@@ -31,7 +31,9 @@ from penstock.search.score import best_of
 MOST_ENTRIES, ENTRIES_IN_ALL = 5e6, 1.2e7
 
 
-@register("piper", source="Tarnawski et al. 2021, Piper, section 4; github.com/msr-fiddle/piper, algo.cpp")
+@register(
+    "piper", source="Tarnawski et al. 2021, Piper, section 4; github.com/msr-fiddle/piper, algo.cpp"
+)
 def piper(request: PlanRequest) -> Plan:
     """The stages with the least TPS (time per sample) of the slowest, each on as many devices as it likes, if it fits the memory there.
 
@@ -68,12 +70,17 @@ def _proposals(request: PlanRequest, entries: float) -> Iterator[tuple[float, Pr
         costs = LayerCosts.of(request.profile, request.batch / count)
         for recompute in tried:
             table, most_stages = tables(request, costs, count, recompute=recompute != "never")
-            found = replicated_table(table, exactly=False, stages=request.stages, most_stages=most_stages)
+            found = replicated_table(
+                table, exactly=False, stages=request.stages, most_stages=most_stages
+            )
             if found is None:
                 continue
             lengths, copies = (tuple(numbers) for numbers in zip(*found, strict=True))
             ends = np.cumsum(lengths)
-            slowest = max(float(table[end - n, end, d]) for end, n, d in zip(ends, lengths, copies, strict=True))
+            slowest = max(
+                float(table[end - n, end, d])
+                for end, n, d in zip(ends, lengths, copies, strict=True)
+            )
             yield (
                 count * slowest + sum(costs.seconds),
                 Proposal(
@@ -88,7 +95,9 @@ def _proposals(request: PlanRequest, entries: float) -> Iterator[tuple[float, Pr
             )
 
 
-def tables(request: PlanRequest, costs: LayerCosts, count: int, *, recompute: bool) -> tuple[Numbers, NDArray[np.int64]]:
+def tables(
+    request: PlanRequest, costs: LayerCosts, count: int, *, recompute: bool
+) -> tuple[Numbers, NDArray[np.int64]]:
     """TPS of every stage on 1, 2, … devices, and how many stages it and those after it may be, for its memory to suffice.
 
     Returns:
@@ -98,12 +107,18 @@ def tables(request: PlanRequest, costs: LayerCosts, count: int, *, recompute: bo
     layers, ranks = len(costs), request.cluster.ranks
     work = ranges.seconds + ranges.forward_s if recompute else ranges.seconds
     crossing = 2 * (ranges.input_bytes[:, None] + ranges.input_bytes[None, :])
-    first = np.array([request.batch / count * request.profile.input_bytes_per_sample, *costs.output_bytes])
+    first = np.array(
+        [request.batch / count * request.profile.input_bytes_per_sample, *costs.output_bytes]
+    )
     kept = np.broadcast_to(first[:, None], work.shape) if recompute else ranges.activation_bytes
     # What is recomputed is whole for one micro-batch at a time.
     working = ranges.activation_bytes if recompute else np.zeros_like(work)
     room = least_memory(request) - HELD_PER_PARAMETER_BYTE * ranges.parameter_bytes - working
-    in_flight = np.floor(np.where(kept > 0, room / np.where(kept > 0, kept, 1.0), np.where(room >= 0, math.inf, -1.0)))
+    in_flight = np.floor(
+        np.where(
+            kept > 0, room / np.where(kept > 0, kept, 1.0), np.where(room >= 0, math.inf, -1.0)
+        )
+    )
     table: Numbers = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
     most_stages: NDArray[np.int64] = np.zeros(table.shape, np.int64)
     for copies in range(1, min(ranks, request.copies_allowed, count) + 1):

@@ -62,7 +62,11 @@ def may_fit(request: PlanRequest, proposal: Proposal) -> bool:
     for length, copies, number in zip(proposal.lengths, replicas, ahead, strict=True):
         layers = request.profile.layers[start : start + length]
         kept = samples * sum(layer.activation_bytes_per_sample for layer in layers)
-        before = request.profile.layers[start - 1].output_bytes_per_sample if start else request.profile.input_bytes_per_sample
+        before = (
+            request.profile.layers[start - 1].output_bytes_per_sample
+            if start
+            else request.profile.input_bytes_per_sample
+        )
         in_flight = min(-(-number // copies), -(-proposal.micro_batches // copies))
         if again == "never":
             held = in_flight * kept

@@ -80,7 +80,11 @@ def likely_counts(request: PlanRequest, work: float, most: float) -> list[int]:
 
 def slowest_bandwidth(cluster: Cluster) -> float:
     """Bytes per second of the slowest link that is used."""
-    links = [cluster.inside, *(link for _, link in cluster.insides)] if cluster.nodes < cluster.ranks else []
+    links = (
+        [cluster.inside, *(link for _, link in cluster.insides)]
+        if cluster.nodes < cluster.ranks
+        else []
+    )
     links += [cluster.between] if cluster.nodes > 1 else []
     return min(link.bandwidth_bytes_per_s for link in links or [cluster.inside])
 
@@ -104,7 +108,9 @@ def packed(cluster: Cluster, sizes: Sequence[int]) -> tuple[int, ...]:
     free = nodes_of(cluster)
     largest = max(map(len, free))
     order = [rank for node in free for rank in node]
-    own_nodes = [{cluster.node(rank) for rank in order[start:end]} for start, end in ranges_of(sizes)]
+    own_nodes = [
+        {cluster.node(rank) for rank in order[start:end]} for start, end in ranges_of(sizes)
+    ]
     if all(len(nodes) == -(-size // largest) for nodes, size in zip(own_nodes, sizes, strict=True)):
         return tuple(order[: sum(sizes)])
     groups: dict[int, list[int]] = {}

@@ -95,9 +95,18 @@ def execution_s(loads: Loads, stages: Sequence[tuple[int, int]]) -> float:
     ranges = loads.ranges
     backward = ranges.seconds - ranges.forward_s
     return makespan(
-        [float(ranges.forward_s[bound]) / number for bound, number in zip(bounds, copies, strict=True)],
+        [
+            float(ranges.forward_s[bound]) / number
+            for bound, number in zip(bounds, copies, strict=True)
+        ],
         [float(backward[bound]) / number for bound, number in zip(bounds, copies, strict=True)],
-        [float(loads.channel(places[k], copies[k], copies[k + 1])[bounds[k][1]]) for k in range(len(stages) - 1)],
-        [float(loads.sync(*place)[bound]) for place, bound in zip(zip(places, copies, strict=True), bounds, strict=True)],
+        [
+            float(loads.channel(places[k], copies[k], copies[k + 1])[bounds[k][1]])
+            for k in range(len(stages) - 1)
+        ],
+        [
+            float(loads.sync(*place)[bound])
+            for place, bound in zip(zip(places, copies, strict=True), bounds, strict=True)
+        ],
         loads.micro_batches,
     )

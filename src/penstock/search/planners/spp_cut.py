@@ -67,9 +67,13 @@ class Loads:
         before = np.arange(1, min(place, self.most_copies) + 1)
         # Of a group the slowest link: that of all devices between the place and the first of it.
         latency, slowness = (
-            np.maximum.accumulate(each[place - before, place : place + copies].max(axis=1)) for each in self._links
+            np.maximum.accumulate(each[place - before, place : place + copies].max(axis=1))
+            for each in self._links
         )
-        return latency[:, None] + (slowness / np.minimum(before, copies))[:, None] * self.ranges.input_bytes
+        return (
+            latency[:, None]
+            + (slowness / np.minimum(before, copies))[:, None] * self.ranges.input_bytes
+        )
 
     @cached_property
     def _links(self) -> tuple[Numbers, Numbers]:
@@ -91,7 +95,9 @@ def least_load(loads: Loads, most_stages: int) -> dict[int, tuple[float, Stages]
     Source: Luo et al. 2022, SPP, partition, replication and mapping. Time O(stages x devices^2 x (layers^2 + layers x devices)).
     """
     layers, devices, most = len(loads.costs), len(loads.order), loads.most_copies
-    stage = {(i, r): loads.stage(i, r) for i in range(1, devices + 1) for r in range(1, min(i, most) + 1)}
+    stage = {
+        (i, r): loads.stage(i, r) for i in range(1, devices + 1) for r in range(1, min(i, most) + 1)
+    }
     channels = {(i - r, r): 2 * loads.channels(i - r, r) for i, r in stage if i > r}
     shape = (layers + 1, devices + 1, most + 1)
     least = np.full(shape, np.inf)
@@ -132,10 +138,15 @@ def _one_more(
     return least, begins, copies_before
 
 
-def _walk(steps: Sequence[tuple[Choices, Choices]], layers: int, devices: int, copies: int) -> Stages:
+def _walk(
+    steps: Sequence[tuple[Choices, Choices]], layers: int, devices: int, copies: int
+) -> Stages:
     found: Stages = []
     for begins, copies_before in reversed(steps):
-        first, other = int(begins[layers, devices, copies]), int(copies_before[layers, devices, copies])
+        first, other = (
+            int(begins[layers, devices, copies]),
+            int(copies_before[layers, devices, copies]),
+        )
         found.append((layers - first, copies))
         layers, devices, copies = first, devices - copies, other
     return [(layers, copies), *reversed(found)]

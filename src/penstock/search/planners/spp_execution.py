@@ -32,7 +32,8 @@ def makespan(forward: Sequence[float], backward: Sequence[float], channel: Seque
     stages = len(forward)
     last = 2 * stages - 2  # resources are in the order of the way: stage, channel, stage, …
     seconds = [
-        (forward[i // 2], backward[i // 2]) if i % 2 == 0 else (channel[i // 2], channel[i // 2]) for i in range(last + 1)
+        (forward[i // 2], backward[i // 2]) if i % 2 == 0 else (channel[i // 2], channel[i // 2])
+        for i in range(last + 1)
     ]
     waiting: list[list[_Block]] = [[] for _ in range(last + 1)]
     free = [True] * (last + 1)

@@ -19,7 +19,12 @@ def device_order(cluster: Cluster) -> tuple[int, ...]:
     Source: Luo et al. 2022, SPP, recursive device ordering; LITERATURE 8.3.
     """
     ranks = range(cluster.ranks)
-    bandwidth = np.array([[0.0 if a == b else cluster.link(a, b).bandwidth_bytes_per_s for b in ranks] for a in ranks])
+    bandwidth = np.array(
+        [
+            [0.0 if a == b else cluster.link(a, b).bandwidth_bytes_per_s for b in ranks]
+            for a in ranks
+        ]
+    )
     return tuple(_ordered(list(ranks), bandwidth))
 
 

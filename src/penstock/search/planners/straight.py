@@ -12,7 +12,11 @@ from penstock.search.request import PlanRequest
 
 def stages_of(request: PlanRequest) -> int:
     """The number of stages that is asked for, or one for every device, as far as there are layers."""
-    return min(request.cluster.ranks, len(request.profile)) if request.stages is None else request.stages
+    return (
+        min(request.cluster.ranks, len(request.profile))
+        if request.stages is None
+        else request.stages
+    )
 
 
 def copies_of(request: PlanRequest, stages: int) -> int:
@@ -21,7 +25,11 @@ def copies_of(request: PlanRequest, stages: int) -> int:
     """
     most = max(1, min(request.cluster.ranks // stages, request.copies_allowed, request.batch))
     asked = request.micro_batches
-    return most if asked is None else max(copies for copies in range(1, most + 1) if asked % copies == 0)
+    return (
+        most
+        if asked is None
+        else max(copies for copies in range(1, most + 1) if asked % copies == 0)
+    )
 
 
 def method_of(request: PlanRequest, planner: str, methods: tuple[str, ...], *schedules: str) -> str:

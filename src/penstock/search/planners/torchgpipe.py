@@ -13,7 +13,11 @@ from penstock.search.request import PlanRequest
 from penstock.search.score import best_of
 
 
-@register("torchgpipe", aliases=("fairscale",), source="Kim et al. 2020, torchgpipe, balance/__init__.py and blockpartition.py")
+@register(
+    "torchgpipe",
+    aliases=("fairscale",),
+    source="Kim et al. 2020, torchgpipe, balance/__init__.py and blockpartition.py",
+)
 def torchgpipe(request: PlanRequest) -> Plan:
     """The cut of `balance_by_time`: neighbours hand on layers until no partition stands out by more than the dearest layer.
 
@@ -30,7 +34,11 @@ def torchgpipe(request: PlanRequest) -> Plan:
     return _planned(request, method_of(request, "torchgpipe", ("time", "size"), "gpipe"))
 
 
-@register("torchgpipe-size", aliases=("fairscale-size",), source="Kim et al. 2020, torchgpipe, balance_by_size")
+@register(
+    "torchgpipe-size",
+    aliases=("fairscale-size",),
+    source="Kim et al. 2020, torchgpipe, balance_by_size",
+)
 def torchgpipe_size(request: PlanRequest) -> Plan:
     """As "torchgpipe", by `balance_by_size`: the bytes of a micro-batch's outputs, and twice those of the parameters.
 
@@ -42,7 +50,9 @@ def torchgpipe_size(request: PlanRequest) -> Plan:
 
 def _planned(request: PlanRequest, method: str) -> Plan:
     stages = stages_of(request)
-    return best_of(request, [_proposal(request, stages, count, method) for count in counts_of(request, stages)])
+    return best_of(
+        request, [_proposal(request, stages, count, method) for count in counts_of(request, stages)]
+    )
 
 
 def _proposal(request: PlanRequest, stages: int, count: int, method: str) -> Proposal:
@@ -52,14 +62,19 @@ def _proposal(request: PlanRequest, stages: int, count: int, method: str) -> Pro
         costs = profile.step_seconds(samples)
     else:
         lengths = partition(profile, stages, by="size", batch=request.batch, micro_batches=count)
-        costs = [layer.output_bytes_per_sample * samples + 2.0 * layer.parameter_bytes for layer in profile]
+        costs = [
+            layer.output_bytes_per_sample * samples + 2.0 * layer.parameter_bytes
+            for layer in profile
+        ]
     return Proposal(
         tuple(lengths),
         "gpipe",
         count,
         (("backward_order", "reverse"),),
         recompute="except_last",
-        objective=Objective("heaviest less lightest stage, in dearest layers", imbalance(costs, lengths), "1"),
+        objective=Objective(
+            "heaviest less lightest stage, in dearest layers", imbalance(costs, lengths), "1"
+        ),
     )
 
 
@@ -75,6 +90,8 @@ def imbalance(costs: Sequence[float], lengths: Sequence[int]) -> float:
         return 0.0
     sums, start = [], 0
     for length in lengths:
-        sums.append(sum((cost - cheapest) / (dearest - cheapest) for cost in costs[start : start + length]))
+        sums.append(
+            sum((cost - cheapest) / (dearest - cheapest) for cost in costs[start : start + length])
+        )
         start += length
     return float(max(sums) - min(sums))

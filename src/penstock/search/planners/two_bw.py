@@ -114,7 +114,11 @@ def _largest(request: PlanRequest, width: int, depth: int, recompute: bool) -> S
         sizes = [-(-request.batch // request.micro_batches)]
     limit = min(request.memory_bytes(rank) for rank in range(request.cluster.ranks))
     for size in reversed(sizes):
-        count = -(-request.batch // (width * size)) if request.micro_batches is None else request.micro_batches // width
+        count = (
+            -(-request.batch // (width * size))
+            if request.micro_batches is None
+            else request.micro_batches // width
+        )
         if count < depth or count * width > request.batch:
             continue
         shape = _shape(request, (width, depth), (size, count), recompute)
@@ -123,7 +127,9 @@ def _largest(request: PlanRequest, width: int, depth: int, recompute: bool) -> S
     return None
 
 
-def _shape(request: PlanRequest, devices: tuple[int, int], batch: tuple[int, int], recompute: bool) -> Shape:
+def _shape(
+    request: PlanRequest, devices: tuple[int, int], batch: tuple[int, int], recompute: bool
+) -> Shape:
     (width, depth), (size, count) = devices, batch
     costs = LayerCosts.of(request.profile, size)
     lengths = balanced_lengths([costs.seconds] * depth)
@@ -143,8 +149,14 @@ def seconds(request: PlanRequest, costs: LayerCosts, lengths: tuple[int, ...], w
         stop = start + length
         own = sum(costs.seconds[start:stop]) * (EXTRA if recompute else 1.0)
         if stage + 1 < depth:
-            pairs = [(pipeline * depth + stage, pipeline * depth + stage + 1) for pipeline in range(width)]
-            own += 2 * max(request.cluster.transfer_seconds(costs.output_bytes[stop - 1], *pair) for pair in pairs)
+            pairs = [
+                (pipeline * depth + stage, pipeline * depth + stage + 1)
+                for pipeline in range(width)
+            ]
+            own += 2 * max(
+                request.cluster.transfer_seconds(costs.output_bytes[stop - 1], *pair)
+                for pair in pairs
+            )
         shared = 0.0
         if width > 1:
             ring = [pipeline * depth + stage for pipeline in range(width)]

@@ -41,10 +41,14 @@ class Numbered:
     def array(self) -> Numbers:
         """All numbers, in the order that `extend` reads them."""
         pairs = (*self.behind, *self.reduce, *self.reduce_rest)
-        return np.array([self.micro_batches, self.known, self.prefix, self.move, self.devices, *pairs], float)
+        return np.array(
+            [self.micro_batches, self.known, self.prefix, self.move, self.devices, *pairs], float
+        )
 
 
-def _latency(forward: Numbers, backward: Numbers, reduce: Numbers, count: int, micro_batches: float) -> Any:
+def _latency(
+    forward: Numbers, backward: Numbers, reduce: Numbers, count: int, micro_batches: float
+) -> Any:
     """`dapple_latency.latency`, without its parts."""
     pivot = count - 1
     between = 0.0
@@ -81,7 +85,9 @@ def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
 latency = _compiled(_latency)
 
 
-def _enter(values: Numbers, origins: Numbers, stop: int, kind: int, key: float, origin: tuple[float, float]) -> None:
+def _enter(
+    values: Numbers, origins: Numbers, stop: int, kind: int, key: float, origin: tuple[float, float]
+) -> None:
     """Put a way among the best of one ranking, if it is one of them."""
     keep = values.shape[0] // 2
     top, place = kind * keep, kind * keep + keep - 1
@@ -100,7 +106,12 @@ enter = _compiled(_enter)
 
 
 def _extend(
-    stages: Numbers, at: int, start: int, sums: Numbers, numbers: Numbers, table: tuple[Numbers, Numbers]
+    stages: Numbers,
+    at: int,
+    start: int,
+    sums: Numbers,
+    numbers: Numbers,
+    table: tuple[Numbers, Numbers],
 ) -> tuple[float, int]:
     """Enter every pipeline with one more stage into the table of the state that it leads to; the least latency of them, and where the
     rest starts; -1 where there is none.
@@ -134,13 +145,23 @@ def _extend(
         stages[2, at] = numbers[7] + (sums[5, stop] - sums[5, start]) * numbers[8]
         hop = numbers[5] + sums[4, stop] * numbers[6]
         stages[0, at + 1], stages[1, at + 1], stages[2, at + 1] = hop, hop, 0.0
-        stages[0, at + 2], stages[1, at + 2] = sums[2, last] - sums[2, stop], sums[3, last] - sums[3, stop]
+        stages[0, at + 2], stages[1, at + 2] = (
+            sums[2, last] - sums[2, stop],
+            sums[3, last] - sums[3, stop],
+        )
         stages[2, at + 2] = numbers[9] + (sums[5, last] - sums[5, stop]) * numbers[10]
         value = latency(stages[0], stages[1], stages[2], at + 3, rounds + 1)
         if value < best:
             best, where = value, stop
         # What the rest adds is the same for all ways to a state, unless it is what they are too slow for.
-        spread = rounds * max(most, f + b, 2 * hop, share) + forward + f + max(ending, stages[2, at]) + b + 2 * hop
+        spread = (
+            rounds * max(most, f + b, 2 * hop, share)
+            + forward
+            + f
+            + max(ending, stages[2, at])
+            + b
+            + 2 * hop
+        )
         enter(table[0], table[1], stop, 0, value, (numbers[2], numbers[3]))
         enter(table[0], table[1], stop, 1, spread, (numbers[2], numbers[3]))
     return best, where

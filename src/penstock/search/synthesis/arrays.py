@@ -94,10 +94,17 @@ def work_for(spec: Spec) -> Work:
 
 def words_for(spec: Spec) -> Words:
     """Empty words with room for programs of this problem."""
-    return Words(np.zeros((len(spec.limit), room_for(spec)), np.int64), np.zeros(len(spec.limit), np.int64))
+    return Words(
+        np.zeros((len(spec.limit), room_for(spec)), np.int64), np.zeros(len(spec.limit), np.int64)
+    )
 
 
 def room_for(spec: Spec) -> int:
     """The most ops of a rank: three for every micro-batch of every copy."""
     stages = len(spec.copies) // len(spec.counts)
-    return int(max(sum(3 * spec.counts[copy // stages] for copy in row if copy >= 0) for row in spec.copies_of))
+    return int(
+        max(
+            sum(3 * spec.counts[copy // stages] for copy in row if copy >= 0)
+            for row in spec.copies_of
+        )
+    )

@@ -48,7 +48,10 @@ def _busiest(problem: Problem, counts: tuple[int, ...]) -> float:
     """The work of the busiest rank."""
     c, stages = problem.costs, problem.stages
     work = [
-        sum(counts[copy // stages] * (c.forward[copy % stages] + c.back[copy % stages]) for copy in copies)
+        sum(
+            counts[copy // stages] * (c.forward[copy % stages] + c.back[copy % stages])
+            for copy in copies
+        )
         + sum(c.update[stage] for stage in {copy % stages for copy in copies})
         for copies in problem.held_on
     ]
@@ -60,8 +63,12 @@ def seconds_of(problem: Problem, counts: tuple[int, ...]) -> float:
     ways = [Way(problem, counts, route) for route in range(len(counts))]
     stages, least = problem.stages, _busiest(problem, counts)
     for rank, copies in enumerate(problem.held_on):
-        jobs: list[Job] = [job for copy in copies for job in ways[copy // stages].jobs(copy % stages)]
-        jobs += [(0.0, problem.costs.update[stage], 0.0) for stage in {copy % stages for copy in copies}]
+        jobs: list[Job] = [
+            job for copy in copies for job in ways[copy // stages].jobs(copy % stages)
+        ]
+        jobs += [
+            (0.0, problem.costs.update[stage], 0.0) for stage in {copy % stages for copy in copies}
+        ]
         held = sum(ways[copy // stages].held(copy % stages) for copy in copies)
         first = min(float(ways[copy // stages].head_f[copy % stages, 0]) for copy in copies)
         last = min(problem.costs.update[copy % stages] for copy in copies)
@@ -109,7 +116,11 @@ class Way:
 
     def _room(self, limit: float, hold: float) -> int:
         """How many micro-batches of one stage alone fit a limit."""
-        return self.count if hold == 0 or limit / hold >= self.count else int(limit / hold * (1 + 1e-12))
+        return (
+            self.count
+            if hold == 0 or limit / hold >= self.count
+            else int(limit / hold * (1 + 1e-12))
+        )
 
     def jobs(self, s: int) -> Iterable[Job]:
         """The ops of a stage. What a backward has to do besides its input gradient counts as W."""
@@ -120,11 +131,16 @@ class Way:
 
     def held(self, s: int) -> float:
         """The least that the stage's micro-batches hold, times the seconds for which they do: their way up and back."""
-        above = sum(self.f[s + 1 :]) + sum(self.turn[s + 1 :]) + sum(self.up[s:]) + sum(self.down[s:])
+        above = (
+            sum(self.f[s + 1 :]) + sum(self.turn[s + 1 :]) + sum(self.up[s:]) + sum(self.down[s:])
+        )
         return self.hold[s] * self.count * (self.f[s] + above + self.turn[s] + self.rest[s])
 
     def _machines(self) -> list[_Machine]:
-        return [_Machine(4 * self.count * len(self.beside[s]) + len(self.beside[s])) for s in range(self.stages)]
+        return [
+            _Machine(4 * self.count * len(self.beside[s]) + len(self.beside[s]))
+            for s in range(self.stages)
+        ]
 
     def _fill_heads(self) -> None:
         before_f, before_i = self._machines(), self._machines()
@@ -184,7 +200,9 @@ class Way:
                 self._after_i(after_i[s], s, n)
                 tail_i[s, n] = after_i[s].end()
                 if s:
-                    sent_i[s] = max(sent_i[s], self.turn[s - 1] + tail_i[s - 1, n]) + self.down[s - 1]
+                    sent_i[s] = (
+                        max(sent_i[s], self.turn[s - 1] + tail_i[s - 1, n]) + self.down[s - 1]
+                    )
                     tail_i[s, n] = max(tail_i[s, n], sent_i[s])
             for s in reversed(range(self.stages)):
                 self._after_f(after_f[s], s, n)

@@ -39,7 +39,13 @@ class Rule(NamedTuple):
 def build(spec: Spec, rule: Rule, words: Words, work: Work) -> float:
     """Write the words that the rule makes. Returns their makespan, or -1 where the rule's cap lets nothing go on."""
     reset(spec, work)
-    codes, lengths, copies, cost, copies_of = words.codes, words.lengths, spec.copies, spec.cost, spec.copies_of
+    codes, lengths, copies, cost, copies_of = (
+        words.codes,
+        words.lengths,
+        spec.copies,
+        spec.cost,
+        spec.copies_of,
+    )
     dues, whole = rule.due, rule.whole
     arrive, done, link, free = work.arrive, work.done, work.link, work.free
     ranks, stages, far = len(lengths), len(copies) // len(spec.counts), _far(spec, rule.cap)
@@ -65,7 +71,9 @@ def build(spec: Spec, rule: Rule, words: Words, work: Work) -> float:
                         continue
                     begin[copy, kind] = at = max(at, free[rank])
                     soon[0, rank] = min(soon[0, rank], at)
-                    soon[1, rank] = min(soon[1, rank], at + cost[copy, 3 if kind == 1 and whole[copy, k] else kind])
+                    soon[1, rank] = min(
+                        soon[1, rank], at + cost[copy, 3 if kind == 1 and whole[copy, k] else kind]
+                    )
         rank = 0
         for other in range(1, ranks):
             rank = other if soon[1, other] < soon[1, rank] else rank
@@ -117,7 +125,11 @@ def _fits(spec: Spec, cap: Floats, done: Ints, copy: int, far: bool) -> bool:
     On two routes it is enough that either always leaves room for one micro-batch of the other: both then drain as if alone.
     """
     rank, stages = spec.copies[copy, 0], len(spec.copies) // len(spec.counts)
-    held, most, own = spec.cost[copy, HOLD], 0.0, spec.cost[copy, HOLD] * (done[copy, 0] - done[copy, 1])
+    held, most, own = (
+        spec.cost[copy, HOLD],
+        0.0,
+        spec.cost[copy, HOLD] * (done[copy, 0] - done[copy, 1]),
+    )
     for i in range(spec.copies_of.shape[1]):
         other = spec.copies_of[rank, i]
         if other >= 0:
@@ -148,7 +160,9 @@ def _way_out_of_rank(spec: Spec, cap: Floats, done: Ints, rank: int) -> bool:
         number = spec.copies_of[rank, i]
         if number < 0:
             continue
-        m = done[first, 1] if number == first else done[number, 0]  # the oldest, and those that stand before a stage
+        m = (
+            done[first, 1] if number == first else done[number, 0]
+        )  # the oldest, and those that stand before a stage
         if m >= done[first, 0]:
             continue
         held = 0.0
@@ -191,7 +205,9 @@ def _can_finish(spec: Spec, cap: Floats, done: Ints, out: Ints, route: int) -> b
         for i in range(spec.copies_of.shape[1]):
             other = spec.copies_of[rank, i]
             if other >= 0:
-                held += spec.cost[other, HOLD] * max(0, done[other, 0] - max(out[other // stages], done[other, 1]))
+                held += spec.cost[other, HOLD] * max(
+                    0, done[other, 0] - max(out[other // stages], done[other, 1])
+                )
         if held > cap[rank]:
             return False
     return True

@@ -64,7 +64,11 @@ def prove(problem: Problem, best: Schedule, most: float, until_s: float, seed: i
     ticks = ticks_per_second(problem.costs, most)
     whole = replace(problem, costs=in_ticks(problem.costs, ticks))
     m = problem.micro_batches
-    splits = [(m,)] if len(problem.routes) == 1 else sorted(((n, m - n) for n in range(1, m)), key=lambda c: abs(c[0] - c[1]))
+    splits = (
+        [(m,)]
+        if len(problem.routes) == 1
+        else sorted(((n, m - n) for n in range(1, m)), key=lambda c: abs(c[0] - c[1]))
+    )
     found, bounds = None, []
     top = round(simulate_schedule(best, whole.costs.costs()).makespan)
     for counts in splits:
@@ -83,7 +87,9 @@ def ticks_per_second(costs: StageCosts, most: float) -> Fraction:
     numbers = {number for row in costs.seconds for number in row if number}
     exact = [_decimal(number) for number in numbers]
     bottom = math.lcm(*(each.denominator for each in exact))
-    ticks = Fraction(bottom, math.gcd(*(each.numerator * (bottom // each.denominator) for each in exact)) or 1)
+    ticks = Fraction(
+        bottom, math.gcd(*(each.numerator * (bottom // each.denominator) for each in exact)) or 1
+    )
     return ticks if most * ticks <= MOST_TICKS else Fraction(MOST_TICKS) / Fraction(repr(most))
 
 
@@ -94,7 +100,10 @@ def _decimal(number: float) -> Fraction:
 
 def in_ticks(costs: StageCosts, ticks: Fraction) -> StageCosts:
     """The same costs in whole ticks, rounded down."""
-    f, i, w, b, u, up, down = (tuple(float(math.floor(_decimal(number) * ticks)) for number in row) for row in costs.seconds)
+    f, i, w, b, u, up, down = (
+        tuple(float(math.floor(_decimal(number) * ticks)) for number in row)
+        for row in costs.seconds
+    )
     return StageCosts(f, i, w, b, u, up, down, costs.hold, costs.in_bytes)
 
 
@@ -152,7 +161,9 @@ class _Model:
 
     def _turn(self, way: Way, s: int, n: int, first: int) -> _Turn:
         c, model, rank = self.problem.costs, self.model, self.on_rank[way.homes[s]]
-        f, i, w, b, update = (int(each[s]) for each in (c.forward, c.inputs, c.weights, c.whole, c.update))
+        f, i, w, b, update = (
+            int(each[s]) for each in (c.forward, c.inputs, c.weights, c.whole, c.update)
+        )
         forward = self._var(way.head_f[s, n], f + way.tail_f[s, n])
         back = self._var(way.head_i[s, n], min(i, b) + way.tail_i[s, n])
         # A whole backward ends with its weights' part, which the tail of an I still has before it.
@@ -187,14 +198,21 @@ class _Model:
             for s, (home, above) in enumerate(pairwise(homes)):
                 here, there = self.turns[route][s], self.turns[route][s + 1]
                 f, up, down = (int(each[s]) for each in (c.forward, c.up, c.down))
-                rising = [(a.forward, a.forward + f, b.forward) for a, b in zip(here, there, strict=True)]
+                rising = [
+                    (a.forward, a.forward + f, b.forward) for a, b in zip(here, there, strict=True)
+                ]
                 falling = [(b.back, b.turned, a.back) for a, b in zip(here, there, strict=True)]
-                for values, link, seconds in (rising, (home, above), up), (falling, (above, home), down):
+                for values, link, seconds in (
+                    (rising, (home, above), up),
+                    (falling, (above, home), down),
+                ):
                     if home == above:
                         for _, made, taken in values:
                             model.add(taken >= made)
                         continue
-                    sent = [_Message(begin, made, self._var(0, 0), seconds) for begin, made, _ in values]
+                    sent = [
+                        _Message(begin, made, self._var(0, 0), seconds) for begin, made, _ in values
+                    ]
                     links.setdefault(link, []).append(sent)
                     for message, (*_, taken) in zip(sent, values, strict=True):
                         model.add(message.leaves >= message.made)
@@ -216,7 +234,10 @@ class _Model:
         for rank, copies in enumerate(p.held_on):
             rows = [self.turns[copy // p.stages][copy % p.stages] for copy in copies]
             holds = [Fraction(repr(p.costs.hold[copy % p.stages])) for copy in copies]
-            if p.limits[rank] == math.inf or sum(h * len(row) for h, row in zip(holds, rows, strict=True)) <= p.limits[rank]:
+            if (
+                p.limits[rank] == math.inf
+                or sum(h * len(row) for h, row in zip(holds, rows, strict=True)) <= p.limits[rank]
+            ):
                 continue
             unit = math.lcm(*(hold.denominator for hold in holds))
             limit = Fraction(repr(p.limits[rank])) * unit
@@ -247,9 +268,13 @@ class _Model:
             self.updates.append((start, s))
             if seconds:
                 for rank in ranks:
-                    self.on_rank[rank].append(self.model.new_fixed_size_interval_var(start, seconds, ""))
+                    self.on_rank[rank].append(
+                        self.model.new_fixed_size_interval_var(start, seconds, "")
+                    )
 
-    def solve(self, least: int, left_s: float, seed: int) -> tuple[tuple[Schedule, int] | None, int]:
+    def solve(
+        self, least: int, left_s: float, seed: int
+    ) -> tuple[tuple[Schedule, int] | None, int]:
         """A shorter schedule with its ticks, if one was found, and what no schedule undercuts."""
         self.model.add(self.makespan >= least)
         solver = self.cp.CpSolver()
@@ -275,8 +300,13 @@ class _Model:
                     joined = turn.whole is not None and bool(solver.value(turn.whole))
                     ops = [(turn.forward, turn.forward + int(p.costs.forward[s]), s, Kind.F),
                            (turn.back, turn.turned, 2 * p.stages - s, Kind.B if joined else Kind.I)]  # fmt: skip
-                    ops += [] if joined else [(turn.weights, turn.released, 2 * p.stages + 1, Kind.W)]
-                    rows[home] += [(solver.value(a), solver.value(z), m, order, Op(kind, s, m)) for a, z, order, kind in ops]
+                    ops += (
+                        [] if joined else [(turn.weights, turn.released, 2 * p.stages + 1, Kind.W)]
+                    )
+                    rows[home] += [
+                        (solver.value(a), solver.value(z), m, order, Op(kind, s, m))
+                        for a, z, order, kind in ops
+                    ]
         for start, s in self.updates:
             # One that takes no time must not wait for the other copy's amid other work.
             begin = solver.value(start) if p.costs.update[s] else self.most
@@ -284,4 +314,6 @@ class _Model:
                 end = begin + int(p.costs.update[s])
                 rows[home].append((begin, end, p.micro_batches + s, 0, Op(Kind.U, s, 1)))
         programs = (sorted(row, key=lambda each: each[:4]) for row in rows)
-        return Schedule(tuple(tuple(op for *_, op in program) for program in programs), "synthesised")
+        return Schedule(
+            tuple(tuple(op for *_, op in program) for program in programs), "synthesised"
+        )

@@ -92,7 +92,8 @@ class Search:
     def keep(self, found: Found | None) -> None:
         """Add to the pool, unless it holds the like; the pool stays small."""
         if found is None or any(
-            each.seconds == found.seconds and np.array_equal(each.words.codes, found.words.codes) for each in self.pool
+            each.seconds == found.seconds and np.array_equal(each.words.codes, found.words.codes)
+            for each in self.pool
         ):
             return
         split = int(found.case.spec.counts[0])
@@ -107,7 +108,9 @@ class Search:
             return
         case = self.case(counts)
         words = words_of(self.problem, case.spec, schedule)
-        if words is not None and all(sound(case.spec, words, case.work, rank) for rank in range(len(words.lengths))):
+        if words is not None and all(
+            sound(case.spec, words, case.work, rank) for rank in range(len(words.lengths))
+        ):
             seconds = play(case.spec, words, case.work)
             if seconds >= 0:
                 self.keep(Found(seconds, case, words))
@@ -133,12 +136,20 @@ class Search:
         for counts in self.splits():
             case = self.case(counts)
             rules = [*known(case.spec, case.shape, wholes(case.spec, case.split))]
-            order = self.luck.permutation(len(rules)) if len(rules) * case.ops > 20 * OPS_A_ROUND else range(len(rules))
+            order = (
+                self.luck.permutation(len(rules))
+                if len(rules) * case.ops > 20 * OPS_A_ROUND
+                else range(len(rules))
+            )
             for i in order:
                 if self.done or (self.pool and time.monotonic() > until_s):
                     return
                 self.keep(case.try_rule(rules[i]))
-        while not self.done and time.monotonic() < until_s and (max_rounds is None or self.rounds < max_rounds):
+        while (
+            not self.done
+            and time.monotonic() < until_s
+            and (max_rounds is None or self.rounds < max_rounds)
+        ):
             self.rounds += 1
             if self.rounds % ROUNDS_A_CLIMB == 1:
                 self._climb()
@@ -168,7 +179,9 @@ class Search:
         words = Words(start.words.codes.copy(), start.words.lengths.copy())
         mean = float(case.spec.cost[:, :3].mean()) or 1.0
         heat = mean * 10 ** self.luck.uniform(-1.0, 0.8)
-        joins = case.split and bool((case.spec.cost[:, 3] < case.spec.cost[:, 1] + case.spec.cost[:, 2]).any())
+        joins = case.split and bool(
+            (case.spec.cost[:, 3] < case.spec.cost[:, 1] + case.spec.cost[:, 2]).any()
+        )
         knobs = Knobs(
             np.array([max(200, OPS_A_ROUND // case.ops)]), np.array([heat, heat * 0.02]), np.array([self.goal * (1 + 1e-12)]),
             self.luck.integers(1, 2**40, 1), np.array([int(joins)]),

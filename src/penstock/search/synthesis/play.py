@@ -105,7 +105,9 @@ def ended(spec: Spec, work: Work) -> float:
         end, others = work.free[rank], 0
         if len(spec.counts) > 1:
             end = max(end, work.free[ranks - 1 - rank])
-            others = 1 if 2 * rank == ranks - 1 else 0  # the middle rank has the same stage twice, and one update
+            others = (
+                1 if 2 * rank == ranks - 1 else 0
+            )  # the middle rank has the same stage twice, and one update
         for i in range(spec.copies_of.shape[1] - others):
             copy = spec.copies_of[rank, i]
             if copy >= 0 and work.done[copy, 3] == 0:

@@ -64,7 +64,17 @@ class StageCosts:
         up, down = (_row(each + latency, stages - 1) for each in amounts.crossing())
         held = costs.spread("activation_bytes", stages)
         update = _row(amounts.known("update"), stages)
-        return cls(forward, inputs, weights, whole, update, up, down, held or (1.0,) * stages, held is not None)
+        return cls(
+            forward,
+            inputs,
+            weights,
+            whole,
+            update,
+            up,
+            down,
+            held or (1.0,) * stages,
+            held is not None,
+        )
 
     @property
     def turn(self) -> tuple[float, ...]:
@@ -74,7 +84,9 @@ class StageCosts:
     @property
     def back(self) -> tuple[float, ...]:
         """Least seconds of a stage's backward altogether."""
-        return tuple(min(i + w, b) for i, w, b in zip(self.inputs, self.weights, self.whole, strict=True))
+        return tuple(
+            min(i + w, b) for i, w, b in zip(self.inputs, self.weights, self.whole, strict=True)
+        )
 
     @property
     def seconds(self) -> tuple[tuple[float, ...], ...]:
@@ -89,12 +101,17 @@ class StageCosts:
     @property
     def may_join(self) -> bool:
         """Whether a whole backward is anywhere cheaper than its halves."""
-        return any(b < (i + w) * (1 - 1e-12) for i, w, b in zip(self.inputs, self.weights, self.whole, strict=True))
+        return any(
+            b < (i + w) * (1 - 1e-12)
+            for i, w, b in zip(self.inputs, self.weights, self.whole, strict=True)
+        )
 
     def with_pairs(self, seconds: tuple[float, ...]) -> StageCosts:
         """The least that ops can be said to take where an F and a B together take so many seconds, by the stage of the F."""
         least, most = min(seconds), max(self.whole)
-        forward = tuple(max(0.0, min(f, pair - most)) for f, pair in zip(self.forward, seconds, strict=True))
+        forward = tuple(
+            max(0.0, min(f, pair - most)) for f, pair in zip(self.forward, seconds, strict=True)
+        )
         return replace(self, forward=forward, inputs=tuple(min(i, least) for i in self.inputs),
                        whole=tuple(min(b, least) for b in self.whole))  # fmt: skip
 
@@ -162,7 +179,9 @@ class Problem:
                              c.down[s - 1] if down else 0.0, c.hold[s]))  # fmt: skip
         return Spec(
             np.array(counts, np.int64),
-            np.array([[*copies, *[-1] * (width - len(copies))] for copies in self.held_on], np.int64),
+            np.array(
+                [[*copies, *[-1] * (width - len(copies))] for copies in self.held_on], np.int64
+            ),
             np.array(ways, np.int64),
             np.array(rows, np.float64),
             # Sums of bytes that are no whole numbers drift by the rounding of floats.
@@ -177,7 +196,9 @@ def routes_of(placement: str, stages: int, ranks: int | None) -> tuple[tuple[int
         ScheduleError: the placement cannot have so many stages on so many ranks.
     """
     if placement not in PLACEMENTS:
-        raise ScheduleError(f"synthesised knows no placement {placement!r}: take one of {', '.join(PLACEMENTS)}, any")
+        raise ScheduleError(
+            f"synthesised knows no placement {placement!r}: take one of {', '.join(PLACEMENTS)}, any"
+        )
     if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
         raise ScheduleError(f"synthesised needs at least 1 of ranks and got {ranks!r}")
     if placement == "interleaved":
@@ -187,16 +208,24 @@ def routes_of(placement: str, stages: int, ranks: int | None) -> tuple[tuple[int
                                 f"{over or 'no'} ranks cannot hold: give ranks=, a divisor of {stages} below it")  # fmt: skip
         return (ring(stages, over),)
     if placement == "v" and stages % 2:
-        raise ScheduleError(f"placement 'v' has two stages on every rank, so it takes an even number of stages, not {stages}")
+        raise ScheduleError(
+            f"placement 'v' has two stages on every rank, so it takes an even number of stages, not {stages}"
+        )
     if placement == "bidirectional" and stages < 2:
-        raise ScheduleError("placement 'bidirectional' needs 2 stages or more, for its two copies to stand on different ranks")
+        raise ScheduleError(
+            "placement 'bidirectional' needs 2 stages or more, for its two copies to stand on different ranks"
+        )
     needed = stages // 2 if placement == "v" else stages
     if ranks not in (None, needed):
         raise ScheduleError(f"placement {placement!r} of {stages} stages has {needed} ranks, not {ranks}: leave ranks out, or "
                             "take another placement")  # fmt: skip
     if placement == "v":
         return (vee(stages, needed),)
-    return (linear(stages), linear(stages)[::-1]) if placement == "bidirectional" else (linear(stages),)
+    return (
+        (linear(stages), linear(stages)[::-1])
+        if placement == "bidirectional"
+        else (linear(stages),)
+    )
 
 
 def limits_of(memory_limit: Limit, ranks: int, costs: StageCosts) -> tuple[float, ...]:
@@ -208,7 +237,11 @@ def limits_of(memory_limit: Limit, ranks: int, costs: StageCosts) -> tuple[float
     """
     if memory_limit is None:
         return (math.inf,) * ranks
-    each = memory_limit if isinstance(memory_limit, Sequence) and not isinstance(memory_limit, str) else (memory_limit,) * ranks
+    each = (
+        memory_limit
+        if isinstance(memory_limit, Sequence) and not isinstance(memory_limit, str)
+        else (memory_limit,) * ranks
+    )
     if len(each) != ranks:
         raise ScheduleError(
             f"memory_limit has {len(each)} entries, but there are {ranks} ranks: give one number, or one per rank"
@@ -269,6 +302,13 @@ def problem_for(costs: StageCosts, micro_batches: int, room: Room) -> Problem:
             f"placement {room.placement!r} sends micro-batches both ways: it takes 2 or more, not {micro_batches}"
         )
     limits = limits_of(room.memory_limit, 1 + max(map(max, routes)), costs)
-    problem = Problem(room.placement, costs if room.split else costs.unsplit(), micro_batches, routes, limits, room.split)
+    problem = Problem(
+        room.placement,
+        costs if room.split else costs.unsplit(),
+        micro_batches,
+        routes,
+        limits,
+        room.split,
+    )
     check_fits(problem)
     return problem

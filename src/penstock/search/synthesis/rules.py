@@ -8,7 +8,20 @@ from itertools import product
 
 import numpy as np
 
-from penstock.search.synthesis.arrays import DOWN, HOLD, UP, B, F, Floats, I, Ints, Spec, W, Words, Work
+from penstock.search.synthesis.arrays import (
+    DOWN,
+    HOLD,
+    UP,
+    B,
+    F,
+    Floats,
+    I,
+    Ints,
+    Spec,
+    W,
+    Words,
+    Work,
+)
 from penstock.search.synthesis.build import Rule
 
 
@@ -51,19 +64,30 @@ class Shape:
                 head[copy, W] = head[copy, I] + cost[copy, I]
         held = [[copy for copy in row if copy >= 0] for row in spec.copies_of]
         pace = max(float(cost[row, : W + 1].sum()) for row in held) / len(spec.counts) or 1.0
-        need = [cost[row, HOLD].sum() if len(spec.counts) == 1 else cost[row, HOLD].max() for row in held]
+        need = [
+            cost[row, HOLD].sum() if len(spec.counts) == 1 else cost[row, HOLD].max()
+            for row in held
+        ]
         return cls(head, tail, pace, np.array(need))
 
 
 def known(spec: Spec, shape: Shape, wholes: list[Ints]) -> Iterator[Rule]:
     """Rules worth a try anywhere: backwards first, forwards first, by what is left, by what a block repeated would be."""
     far = 10.0 * (shape.pace + 1.0) * (spec.counts.max() + len(spec.copies))
-    kinds = [(0.0, -far, far), (0.0, -far, -2 * far), (-far, 0.0, far), (0.0, 0.0, 0.0), (0.0, 0.0, far)]
+    kinds = [
+        (0.0, -far, far),
+        (0.0, -far, -2 * far),
+        (-far, 0.0, far),
+        (0.0, 0.0, 0.0),
+        (0.0, 0.0, far),
+    ]
     offsets = [np.array(each) - shape.tail for each in kinds]
     offsets += [np.array(each) + shape.head for each in kinds]
     offsets += [shape.head + np.array([0.0, 0.0, lag * shape.pace]) for lag in (1, 2, 4)]
     turns = shape.pace * np.arange(spec.counts.max())
-    for offset, patience, cap, whole in product(offsets, (0.0, 0.5, 1.0), caps(spec, shape), wholes):
+    for offset, patience, cap, whole in product(
+        offsets, (0.0, 0.5, 1.0), caps(spec, shape), wholes
+    ):
         yield Rule(offset[:, :, None] + turns, np.array([patience]), cap, whole)
 
 
@@ -87,7 +111,12 @@ def caps(spec: Spec, shape: Shape) -> list[Floats]:
     """The limits; and what covers a micro-batch's way up and back, once and one and a half times."""
     way = np.zeros(len(spec.limit))
     for copy, (rank, *_) in enumerate(spec.copies):
-        way[rank] += spec.cost[copy, HOLD] * (shape.head[copy, W] - shape.head[copy, F]) / shape.pace / len(spec.counts)
+        way[rank] += (
+            spec.cost[copy, HOLD]
+            * (shape.head[copy, W] - shape.head[copy, F])
+            / shape.pace
+            / len(spec.counts)
+        )
     found = [spec.limit]
     for times, more in ((1.0, 0.0), (1.0, 1.0), (1.5, 1.0)):
         units = np.ceil(times * way / np.maximum(shape.need, 1e-300)) + more
@@ -122,13 +151,20 @@ def near(rule: Rule, spec: Spec, shape: Shape, luck: np.random.Generator) -> Rul
     copy, kind = luck.integers(len(due)), luck.integers(3)
     scope = luck.integers(5)
     if scope == 0:
-        due += luck.normal(0.0, spread, due.shape[:2])[:, :, None] * (luck.random(due.shape[:2]) < 0.2)[:, :, None]
+        due += (
+            luck.normal(0.0, spread, due.shape[:2])[:, :, None]
+            * (luck.random(due.shape[:2]) < 0.2)[:, :, None]
+        )
     elif scope == 1:
         due[:, kind] += luck.normal(0.0, spread)
     elif scope == 2:
-        due[copy:] += luck.normal(0.0, spread, (3, 1)) if luck.random() < 0.5 else luck.normal(0.0, spread)
+        due[copy:] += (
+            luck.normal(0.0, spread, (3, 1)) if luck.random() < 0.5 else luck.normal(0.0, spread)
+        )
     elif scope == 3:
-        due += luck.normal(0.0, spread, due.shape) * (luck.random(due.shape) < 10 ** luck.uniform(-2, -0.5))
+        due += luck.normal(0.0, spread, due.shape) * (
+            luck.random(due.shape) < 10 ** luck.uniform(-2, -0.5)
+        )
     else:
         first = luck.integers(due.shape[2])
         due[copy, kind, first : first + luck.integers(1, 5)] += luck.normal(0.0, spread)
@@ -137,8 +173,13 @@ def near(rule: Rule, spec: Spec, shape: Shape, luck: np.random.Generator) -> Rul
     if luck.random() < 0.4:
         rank = luck.integers(len(cap))
         step = spec.cost[:, HOLD].min() or spec.cost[:, HOLD].max() or 1.0
-        most = sum(float(spec.cost[copy, HOLD]) for copy in spec.copies_of[rank] if copy >= 0) * float(spec.counts.max())
-        cap[rank] = min(max(shape.need[rank], min(cap[rank], most) + step * luck.integers(-2, 3)), spec.limit[rank])
+        most = sum(
+            float(spec.cost[copy, HOLD]) for copy in spec.copies_of[rank] if copy >= 0
+        ) * float(spec.counts.max())
+        cap[rank] = min(
+            max(shape.need[rank], min(cap[rank], most) + step * luck.integers(-2, 3)),
+            spec.limit[rank],
+        )
     if whole.any() and not whole.all() and luck.random() < 0.3:
         copy = luck.integers(len(whole))
         whole = whole.copy()

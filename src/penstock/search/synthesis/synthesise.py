@@ -10,7 +10,14 @@ from itertools import islice
 from penstock.errors import ScheduleError
 from penstock.schedule.op import Kind, Schedule
 from penstock.search.synthesis.bound import lower_bound
-from penstock.search.synthesis.problem import PLACEMENTS, Limit, Problem, Room, StageCosts, problem_for
+from penstock.search.synthesis.problem import (
+    PLACEMENTS,
+    Limit,
+    Problem,
+    Room,
+    StageCosts,
+    problem_for,
+)
 from penstock.search.synthesis.updates import with_early_updates
 from penstock.search.synthesis.zoo import candidates
 from penstock.simulate.costs import Costs
@@ -40,14 +47,24 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.budget_s, bool) or not isinstance(self.budget_s, (int, float)) or not self.budget_s >= 0:
-            raise ScheduleError(f"synthesised takes a budget_s of 0 seconds or more, not {self.budget_s!r}")
+        if (
+            isinstance(self.budget_s, bool)
+            or not isinstance(self.budget_s, (int, float))
+            or not self.budget_s >= 0
+        ):
+            raise ScheduleError(
+                f"synthesised takes a budget_s of 0 seconds or more, not {self.budget_s!r}"
+            )
         for name in ("max_rounds", "seed"):
             number = getattr(self, name)
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
+            if number is not None and (
+                isinstance(number, bool) or not isinstance(number, int) or number < 0
+            ):
                 raise ScheduleError(f"synthesised takes a {name} of 0 or more, not {number!r}")
         if self.placement not in (*PLACEMENTS, "any"):
-            raise ScheduleError(f"synthesised knows no placement {self.placement!r}: take one of {', '.join(PLACEMENTS)}, any")
+            raise ScheduleError(
+                f"synthesised knows no placement {self.placement!r}: take one of {', '.join(PLACEMENTS)}, any"
+            )
 
     def room(self, placement: str) -> Room:
         """Where the programs may stand."""
@@ -106,7 +123,9 @@ def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = Non
 
         load()
     if not isinstance(costs.forward, tuple):
-        raise ScheduleError("the costs do not tell the number of stages: give forward as one number per stage")
+        raise ScheduleError(
+            "the costs do not tell the number of stages: give forward as one number per stage"
+        )
     table = StageCosts.of(costs, len(costs.forward))
     if wish.budget_s and wish.max_rounds != 0:
         _compile()
@@ -122,18 +141,27 @@ def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = Non
         if wish.exact and not task.proved:
             task.prove(end)
     best = min(tasks, key=lambda task: task.makespan)
-    least = min(best.makespan, *(task.least for task in tasks))  # sums of floats may pass each other
+    least = min(
+        best.makespan, *(task.least for task in tasks)
+    )  # sums of floats may pass each other
     gap = best.makespan / least - 1 if least else 0.0
     found = Synthesis(
         best.schedule, best.makespan, least, gap, best.makespan <= least * (1 + PROVED), best.problem.placement, best.zoo,
         best.zoo_makespan if best.zoo else None, sum(task.rounds for task in tasks),
     )  # fmt: skip
-    return replace(found, schedule=replace(found.schedule, name="synthesised", options=found.facts()))
+    return replace(
+        found, schedule=replace(found.schedule, name="synthesised", options=found.facts())
+    )
 
 
 def _compile() -> None:
     """Let the search's loops be compiled, which takes some seconds once on a machine, by a small search that has to try them all."""
-    costs = Costs(forward=[1, 1.2, 1, 0.8], input_grad=[1, 1.3, 1, 0.9], weight_grad=[0.8, 1, 0.7, 0.6], transfer=0.5)
+    costs = Costs(
+        forward=[1, 1.2, 1, 0.8],
+        input_grad=[1, 1.3, 1, 0.9],
+        weight_grad=[0.8, 1, 0.7, 0.6],
+        transfer=0.5,
+    )
     wish = Settings(memory_limit=4, max_rounds=2)
     _Task(problem_for(StageCosts.of(costs, 4), 8, wish.room("linear")), costs, wish).run(math.inf)
 
@@ -182,7 +210,9 @@ class _Task:
     def offer(self, schedule: Schedule) -> float:
         """Keep the schedule if it is the shortest so far. Returns its makespan."""
         seconds = self.seconds(schedule)
-        if seconds < self.makespan or (seconds == self.makespan and len(schedule.ops) < len(self.schedule.ops)):
+        if seconds < self.makespan or (
+            seconds == self.makespan and len(schedule.ops) < len(self.schedule.ops)
+        ):
             self.schedule, self.makespan = schedule, seconds
         return seconds
 
@@ -219,7 +249,13 @@ class _Task:
 
         if not self._plain():
             return
-        proof = prove(self.problem, replace(self.schedule, pairs=frozenset()), self.makespan, until_s, self.wish.seed)
+        proof = prove(
+            self.problem,
+            replace(self.schedule, pairs=frozenset()),
+            self.makespan,
+            until_s,
+            self.wish.seed,
+        )
         if proof.schedule is not None:
             self.offer(proof.schedule)
         self.least = max(self.least, min(proof.lower_bound, self.makespan))

@@ -17,7 +17,9 @@ def with_early_updates(schedule: Schedule, seconds: Callable[[Schedule], float])
     best = seconds(schedule)
     for stage in reversed(range(schedule.stages)):
         update = Op(Kind.U, stage, 1)
-        moved = replace(schedule, programs=tuple(_early(program, update) for program in schedule.programs))
+        moved = replace(
+            schedule, programs=tuple(_early(program, update) for program in schedule.programs)
+        )
         try:
             now = seconds(moved)
         except ScheduleError:  # two ranks would come to the updates of two stages in different orders, and wait for each other
@@ -31,5 +33,7 @@ def _early(program: Program, update: Op) -> Program:
     if update not in program:
         return program
     left = [op for op in program if op != update]
-    after = max(place for place, op in enumerate(left) if op.stage == update.stage and op.kind is not Kind.U)
+    after = max(
+        place for place, op in enumerate(left) if op.stage == update.stage and op.kind is not Kind.U
+    )
     return (*left[: after + 1], update, *left[after + 1 :])

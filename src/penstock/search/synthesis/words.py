@@ -17,7 +17,11 @@ _CODES = {kind: code for code, kind in _KINDS.items()}
 
 def counts_of(problem: Problem, schedule: Schedule) -> tuple[int, ...] | None:
     """Micro-batches on each route, or None if the schedule is not placed as the problem asks."""
-    if (schedule.ranks, schedule.stages, schedule.micro_batches) != (problem.ranks, problem.stages, problem.micro_batches):
+    if (schedule.ranks, schedule.stages, schedule.micro_batches) != (
+        problem.ranks,
+        problem.stages,
+        problem.micro_batches,
+    ):
         return None
     ways = [
         next((route for route, homes in enumerate(problem.routes)
@@ -34,7 +38,9 @@ def words_of(problem: Problem, spec: Spec, schedule: Schedule) -> Words | None:
     """The words of a schedule placed as the problem asks; None if it has ops that words have not, or more of them."""
     words = words_for(spec)
     route = {
-        m: next(way for way, homes in enumerate(problem.routes) if schedule.placement[0, m] == homes[0])
+        m: next(
+            way for way, homes in enumerate(problem.routes) if schedule.placement[0, m] == homes[0]
+        )
         for m in range(problem.micro_batches)
     }
     for rank, program in enumerate(schedule.programs):
@@ -55,7 +61,10 @@ def words_of(problem: Problem, spec: Spec, schedule: Schedule) -> Words | None:
 def schedule_of(problem: Problem, spec: Spec, words: Words, work: Work) -> Schedule:
     """The schedule that words are: micro-batches numbered by their turn, those of the second route after those of the first."""
     play(spec, words, work)
-    return Schedule(tuple(_program(problem, spec, words, work, rank) for rank in range(problem.ranks)), "synthesised")
+    return Schedule(
+        tuple(_program(problem, spec, words, work, rank) for rank in range(problem.ranks)),
+        "synthesised",
+    )
 
 
 def joined(spec: Spec, words: Words, work: Work) -> None:

@@ -26,7 +26,11 @@ def candidates(problem: Problem) -> Iterator[Schedule]:
                 made = catalogue.schedule(name, problem.stages, problem.micro_batches, **options)
             except PenstockError:  # its conditions are others
                 continue
-            if made.programs in seen or getattr(made, "slicing", None) is not None or counts_of(problem, made) is None:
+            if (
+                made.programs in seen
+                or getattr(made, "slicing", None) is not None
+                or counts_of(problem, made) is None
+            ):
                 continue
             seen.add(made.programs)
             if fits(problem, made):
@@ -50,7 +54,10 @@ def fits(problem: Problem, schedule: Schedule) -> bool:
 
     A micro-batch is held from its F to its B or W by the rank of its stage; between an E and its L by the rank that has no F of it.
     """
-    return all(peak <= limit * (1 + 1e-12) for peak, limit in zip(held_most(problem, schedule), problem.limits, strict=True))
+    return all(
+        peak <= limit * (1 + 1e-12)
+        for peak, limit in zip(held_most(problem, schedule), problem.limits, strict=True)
+    )
 
 
 def held_most(problem: Problem, schedule: Schedule) -> tuple[float, ...]:
@@ -60,7 +67,9 @@ def held_most(problem: Problem, schedule: Schedule) -> tuple[float, ...]:
         held = peak = 0.0
         for kind, stage, m in program:
             own = schedule.placement.get((stage, m)) == rank
-            step = {"F": 1, "B": -1, "W": -1, "E": -1 if own else 1, "L": 1 if own else -1}.get(kind.value, 0)
+            step = {"F": 1, "B": -1, "W": -1, "E": -1 if own else 1, "L": 1 if own else -1}.get(
+                kind.value, 0
+            )
             held += step * problem.costs.hold[stage]
             peak = max(peak, held)
         peaks.append(peak)

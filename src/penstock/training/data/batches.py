@@ -69,14 +69,18 @@ def batches(
     """
     samples = len(inputs)
     if samples != len(targets):
-        raise SettingError(f"{samples} inputs and {len(targets)} targets: every input needs its own target")
+        raise SettingError(
+            f"{samples} inputs and {len(targets)} targets: every input needs its own target"
+        )
     count = count_batches(samples, batch, drop_last=drop_last)
     if count == 0:
         # Not an empty epoch: who trains for a number of steps would go round it for ever.
         raise SettingError(f"no batch of {batch} can be made of {samples} samples{' with drop_last' if drop_last else ''}: "
                            "ask for a smaller batch or give more samples")  # fmt: skip
     order = _order(samples, seed, epoch) if shuffle else torch.arange(samples, device="cpu")
-    return _gather(inputs, targets, [order[start : start + batch] for start in range(0, count * batch, batch)])
+    return _gather(
+        inputs, targets, [order[start : start + batch] for start in range(0, count * batch, batch)]
+    )
 
 
 def count_batches(samples: int, batch: int, *, drop_last: bool = False) -> int:

@@ -35,7 +35,9 @@ def dataset(name: str, **options: object) -> Dataset:
     word, colon, path = name.partition(":")
     entry = DATASETS.find(word)
     takes = _facts(entry, "takes")
-    strangers = [option for option in options if option not in takes and option not in SHARED_OPTIONS]
+    strangers = [
+        option for option in options if option not in takes and option not in SHARED_OPTIONS
+    ]
     if strangers:
         raise SettingError(f"the data set {entry.name} does not take {', '.join(strangers)}; "
                            f"it takes {', '.join(takes)} and is written {entry.facts['usage']}")  # fmt: skip
@@ -46,9 +48,13 @@ def dataset(name: str, **options: object) -> Dataset:
 def _path(entry: Registered[Callable[..., Dataset]], colon: str, path: str) -> tuple[str, ...]:
     usage = str(entry.facts["usage"])
     if colon and "PATH" not in usage:
-        raise SettingError(f"the data set {entry.name} takes no path, but {path!r} follows its colon; write {usage}")
+        raise SettingError(
+            f"the data set {entry.name} takes no path, but {path!r} follows its colon; write {usage}"
+        )
     if not path and (colon or usage.endswith(":PATH")):
-        raise SettingError(f"the data set {entry.name} is given without a path; write {usage} ({entry.facts['source']})")
+        raise SettingError(
+            f"the data set {entry.name} is given without a path; write {usage} ({entry.facts['source']})"
+        )
     # Not Path.expanduser, which fails without a home: here the file is then just not found, and the data set says so.
     return (os.path.expanduser(path),) if path else ()  # noqa: PTH111
 

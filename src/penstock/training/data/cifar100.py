@@ -108,7 +108,9 @@ def _read_archive(path: Path, *, check: bool) -> dict[str, bytes]:
                 if name is None or name in raw:
                     continue
                 if not member.isreg() or member.issparse():
-                    raise FileError(f"{path}: {member.name} is a link or another special member, and must be a plain file")
+                    raise FileError(
+                        f"{path}: {member.name} is a link or another special member, and must be a plain file"
+                    )
                 content = archive.extractfile(member)
                 assert content is not None, "a plain file has content"
                 raw[name] = content.read()
@@ -121,7 +123,9 @@ def _read_archive(path: Path, *, check: bool) -> dict[str, bytes]:
                         f"{_TRAIN} and {_TEST}") from error  # fmt: skip
     missing = [member for member, name in wanted.items() if name not in raw]
     if missing:
-        raise FileError(f"{path} has no member {' and no member '.join(missing)}: it is not CIFAR-100's binary version")
+        raise FileError(
+            f"{path} has no member {' and no member '.join(missing)}: it is not CIFAR-100's binary version"
+        )
     return raw
 
 

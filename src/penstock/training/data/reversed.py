@@ -12,7 +12,10 @@ from penstock.training.data.text import windows_of
 
 
 @register(
-    "reversed", usage="reversed[:PATH]", takes=("tokens",), source="a UTF-8 file, or the documentation that comes with Python"
+    "reversed",
+    usage="reversed[:PATH]",
+    takes=("tokens",),
+    source="a UTF-8 file, or the documentation that comes with Python",
 )
 def reversed_text(path: str | Path | None = None, *, tokens: int = 128) -> Dataset:
     """Windows of a text and the same backwards: inputs (n, 2, tokens) int64, targets (n, tokens) int64.

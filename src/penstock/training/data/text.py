@@ -14,7 +14,12 @@ from penstock.training.data.batches import Dataset, check_count
 from penstock.training.data.catalogue import register
 
 
-@register("text", usage="text[:PATH]", takes=("tokens",), source="a UTF-8 file, or the documentation that comes with Python")
+@register(
+    "text",
+    usage="text[:PATH]",
+    takes=("tokens",),
+    source="a UTF-8 file, or the documentation that comes with Python",
+)
 def text(path: str | Path | None = None, *, tokens: int = 128) -> Dataset:
     """Windows of a text that do not overlap: inputs and targets (n, tokens) int64.
 
@@ -64,7 +69,9 @@ def windows_of(path: str | Path | None, window: int) -> tuple[torch.Tensor, torc
     points = np.frombuffer(content.encode("utf-32-le"), dtype="<u4")
     cut = len(points) - max(len(points) // 10, window)
     vocabulary = np.unique(points[:cut])
-    train, test = (_windows(_encode(part, vocabulary), window) for part in (points[:cut], points[cut:]))
+    train, test = (
+        _windows(_encode(part, vocabulary), window) for part in (points[:cut], points[cut:])
+    )
     source = f"{what}, {len(content):,} characters, sha256 {hashlib.sha256(content.encode()).hexdigest()}"
     return train, test, len(vocabulary) + 1, source
 
@@ -73,7 +80,9 @@ def _documentation() -> tuple[str, str]:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise FileError("this Python came without pydoc_data, the text used by default; write text:PATH") from error
+        raise FileError(
+            "this Python came without pydoc_data, the text used by default; write text:PATH"
+        ) from error
     content = "\n".join(topics[topic] for topic in sorted(topics))
     return content, f"language reference of Python {platform.python_version()} (pydoc_data.topics)"
 
