@@ -43,6 +43,18 @@ def rank_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("penstock-rank")]
 
 
+def end(pipe, trap, others):
+    """Let a stuck layer go on, and wait for the ranks' threads to end; `others` are not theirs.
+
+    A thread that goes on later puts torch's generator back to what it was, in the middle of the
+    next test.
+    """
+    trap.release.set()
+    pipe.close()
+    for thread in set(rank_threads()) - others:
+        thread.join(30)
+
+
 def left_in(pipe):
     """Everything that stages keep between a forward and its backward."""
     return [kept for stage in pipe._local_stages for kept in (stage._kept, stage._pending) if kept]
@@ -136,6 +148,7 @@ def test_a_rank_that_waits_too_long_says_for_what_and_what_the_others_are_at(mon
     """A stuck op cannot be stopped in a thread; the caller is told within the deadline and may go on without this pipeline."""
     monkeypatch.setattr(threads, "_GRACE_S", 0.2)
     monkeypatch.setattr("penstock.runtime.layers.may_draw", lambda module: False)
+    others = set(rank_threads())
     trap = Trap("hang", "F", at=1)
     pipe = with_trap(1, trap, deadline_s=0.5, schedule="naive")
     with pytest.raises(
@@ -150,12 +163,13 @@ def test_a_rank_that_waits_too_long_says_for_what_and_what_the_others_are_at(mon
         match=r"cannot go on after a batch that failed: rank 1 is at 1F1 since \d s. Make a new Pipeline",
     ):
         pipe.train_batch(X, Y)
-    trap.release.set()
+    end(pipe, trap, others)
 
 
 def test_layers_that_wait_for_each_others_random_numbers_are_let_go_too(monkeypatch):
     """A layer that may draw holds the random generators: while it hangs, the others stand still inside their own ops."""
     monkeypatch.setattr(threads, "_GRACE_S", 0.2)
+    others = set(rank_threads())
     trap = Trap("hang", "F", at=1)
     model = nn.Sequential(nn.Dropout(0.1), nn.Linear(16, 4), trap)
     pipe = ps.Pipeline(model, loss=functional.cross_entropy, balance=[2, 1], micro_batches=4, schedule="gpipe", deadline_s=0.5,
@@ -167,7 +181,7 @@ def test_layers_that_wait_for_each_others_random_numbers_are_let_go_too(monkeypa
     assert "rank 1 is at 1F1" in str(error.value) or "an end to where it is at 1F1" in str(
         error.value
     )
-    trap.release.set()
+    end(pipe, trap, others)
 
 
 def test_an_interrupt_stops_the_ranks_and_the_pipeline_can_go_on(monkeypatch):
