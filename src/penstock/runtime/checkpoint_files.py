@@ -272,7 +272,8 @@ def read_tensors(folder: Path, name: str, keys: Collection[str]) -> dict[str, Te
     try:
         with safe_open(folder / name, framework="pt") as content:
             doubled = set(json.loads((content.metadata() or {}).get("complex128", "[]")))
-            found = {key: content.get_tensor(key) for key in keys}
+            # What it returns is a view of the file's pages, and would change, or crash, when the file does.
+            found = {key: content.get_tensor(key).clone() for key in keys}
     except (OSError, SafetensorError, ValueError) as error:
         raise _unreadable(folder, name, error) from error
     return {

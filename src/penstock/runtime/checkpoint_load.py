@@ -185,8 +185,8 @@ def _check(
 ) -> None:
     """Refuse what does not fit, all of it in one message."""
     findings = fit.Findings()
-    fit.check_names(headers.values(), placed, findings)
     fit.check_model(placed, _below("model/", content.tensors), findings, nonfinite=terms.nonfinite)
+    fit.check_names(headers.values(), placed, findings)
     if "optimizer" not in terms.skip:
         for stage in placed.local:
             if stage.update.optimizer is not None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from penstock.errors import SettingError
 from penstock.optim.schedulers import SchedulerFactory, Schedulers
-from penstock.runtime.assembly import Assembly
 from penstock.runtime import checkpoint, checkpoint_load
+from penstock.runtime.assembly import Assembly
 from penstock.runtime.checkpoint import Progress, Terms, Versioned, skipped_parts
 from penstock.runtime.checkpoint_files import RuleFacts
 from penstock.runtime.checkpoint_fit import saved_kind
