@@ -21,7 +21,7 @@ from penstock.runtime.checkpoint_files import (
     read_index,
     read_tensors,
 )
-from penstock.runtime.consensus import attempt, check_reports, exchange
+from penstock.runtime.consensus import Report, attempt, check_reports, exchange
 from penstock.runtime.own_state import Facts, names_of, restore_optimizer, restore_rule
 from penstock.runtime.stage import Stage
 from penstock.runtime.state import Placed
@@ -56,7 +56,8 @@ def load(
 
     def read() -> list[Any]:
         contents.append(_read(folder, placed, versioned, terms))
-        return [contents[0].index.identity, contents[0].index.step]
+        index = contents[0].index
+        return [index.identity or index.sum(), index.step, str(folder.absolute())]
 
     first, *others = world.local_ranks
     try:
@@ -68,13 +69,7 @@ def load(
         world, {first: report} | {rank: replace(report, rank=rank) for rank in others}
     )
     check_reports(reports, "nothing was loaded on any rank")
-    for other in reports:
-        if other.value != reports[0].value:
-            raise FileError(
-                f"rank {other.rank} on host {other.host} reads the checkpoint of step {other.value[1]} in {folder}, and rank 0 on "
-                f"host {reports[0].host} another one, of step {reports[0].value[1]}: load from one folder, on a disk that all "
-                "hosts share (nothing was loaded on any rank)"
-            )
+    _check_same(reports)
     _apply(contents[0], placed, terms, begin_anew)
     index = contents[0].index
     skipped = "schedulers" in terms.skip
@@ -84,6 +79,19 @@ def load(
         () if skipped else index.schedulers,
         () if skipped else index.scheduler_kinds,
     )
+
+
+def _check_same(reports: Sequence[Report]) -> None:
+    """Refuse if ranks have read different checkpoints: hosts may each have a disk of their own under that name."""
+    first, *others = reports
+    for other in others:
+        if other.value[0] != first.value[0]:
+            _, step, folder = other.value
+            raise FileError(
+                f"rank {other.rank} on host {other.host} reads the checkpoint of step {step} in {folder}, and rank 0 on host "
+                f"{first.host} that of step {first.value[1]} in {first.value[2]}: load from one folder, on a disk that all "
+                "hosts share (nothing was loaded on any rank)"
+            )
 
 
 def _fail(world: World, error: Exception) -> None:
