@@ -75,13 +75,11 @@ def resumed(path: str | Path | None, changes: Mapping[str, Any]) -> tuple[TrainC
 
 def _said(path: str | Path | None, changes: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
     """The run's folder, and all that the caller said."""
-    folder = Path(path) if path is not None and Path(path).is_dir() else None
+    folder = None if path is None else _run_folder(Path(path))
     said = dict(changes)
     if path is not None and folder is None:
         said = {**mapping_of(path), **changes}
     out = said.get("out")
-    if out is None and path is not None and Path(path).name == "config.yaml":
-        folder = folder or Path(path).parent
     if folder is not None and out is not None and Path(out).resolve() != folder.resolve():
         raise SettingError(f"which run is to go on, that in {folder} or that in --out {out}?")
     if folder is None and out is None:
@@ -89,6 +87,13 @@ def _said(path: str | Path | None, changes: Mapping[str, Any]) -> tuple[Path, di
             "resume needs the folder of the run to go on with: penstock train --resume runs/NAME, or --out runs/NAME"
         )
     return folder or Path(str(out)), said
+
+
+def _run_folder(path: Path) -> Path | None:
+    """The folder that a path means: itself, or that of a run's own configuration, which says nothing new."""
+    if path.name == "config.yaml" and (path.parent / CHECKPOINT).is_dir():
+        return path.parent
+    return path if path.is_dir() else None
 
 
 def _refuse_fixed(folder: Path, differing: Mapping[str, tuple[Any, Any]]) -> None:
