@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,19 +22,52 @@ def to_json(value: object) -> str:
     return TypeAdapter(type(value)).dump_json(value, indent=1).decode()
 
 
-def write_json(path: str | Path, value: object) -> None:
-    """Write `value` to `path` whole or not at all."""
+def write_json(path: str | Path, value: object, *, durable: bool = False) -> None:
+    """Write `value` to `path` whole or not at all.
+
+    Args:
+        path: the file.
+        value: a frozen dataclass of plain data.
+        durable: wait until the disk has it, so that it outlasts a loss of power.
+
+    Raises:
+        FileError: the file cannot be written.
+    """
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
     try:
         partial.write_text(to_json(value) + "\n", encoding="utf-8")
+        if durable:
+            sync_file(partial)
         partial.replace(target)
-    except OSError as error:
-        raise FileError(f"cannot write {target}: {error.strerror or error}") from error
+        if durable:
+            sync_folder(target.parent)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"cannot write {target}: {reason}") from error
 
 
-def read_json(path: str | Path, kind: type[T], schema: int) -> T:
-    """Read a value of type `kind` whose `schema` field is `schema`.
+def sync_file(path: Path) -> None:
+    """Wait until the disk has the content of a file."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the disk has the names in a folder, where the file system can say so."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def read_json(path: str | Path, kind: type[T], schema: int | Collection[int]) -> T:
+    """Read a value of type `kind` whose `schema` field is `schema`, or one of several.
 
     Raises:
         FileError: no such file, no JSON, another schema version, or fields that are missing, unknown or of the wrong type.
@@ -49,9 +85,10 @@ def read_json(path: str | Path, kind: type[T], schema: int) -> T:
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path} is not JSON: {error}") from error
     version = found.get("schema") if isinstance(found, dict) else None
-    if version != schema:
+    known = (schema,) if isinstance(schema, int) else schema
+    if version not in known or isinstance(version, bool):
         raise FileError(
-            f"{path} is no {what} of schema {schema}: its schema is {version!r}. Make it anew with this version"
+            f"{path} is no {what} of schema {' or '.join(map(str, known))}: its schema is {version!r}. Make it anew with this version"
         )
     try:
         return TypeAdapter(kind).validate_json(text, strict=True, extra="forbid")

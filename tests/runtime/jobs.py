@@ -169,3 +169,79 @@ def trapped_copy(what: str, deadline_s: float = 300.0) -> None:
         "rank 0 | 0F0 0B0 0U1\nrank 1 | 0F1 0B1 0F2 0B2 0U1"))  # fmt: skip
     for _ in range(3):
         pipe.train_batch(torch.randn(9, 16), torch.arange(9) % 4)
+
+
+def _tiny(optimizer: Any = None, executor: str = "processes") -> ps.Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    return ps.Pipeline(model, loss=functional.mse_loss, balance=[2, 1], schedule="1f1b", micro_batches=2,
+                       optimizer=optimizer or Plain, executor=executor, deadline_s=60)  # fmt: skip
+
+
+def _tiny_batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)
+
+
+def saved_by_two_ranks(folder: Path) -> None:
+    """A checkpoint of two stages."""
+    pipe = _tiny(executor="threads")
+    pipe.train_batch(*_tiny_batch(0))
+    pipe.save(folder)
+
+
+def zero(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's own: its state is not where others have theirs."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(params, optimizer_class=torch.optim.SGD, lr=0.1)
+
+
+def checkpoint_verdicts(folder: Path) -> dict[str, Any]:
+    """Save and load what must be refused, on two ranks; what they said, and whether they are what they were."""
+    import torch.distributed as dist
+
+    pipe = _tiny()
+    rank = dist.get_rank()
+    found: dict[str, Any] = {}
+
+    def weights() -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in pipe.parameters()]
+
+    def refused(action: Any) -> str:
+        try:
+            action()
+        except ps.PenstockError as error:
+            return str(error)
+        return "taken"
+
+    for step in (1, 2):
+        pipe.train_batch(*_tiny_batch(step))
+        pipe.save(folder / f"step-{step}")
+        pipe.save(folder / f"damaged-{step}")
+    if rank == 1:
+        file = next((folder / "damaged-1").glob("*stage-0001*"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    before = weights()
+    found["damaged"] = refused(lambda: pipe.load(folder / "damaged-1"))
+    same = [all(map(torch.equal, before, weights()))]
+    found["two steps"] = refused(lambda: pipe.load(folder / f"step-{2 - rank}"))
+    same.append(all(map(torch.equal, before, weights())))
+    found["own disks"] = refused(lambda: pipe.save(folder / f"disk-{rank}"))
+    other = _tiny(zero)
+    found["zero"] = refused(lambda: other.save(folder / "zero"))
+    same.append(all(map(torch.equal, before, weights())))
+    found["same before and after"] = same
+    pipe.load(folder / "step-1")
+    found["loss after"] = float(pipe.train_batch(*_tiny_batch(2)))
+    alone = _tiny(executor="threads") if rank == 0 else None
+    if alone is not None:
+        alone.load(folder / "step-1")
+        found["loss expected"] = float(alone.train_batch(*_tiny_batch(2)))
+    dist.barrier()
+    pipe.close()
+    other.close()
+    return found

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.conformance.models import CASES, lengths_of, made
 from tests.conformance.reference import PlainTraining, differences, gradients, layers_of
@@ -14,7 +15,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import FileError, SettingError
-from penstock.runtime import checkpoint
+from penstock.runtime import checkpoint_files
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -90,7 +91,7 @@ def test_a_checkpoint_holds_what_plain_training_would_hold(tmp_path):
     optimizer.step()
     trained(1, "resnet", 3).save(tmp_path)
     index = json.loads((tmp_path / "checkpoint.json").read_text())
-    assert (index["step"], len(index["files"]), index["schema"]) == (1, 3, 1)
+    assert (index["step"], len(index["files"]), index["schema"]) == (1, 3, 2)
     tensors = {
         key: value for file in index["files"] for key, value in load_file(tmp_path / file).items()
     }
@@ -224,7 +225,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_whole(tmp_path, monkeypa
             raise OSError(28, "No space left on device")
         save_file(tensors, path, metadata)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint_files, "save_file", full)
     with pytest.raises(FileError, match=r"cannot write the checkpoint .*: No space left on device"):
         pipe.save(tmp_path)
     other = pipeline("vgg", 2)
@@ -232,6 +233,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_whole(tmp_path, monkeypa
     assert other.step == 1
     assert differences(other.state_dict(), before) == []
     monkeypatch.undo()
+    assert len(list(tmp_path.iterdir())) == 4, "what was written of it is taken back"
     pipe.save(tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
 
@@ -243,9 +245,57 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         pipeline().save(tmp_path / "ckpt")
 
 
+def as_schema_1(folder):
+    """Make a checkpoint one of version 0.1, which has no checksums."""
+    index_file = folder / "checkpoint.json"
+    index = json.loads(index_file.read_text())
+    old = ("step", "fingerprint", "files", "scaler", "schedulers")
+    index_file.write_text(json.dumps({**{key: index[key] for key in old}, "schema": 1}))
+    for name in index["files"]:
+        with safe_open(folder / name, framework="pt") as content:
+            facts = json.loads(content.metadata()["optimizer"])
+        plain = {
+            key: {"options": value["options"], "state": value["state"]}
+            for key, value in facts.items()
+        }
+        save_file(
+            load_file(folder / name), folder / name, metadata={"optimizer": json.dumps(plain)}
+        )
+
+
+def test_a_checkpoint_of_version_0_1_still_loads(tmp_path):
+    """A long run is not lost with an update of the library."""
+    pipe = trained(2, optimizer=OPTIMIZERS["adam on two groups"])
+    pipe.save(tmp_path)
+    as_schema_1(tmp_path)
+    other = pipeline(lengths=3, optimizer=OPTIMIZERS["adam on two groups"])
+    other.load(tmp_path)
+    for each in (pipe, other):
+        each.train_batch(*batch(number=2))
+    assert differences(other.state_dict(), pipe.state_dict()) == []
+
+
+def nan_weight(tensors):
+    """As of a run that has diverged."""
+    tensors["model/0.0.weight"][0] = torch.nan
+
+
+CHANGES = {
+    "double": lambda tensors: tensors.update(
+        {"model/0.0.weight": tensors["model/0.0.weight"].double()}
+    ),
+    "nan": nan_weight,
+    "more": lambda tensors: tensors.update({"model/stranger": torch.zeros(1)}),
+    "moments": lambda tensors: tensors.update(
+        {"optimizer/0.0.weight/momentum_buffer": torch.zeros(2)}
+    ),
+}
+
+
 def damaged(tmp_path, how):
-    """A folder with a checkpoint of the VGG case that has been damaged."""
+    """A folder with a checkpoint of the VGG case, as version 0.1 wrote it, that has been damaged."""
     trained(1).save(tmp_path)
+    as_schema_1(tmp_path)
     index_file = tmp_path / "checkpoint.json"
     index = json.loads(index_file.read_text())
     first = tmp_path / index["files"][0]
@@ -262,6 +312,10 @@ def damaged(tmp_path, how):
     elif how == "wrong shape":
         tensors = load_file(first)
         save_file({**tensors, "model/0.0.weight": torch.zeros(2)}, first)
+    elif isinstance(how, str) and how in CHANGES:
+        tensors = load_file(first)
+        CHANGES[how](tensors)
+        save_file(tensors, first)
     elif how == "metadata":
         save_file(load_file(first), first, metadata={"optimizer": '{"0.0.weight": {"options": 3}}'})
     else:
@@ -291,13 +345,33 @@ def damaged(tmp_path, how):
             r"does not fit: 0\.0\.weight has shape \(2,\) in the state and \(6, 3, 3, 3\) in the model",
         ),
         ("metadata", r"cannot read step-00000001-stage-0000"),
-        ({"schema": 7}, r"is no checkpoint of schema 1: its schema is 7"),
+        ({"schema": 7}, r"is no checkpoint of schema 1 or 2: its schema is 7"),
         ({"step": "one"}, r"is no checkpoint: at step: "),
         (
             {"fingerprint": "abc"},
             r"is a checkpoint of another model: its layers and shapes have fingerprint abc",
         ),
-        ({"files": ["../../../etc/passwd"]}, r"cannot read passwd of the checkpoint"),
+        (
+            {"files": ["../../../etc/passwd"]},
+            r"is damaged: it names '\.\./\.\./\.\./etc/passwd', which is no file of a checkpoint",
+        ),
+        ({"step": -5}, r"is damaged: its step is -5"),
+        ({"step": 10**30}, r"is damaged: its step is 1e\+30"),
+        ({"files": []}, r"is damaged: it names no file"),
+        ({"identity": "ab"}, r"is damaged: it says schema 1 and has what schema 2 has"),
+        (
+            "double",
+            r"0\.0\.weight is float64 in the state and float32 in the model \(make the model in that dtype",
+        ),
+        ("nan", r"does not fit: NaN values in 0\.0\.weight: the run had diverged"),
+        (
+            "more",
+            r"does not fit: the state has 'stranger', which the model has not",
+        ),
+        (
+            "moments",
+            r"momentum_buffer of 0\.0\.weight is float32 \(2,\) in the state, and the parameter is of shape \(6, 3, 3, 3\)",
+        ),
         ("{", r"checkpoint\.json is not JSON"),
     ],
 )

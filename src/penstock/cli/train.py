@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,12 +14,16 @@ from penstock.errors import SettingError
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from penstock.training.config import TrainConfig
     from penstock.training.job import Outcome
 
 
 def train(
     config: Annotated[
-        Path | None, typer.Argument(help="A YAML file; flags change what it says.")
+        Path | None,
+        typer.Argument(
+            help="A YAML file; flags change what it says. With --resume, or the run's folder."
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="A model of the zoo.")] = None,
     data: Annotated[
@@ -88,7 +92,11 @@ def train(
         str | None, typer.Option(help="The run's folder; by default a new one in runs/.")
     ] = None,
     resume: Annotated[
-        bool | None, typer.Option("--resume", help="Go on from the checkpoint in --out.")
+        bool | None,
+        typer.Option(
+            "--resume",
+            help="Go on with the run in --out from its checkpoint, with its own settings and those said here.",
+        ),
     ] = None,
     checkpoint: Annotated[
         str | None, typer.Option(help="When to write one: epoch, end or never.")
@@ -124,9 +132,7 @@ def train(
     if "RANK" in os.environ:
         raise SettingError("penstock train starts its own ranks: call it without torchrun. For several hosts, write a script "
                            "with ps.Pipeline and start that with torchrun")  # fmt: skip
-    from penstock.training.config import load
-
-    settings = load(config, changes)
+    settings, changed = _settings(config, changes)
     from penstock.draw.compare import draw_pair
     from penstock.draw.draw import draw
     from penstock.training.job import prepare, run
@@ -136,6 +142,8 @@ def train(
     def say(text: str) -> None:
         print(text, file=sys.stderr if json else sys.stdout, flush=True)
 
+    if changed:
+        say(f"going on with {settings.out} with other settings: {', '.join(changed)}")
     prepared = prepare(settings, say)
     say(str(prepared.plan))
     say(draw(prepared.predicted, width=width, colour=colour and not json))
@@ -154,6 +162,23 @@ def train(
         say(f"{outcome.speed_up:.2f} times as fast as one process with one thread "
             f"({format_seconds(outcome.one_thread_step_s)} a step, median of {settings.baseline_steps})")  # fmt: skip
     say(f"everything is in {outcome.folder}")
+
+
+def _settings(config: Path | None, changes: dict[str, Any]) -> tuple[TrainConfig, list[str]]:
+    """What to do; of a run that goes on, also which of its settings are other ones now."""
+    from penstock.training.config import load, mapping_of
+    from penstock.training.resume import resumed
+
+    folder = config is not None and config.is_dir()
+    if changes.get("resume") or (
+        config is not None and not folder and mapping_of(config).get("resume") is True
+    ):
+        return resumed(config, changes)
+    if folder:
+        raise SettingError(
+            f"{config} is a folder: to go on with the run in it, add --resume; a new run takes a YAML file"
+        )
+    return load(config, changes), []
 
 
 def _held_against_each_other(outcome: Outcome) -> list[tuple[str, str, str]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import SettingError
+from penstock.optim.class_names import class_name, same_class
 from penstock.optim.update import OptimizerFactory
 
 #: From an optimizer to a scheduler over it, such as `lambda optimizer: StepLR(optimizer, 10)`.
@@ -21,7 +22,11 @@ class Schedulers:
     """What `Pipeline.scheduler` returns. Every rank has one, and calls its methods with the same numbers."""
 
     def __init__(
-        self, make: SchedulerFactory, optimizers: Sequence[Optimizer], saved: str | None = None
+        self,
+        make: SchedulerFactory,
+        optimizers: Sequence[Optimizer],
+        saved: str | None = None,
+        saved_kind: str | None = None,
     ) -> None:
         """Make a scheduler for each optimizer.
 
@@ -29,9 +34,10 @@ class Schedulers:
             make: takes an optimizer; called once for each.
             optimizers: at least one (`stand_in` makes one where a rank has none).
             saved: what `as_json` gave, to go on from. The optimizers have been restored already.
+            saved_kind: the `kind` of the scheduler that gave it, where that is known.
 
         Raises:
-            SettingError: `make` returned something that is no scheduler.
+            SettingError: `make` returned something that is no scheduler, or one of another class than that which was saved.
         """
         self._optimizers = list(optimizers)
         # Making a scheduler sets learning rate and momentum to what they begin with.
@@ -48,7 +54,27 @@ class Schedulers:
             for optimizer, groups in zip(self._optimizers, options, strict=True):
                 for group, kept in zip(optimizer.param_groups, groups, strict=True):
                     group.update(kept)
+            if not self.fits(saved_kind, json.loads(saved)):
+                raise SettingError(
+                    f"this scheduler is {self.kind}, and the checkpoint that was loaded has the state of "
+                    f"{saved_kind or 'another one'} in its place. Make the schedulers that there were, in that order; to begin "
+                    "them anew, load it with skip='schedulers'"
+                )
             self.load_json(saved)
+
+    @property
+    def kind(self) -> str:
+        """The name of its class, and of those that it is made of."""
+        return class_name(self._each[0])
+
+    def fits(self, kind: str | None, state: Mapping[str, Any]) -> bool:
+        """Whether a saved state is of a scheduler of this class; where the class is not known, whether it has the same entries."""
+        if kind is not None:
+            return same_class(kind, self.kind)
+        saved, own = (
+            {key for key in held if not key.startswith("_")} for held in (state, self.state_dict())
+        )
+        return saved == own
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """As the scheduler's own: `step()`, `step(epoch)`, or `step(metric)` for ReduceLROnPlateau. The loss that `train_batch` and

@@ -1,65 +1,58 @@
 """Checkpoints that know nothing of the cut: every tensor under its parameter's name, so that any other plan can go on.
 
-A folder holds one safetensors file per stage that wrote it and `checkpoint.json`, which is written last and names them: without
-it the folder holds no checkpoint, and until it is replaced the one before stays whole. Nothing is executed when one is read.
+A folder holds one safetensors file per stage that wrote it and `checkpoint.json`, which is written last and names them with their
+checksums: without it the folder holds no checkpoint, and until it is replaced the one before stays whole. Nothing is executed when
+one is read. All ranks write and rank 0 sees all files, or `save` refuses; all ranks verify what they read before any changes a
+weight, or `load` refuses, on every rank with one message.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.errors import FileError, SettingError
+from penstock.errors import FileError, PenstockError, SettingError
+from penstock.optim.schedulers import Schedulers
 from penstock.optim.stage_weights import StageWeights
+from penstock.runtime import checkpoint_fit as fit
 from penstock.runtime import state
-from penstock.runtime.own_state import (
-    Facts,
-    names_of,
-    optimizer_state,
-    restore_optimizer,
-    restore_rule,
-    rule_state,
+from penstock.runtime.checkpoint_files import (
+    Checkpoint,
+    FileSum,
+    RuleFacts,
+    remove_others,
+    seen_from_here,
+    write_file,
+    write_index,
 )
+from penstock.runtime.consensus import Report, attempt, check_reports, exchange
+from penstock.runtime.own_state import optimizer_state, rule_state
 from penstock.runtime.stage import Stage
 from penstock.runtime.state import Placed
 from penstock.runtime.world import World
-from penstock.store import read_json, write_json
-from penstock.transport.payload import TensorForm
+from penstock.runtime.writable import check_optimizer
 
-T = TypeVar("T")
-
-SCHEMA = 1
-_INDEX = "checkpoint.json"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a checkpoint consists of."""
-
-    step: int
-    fingerprint: str
-    files: tuple[str, ...]
-    scaler: dict[str, float] | None = None
-    schedulers: tuple[str, ...] = ()
-    schema: int = SCHEMA
+#: What `load` can leave as it is. Without the optimizer's state none of the others is taken either.
+PARTS = ("optimizer", "schedulers", "scaler", "weight_rule")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come, besides what its stages hold: batches, the scaler's state, and the schedulers' as JSON."""
+    """How far a run has come, besides what its stages hold: batches, the scaler's state, and the schedulers' as JSON with the names of
+    their classes.
+    """
 
     step: int
     scaler: Mapping[str, float] | None = None
     schedulers: tuple[str, ...] = ()
+    scheduler_kinds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,159 +74,207 @@ class Versioned:
 
     def own_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and facts of optimizer and weight rule."""
+        for optimizer in self.weights.more_optimizers():
+            check_optimizer(optimizer)
         tensors, facts = optimizer_state(self.stage, self.prefix)
         return tensors | rule_state(self.stage, self.weights, self.prefix), facts
 
 
+@dataclass(frozen=True)
+class Terms:
+    """On what terms a checkpoint is written or read.
+
+    Attributes:
+        rule: the weight rule of an asynchronous run.
+        copies: how many of each stage have optimizers of their own.
+        nonfinite: whether parameters and optimizer state may be NaN.
+        skip: which of `PARTS` are left as they are.
+        schedulers: those that there are.
+        scaler: whether there is a loss scaler.
+    """
+
+    rule: RuleFacts | None = None
+    copies: int = 1
+    nonfinite: bool = False
+    skip: frozenset[str] = frozenset()
+    schedulers: Sequence[Schedulers] = ()
+    scaler: bool = False
+
+
+def skipped_parts(skip: str | Collection[str]) -> frozenset[str]:
+    """Which of `PARTS` a caller wants to leave as they are.
+
+    Raises:
+        SettingError: there is no such part.
+    """
+    names = {skip} if isinstance(skip, str) and skip else set(skip)
+    for name in names:
+        if name not in PARTS:
+            raise SettingError(f"skip is any of {', '.join(PARTS)}, not {name!r}")
+    return frozenset(PARTS if "optimizer" in names else names)
+
+
 def save(folder: Path, world: World, placed: Placed, progress: Progress, versioned: Sequence[Versioned] = (),
-         copies: int = 1) -> None:  # fmt: skip
-    """Write the stages held here; rank 0 completes the checkpoint when all have written, and removes the one before.
+         terms: Terms = Terms()) -> None:  # fmt: skip
+    """Write the stages held here; rank 0 completes the checkpoint when it sees all files, and the one before is removed.
 
     Args:
-        folder: where to.
+        folder: where to; the same, on one disk, for all ranks.
         world: the ranks.
         placed: which holds what.
         progress: how far the run has come.
         versioned: of a stream, the stages held here.
-        copies: how many of each stage have optimizers of their own.
+        terms: see there.
 
     Raises:
-        FileError: the folder cannot be written.
-        SettingError: an optimizer keeps something that is neither tensor nor plain number.
+        FileError: the folder cannot be written, or is not one folder for all ranks.
+        SettingError: an optimizer keeps something that a checkpoint cannot hold, or there is a NaN in what would be written.
     """
-    # Names are new each time: files of an earlier checkpoint, or of another run, stay what they are until the index is replaced.
-    token = int(
-        world.broadcast(torch.tensor(time.time_ns()), 0, TensorForm((), "int64", wants_grad=False))
-    )
-    names = {(stage, copy): f"step-{progress.step:08d}-stage-{stage:04d}{f'-copy-{copy}' if copy else ''}-{token:016x}.safetensors"
-             for stage in range(len(placed.lengths)) for copy in range(copies)}  # fmt: skip
-
-    def write(rank: int) -> None:
-        of_rank = {(each.stage.index, each.copy): each for each in versioned if each.rank == rank}
-        for stage in placed.at_home:
-            if placed.home[stage.index] == rank:
-                own = of_rank.pop((stage.index, 0), None)
-                tensors, facts = optimizer_state(stage, "") if own is None else own.own_state()
-                model = {f"model/{name}": tensor.detach().cpu().contiguous().clone()
-                         for name, tensor in state.counted(placed, stage).items()}  # fmt: skip
-                _write(folder / names[stage.index, 0], model | tensors, facts)
-        for place, each in of_rank.items():
-            if each.copy:
-                _write(folder / names[place], *each.own_state())
-
-    def complete(rank: int) -> None:
-        if rank == 0:
-            scaler = (
-                None
-                if progress.scaler is None
-                else {name: float(value) for name, value in progress.scaler.items()}
-            )
-            write_json(folder / _INDEX, Checkpoint(progress.step, placed.traced.fingerprint, tuple(names.values()), scaler,
-                                                   progress.schedulers))  # fmt: skip
-            for old in folder.glob("step-*"):
-                if old.name not in names.values() and old.suffix in (".safetensors", ".partial"):
-                    old.unlink(missing_ok=True)
-
-    world.run(write)
-    world.barrier()
-    world.run(complete)
+    identity = world.broadcast([secrets.token_hex(16)], 0)[0]
+    writer = _Writer(folder, placed, progress, versioned, terms, identity)
+    reports = exchange(world, world.run(lambda rank: attempt(rank, lambda: writer.write(rank))))
+    sums = {
+        name: FileSum(*row)
+        for report in reports
+        for name, row in (report.value or {"files": {}})["files"].items()
+    }
+    try:
+        check_reports(reports, f"the checkpoint that {folder} had before is still there")
+        text = None
+        if 0 in world.local_ranks:
+            text = [_completed(writer, reports, sums)]
+        refusal = world.broadcast(text, 0)[0]
+        if refusal:
+            raise FileError(refusal)
+    except PenstockError:
+        writer.remove()
+        raise
+    # One rank of each host, which also removes what earlier checkpoints have left on a disk of its own.
+    hosts = {report.host: report.rank for report in reversed(reports)}
+    if set(hosts.values()) & set(world.local_ranks):
+        remove_others(folder, sums)
     world.barrier()
 
 
-def load(
-    folder: Path, placed: Placed, versioned: Callable[[], Sequence[Versioned]] = tuple
-) -> Progress:
-    """Fill the stages held here and return how far the run had come when the checkpoint was taken. Gradients are dropped.
+@dataclass(frozen=True)
+class _Writer:
+    """One checkpoint while it is written."""
 
-    Args:
-        folder: where `save` wrote.
-        placed: which holds what.
-        versioned: of a stream, lets the stages held here begin anew from the parameters as they are, and returns them; asked again
-            when those are loaded.
+    folder: Path
+    placed: Placed
+    progress: Progress
+    versioned: Sequence[Versioned]
+    terms: Terms
+    identity: str
 
-    Raises:
-        FileError: there is no whole checkpoint in the folder, or it is of another model. Nothing has changed then.
-    """
-    if not (folder / _INDEX).exists():
-        raise FileError(
-            f"{folder} holds no checkpoint: there is no {_INDEX}, which is written when all else is"
+    def name(self, stage: int, copy: int) -> str:
+        """Names are new each time: files of an earlier checkpoint, or of another run, stay until the index is replaced."""
+        which = f"-copy-{copy}" if copy else ""
+        return f"step-{self.progress.step:08d}-stage-{stage:04d}{which}-{self.identity[:16]}.safetensors"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All files, in the order of the stages."""
+        return tuple(
+            self.name(stage, copy)
+            for stage in range(len(self.placed.lengths))
+            for copy in range(self.terms.copies)
         )
-    index = read_json(folder / _INDEX, Checkpoint, SCHEMA)
-    if index.fingerprint != placed.traced.fingerprint:
-        raise FileError(f"{folder} is a checkpoint of another model: its layers and shapes have fingerprint "
-                        f"{index.fingerprint}, this model's have {placed.traced.fingerprint}")  # fmt: skip
-    tensors: dict[str, Tensor] = {}
-    facts: dict[str, Facts] = {}
-    prefixes = {id(each.stage): each.prefix for each in versioned()}
-    wanted = {name for stage in placed.local for name in state.own(stage)}
-    parts = {
-        f"model/{name}"
-        for name in wanted | {placed.traced.aliases.get(name, name) for name in wanted}
-    }
-    trained = {name for stage in placed.local for name in names_of(stage).values()}
-    parts |= {f"{own}{kind}/{name}" for own in {"", *prefixes.values()} for kind in ("optimizer", "weights")
-              for name in trained}  # fmt: skip
-    for name in index.files:
-        _read(folder / Path(name).name, parts, tensors, facts)
-    try:
-        state.put(placed, _below("model/", tensors))
-    except SettingError as error:
-        raise FileError(f"the checkpoint {folder} does not fit: {error}") from error
-    for stage in placed.local:
-        stage.update.zero()
-        prefix = prefixes.get(id(stage), "")
-        if stage.update.optimizer is not None:
-            own = prefix if any(key.startswith(f"{prefix}optimizer/") for key in tensors) else ""
-            restore_optimizer(
-                stage.update.optimizer,
-                names_of(stage),
-                _below(f"{own}optimizer/", tensors),
-                _below(own, facts),
+
+    def write(self, rank: int) -> dict[str, Any]:
+        """The files of a rank: their sums, and whether they hold anything of a weight rule. Nothing is written before all is checked."""
+        contents = self._contents(rank)
+        files = {}
+        for name, (tensors, facts) in contents.items():
+            metadata = {
+                "optimizer": json.dumps(facts),
+                "identity": self.identity,
+                "step": str(self.progress.step),
+            }
+            files[name] = list(asdict(write_file(self.folder / name, tensors, metadata)).values())
+        keeps = any("weights/" in key for tensors, _ in contents.values() for key in tensors)
+        return {"files": files, "keeps": keeps}
+
+    def remove(self) -> None:
+        """Take back what has been written."""
+        with suppress(OSError, ValueError):
+            for name in self.names:
+                (self.folder / name).unlink(missing_ok=True)
+
+    def _contents(self, rank: int) -> dict[str, tuple[dict[str, Tensor], dict[str, Any]]]:
+        of_rank = {(v.stage.index, v.copy): v for v in self.versioned if v.rank == rank}
+        contents: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {}
+        broken: list[str] = []
+        for stage in self.placed.at_home:
+            if self.placed.home[stage.index] != rank:
+                continue
+            versioned = of_rank.pop((stage.index, 0), None)
+            tensors, facts = _own_state(stage, versioned)
+            model = {
+                name: tensor.detach().cpu().contiguous().clone()
+                for name, tensor in state.counted(self.placed, stage).items()
+            }
+            parameters = fit.parameter_names(stage)
+            trained = {name: tensor for name, tensor in model.items() if name in parameters}
+            broken += fit.nan_names(trained | tensors)
+            named = {f"model/{name}": tensor for name, tensor in model.items()}
+            contents[self.name(stage.index, 0)] = named | tensors, facts
+        for (index, copy), versioned in of_rank.items():
+            if copy:
+                tensors, facts = _own_state(versioned.stage, versioned)
+                broken += fit.nan_names(tensors)
+                contents[self.name(index, copy)] = tensors, facts
+        if broken and not self.terms.nonfinite:
+            raise SettingError(
+                f"there are NaN values in {fit.listed(broken)} at step {self.progress.step}: this run has diverged, and its "
+                "checkpoint is not written in the place of a good one. Go on from an earlier checkpoint with a lower learning "
+                "rate; to write these values nevertheless, say allow_nonfinite=True"
             )
-    for each in versioned():
-        restore_rule(each.stage, each.weights, _below(f"{each.prefix}weights/", tensors))
-    return Progress(index.step, index.scaler, index.schedulers)
+        return contents
+
+    def index(self, sums: Mapping[str, FileSum], *, keeps: bool) -> Checkpoint:
+        """What completes the checkpoint."""
+        scaler = self.progress.scaler
+        rule = self.terms.rule
+        return Checkpoint(
+            self.progress.step,
+            self.placed.traced.fingerprint,
+            self.names,
+            None if scaler is None else {name: float(value) for name, value in scaler.items()},
+            self.progress.schedulers,
+            identity=self.identity,
+            sums=dict(sums),
+            scheduler_kinds=self.progress.scheduler_kinds,
+            rule=None if rule is None else replace(rule, keeps=keeps or rule.copies > 1),
+        )
 
 
-def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
-    return {
-        key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)
-    }
+def _own_state(
+    stage: Stage, versioned: Versioned | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if stage.update.optimizer is not None:
+        check_optimizer(stage.update.optimizer)
+    return optimizer_state(stage, "") if versioned is None else versioned.own_state()
 
 
-def _write(target: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """One file, whole or not at all."""
-    partial = target.with_suffix(".partial")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        save_file(dict(tensors), partial, metadata={"optimizer": json.dumps(facts)})
-        partial.rename(target)
-    except (OSError, SafetensorError) as error:
-        raise FileError(
-            f"cannot write the checkpoint {target.parent}: {getattr(error, 'strerror', None) or error}"
-        ) from error
-
-
-def _read(
-    file: Path, parts: Collection[str], tensors: dict[str, Tensor], facts: dict[str, Facts]
-) -> None:
-    """Add to `tensors` those whose names, or all but the last part of them, are asked for, and rules' numbers; all facts there are."""
-    from pydantic import (
-        TypeAdapter,
-    )  # loaded here, as in the store: most runs begin without a checkpoint
-
-    try:
-        with safe_open(file, framework="pt") as content:
-            facts.update(
-                TypeAdapter(dict[str, Facts]).validate_json(
-                    (content.metadata() or {}).get("optimizer", "{}")
-                )
+def _completed(writer: _Writer, reports: Sequence[Report], sums: Mapping[str, FileSum]) -> str:
+    """On rank 0: write the index, if all files are seen from here. Returns why not, or nothing."""
+    for report in reports:
+        missing = [
+            name
+            for name in report.value["files"]
+            if not seen_from_here(writer.folder, name, sums[name])
+        ]
+        if missing:
+            where = writer.folder.absolute()
+            return (
+                f"rank {report.rank} on host {report.host} wrote {missing[0]} into {where}, which rank 0 on host "
+                f"{reports[0].host} does not see: no rank could load this checkpoint. Save into one folder, on a disk that all "
+                "hosts share"
             )
-            for key in content.keys():  # noqa: SIM118 - it is no dict
-                whole = key.rpartition("/")[0]
-                if key in parts or whole in parts or whole.endswith("weights"):
-                    tensors[key] = content.get_tensor(key)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise FileError(
-            f"cannot read {file.name} of the checkpoint {file.parent}: {error}"
-        ) from error
+    try:
+        keeps = any(report.value["keeps"] for report in reports)
+        write_index(writer.folder, writer.index(sums, keeps=keeps))
+    except FileError as error:
+        return str(error)
+    return ""

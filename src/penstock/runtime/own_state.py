@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.errors import SettingError
+from penstock.optim.class_names import class_name
 from penstock.optim.stage_weights import StageWeights
 from penstock.runtime.stage import Stage
 from penstock.tracing.names import parameters_of
@@ -18,10 +19,16 @@ from penstock.tracing.names import parameters_of
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one parameter: the options of its group, and what its optimizer keeps besides tensors."""
+    """Of one parameter: the options of its group, and what its optimizer keeps besides tensors.
+
+    `group` is the place of that group in the optimizer that wrote it, `kind` the name of the optimizer's class; checkpoints of
+    schema 1 have neither.
+    """
 
     options: dict[str, Any]
     state: dict[str, Any]
+    group: int | None = None
+    kind: str | None = None
 
 
 def names_of(stage: Stage) -> dict[Tensor, str]:
@@ -41,7 +48,8 @@ def optimizer_state(stage: Stage, prefix: str) -> tuple[dict[str, Tensor], dict[
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {}
     names = names_of(stage)
-    for group in optimizer.param_groups:
+    kind = class_name(optimizer)
+    for number, group in enumerate(optimizer.param_groups):
         options = {
             key: value.item() if _is_number(value) else value
             for key, value in group.items()
@@ -61,7 +69,12 @@ def optimizer_state(stage: Stage, prefix: str) -> tuple[dict[str, Tensor], dict[
                 else:
                     raise SettingError(f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {name}: a "
                                        "checkpoint can hold tensors and plain numbers")  # fmt: skip
-            facts[f"{prefix}{name}"] = {"options": options, "state": kept}
+            facts[f"{prefix}{name}"] = {
+                "options": options,
+                "state": kept,
+                "group": number,
+                "kind": kind,
+            }
     return tensors, facts
 
 

@@ -17,12 +17,12 @@ from penstock.optim.scaling import LossScaler
 from penstock.optim.schedulers import SchedulerFactory, Schedulers
 from penstock.optim.update import OptimizerFactory
 from penstock.plan.plan import Plan
-from penstock.runtime import checkpoint, state
+from penstock.runtime import state
 from penstock.runtime.assembly import Training, assemble
 from penstock.runtime.batch import Batch, make_batch
-from penstock.runtime.checkpoint import Progress
 from penstock.runtime.compare import Comparison, compare
 from penstock.runtime.options import Options, check_accumulate
+from penstock.runtime.persistence import Persistence
 from penstock.runtime.player import AHEAD, Mode, Player
 from penstock.runtime.ranks import Place, world_of
 from penstock.runtime.results import mean_loss, outputs
@@ -144,12 +144,11 @@ class Pipeline:
         self._made.share_weights()
         self._together = Together(self._made, scaling, clip_grad_norm)
         self._player = Player(self._made, self._together)
-        self._schedulers: list[Schedulers] = []
-        self._saved = Progress(0)
         self._stream: Streaming | None = None
         if self.setting.schedule.stream is not None:
             self._made.let_read()
             self._stream = Streaming(self._made, Portions(self.setting.schedule, AHEAD))
+        self._persistence = Persistence(self._made, self._together, self._stream)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -170,6 +169,7 @@ class Pipeline:
                 threads it can go on: all gradients are dropped, but stages that had come to their update have had it.
         """
         batch = self._batch(x, y, training=True)
+        self._persistence.check_schedulers()
         if self._stream is not None:
             if update is not None:
                 raise SettingError(
@@ -225,6 +225,7 @@ class Pipeline:
 
     def _feed(self, stream: Streaming, batch: Batch) -> None:
         self._player.played = None
+        self._persistence.check_schedulers()
         stream.feed(batch)
         self._step += 1
 
@@ -324,11 +325,10 @@ class Pipeline:
             make: from an optimizer to a scheduler, such as `lambda optimizer: StepLR(optimizer, 10)`.
 
         Raises:
-            SettingError: there is no optimizer, or `make` returned something else.
+            SettingError: there is no optimizer, `make` returned something else, or a checkpoint was loaded that has the state of
+                another kind of scheduler in this one's place.
         """
-        saved = dict(enumerate(self._saved.schedulers)).get(len(self._schedulers))
-        self._schedulers.append(Schedulers(make, self._made.optimizers(), saved))
-        return self._schedulers[-1]
+        return self._persistence.scheduler(make)
 
     def timeline(self) -> Timeline:
         """What really happened in the last step, on every rank; the same type as `simulate` gives.
@@ -396,45 +396,39 @@ class Pipeline:
         if self._stream is not None:
             self._made.let_read()
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, *, allow_nonfinite: bool = False) -> None:
         """Write weights, optimizers, schedulers, scaler and step into `folder`: one file per stage, readable under any other plan.
 
-        Gradients that wait for their step are not written.
+        Args:
+            folder: where to; with ranks on several hosts, on a disk that all of them share.
+            allow_nonfinite: write NaN values in parameters and optimizer state too.
 
         Raises:
-            FileError: the folder cannot be written.
-            SettingError: an optimizer keeps something that is neither tensor nor plain number.
+            FileError: the folder cannot be written, or rank 0 does not see what another rank wrote. The checkpoint that was there
+                before is still whole.
+            SettingError: gradients wait for their step, there are NaN values, or an optimizer keeps something that no file can hold.
         """
         self._drain()
-        progress = Progress(
-            self._step,
-            self._together.state(),
-            self._made.told([each.as_json() for each in self._schedulers]),
-        )
-        checkpoint.save(
-            Path(folder),
-            self._world,
-            self._made.placed,
-            progress,
-            self._made.versioned(),
-            self._made.lives,
-        )
+        self._persistence.save(folder, self._step, self._gathered, nonfinite=allow_nonfinite)
 
-    def load(self, folder: str | Path) -> None:
+    def load(
+        self, folder: str | Path, *, skip: str | Collection[str] = (), allow_nonfinite: bool = False
+    ) -> None:
         """Go on from what `save` wrote, under this or any other plan for the same model.
 
+        Args:
+            folder: where `save` wrote.
+            skip: what to leave as it is: any of "optimizer" (its state and options, and the other three), "schedulers", "scaler" and
+                "weight_rule". An optimizer that is skipped begins anew.
+            allow_nonfinite: take NaN values in parameters and optimizer state too.
+
         Raises:
-            FileError: there is no whole checkpoint, or it is of another model. Nothing has changed then.
+            FileError: there is no whole checkpoint, a file is damaged or of another checkpoint, or something does not fit this
+                pipeline: its model, the classes of its optimizer and schedulers, its parameter groups. On every rank, then, and
+                nothing has changed on any.
         """
-        if self._stream is None:
-            found = checkpoint.load(Path(folder), self._made.placed)
-        else:
-            self._stream.begin_anew()
-            found = checkpoint.load(Path(folder), self._made.placed, self._made.let_read)
-        self._step, self._gathered, self._saved = found.step, 0, found
-        self._together.restore(found.scaler)
-        for each, text in zip(self._schedulers, found.schedulers, strict=False):
-            each.load_json(text)
+        self._step = self._persistence.load(folder, skip=skip, nonfinite=allow_nonfinite)
+        self._gathered = 0
 
     @property
     def _local_stages(self) -> list[Stage]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from penstock.errors import PlanError, ScheduleError, SettingError
 from penstock.optim.catalogue import stage_weights
@@ -117,8 +116,3 @@ def known_schedule(config: TrainConfig) -> Schedule | None:
     if name is None or stages is None or config.micro_batches is None:
         return None
     return schedule(name, stages, config.micro_batches)
-
-
-def an_optimizer(config: TrainConfig) -> Optimizer:
-    """An optimizer as every stage will have one, over a single number."""
-    return optimizer_factory(config)([nn.Parameter(torch.zeros(1))])

@@ -118,33 +118,55 @@ def load(path: str | Path | None, changes: dict[str, Any]) -> TrainConfig:
         FileError: the file is missing, is no YAML mapping, or has a key or value that a run does not know.
         SettingError: a change makes no sense.
     """
+    found = {} if path is None else mapping_of(path)
+    return validated({**found, **changes}, str(path) if path is not None else "the settings")
+
+
+def mapping_of(path: str | Path) -> dict[str, Any]:
+    """The settings in a YAML file, by name, as they are written there.
+
+    Raises:
+        FileError: the file is missing, is no YAML mapping, or has a key that a run does not know.
+    """
+    try:
+        found: Any = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(
+            f"cannot read the configuration {path}: {getattr(error, 'strerror', None) or error}"
+        ) from error
+    except yaml.YAMLError as error:
+        raise FileError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise FileError(f"{path} has a value that cannot be read: {str(error)[:200]}") from error
+    if found is None:
+        found = {}
+    if not isinstance(found, dict):
+        raise FileError(
+            f"{path} must be a mapping of settings, such as 'model: vgg11_bn', not a {type(found).__name__}"
+        )
+    known = [each.name for each in fields(TrainConfig)]
+    strange = [str(key) for key in found if key not in known]
+    if strange:
+        raise FileError(
+            f"{path} has unknown settings: {', '.join(strange)}. Known: {', '.join(known)}"
+        )
+    return found
+
+
+def validated(values: dict[str, Any], where: str) -> TrainConfig:
+    """Settings by name as a configuration.
+
+    Args:
+        values: of some fields; the others have their defaults.
+        where: where they are from, for messages.
+
+    Raises:
+        SettingError: a value makes no sense.
+    """
     from pydantic import TypeAdapter, ValidationError
 
-    found: Any = {}
-    if path is not None:
-        try:
-            found = yaml.safe_load(Path(path).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise FileError(
-                f"cannot read the configuration {path}: {getattr(error, 'strerror', None) or error}"
-            ) from error
-        except yaml.YAMLError as error:
-            raise FileError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-        if found is None:
-            found = {}
-        if not isinstance(found, dict):
-            raise FileError(
-                f"{path} must be a mapping of settings, such as 'model: vgg11_bn', not a {type(found).__name__}"
-            )
-        known = [each.name for each in fields(TrainConfig)]
-        strange = [str(key) for key in found if key not in known]
-        if strange:
-            raise FileError(
-                f"{path} has unknown settings: {', '.join(strange)}. Known: {', '.join(known)}"
-            )
-    where = str(path) if path is not None else "the settings"
     try:
-        return TypeAdapter(TrainConfig).validate_python({**found, **changes})
+        return TypeAdapter(TrainConfig).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         name = (

@@ -23,9 +23,12 @@ from penstock.search.catalogue import plan
 from penstock.simulate.plan_costs import simulate_plan
 from penstock.tracing.chain import TracedChain, chain
 from penstock.training.baseline import plain_step_s
-from penstock.training.checks import an_optimizer, check_words, known_schedule
+from penstock.training.checks import check_words, known_schedule
 from penstock.training.config import TrainConfig
+from penstock.training.data.batches import count_batches
+from penstock.training.optimizer import an_optimizer
 from penstock.training.rank import RankResult, profile_rank, train_rank
+from penstock.training.resume import check_checkpoint, drop, pending
 from penstock.training.task import make_task
 from penstock.weights.choice import rule_of
 from penstock.weights.uses import readings
@@ -96,6 +99,10 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
     task = make_task(config)
     traced = chain(task.model)
     check_words(config, len(traced))
+    if config.resume:
+        check_checkpoint(
+            config, traced.fingerprint, count_batches(len(task.data.train_inputs), config.batch)
+        )
     if config.out is not None:
         _folder(config)
     ranks = _ranks(config)
@@ -118,11 +125,12 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
     traced.description.stage_bounds(chosen.lengths)
     predicted = simulate_plan(chosen, measured, host)
     folder = _folder(config)
-    (folder / "config.yaml").write_text(config.as_yaml())
-    chosen.save(folder / "plan.json")
-    measured.save(folder / "profile.json")
+    target = pending(folder, config)
+    (target / "config.yaml").write_text(config.as_yaml())
+    chosen.save(target / "plan.json")
+    measured.save(target / "profile.json")
     for suffix in ("svg", "json"):
-        draw(predicted, folder / f"predicted.{suffix}")
+        draw(predicted, target / f"predicted.{suffix}")
     return Prepared(config, folder, measured, host, chosen, predicted)
 
 
@@ -133,9 +141,12 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
         RunError: a rank failed; the message says which and why. Checkpoints that were written stay.
     """
     config, folder = prepared.config, prepared.folder
-    results: list[RankResult] = launch(
-        train_rank, prepared.plan.ranks, config, prepared.plan, folder, quiet
-    )
+    try:
+        results: list[RankResult] = launch(
+            train_rank, prepared.plan.ranks, config, prepared.plan, folder, quiet
+        )
+    finally:
+        drop(folder)
     first = results[0]
     measured = first.timeline
     if measured is None:

@@ -26,6 +26,11 @@ def optimizer_factory(config: TrainConfig) -> OptimizerFactory:
     return make
 
 
+def an_optimizer(config: TrainConfig) -> Optimizer:
+    """An optimizer as every stage will have one, over a single number."""
+    return optimizer_factory(config)([nn.Parameter(torch.zeros(1))])
+
+
 def training_options(config: TrainConfig) -> dict[str, Any]:
     """Keywords of `Pipeline` beyond schedule, loss and optimizer."""
     return {"clip_grad_norm": config.clip_grad_norm, "autocast": autocast_dtype(config), "scaler": config.autocast == "float16",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -28,6 +27,7 @@ from penstock.training.data.batches import count_batches
 from penstock.training.metrics import Metrics
 from penstock.training.optimizer import optimizer_factory, training_options
 from penstock.training.progress import Progress
+from penstock.training.resume import CHECKPOINT, accept, last_step, set_options
 from penstock.training.stream import Feed, Pace, steady_of
 from penstock.training.task import Task, make_task
 from penstock.training.testing import test
@@ -76,13 +76,16 @@ def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> Ra
                     deadline_s=config.deadline_s, executor="processes", **training_options(config))  # fmt: skip
     first = dist.get_rank() == 0
     if config.resume:
-        pipe.load(folder / "checkpoint")
+        pipe.load(folder / CHECKPOINT)
+        set_options(pipe, config)
+        if first:
+            accept(folder, pipe.step)
     per_epoch = count_batches(len(task.data.train_inputs), config.batch)
-    last_step = min(config.epochs * per_epoch, config.limit_steps or sys.maxsize)
+    end = last_step(config, per_epoch)
     started = time.monotonic()
     with (
         Metrics(folder) if first else nullcontext() as metrics,
-        Progress(last_step, not first or quiet) as progress,
+        Progress(end, not first or quiet) as progress,
     ):
         training = _Training(
             config,
@@ -94,8 +97,8 @@ def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> Ra
             RankResult(steps=pipe.step),
             plan.synchronous,
         )
-        while training.result.steps < last_step and not training.reached_target():
-            training.epoch(per_epoch, last_step)
+        while training.result.steps < end and not training.reached_target():
+            training.epoch(per_epoch, end)
     result = training.result
     result.seconds = time.monotonic() - started
     weights = pipe.state_dict()
@@ -169,7 +172,7 @@ class _Training:
                                test_accuracy=result.test_accuracy, **found)  # fmt: skip
         done = self.reached_target() or result.steps >= last_step
         if self.config.checkpoint == "epoch" or (self.config.checkpoint == "end" and done):
-            self.pipe.save(self.folder / "checkpoint")
+            self.pipe.save(self.folder / CHECKPOINT)
         self.progress.epoch(number + 1, result.test_accuracy)
 
     def _steps(self, batches: Iterator[tuple[Tensor, Tensor]], looks: set[int]) -> None:

@@ -1,0 +1,166 @@
+"""`penstock train --resume`: a run goes on as itself, with other settings only where that is said, and is changed only when accepted."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+import yaml
+from safetensors import safe_open
+
+from penstock.training.config import load
+from penstock.training.rank import profile_rank
+from penstock.training.resume import resumed
+
+WORDS = ("--model", "mlp", "--image", "8", "--channels", "1", "--batch", "128", "--lr", "0.05", "--seed", "3", "--stages", "1",
+         "--micro-batches", "2", "--schedule", "1f1b", "--baseline-steps", "0", "--limit-steps", "4")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    """A run of four steps, made once."""
+    from penstock.cli.main import status
+
+    folder = tmp_path_factory.mktemp("first")
+    config = load(None, {"model": "mlp", "image": 8, "channels": 1, "batch": 128, "profile_repeats": 1})  # fmt: skip
+    profile_rank(config, 1).save(folder / "profile.json")
+    out = folder / "run"
+    words = ["train", *WORDS, "--profile", str(folder / "profile.json"), "--out", str(out)]
+    assert status(words) == 0
+    return out
+
+
+@pytest.fixture
+def folder(first_run, tmp_path):
+    """A copy of its folder, to spoil."""
+    return shutil.copytree(first_run, tmp_path / "run")
+
+
+def contents(folder):
+    """What lies in a folder, by name."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch", "96"], "its batch is 128, not 96"),
+        (["--seed", "1"], "its seed is 3, not 1"),
+        (["--optimizer", "adam"], "its optimizer is sgd, not adam"),
+        (["--model", "vgg11_bn"], "its model is mlp, not vgg11_bn"),
+        (["--data", "reversed"], "its data is digits, not reversed"),
+        (["--image", "16", "--channels", "3"], "its image is 8, not 16; its channels is 1, not 3"),
+        (["--model-option", "hidden=3"], "its model_options is {}, not {'hidden': 3}"),
+        (["--autocast", "bfloat16"], "its autocast is none, not bfloat16"),
+    ],
+)
+def test_words_that_would_make_another_run_are_refused_with_both_values(
+    penstock, folder, words, message
+):
+    """Data would be seen again or in another order; a state would be of another optimizer. Nothing is written before that is said."""
+    before = contents(folder)
+    ran = penstock("train", "--out", folder, "--resume", *words)
+    assert ran.status == 2
+    assert f"the run in {folder} cannot go on as another one: {message}. Leave that out" in ran.err
+    assert contents(folder) == before
+
+
+def test_a_file_of_settings_is_held_against_the_run_as_flags_are(penstock, folder, tmp_path):
+    """`penstock train recipe.yaml --resume`: only what stands in the file is said."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: mlp\nbatch: 128\nlr: 0.01\nseed: 4\n")
+    ran = penstock("train", file, "--out", folder, "--resume")
+    assert ran.status == 2
+    assert "its seed is 3, not 4" in ran.err
+    assert "batch" not in ran.err
+    file.write_text(f"model: mlp\nlr: 0.01\nout: {folder}\nresume: true\n")
+    config, changed = resumed(file, {"epochs": 2})
+    assert changed == ["epochs: 5 -> 2", "limit_steps: 4 -> none", "lr: 0.05 -> 0.01"]
+    assert (config.lr, config.epochs, config.batch, config.seed, config.image) == (0.01, 2, 128, 3, 8)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["folder", "out", "config"])
+def test_without_words_a_run_goes_on_with_its_own_settings(folder, how):
+    """Not with the defaults of the command."""
+    path = {"folder": folder, "config": folder / "config.yaml", "out": None}[how]
+    config, changed = resumed(path, {"out": str(folder)} if how == "out" else {})
+    own = yaml.safe_load((folder / "config.yaml").read_text())
+    assert changed == ["limit_steps: 4 -> none"], "it has come to that limit"
+    assert {**own, "limit_steps": None, "out": str(folder), "resume": True} == yaml.safe_load(
+        config.as_yaml()
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--epochs", "1", "--limit-steps", "4"], "nothing left to train: the checkpoint in .* is at step 4, and the run ends at step 4"),
+        (["--stages", "99"], "99"),
+        (["--lr", "-1"], "lr is -1"),
+        (["--partition", "1,2"], "1, 2|1,2|layers"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_before_the_folder_changes(penstock, folder, words, message):
+    """The run's own plan and configuration are what the next try starts from."""
+    before = contents(folder)
+    ran = penstock("train", folder, "--resume", *words)
+    assert ran.status == 2
+    assert "Traceback" not in ran.err
+    assert re.search(message, ran.err), ran.err
+    assert contents(folder) == before
+
+
+def test_folders_that_hold_nothing_to_go_on_with_are_named(penstock, folder, tmp_path):
+    """No folder, no run, no checkpoint, two folders; and a folder where a file of settings should be."""
+    ran = penstock("train", "--resume")
+    assert "resume needs the folder of the run to go on with" in ran.err
+    ran = penstock("train", "--out", tmp_path / "nowhere", "--resume")
+    assert "nowhere holds no run to go on with: there is no config.yaml" in ran.err
+    assert not (tmp_path / "nowhere").exists()
+    ran = penstock("train", folder, "--out", tmp_path / "other", "--resume")
+    assert "which run is to go on, that in" in ran.err
+    ran = penstock("train", folder)
+    assert "is a folder: to go on with the run in it, add --resume" in ran.err
+    shutil.rmtree(folder / "checkpoint")
+    ran = penstock("train", folder, "--resume")
+    assert "holds no checkpoint to go on from: there is no checkpoint/checkpoint.json" in ran.err
+
+
+def test_a_damaged_checkpoint_leaves_the_folder_as_it_was(penstock, folder):
+    """Found when the ranks verify it, after planning: the old configuration and plan still stand."""
+    file = next((folder / "checkpoint").glob("step-*"))
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 4
+    file.write_bytes(content)
+    before = contents(folder)
+    ran = penstock("train", folder, "--resume", "--lr", "0.01")
+    assert ran.status == 1
+    assert f"{file.name} of the checkpoint" in ran.err
+    assert "is damaged: its SHA-256 is" in ran.err
+    assert contents(folder) == before
+
+
+def test_a_new_learning_rate_is_applied_and_said_and_the_old_settings_are_kept(penstock, folder):
+    """It was silently left out: the optimizer's state brings the old one back."""
+    words = ("--lr", "0.01", "--momentum", "0.5", "--limit-steps", "6", "--micro-batches", "4")
+    ran = penstock("train", folder, "--resume", *words)
+    assert ran.status == 0, ran.err
+    changed = "limit_steps: 4 -> 6, micro_batches: 2 -> 4, lr: 0.05 -> 0.01, momentum: 0.9 -> 0.5"
+    assert f"going on with {folder} with other settings: {changed}" in ran.out.replace("\n", " ")
+    checkpoint = json.loads((folder / "checkpoint" / "checkpoint.json").read_text())
+    assert checkpoint["step"] == 6
+    with safe_open(folder / "checkpoint" / checkpoint["files"][0], framework="pt") as content:
+        facts = json.loads(content.metadata()["optimizer"])
+    assert {(row["options"]["lr"], row["options"]["momentum"]) for row in facts.values()} == {
+        (0.01, 0.5)
+    }
+    assert load(folder / "config.yaml", {}).lr == 0.01
+    assert load(folder / "config-00000004.yaml", {}).lr == 0.05
+    assert (folder / "plan-00000004.json").exists()
+    assert not (folder / ".resume").exists()
