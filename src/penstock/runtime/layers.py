@@ -9,8 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from penstock.grad.offload import offloading
 from penstock.grad.recompute import Recomputing
@@ -18,7 +17,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.past import Past
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
 from penstock.tracing.slices import has_past
-from penstock.transport.records import from_plain
+from penstock.values.structure import map_tensors
 
 
 @dataclass(frozen=True)
@@ -165,12 +164,7 @@ class StageLayers:
         return alone
 
     def _inputs(self, batch: Batch, micro_batch: int) -> Any:
-        given = batch.inputs[micro_batch]
-        return from_plain(
-            pytree.tree_map(
-                lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, given
-            )
-        )
+        return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[micro_batch])
 
     def _compiled(self, parts: Sequence[_Part], options: Mapping[str, Any]) -> Iterator[_Part]:
         """Neighbours that neither draw nor hand on nor run again by themselves become one."""
