@@ -232,8 +232,8 @@ class _Forward:
             for kind, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
             stack.enter_context(self._segment.buffers.as_they_were(self._contents))
+            value = given.again()  # before the hooks: putting it together is no part of the layers' forward
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._take, _same))
-            value = given.again()
             try:
                 for layer in self._segment.layers:
                     value = self._call(layer, value)

@@ -124,7 +124,9 @@ class StageLayers:
             for t in (*module._parameters.values(), *module._buffers.values())
         )
         return frozenset(
-            tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None
+            tensor.untyped_storage().data_ptr()
+            for tensor in tensors
+            if tensor is not None and tensor.layout is torch.strided
         )
 
     def _through(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:

@@ -183,8 +183,9 @@ class DistributedTransport:
             forms = told_forms  # the receiver gives it the strides that it has had before
         elif told != form:
             made = f"{message.stage}{message.kind.value}{message.micro_batch}"
-            raise RunError(f"what {made} makes changed its form between batches whose inputs have the same shapes: it was {told} "
-                           f"and is {form}. Shapes that depend on the data are not supported yet")  # fmt: skip
+            raise RunError(f"what {made} makes changed its form between batches whose inputs have the same shapes: it was {_words(told)} "
+                           f"and is {_words(form)}. Shapes and constants that depend on the data are not supported between "
+                           "hosts")  # fmt: skip
         group = self.wire.group(link, message)
         leaving = self._leaving.setdefault((peer, message), [])
         for number, (known, tensor) in enumerate(zip(forms, tensors, strict=True)):
@@ -297,6 +298,20 @@ def _agree(told: tuple[Any, ...], form: tuple[Any, ...], forms: Sequence[TensorF
     ]
     whole = all(each.stride is None or 0 not in each.stride for each in forms)
     return whole and plain[0] == plain[1]
+
+
+def _words(form: tuple[Any, ...]) -> str:
+    """A form for messages."""
+    structure, leaves, wants, _ = form
+    nesting = structure if isinstance(structure, str) else structure.describe()
+    flags = iter(wants)
+    shown = [
+        f"{str(leaf[1]).removeprefix('torch.')}{list(leaf[0])}{' with a gradient' if next(flags) else ''}"
+        if isinstance(leaf[0], torch.Size)
+        else str(leaf[1])
+        for leaf in leaves
+    ]
+    return f"{nesting or 'a tensor'} of {', '.join(shown) or 'nothing'}"
 
 
 def _checked(payload: Payload, message: Message) -> list[Tensor]:

@@ -273,14 +273,14 @@ def kind_of(cls: type) -> Kind | None:
 
 @lru_cache(maxsize=4096)
 def _kind_of(cls: type) -> Kind | None:
-    if issubclass(cls, _NEVER) or hasattr(cls, "__del__"):
+    if issubclass(cls, _NEVER):
         return None
     if issubclass(cls, tuple) and hasattr(cls, "n_sequence_fields"):
         return RESULT
     for base, kind in ((tuple, SEQUENCE), (list, SEQUENCE), (OrderedDict, MAPPING), (defaultdict, MAPPING), (dict, MAPPING)):  # fmt: skip
         if issubclass(cls, base):
-            return kind if _adds_nothing(cls, base) else None
-    plain = _adds_nothing(cls, object)
+            return kind if _adds_nothing(cls, base) and not hasattr(cls, "__del__") else None
+    plain = _adds_nothing(cls, object) and not hasattr(cls, "__del__")
     declared = hasattr(cls, "__dataclass_fields__") or hasattr(cls, "__attrs_attrs__")
     if cls in pytree.SUPPORTED_NODES and not (plain and declared):
         return REGISTERED
