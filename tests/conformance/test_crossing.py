@@ -101,7 +101,7 @@ class Wrap(nn.Module):
         hidden = self.map(sum(floats))
         if self.number < 0:
             return hidden
-        parts = [torch.tanh(hidden), hidden * 2, hidden.detach() + 1, hidden.argmax(-1), hidden > 0]
+        parts = [torch.tanh(hidden) + 0, hidden * 2, hidden.detach() + 1, hidden.argmax(-1), hidden > 0]
         made = draw.choice(WRAPS)(hidden + 1, (parts[0], 3, None, "text", 0.5))
         for part in draw.sample(parts, draw.randint(1, 3)):
             made = draw.choice(WRAPS)(made if draw.random() < 0.5 else {"in": made, "part": part}, [part])
@@ -136,6 +136,12 @@ def assert_same(net, expected):
         assert torch.equal(parameter.grad, grad)
 
 
+def assert_near(net, expected):
+    """A Pipe's caller has the loss of the whole batch, which rounds otherwise than a sum of shares."""
+    for parameter, grad in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
+
+
 SEEDS = range(8)
 
 
@@ -149,7 +155,7 @@ def test_a_pipe_passes_any_nesting_in_every_checkpoint_mode(seed, checkpoint):
     for _ in range(2):
         net.zero_grad()
         functional.mse_loss(pipe(x), y).backward()
-        assert_same(net, expected)
+        assert_near(net, expected)
 
 
 @pytest.mark.parametrize("recompute", ["never", "always", "except_last", [0, 2, 3], [1]])
@@ -235,7 +241,7 @@ def test_outputs_whose_constants_differ_are_not_joined():
     """The first micro-batch's number is not the batch's."""
     pipe = ps.Pipeline(nn.Sequential(Sum(lambda h: h), Counted()), balance=[1, 1], schedule="gpipe", micro_batches=2, executor="threads",
                        loss=lambda output, y: functional.mse_loss(output.h, y))  # fmt: skip
-    with pytest.raises(RunError, match=r"has 3 for one micro-batch and 2 for another, at output\.rest"):
+    with pytest.raises(SettingError, match=r"has 3 for one micro-batch and 2 for another, at output\.rest"):
         pipe.forward(torch.randn(5, WIDTH))
     with pytest.raises(RuntimeError, match="returned 3 for one micro-batch and 2 for another"):
         ps.Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Counted()), balance=[1, 1], devices=2, chunks=2)(torch.randn(5, WIDTH))
@@ -441,8 +447,8 @@ class FromSparse(nn.Module):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, value):
-        """A sparse product."""
-        return torch.sparse.mm(value["sparse"], self.weight)
+        """A sparse product's row sums."""
+        return torch.sparse.mm(value["sparse"], self.weight).sum(-1, keepdim=True)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -451,7 +457,7 @@ class FromSparse(nn.Module):
 def test_sparse_tensors_cross_with_their_gradients(kind, twice):
     """They were copied into dense memory, which torch refuses."""
     torch.manual_seed(0)
-    net = nn.Sequential(ToSparse(twice=twice), nn.Sequential(FromSparse(), nn.Linear(WIDTH, 1)))
+    net = nn.Sequential(ToSparse(twice=twice), FromSparse())
     x, y = batch()
     expected = plain_gradients(net, x, y[:, :1], 2)
     runs(net, kind)
