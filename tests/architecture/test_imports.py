@@ -17,7 +17,7 @@ ORDER = [
     "model", "cluster", "profile",
     "partition", "schedule", "weights", "plan", "event",
     "draw", "verify", "simulate", "search", "export",
-    "zoo", "tracing", "grad", "transport", "measure", "optim", "runtime", "training",
+    "zoo", "values", "tracing", "grad", "transport", "measure", "optim", "runtime", "training",
     "study", "__init__", "cli", "__main__",
 ]  # fmt: skip
 #: From here down torch may be imported.

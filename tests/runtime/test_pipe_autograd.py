@@ -141,13 +141,21 @@ def test_a_second_backward_through_the_same_forward_is_refused():
 
 
 def test_a_gradient_of_a_gradient_is_refused():
-    """Autograd's own words; the graph of a micro-batch is gone when its gradient is there."""
+    """A gradient without a graph would let a penalty on it train nothing, as WGAN-GP's did; so for linear losses, too."""
     pipe = make_pipe("never")
-    (grad,) = torch.autograd.grad(
-        loss_of(pipe(torch.randn(7, 4))), [pipe[0].weight], create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    for loss in (loss_of, lambda output: output[0].sum()):
+        with pytest.raises(RuntimeError, match="create_graph=True asks for gradients of gradients"):
+            torch.autograd.grad(
+                loss(pipe(torch.randn(7, 4))), [pipe[0].weight], create_graph=True
+            )
+
+
+def test_a_gradient_penalty_through_a_pipe_is_refused():
+    """The gradient of WGAN-GP's critic by its input."""
+    pipe = make_pipe("except_last")
+    x = torch.randn(7, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="such as a gradient penalty, would train nothing"):
+        torch.autograd.grad(pipe(x)[0].sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize("mode", MODES)

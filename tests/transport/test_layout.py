@@ -56,7 +56,7 @@ def test_a_payload_is_filled_as_it_was():
     """Constants are in the layout, tensors are not."""
     value = {"a": (None, torch.ones(2), 3), "b": [torch.zeros(1, requires_grad=True)]}
     mine = Payload.of(value)
-    assert layout_of(value).filled(mine.tensors) == mine
+    assert layout_of(value).header.filled(mine.tensors) == mine
 
 
 @pytest.mark.parametrize("other", [
@@ -85,7 +85,36 @@ def test_what_differs_in_anything_but_its_numbers_lies_differently(other):
     assert all(mine != key_of(Payload.of(value)) for value in others)
 
 
-def test_what_is_not_contiguous_lies_as_if_it_were():
-    """A turned view and its copy need not be told twice."""
-    turned = torch.arange(6.0).reshape(2, 3).t()
-    assert key_of(Payload.of(turned)) == key_of(Payload.of(turned.contiguous()))
+@pytest.mark.parametrize("tensor", [
+    torch.arange(6.0).reshape(2, 3).t(),
+    torch.arange(24.0).reshape(2, 3, 4).permute(1, 2, 0),
+    torch.arange(48.0).reshape(2, 4, 3, 2).to(memory_format=torch.channels_last),
+    torch.arange(3.0).expand(4, 3),
+    torch.arange(6.0).reshape(2, 1, 3).transpose(0, 2).expand(3, 5, 2),
+    torch.arange(12.0).reshape(3, 4)[:, :2],
+    torch.tensor(2.0).expand(3),
+    torch.arange(5.0).reshape(1, 5).expand(1, 5),
+    torch.arange(6.0).reshape(2, 3).to(torch.bfloat16).t(),
+    torch.ones(3, 2, dtype=torch.complex64).t().conj(),
+])  # fmt: skip
+def test_a_tensor_comes_out_of_a_slot_with_the_strides_that_it_had(slot, tensor):
+    """Kernels are chosen by strides, and others round otherwise; what an expanded tensor repeats lies there once."""
+    layout = layout_of(tensor)
+    layout.put(slot, [tensor])
+    (found,) = layout.take(slot, None).tensors
+    assert found.stride() == tensor.stride()
+    assert torch.equal(found, tensor)
+    assert layout.nbytes <= LINE * -(-tensor.untyped_storage().nbytes() // LINE)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.arange(400.0).reshape(4, 100)[:, :2], torch.arange(9.0).as_strided((4, 3), (2, 1))],
+)
+def test_wide_gaps_and_overlaps_become_contiguous(slot, tensor):
+    """Their memory would be many times what is in them, or cannot be copied as it is."""
+    layout = layout_of(tensor)
+    layout.put(slot, [tensor])
+    (found,) = layout.take(slot, None).tensors
+    assert found.is_contiguous()
+    assert torch.equal(found, tensor)

@@ -52,7 +52,9 @@ def equal(found: Payload, sent: Payload) -> bool:
         for one in (found, sent)
     ]
     return (
-        found.form() == sent.form()
+        found.structure == sent.structure
+        and found.wants_grad == sent.wants_grad
+        and [(one.shape, one.dtype) for one, _ in pairs] == [(one.shape, one.dtype) for _, one in pairs]
         and constants[0] == constants[1]
         and all(torch.equal(a, b) for a, b in pairs)
     )

@@ -20,15 +20,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
 from penstock.grad.buffers import Buffers, Contents
 from penstock.plan.segments import segments
+from penstock.values.memory import copy_of, overlapping
+from penstock.values.structure import Structure, flatten, unflatten
 
 
 class Layer(Protocol):
@@ -54,7 +55,7 @@ def run(layers: Sequence[L], value: Any, recomputed: Collection[int], call: Call
 
     Args:
         layers: in order.
-        value: what the first takes: a tensor, or a pytree of tensors and others.
+        value: what the first takes: a tensor, or tensors and others in nested values.
         recomputed: indices of layers; of consecutive ones nothing is kept but what the first takes.
         call: runs one layer on a value; once now, and once in the backward, on the thread that runs that. It sees to it that both
             draw the same random numbers.
@@ -108,18 +109,22 @@ class _Segment(Generic[L]):
     def forward(self, value: Any, call: Callable[[L, Any], Any]) -> Any:
         """The layers on `value`, of which only that is kept."""
         training = self.layers[0].module.training
-        leaves, form = pytree.tree_flatten(value)
-        given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        leaves, form = flatten(value)
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         changes = self._changes_input.get(training, True)
-        versions = [leaf._version for leaf in given.values()]
+        versions = [leaf._version for leaf in given]
+        shared = overlapping(given)
         forward = _Forward(self, call, _Input(leaves, form, changes))
         with torch.autograd.graph.saved_tensors_hooks(forward.pack, _unpack):
             for layer in self.layers:
                 value = call(layer, value)
         forward.done = True
-        if training not in self._changes_input:
-            after = [leaf._version for leaf in given.values()]
-            self._changes_input[training] = versions != after
+        if training not in self._changes_input or shared:
+            changed = [leaf._version != before for leaf, before in zip(given, versions, strict=True)]
+            self._changes_input.setdefault(training, any(changed))
+            if any(changed[one] or changed[other] for one, other in shared):
+                raise RunError(f"{self.name}: two of the tensors that it is given share memory, and one of them is changed in place, which "
+                               "cannot be done twice: pass a clone() of one of the two, or leave it out of what is recomputed")  # fmt: skip
         return value
 
     @property
@@ -144,21 +149,14 @@ class _Keep(torch.autograd.Function):
 class _Input:
     """What a segment was given, to be given again: one tensor that stands in several places is one again."""
 
-    def __init__(self, leaves: Sequence[Any], form: pytree.TreeSpec, changes: bool) -> None:
+    def __init__(self, leaves: Sequence[Any], form: Structure, changes: bool) -> None:
         self._form, self._changes = form, changes
-        place: dict[int, int] = {}
-        tensors: list[Tensor] = []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and id(leaf) not in place:
-                place[id(leaf)] = len(tensors)
-                tensors.append(leaf)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._wants_grad = [tensor.requires_grad for tensor in tensors]
-        self._leaves = [
-            _Place(place[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-        ]
+        self._leaves = [_PLACE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         kept = [tensor.detach() for tensor in tensors]
         anchor = torch.empty(0, requires_grad=True)
-        saved = _Keep.apply(anchor, *([each.clone() for each in kept] if changes else kept))  # type: ignore[no-untyped-call]  # torch's
+        saved = _Keep.apply(anchor, *([copy_of(each) for each in kept] if changes else kept))  # type: ignore[no-untyped-call]  # torch's
         self._node: Any = saved.grad_fn
         self.devices = sorted({"cpu", *(tensor.device.type for tensor in tensors)})
 
@@ -169,21 +167,14 @@ class _Input:
             for kept, wanted in zip(self._node.saved_tensors, self._wants_grad, strict=True)
         ]
         if self._changes:
-            tensors = [tensor.clone() for tensor in tensors]
-        leaves = [
-            tensors[leaf.number] if isinstance(leaf, _Place) else leaf for leaf in self._leaves
-        ]
-        return pytree.tree_unflatten(leaves, self._form)
+            tensors = [copy_of(tensor) for tensor in tensors]
+        kept = iter(tensors)
+        leaves = [next(kept) if leaf is _PLACE else leaf for leaf in self._leaves]
+        return unflatten(self._form, leaves)
 
 
-@final
-class _Place:
-    """Where a tensor stands among those that are kept."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+#: Stands for a tensor among the leaves.
+_PLACE = object()
 
 
 class _Slot:
@@ -241,8 +232,8 @@ class _Forward:
             for kind, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
             stack.enter_context(self._segment.buffers.as_they_were(self._contents))
+            value = given.again()  # before the hooks: putting it together is no part of the layers' forward
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._take, _same))
-            value = given.again()
             try:
                 for layer in self._segment.layers:
                     value = self._call(layer, value)

@@ -10,11 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import SettingError
 from penstock.schedule.slicing import Slicing
-from penstock.transport.records import to_plain
+from penstock.values.constants import describe, same_constant
+from penstock.values.memory import overlapping
+from penstock.values.structure import (
+    Structure,
+    Unflattenable,
+    flatten,
+    tensors_of,
+    unflatten,
+)
 
 
 @dataclass
@@ -111,8 +118,8 @@ class Batch:
             return join([outputs[number] for number in sorted(outputs)])
         for number, output in outputs.items():
             tokens = token_count(self.inputs[number], "the inputs of a slice")
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, Tensor) and (leaf.dim() < 2 or leaf.shape[1] != tokens):
+            for leaf in tensors_of(output):
+                if leaf.dim() < 2 or leaf.shape[1] != tokens:
                     raise SettingError(f"the model's output for a slice of {tokens} tokens has a tensor of {tuple(leaf.shape)}: outputs "
                                        "of slices are joined along their second dimension, which has the tokens")  # fmt: skip
         return join([join([outputs[number] for number in row], dim=1) for row in self.rows()])
@@ -127,6 +134,7 @@ def sample_count(value: Any, what: str) -> int:
     return _extent(
         value,
         0,
+        what,
         f"{what} must be tensors with the same number of samples, at least 1, in their first dimension",
     )
 
@@ -137,16 +145,30 @@ def token_count(value: Any, what: str) -> int:
     Raises:
         SettingError: there is none, or the tensors differ.
     """
-    return _extent(value, 1, f"the schedule cuts sequences, so {what} must be tensors with the same number of tokens, at least 1, "
+    return _extent(value, 1, what, f"the schedule cuts sequences, so {what} must be tensors with the same number of tokens, at least 1, "
                    "in their second dimension")  # fmt: skip
 
 
-def _extent(value: Any, dim: int, otherwise: str) -> int:
-    tensors = (
-        [value]
-        if type(value) is Tensor
-        else [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    )
+def _dense(value: Any, what: str) -> list[Tensor]:
+    """The tensors of a value that is to be cut.
+
+    Raises:
+        SettingError: it cannot be taken apart, or has a sparse tensor in it.
+    """
+    if type(value) is Tensor and value.layout is torch.strided:
+        return [value]
+    try:
+        leaves, structure = flatten(value)
+    except Unflattenable as error:
+        raise SettingError(f"{what} cannot be cut into micro-batches: {error}") from error
+    if structure.has("sparse"):
+        raise SettingError(f"{what} have a sparse tensor in them, which cannot be cut into micro-batches: give its indices by sample as "
+                           "padded dense tensors, and make it in the first layer; or to_dense()")  # fmt: skip
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _extent(value: Any, dim: int, what: str, otherwise: str) -> int:
+    tensors = _dense(value, what)
     counts = {int(tensor.shape[dim]) if tensor.dim() > dim else 0 for tensor in tensors}
     if len(counts) != 1 or 0 in counts:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensors"
@@ -158,30 +180,53 @@ def cut(value: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
     """`value` in parts of these sizes along one dimension of its tensors."""
     if type(value) is Tensor:
         return list(torch.split(value, list(sizes), dim))
-    leaves, spec = pytree.tree_flatten(value)
+    leaves, structure = flatten(value)
     parts = len(sizes)
     pieces = [
         list(torch.split(leaf, list(sizes), dim)) if isinstance(leaf, Tensor) else [leaf] * parts
         for leaf in leaves
     ]
-    return [pytree.tree_unflatten([piece[part] for piece in pieces], spec) for part in range(parts)]
+    return [unflatten(structure, [piece[part] for piece in pieces]) for part in range(parts)]
 
 
 def join(values: list[Any], dim: int = 0) -> Any:
     """Put cut values together again.
 
     Raises:
-        SettingError: a tensor among them has no dimension, so that it cannot be of one sample or another.
+        SettingError: a tensor among them has no dimension, so that it cannot be of one sample or another; or they nest differently,
+            or have different constants.
     """
-    if any(isinstance(leaf, Tensor) and leaf.dim() == 0 for leaf in pytree.tree_leaves(values[0])):
+    flat = [flatten(value) for value in values]
+    first, structure = flat[0]
+    if structure.has("sparse"):
+        raise SettingError("the model's output has a sparse tensor in it, and outputs of micro-batches are joined along their first "
+                           "dimension: return its to_dense()")  # fmt: skip
+    if any(isinstance(leaf, Tensor) and leaf.dim() == 0 for leaf in first):
         raise SettingError("the model's output has a tensor without a dimension: outputs of micro-batches are joined along their "
                            "first one, which has the samples")  # fmt: skip
-    leaves = [pytree.tree_leaves(value) for value in values]
+    if any(other != structure for _, other in flat):
+        raise SettingError("the model's output for one micro-batch nests in another way than that for another: they cannot be "
+                           "joined")  # fmt: skip
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [
-        torch.cat(list(column), dim) if isinstance(column[0], Tensor) else column[0]
-        for column in zip(*leaves, strict=True)
+        torch.cat(list(column), dim) if isinstance(column[0], Tensor) else _common(column, place, structure)
+        for place, column in enumerate(columns)
     ]
-    return pytree.tree_unflatten(joined, pytree.tree_structure(values[0]))
+    return unflatten(structure, joined)
+
+
+def _common(column: Sequence[Any], place: int, structure: Structure) -> Any:
+    """The constant that all micro-batches have.
+
+    Raises:
+        SettingError: they have several.
+    """
+    for other in column:
+        if not same_constant(other, column[0]):
+            raise SettingError(f"the model's output has {column[0]!r} for one micro-batch and {other!r} for another, at "
+                               f"output{structure.labels()[place]}: only tensors can be joined. Return a tensor with a number for every "
+                               "sample, or leave it out")  # fmt: skip
+    return column[0]
 
 
 def even_sizes(total: int, parts: int) -> list[int]:
@@ -220,7 +265,6 @@ def make_batch(
         SettingError: inputs and targets have no samples, or not the same number; or sequences are to be cut, and they are not the
             second dimension of everything, or are shorter than they have slices.
     """
-    x, y = to_plain(x), to_plain(y)
     samples = sample_count(x, "the inputs of a batch")
     if y is not None and sample_count(y, "the targets of a batch") != samples:
         raise SettingError(
@@ -245,15 +289,24 @@ def make_batch(
             for share, row in zip(shares, lengths, strict=True)
             for length in row
         ]
-    forms = tuple(
-        [
-            (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else repr(leaf)
-            for leaf in pytree.tree_leaves(x)
-        ]
-    )
-    structure = "" if isinstance(x, Tensor) else str(pytree.tree_structure(x))
+    forms, structure = _described(x)
     signature = _signature(training, y is not None, len(sizes), forms, structure, slicing)
     return Batch(step, inputs, targets, shares, signature, training, slicing=slicing)
+
+
+def _described(x: Any) -> tuple[object, str]:
+    """Forms of the leaves and the nesting of inputs, in words that are the same in every process."""
+    if type(x) is Tensor:
+        return (_tensor_form(x),), ""
+    leaves, structure = flatten(x)
+    forms = [_tensor_form(leaf) if isinstance(leaf, Tensor) else describe(leaf) for leaf in leaves]
+    shared = overlapping([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    return (*forms, shared), structure.describe()
+
+
+def _tensor_form(tensor: Tensor) -> tuple[object, ...]:
+    form = tuple(tensor.shape), str(tensor.dtype)
+    return form if tensor.is_contiguous() else (*form, tensor.stride())
 
 
 @lru_cache(maxsize=1024)
@@ -286,3 +339,22 @@ def _sliced(micro_batches: list[Any], lengths: list[list[int]]) -> list[Any]:
         for value, row in zip(micro_batches, lengths, strict=True)
         for part in cut(value, row, dim=1)
     ]
+
+
+def pair_of(item: Any) -> tuple[Any, Any]:
+    """Inputs and targets of what a loader yields.
+
+    Raises:
+        SettingError: it is no tuple or list of two.
+    """
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        return item[0], item[1]
+    if isinstance(item, Mapping):
+        keys = ", ".join(repr(key) for key in item)
+        what = f"a {type(item).__name__} with the keys {keys}"
+    elif isinstance(item, (tuple, list)):
+        what = f"a {type(item).__name__} of {len(item)}"
+    else:
+        what = f"a {type(item).__name__}"
+    raise SettingError(f"the loader yields {what}, and train takes pairs (x, y): the inputs of the model and the targets of the loss. Yield "
+                       'pairs, such as ((batch, batch["labels"]) for batch in loader)')  # fmt: skip

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.runtime import state
 from penstock.runtime.assembly import Assembly, Training
@@ -24,6 +23,7 @@ from penstock.tracing.names import parameters_of, state_of
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
 from penstock.tracing.side_loss import collecting_side_losses
 from penstock.tracing.slices import has_past
+from penstock.values.structure import labelled, map_tensors
 
 #: Lines of a printed comparison of each kind.
 _ROWS = 8
@@ -191,10 +191,7 @@ class _OneDevice:
                 with self._mixed(), collecting_side_losses() as sides:
                     value, drew = _plain_forward(self.modules, batch, n, self.training.seed, pasts)
                     # As the loss gets it: some losses work in place.
-                    self.outputs[n] = pytree.tree_map(
-                        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf,
-                        value,
-                    )
+                    self.outputs[n] = map_tensors(lambda leaf: leaf.detach().clone(), value)
                     loss = self.training.loss(value, batch.targets[n])
                 parts.append(sum(sides, loss) * batch.shares[n])
                 self.drew = self.drew or drew
@@ -254,9 +251,9 @@ def _leaves(batch: Batch, outputs: Mapping[int, Any]) -> dict[str, list[Tensor]]
     rows: dict[str, list[Tensor]] = {}
     for row in batch.rows():
         value = outputs[row[0]] if len(row) == 1 else join([outputs[n] for n in row], dim=1)
-        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        for path, leaf in labelled(value):
             if isinstance(leaf, Tensor):
-                rows.setdefault(f"output{pytree.keystr(path)}", []).append(leaf.detach().cpu())
+                rows.setdefault(f"output{path}", []).append(leaf.detach().cpu())
     return rows
 
 
@@ -305,9 +302,7 @@ def _plain_forward(
     modules: list[nn.Module], batch: Batch, n: int, seed: int, pasts: dict[int, Any]
 ) -> tuple[Any, bool]:
     """The model's output for one micro-batch, or slice, and whether a layer has drawn random numbers; `pasts` moves on."""
-    value = pytree.tree_map(
-        lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch.inputs[n]
-    )  # for work in place
+    value = map_tensors(Tensor.clone, batch.inputs[n])  # for work in place
     cpu = torch.device("cpu")
     drew = False
     with drawing(cpu):

@@ -157,7 +157,7 @@ class Copies:
         for rank, row in zip(self.ranks, rows, strict=True):
             if rank != self.rank:
                 self.transport.send(
-                    rank, message, Payload.of(list(row), (False,) * len(row)), number.name
+                    rank, message, Payload.row(row), number.name
                 )
         found: list[list[Tensor]] = []
         for rank, row in zip(self.ranks, rows, strict=True):
@@ -177,7 +177,7 @@ class Copies:
             )  # copies: the next batch may change the tensors before they have left
             for rank in others:
                 self.transport.send(
-                    rank, message, Payload.of(parts, (False,) * len(parts)), number.name
+                    rank, message, Payload.row(parts), number.name
                 )
             return
         arrived = self.guard(first, self.transport.post(first, message, number.name).wait)
@@ -201,7 +201,7 @@ class WaveMessages:
     def hand_on(self, wave: int, tensors: list[Tensor]) -> None:
         """Send the tensors of a wave to the other copies, and go on at once. Nobody may change them afterwards."""
         for rank in self._others:
-            payload = Payload.of(list(tensors), (False,) * len(tensors))
+            payload = Payload.row(tensors)
             self.here.guard(
                 rank, partial(self.here.transport.send, rank, self._message(wave), payload, "wave")
             )

@@ -9,8 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from penstock.grad.offload import offloading
 from penstock.grad.recompute import Recomputing
@@ -18,7 +17,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.past import Past
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
 from penstock.tracing.slices import has_past
-from penstock.transport.records import from_plain
+from penstock.values.structure import map_tensors
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,9 @@ class StageLayers:
             for t in (*module._parameters.values(), *module._buffers.values())
         )
         return frozenset(
-            tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None
+            tensor.untyped_storage().data_ptr()
+            for tensor in tensors
+            if tensor is not None and tensor.layout is torch.strided
         )
 
     def _through(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
@@ -165,12 +166,7 @@ class StageLayers:
         return alone
 
     def _inputs(self, batch: Batch, micro_batch: int) -> Any:
-        given = batch.inputs[micro_batch]
-        return from_plain(
-            pytree.tree_map(
-                lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, given
-            )
-        )
+        return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[micro_batch])
 
     def _compiled(self, parts: Sequence[_Part], options: Mapping[str, Any]) -> Iterator[_Part]:
         """Neighbours that neither draw nor hand on nor run again by themselves become one."""

@@ -56,6 +56,8 @@ class Pipe(nn.Module):
     Attributes:
         partitions: an `nn.ModuleList` of one `nn.Sequential` per device, in which layers have the names that they had.
         balance, devices, chunks, checkpoint: as above, as lists and plain values.
+        side_loss: the mean of what layers have said by `ps.side_loss` in the last forward, one number with its graph, 0 where there was
+            nothing. The caller adds it to the loss; a backward of a loss without it is refused, where it has a gradient.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`; or skips do not match, see `verify_skippables`.
@@ -68,6 +70,7 @@ class Pipe(nn.Module):
     partitions: nn.ModuleList
     chunks: int
     checkpoint: str
+    side_loss: Tensor
 
     def __init__(self, module: nn.Sequential, balance: Iterable[int] | None = None, *, devices: Devices | None = None, chunks: int = 1,
                  checkpoint: str = "except_last", deferred_batch_norm: bool = False) -> None:  # fmt: skip
@@ -97,6 +100,7 @@ class Pipe(nn.Module):
             partition.to(device)
         self.train(module.training)
         self._engine: Engine | None = None
+        self.side_loss = torch.zeros(())
         self._lock = threading.RLock()
 
     def forward(self, input: Any) -> Any:  # noqa: A002 - torch's own name
@@ -123,9 +127,10 @@ class Pipe(nn.Module):
                 self._engine = Engine(_stages(self.partitions, self.devices))
             if self.training and self.deferred_batch_norm:
                 deferred.begin(self, len(parts))
-            return run_forward(
-                self._engine, input, parts, self._recomputed(len(parts)) if self.training else 0
-            )
+            recomputed = self._recomputed(len(parts)) if self.training else 0
+            output, side = run_forward(self._engine, input, parts, recomputed)
+            self.side_loss = torch.zeros((), device=self.devices[-1]) if side is None else side
+            return output
 
     def _recomputed(self, count: int) -> int:
         if self.checkpoint not in _RECOMPUTED:
@@ -199,7 +204,7 @@ class Pipe(nn.Module):
     # -- copying --------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_engine": None, "_lock": None}
+        return {**self.__dict__, "_engine": None, "_lock": None, "side_loss": torch.zeros(())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -12,24 +12,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
+from penstock.errors import RunError
 from penstock.runtime.pipe_play import Engine, Half, Mixed
 from penstock.runtime.pipe_random import Draws, states
 from penstock.runtime.pipe_stage import Crossing, Grads
+from penstock.values.constants import same_constant
+from penstock.values.memory import overlapping
+from penstock.values.structure import Structure, Unflattenable, flatten, tensors_of, unflatten
 
 
 def check(value: Any) -> None:
     """Refuse an input that cannot be cut into micro-batches.
 
     Raises:
-        TypeError: something in it is neither a tensor nor None.
+        TypeError: an item in it is neither a tensor nor None; attributes of objects may be others.
     """
-    for leaf in pytree.tree_leaves(value):
-        if leaf is not None and not isinstance(leaf, Tensor):
+    if type(value) is Tensor:
+        return
+    try:
+        leaves, structure = flatten(value)
+    except Unflattenable as error:
+        raise TypeError(f"the input of a Pipe cannot be cut into micro-batches: {error}") from error
+    if structure.has("sparse"):
+        raise TypeError("the input of a Pipe has a sparse tensor in it, which cannot be cut into micro-batches: make it in the first "
+                        "layer")  # fmt: skip
+    for leaf, is_item in zip(leaves, structure.items(), strict=True):
+        if is_item and leaf is not None and not isinstance(leaf, Tensor):
             raise TypeError(f"expected Tensor, but got {type(leaf).__name__}: a Pipe takes a tensor, or tensors and None in nested tuples, "
-                            "lists and dicts, so that they can be cut into micro-batches")  # fmt: skip
+                            "lists, mappings and records, so that they can be cut into micro-batches")  # fmt: skip
 
 
 def cut(value: Any, parts: int) -> list[Crossing]:
@@ -38,54 +49,63 @@ def cut(value: Any, parts: int) -> list[Crossing]:
     Raises:
         ValueError: its tensors come to different numbers of micro-batches, or there are none.
     """
-    leaves, spec = ([value], None) if isinstance(value, Tensor) else pytree.tree_flatten(value)
-    columns = [torch.chunk(leaf.detach(), parts) for leaf in leaves if leaf is not None]
+    leaves: list[Any] = [value]
+    spec: Structure | None = None
+    if type(value) is not Tensor:
+        leaves, spec = flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    columns = [torch.chunk(tensor.detach(), parts) for tensor in tensors]
     counts = sorted({len(column) for column in columns})
     if len(counts) != 1:
-        shapes = (
-            ", ".join(str(tuple(leaf.shape)) for leaf in leaves if leaf is not None) or "no tensors"
-        )
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensors"
         raise ValueError(f"the tensors of an input are cut along their first dimension, into the same number of micro-batches each; these "
                          f"have {shapes}, which come to {', '.join(map(str, counts)) or 0} of at most {parts}")  # fmt: skip
-    wants = [leaf.requires_grad for leaf in leaves if leaf is not None]
-    made = []
-    for pieces in zip(*columns, strict=True):
-        fresh = iter(pieces)
-        made.append(
-            Crossing([None if leaf is None else next(fresh) for leaf in leaves], spec, wants)
-        )
-    return made
+    wants = [tensor.requires_grad for tensor in tensors]
+    whole = Crossing(leaves, spec, wants, overlapping(tensors))
+    return [whole.with_tensors(pieces) for pieces in zip(*columns, strict=True)]
 
 
 def joined(parts: Sequence[Crossing]) -> list[Any]:
     """The leaves of the whole output.
 
     Raises:
-        TypeError: one is neither a tensor nor None.
-        RuntimeError: micro-batches have come out in different forms, or a tensor of several has no dimension to join it along.
+        TypeError: an item is neither a tensor nor None.
+        RuntimeError: micro-batches have come out in different forms or with different attributes, or a tensor of several has no dimension
+            to join it along.
     """
-    if any(
-        part.spec != parts[0].spec or len(part.leaves) != len(parts[0].leaves) for part in parts
-    ):
+    first = parts[0]
+    if any(part.spec != first.spec or len(part.leaves) != len(first.leaves) for part in parts):
         raise RuntimeError(
             "the output of one micro-batch is nested in another way than that of another: they cannot be joined"
         )
-    leaves: list[Any] = []
-    for column in zip(*(part.leaves for part in parts), strict=True):
-        for leaf in column:
-            if leaf is not None and not isinstance(leaf, Tensor):
-                raise TypeError(f"expected Tensor, but got {type(leaf).__name__}: what the last layer of a Pipe returns is joined from its "
-                                "micro-batches, so it is made of tensors and None")  # fmt: skip
-        if column[0] is None:
-            leaves.append(None)
-        elif len(column) == 1:
-            leaves.append(column[0].detach())
-        elif column[0].dim() == 0:
-            raise RuntimeError("the last layer of a Pipe returned a tensor without dimensions: outputs of micro-batches are joined along "
-                               "their first one, so reduce after the Pipe, or use chunks=1")  # fmt: skip
-        else:
-            leaves.append(torch.cat([leaf.detach() for leaf in column]))
-    return leaves
+    if first.spec is not None and first.spec.has("sparse"):
+        raise RuntimeError("the last layer of a Pipe returned a sparse tensor, and outputs of micro-batches are joined along their first "
+                           "dimension: return its to_dense()")  # fmt: skip
+    items = [True] if first.spec is None else first.spec.items()
+    columns = zip(*(part.leaves for part in parts), strict=True)
+    return [_joined(column, is_item=item) for column, item in zip(columns, items, strict=True)]
+
+
+def _joined(column: Sequence[Any], *, is_item: bool) -> Any:
+    """One leaf of the whole output, from those of the micro-batches."""
+    kinds = {isinstance(leaf, Tensor) for leaf in column}
+    for leaf in column:
+        if kinds == {True}:
+            break
+        if is_item and leaf is not None and not isinstance(leaf, Tensor):
+            raise TypeError(f"expected Tensor, but got {type(leaf).__name__}: what the last layer of a Pipe returns is joined from its "
+                            "micro-batches, so it is made of tensors and None")  # fmt: skip
+        if not same_constant(leaf, column[0]):
+            raise RuntimeError(f"the last layer of a Pipe returned {column[0]!r} for one micro-batch and {leaf!r} for another: only tensors "
+                               "can be joined")  # fmt: skip
+    if not isinstance(column[0], Tensor):
+        return column[0]
+    if len(column) == 1:
+        return column[0].detach()
+    if column[0].dim() == 0:
+        raise RuntimeError("the last layer of a Pipe returned a tensor without dimensions: outputs of micro-batches are joined along "
+                           "their first one, so reduce after the Pipe, or use chunks=1")  # fmt: skip
+    return torch.cat([leaf.detach() for leaf in column])
 
 
 class Run:
@@ -102,6 +122,8 @@ class Run:
         self._inputs: Sequence[Crossing] = inputs
         self.count = len(inputs)
         self._shapes = [[tensor.shape for tensor in part.tensors] for part in inputs]
+        samples = [shapes[0][0] for shapes in self._shapes]
+        self._shares = [count / sum(samples) for count in samples]
         self._draws = Draws()
         self.parts = [stage.begin(self._draws) for stage in engine.stages]
         self.weights = list(
@@ -145,12 +167,34 @@ class Run:
         self._draws.settle()
         return [half.made[number] for number in range(self.count)]
 
-    def backward(self, grads: Sequence[Grads]) -> tuple[list[Grads], list[Tensor | None]]:
-        """Gradients of the inputs, by micro-batch, and of `weights`, of those of the outputs.
+    @property
+    def side_wants(self) -> bool:
+        """Whether a side loss of this forward wants a gradient."""
+        return any(part.side_wants for part in self.parts)
+
+    def side_loss(self) -> Tensor | None:
+        """The mean of the layers' side losses over the batch, without its graph, on the last device; None where there were none."""
+        device = self.engine.stages[-1].device
+        terms = [
+            side.to(device) * self._shares[number]
+            for number in range(self.count)
+            for part in self.parts
+            for side in part.sides.get(number, ())
+        ]
+        return sum(terms[1:], terms[0]) if terms else None
+
+    def backward(
+        self, grads: Sequence[Grads], side_grad: Tensor | None = None
+    ) -> tuple[list[Grads], list[Tensor | None]]:
+        """Gradients of the inputs, by micro-batch, and of `weights`, of those of the outputs and of the side loss.
 
         Raises:
             RuntimeError: it has been called already.
+            RunError: layers have side losses, and what is differentiated does not depend on them.
         """
+        if side_grad is None and self.side_wants:
+            raise RunError("layers of a Pipe have called ps.side_loss, and the loss whose backward this is has no part of it: add it, as in "
+                           "loss = criterion(model(x), y) + model.side_loss, or 0 * model.side_loss to leave it out")  # fmt: skip
         if self._spent:
             raise RuntimeError("trying to backward through a Pipe a second time: what its forward kept is gone, with retain_graph=True, too. "
                                "Call the Pipe again, or take all gradients in one backward")  # fmt: skip
@@ -163,7 +207,12 @@ class Run:
             engine.out_of,
             engine.into,
             lambda place, number: engine.stages[place].prepare(parts[place], number),
-            lambda place, number, taken: engine.stages[place].backward(parts[place], number, taken),
+            lambda place, number, taken: engine.stages[place].backward(
+                parts[place],
+                number,
+                taken,
+                None if side_grad is None else side_grad * self._shares[number],
+            ),
             grads,
         )
         with _apart(self.weights) as sums:
@@ -190,15 +239,15 @@ class Node(torch.autograd.Function):
     def forward(
         ctx: Any, run: Run, made: Sequence[Crossing], outputs: Sequence[Tensor], *tensors: Tensor
     ) -> Any:
-        """`tensors` are those of the input, then the run's weights; `made` are the outputs by micro-batch."""
+        """`tensors` are those of the input, then the run's weights; `made` are the outputs by micro-batch. `outputs` are these joined,
+        and the side loss, if there is one.
+        """
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(
-                output
-                for place, output in enumerate(outputs)
-                if not any(part.wants[place] for part in made)
-            )
-        )
+        wanted = [any(column) for column in zip(*(part.wants for part in made), strict=True)]
+        if len(outputs) > len(wanted):
+            wanted.append(run.side_wants)
+        constant = [output for output, flag in zip(outputs, wanted, strict=True) if not flag]
+        ctx.mark_non_differentiable(*constant)
         ctx.run, ctx.devices = (
             run,
             [tensor.device for tensor in tensors[: len(tensors) - len(run.weights)]],
@@ -210,10 +259,15 @@ class Node(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Play the backward. Raises as `Run.backward`."""
+        """Play the backward. Raises as `Run.backward`, and where a graph of the gradients is asked for."""
+        if torch.is_grad_enabled():
+            raise RunError("create_graph=True asks for gradients of gradients, which a Pipe does not have: its gradients come without a "
+                           "graph, so that what is made of them, such as a gradient penalty, would train nothing. Use the plain "
+                           "nn.Sequential for it, or a penalty that needs no second derivative")  # fmt: skip
         run: Run = ctx.run
+        side_grad = grads[-1] if len(grads) > len(ctx.sizes) else None
+        grads = grads[: len(ctx.sizes)]
         columns = [
             [None] * run.count
             if grad is None
@@ -223,7 +277,7 @@ class Node(torch.autograd.Function):
             for grad, sizes in zip(grads, ctx.sizes, strict=True)
         ]
         found, sums = run.backward(
-            [[column[number] for column in columns] for number in range(run.count)]
+            [[column[number] for column in columns] for number in range(run.count)], side_grad
         )
         of_inputs = [run.whole(place, found, device) for place, device in enumerate(ctx.devices)]
         return None, None, None, *of_inputs, *sums
@@ -259,8 +313,10 @@ def _apart(weights: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
             weight.grad = grad
 
 
-def run_forward(engine: Engine, value: Any, parts: Sequence[Crossing], recomputed: int) -> Any:
-    """The output of the whole for an input, which has been cut into `parts`.
+def run_forward(
+    engine: Engine, value: Any, parts: Sequence[Crossing], recomputed: int
+) -> tuple[Any, Tensor | None]:
+    """The output of the whole for an input, which has been cut into `parts`; and the mean of the layers' side losses, if they have any.
 
     Args:
         engine: the partitions.
@@ -271,10 +327,13 @@ def run_forward(engine: Engine, value: Any, parts: Sequence[Crossing], recompute
     run = Run(engine, parts, recomputed)
     made = run.forward()
     leaves = joined(made)
+    side = run.side_loss()
     if run.grads:
-        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in leaves if leaf is not None]
-        tied = iter(Node.apply(run, made, outputs, *tensors, *run.weights))  # type: ignore[no-untyped-call]
-        leaves = [None if leaf is None else next(tied) for leaf in leaves]
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        sides = [] if side is None else [side]
+        tied = list(Node.apply(run, made, [*outputs, *sides], *tensors_of(value), *run.weights))  # type: ignore[no-untyped-call]
+        side = tied.pop() if sides else None
+        fresh = iter(tied)
+        leaves = [next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     spec = made[0].spec
-    return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+    return leaves[0] if spec is None else unflatten(spec, leaves), side

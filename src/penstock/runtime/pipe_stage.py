@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from penstock.errors import RunError
 from penstock.grad.buffers import Buffers, Contents
+from penstock.runtime.crossing import check_same_flags, check_shared, versions_of
 from penstock.runtime.pipe_random import Drawing, Draws, Habits
 from penstock.tracing.recomputing import PASSES
+from penstock.tracing.side_loss import collecting_side_losses
 from penstock.tracing.skippable import Skip, Skippable, Waiting, waiting_skips
+from penstock.values.memory import copy_of, overlapping
+from penstock.values.structure import Structure, check_tensor, flatten, unflatten
 
 
 class Partition(nn.Sequential):
@@ -37,21 +41,32 @@ class Partition(nn.Sequential):
 
 
 class Crossing(NamedTuple):
-    """A nested value on its way: `spec` is how it nests, None for a bare tensor; `wants` has, by tensor, whether a gradient comes back."""
+    """A nested value on its way: `spec` is how it nests, None for a bare tensor; `wants` has, by tensor, whether a gradient comes back.
+
+    `shared` are pairs of its tensors, by place, that have memory in common where they are made. Those in `elsewhere` share theirs with
+    what goes another way.
+    """
 
     leaves: Sequence[Any]
-    spec: pytree.TreeSpec | None
+    spec: Structure | None
     wants: Sequence[bool]
+    shared: Sequence[tuple[int, int]] = ()
+    elsewhere: Sequence[int] = ()
 
     @classmethod
     def of(cls, value: Any) -> Crossing:
-        """A value as it is."""
-        if isinstance(value, Tensor):
+        """A value as it is.
+
+        Raises:
+            Unflattenable: there is something in it that cannot cross.
+        """
+        if type(value) is Tensor and value.layout is torch.strided:
+            check_tensor(value)
             return cls((value,), None, (value.requires_grad,))
-        leaves, spec = pytree.tree_flatten(value)
-        return cls(
-            leaves, spec, [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)]
-        )
+        leaves, spec = flatten(value)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        wants = [tensor.requires_grad for tensor in tensors]
+        return cls(leaves, spec, wants, overlapping(tensors))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -60,27 +75,31 @@ class Crossing(NamedTuple):
 
     def value(self) -> Any:
         """The nested value."""
-        return (
-            self.leaves[0]
-            if self.spec is None
-            else pytree.tree_unflatten(list(self.leaves), self.spec)
-        )
-
-    def wanting(self, trained: bool) -> Crossing:
-        """The same, made without a graph: what is no float cannot want a gradient, and any float may if anything is trained."""
-        wants = [
-            trained and (leaf.is_floating_point() or leaf.is_complex()) for leaf in self.tensors
-        ]
-        return Crossing(self.leaves, self.spec, wants)
+        return self.leaves[0] if self.spec is None else unflatten(self.spec, self.leaves)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Crossing:
         """The same with other tensors in the tensors' places."""
         fresh = iter(tensors)
-        return Crossing(
-            [next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves],
-            self.spec,
-            self.wants,
-        )
+        leaves = [next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return self._replace(leaves=leaves)
+
+
+def _crossings(values: Sequence[Any]) -> list[Crossing]:
+    """What goes several ways at once."""
+    made = [Crossing.of(value) for value in values]
+    if len(made) == 1:
+        return made
+    homes = [number for number, crossing in enumerate(made) for _ in crossing.tensors]
+    firsts = [homes.index(home) for home in homes]
+    tensors = [tensor for crossing in made for tensor in crossing.tensors]
+    for pair in overlapping(tensors):
+        if homes[pair[0]] == homes[pair[1]]:
+            continue
+        for place in pair:
+            crossing = made[homes[place]]
+            also = (*crossing.elsewhere, place - firsts[place])
+            made[homes[place]] = crossing._replace(elsewhere=also)
+    return made
 
 
 Grads = list[Tensor | None]
@@ -88,11 +107,16 @@ Grads = list[Tensor | None]
 
 @dataclass
 class _Kept:
-    """What one micro-batch keeps: its inputs, with leaves of its graph, and the graph's roots; before a recompute there are none."""
+    """What one micro-batch keeps: its inputs, with leaves of its graph, and the graph's roots; before a recompute there are none.
+
+    `flags` has which of the tensors that it made want a gradient. `sides` are its side losses.
+    """
 
     inputs: list[Crossing]
     roots: list[Crossing] | None
     buffers: Contents
+    flags: list[bool]
+    sides: list[Tensor]
 
 
 @dataclass
@@ -101,7 +125,8 @@ class PartRun:
 
     `parts` are its modules, `modes` whether they were training. `weights` want gradients. Micro-batches
     below `recomputed` are run again. `draws` has the random numbers; with `looking`, ops that draw are looked for, and `drew` says whether
-    there were any; `doubtful` is a run in which some may have been that nobody looked at.
+    there were any; `doubtful` is a run in which some may have been that nobody looked at. `sides` are its side losses by micro-batch,
+    without their graphs, and `side_wants` says whether any wants a gradient.
     """
 
     parts: list[nn.Module]
@@ -116,6 +141,8 @@ class PartRun:
     versions: list[int] = field(default_factory=list)
     modes: list[bool] = field(default_factory=list)
     kept: dict[int, _Kept] = field(default_factory=dict)
+    sides: dict[int, list[Tensor]] = field(default_factory=dict)
+    side_wants: bool = False
 
     def keep(self, recomputed: int) -> None:
         """There will be a backward."""
@@ -182,20 +209,28 @@ class PipeStage:
             What the layers make of it, then the skips of `gives`.
         """
         again = micro_batch < run.recomputed
-        keeps = run.grads and not again
         inputs = [self._leaves(crossing, run.grads) for crossing in arrived]
         buffers = self._buffers.contents() if again else {}
         PASSES.checkpointing = again
         try:
-            with torch.set_grad_enabled(keeps):
-                made = self._run(run, micro_batch, inputs)
+            # With a graph also where it is run again: which outputs want a gradient is known from that alone, and kernels are chosen by
+            # it. That graph goes at the end of this forward.
+            with torch.set_grad_enabled(run.grads):
+                made, sides = self._run(run, micro_batch, inputs)
         finally:
             PASSES.checkpointing = False
+        if sides:
+            run.sides[micro_batch] = [side.detach() for side in sides]
+            run.side_wants |= any(side.requires_grad for side in sides)
         if run.grads:
-            run.kept[micro_batch] = _Kept(inputs, None if again else made, buffers)
+            flags = [wanted for crossing in made for wanted in crossing.wants]
+            kept = _Kept(inputs, None if again else made, buffers, flags, [] if again else sides)
+            run.kept[micro_batch] = kept
         if again:
-            trained = bool(run.weights) or any(any(crossing.wants) for crossing in inputs)
-            made = [crossing.wanting(trained) for crossing in made]
+            return [
+                crossing.with_tensors([tensor.detach() for tensor in crossing.tensors])
+                for crossing in made
+            ]
         return made
 
     def prepare(self, run: PartRun, micro_batch: int) -> None:
@@ -216,19 +251,26 @@ class PipeStage:
         try:
             _set_modes(run.parts, run.modes, modes)
             with torch.enable_grad(), self._buffers.as_they_were(kept.buffers):
-                kept.roots = self._run(run, micro_batch, kept.inputs, again=True)
+                kept.roots, kept.sides = self._run(run, micro_batch, kept.inputs, again=True)
         finally:
             PASSES.recomputing = before
             _set_modes(run.parts, modes, run.modes)
         kept.buffers = {}
+        found = [tensor for crossing in kept.roots for tensor in crossing.tensors]
+        check_same_flags(kept.flags, found, "a partition of a Pipe")
+        if len(kept.sides) != len(run.sides.get(micro_batch, ())):
+            raise RunError(f"a partition of a Pipe: run again for its backward, a forward had {len(kept.sides)} side losses, and "
+                           f"{len(run.sides.get(micro_batch, ()))} the first time: layers must do the same twice, or take "
+                           "checkpoint='never'")  # fmt: skip
 
-    def backward(self, run: PartRun, micro_batch: int, grads: Sequence[Grads]) -> list[Grads]:
+    def backward(self, run: PartRun, micro_batch: int, grads: Sequence[Grads], side_grad: Tensor | None = None) -> list[Grads]:  # fmt: skip
         """Gradients of what `forward` was given, of those of what it returned; those of weights are added to their `.grad`.
 
         Args:
             run: as in the forward.
             micro_batch: which one. `prepare` has been called.
             grads: by crossing and tensor, None where there is none.
+            side_grad: of each of the micro-batch's side losses.
         """
         kept = run.kept.pop(micro_batch)
         assert kept.roots is not None
@@ -238,6 +280,10 @@ class PipeStage:
                 if grad is not None and root.requires_grad:
                     roots.append(root)
                     starts.append(grad.to(root.device))
+        if side_grad is not None:
+            sides = [side for side in kept.sides if side.requires_grad]
+            roots += sides
+            starts += [side_grad.to(side.device, side.dtype) for side in sides]
         if roots:
             before = PASSES.recomputing
             PASSES.recomputing = True  # a layer that recomputes by itself, in here, does so as much as one that we recompute
@@ -256,43 +302,60 @@ class PipeStage:
         for leaf, wanted in zip(leaves, wants, strict=True):
             if wanted:
                 leaf.requires_grad_()
-        return (
-            Crossing(leaves, None, wants)
-            if crossing.spec is None
-            else crossing.with_tensors(leaves)
-        )
+        return crossing.with_tensors(leaves)
 
     def _run(
         self, run: PartRun, micro_batch: int, inputs: Sequence[Crossing], *, again: bool = False
-    ) -> list[Crossing]:
-        tensors = [tensor for crossing in inputs for tensor in crossing.tensors]
+    ) -> tuple[list[Crossing], list[Tensor]]:
+        """What the layers make, and their side losses."""
         given = list(inputs)
         changes = self._changes_input.get(run.training, True)
-        if (
-            changes
-        ):  # autograd forbids changing a leaf in place, and nobody else may see such a change
+        if changes:
+            # Autograd forbids changing a leaf in place, and the partition before must not see such a change.
             given = [
-                crossing.with_tensors([tensor.clone() for tensor in crossing.tensors])
+                crossing.with_tensors([copy_of(tensor) for tensor in crossing.tensors])
                 for crossing in inputs
             ]
-            tensors = [tensor for crossing in given for tensor in crossing.tensors]
-        versions = _versions(tensors)
+        tensors = [tensor for crossing in given for tensor in crossing.tensors]
+        versions = versions_of(tensors)
         waiting: Waiting = {
             skip: crossing.value() for skip, crossing in zip(self.takes, given[1:], strict=True)
         }
-        if self._skips or run.looking or (again and run.doubtful):
-            with self._watched(run, micro_batch, again), waiting_skips(waiting):
+        with collecting_side_losses() as sides:
+            if self._skips or run.looking or (again and run.doubtful):
+                with self._watched(run, micro_batch, again), waiting_skips(waiting):
+                    made = self.module(given[0].value())
+            else:
                 made = self.module(given[0].value())
-        else:
-            made = self.module(given[0].value())
-        changed = versions != _versions(tensors)
-        if run.training not in self._changes_input and versions is not None:
-            self._changes_input[run.training] = changed
-        elif changed and not changes:
+        after = versions_of(tensors)
+        if versions is not None and after is not None:
+            changed = [one != other for one, other in zip(versions, after, strict=True)]
+            self._learn(run, given, changed, copied=changes)
+        return _crossings([made, *(waiting.pop(skip) for skip in self.gives)]), sides
+
+    def _learn(
+        self, run: PartRun, given: Sequence[Crossing], changed: list[bool], *, copied: bool
+    ) -> None:
+        """Whether layers change what they are given.
+
+        Raises:
+            RuntimeError: they had not done so before, and have been given no copies; or what they have changed shares memory.
+        """
+        any_changed = any(changed)
+        if run.training not in self._changes_input:
+            self._changes_input[run.training] = any_changed
+        elif any_changed and not copied:
             self._changes_input[run.training] = True
             raise RuntimeError("layers of a Pipe have changed in place what they were given, and had not done so before: the next forward "
                                "allows for it, this one cannot")  # fmt: skip
-        return [Crossing.of(made), *(Crossing.of(waiting.pop(skip)) for skip in self.gives)]
+        if not any_changed:
+            return
+        place = 0
+        for crossing in given:
+            count = len(crossing.tensors)
+            own = changed[place : place + count]
+            check_shared([*crossing.shared, *((each, each) for each in crossing.elsewhere)], own)
+            place += count
 
     @contextmanager
     def _watched(self, run: PartRun, micro_batch: int, again: bool) -> Iterator[None]:
@@ -318,11 +381,6 @@ class PipeStage:
     def _late(self, op: str) -> RuntimeError:
         return RuntimeError(f"a layer of a Pipe drew random numbers ({op}) in a forward, and had drawn none before: which ones is not known, "
                             "so it cannot be run again for its backward. The next forward allows for it: repeat the batch")  # fmt: skip
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int] | None:
-    """How often each has been changed; nobody knows that in inference mode."""
-    return None if torch.is_inference_mode_enabled() else [tensor._version for tensor in tensors]
 
 
 def _set_modes(parts: Sequence[nn.Module], modes: list[bool], before: list[bool]) -> None:

@@ -19,7 +19,7 @@ from penstock.optim.update import OptimizerFactory
 from penstock.plan.plan import Plan
 from penstock.runtime import state
 from penstock.runtime.assembly import Training, assemble
-from penstock.runtime.batch import Batch, make_batch
+from penstock.runtime.batch import Batch, make_batch, pair_of
 from penstock.runtime.compare import Comparison, compare
 from penstock.runtime.options import Options, check_accumulate
 from penstock.runtime.persistence import Persistence
@@ -35,6 +35,7 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.portions import Portions
 from penstock.tracing.chain import TracedChain, chain
 from penstock.tracing.slices import check_slices
+from penstock.values.classes import remember_code
 
 
 class Pipeline:
@@ -139,6 +140,8 @@ class Pipeline:
         self._step = self._gathered = 0
         self._accumulate = accumulate
         self._training = Training(loss, optimizer, seed, options)
+        if len(self._world.local_ranks) < self._world.size:
+            remember_code([*(part for module in traced.modules for part in module.modules()), loss])
         self._made = assemble(self.chain, self.setting, self._world, self._training)
         self.chain = self._made.traced
         self._made.share_weights()
@@ -156,7 +159,7 @@ class Pipeline:
         """Run the schedule on one batch and update the weights. An asynchronous schedule drains afterwards: drive it by `train`.
 
         Args:
-            x: inputs, nested tensors with the samples in their first dimension.
+            x: inputs, nested tensors with the samples in their first dimension: in tuples, lists, mappings and records.
             y: targets, likewise.
             update: False adds the gradients to those that are there and leaves the weights; True steps with what has been added up.
                 By default every batch steps, or every `accumulate`-th.
@@ -211,9 +214,11 @@ class Pipeline:
 
         Raises:
             RunError: see `train_batch`.
+            SettingError: the loader yields something else than pairs.
         """
         first = self._step
-        for x, y in loader:
+        for item in loader:
+            x, y = pair_of(item)
             if self._stream is None:
                 yield self.train_batch(x, y)
                 continue

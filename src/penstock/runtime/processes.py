@@ -128,10 +128,11 @@ class DistributedWorld:
             if payload is None:
                 tensors = [known.empty() for known in header.forms]
             else:
-                tensors = [tensor.detach().cpu().contiguous() for tensor in payload.tensors]
+                packed = zip(header.forms, payload.tensors, strict=True)
+                tensors = [known.packed(tensor.detach().cpu()).contiguous() for known, tensor in packed]
             for tensor in tensors:
                 self._share(tensor, source)
-            return header.filled(tensors).value()
+            return header.unpacked(tensors).value()
 
         return self.run(job)[self._rank]
 

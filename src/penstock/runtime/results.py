@@ -12,7 +12,6 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.world import World
 from penstock.schedule.op import Schedule
 from penstock.transport.payload import TensorForm
-from penstock.transport.records import from_plain
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -39,14 +38,14 @@ def outputs(world: World, schedule: Schedule, batch: Batch) -> Any:
     if len(holders) == 1:
         last = holders[0]
         joined = world.run(lambda rank: batch.joined(batch.outputs) if rank == last else None)
-        return from_plain(world.broadcast(joined.get(last), last))
+        return world.broadcast(joined.get(last), last)
     found: dict[int, Any] = {}
     for holder in holders:
         own = _held_by(schedule, holder, len(batch.numbers))
         if own:
             here = [batch.outputs[m] for m in own] if holder in world.local_ranks else None
             found |= zip(own, world.broadcast(here, holder), strict=True)
-    return from_plain(batch.joined(found))
+    return batch.joined(found)
 
 
 def by_micro_batch(world: World, schedule: Schedule, batch: Batch) -> dict[int, Any]:

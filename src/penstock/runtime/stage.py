@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.grad.buffers import Buffers, Contents
 from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.grad.whole import whole_grad
 from penstock.optim.update import Update
 from penstock.runtime.batch import Batch
+from penstock.runtime.crossing import InPlace, check_devices, check_same_flags
 from penstock.runtime.eviction import Saved
 from penstock.runtime.held import Held
 from penstock.runtime.layers import StageLayer, StageLayers
@@ -24,7 +24,8 @@ from penstock.runtime.stage_loss import Loss, StageLoss, Starts, total
 from penstock.simulate.simulate import recomputes
 from penstock.tracing.side_loss import collect_side_losses, collecting_side_losses
 from penstock.transport.payload import Payload
-from penstock.transport.records import from_plain, to_plain
+from penstock.values.memory import copy_of
+from penstock.values.structure import tensors_of as tensors_in
 
 __all__ = ["Loss", "Stage", "StageLayer"]
 
@@ -41,7 +42,7 @@ class _Kept:
 
     Without `roots` it will be recomputed, from these inputs and the buffers that its forward saw. `found` has more leaves, where it
     is a slice: what it found of the slices before. `own` are the last of `roots`, which take no gradient from the stage after: the
-    loss and the side losses. `size` is in bytes.
+    loss and the side losses. `size` is in bytes. `flags` say which tensors of the output, and then of the past, want a gradient.
     """
 
     inputs: Payload
@@ -51,6 +52,7 @@ class _Kept:
     buffers: Contents
     saved: Saved | None = None
     size: int = 0
+    flags: tuple[bool, ...] = ()
 
 
 @dataclass(slots=True)
@@ -110,9 +112,7 @@ class Stage:
             self.offload,
         )
         self._buffers = Buffers(list(self.modules()))
-        # By training or not, whether the layers change what they are given. Not known before they have run once: the flag
-        # `inplace` tells only of some of torch's own, and a layer may hand on its input, or a view of it, to one that does.
-        self._changes_input: dict[bool, bool] = {}
+        self._in_place = InPlace()
         # Forms of micro-batches that the short way is known to do for, and the bytes that they keep.
         self._plain: dict[str, int] = {}
         self._on_host = self.device.type == "cpu"
@@ -164,28 +164,22 @@ class Stage:
         past = Past(self._pasts.waiting.pop(micro_batch, {}), keeps=after is not None)
         keeps = batch.training and not again
         saved = Saved(self._running.weights()) if keeps and micro_batch in self.evicted else None
+        # With a graph also where it is run again: which outputs want a gradient is known from that alone, and kernels are chosen by it.
         with (
             self._looking(batch, micro_batch, inputs, keeps),
-            torch.set_grad_enabled(keeps),
+            torch.set_grad_enabled(batch.training),
             saved.saving() if saved else nullcontext(),
         ):
-            output, own = self._run(batch, micro_batch, inputs, past)
-        result = None
-        roots: list[Tensor] = []
-        if self.loss is None:
-            flags = self._grad_flags(output, inputs) if again else None
-            result = Payload.of(output, flags)
-            roots = [tensor for tensor in result.tensors if tensor.requires_grad]
-        roots += own
+            result, own = self._run(batch, micro_batch, inputs, past)
+        made = [] if result is None else result.tensors
+        left = [] if after is None else tensors_of(past.left)
+        flags = tuple([tensor.requires_grad for tensor in (*made, *left)])
+        roots = [tensor for tensor in made if tensor.requires_grad] + own
+        roots += [tensor for tensor in left if tensor.requires_grad]
         if after is not None:
-            left = tensors_of(past.left)
-            roots += [tensor for tensor in left if tensor.requires_grad]
-            flags = (
-                self._grad_flags(left, inputs)
-                if again
-                else tuple(tensor.requires_grad for tensor in left)
-            )
-            self._pasts.leave(after, past.left, flags)
+            self._pasts.leave(after, past.left, flags[len(made) :])
+        if again and result is not None:
+            result = result.with_tensors([tensor.detach() for tensor in made])
         if batch.training:
             size = (
                 sum(leaf.nbytes for leaf in leaves)
@@ -193,7 +187,7 @@ class Stage:
                 else self.held.size(self._form(batch, micro_batch))
             )
             self._kept[batch.step, micro_batch] = _Kept(
-                inputs, past.found, None if again else roots, len(own), buffers, saved, size
+                inputs, past.found, None if again else roots, len(own), buffers, saved, size, flags
             )
             self.held.take(size)
             if not (again or saved or own[1:] or batch.outputs):
@@ -205,7 +199,7 @@ class Stage:
     ) -> None:
         """Let the next micro-batches of this form go the short way, if it would do."""
         one_out = self.loss is not None if result is None else result.structure == ""
-        known = self._changes_input.get(True) is False and self.held.settled(
+        known = self._in_place.excluded(training=True) and self.held.settled(
             self._form(batch, micro_batch)
         )
         if (
@@ -330,34 +324,29 @@ class Stage:
 
     def _run(
         self, batch: Batch, micro_batch: int, inputs: Payload, past: Past
-    ) -> tuple[Any, list[Tensor]]:
-        """What the layers make, and what starts a gradient of its own: the loss, on the last stage, and side losses."""
-        copies: list[Tensor] = []
-        if self._changes_input.get(batch.training, True):
-            # Autograd forbids changing a leaf in place, and nobody else may see such a change.
-            copies = [tensor.clone() for tensor in inputs.tensors]
-            inputs = inputs.with_tensors(copies)
-        value = inputs.value() if inputs.structure == "" else from_plain(inputs.value())
+    ) -> tuple[Payload | None, list[Tensor]]:
+        """What the layers make for the next stage, and what starts a gradient of its own: the loss, on the last stage, and side losses."""
+        watch = self._in_place.watch(inputs, training=batch.training)
+        value = watch.given.value()
         before: Tensor | None = None
         if type(value) is dict and _SIDE in value:
             before, value = value[_SIDE], value["value"]
+        result: Payload | None = None
+        own: list[Tensor] = []
         with self._mixed(), collecting_side_losses() as sides:
             value = self._running.run(batch, micro_batch, value, past)
             past.check_unchanged()
-            if batch.training not in self._changes_input:
-                self._changes_input[batch.training] = any(copy._version for copy in copies)
+            watch.check()
             told = sides if before is None else [before.to(self.device), *sides]
-            value = (
-                to_plain(value)
-                if self._losses is None
-                else self._losses.of(batch, micro_batch, value, told)
-            )
-            if self.loss is None and told:
-                value = {_SIDE: total(told), "value": value}
-        own = [side for side in sides if side.requires_grad] if batch.training else []
-        if self.loss is not None and isinstance(value, Tensor) and value.requires_grad:
-            own.append(value)
-        return value, own
+            own = [side for side in sides if side.requires_grad] if batch.training else []
+            if self._losses is None:
+                result = Payload.of({_SIDE: total(told), "value": value} if told else value)
+                check_devices(result, self.device)
+            else:
+                loss = self._losses.of(batch, micro_batch, value, told)
+                if isinstance(loss, Tensor) and loss.requires_grad:
+                    own.append(loss)
+        return result, own
 
     def _started(self, batch: Batch, micro_batch: int, root: Tensor) -> Tensor:
         """The gradient that a loss or a side loss begins with: the micro-batch's share in the batch, scaled."""
@@ -368,15 +357,6 @@ class Stage:
             _AS_IT_IS
             if self.autocast is None
             else torch.autocast(self.device.type, dtype=self.autocast)
-        )
-
-    def _grad_flags(self, output: Any, inputs: Payload) -> tuple[bool, ...]:
-        """Which outputs want a gradient when the forward ran without a graph: any float one, if anything here is trained."""
-        trained = any(inputs.wants_grad) or self.update.trains
-        return tuple(
-            trained and (leaf.is_floating_point() or leaf.is_complex())
-            for leaf in pytree.tree_leaves(output)
-            if isinstance(leaf, Tensor)
         )
 
     def _form(self, batch: Batch, micro_batch: int) -> str:
@@ -390,13 +370,9 @@ class Stage:
         if not keeps:
             return nullcontext()
         # The first graph may be of copies of the inputs, see `_run`.
-        final = batch.training in self._changes_input
-        found = (
-            ()
-            if batch.targets is None or self.loss is None
-            else pytree.tree_leaves(batch.targets[micro_batch])
-        )
-        targets = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        final = self._in_place.known(training=batch.training)
+        counts = batch.targets is not None and self.loss is not None
+        targets = tensors_in(batch.targets[micro_batch]) if counts and batch.targets else []
         return self.held.looking(
             self._form(batch, micro_batch), inputs.tensors, self._running.weights(), targets, final
         )
@@ -433,23 +409,16 @@ class Stage:
             past = Past(kept.found, keeps=after is not None)
             looking = self._looking(batch, micro_batch, kept.inputs, keeps=True)
             with looking, torch.enable_grad(), self._buffers.as_they_were(kept.buffers):
-                output, own = self._run(batch, micro_batch, kept.inputs, past)
+                result, own = self._run(batch, micro_batch, kept.inputs, past)
             full = self.held.size(self._form(batch, micro_batch))
             self.held.take(full - kept.size)
             kept.size = full
-            roots = []
-            if self.loss is None:
-                found = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-                flags = self._grad_flags(output, kept.inputs)
-                roots = [root for root, flag in zip(found, flags, strict=True) if flag]
-            roots += own
+            made = [] if result is None else result.tensors
+            left = [] if after is None else tensors_of(past.left)
+            check_same_flags(kept.flags, [*made, *left], f"stage {self.index}")
             kept.own = len(own)
-            left = tensors_of(past.left)
-            roots += [
-                root
-                for root, flag in zip(left, self._grad_flags(left, kept.inputs), strict=True)
-                if flag
-            ]
+            roots = [tensor for tensor in made if tensor.requires_grad] + own
+            roots += [tensor for tensor in left if tensor.requires_grad]
         first = len(roots) - len(grads_of_past) - kept.own
         grads += [
             self._started(batch, micro_batch, root) for root in roots[first : first + kept.own]

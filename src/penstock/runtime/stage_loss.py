@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import SettingError
 from penstock.runtime.batch import Batch
-from penstock.transport.records import from_plain, to_plain
+from penstock.values.structure import map_tensors
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -35,21 +34,14 @@ class StageLoss:
             SettingError: the loss is not one number.
         """
         if batch.targets is None or batch.keeps_outputs:
-            detached = pytree.tree_map(
-                lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, to_plain(value)
-            )
-            batch.outputs[micro_batch] = detached
+            batch.outputs[micro_batch] = map_tensors(Tensor.detach, value)
         if batch.targets is None:
             return None
         target = batch.targets[micro_batch]
         if type(target) is Tensor:
             target = target.to(self.device)
         else:
-            target = from_plain(
-                pytree.tree_map(
-                    lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, target
-                )
-            )
+            target = map_tensors(lambda leaf: leaf.to(self.device), target)
         loss = self.loss(value, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

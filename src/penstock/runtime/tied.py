@@ -206,7 +206,7 @@ class Tied:
     def _send(
         self, rank: int, number: Number, tensors: list[Tensor], signature: str | None = None
     ) -> None:
-        payload = Payload.of(tensors, (False,) * len(tensors))
+        payload = Payload.row(tensors)
         self.guard(
             rank,
             lambda: self.transport.send(rank, number.message, payload, signature or number.name),

@@ -132,7 +132,7 @@ class Together:
         transport, told, verdict = interpreter.transport, Number.NORMS, Number.VERDICT
         if interpreter.rank:
             arrival = transport.post(0, verdict.message, verdict.name)
-            own = Payload.of([found, *self._packed(interpreter, rows)], (False,) * 3)
+            own = Payload.row([found, *self._packed(interpreter, rows)])
             interpreter.guard(0, lambda: transport.send(0, told.message, own, told.name))
             total, found = interpreter.guard(0, arrival.wait).tensors
         else:
@@ -147,7 +147,7 @@ class Together:
                     zip(self._homes[rank], (part[~(part < 0)] for part in parts[1:]), strict=True)
                 )
             total = total_norm([by_stage[stage] for stage in sorted(by_stage)]).to(found.device)
-            answer = Payload.of([total, found], (False, False))
+            answer = Payload.row([total, found])
             for rank in others:
                 interpreter.guard(
                     rank, partial(transport.send, rank, verdict.message, answer, verdict.name)

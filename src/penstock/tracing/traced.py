@@ -11,13 +11,14 @@ from torch import Tensor, fx, nn
 from penstock.errors import ChainError
 from penstock.tracing.capture import Form
 from penstock.tracing.variants import Variant, Variants
+from penstock.values.constants import Whole
 
 #: In the value between two layers, what goes with it and never crosses: its name is none that a graph has.
 INPUTS = "inputs."
 
 
 @final
-class Given:
+class Given(Whole):
     """A micro-batch's inputs on a stage, and what its layers have made of them alone."""
 
     def __init__(self, variants: Variants, inputs: Any, device: torch.device | None = None) -> None:

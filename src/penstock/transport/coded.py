@@ -21,6 +21,9 @@ from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Arrival, Transport
+from penstock.values import wire
+from penstock.values.constants import decode, dtype_of, encode
+from penstock.values.structure import Structure
 
 #: What a boundary may be sent as.
 CODES = ("bfloat16", "int8")
@@ -133,7 +136,7 @@ def coded(
     tensors: list[Tensor] = []
     for place, leaf in enumerate(payload.leaves):
         if not isinstance(leaf, Tensor):
-            forms.append(["constant", leaf])
+            forms.append(["constant", encode(leaf)])
         elif leaf.dtype not in _CODED or leaf.numel() < _SMALLEST:
             forms.append(["whole"])
             tensors.append(leaf)
@@ -143,31 +146,33 @@ def coded(
                 ["bits", len(made), str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
             )
             tensors += made
-    text = json.dumps([payload.structure, forms, list(payload.wants_grad)])
+    structure = payload.structure
+    tree = structure if isinstance(structure, str) else wire.dump(structure)
+    text = json.dumps([tree, forms, list(payload.wants_grad), payload.shared])
     return Payload("*", (text, *tensors), (False,) * len(tensors))
 
 
 def decoded(payload: Payload) -> Payload:
     """What `coded` was given, as well as the bits can tell."""
-    structure, forms, wants_grad = _parsed(payload.leaves[0])
+    structure, forms, wants_grad, shared = _parsed(payload.leaves[0])
     rest = iter(payload.leaves[1:])
     leaves: list[Any] = []
     for form in forms:
         if form[0] == "constant":
-            leaves.append(form[1])
+            leaves.append(decode(form[1]))
         elif form[0] == "whole":
             leaves.append(next(rest))
         else:
             _, count, dtype, shape = form
-            leaves.append(
-                tensor_of(
-                    [next(rest) for _ in range(count)], getattr(torch, dtype), torch.Size(shape)
-                )
-            )
-    return Payload(structure, tuple(leaves), wants_grad)
+            bits = [next(rest) for _ in range(count)]
+            leaves.append(tensor_of(bits, dtype_of(dtype), torch.Size(shape)))
+    return Payload(structure, tuple(leaves), wants_grad, shared)
 
 
 @lru_cache(maxsize=1024)
-def _parsed(text: str) -> tuple[str, list[Any], tuple[bool, ...]]:
-    structure, forms, wants_grad = json.loads(text)
-    return structure, forms, tuple(wants_grad)
+def _parsed(
+    text: str,
+) -> tuple[str | Structure, list[Any], tuple[bool, ...], tuple[tuple[int, int], ...]]:
+    tree, forms, wants_grad, shared = json.loads(text)
+    structure = tree if tree in ("", "*") else wire.parse(tree)
+    return structure, forms, tuple(wants_grad), tuple((one, other) for one, other in shared)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 from penstock.errors import RunError
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
-from penstock.transport.payload import Header, Payload
+from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.transport.transport import TransportLost, TransportTimeout
 
 _LEAVES = 32  # tags have room for this many tensors in one message
@@ -147,7 +147,7 @@ class _Arrival:
         self.transport.arrived(self.peer, self.message)
         if wire.through_host:
             tensors = [tensor.to(wire.device) for tensor in tensors]
-        return header.filled(tensors)
+        return header.unpacked(tensors)
 
 
 @dataclass
@@ -157,7 +157,7 @@ class DistributedTransport:
     wire: Wire
     shares: bool = False
     _known: dict[_Key, Header] = field(default_factory=dict)
-    _told: dict[_Key, tuple[object, ...]] = field(default_factory=dict)
+    _told: dict[_Key, tuple[tuple[Any, ...], list[TensorForm]]] = field(default_factory=dict)
     _leaving: dict[tuple[int, Message], list[tuple[dist.Work, Tensor]]] = field(
         default_factory=dict
     )
@@ -172,22 +172,25 @@ class DistributedTransport:
             TransportLost: the links are closed.
         """
         tensors = _checked(payload, message)
+        forms = payload.forms()
         link = Link(self.wire.rank, peer)
         form, key = payload.form(), _key(signature, link, message)
-        told = self._told.get(key)
+        told, told_forms = self._told.get(key, (None, []))
         if told is None:
-            self._told[key] = form
+            self._told[key] = form, forms
             self.wire.store.set(_name(key), payload.header())
+        elif told != form and _agree(told, form, told_forms):
+            forms = told_forms  # the receiver gives it the strides that it has had before
         elif told != form:
             made = f"{message.stage}{message.kind.value}{message.micro_batch}"
-            raise RunError(f"what {made} makes changed its form between batches whose inputs have the same shapes: it was {told} "
-                           f"and is {form}. Shapes that depend on the data are not supported yet")  # fmt: skip
+            raise RunError(f"what {made} makes changed its form between batches whose inputs have the same shapes: it was {_words(told)} "
+                           f"and is {_words(form)}. Shapes and constants that depend on the data are not supported between "
+                           "hosts")  # fmt: skip
         group = self.wire.group(link, message)
         leaving = self._leaving.setdefault((peer, message), [])
-        for number, tensor in enumerate(tensors):
-            ready = (
-                tensor.detach().resolve_conj().resolve_neg().contiguous()
-            )  # what is in memory is what goes
+        for number, (known, tensor) in enumerate(zip(forms, tensors, strict=True)):
+            # What is in memory is what goes.
+            ready = known.packed(tensor.detach().resolve_conj().resolve_neg()).contiguous()
             if self.wire.through_host:
                 ready = ready.cpu()
             try:
@@ -285,6 +288,30 @@ def _tag(message: Message, leaf: int) -> int:
     """A tag of 31 bits: stage 10, micro-batch 13, kind 3, tensor 5. Never are messages under way that are 8,192 apart."""
     kind, stage, micro_batch = message
     return (((stage << 13 | micro_batch % _NUMBERS) << 3) | _KINDS.index(kind)) << 5 | leaf
+
+
+def _agree(told: tuple[Any, ...], form: tuple[Any, ...], forms: Sequence[TensorForm]) -> bool:
+    """Whether two forms differ by strides alone, so that what the first was told of serves for the second: it is no expanded tensor."""
+    plain = [
+        (structure, [leaf[:2] for leaf in leaves], wants)
+        for structure, leaves, wants, _ in (told, form)
+    ]
+    whole = all(each.stride is None or 0 not in each.stride for each in forms)
+    return whole and plain[0] == plain[1]
+
+
+def _words(form: tuple[Any, ...]) -> str:
+    """A form for messages."""
+    structure, leaves, wants, _ = form
+    nesting = structure if isinstance(structure, str) else structure.describe()
+    flags = iter(wants)
+    shown = [
+        f"{str(leaf[1]).removeprefix('torch.')}{list(leaf[0])}{' with a gradient' if next(flags) else ''}"
+        if isinstance(leaf[0], torch.Size)
+        else str(leaf[1])
+        for leaf in leaves
+    ]
+    return f"{nesting or 'a tensor'} of {', '.join(shown) or 'nothing'}"
 
 
 def _checked(payload: Payload, message: Message) -> list[Tensor]:

@@ -58,12 +58,7 @@ class Outgoing:
         assert layout.pool is not None
         slot = self.arena.take(layout.pool)
         try:
-            views = slot.views.get(layout.number)
-            if views is None:
-                views = layout.views(slot)
-            tensors = payload.leaves if layout.bare else payload.tensors
-            for view, tensor in zip(views, tensors, strict=True):
-                view.copy_(tensor.detach() if tensor.requires_grad else tensor)
+            layout.put(slot, payload.leaves if layout.bare else payload.tensors)
             self._enter(name, layout.number, slot.place)
         except BaseException:
             slot.free()
@@ -172,15 +167,7 @@ class Incoming:
         layout, slot = queue.popleft()
         if not queue:
             del self.came[name]
-        views = slot.views.get(layout.number)
-        if views is None:
-            views = layout.views(slot)
-        if self._device is not None:
-            payload = layout.filled([view.to(self._device) for view in views])
-        elif layout.bare:
-            payload = Payload("", (views[0].clone(),), layout.wants)
-        else:
-            payload = layout.filled([view.clone() for view in views])
+        payload = layout.take(slot, self._device)
         slot.free()
         return payload
 

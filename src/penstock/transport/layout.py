@@ -2,56 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.transport.arena import LINE, Pool, Slot
 from penstock.transport.payload import Header, Payload, TensorForm
+from penstock.values.constants import key_of as constant_key
 
 #: Of how many layouts a slot keeps its views.
 _VIEWS = 64
-
-_CONTIGUOUS = "contiguous_format"
-_OTHERS = {4: "channels_last", 5: "channels_last_3d"}
 
 
 class Layout:
     """One form of payloads: what is known before the tensors, and where in a slot these are. `pool` is the sender's alone."""
 
-    __slots__ = (
-        "_forms",
-        "_leaves",
-        "_tensors_at",
-        "bare",
-        "large",
-        "nbytes",
-        "number",
-        "orders",
-        "pool",
-        "structure",
-        "wants",
-    )
+    __slots__ = ("bare", "forms", "header", "nbytes", "number", "pool", "straight", "wants")
 
-    def __init__(self, number: int, header: Header, orders: list[str]) -> None:
-        self.number, self.structure, self._leaves = number, header.structure, header.leaves
-        self._forms, self.orders = header.forms, [getattr(torch, order) for order in orders]
-        self._tensors_at = [
-            at for at, leaf in enumerate(header.leaves) if isinstance(leaf, TensorForm)
-        ]
-        self.wants = tuple(form.wants_grad for form in self._forms)
+    def __init__(self, number: int, header: Header) -> None:
+        self.number, self.header, self.forms = number, header, header.forms
+        self.wants = tuple([form.wants_grad for form in self.forms])
         self.bare = header.structure == ""
-        self.nbytes = sum(_padded(form) for form in self._forms)
+        # Whether what lies in a slot has the strides that it is to have.
+        self.straight = all(form.stride is None for form in self.forms)
+        self.nbytes = sum(_padded(form) for form in self.forms)
         self.pool: Pool | None = None
 
     @classmethod
     def parse(cls, text: bytes) -> Layout:
         """Read what `told` wrote."""
-        number, header, orders = json.loads(text)
-        return cls(number, Header.parse(header), orders)
+        number, _, header = text.decode().partition(" ")
+        return cls(int(number), Header.parse(header))
 
     def views(self, slot: Slot) -> tuple[Tensor, ...]:
         """The tensors as they lie in a slot, made once."""
@@ -63,64 +45,62 @@ class Layout:
                 found = slot.views[self.number] = self._laid(slot)
         return found
 
-    def filled(self, tensors: list[Tensor]) -> Payload:
-        """The payload whose tensors these are."""
-        leaves: list[Any] = list(self._leaves)
-        for at, tensor in zip(self._tensors_at, tensors, strict=True):
-            leaves[at] = tensor
-        return Payload(self.structure, tuple(leaves), self.wants)
+    def put(self, slot: Slot, tensors: tuple[Tensor, ...] | list[Tensor]) -> None:
+        """Copy the tensors of a payload into a slot."""
+        views = slot.views.get(self.number)
+        if views is None:
+            views = self.views(slot)
+        if self.straight:
+            for view, tensor in zip(views, tensors, strict=True):
+                view.copy_(tensor.detach() if tensor.requires_grad else tensor)
+            return
+        for form, view, tensor in zip(self.forms, views, tensors, strict=True):
+            view.copy_(form.packed(tensor.detach()))
+
+    def take(self, slot: Slot, device: torch.device | None) -> Payload:
+        """The payload that lies in a slot, copied out, to another device than the CPU where one is given."""
+        views = slot.views.get(self.number)
+        if views is None:
+            views = self.views(slot)
+        if device is not None:
+            return self.header.unpacked([view.to(device) for view in views])
+        if self.bare and self.straight:
+            return Payload("", (views[0].clone(),), self.wants)
+        return self.header.unpacked(views, copies=True)
 
     def _laid(self, slot: Slot) -> tuple[Tensor, ...]:
         made, start = [], slot.start
-        for form, order in zip(self._forms, self.orders, strict=True):
-            dtype = getattr(torch, form.dtype)
-            like = torch.empty(form.shape, dtype=dtype, device="meta", memory_format=order)
-            flat = slot.segment.bytes[start : start + like.nbytes].view(dtype)
-            made.append(flat.as_strided(like.shape, like.stride()))
+        for form in self.forms:
+            shape = form.shape if form.stride is None else form.packed_shape
+            dtype = form.torch_dtype
+            flat = slot.segment.bytes[start : start + math.prod(shape) * dtype.itemsize]
+            made.append(flat.view(dtype).view(shape))
             start += _padded(form)
         return tuple(made)
 
 
 def told(number: int, payload: Payload) -> bytes:
     """What the receiver must know of payloads of this form."""
-    return json.dumps(
-        [number, payload.header(), [_order(tensor) for tensor in payload.tensors]]
-    ).encode()
+    return f"{number} {payload.header()}".encode()
 
 
 def key_of(payload: Payload) -> tuple[object, ...]:
     """What payloads of one layout have in common, cheap to make and to compare."""
     if payload.structure == "":
         tensor = payload.leaves[0]
-        return (
-            tensor.shape,
-            tensor.dtype,
-            payload.wants_grad,
-            _CONTIGUOUS if tensor.is_contiguous() else _order(tensor),
-        )
+        return tensor.shape, tensor.dtype, payload.wants_grad, tensor.stride()
     leaves = tuple(
-        # True is 1 and -0.0 is 0.0 for a dictionary, but not for a layer.
-        (leaf.shape, leaf.dtype, _order(leaf))
-        if isinstance(leaf, Tensor)
-        else (leaf.__class__, repr(leaf))
-        for leaf in payload.leaves
+        [
+            (leaf.shape, leaf.dtype, leaf.stride())
+            if isinstance(leaf, Tensor)
+            else constant_key(leaf)
+            for leaf in payload.leaves
+        ]
     )
-    return payload.structure, leaves, payload.wants_grad
-
-
-def _order(tensor: Tensor) -> str:
-    """The order of its dimensions in memory, of those that have a name; all others become contiguous."""
-    if tensor.is_contiguous():
-        return _CONTIGUOUS
-    other = _OTHERS.get(tensor.dim())
-    return (
-        other
-        if other is not None and tensor.is_contiguous(memory_format=getattr(torch, other))
-        else _CONTIGUOUS
-    )
+    return payload.structure, leaves, payload.wants_grad, payload.shared
 
 
 def _padded(form: TensorForm) -> int:
     """Bytes of a tensor, up to a whole line."""
-    dtype: torch.dtype = getattr(torch, form.dtype)
-    return -(-math.prod(form.shape) * dtype.itemsize // LINE) * LINE
+    shape = form.shape if form.stride is None else form.packed_shape
+    return -(-math.prod(shape) * form.torch_dtype.itemsize // LINE) * LINE

@@ -1,69 +1,145 @@
-"""What crosses a boundary: nested tuples, lists and dicts of tensors and plain constants.
+"""What crosses a boundary: leaves (tensors and constants) and how they nest, see `penstock.values`.
 
-Only tensors travel. The structure, shapes and which tensors want a gradient go ahead once, as JSON, and are remembered.
+Only tensors travel. The structure, constants, the tensors' forms and which of them want a gradient go ahead once, as JSON, and are
+remembered. Reading that makes nothing and runs nothing: classes in it are looked up among those that the receiver has.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
+from penstock.values import wire
+from penstock.values.constants import decode, dtype_of, encode, key_of
+from penstock.values.memory import Stride, kept_stride, overlapping
+from penstock.values.structure import Structure, check_tensor, flatten, unflatten
 
-_CONSTANTS = (type(None), bool, int, float, str)
+#: Of what `Payload.header` writes. Ranks of two versions say so instead of misreading each other.
+VERSION = 2
 
 
 @dataclass(frozen=True)
 class TensorForm:
-    """Shape and dtype of a tensor, and whether it wants a gradient."""
+    """Shape, dtype and strides of a tensor, and whether it wants a gradient.
+
+    Strides are those that it has at the receiver: the sender's own, or None for those of a contiguous tensor. What travels are the
+    elements in the order of memory, once each (`packed`): of an expanded tensor those that it repeats.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     wants_grad: bool
+    stride: Stride | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, wants_grad: bool) -> TensorForm:
+        """The form of a tensor."""
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        own = kept_stride(shape, stride)
+        return cls(shape, str(tensor.dtype).removeprefix("torch."), wants_grad, own)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch has it."""
+        return dtype_of(self.dtype)
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """Shape of the contiguous tensor that travels."""
+        shape, order = self._compact()
+        return tuple(shape[dim] for dim in order)
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        """The elements of a tensor of this form, as they travel; a view of it where it has no gaps."""
+        if self.stride is None:
+            return tensor
+        shape, order = self._compact()
+        for dim, (extent, whole) in enumerate(zip(shape, self.shape, strict=True)):
+            if extent != whole:
+                tensor = tensor.narrow(dim, 0, 1)
+        return tensor.permute(order)
+
+    def unpacked(self, packed: Tensor, *, copies: bool) -> Tensor:
+        """The tensor of this form, from what `packed` gave.
+
+        Args:
+            packed: contiguous.
+            copies: whether the memory of `packed` must not be the tensor's; without it, it may be.
+        """
+        if self.stride is None:
+            return packed.clone() if copies else packed
+        shape, order = self._compact()
+        back = [order.index(dim) for dim in range(len(order))]
+        laid = packed.permute(back)
+        repeats = [1 if extent != whole else step
+                   for extent, whole, step in zip(shape, self.shape, self.stride, strict=True)]  # fmt: skip
+        if copies or laid.stride() != tuple(repeats):
+            compact = torch.empty_strided(shape, repeats, dtype=packed.dtype, device=packed.device)
+            laid = compact.copy_(laid)
+        return laid if shape == self.shape else laid.as_strided(self.shape, self.stride)
 
     def empty(self) -> Tensor:
-        """A CPU tensor of this form."""
-        return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+        """A CPU tensor that can take what `packed` gives."""
+        shape = self.shape if self.stride is None else self.packed_shape
+        return torch.empty(shape, dtype=self.torch_dtype)
+
+    def _compact(self) -> tuple[tuple[int, ...], list[int]]:
+        """The shape without repetition, and the dimensions from the longest stride to the shortest."""
+        assert self.stride is not None
+        shape = tuple(
+            1 if step == 0 and extent > 1 else extent
+            for step, extent in zip(self.stride, self.shape, strict=True)
+        )
+        order = sorted(
+            range(len(shape)), key=lambda dim: (-self.stride[dim] if shape[dim] > 1 else 0, dim)  # type: ignore[index]
+        )
+        return shape, order
 
 
 @dataclass(frozen=True)
 class Payload:
     """A flattened value: `leaves` are tensors and constants, `structure` is how they nest: empty for a bare tensor, `*` for a
-    flat list, else torch's tree specification as JSON.
+    flat list, else a `Structure`.
 
-    `wants_grad` says for every tensor whether a gradient is to come back for it.
+    `wants_grad` says for every tensor whether a gradient is to come back for it. `shared` are pairs of tensors, by place among the
+    tensors, that have memory in common where they are made.
     """
 
-    structure: str
+    structure: str | Structure
     leaves: tuple[Any, ...]
     wants_grad: tuple[bool, ...]
+    shared: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, value: Any, wants_grad: tuple[bool, ...] | None = None) -> Payload:
         """Flatten `value`; by default a tensor wants a gradient when it requires one.
 
         Raises:
-            RunError: a leaf is neither a tensor nor a plain constant, or the nesting is of an unknown kind.
+            Unflattenable: there is something in it that cannot cross, with the place where it stands.
         """
-        if isinstance(value, Tensor):
+        if type(value) is Tensor and value.layout is torch.strided:
+            check_tensor(value)
             return cls("", (value,), (value.requires_grad,) if wants_grad is None else wants_grad)
-        leaves, spec = pytree.tree_flatten(value)
-        for leaf in leaves:
-            if not isinstance(leaf, (Tensor, *_CONSTANTS)):
-                raise RunError(f"a {type(leaf).__name__} cannot cross a stage boundary: layers there may return tensors and "
-                               "plain constants in nested tuples, lists and dicts")  # fmt: skip
+        leaves, structure = flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         wants = (
-            tuple(tensor.requires_grad for tensor in tensors) if wants_grad is None else wants_grad
+            tuple([tensor.requires_grad for tensor in tensors])
+            if wants_grad is None
+            else wants_grad
         )
-        return cls(_structure(value, spec), tuple(leaves), wants)
+        bare = structure.kind == "leaf" and bool(tensors)
+        return cls("" if bare else structure, tuple(leaves), wants, overlapping(tensors))
+
+    @classmethod
+    def row(cls, tensors: Sequence[Tensor]) -> Payload:
+        """A flat list of tensors, for which no gradient comes back; one that stands in it twice travels twice."""
+        return cls("*", tuple(tensors), (False,) * len(tensors))
 
     @classmethod
     def flat(cls, gradients: list[Tensor | None]) -> Payload:
@@ -84,63 +160,103 @@ class Payload:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def with_tensors(self, tensors: list[Tensor]) -> Payload:
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Payload:
         """The same with other tensors in the tensors' places."""
         replacements = iter(tensors)
         leaves = tuple(
-            next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
+            [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         )
-        return Payload(self.structure, leaves, self.wants_grad)
+        return Payload(self.structure, leaves, self.wants_grad, self.shared)
 
     def value(self) -> Any:
         """The nested value."""
-        if self.structure == "":
-            return self.leaves[0]
-        if self.structure == "*":
-            return list(self.leaves)
-        return pytree.tree_unflatten(list(self.leaves), _spec(self.structure))
+        if isinstance(self.structure, Structure):
+            return unflatten(self.structure, self.leaves)
+        return self.leaves[0] if self.structure == "" else list(self.leaves)
 
     def form(self) -> tuple[object, ...]:
         """All but the tensors' contents, cheap to make and to compare."""
         leaves = tuple(
-            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
+            [
+                (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, Tensor) else key_of(leaf)
+                for leaf in self.leaves
+            ]
         )
-        return self.structure, leaves, self.wants_grad
+        return self.structure, leaves, self.wants_grad, self.shared
+
+    def forms(self) -> list[TensorForm]:
+        """The tensors' forms, in order."""
+        return [
+            TensorForm.of(tensor, wants_grad=wants)
+            for tensor, wants in zip(self.tensors, self.wants_grad, strict=True)
+        ]
 
     def header(self) -> str:
-        """All but the tensors' contents, as JSON."""
-        forms = iter(self.wants_grad)
+        """All but the tensors' contents, as JSON.
+
+        Raises:
+            RunError: a constant is of a kind that does not travel between processes.
+        """
+        forms = iter(self.forms())
         described = [
-            {
-                "shape": list(leaf.shape),
-                "dtype": str(leaf.dtype).removeprefix("torch."),
-                "wants_grad": next(forms),
-            }
-            if isinstance(leaf, Tensor)
-            else {"constant": leaf}
+            _written(next(forms)) if isinstance(leaf, Tensor) else {"constant": encode(leaf)}
             for leaf in self.leaves
         ]
-        return json.dumps({"structure": self.structure, "leaves": described})
+        structure = self.structure if isinstance(self.structure, str) else wire.dump(self.structure)
+        return json.dumps(
+            {
+                "version": VERSION,
+                "structure": structure,
+                "leaves": described,
+                "shared": self.shared,
+            }
+        )
+
+
+def _written(form: TensorForm) -> dict[str, Any]:
+    stride = None if form.stride is None else list(form.stride)
+    return {
+        "shape": list(form.shape),
+        "dtype": form.dtype,
+        "wants_grad": form.wants_grad,
+        "stride": stride,
+    }
+
+
+def _read(leaf: dict[str, Any]) -> Any:
+    if "constant" in leaf:
+        return decode(leaf["constant"])
+    stride = None if leaf["stride"] is None else tuple(map(int, leaf["stride"]))
+    shape = tuple(map(int, leaf["shape"]))
+    form = TensorForm(shape, str(leaf["dtype"]), bool(leaf["wants_grad"]), stride)
+    dtype_of(form.dtype)
+    return form
 
 
 @dataclass(frozen=True)
 class Header:
     """What is known of a payload before its tensors arrive."""
 
-    structure: str
+    structure: str | Structure
     leaves: tuple[Any, ...]
+    shared: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Header:
-        """Read what `Payload.header` wrote."""
+        """Read what `Payload.header` wrote.
+
+        Raises:
+            RunError: it is of another version of Penstock, or this process does not have a class that it names.
+        """
         found = json.loads(text)
-        leaves = [
-            leaf["constant"]
-            if "constant" in leaf
-            else TensorForm(tuple(leaf["shape"]), leaf["dtype"], leaf["wants_grad"])
-            for leaf in found["leaves"]
-        ]
-        return cls(found["structure"], tuple(leaves))
+        if found.get("version") != VERSION:
+            raise RunError(f"a message from another rank is of version {found.get('version')} and not {VERSION}: all ranks need the same "
+                           "version of Penstock")  # fmt: skip
+        text_or_tree = found["structure"]
+        known = text_or_tree in ("", "*")
+        structure = text_or_tree if known else wire.parse(text_or_tree)
+        leaves = tuple([_read(leaf) for leaf in found["leaves"]])
+        return cls(structure, leaves, tuple((int(a), int(b)) for a, b in found["shared"]))
 
     @property
     def forms(self) -> list[TensorForm]:
@@ -151,36 +267,14 @@ class Header:
         """The payload whose tensors have arrived."""
         arrived = iter(tensors)
         leaves = tuple(
-            next(arrived) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves
+            [next(arrived) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves]
         )
-        return Payload(self.structure, leaves, tuple(form.wants_grad for form in self.forms))
+        wants = tuple([form.wants_grad for form in self.forms])
+        return Payload(self.structure, leaves, wants, self.shared)
+
+    def unpacked(self, packed: Sequence[Tensor], *, copies: bool = False) -> Payload:
+        """The payload, from what its forms' `packed` gave, see `TensorForm.unpacked`."""
+        made = [form.unpacked(each, copies=copies) for form, each in zip(self.forms, packed, strict=True)]  # fmt: skip
+        return self.filled(made)
 
 
-def _structure(value: Any, spec: pytree.TreeSpec) -> str:
-    """The nesting as JSON, once it is certain to read back as it was."""
-    try:
-        text = str(pytree.treespec_dumps(spec))
-        same = _spec(text) == spec
-    except (NotImplementedError, ValueError, TypeError, AttributeError) as error:
-        raise RunError(f"a {type(value).__name__} cannot cross a stage boundary ({error}): return tensors in nested tuples, "
-                       "lists and dicts") from error  # fmt: skip
-    if not same:
-        raise RunError(f"a {type(value).__name__} cannot cross a stage boundary, because a key of a dict in it would change on the "
-                       "way: keys there may be strings and numbers")  # fmt: skip
-    return text
-
-
-@lru_cache(maxsize=256)
-def _spec(structure: str) -> pytree.TreeSpec:
-    """Read the nesting back."""
-    if "collections.defaultdict" in _kinds(
-        json.loads(structure)[1]
-    ):  # torch would import whatever module its factory names
-        raise ValueError("a defaultdict has a function inside, which does not travel")
-    return pytree.treespec_loads(structure)
-
-
-def _kinds(tree: dict[str, Any]) -> Iterator[str | None]:
-    yield tree["type"]
-    for child in tree["children_spec"]:
-        yield from _kinds(child)

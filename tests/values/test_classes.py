@@ -1,0 +1,64 @@
+"""Classes that are found by name, without an import or a call."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from typing import NamedTuple
+
+import pytest
+from torch import nn
+
+from penstock.errors import RunError
+from penstock.values.classes import find, name_of, remember, remember_code
+
+
+def local_classes():
+    """A model as a script's function makes it: nothing in it has a name that a module has."""
+
+    @dataclasses.dataclass
+    class Inner:
+        h: object
+
+    class State(NamedTuple):
+        inner: Inner
+
+    def made(h):
+        return State(Inner(h))
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return made(x)
+
+    return Layer(), State, Inner
+
+
+def test_classes_that_a_layers_code_refers_to_are_found():
+    """Through a helper function, and through a field of another class."""
+    layer, state, inner = local_classes()
+    with pytest.raises(RunError, match="this rank does not find that class"):
+        find(name_of(state))
+    remember_code([layer])
+    assert find(name_of(state)) is state
+    assert find(name_of(inner)) is inner
+
+
+def test_the_class_that_was_met_last_counts_and_none_is_kept_alive():
+    """A cell of a notebook is run again and again; its old classes go."""
+    _, first, _ = local_classes()
+    _, second, _ = local_classes()
+    remember(first)
+    remember(second)
+    name = name_of(first)
+    assert find(name) is second
+    del first, second
+    gc.collect()
+    with pytest.raises(RunError, match="define it at the top of a module that every rank imports"):
+        find(name)
+
+
+@pytest.mark.parametrize("name", ["os:system", "antigravity:fly", "builtins:eval", ":", "no"])
+def test_what_is_no_class_here_is_refused_and_nothing_is_imported(name):
+    """A name comes from another process."""
+    with pytest.raises(RunError, match="does not find that class"):
+        find(name)
