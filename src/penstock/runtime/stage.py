@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.grad.buffers import Buffers, Contents
 from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.grad.whole import whole_grad
 from penstock.optim.update import Update
 from penstock.runtime.batch import Batch
 from penstock.runtime.eviction import Saved
 from penstock.runtime.held import Held
+from penstock.runtime.draws import Place
 from penstock.runtime.layers import StageLayer, StageLayers
 from penstock.runtime.past import Past, Pasts, tensors_of
+from penstock.runtime.second_forward import FirstForward, SecondForwards, versions
 from penstock.runtime.stage_loss import Loss, StageLoss, Starts, total
 from penstock.simulate.simulate import recomputes
 from penstock.tracing.side_loss import collect_side_losses, collecting_side_losses
@@ -39,7 +40,7 @@ _SIDE = "penstock.side_loss"
 class _Kept:
     """What one micro-batch keeps on a stage: its inputs as leaves, and the roots of its graph, its outputs and then its past.
 
-    Without `roots` it will be recomputed, from these inputs and the buffers that its forward saw. `found` has more leaves, where it
+    Without `roots` it will be recomputed, from these inputs and what its `first` forward saw. `found` has more leaves, where it
     is a slice: what it found of the slices before. `own` are the last of `roots`, which take no gradient from the stage after: the
     loss and the side losses. `size` is in bytes.
     """
@@ -48,7 +49,7 @@ class _Kept:
     found: dict[int, Any]
     roots: list[Tensor] | None
     own: int
-    buffers: Contents
+    first: FirstForward | None
     saved: Saved | None = None
     size: int = 0
 
@@ -109,7 +110,13 @@ class Stage:
             self.compile,
             self.offload,
         )
-        self._buffers = Buffers(list(self.modules()))
+        names = [layer.name for layer in self.layers]
+        where = f"layers {names[0]} to {names[-1]}" if len(names) > 1 else f"layer {names[0]}"
+        self._again = SecondForwards(
+            [layer.module for layer in self.layers],
+            [] if self.entry is None else [self.entry],
+            f"stage {self.index}, {where}",
+        )
         # By training or not, whether the layers change what they are given. Not known before they have run once: the flag
         # `inplace` tells only of some of torch's own, and a layer may hand on its input, or a view of it, to one that does.
         self._changes_input: dict[bool, bool] = {}
@@ -159,7 +166,7 @@ class Stage:
             leaf.requires_grad_(wanted)
         inputs = source.with_tensors(leaves)
         again = batch.training and recomputes(self.recompute, *batch.place(micro_batch))
-        buffers = self._buffers.contents() if again else {}
+        first = self._again.first() if again else None
         after = batch.next_slice(micro_batch)
         past = Past(self._pasts.waiting.pop(micro_batch, {}), keeps=after is not None)
         keeps = batch.training and not again
@@ -170,6 +177,8 @@ class Stage:
             saved.saving() if saved else nullcontext(),
         ):
             output, own = self._run(batch, micro_batch, inputs, past)
+        if first is not None:
+            first.note((output, tensors_of(past.left)))
         result = None
         roots: list[Tensor] = []
         if self.loss is None:
@@ -193,7 +202,7 @@ class Stage:
                 else self.held.size(self._form(batch, micro_batch))
             )
             self._kept[batch.step, micro_batch] = _Kept(
-                inputs, past.found, None if again else roots, len(own), buffers, saved, size
+                inputs, past.found, None if again else roots, len(own), first, saved, size
             )
             self.held.take(size)
             if not (again or saved or own[1:] or batch.outputs):
@@ -255,7 +264,7 @@ class Stage:
         inputs = Payload("", (given,), (leaf is not None,))
         count = len(own) + (len(roots) if self.loss is not None else 0)
         self._kept[batch.step, micro_batch] = _Kept(
-            inputs, {}, [*roots, *own], count, {}, None, size
+            inputs, {}, [*roots, *own], count, None, None, size
         )
         return result
 
@@ -267,7 +276,8 @@ class Stage:
         leaves, past, roots, grads, size = self._roots(batch, micro_batch, arrived)
         live = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
         if live:
-            torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
+            with self._drawing(batch, micro_batch):
+                torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
         self._pasts.give_back(micro_batch, [leaf.grad for leaf in past])
         self.held.give(size)
         return Payload.flat([leaf.grad for leaf in leaves])
@@ -283,7 +293,8 @@ class Stage:
                 else _to(arrived.leaves[0], self.device)
             )
             if grad is not None:
-                whole_grad(root, grad)
+                with self._drawing(batch, micro_batch):
+                    whole_grad(root, grad)
         self.held.give(kept.size)
         if leaf is None:
             return _NOTHING
@@ -292,7 +303,8 @@ class Stage:
     def input_grad(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
         """I: gradients of the inputs only; W has to follow."""
         leaves, past, roots, grads, size = self._roots(batch, micro_batch, arrived)
-        found, pending = input_grad(roots, grads, [*leaves, *past])
+        with self._drawing(batch, micro_batch):
+            found, pending = input_grad(roots, grads, [*leaves, *past])
         self._pending[batch.step, micro_batch] = pending, size
         self._pasts.give_back(micro_batch, found[len(leaves) :])
         return Payload.flat(found[: len(leaves)])
@@ -300,7 +312,8 @@ class Stage:
     def weight_grad(self, batch: Batch, micro_batch: int) -> None:
         """W: gradients of the weights, from what I left."""
         pending, size = self._pending.pop((batch.step, micro_batch))
-        weight_grad(pending)
+        with self._drawing(batch, micro_batch, weights_only=True):
+            weight_grad(pending)
         self.held.give(size)
 
     def evict(self, batch: Batch, micro_batch: int) -> Payload:
@@ -332,11 +345,10 @@ class Stage:
         self, batch: Batch, micro_batch: int, inputs: Payload, past: Past
     ) -> tuple[Any, list[Tensor]]:
         """What the layers make, and what starts a gradient of its own: the loss, on the last stage, and side losses."""
-        copies: list[Tensor] = []
-        if self._changes_input.get(batch.training, True):
+        if copied := self._changes_input.get(batch.training, True):
             # Autograd forbids changing a leaf in place, and nobody else may see such a change.
-            copies = [tensor.clone() for tensor in inputs.tensors]
-            inputs = inputs.with_tensors(copies)
+            inputs = inputs.with_tensors([tensor.clone() for tensor in inputs.tensors])
+        before_all = versions(inputs.tensors)
         value = inputs.value() if inputs.structure == "" else from_plain(inputs.value())
         before: Tensor | None = None
         if type(value) is dict and _SIDE in value:
@@ -344,8 +356,7 @@ class Stage:
         with self._mixed(), collecting_side_losses() as sides:
             value = self._running.run(batch, micro_batch, value, past)
             past.check_unchanged()
-            if batch.training not in self._changes_input:
-                self._changes_input[batch.training] = any(copy._version for copy in copies)
+            self._note_changes(batch, before_all != versions(inputs.tensors), copied)
             told = sides if before is None else [before.to(self.device), *sides]
             value = (
                 to_plain(value)
@@ -358,6 +369,26 @@ class Stage:
         if self.loss is not None and isinstance(value, Tensor) and value.requires_grad:
             own.append(value)
         return value, own
+
+    def _note_changes(self, batch: Batch, changed: bool, copied: bool) -> None:
+        """Whether layers have changed what they were given, of which there was a copy or not.
+
+        Raises:
+            RunError: they have changed what others may still read.
+        """
+        if batch.training not in self._changes_input:
+            self._changes_input[batch.training] = changed
+        elif changed and not copied:
+            self._changes_input[batch.training] = True
+            raise RunError("layers changed in place what the stage was given, and had not done so in its first forward: the next forward "
+                           "has a copy to change, this one had none. Change a copy in the layer (x = x.clone()), or repeat the batch")  # fmt: skip
+
+    def _drawing(self, batch: Batch, micro_batch: int, *, weights_only: bool = False) -> AbstractContextManager[None]:  # fmt: skip
+        """Around a backward: the random generators, if layers draw there."""
+        draws = self._running.draws
+        if not draws.watches_backward:
+            return _AS_IT_IS
+        return draws.backward(Place(batch, micro_batch), weights_only=weights_only)
 
     def _started(self, batch: Batch, micro_batch: int, root: Tensor) -> Tensor:
         """The gradient that a loss or a side loss begins with: the micro-batch's share in the batch, scaled."""
@@ -432,8 +463,10 @@ class Stage:
         else:
             past = Past(kept.found, keeps=after is not None)
             looking = self._looking(batch, micro_batch, kept.inputs, keeps=True)
-            with looking, torch.enable_grad(), self._buffers.as_they_were(kept.buffers):
+            assert kept.first is not None
+            with looking, torch.enable_grad(), self._again.seeing(kept.first):
                 output, own = self._run(batch, micro_batch, kept.inputs, past)
+            self._again.check(kept.first, (output, tensors_of(past.left)), micro_batch)
             full = self.held.size(self._form(batch, micro_batch))
             self.held.take(full - kept.size)
             kept.size = full
