@@ -100,7 +100,10 @@ class StageDraws:
         self._looks = self._host = self.needed = False
         # Of all backwards: whether any ran ops that draw, and whether any left the generators in another state.
         self._backward_draws = self._backward_moves = False
+        # Of the present one: the part that it has come to, whether it has drawn, and the states when generators were seeded last.
         self._part_in_backward: int | None = None
+        self._moved = False
+        self._states: tuple[Tensor, Any] | None = None
 
     @property
     def watches_backward(self) -> bool:
@@ -242,12 +245,24 @@ class StageDraws:
         def begin(_: Tensor) -> None:
             if self._part_in_backward not in (None, part.index):
                 self._part_in_backward = part.index
-                seed_generators(self._device, seed, host=True)
+                self._seed_backward(seed)
 
         through = set(map(id, pytree.tree_leaves(value)))
         for leaf in pytree.tree_leaves(made):
             if isinstance(leaf, Tensor) and not leaf.is_leaf and id(leaf) not in through:
                 leaf.register_hook(begin)
+
+    def _seed_backward(self, seed: int) -> None:
+        self._compare_states()
+        seed_generators(self._device, seed, host=True)
+        self._states = torch.get_rng_state(), host_state()
+
+    def _compare_states(self) -> None:
+        """Note whether anything was drawn since the generators were seeded last."""
+        if self._states is not None:
+            of_torch, of_host = self._states
+            same = torch.equal(of_torch, torch.get_rng_state()) and equal_states(of_host, host_state())
+            self._moved |= not same
 
     @contextmanager
     def backward(self, place: Place, *, weights_only: bool = False) -> Iterator[None]:
@@ -264,18 +279,21 @@ class StageDraws:
         self._backward_looks -= looks
         host = looks or self._backward_moves
         seed = stream_seed(self._seed, place.batch.step, -1, place.micro_batch, _BACKWARD)
+        self._states = None
         with drawing(self._device, host=host):
-            seed_generators(self._device, seed, host=host)
-            self._part_in_backward = -1 if host else None
-            before, of_host = torch.get_rng_state(), host_state() if host else None
+            if host:
+                self._moved = False
+                self._seed_backward(seed)
+                self._part_in_backward = None if weights_only else -1
             met = _Met()
             try:
                 with met if looks else nullcontext():
                     yield
             finally:
                 self._part_in_backward = None
-            moves = not torch.equal(before, torch.get_rng_state())
-            moves = moves or (of_host is not None and not equal_states(of_host, host_state()))
+            if host:
+                self._compare_states()
+        moves = host and self._moved
         self._backward_draws |= met.random or moves
         self._backward_moves |= moves
         if moves and weights_only:
