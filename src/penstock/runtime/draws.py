@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import RunError
 from penstock.grad.attributes import Attributes
 from penstock.runtime.batch import Batch
+from penstock.runtime.pipe_random import Met
 from penstock.tracing.host_random import (
     equal_states,
     host_state,
@@ -285,7 +285,7 @@ class StageDraws:
                 self._moved = False
                 self._seed_backward(seed)
                 self._part_in_backward = None if weights_only else -1
-            met = _Met()
+            met = Met()
             try:
                 with met if looks else nullcontext():
                     yield
@@ -306,17 +306,3 @@ class StageDraws:
 def _no_batch() -> Batch | None:
     """Stands for a batch that is gone."""
     return None
-
-
-class _Met(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether an op that draws has run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.random = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one op."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.random = True
-        return func(*args, **(kwargs or {}))
