@@ -101,10 +101,18 @@ class Wrap(nn.Module):
         hidden = self.map(sum(floats))
         if self.number < 0:
             return hidden
-        parts = [torch.tanh(hidden) + 0, hidden * 2, hidden.detach() + 1, hidden.argmax(-1), hidden > 0]
+        parts = [
+            torch.tanh(hidden) + 0,
+            hidden * 2,
+            hidden.detach() + 1,
+            hidden.argmax(-1),
+            hidden > 0,
+        ]
         made = draw.choice(WRAPS)(hidden + 1, (parts[0], 3, None, "text", 0.5))
         for part in draw.sample(parts, draw.randint(1, 3)):
-            made = draw.choice(WRAPS)(made if draw.random() < 0.5 else {"in": made, "part": part}, [part])
+            made = draw.choice(WRAPS)(
+                made if draw.random() < 0.5 else {"in": made, "part": part}, [part]
+            )
         return made
 
 
@@ -198,7 +206,9 @@ def test_inputs_and_outputs_may_be_mappings_and_records(wrap):
     def loss(output, target):
         return functional.mse_loss(tensors_of(output)[0], target)
 
-    pipe = ps.Pipeline(net, balance=[1, 1], schedule="gpipe", micro_batches=3, loss=loss, executor="threads")
+    pipe = ps.Pipeline(
+        net, balance=[1, 1], schedule="gpipe", micro_batches=3, loss=loss, executor="threads"
+    )
     made = pipe.forward(wrap(x))
     assert type(made) is type(net(wrap(x)))
     torch.testing.assert_close(tensors_of(made)[0], tensors_of(net(wrap(x)))[0])
@@ -215,7 +225,9 @@ def test_a_loader_of_dicts_is_refused_with_what_to_yield():
                        executor="threads")  # fmt: skip
     x, y = batch()
     for item in ({"input_ids": x, "labels": y}, torch.stack([x, y]), (x, y, y)):
-        with pytest.raises(SettingError, match=r"the loader yields a .*takes pairs \(x, y\).*Yield pairs"):
+        with pytest.raises(
+            SettingError, match=r"the loader yields a .*takes pairs \(x, y\).*Yield pairs"
+        ):
             next(pipe.train([item]))
     assert len(list(pipe.train([(x, y), [x, y]]))) == 2
 
@@ -241,10 +253,14 @@ def test_outputs_whose_constants_differ_are_not_joined():
     """The first micro-batch's number is not the batch's."""
     pipe = ps.Pipeline(nn.Sequential(Sum(lambda h: h), Counted()), balance=[1, 1], schedule="gpipe", micro_batches=2, executor="threads",
                        loss=lambda output, y: functional.mse_loss(output.h, y))  # fmt: skip
-    with pytest.raises(SettingError, match=r"has 3 for one micro-batch and 2 for another, at output\.rest"):
+    with pytest.raises(
+        SettingError, match=r"has 3 for one micro-batch and 2 for another, at output\.rest"
+    ):
         pipe.forward(torch.randn(5, WIDTH))
     with pytest.raises(RuntimeError, match="returned 3 for one micro-batch and 2 for another"):
-        ps.Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Counted()), balance=[1, 1], devices=2, chunks=2)(torch.randn(5, WIDTH))
+        ps.Pipe(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), Counted()), balance=[1, 1], devices=2, chunks=2
+        )(torch.randn(5, WIDTH))
 
 
 # -- tensors that share memory ----------------------------------------------------------------------------------------------
@@ -305,7 +321,9 @@ def test_one_tensor_twice_stays_one_tensor(kind, inplace):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("views", [lambda h: (h, h[:, 1:]), lambda h: (h.view(-1, WIDTH), h), lambda h: (h, h.detach())])
+@pytest.mark.parametrize(
+    "views", [lambda h: (h, h[:, 1:]), lambda h: (h.view(-1, WIDTH), h), lambda h: (h, h.detach())]
+)
 def test_views_cross_and_work_in_place_on_one_of_them_is_refused(kind, views):
     """Each arrives in memory of its own; the other would not change with it, and nobody would know."""
     torch.manual_seed(0)
@@ -314,7 +332,9 @@ def test_views_cross_and_work_in_place_on_one_of_them_is_refused(kind, views):
     expected = plain_gradients(net, x, y[:, :1], 2)
     runs(net, kind)
     assert_same(net, expected)
-    with pytest.raises(RuntimeError, match=r"share memory.*Return a clone\(\)|share memory.*pass a clone\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"share memory.*Return a clone\(\)|share memory.*pass a clone\(\)"
+    ):
         runs(nn.Sequential(Shared(views), Works()), kind)
 
 
@@ -368,7 +388,9 @@ def test_a_float_that_wants_no_gradient_is_asked_for_none(kind):
     expected = plain_gradients(net, x, y[:, 0], 2)
     net[1].flags.clear()
     if kind in ("never", "except_last", "always"):
-        functional.mse_loss(ps.Pipe(net, balance=[1, 1], devices=2, chunks=2, checkpoint=kind)(x), y[:, 0]).backward()
+        functional.mse_loss(
+            ps.Pipe(net, balance=[1, 1], devices=2, chunks=2, checkpoint=kind)(x), y[:, 0]
+        ).backward()
     else:
         recompute = {"pipeline": "never", "again": "always", "layer": [1]}[kind]
         pipe = ps.Pipeline(net, balance=[1, 1], schedule="gpipe", micro_batches=2, loss=functional.mse_loss, executor="threads",
@@ -412,11 +434,16 @@ def test_a_recompute_with_other_flags_is_refused():
     """A gradient that arrives for nothing, or does not for something, would be lost."""
     net, (x, y) = nn.Sequential(ByChance(), nn.Linear(WIDTH, WIDTH)), batch()
     pipe = ps.Pipe(net, balance=[1, 1], devices=2, chunks=1, checkpoint="always")
-    with pytest.raises(RuntimeError, match="run again for its backward, a forward made 1 tensors of which 0 want a gradient"):
+    with pytest.raises(
+        RuntimeError,
+        match="run again for its backward, a forward made 1 tensors of which 0 want a gradient",
+    ):
         functional.mse_loss(pipe(x), y).backward()
     pipeline = ps.Pipeline(net, balance=[1, 1], schedule="gpipe", micro_batches=1, loss=functional.mse_loss, executor="threads",
                            recompute="always")  # fmt: skip
-    with pytest.raises(RunError, match="stage 0: run again for its backward, a forward made 1 tensors of which 0"):
+    with pytest.raises(
+        RunError, match="stage 0: run again for its backward, a forward made 1 tensors of which 0"
+    ):
         pipeline.train_batch(x, y)
 
 
@@ -435,7 +462,9 @@ class ToSparse(nn.Module):
         sparse = functional.relu(self.map(x)).to_sparse()
         if self.twice:
             indices, values = sparse.indices(), sparse.values()
-            sparse = torch.sparse_coo_tensor(torch.cat([indices, indices], 1), torch.cat([values, values]), sparse.shape)
+            sparse = torch.sparse_coo_tensor(
+                torch.cat([indices, indices], 1), torch.cat([values, values]), sparse.shape
+            )
         return {"sparse": sparse}
 
 

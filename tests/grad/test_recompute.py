@@ -392,13 +392,13 @@ def test_a_forward_that_is_not_the_same_twice_is_refused():
     class Growing(nn.Module):
         def __init__(self, how: str) -> None:
             super().__init__()
-            self.how, self.runs = how, 0
+            self.how, self.runs = how, [0]
 
         def forward(self, x: Tensor) -> Tensor:
-            self.runs += 1
+            self.runs[0] += 1
             if self.how == "fewer":
-                return x.tanh() if self.runs > 1 else x.tanh().sin()
-            return x[: -self.runs].tanh().sin()
+                return x.tanh() if self.runs[0] > 1 else x.tanh().sin()
+            return x[: -self.runs[0]].tanh().sin()
 
     for how, message in (
         ("fewer", "it made 1 of 2"),
@@ -422,7 +422,7 @@ def test_what_is_changed_in_place_after_it_was_saved_is_refused_as_torch_does():
     layers = [Layer(0, Wrong())]
     for recomputed, error in (
         (set(), "modified by an inplace operation"),
-        ({0}, "layer 0: a tensor of shape .* was changed in place"),
+        ({0}, "layer 0: one of the variables .* modified by an inplace operation"),
     ):
         out = run(layers, torch.randn(3, requires_grad=True), recomputed, unseeded)
         with pytest.raises(RuntimeError, match=error):

@@ -252,7 +252,9 @@ class Handle:
     (torch.nested.nested_tensor([ONE, ONE], layout=torch.jagged), r"^a NestedTensor cannot cross.*subclass of Tensor"),
     (ONE.as_subclass(type("Image", (Tensor,), {})), r"^a Image cannot cross a stage boundary, because it is a subclass of Tensor"),
 ])  # fmt: skip
-@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*quantize_per_tensor", "ignore:The PyTorch API of nested")
+@pytest.mark.filterwarnings(
+    "ignore:Sparse CSR", "ignore:.*quantize_per_tensor", "ignore:The PyTorch API of nested"
+)
 def test_what_may_hide_a_gradient_is_refused_at_the_sender_with_its_place(value, message):
     """Inside one process, too: passed as it is, its gradient would be lost without a word."""
     with pytest.raises(RunError, match=message):

@@ -186,7 +186,9 @@ def test_what_refers_to_itself_is_refused():
         flatten(value)
 
 
-@pytest.mark.parametrize("value", [nn.Linear(1, 1), lambda x, y=H: x + y, {H}, (item for item in [H])])
+@pytest.mark.parametrize(
+    "value", [nn.Linear(1, 1), lambda x, y=H: x + y, {H}, (item for item in [H])]
+)
 def test_objects_that_can_be_seen_to_hold_a_tensor_are_refused(value):
     """A closure, a module, a set: their tensors would keep the graph of another stage, or lose it."""
     with pytest.raises(RunError, match="because there may be tensors in it"):

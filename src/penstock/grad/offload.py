@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from penstock.grad.saved import SavedVersion, unpack_checked
+
 #: Bytes below which a tensor stays.
 SMALLEST = 1 << 16
 
@@ -21,7 +23,7 @@ SMALLEST = 1 << 16
 class _Away:
     """A tensor in host memory, and the device that it comes back to."""
 
-    __slots__ = ("__weakref__", "_back", "_device", "_host")
+    __slots__ = ("__weakref__", "_back", "_device", "_host", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
         self._device = tensor.device
@@ -29,9 +31,15 @@ class _Away:
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
         self._host.copy_(tensor, non_blocking=pinned)
         self._back: weakref.ref[Tensor] | None = None
+        self._version = SavedVersion(tensor, holds=False)
 
     def back(self) -> Tensor:
-        """The tensor on its device; the same one while somebody still has it."""
+        """The tensor on its device; the same one while it is still referred to.
+
+        Raises:
+            ChangedInPlace: it has changed since.
+        """
+        self._version.check()
         found = None if self._back is None else self._back()
         if found is None:
             found = torch.empty_like(self._host, device=self._device)
@@ -62,15 +70,15 @@ def offloading(
         Tensor
     ] = []  # an address means something only as long as its memory is not another's
 
-    def pack(tensor: Tensor) -> Tensor | _Away:
+    def pack(tensor: Tensor) -> SavedVersion | _Away:
         if tensor.layout is not torch.strided or tensor.nbytes < SMALLEST or not moves(tensor):
-            return tensor
+            return SavedVersion(tensor, holds=True)
         repeats = any(
             stride == 0 and extent > 1
             for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)
         )
         if repeats or tensor.untyped_storage().data_ptr() in weights:
-            return tensor
+            return SavedVersion(tensor, holds=True)
         key = tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
         found = gone.get(key)
         if found is None:
@@ -78,8 +86,8 @@ def offloading(
             alive.append(tensor.detach())
         return found
 
-    def unpack(held: Tensor | _Away) -> Tensor:
-        return held if isinstance(held, Tensor) else held.back()
+    def unpack(held: SavedVersion | _Away) -> Tensor:
+        return unpack_checked(held) if isinstance(held, SavedVersion) else held.back()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

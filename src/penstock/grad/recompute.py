@@ -26,7 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
+from penstock.grad.attributes import Attributes, Values
 from penstock.grad.buffers import Buffers, Contents
+from penstock.grad.fingerprint import Fingerprint, difference, fingerprint
+from penstock.grad.saved import SavedVersion
 from penstock.plan.segments import segments
 from penstock.values.memory import copy_of, overlapping
 from penstock.values.structure import Structure, flatten, unflatten
@@ -103,6 +106,8 @@ class _Segment(Generic[L]):
     def __init__(self, layers: Sequence[L]) -> None:
         self.layers = layers
         self.buffers = Buffers([module for layer in layers for module in layer.module.modules()])
+        self.attributes = Attributes(layer.module for layer in layers)
+        self._count = 0
         # By training or not: layers may do other things in evaluation.
         self._changes_input: dict[bool, bool] = {}
 
@@ -118,14 +123,21 @@ class _Segment(Generic[L]):
         with torch.autograd.graph.saved_tensors_hooks(forward.pack, _unpack):
             for layer in self.layers:
                 value = call(layer, value)
-        forward.done = True
+        forward.finish()
         if training not in self._changes_input or shared:
-            changed = [leaf._version != before for leaf, before in zip(given, versions, strict=True)]
+            changed = [
+                leaf._version != before for leaf, before in zip(given, versions, strict=True)
+            ]
             self._changes_input.setdefault(training, any(changed))
             if any(changed[one] or changed[other] for one, other in shared):
                 raise RunError(f"{self.name}: two of the tensors that it is given share memory, and one of them is changed in place, which "
                                "cannot be done twice: pass a clone() of one of the two, or leave it out of what is recomputed")  # fmt: skip
         return value
+
+    def is_sampled(self) -> bool:
+        """Whether all saved tensors of the next forward are compared: those of forwards 1, 2, 4, 8 and so on are."""
+        self._count += 1
+        return self._count & (self._count - 1) == 0
 
     @property
     def name(self) -> str:
@@ -180,12 +192,12 @@ _PLACE = object()
 class _Slot:
     """One saved tensor's place in the graph: empty until the layers have run again. With the graph's node it goes."""
 
-    __slots__ = ("__weakref__", "form", "forward", "tensor", "version")
+    __slots__ = ("__weakref__", "first", "form", "forward", "saved")
 
     def __init__(self, forward: _Forward, tensor: Tensor) -> None:
         self.forward, self.form = forward, (tensor.shape, tensor.dtype)
-        self.tensor: Tensor | None = None
-        self.version = 0
+        self.first = SavedVersion(tensor, holds=False)
+        self.saved: SavedVersion | None = None
 
 
 class _Forward:
@@ -197,6 +209,10 @@ class _Forward:
         self._segment, self._call = segment, call
         self._given: _Input | None = given
         self._contents: Contents = segment.buffers.contents()
+        self._attributes: Values = segment.attributes.contents()
+        self._fingerprints: dict[int, Fingerprint] = {}
+        self._latest: tuple[int, Tensor] | None = None
+        self._sampled = segment.is_sampled()
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in given.devices
@@ -209,8 +225,20 @@ class _Forward:
     def pack(self, tensor: Tensor) -> _Slot:
         """In the place of a tensor that would be saved."""
         slot = _Slot(self, tensor)
+        if not _is_weight(tensor):
+            if self._sampled:
+                self._fingerprints[len(self._slots)] = fingerprint([tensor])
+            elif tensor.is_floating_point():
+                self._latest = len(self._slots), tensor.detach()
         self._slots.append(weakref.ref(slot))
         return slot
+
+    def finish(self) -> None:
+        """The forward is over. What it has saved last depends on most of what was before: that is always compared."""
+        self.done = True
+        if self._latest is not None:
+            place, tensor = self._latest
+            self._fingerprints[place], self._latest = fingerprint([tensor]), None
 
     def fill(self) -> None:
         """Run again until every slot that anybody still holds is full.
@@ -232,34 +260,41 @@ class _Forward:
             for kind, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
             stack.enter_context(self._segment.buffers.as_they_were(self._contents))
-            value = given.again()  # before the hooks: putting it together is no part of the layers' forward
+            stack.enter_context(self._segment.attributes.as_they_were(self._attributes))
+            value = (
+                given.again()
+            )  # before the hooks: putting it together is no part of the layers' forward
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._take, _same))
             try:
                 for layer in self._segment.layers:
                     value = self._call(layer, value)
             except _Enough:
                 pass
-        self._contents = {}
+        self._contents, self._attributes = {}, ()
         if self._filled < self._wanted:
             raise self._unlike(f"{self._filled} of {self._wanted}")
 
     def _take(self, tensor: Tensor) -> Tensor:
         """Fill the next slot, if anybody still holds it."""
         slot = self._slots[self._filled]()
+        expected = self._fingerprints.get(self._filled)
         self._filled += 1
         if slot is not None:
             if slot.form != (tensor.shape, tensor.dtype):
                 raise self._unlike(f"one of shape {tuple(tensor.shape)} and {tensor.dtype} for one of {tuple(slot.form[0])} and "
                                    f"{slot.form[1]}")  # fmt: skip
-            slot.tensor, slot.version = tensor.detach(), tensor._version
+            slot.saved = SavedVersion(tensor, holds=True)
+        if expected is not None and (found := difference([tensor], expected)) is not None:
+            raise self._unlike(found)
         if self._filled == self._wanted:
             raise _Enough
         return tensor.detach()  # the tensor itself would hold its own node
 
     def _unlike(self, found: str) -> RunError:
         return RunError(f"{self._segment.name}: run again for the backward, its forward is not like the first: of the tensors that were "
-                        f"saved then it made {found}. Random numbers that the seed does not set, or state that is in no buffer, cannot "
-                        "be had twice: leave it out of what is recomputed")  # fmt: skip
+                        f"saved then it made {found}. A second forward has the buffers, the plain attributes and the random numbers of "
+                        "torch, random and numpy.random that the first had; other state (global variables, lists, a generator of its "
+                        "own) cannot be had twice: leave it out of what is recomputed")  # fmt: skip
 
 
 class _Enough(Exception):  # nothing is wrong: all slots are full
@@ -268,14 +303,20 @@ class _Enough(Exception):  # nothing is wrong: all slots are full
 
 def _unpack(slot: _Slot) -> Tensor:
     """What was to be saved, made again if need be."""
-    if slot.tensor is None:
+    where = f"{slot.forward._segment.name}: "
+    slot.first.check(where)
+    if slot.saved is None:
         slot.forward.fill()
-    if slot.tensor is None:
+    if slot.saved is None:
         raise slot.forward._unlike("all but one")
-    if slot.tensor._version != slot.version:
-        raise RunError(f"{slot.forward._segment.name}: a tensor of shape {tuple(slot.form[0])} that the backward needs was changed in "
-                       f"place after it was saved: it is at version {slot.tensor._version}, not {slot.version}")  # fmt: skip
-    return slot.tensor
+    slot.saved.check(where)
+    return slot.saved.tensor
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Whether a tensor is a leaf that wants a gradient, or a view of one: weights, which no forward makes."""
+    base = tensor._base if tensor._is_view() else tensor
+    return base is not None and base.is_leaf and base.requires_grad
 
 
 def _same(tensor: Tensor) -> Tensor:

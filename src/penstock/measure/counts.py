@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import SettingError
+from penstock.grad.saved import looking_at_saved
 from penstock.grad.split import input_grad, weight_grad
 from penstock.measure.op_work import OpWork, op_work
 from penstock.measure.passes import Loss, WithLoss, bytes_of, named_failure
@@ -268,15 +269,14 @@ def _activation_bytes(
     repeated: dict[int, int] = {}
     layer = 0
 
-    def keep(tensor: Tensor) -> Tensor:
+    def add(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in met:
             met[storage._cdata] = storage
             counted_at[storage._cdata] = layer
             counts[layer] += storage.nbytes()
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with looking_at_saved(add):
         for index, module in enumerate(modules):
             same.append((alike[index], _look(value)))
             if len(same) > 2 and same[-1] == same[-2] == same[-3]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import SettingError
+from penstock.grad.saved import looking_at_saved
 from penstock.measure.company import Company
 from penstock.measure.passes import PHASES, Loss, Passes, WithLoss
 from penstock.measure.update import UpdateSeconds, measure_update
@@ -270,15 +271,14 @@ def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> tuple[list[in
     inputs: list[list[Tensor]] = []
     layer = 0
 
-    def keep(tensor: Tensor) -> Tensor:
+    def count(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in met:
             met[storage.data_ptr()] = storage
             counted_at[storage.data_ptr()] = layer
             counts[layer] += storage.nbytes()
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with looking_at_saved(count):
         for index, module in enumerate(modules):
             layer = index
             inputs.append([leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)])

@@ -16,6 +16,12 @@ _SHARED = ("two tensors that share memory cross a stage boundary together, and a
            "in memory of its own there, so the other would not change with it. Return a clone() of one of the two, or let the layer work "
            "out of place")  # fmt: skip
 
+_CHANGED = (
+    "layers changed in place what their stage was given, and had not done so in its first forward: "
+    "the next forward has a copy to change, this one had none. Change a copy in the layer "
+    "(x = x.clone()), or repeat the batch"
+)
+
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int] | None:
     """How often each has been changed in place; not known in inference mode."""
@@ -47,36 +53,43 @@ class InPlace:
         """What the layers are given, and what to look at after they have run."""
         if not self.excluded(training=training):
             tensors = [copy_of(tensor) for tensor in inputs.tensors]
-            return Watch(self, training, inputs.with_tensors(tensors), tensors)
-        return Watch(self, training, inputs, inputs.tensors if inputs.shared else [])
+            return Watch(self, training, inputs.with_tensors(tensors), copied=True)
+        return Watch(self, training, inputs, copied=False)
 
-    def learn(self, changed: bool, *, training: bool) -> None:  # noqa: FBT001
-        """They have run."""
-        self._changes.setdefault(training, changed)
+    def note(self, *, training: bool, changed: bool, copied: bool) -> None:
+        """Note whether a run has changed what the layers were given, of which there was a copy.
+
+        Raises:
+            RunError: there was none: the stage before may still read it.
+        """
+        if training not in self._changes:
+            self._changes[training] = changed
+        elif changed and not copied:
+            self._changes[training] = True
+            raise RunError(_CHANGED)
 
 
 class Watch:
     """One run of layers that may change what they are given."""
 
-    def __init__(
-        self, in_place: InPlace, training: bool, given: Payload, tensors: Sequence[Tensor]
-    ) -> None:
-        self.given = given
-        self._in_place, self._training, self._tensors = in_place, training, tensors
-        self._versions = versions_of(tensors)
+    def __init__(self, in_place: InPlace, training: bool, inputs: Payload, *, copied: bool) -> None:
+        self.given = inputs
+        self._in_place, self._training, self._copied = in_place, training, copied
+        self._tensors = inputs.tensors
+        self._versions = versions_of(self._tensors)
 
     def check(self) -> None:
         """Learn from what has happened to the tensors.
 
         Raises:
-            RunError: one of two tensors that share memory was changed.
+            RunError: one of two tensors that share memory was changed, or one of which there is no copy.
         """
         after = versions_of(self._tensors)
         if self._versions is None or after is None:
             return
         changed = [one != other for one, other in zip(self._versions, after, strict=True)]
-        self._in_place.learn(any(changed), training=self._training)
         check_shared(self.given.shared, changed)
+        self._in_place.note(training=self._training, changed=any(changed), copied=self._copied)
 
 
 def check_shared(shared: Sequence[tuple[int, int]], changed: Sequence[bool]) -> None:

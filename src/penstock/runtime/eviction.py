@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock.grad.saved import ChangedInPlace, SavedVersion, unpack_checked
+
 _ALIGN = 64
 
 
@@ -38,7 +40,7 @@ class Saved:
     weights: frozenset[int]
     _tensors: list[Tensor | None] = field(default_factory=list)
     _versions: list[int] = field(default_factory=list)
-    _numbers: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], int] = field(
+    _numbers: dict[tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], int] = field(
         default_factory=dict
     )
     _forms: list[_Form] = field(default_factory=list)
@@ -71,13 +73,13 @@ class Saved:
             self._tensors[number], self._versions[number] = tensor, tensor._version
             start += -(-form.bytes // _ALIGN) * _ALIGN
 
-    def _put(self, tensor: Tensor) -> int | Tensor:
+    def _put(self, tensor: Tensor) -> int | SavedVersion:
         if (
             tensor.untyped_storage().data_ptr() in self.weights
             or tensor.layout is not torch.strided
         ):
-            return tensor
-        key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+            return SavedVersion(tensor, holds=True)
+        key = tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._tensors)
@@ -87,13 +89,11 @@ class Saved:
             dense = _dense(tensor)
             stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
             self._forms.append(_Form(tensor.shape, tuple(stride), tensor.dtype, tensor.device))
-        else:
-            self._check(number, tensor)
         return number
 
-    def _get(self, held: int | Tensor) -> Tensor:
-        if isinstance(held, Tensor):
-            return held
+    def _get(self, held: int | SavedVersion) -> Tensor:
+        if isinstance(held, SavedVersion):
+            return unpack_checked(held)
         tensor = self._tensors[held]
         if tensor is None:
             raise RuntimeError(
@@ -104,9 +104,8 @@ class Saved:
 
     def _check(self, number: int, tensor: Tensor) -> None:
         if tensor._version != self._versions[number]:
-            raise RuntimeError(
-                "one of the tensors needed for the backward was changed in place after the forward had saved it"
-            )
+            kind = f"[{tensor.type()} {list(tensor.shape)}]"
+            raise ChangedInPlace(kind, tensor._version, self._versions[number])
 
 
 def _dense(tensor: Tensor) -> bool:

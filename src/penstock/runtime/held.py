@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from penstock.grad.saved import looking_at_saved
+
 
 class Held:
     """Counts the activations that the stages of one rank keep.
@@ -43,15 +45,16 @@ class Held:
         parts = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in targets}
         met: dict[int, torch.UntypedStorage] = {}
 
-        def keep(tensor: Tensor) -> Tensor:
-            if tensor.layout is not torch.strided:  # has no storage to be told by, and is not counted
-                return tensor
+        def count(tensor: Tensor) -> None:
+            if (
+                tensor.layout is not torch.strided
+            ):  # sparse tensors have no storage, and do not count
+                return
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights and storage.data_ptr() not in views:
                 met[storage.data_ptr()] = storage
-            return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with looking_at_saved(count):
             yield
         (self._provisional.discard if final else self._provisional.add)(form)
         kept = sum(parts.get(start, storage.nbytes()) for start, storage in met.items())

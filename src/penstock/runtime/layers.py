@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import nn
 from penstock.grad.offload import offloading
 from penstock.grad.recompute import Recomputing
 from penstock.runtime.batch import Batch
+from penstock.runtime.draws import Place, StageDraws
 from penstock.runtime.past import Past
-from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
+from penstock.tracing.randomness import has_dropout, may_draw
 from penstock.tracing.slices import has_past
 from penstock.values.structure import map_tensors
 
@@ -31,13 +33,12 @@ class StageLayer:
 
 @dataclass(frozen=True)
 class _Part:
-    """Layers that are called as one: the first one's place and name, and whether they draw random numbers or hand on a past."""
+    """Layers that are called as one: the first one's place and name, and whether they hand on a past."""
 
     index: int
     name: str
     module: nn.Module
     call: Callable[[Any], Any]
-    draws: bool = False
     hands_on: bool = False
 
 
@@ -75,14 +76,16 @@ class StageLayers:
                 layer.name,
                 layer.module,
                 layer.module,
-                may_draw(layer.module),
                 has_past(layer.module),
             )
             for layer in self.layers
         ]
         self._parts = found if self.compile is None else list(self._compiled(found, self.compile))
         self._calls = [part.call for part in self._parts]
-        self._draws = any(part.draws for part in self._parts)
+        joined = {part.index: part.name for part in self._parts if part.name not in self._names()}
+        self.draws = StageDraws(
+            self._parts, self.device, self.seed, joined, compiled=self.compile is not None
+        )
         self._straight = not (self.entry or self.exit or self.recomputed or self.offload)
         self._again = Recomputing(self._parts, self.recomputed, self.segment_starts)
 
@@ -95,7 +98,7 @@ class StageLayers:
 
     def run(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
         """What the layers make of `value`, and what they leave in `past`."""
-        if self._straight and not batch.cuts_tokens and not (self._draws and batch.training):
+        if not self.draws.begin(batch) and self._straight and not batch.cuts_tokens:
             for call in self._calls:
                 value = call(value)
             return value
@@ -132,7 +135,7 @@ class StageLayers:
     def _through(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
         if self.entry is not None:
             value = self.entry(value, self._inputs(batch, micro_batch))
-        if not (self._draws and batch.training) and not batch.cuts_tokens and not self.recomputed:
+        if not self.draws.needed and not batch.cuts_tokens and not self.recomputed:
             for call in self._calls:
                 value = call(value)
         else:
@@ -140,37 +143,35 @@ class StageLayers:
         return value if self.exit is None else self.exit(value)
 
     def _run(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
-        def call(part: _Part, value: Any) -> Any:
-            if part.draws and batch.training:
-                seed_generators(
-                    self.device, stream_seed(self.seed, batch.step, part.index, micro_batch)
-                )
-            if part.hands_on and batch.cuts_tokens:
-                return past.run(part.index, part.name, part.module, value)
-            return part.call(value)
+        draws, place = self.draws, Place(batch, micro_batch)
+        forward = True
 
-        with drawing(self.device) if self._draws and batch.training else nullcontext():
+        def call(part: _Part, value: Any) -> Any:
+            run = part.call
+            if part.hands_on and batch.cuts_tokens:
+                run = partial(past.run, part.index, part.name, part.module)
+            method = draws.call if forward else draws.call_again
+            return method(part, place, run, value)
+
+        with draws.running():
             if self.recomputed and torch.is_grad_enabled():
-                return self._again.run(value, self._called_again(call))
+                value = self._again.run(value, call)
+                forward = False  # calls from now on come from the backward
+                return value
             for part in self._parts:
                 value = call(part, value)
             return value
-
-    def _called_again(self, call: Callable[[_Part, Any], Any]) -> Callable[[_Part, Any], Any]:
-        """The same for calls from a backward, when nobody has the generators to himself any more."""
-
-        def alone(part: _Part, value: Any) -> Any:
-            with drawing(self.device) if part.draws else nullcontext():
-                return call(part, value)
-
-        return alone
 
     def _inputs(self, batch: Batch, micro_batch: int) -> Any:
         return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[micro_batch])
 
     def _compiled(self, parts: Sequence[_Part], options: Mapping[str, Any]) -> Iterator[_Part]:
         """Neighbours that neither draw nor hand on nor run again by themselves become one."""
-        alone = {part.index for part in parts if part.draws or part.hands_on or self.recomputed}
+        alone = {
+            part.index
+            for part in parts
+            if may_draw(part.module) or has_dropout(part.module) or part.hands_on or self.recomputed
+        }
         for by_itself, group in groupby(parts, key=lambda part: part.index in alone):
             if by_itself:
                 for part in group:
@@ -179,7 +180,6 @@ class StageLayers:
                         part.name,
                         part.module,
                         torch.compile(part.module, **options),
-                        part.draws,
                         part.hands_on,
                     )
                 continue
@@ -189,4 +189,10 @@ class StageLayers:
                 if len(members) == 1
                 else nn.Sequential(*(part.module for part in members))
             )
-            yield _Part(members[0].index, members[0].name, whole, torch.compile(whole, **options))
+            name = (
+                members[0].name if len(members) == 1 else " + ".join(part.name for part in members)
+            )
+            yield _Part(members[0].index, name, whole, torch.compile(whole, **options))
+
+    def _names(self) -> set[str]:
+        return {layer.name for layer in self.layers}

@@ -1,9 +1,13 @@
 """Random numbers in a `Pipe`: the same at the recompute as at first, the same for threads as for one, and the caller's to seed.
 
 Torch's generators belong to the process: threads that run layers side by side would draw from them in an order that is never twice the
-same. So every op that draws is met on its way to torch's kernels, and has a generator seeded for it, by the forward, the layer, the
-micro-batch and how many such ops the layer has had; the generators are then put back. The forward's own seed is drawn from torch's
-default generator at its first such op: `torch.manual_seed` decides all, and a model that draws nothing moves nothing.
+same. So every layer has a stream of its own, seeded by the forward, the layer and the micro-batch. Every op that draws is met on its way
+to torch's kernels, draws from its layer's stream, and the generators are then restored. The forward's own seed is drawn from torch's
+default generator when the first layer draws: `torch.manual_seed` decides all, and a model that draws nothing moves nothing.
+
+Some layers have the generators for themselves as long as they run: those with `torch.utils.checkpoint` inside, which saves torch's state
+and sets it in the backward, and those that draw from Python's `random` or from `numpy.random`. Which these are is looked at in the
+forwards 1, 2, 4, 8 and so on. The numbers are the same either way.
 
 Meeting every op costs some 10 µs each. A partition in whose first forward none drew is therefore left alone afterwards, as is one with
 modules that are known never to draw.
@@ -11,7 +15,8 @@ modules that are known never to draw.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +24,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
+from penstock.tracing.host_random import equal_states, host_state, mentions_host_generators
+from penstock.tracing.randomness import (
+    drawing,
+    may_draw,
+    runs_user_code,
+    seed_generators,
+    stream_seed,
+)
 
 
 class Draws:
@@ -28,6 +40,7 @@ class Draws:
     def __init__(self) -> None:
         self._seed: int | None = None
         self._settled = False
+        self.drew = False
 
     def seed(self) -> int:
         """The forward's own seed. Call it inside `drawing`, before seeding: the generator is then as the caller left it."""
@@ -36,8 +49,8 @@ class Draws:
         return self._seed
 
     def settle(self) -> None:
-        """The forward is over: if it has drawn its seed, the caller's generator moves on by that."""
-        if self._seed is not None and not self._settled:
+        """The forward is over: if layers have drawn, the caller's generator moves on by the seed."""
+        if self.drew and not self._settled:
             self._settled = True
             torch.empty((), dtype=torch.int64, device="cpu").random_()
 
@@ -54,6 +67,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device: torch.device,
         micro_batch: int,
         forbidden: Callable[[str], Exception] | None,
+        habits: Habits,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws, self._device, self._micro_batch, self._forbidden = (
@@ -62,13 +76,42 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             micro_batch,
             forbidden,
         )
-        self.layer = 0
+        self._habits = habits
+        self._context = _context()
         self.drew = False
-        self._count = 0
+        self._layer = 0
+        self._of_layer: LayerHabits | None = None
+        self._alone = False
+        self._state: list[torch.Tensor] | None = None
 
-    def begin(self, layer: int) -> None:
-        """The ops to come are this layer's, counted through the whole model."""
-        self.layer, self._count = layer, 0
+    def run(self, layer: int, module: nn.Module, value: Any) -> Any:
+        """What a layer, counted through the whole model, makes of a value."""
+        self._layer, self._state = layer, None
+        habits = self._of_layer = self._habits.of_layer(module)
+        if not (habits.user_code and (habits.host or habits.reruns or self._habits.looks)):
+            return module(value)
+        with drawing(self._device, host=True):
+            self._alone = True  # drawing the forward's seed is not an op of the layer's
+            try:
+                seed_generators(self._device, self._stream(), host=True)
+                before, of_host = states(self._device), host_state()
+                made = module(value)
+            finally:
+                self._alone = False
+            drew_of_host = not equal_states(of_host, host_state())
+            drew = drew_of_host or not all(map(torch.equal, before, states(self._device)))
+        habits.host |= drew_of_host
+        if drew:
+            self._note("numpy.random or random" if drew_of_host else "an op of torch")
+        return made
+
+    def _stream(self) -> int:
+        return stream_seed(self._draws.seed(), self._layer, self._micro_batch)
+
+    def _note(self, what: str) -> None:
+        self.drew = self._draws.drew = True
+        if self._forbidden is not None:
+            raise self._forbidden(what)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op."""
@@ -79,19 +122,32 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             or not _by_chance(func, args, kwargs)
         ):
             return func(*args, **kwargs)
+        runs_again = self._of_layer is not None and _context() != self._context
+        if self._alone:
+            assert self._of_layer is not None
+            self._of_layer.reruns |= runs_again
+            return func(*args, **kwargs)
         with drawing(self._device):
-            seed_generators(
-                self._device,
-                stream_seed(self._draws.seed(), self.layer, self._micro_batch, self._count),
-            )
+            if self._state is None:
+                seed_generators(self._device, self._stream())
+            else:
+                set_states(self._device, self._state)
             before = states(self._device)
             made = func(*args, **kwargs)
-            drew = not all(map(torch.equal, before, states(self._device)))
-        self._count += 1
-        self.drew |= drew
-        if drew and self._forbidden is not None:
-            raise self._forbidden(str(func))
+            self._state = states(self._device)
+        if not all(map(torch.equal, before, self._state)):
+            self._note(str(func))
+            if runs_again and self._of_layer is not None and self._of_layer.user_code:
+                self._of_layer.reruns = True
+                raise RuntimeError(f"layer {self._layer} of a Pipe drew random numbers ({func}) inside torch.utils.checkpoint, or without "
+                                   "gradients, and had not done so before: the next forward allows for it. Repeat the batch")  # fmt: skip
         return made
+
+
+def _context() -> tuple[bool, object]:
+    """What `torch.utils.checkpoint` changes around the forward that it will run again."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return torch.is_grad_enabled(), object() if top is None else top(True)
 
 
 @lru_cache(maxsize=4096)
@@ -124,11 +180,34 @@ def states(device: torch.device) -> list[torch.Tensor]:
     ]
 
 
+def set_states(device: torch.device, values: list[torch.Tensor]) -> None:
+    """Let the generators that ops on a device draw from go on from `states`."""
+    torch.set_rng_state(values[0])
+    if len(values) > 1:
+        torch.cuda.set_rng_state(values[1], device)
+
+
+class LayerHabits:
+    """What is known of a layer: whether it runs code of the user's, draws from the host's generators, or draws in what runs again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.user_code = runs_user_code(module)
+        self.host = self.user_code and mentions_host_generators(module)
+        self.reruns = False
+
+
 class Habits:
-    """What is known of a partition: whether its forward draws, in training and in evaluation."""
+    """What is known of a partition: whether its forward draws, in training and in evaluation, and whether its backward does.
+
+    `looks`: whether the present run is looked at closely.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._layers: dict[nn.Module, LayerHabits] = {}
+        self._runs = 0
+        self._backward_draws = False
+        self.looks = True
         self._parts: list[nn.Module] = []
         self._able = False
         self._silent: dict[bool, object] = {}
@@ -143,6 +222,11 @@ class Habits:
                 bool(own) or any(map(may_draw, self._module.children())),
                 {},
             )
+            self._layers, self._runs = {}, 0
+        self._runs += 1
+        self.looks = self._able and self._runs & (self._runs - 1) == 0
+        if self.looks:
+            return False
         if not self._able:
             return True
         return (
@@ -150,6 +234,25 @@ class Habits:
             and training in self._silent
             and self._silent[training] == _shares(parts)
         )
+
+    def of_layer(self, module: nn.Module) -> LayerHabits:
+        """What is known of one of its layers."""
+        if module not in self._layers:
+            self._layers[module] = LayerHabits(module)
+        return self._layers[module]
+
+    @contextmanager
+    def backward(self, device: torch.device) -> Iterator[None]:
+        """Around a backward: it has the generators for itself if layers draw there."""
+        layers = [self.of_layer(layer) for layer in self._module.children()]
+        looks = self.looks and any(layer.user_code for layer in layers)
+        if not (looks or self._backward_draws or any(layer.reruns for layer in layers)):
+            yield
+            return
+        met = Met()
+        with drawing(device), met if looks else nullcontext():
+            yield
+        self._backward_draws |= met.random
 
     @property
     def certain(self) -> bool:
@@ -162,6 +265,19 @@ class Habits:
             self._silent.pop(training, None)
         else:
             self._silent[training] = _shares(self._parts)
+
+
+class Met(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether an op that draws has run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one op."""
+        self.random |= _is_random(func)
+        return func(*args, **(kwargs or {}))
 
 
 def _shares(parts: Iterable[nn.Module]) -> list[object]:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
-from penstock.grad.buffers import Buffers, Contents
 from penstock.runtime.crossing import check_same_flags, check_shared, versions_of
 from penstock.runtime.pipe_random import Drawing, Draws, Habits
+from penstock.runtime.second_forward import FirstForward, SecondForwards
 from penstock.tracing.recomputing import PASSES
 from penstock.tracing.side_loss import collecting_side_losses
 from penstock.tracing.skippable import Skip, Skippable, Waiting, waiting_skips
@@ -35,8 +35,7 @@ class Partition(nn.Sequential):
         if self.drawing_of_layers is None:
             return super().forward(input)  # type: ignore[no-untyped-call]
         for place, layer in enumerate(self):
-            self.drawing_of_layers.begin(self.first_of_layers + place)
-            input = layer(input)  # noqa: A001
+            input = self.drawing_of_layers.run(self.first_of_layers + place, layer, input)  # noqa: A001
         return input
 
 
@@ -114,7 +113,7 @@ class _Kept:
 
     inputs: list[Crossing]
     roots: list[Crossing] | None
-    buffers: Contents
+    first: FirstForward | None
     flags: list[bool]
     sides: list[Tensor]
 
@@ -177,13 +176,13 @@ class PipeStage:
         # only of some of torch's own, and a layer may hand on its input, or a view of it, to one that does.
         self._changes_input: dict[bool, bool] = {}
         self._parts: list[nn.Module] = []
-        self._buffers = Buffers([])
+        self._again = SecondForwards([module], [], self._name())
 
     def begin(self, draws: Draws) -> PartRun:
         """A forward of the whole begins."""
         parts = list(_modules(self.module))
         if parts != self._parts:
-            self._parts, self._buffers = parts, Buffers(parts)
+            self._parts, self._again = parts, SecondForwards([self.module], [], self._name())
         weights = {
             id(p): p
             for part in parts
@@ -210,7 +209,7 @@ class PipeStage:
         """
         again = micro_batch < run.recomputed
         inputs = [self._leaves(crossing, run.grads) for crossing in arrived]
-        buffers = self._buffers.contents() if again else {}
+        first = self._again.first() if again else None
         PASSES.checkpointing = again
         try:
             # With a graph also where it is run again: which outputs want a gradient is known from that alone, and kernels are chosen by
@@ -223,8 +222,10 @@ class PipeStage:
             run.sides[micro_batch] = [side.detach() for side in sides]
             run.side_wants |= any(side.requires_grad for side in sides)
         if run.grads:
+            if first is not None:
+                first.note([crossing.leaves for crossing in made])
             flags = [wanted for crossing in made for wanted in crossing.wants]
-            kept = _Kept(inputs, None if again else made, buffers, flags, [] if again else sides)
+            kept = _Kept(inputs, None if again else made, first, flags, [] if again else sides)
             run.kept[micro_batch] = kept
         if again:
             return [
@@ -237,7 +238,7 @@ class PipeStage:
         """Run the forward again, if it is to be; before the gradients are there, so as not to stand still until they are.
 
         Raises:
-            RuntimeError: what it reads has changed since.
+            RuntimeError: what it reads has changed since, or it has made something else than the first.
         """
         kept = run.kept[micro_batch]
         if kept.roots is not None:
@@ -250,12 +251,14 @@ class PipeStage:
         modes = [part.training for part in run.parts]
         try:
             _set_modes(run.parts, run.modes, modes)
-            with torch.enable_grad(), self._buffers.as_they_were(kept.buffers):
+            assert kept.first is not None
+            with torch.enable_grad(), self._again.seeing(kept.first):
                 kept.roots, kept.sides = self._run(run, micro_batch, kept.inputs, again=True)
         finally:
             PASSES.recomputing = before
             _set_modes(run.parts, modes, run.modes)
-        kept.buffers = {}
+        self._again.check(kept.first, [crossing.leaves for crossing in kept.roots], micro_batch)
+        kept.first = None
         found = [tensor for crossing in kept.roots for tensor in crossing.tensors]
         check_same_flags(kept.flags, found, "a partition of a Pipe")
         if len(kept.sides) != len(run.sides.get(micro_batch, ())):
@@ -288,7 +291,8 @@ class PipeStage:
             before = PASSES.recomputing
             PASSES.recomputing = True  # a layer that recomputes by itself, in here, does so as much as one that we recompute
             try:
-                torch.autograd.backward(roots, starts)
+                with self.habits.backward(self.device):
+                    torch.autograd.backward(roots, starts)
             finally:
                 PASSES.recomputing = before
         return [
@@ -369,6 +373,7 @@ class PipeStage:
             self.device,
             micro_batch,
             self._late if doubtful and not run.looking else None,
+            self.habits,
         )
         self.module.drawing_of_layers = drawing
         try:
@@ -377,6 +382,10 @@ class PipeStage:
         finally:
             self.module.drawing_of_layers = None
             run.drew |= drawing.drew
+
+    def _name(self) -> str:
+        first, names = self.module.first_of_layers, list(self.module._modules)
+        return f"layers {first} to {first + len(names) - 1} of a Pipe ({', '.join(names)})"
 
     def _late(self, op: str) -> RuntimeError:
         return RuntimeError(f"a layer of a Pipe drew random numbers ({op}) in a forward, and had drawn none before: which ones is not known, "

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.grad.buffers import Buffers, Contents
 from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.grad.whole import whole_grad
 from penstock.optim.update import Update
 from penstock.runtime.batch import Batch
 from penstock.runtime.crossing import InPlace, check_devices, check_same_flags
+from penstock.runtime.draws import Place
 from penstock.runtime.eviction import Saved
 from penstock.runtime.held import Held
 from penstock.runtime.layers import StageLayer, StageLayers
 from penstock.runtime.past import Past, Pasts, tensors_of
+from penstock.runtime.second_forward import FirstForward, SecondForwards
 from penstock.runtime.stage_loss import Loss, StageLoss, Starts, total
 from penstock.simulate.simulate import recomputes
 from penstock.tracing.side_loss import collect_side_losses, collecting_side_losses
 from penstock.transport.payload import Payload
-from penstock.values.memory import copy_of
 from penstock.values.structure import tensors_of as tensors_in
 
 __all__ = ["Loss", "Stage", "StageLayer"]
@@ -40,7 +40,7 @@ _SIDE = "penstock.side_loss"
 class _Kept:
     """What one micro-batch keeps on a stage: its inputs as leaves, and the roots of its graph, its outputs and then its past.
 
-    Without `roots` it will be recomputed, from these inputs and the buffers that its forward saw. `found` has more leaves, where it
+    Without `roots` it will be recomputed, from these inputs and what its `first` forward saw. `found` has more leaves, where it
     is a slice: what it found of the slices before. `own` are the last of `roots`, which take no gradient from the stage after: the
     loss and the side losses. `size` is in bytes. `flags` say which tensors of the output, and then of the past, want a gradient.
     """
@@ -49,7 +49,7 @@ class _Kept:
     found: dict[int, Any]
     roots: list[Tensor] | None
     own: int
-    buffers: Contents
+    first: FirstForward | None
     saved: Saved | None = None
     size: int = 0
     flags: tuple[bool, ...] = ()
@@ -111,8 +111,14 @@ class Stage:
             self.compile,
             self.offload,
         )
-        self._buffers = Buffers(list(self.modules()))
         self._in_place = InPlace()
+        names = [layer.name for layer in self.layers]
+        where = f"layers {names[0]} to {names[-1]}" if len(names) > 1 else f"layer {names[0]}"
+        self._again = SecondForwards(
+            [layer.module for layer in self.layers],
+            [] if self.entry is None else [self.entry],
+            f"stage {self.index}, {where}",
+        )
         # Forms of micro-batches that the short way is known to do for, and the bytes that they keep.
         self._plain: dict[str, int] = {}
         self._on_host = self.device.type == "cpu"
@@ -159,7 +165,7 @@ class Stage:
             leaf.requires_grad_(wanted)
         inputs = source.with_tensors(leaves)
         again = batch.training and recomputes(self.recompute, *batch.place(micro_batch))
-        buffers = self._buffers.contents() if again else {}
+        first = self._again.first() if again else None
         after = batch.next_slice(micro_batch)
         past = Past(self._pasts.waiting.pop(micro_batch, {}), keeps=after is not None)
         keeps = batch.training and not again
@@ -173,6 +179,8 @@ class Stage:
             result, own = self._run(batch, micro_batch, inputs, past)
         made = [] if result is None else result.tensors
         left = [] if after is None else tensors_of(past.left)
+        if first is not None:
+            first.note([*made, *own, *left])
         flags = tuple([tensor.requires_grad for tensor in (*made, *left)])
         roots = [tensor for tensor in made if tensor.requires_grad] + own
         roots += [tensor for tensor in left if tensor.requires_grad]
@@ -187,7 +195,7 @@ class Stage:
                 else self.held.size(self._form(batch, micro_batch))
             )
             self._kept[batch.step, micro_batch] = _Kept(
-                inputs, past.found, None if again else roots, len(own), buffers, saved, size, flags
+                inputs, past.found, None if again else roots, len(own), first, saved, size, flags
             )
             self.held.take(size)
             if not (again or saved or own[1:] or batch.outputs):
@@ -249,7 +257,7 @@ class Stage:
         inputs = Payload("", (given,), (leaf is not None,))
         count = len(own) + (len(roots) if self.loss is not None else 0)
         self._kept[batch.step, micro_batch] = _Kept(
-            inputs, {}, [*roots, *own], count, {}, None, size
+            inputs, {}, [*roots, *own], count, None, None, size
         )
         return result
 
@@ -261,7 +269,8 @@ class Stage:
         leaves, past, roots, grads, size = self._roots(batch, micro_batch, arrived)
         live = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
         if live:
-            torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
+            with self._drawing(batch, micro_batch):
+                torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
         self._pasts.give_back(micro_batch, [leaf.grad for leaf in past])
         self.held.give(size)
         return Payload.flat([leaf.grad for leaf in leaves])
@@ -277,7 +286,8 @@ class Stage:
                 else _to(arrived.leaves[0], self.device)
             )
             if grad is not None:
-                whole_grad(root, grad)
+                with self._drawing(batch, micro_batch):
+                    whole_grad(root, grad)
         self.held.give(kept.size)
         if leaf is None:
             return _NOTHING
@@ -286,7 +296,8 @@ class Stage:
     def input_grad(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
         """I: gradients of the inputs only; W has to follow."""
         leaves, past, roots, grads, size = self._roots(batch, micro_batch, arrived)
-        found, pending = input_grad(roots, grads, [*leaves, *past])
+        with self._drawing(batch, micro_batch):
+            found, pending = input_grad(roots, grads, [*leaves, *past])
         self._pending[batch.step, micro_batch] = pending, size
         self._pasts.give_back(micro_batch, found[len(leaves) :])
         return Payload.flat(found[: len(leaves)])
@@ -294,7 +305,8 @@ class Stage:
     def weight_grad(self, batch: Batch, micro_batch: int) -> None:
         """W: gradients of the weights, from what I left."""
         pending, size = self._pending.pop((batch.step, micro_batch))
-        weight_grad(pending)
+        with self._drawing(batch, micro_batch, weights_only=True):
+            weight_grad(pending)
         self.held.give(size)
 
     def evict(self, batch: Batch, micro_batch: int) -> Payload:
@@ -347,6 +359,13 @@ class Stage:
                 if isinstance(loss, Tensor) and loss.requires_grad:
                     own.append(loss)
         return result, own
+
+    def _drawing(self, batch: Batch, micro_batch: int, *, weights_only: bool = False) -> AbstractContextManager[None]:  # fmt: skip
+        """Around a backward: the random generators, if layers draw there."""
+        draws = self._running.draws
+        if not draws.watches_backward:
+            return _AS_IT_IS
+        return draws.backward(Place(batch, micro_batch), weights_only=weights_only)
 
     def _started(self, batch: Batch, micro_batch: int, root: Tensor) -> Tensor:
         """The gradient that a loss or a side loss begins with: the micro-batch's share in the batch, scaled."""
@@ -408,13 +427,15 @@ class Stage:
         else:
             past = Past(kept.found, keeps=after is not None)
             looking = self._looking(batch, micro_batch, kept.inputs, keeps=True)
-            with looking, torch.enable_grad(), self._buffers.as_they_were(kept.buffers):
+            assert kept.first is not None
+            with looking, torch.enable_grad(), self._again.seeing(kept.first):
                 result, own = self._run(batch, micro_batch, kept.inputs, past)
             full = self.held.size(self._form(batch, micro_batch))
             self.held.take(full - kept.size)
             kept.size = full
             made = [] if result is None else result.tensors
             left = [] if after is None else tensors_of(past.left)
+            self._again.check(kept.first, [*made, *own, *left], micro_batch)
             check_same_flags(kept.flags, [*made, *left], f"stage {self.index}")
             kept.own = len(own)
             roots = [tensor for tensor in made if tensor.requires_grad] + own

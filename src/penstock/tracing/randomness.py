@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.modules import module as _hooks
+
+from penstock.tracing.host_random import host_state, restore_host, seed_host
 
 #: The modules of torch.nn that draw random numbers, or hold parts that do without being modules themselves.
 _DRAW = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention,
@@ -31,7 +34,56 @@ def may_draw(module: nn.Module) -> bool:
     known = getattr(module, "draws", None)
     if isinstance(known, bool):
         return known
+    if _hooks._global_forward_hooks or _hooks._global_forward_pre_hooks:
+        return True
     return any(_part_may_draw(part) for part in module.modules())
+
+
+def draw_settings(modules: Iterable[nn.Module]) -> list[object]:
+    """What `may_draw` depends on, for all parts of modules: as long as it is equal, so is the answer.
+
+    Hooks may be registered, rates of dropout raised and children exchanged at any time between batches.
+    """
+    return [
+        (
+            part.__class__,
+            values["_modules"] and tuple(values["_modules"].values()),
+            bool(values["_forward_hooks"] or values["_forward_pre_hooks"]),
+            values.get("p"),
+            "forward" in values,
+        )
+        for part, values in ((part, part.__dict__) for part in modules)
+    ]
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether `module` has dropout in it, though it may drop nothing at present."""
+    return any(isinstance(part, nn.modules.dropout._DropoutNd) for part in module.modules())
+
+
+def runs_user_code(module: nn.Module) -> bool:
+    """Whether a forward or a backward of `module` may run Python code that is not torch's."""
+    if getattr(module, "draws", None) is False:  # cut out of a traced model: operations of torch
+        return False
+    return any(_part_runs_user_code(part) for part in module.modules())
+
+
+def _part_runs_user_code(part: nn.Module) -> bool:
+    kind = type(part)
+    if not kind.__module__.startswith(("torch.nn.modules.", "torch.nn.utils.parametri")):
+        base = next((base for base in _SILENT if issubclass(kind, base)), None)
+        if base is None or any(
+            getattr(kind, name, None) is not getattr(base, name, None) for name in _RUN
+        ):
+            return True
+    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks)
+    if any(hooks) or part._backward_pre_hooks or "forward" in vars(part):
+        return True
+    return any(
+        parameter is not None
+        and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+        for parameter in part._parameters.values()
+    )
 
 
 def _part_may_draw(part: nn.Module) -> bool:
@@ -69,21 +121,34 @@ def _generator(device: torch.device) -> torch.Generator | None:
 
 
 @contextmanager
-def drawing(device: torch.device) -> Iterator[None]:
-    """Keep the generators of this process to oneself, and leave them as they were found."""
+def drawing(device: torch.device, *, host: bool = False) -> Iterator[None]:
+    """Reserve the generators of this process for this thread, and restore their states afterwards.
+
+    Args:
+        device: where layers compute.
+        host: restore the states of Python's `random` and of `numpy.random` as well.
+    """
     with _GENERATORS:
         other = _generator(device)
         kept = torch.get_rng_state(), None if other is None else other.get_state()
+        of_host = host_state() if host else None
         try:
             yield
         finally:
+            if of_host is not None:
+                restore_host(of_host)
             torch.set_rng_state(kept[0])
             if other is not None and kept[1] is not None:
                 other.set_state(kept[1])
 
 
-def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed the generators that a module on `device` draws from. Call it inside `drawing`."""
+def seed_generators(device: torch.device, seed: int, *, host: bool = False) -> None:
+    """Seed the generators that a module on `device` draws from, with `host` those of `random` and `numpy.random`, too.
+
+    Call it inside `drawing` with the same `host`.
+    """
+    if host:
+        seed_host(seed)
     torch.default_generator.manual_seed(seed)
     other = _generator(device)
     if other is not None:

@@ -97,7 +97,8 @@ class TensorForm:
             for step, extent in zip(self.stride, self.shape, strict=True)
         )
         order = sorted(
-            range(len(shape)), key=lambda dim: (-self.stride[dim] if shape[dim] > 1 else 0, dim)  # type: ignore[index]
+            range(len(shape)),
+            key=lambda dim: (-self.stride[dim] if shape[dim] > 1 else 0, dim),  # type: ignore[index]
         )
         return shape, order
 
@@ -178,7 +179,9 @@ class Payload:
         """All but the tensors' contents, cheap to make and to compare."""
         leaves = tuple(
             [
-                (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, Tensor) else key_of(leaf)
+                (leaf.shape, leaf.dtype, leaf.stride())
+                if isinstance(leaf, Tensor)
+                else key_of(leaf)
                 for leaf in self.leaves
             ]
         )
@@ -276,5 +279,3 @@ class Header:
         """The payload, from what its forms' `packed` gave, see `TensorForm.unpacked`."""
         made = [form.unpacked(each, copies=copies) for form, each in zip(self.forms, packed, strict=True)]  # fmt: skip
         return self.filled(made)
-
-

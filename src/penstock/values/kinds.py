@@ -22,7 +22,9 @@ from torch.utils import _pytree as pytree
 from penstock.errors import RunError
 from penstock.values.constants import FACTORIES, Whole
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made while the program runs, as all classes of Python code are
+_HEAP_TYPE = (
+    1 << 9
+)  # Py_TPFLAGS_HEAPTYPE: made while the program runs, as all classes of Python code are
 _POINTER_BYTES = object.__basicsize__ // 2
 
 #: What a value is made of besides its parts; comparable.
@@ -164,9 +166,7 @@ def _sequence(cls: type, context: Context, parts: list[Any]) -> Any:
 
 def _sequence_label(context: Context, place: int) -> str:
     count, names, slots = context
-    return (
-        f"[{place}]" if place < count else _attribute_label(names, slots, place - count)
-    )
+    return f"[{place}]" if place < count else _attribute_label(names, slots, place - count)
 
 
 def _dict_base(cls: type) -> type[dict[Any, Any]]:
