@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -26,6 +25,7 @@ from penstock.errors import ChainError
 from penstock.tracing.domain import Domain
 from penstock.tracing.faults import Refused, fault
 from penstock.tracing.interception import Interceptor, intercepted
+from penstock.tracing.quiet import quietly
 
 # torch.export changes things of the whole process while it runs.
 _ONE_AT_A_TIME = threading.RLock()
@@ -284,12 +284,11 @@ def _exported(skeleton: nn.Module, form: Form, training: bool, *, dynamic: bool)
             torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in form.tensors
         )
     with (
-        warnings.catch_warnings(),
+        quietly(),
         intercepted(interceptor),
         torch.enable_grad(),
         without_caches(model),
     ):
-        warnings.simplefilter("ignore")
         program = torch.export.export(
             flat, tensors, dynamic_shapes=_dimensions(tensors) if dynamic else None, strict=False
         )
