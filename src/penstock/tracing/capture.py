@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ChainError
 from penstock.tracing.domain import Domain
-from penstock.tracing.faults import Refused, fault
+from penstock.tracing.draws import Drawn, Draws
+from penstock.tracing.faults import Refused, fault, line_of
 from penstock.tracing.interception import Interceptor, intercepted
 from penstock.tracing.quiet import quietly
 
@@ -164,10 +165,15 @@ class _Flat(nn.Module):
     """The model on its inputs' tensors one by one, to its outputs' tensors one by one."""
 
     def __init__(
-        self, model: nn.Module, form: Form, outputs: Outputs, interceptor: Interceptor
+        self,
+        model: nn.Module,
+        form: Form,
+        outputs: Outputs,
+        interceptor: Interceptor,
+        draws: Draws,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._draws = model, draws
         self._form, self._outputs, self._interceptor = form, outputs, interceptor
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
@@ -178,7 +184,9 @@ class _Flat(nn.Module):
             for key, buffer in part._buffers.items()
         ]
         with self._interceptor:
-            moving = self._outputs.flatten(call(self.model, self._form.value(tensors)))
+            with self._draws.watching():
+                output = call(self.model, self._form.value(tensors))
+            moving = self._outputs.flatten(output)
             for holder, key, buffer in before:
                 made = holder.get(key)
                 if made is buffer:
@@ -233,13 +241,29 @@ def capture(skeleton: nn.Module, form: Form, *, training: bool) -> Capture:
 def _captured(skeleton: nn.Module, form: Form, training: bool) -> Capture:
     try:
         return _exported(skeleton, form, training, dynamic=True)
+    except Drawn as error:
+        raise fault(skeleton, _located(skeleton, form, training) or error) from error
     except Refused as error:
         raise fault(skeleton, error) from error
     except Exception:  # noqa: BLE001  # torch.export raises of all kinds; with sizes that are numbers it can do more
         try:
             return _exported(skeleton, form, training, dynamic=False)
+        except Drawn as error:
+            raise fault(skeleton, _located(skeleton, form, training) or error) from error
         except Exception as error:
             raise fault(skeleton, error) from error
+
+
+def _located(skeleton: nn.Module, form: Form, training: bool) -> Drawn | None:
+    """The error of a model that draws, with the line."""
+    for dynamic in (True, False):
+        try:
+            _exported(skeleton, form, training, dynamic=dynamic, locate=True)
+        except Drawn as error:
+            return error
+        except Exception:  # noqa: BLE001, S112  # the same that made the first try fail
+            continue
+    return None
 
 
 def _apart(work: Callable[[], Capture]) -> Capture:
@@ -271,13 +295,15 @@ def _apart(work: Callable[[], Capture]) -> Capture:
     return found[0]
 
 
-def _exported(skeleton: nn.Module, form: Form, training: bool, *, dynamic: bool) -> Capture:
+def _exported(
+    skeleton: nn.Module, form: Form, training: bool, *, dynamic: bool, locate: bool = False
+) -> Capture:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     outputs, interceptor = Outputs(), Interceptor()
     model = _faked(skeleton, mode)
     if not training:
         model.eval()
-    flat = _Flat(model, form, outputs, interceptor)
+    flat = _Flat(model, form, outputs, interceptor, Draws(model, locate))
     flat.training = model.training
     with mode:
         tensors = tuple(
@@ -359,6 +385,9 @@ def _check_constants(holder: fx.GraphModule) -> None:
     known = {id(tensor) for tensor in (*holder.parameters(), *holder.buffers())}
     for node in holder.graph.find_nodes(op="get_attr"):
         value = constant(holder, node.target)
+        if isinstance(value, torch.Generator):
+            raise Refused("it draws from a torch.Generator of its own, whose sequence would depend on the order of micro-batches and on the "
+                          "cut: leave `generator` out, then draws depend on seed, step, layer and micro-batch", place=line_of(next(iter(node.users))))  # fmt: skip
         if isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor)):
             shape = tuple(value.shape)
             named = str(node.target).removeprefix("model.")

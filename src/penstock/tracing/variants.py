@@ -119,7 +119,7 @@ class Variants:
         Raises:
             ChainError: there is none, and none can be made.
         """
-        exact = (training, _autocast(), form.spec, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+        exact = (training, _surroundings(), form.spec, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
                                                          for leaf in form.leaves))  # fmt: skip
         found = self._exact.get(exact)
         if found is not None:
@@ -166,7 +166,7 @@ class Variants:
 
     @staticmethod
     def _kind(form: Form, training: bool) -> tuple[object, ...]:
-        return training, _autocast(), form.kind
+        return training, _surroundings(), form.kind
 
     def _capture(self, form: Form, training: bool) -> Capture:
         captured = capture(self.skeleton, form, training=training)
@@ -181,10 +181,11 @@ class Variants:
         return made
 
 
-def _autocast() -> object:
+def _surroundings() -> object:
     """What of the surroundings changes what a model does."""
-    return tuple(
+    mixed = tuple(
         (kind, torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     )
+    return torch.get_default_dtype(), mixed
