@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -26,7 +26,9 @@ from penstock.tracing.domain import Domain
 from penstock.tracing.draws import Drawn, Draws
 from penstock.tracing.faults import Refused, fault, line_of
 from penstock.tracing.interception import Interceptor, intercepted
+from penstock.tracing.plain import contents
 from penstock.tracing.quiet import quietly
+from penstock.tracing.reads import Reads
 
 # torch.export changes things of the whole process while it runs.
 _ONE_AT_A_TIME = threading.RLock()
@@ -60,6 +62,14 @@ class Form:
             for leaf in self.leaves
         )
         return str(self.spec), leaves
+
+    def on_meta(self) -> Form:
+        """The same, with nothing in memory."""
+        leaves = tuple(
+            torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
+            for leaf in self.leaves
+        )
+        return Form(self.spec, leaves)
 
     def value(self, tensors: Sequence[Tensor]) -> Any:
         """The inputs with other tensors."""
@@ -159,6 +169,7 @@ class Capture:
     outputs: Outputs
     domain: Domain
     functions: Mapping[str, Any]
+    reads: Reads
 
 
 class _Flat(nn.Module):
@@ -170,10 +181,10 @@ class _Flat(nn.Module):
         form: Form,
         outputs: Outputs,
         interceptor: Interceptor,
-        draws: Draws,
+        watches: tuple[Draws, Reads],
     ) -> None:
         super().__init__()
-        self.model, self._draws = model, draws
+        self.model, (self._draws, self._reads) = model, watches
         self._form, self._outputs, self._interceptor = form, outputs, interceptor
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
@@ -184,7 +195,7 @@ class _Flat(nn.Module):
             for key, buffer in part._buffers.items()
         ]
         with self._interceptor:
-            with self._draws.watching():
+            with self._draws.watching(), self._reads.recording():
                 output = call(self.model, self._form.value(tensors))
             moving = self._outputs.flatten(output)
             for holder, key, buffer in before:
@@ -202,9 +213,21 @@ class _Flat(nn.Module):
         return moving
 
 
-def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on the meta device: what it does, without its weights."""
+def skeleton_of(
+    model: nn.Module, written: Mapping[str, Collection[str]] | None = None
+) -> nn.Module:
+    """A copy of a model whose parameters and buffers are on the meta device: what it does, without its weights.
+
+    Args:
+        model: the model.
+        written: by the path of a module, attributes that its forward sets before it reads them: they may hold what cannot be copied.
+    """
     made: dict[int, object] = {}
+    for path, names in (written or {}).items():
+        held = vars(model.get_submodule(path))
+        made.update(
+            (id(held[name]), None) for name in names if name in held and contents(held[name])
+        )
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in made:
             empty: Tensor = torch.empty_strided(
@@ -303,7 +326,8 @@ def _exported(
     model = _faked(skeleton, mode)
     if not training:
         model.eval()
-    flat = _Flat(model, form, outputs, interceptor, Draws(model, locate))
+    reads = Reads(model)
+    flat = _Flat(model, form, outputs, interceptor, (Draws(model, locate), reads))
     flat.training = model.training
     with mode:
         tensors = tuple(
@@ -324,7 +348,9 @@ def _exported(
             holder = program.module()
     assert isinstance(holder, fx.GraphModule)
     _check_constants(holder)
-    return Capture(holder.graph, holder, outputs, Domain.of(holder.graph), interceptor.functions)
+    return Capture(
+        holder.graph, holder, outputs, Domain.of(holder.graph), interceptor.functions, reads
+    )
 
 
 def _faked(skeleton: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -54,9 +54,18 @@ class _Source:
     state: Callable[[], Any]
     restore: Callable[[Any], None]
 
-    def mark(self) -> bytes:
-        """Its state as bytes that can be compared."""
-        return pickle.dumps(self.state())
+    def mark(self) -> object:
+        """Its state as something that can be compared."""
+        state = self.state()
+        if not isinstance(state, dict):
+            return state
+        inner = state["state"]
+        key = inner.get("key")
+        return (
+            pickle.dumps(state)
+            if key is None
+            else (key.tobytes(), inner["pos"], state.get("has_gauss"))
+        )
 
 
 @dataclass(eq=False)
@@ -71,7 +80,7 @@ class Draws:
     model: nn.Module
     locate: bool = False
     _sources: list[_Source] = field(default_factory=list)
-    _before: list[tuple[Any, bytes]] = field(default_factory=list)
+    _before: list[tuple[Any, object]] = field(default_factory=list)
     _place: traceback.FrameSummary | None = None
     _last: FrameType | None = None
     _last_line: int = 0
@@ -96,15 +105,16 @@ class Draws:
                 finally:
                     if self.locate:
                         sys.settrace(tracer)
-                moved = self._moved()
-                if moved is not None:
-                    raise Drawn(
-                        f"it draws random numbers from {moved.name}: {_ADVICE}", place=self._place
-                    )
+                if self._moved() is not None:
+                    raise Drawn(self._told(), place=self._place)
         finally:
             for source, (state, mark) in zip(self._sources, self._before, strict=True):
                 if source.mark() != mark:
                     source.restore(state)
+
+    def _told(self) -> str:
+        moved = self._moved()
+        return f"it draws random numbers from {moved.name if moved else 'a generator'}: {_ADVICE}"
 
     def _moved(self) -> _Source | None:
         for source, (_, mark) in zip(self._sources, self._before, strict=True):
@@ -121,7 +131,7 @@ class Draws:
             self._place = traceback.FrameSummary(
                 self._last.f_code.co_filename, self._last_line, self._last.f_code.co_name
             )
-            return None
+            raise Drawn(self._told(), place=self._place)  # the forward ends here
         if event == "return":
             outer = frame.f_back
             while outer is not None and not is_users(outer.f_code.co_filename):
@@ -237,9 +247,12 @@ def _stateless() -> Iterator[tuple[Any, str, bool]]:
     bits = f"it draws random bits from the operating system: {_ADVICE}"
     yield os.urandom, bits, False
     yield uuid.uuid1, bits, False
+    seeds = (
+        "it sets the state of torch's generator, which a trace does not repeat: what a layer draws depends on seed, step and "
+        "micro-batch"
+    )
     for name in _SEEDS:
-        yield getattr(torch, name), "it sets the state of torch's generator, which a trace does not " \
-            "repeat: what a layer draws depends on seed, step and micro-batch", True  # fmt: skip
+        yield getattr(torch, name), seeds, True
 
 
 def _for_model(frame: FrameType | None, *, direct: bool) -> bool:

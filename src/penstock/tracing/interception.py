@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,17 +83,16 @@ def _ctc_loss(
 ) -> Tensor:
     """As one op: inside, the lengths decide sizes, which a trace does not know."""
     mode = get_proxy_mode()
-    values = dict(zip(_CTC_NAMES, rest, strict=False)) | named
-    reduction, arguments = values["reduction"] if "reduction" in values else "mean", []
-    for name in _CTC_NAMES:
-        arguments.append(values.get(name, _CTC_DEFAULTS.get(name)))
+    values = {**_CTC_DEFAULTS, **dict(zip(_CTC_NAMES, rest, strict=False)), **named}
+    arguments = [values[name] for name in _CTC_NAMES]
     if mode is None:
         return functional.ctc_loss(log_probs, targets, *arguments)
-    whole = reduction in ("none", 0)
     with disable_proxy_modes_tracing():
-        made = log_probs.sum(0).sum(-1) if whole else log_probs.sum()
+        rows = log_probs.sum(0).sum(-1)
+        made = rows if values["reduction"] in ("none", 0) else rows.sum()
     name = interceptor.name_of(functional.ctc_loss)
-    return cast(Tensor, _as_one_op(name, mode, (log_probs, targets, *arguments), made))
+    found: Tensor = _as_one_op(name, mode, (log_probs, targets, *arguments), made)
+    return found
 
 
 _CTC_NAMES = ("input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
