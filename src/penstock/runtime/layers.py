@@ -89,6 +89,12 @@ class StageLayers:
         self._straight = not (self.entry or self.exit or self.recomputed or self.offload)
         self._again = Recomputing(self._parts, self.recomputed, self.segment_starts)
 
+    def renew(self) -> None:
+        """Learn anew which layers draw, and compile anew, after layers of a traced model have got other code."""
+        if self.compile is not None:
+            torch.compiler.reset()
+        self.__post_init__()
+
     def modules(self) -> Iterator[nn.Module]:
         """All modules."""
         if self.entry is not None:

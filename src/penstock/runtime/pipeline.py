@@ -24,6 +24,7 @@ from penstock.runtime.compare import Comparison, compare
 from penstock.runtime.options import Options, check_accumulate
 from penstock.runtime.persistence import Persistence
 from penstock.runtime.player import AHEAD, Mode, Player
+from penstock.runtime.preparation import Preparation
 from penstock.runtime.ranks import Place, world_of
 from penstock.runtime.results import mean_loss, outputs
 from penstock.runtime.setting import Words, check, setting_of
@@ -152,6 +153,8 @@ class Pipeline:
             self._made.let_read()
             self._stream = Streaming(self._made, Portions(self.setting.schedule, AHEAD))
         self._persistence = Persistence(self._made, self._together, self._stream)
+        self._preparation = Preparation(self._made, autocast, self._drain)
+        self._preparation.begin()
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -251,6 +254,7 @@ class Pipeline:
         self._drain()
         batch = make_batch(x, None, self.setting.schedule.micro_batches, step=self._step, training=False,
                            slicing=self.setting.schedule.slicing)  # fmt: skip
+        self._preparation.prepare(batch)
         self._player.play(batch, Mode.EVALUATE)
         return outputs(self._world, self._player.one_batch, batch)
 
@@ -264,8 +268,9 @@ class Pipeline:
             raise SettingError(
                 "a batch needs targets for its loss, not None: where the loss takes none, give the inputs again"
             )
-        return make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=training,
-                          slicing=self.setting.schedule.slicing)  # fmt: skip
+        batch = make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=training,
+                           slicing=self.setting.schedule.slicing)  # fmt: skip
+        return self._preparation.prepare(batch)
 
     def _drain(self) -> None:
         if self._stream is not None:

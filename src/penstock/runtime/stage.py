@@ -140,6 +140,12 @@ class Stage:
         """Layers in evaluation mode; afterwards every module is in the mode it was in."""
         return self._running.evaluating()
 
+    def renew(self) -> None:
+        """Learn anew what the layers do: those of a traced model have other code."""
+        self._running.renew()
+        self._changes_input.clear()
+        self._plain.clear()
+
     def forward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload | None:
         """F: run the layers on one micro-batch.
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -24,8 +23,12 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ChainError
 from penstock.tracing.domain import Domain
-from penstock.tracing.faults import Refused, fault
+from penstock.tracing.draws import Drawn, Draws
+from penstock.tracing.faults import Refused, fault, line_of
 from penstock.tracing.interception import Interceptor, intercepted
+from penstock.tracing.plain import contents
+from penstock.tracing.quiet import quietly
+from penstock.tracing.reads import Reads
 
 # torch.export changes things of the whole process while it runs.
 _ONE_AT_A_TIME = threading.RLock()
@@ -59,6 +62,14 @@ class Form:
             for leaf in self.leaves
         )
         return str(self.spec), leaves
+
+    def on_meta(self) -> Form:
+        """The same, with nothing in memory."""
+        leaves = tuple(
+            torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
+            for leaf in self.leaves
+        )
+        return Form(self.spec, leaves)
 
     def value(self, tensors: Sequence[Tensor]) -> Any:
         """The inputs with other tensors."""
@@ -158,16 +169,22 @@ class Capture:
     outputs: Outputs
     domain: Domain
     functions: Mapping[str, Any]
+    reads: Reads
 
 
 class _Flat(nn.Module):
     """The model on its inputs' tensors one by one, to its outputs' tensors one by one."""
 
     def __init__(
-        self, model: nn.Module, form: Form, outputs: Outputs, interceptor: Interceptor
+        self,
+        model: nn.Module,
+        form: Form,
+        outputs: Outputs,
+        interceptor: Interceptor,
+        watches: tuple[Draws, Reads],
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model, (self._draws, self._reads) = model, watches
         self._form, self._outputs, self._interceptor = form, outputs, interceptor
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
@@ -178,7 +195,9 @@ class _Flat(nn.Module):
             for key, buffer in part._buffers.items()
         ]
         with self._interceptor:
-            moving = self._outputs.flatten(call(self.model, self._form.value(tensors)))
+            with self._draws.watching(), self._reads.recording():
+                output = call(self.model, self._form.value(tensors))
+            moving = self._outputs.flatten(output)
             for holder, key, buffer in before:
                 made = holder.get(key)
                 if made is buffer:
@@ -194,9 +213,21 @@ class _Flat(nn.Module):
         return moving
 
 
-def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on the meta device: what it does, without its weights."""
+def skeleton_of(
+    model: nn.Module, written: Mapping[str, Collection[str]] | None = None
+) -> nn.Module:
+    """A copy of a model whose parameters and buffers are on the meta device: what it does, without its weights.
+
+    Args:
+        model: the model.
+        written: by the path of a module, attributes that its forward sets before it reads them: they may hold what cannot be copied.
+    """
     made: dict[int, object] = {}
+    for path, names in (written or {}).items():
+        held = vars(model.get_submodule(path))
+        made.update(
+            (id(held[name]), None) for name in names if name in held and contents(held[name])
+        )
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in made:
             empty: Tensor = torch.empty_strided(
@@ -233,13 +264,29 @@ def capture(skeleton: nn.Module, form: Form, *, training: bool) -> Capture:
 def _captured(skeleton: nn.Module, form: Form, training: bool) -> Capture:
     try:
         return _exported(skeleton, form, training, dynamic=True)
+    except Drawn as error:
+        raise fault(skeleton, _located(skeleton, form, training) or error) from error
     except Refused as error:
         raise fault(skeleton, error) from error
     except Exception:  # noqa: BLE001  # torch.export raises of all kinds; with sizes that are numbers it can do more
         try:
             return _exported(skeleton, form, training, dynamic=False)
+        except Drawn as error:
+            raise fault(skeleton, _located(skeleton, form, training) or error) from error
         except Exception as error:
             raise fault(skeleton, error) from error
+
+
+def _located(skeleton: nn.Module, form: Form, training: bool) -> Drawn | None:
+    """The error of a model that draws, with the line."""
+    for dynamic in (True, False):
+        try:
+            _exported(skeleton, form, training, dynamic=dynamic, locate=True)
+        except Drawn as error:
+            return error
+        except Exception:  # noqa: BLE001, S112  # the same that made the first try fail
+            continue
+    return None
 
 
 def _apart(work: Callable[[], Capture]) -> Capture:
@@ -271,25 +318,27 @@ def _apart(work: Callable[[], Capture]) -> Capture:
     return found[0]
 
 
-def _exported(skeleton: nn.Module, form: Form, training: bool, *, dynamic: bool) -> Capture:
+def _exported(
+    skeleton: nn.Module, form: Form, training: bool, *, dynamic: bool, locate: bool = False
+) -> Capture:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     outputs, interceptor = Outputs(), Interceptor()
     model = _faked(skeleton, mode)
     if not training:
         model.eval()
-    flat = _Flat(model, form, outputs, interceptor)
+    reads = Reads(model)
+    flat = _Flat(model, form, outputs, interceptor, (Draws(model, locate), reads))
     flat.training = model.training
     with mode:
         tensors = tuple(
             torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in form.tensors
         )
     with (
-        warnings.catch_warnings(),
+        quietly(),
         intercepted(interceptor),
         torch.enable_grad(),
         without_caches(model),
     ):
-        warnings.simplefilter("ignore")
         program = torch.export.export(
             flat, tensors, dynamic_shapes=_dimensions(tensors) if dynamic else None, strict=False
         )
@@ -299,7 +348,9 @@ def _exported(skeleton: nn.Module, form: Form, training: bool, *, dynamic: bool)
             holder = program.module()
     assert isinstance(holder, fx.GraphModule)
     _check_constants(holder)
-    return Capture(holder.graph, holder, outputs, Domain.of(holder.graph), interceptor.functions)
+    return Capture(
+        holder.graph, holder, outputs, Domain.of(holder.graph), interceptor.functions, reads
+    )
 
 
 def _faked(skeleton: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -360,6 +411,9 @@ def _check_constants(holder: fx.GraphModule) -> None:
     known = {id(tensor) for tensor in (*holder.parameters(), *holder.buffers())}
     for node in holder.graph.find_nodes(op="get_attr"):
         value = constant(holder, node.target)
+        if isinstance(value, torch.Generator):
+            raise Refused("it draws from a torch.Generator of its own, whose sequence would depend on the order of micro-batches and on the "
+                          "cut: leave `generator` out, then draws depend on seed, step, layer and micro-batch", place=line_of(next(iter(node.users))))  # fmt: skip
         if isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor)):
             shape = tuple(value.shape)
             named = str(node.target).removeprefix("model.")

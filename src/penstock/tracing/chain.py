@@ -14,6 +14,7 @@ from penstock.tracing.names import prefix_of
 from penstock.tracing.skippable import carrying
 from penstock.tracing.trace import Part, trace
 from penstock.tracing.traced import Entry, leave
+from penstock.tracing.variants import Variants
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +26,8 @@ class TracedChain:
     Where a stage begins at layer i, what it takes is `entries[i](crossed, inputs)`: what came over the boundary, with what can be made
     again of the micro-batch's inputs, which every rank has; where one ends after layer i, `exits[i](made)` is what crosses. Layers that
     are in neither have nothing of the kind: what one returns crosses, and the next one takes.
+
+    `variants` are the graphs of a traced model.
     """
 
     description: Chain
@@ -32,6 +35,7 @@ class TracedChain:
     aliases: dict[str, str]
     entries: Mapping[int, nn.Module] = field(default_factory=dict)
     exits: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict)
+    variants: Variants | None = None
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -111,6 +115,7 @@ def _traced(model: nn.Module, example: Any) -> TracedChain:
     inner = range(1, len(parts))
     return replace(
         described,
+        variants=variants,
         entries={index: Entry(variants) for index in inner},
         exits=dict.fromkeys(range(len(parts) - 1), leave),
     )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import sysconfig
 import traceback
+from functools import lru_cache
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from penstock.errors import ChainError
 
@@ -15,13 +19,17 @@ _ADVICE = ("Take what depends on values of tensors out of forward, or give the l
 
 
 class Refused(Exception):  # for the inside: users see a ChainError
-    """The model does what a trace would get wrong."""
+    """The model does what a trace would get wrong; `place` is where, if the traceback does not tell."""
+
+    def __init__(self, message: str, place: traceback.FrameSummary | None = None) -> None:
+        super().__init__(message)
+        self.place = place
 
 
 def fault(model: nn.Module, error: BaseException) -> ChainError:
     """The error that users see: with the innermost line that is not torch's."""
     name = type(model).__name__
-    place = _place(error)
+    place = getattr(error, "place", None) or _place(error)
     at = (
         ""
         if place is None
@@ -30,13 +38,50 @@ def fault(model: nn.Module, error: BaseException) -> ChainError:
     return ChainError(f"{name} cannot be traced: {at}{_reason(error)}. {_ADVICE}")
 
 
+@lru_cache(maxsize=4096)
+def is_standard(filename: str) -> bool:
+    """Whether a file is one of Python's own modules."""
+    folder = sysconfig.get_paths()["stdlib"]
+    return filename.startswith((folder, "<frozen")) and "-packages" not in filename
+
+
+@lru_cache(maxsize=4096)
+def is_torchs(filename: str) -> bool:
+    """Whether a file is torch's."""
+    return filename.startswith(str(Path(torch.__file__).parent))
+
+
+@lru_cache(maxsize=4096)
+def is_users(filename: str) -> bool:
+    """Whether a file is the model's, or a library's with models: neither torch's, NumPy's, Python's own nor of this folder."""
+    inside = [str(Path(__file__).parent)]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and numpy.__file__ is not None:
+        inside.append(str(Path(numpy.__file__).parent))
+    return not (
+        filename.startswith(("<string", "<frozen", "<eval", *inside))
+        or filename.endswith(".pyx")
+        or is_torchs(filename)
+        or is_standard(filename)
+    )
+
+
+def line_of(node: fx.Node) -> traceback.FrameSummary | None:
+    """The line of the model's code that an op comes from."""
+    lines = re.findall(r'File "(.*?)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
+    users = [each for each in lines if is_users(each[0])]
+    if not users:
+        return None
+    name, line, function = users[-1]
+    return traceback.FrameSummary(name, int(line), function)
+
+
 def _place(error: BaseException) -> traceback.FrameSummary | None:
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     found: traceback.FrameSummary | None = None
     seen: BaseException | None = error
     while seen is not None and found is None:
         for frame in traceback.extract_tb(seen.__traceback__):
-            if not frame.filename.startswith((*inside, "<")):
+            if is_users(frame.filename):
                 found = frame
         seen = seen.__cause__ or seen.__context__
     # Outside of the model, the last line that is not torch's is the caller's.

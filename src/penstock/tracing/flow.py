@@ -160,7 +160,8 @@ def _clean(graph: fx.Graph, holder: nn.Module, functions: Mapping[str, Any]) -> 
         elif node.op == "call_function" and op_name(node) == "_assert_tensor_metadata":
             graph.erase_node(node)
         elif node.op == "call_function" and node.target is custom_function():
-            node.target = applied(functions[node.args[0]])
+            called = functions[node.args[0]]
+            node.target = applied(called) if isinstance(called, type) else called
             node.args = node.args[1:]
     graph.eliminate_dead_code(_stays)
 
@@ -171,8 +172,13 @@ def _stays(node: fx.Node) -> bool:
         node.op in ("placeholder", "output")
         or draws(node)
         or bool(_changed(node))
-        or op_name(node).startswith("_assert")
+        or _is_check(node)
     )
+
+
+def _is_check(node: fx.Node) -> bool:
+    """Whether an op makes nothing and may fail: it runs once, in the layer where it stands."""
+    return op_name(node).startswith("_assert")
 
 
 def _ordered(graph: fx.Graph, weights: Mapping[fx.Node, str]) -> tuple[fx.Node, ...]:
@@ -333,6 +339,7 @@ def _again(order: tuple[fx.Node, ...], inputs: tuple[fx.Node, ...], steady: Sequ
             and alike[node] not in written
             and not draws(node)
             and not _dear(node)
+            and not _is_check(node)
         ):
             found.add(node)
     return found

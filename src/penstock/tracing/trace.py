@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import ChainError
-from penstock.tracing.capture import Form, skeleton_of
+from penstock.tracing.capture import Form
 from penstock.tracing.cuts import stack_of
 from penstock.tracing.flow import Flow
 from penstock.tracing.traced import TracedLayer
@@ -46,9 +46,10 @@ def trace(model: nn.Module, example: Any) -> tuple[list[Part], Variants]:
             )
         first[name] = names.setdefault(id(tensor), name)
         tensors.setdefault(first[name], tensor)
-    variants = Variants(skeleton_of(model), tensors, first)
+    variants = Variants(model, tensors, first)
     flows = variants.begin(Form.of(example))
     held = _held(model, variants)
+    variants.holds = [{first for first, _ in row.values()} for row in held]
     made: list[Part] = []
     taken: dict[str, int] = {}
     for index, (path, _) in enumerate(variants.keys):
@@ -57,9 +58,7 @@ def trace(model: nn.Module, example: Any) -> tuple[list[Part], Variants]:
         taken[base] = taken.get(base, 0) + 1
         name = base if taken[base] == 1 else f"{base}#{taken[base]}"
         kind = type(model.get_submodule(path) if path else model).__name__
-        made.append(
-            Part(name, kind, tuple(ran), TracedLayer(index, variants, held[index], model.training))
-        )
+        made.append(Part(name, kind, tuple(ran), TracedLayer(index, variants, held[index])))
     return made, variants
 
 

@@ -60,6 +60,8 @@ class Given(Whole):
 class TracedLayer(nn.Module):
     """A layer of a traced model. Its tensors are the model's own, and stand in it under the names they have in the model.
 
+    In training mode it runs the model in the modes that the parts of this have; in evaluation mode, all of it in evaluation mode.
+
     Between layers goes a dict of what is made before and needed behind, by the names of the graph, and with it, under `INPUTS`, the
     micro-batch's inputs; the first takes these as they come, the last returns what the model returns.
     """
@@ -72,7 +74,6 @@ class TracedLayer(nn.Module):
         index: int,
         variants: Variants,
         tensors: Mapping[str, tuple[str, bool]],
-        training: bool,
     ) -> None:
         """Make a layer.
 
@@ -80,14 +81,12 @@ class TracedLayer(nn.Module):
             index: of the layer.
             variants: the model's graphs.
             tensors: by every name that a tensor has here, the first of its names in the model, and whether it is part of the state.
-            training: the mode to begin with.
         """
         super().__init__()
         self._index, self._variants = index, variants
         self._places: dict[str, tuple[dict[str, Any], str]] = {}
         for name, (first, persistent) in tensors.items():
             self._hold(name, first, persistent)
-        self.train(training)
 
     def _hold(self, name: str, first: str, persistent: bool) -> None:
         holder: nn.Module = self
