@@ -15,7 +15,6 @@ from penstock.runtime.assembly import Assembly
 from penstock.runtime.batch import Batch
 from penstock.tracing.capture import Form
 from penstock.tracing.variants import Variants
-from penstock.transport.records import from_plain
 
 
 class Preparation:
@@ -65,7 +64,7 @@ class Preparation:
             torch.get_default_dtype(),
         )
         if key not in self._known:
-            forms = [Form.of(from_plain(inputs)) for inputs in batch.inputs]
+            forms = [Form.of(inputs) for inputs in batch.inputs]
             self._trace(variants, forms, training=batch.training)
             if len(self._known) > 4096:
                 self._known.clear()
