@@ -15,6 +15,9 @@ _MOST_EXACT = 1 << 26
 #: Elements of memory for each element of a tensor, up to which a copy keeps the gaps between them.
 _MOST_GAPS = 4
 
+#: Where torch lets the memory of a tensor on the CPU begin: at a multiple of this.
+_LINE_BYTES = 64
+
 Stride = tuple[int, ...]
 
 #: Shape, stride, first element and bytes of an element.
@@ -127,15 +130,27 @@ def kept_stride(shape: tuple[int, ...], stride: Stride) -> Stride | None:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, differentiable. One that repeats its elements is returned as it is: torch lets no one change it in
-    place.
+    """A copy with the same strides and alignment, differentiable. One that repeats its elements is returned as it is: torch lets no one
+    change it in place.
     """
-    if tensor.is_contiguous():
-        return tensor.clone()
     shape, stride = tuple(tensor.shape), tensor.stride()
     if any(step == 0 and extent > 1 for step, extent in zip(stride, shape, strict=True)):
         return tensor
-    own = kept_stride(shape, stride)
-    if own is None or is_dense(shape, stride):
+    shift = _shift(tensor)
+    stride = stride if tensor.is_contiguous() else kept_stride(shape, stride) or ()
+    if not shift and (tensor.is_contiguous() or not stride or is_dense(shape, stride)):
         return tensor.clone()
-    return torch.empty_strided(shape, own, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    if not stride and shape:
+        stride = torch.empty(shape, device="meta").stride()
+    # A matrix product of the CPU may choose another kernel for memory that begins elsewhere in a line
+    # of the cache, which rounds differently: the copy of a view begins where the view does.
+    extent = 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
+    memory = torch.empty(shift + extent, dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(shape, stride, shift).copy_(tensor)
+
+
+def _shift(tensor: Tensor) -> int:
+    """Elements between the beginning of a line of the cache and that of a tensor in host memory."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return 0
+    return tensor.data_ptr() % _LINE_BYTES // tensor.itemsize
