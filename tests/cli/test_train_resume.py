@@ -1,4 +1,4 @@
-"""`penstock train --resume`: a run goes on as itself, with other settings only where that is said, and is changed only when accepted."""
+"""`penstock train --resume`: a run goes on as itself, with other settings only where that is explicit, and is changed only when accepted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from penstock.training.config import load
 from penstock.training.rank import profile_rank
-from penstock.training.resume import resumed
+from penstock.training.resume import resume_settings
 
 WORDS = ("--model", "mlp", "--image", "8", "--channels", "1", "--batch", "128", "--lr", "0.05", "--seed", "3", "--stages", "1",
          "--micro-batches", "2", "--schedule", "1f1b", "--baseline-steps", "0", "--limit-steps", "4")  # fmt: skip
@@ -80,7 +80,7 @@ def test_a_file_of_settings_is_held_against_the_run_as_flags_are(penstock, folde
     assert "its seed is 3, not 4" in ran.err
     assert "batch" not in ran.err
     file.write_text(f"model: mlp\nlr: 0.01\nout: {folder}\nresume: true\n")
-    config, changed = resumed(file, {"epochs": 2})
+    config, changed = resume_settings(file, {"epochs": 2})
     assert changed == ["epochs: 5 -> 2", "limit_steps: 4 -> none", "lr: 0.05 -> 0.01"]
     assert (config.lr, config.epochs, config.batch, config.seed, config.image) == (0.01, 2, 128, 3, 8)  # fmt: skip
 
@@ -89,7 +89,7 @@ def test_a_file_of_settings_is_held_against_the_run_as_flags_are(penstock, folde
 def test_without_words_a_run_goes_on_with_its_own_settings(folder, how):
     """Not with the defaults of the command."""
     path = {"folder": folder, "config": folder / "config.yaml", "out": None}[how]
-    config, changed = resumed(path, {"out": str(folder)} if how == "out" else {})
+    config, changed = resume_settings(path, {"out": str(folder)} if how == "out" else {})
     own = yaml.safe_load((folder / "config.yaml").read_text())
     assert changed == ["limit_steps: 4 -> none"], "it has come to that limit"
     assert {**own, "limit_steps": None, "out": str(folder), "resume": True} == yaml.safe_load(

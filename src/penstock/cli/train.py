@@ -166,14 +166,14 @@ def train(
 
 def _settings(config: Path | None, changes: dict[str, Any]) -> tuple[TrainConfig, list[str]]:
     """What to do; of a run that goes on, also which of its settings are other ones now."""
-    from penstock.training.config import load, mapping_of
-    from penstock.training.resume import resumed
+    from penstock.training.config import load, read_settings
+    from penstock.training.resume import resume_settings
 
     folder = config is not None and config.is_dir()
     if changes.get("resume") or (
-        config is not None and not folder and mapping_of(config).get("resume") is True
+        config is not None and not folder and read_settings(config).get("resume") is True
     ):
-        return resumed(config, changes)
+        return resume_settings(config, changes)
     if folder:
         raise SettingError(
             f"{config} is a folder: to go on with the run in it, add --resume; a new run takes a YAML file"

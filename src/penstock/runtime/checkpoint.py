@@ -27,8 +27,8 @@ from penstock.runtime.checkpoint_files import (
     Checkpoint,
     FileSum,
     RuleFacts,
+    is_visible,
     remove_others,
-    seen_from_here,
     write_file,
     write_index,
 )
@@ -101,7 +101,7 @@ class Terms:
     scaler: bool = False
 
 
-def skipped_parts(skip: str | Collection[str]) -> frozenset[str]:
+def parse_skip(skip: str | Collection[str]) -> frozenset[str]:
     """Which of `PARTS` a caller wants to leave as they are.
 
     Raises:
@@ -142,7 +142,7 @@ def save(folder: Path, world: World, placed: Placed, progress: Progress, version
         check_reports(reports, f"the checkpoint that {folder} had before is still there")
         text = None
         if 0 in world.local_ranks:
-            text = [_completed(writer, reports, sums)]
+            text = [_complete(writer, reports, sums)]
         refusal = world.broadcast(text, 0)[0]
         if refusal:
             raise FileError(refusal)
@@ -226,7 +226,7 @@ class _Writer:
                 contents[self.name(index, copy)] = tensors, facts
         if broken and not self.terms.nonfinite:
             raise SettingError(
-                f"there are NaN values in {fit.listed(broken)} at step {self.progress.step}: this run has diverged, and its "
+                f"there are NaN values in {fit.join_names(broken)} at step {self.progress.step}: this run has diverged, and its "
                 "checkpoint is not written in the place of a good one. Go on from an earlier checkpoint with a lower learning "
                 "rate; to write these values nevertheless, say allow_nonfinite=True"
             )
@@ -257,13 +257,13 @@ def _own_state(
     return optimizer_state(stage, "") if versioned is None else versioned.own_state()
 
 
-def _completed(writer: _Writer, reports: Sequence[Report], sums: Mapping[str, FileSum]) -> str:
+def _complete(writer: _Writer, reports: Sequence[Report], sums: Mapping[str, FileSum]) -> str:
     """On rank 0: write the index, if all files are seen from here. Returns why not, or nothing."""
     for report in reports:
         missing = [
             name
             for name in report.value["files"]
-            if not seen_from_here(writer.folder, name, sums[name])
+            if not is_visible(writer.folder, name, sums[name])
         ]
         if missing:
             where = writer.folder.absolute()

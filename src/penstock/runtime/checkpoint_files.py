@@ -129,7 +129,7 @@ def write_file(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         target.parent.mkdir(parents=True, exist_ok=True)
         save_file(plain, partial, metadata={**metadata, **more})
         sync_file(partial)
-        found = file_sum(partial)
+        sums = file_sum(partial)
         partial.rename(target)
         sync_folder(target.parent)
     except KeyError as error:
@@ -140,13 +140,14 @@ def write_file(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     finally:
         with suppress(OSError, ValueError):
             partial.unlink(missing_ok=True)
-    return found
+    return sums
 
 
 def write_index(folder: Path, index: Checkpoint) -> None:
     """Complete a checkpoint: from here on it is the one in the folder."""
     whole = asdict(index) | {"sums": index.sums, "rule": index.rule, "checksum": index.sum()}
     write_json(folder / INDEX, Checkpoint(**whole), durable=True)
+    sync_folder(folder.parent)  # the folder itself may be new
 
 
 def remove_others(folder: Path, names: Collection[str]) -> None:
@@ -254,12 +255,12 @@ def check_content(folder: Path, name: str, index: Checkpoint) -> None:
         return
     try:
         with (folder / name).open("rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
         raise _unreadable(folder, name, error) from error
-    if found != expected.sha256:
+    if digest != expected.sha256:
         raise _damaged(
-            folder, name, f"its SHA-256 is {found[:12]}…, and was {expected.sha256[:12]}…"
+            folder, name, f"its SHA-256 is {digest[:12]}…, and was {expected.sha256[:12]}…"
         )
 
 
@@ -273,16 +274,16 @@ def read_tensors(folder: Path, name: str, keys: Collection[str]) -> dict[str, Te
         with safe_open(folder / name, framework="pt") as content:
             doubled = set(json.loads((content.metadata() or {}).get("complex128", "[]")))
             # What it returns is a view of the file's pages, and would change, or crash, when the file does.
-            found = {key: content.get_tensor(key).clone() for key in keys}
+            tensors = {key: content.get_tensor(key).clone() for key in keys}
     except (OSError, SafetensorError, ValueError) as error:
         raise _unreadable(folder, name, error) from error
     return {
         key: torch.view_as_complex(tensor) if key in doubled else tensor
-        for key, tensor in found.items()
+        for key, tensor in tensors.items()
     }
 
 
-def seen_from_here(folder: Path, name: str, expected: FileSum) -> bool:
+def is_visible(folder: Path, name: str, expected: FileSum) -> bool:
     """Whether a file that another rank has written is there, as it was written."""
     try:
         with (folder / name).open("rb") as content:
@@ -306,10 +307,11 @@ def _header_bytes(length: bytes, content: Any) -> bytes:
 
 
 def _parsed(raw: bytes) -> Header:
-    found = json.loads(raw[8:])
-    metadata = found.pop("__metadata__", {})
+    entries = json.loads(raw[8:])
+    metadata = entries.pop("__metadata__", {})
     tensors = {
-        key: (str(value["dtype"]), tuple(map(int, value["shape"]))) for key, value in found.items()
+        key: (str(value["dtype"]), tuple(map(int, value["shape"])))
+        for key, value in entries.items()
     }
     return Header(tensors, {str(key): str(value) for key, value in metadata.items()})
 

@@ -53,10 +53,12 @@ class Findings:
 
     def text(self) -> str:
         """All of it; empty if everything fits."""
-        return "; ".join(kind.replace("{}", listed(list(rows))) for kind, rows in self.rows.items())
+        return "; ".join(
+            kind.replace("{}", join_names(list(rows))) for kind, rows in self.rows.items()
+        )
 
 
-def listed(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """The first few, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
@@ -100,7 +102,7 @@ def model_difference(headers: Iterable[Header], placed: Placed) -> str:
         elif theirs != ours:
             rows.append(f"{name} is {theirs} in the checkpoint and {ours} in the model")
     rows += [f"{name} is not in the model" for name in saved]
-    return f": {listed(rows)}" if rows else ""
+    return f": {join_names(rows)}" if rows else ""
 
 
 def check_names(headers: Iterable[Header], placed: Placed, findings: Findings) -> None:
@@ -208,8 +210,8 @@ def _check_class(
     fewer = {key for key in fewer if key != "params" and not callable(group[key])}
     if more and fewer:
         findings.add(
-            f"it holds the state of another optimizer than {name}: one with {listed(sorted(more))} and without "
-            f"{listed(sorted(fewer))}. {ANOTHER_OPTIMIZER}"
+            f"it holds the state of another optimizer than {name}: one with {join_names(sorted(more))} and without "
+            f"{join_names(sorted(fewer))}. {ANOTHER_OPTIMIZER}"
         )
 
 
@@ -217,7 +219,7 @@ def _check_groups(
     optimizer: Optimizer, names: Mapping[Tensor, str], saved: OptimizerState, findings: Findings
 ) -> None:
     """Parameters that were in one group are in one, and those that were in several are in several."""
-    told: dict[
+    places: dict[
         tuple[str, int], tuple[int, str]
     ] = {}  # where a group of a file has gone, and by whom
     for number, group in enumerate(optimizer.param_groups):
@@ -237,7 +239,7 @@ def _check_groups(
                 findings.add(_merged(first[0], name, differ))
                 return
             if facts.group is not None:
-                place, other = told.setdefault((file, facts.group), (number, name))
+                place, other = places.setdefault((file, facts.group), (number, name))
                 if place != number:
                     findings.add(
                         f"{other} and {name} were in one parameter group when it was saved, and are in two here. Make the "
@@ -276,8 +278,8 @@ def _check_forms(
         name, _, key = path.rpartition("/")
         if key not in _SHAPED or name not in shapes:
             continue
-        numbers = tensor.is_floating_point() or tensor.is_complex()
-        if tensor.shape != shapes[name] or not numbers:
+        is_number = tensor.is_floating_point() or tensor.is_complex()
+        if tensor.shape != shapes[name] or not is_number:
             findings.add(
                 "{}",
                 f"{key} of {name} is {_form(_dtype(tensor), tuple(tensor.shape))} in the state, and the parameter is of shape "

@@ -72,12 +72,12 @@ def load(
     _check_same(reports)
     _apply(contents[0], placed, terms, begin_anew)
     index = contents[0].index
-    skipped = "schedulers" in terms.skip
+    skip_schedulers = "schedulers" in terms.skip
     return Progress(
         index.step,
         None if "scaler" in terms.skip else index.scaler,
-        () if skipped else index.schedulers,
-        () if skipped else index.scheduler_kinds,
+        () if skip_schedulers else index.schedulers,
+        () if skip_schedulers else index.scheduler_kinds,
     )
 
 
@@ -240,8 +240,8 @@ def _apply(
         restore_optimizer(optimizer, names_of(stage), saved.tensors, saved.facts)
     for each in () if begin_anew is None else begin_anew():
         if "weight_rule" not in terms.skip:
-            found = _below(f"{each.prefix}weights/", content.tensors)
-            restore_rule(each.stage, each.weights, found)
+            entries = _below(f"{each.prefix}weights/", content.tensors)
+            restore_rule(each.stage, each.weights, entries)
 
 
 def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:

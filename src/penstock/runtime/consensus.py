@@ -54,8 +54,8 @@ def exchange(world: World, reports: Mapping[int, Report]) -> list[Report]:
         rank: [TensorForm((int(length),), "uint8", wants_grad=False)]
         for rank, (length,) in lengths.items()
     }
-    gathered = world.gather({rank: [row] for rank, row in rows.items()}, forms)
-    texts = [bytes(row.tolist()).decode() for _, (row,) in sorted(gathered.items())]
+    received = world.gather({rank: [row] for rank, row in rows.items()}, forms)
+    texts = [bytes(row.tolist()).decode() for _, (row,) in sorted(received.items())]
     return [_report(text) for text in world.broadcast(texts or None, 0)]
 
 
@@ -67,25 +67,25 @@ def check_reports(reports: list[Report], where: str) -> None:
         where: what follows the findings, such as "nothing was loaded on any rank".
 
     Raises:
-        PenstockError: of the class that the first refusing rank names; the text has all findings by rank and host.
+        PenstockError: of the class that the first refusals rank names; the text has all findings by rank and host.
     """
-    refusing = [report for report in reports if report.error is not None]
-    if not refusing:
+    refusals = [report for report in reports if report.error is not None]
+    if not refusals:
         return
-    name, text = refusing[0].error or ("", "")
+    name, text = refusals[0].error or ("", "")
     kind = getattr(errors, name, FileError)
     if kind not in (FileError, errors.SettingError, errors.RunError):
         kind = FileError
-    texts = {report.error[1] for report in refusing if report.error is not None}
-    if len(texts) == 1 and len(refusing) == len(reports):
+    texts = {report.error[1] for report in refusals if report.error is not None}
+    if len(texts) == 1 and len(refusals) == len(reports):
         raise kind(text)
     lines = [
         f"rank {report.rank} on host {report.host}: {report.error[1]}"
-        for report in refusing[:_SHOWN]
+        for report in refusals[:_SHOWN]
         if report.error is not None
     ]
-    if len(refusing) > _SHOWN:
-        lines.append(f"and {len(refusing) - _SHOWN} more ranks")
+    if len(refusals) > _SHOWN:
+        lines.append(f"and {len(refusals) - _SHOWN} more ranks")
     raise kind("\n".join([*lines, f"({where})"]))
 
 

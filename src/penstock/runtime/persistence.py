@@ -10,7 +10,7 @@ from penstock.errors import SettingError
 from penstock.optim.schedulers import SchedulerFactory, Schedulers
 from penstock.runtime import checkpoint, checkpoint_load
 from penstock.runtime.assembly import Assembly
-from penstock.runtime.checkpoint import Progress, Terms, Versioned, skipped_parts
+from penstock.runtime.checkpoint import Progress, Terms, Versioned, parse_skip
 from penstock.runtime.checkpoint_files import RuleFacts
 from penstock.runtime.checkpoint_fit import saved_kind
 from penstock.runtime.streaming import Streaming
@@ -26,20 +26,20 @@ class Persistence:
         together: its scaler.
         stream: of an asynchronous schedule.
         schedulers: its learning-rate schedulers, in the order in which they were made.
-        loaded: of the checkpoint that was loaded last.
+        progress: of the checkpoint that was loaded last.
     """
 
     made: Assembly
     together: Together
     stream: Streaming | None = None
     schedulers: list[Schedulers] = field(default_factory=list)
-    loaded: Progress = field(default_factory=lambda: Progress(0))
+    progress: Progress = field(default_factory=lambda: Progress(0))
 
     def scheduler(self, make: SchedulerFactory) -> Schedulers:
         """See `Pipeline.scheduler`."""
         number = len(self.schedulers)
-        saved = self.loaded.schedulers[number] if number < len(self.loaded.schedulers) else None
-        kind = saved_kind(self.loaded.scheduler_kinds, number)
+        saved = self.progress.schedulers[number] if number < len(self.progress.schedulers) else None
+        kind = saved_kind(self.progress.scheduler_kinds, number)
         self.schedulers.append(Schedulers(make, self.made.optimizers(), saved, kind))
         return self.schedulers[-1]
 
@@ -49,12 +49,12 @@ class Persistence:
         Raises:
             SettingError: the learning rate would stay for ever what it was when the checkpoint was taken.
         """
-        missing = self.loaded.schedulers[len(self.schedulers) :]
+        missing = self.progress.schedulers[len(self.schedulers) :]
         if missing and self.made.steps:
-            kinds = self.loaded.scheduler_kinds[len(self.schedulers) :]
+            kinds = self.progress.scheduler_kinds[len(self.schedulers) :]
             what = f" ({', '.join(kinds)})" if kinds else ""
             raise SettingError(
-                f"the checkpoint of step {self.loaded.step} has the state of {len(self.loaded.schedulers)} learning-rate "
+                f"the checkpoint of step {self.progress.step} has the state of {len(self.progress.schedulers)} learning-rate "
                 f"schedulers, and {len(self.schedulers)} were made here: the learning rate would not move any more. Make the "
                 f"missing one{what} by pipe.scheduler(...) before training, or load with skip='schedulers'"
             )
@@ -68,7 +68,7 @@ class Persistence:
             waiting: batches whose gradients wait for their step.
             nonfinite: whether NaN values may be written.
         """
-        if waiting:
+        if waiting and self.made.steps:
             raise SettingError(
                 f"the gradients of {waiting} batches wait for their step, and a checkpoint does not hold gradients: training would "
                 "go on from it without them. Save after the step, or call update() or zero_grad() before save()"
@@ -80,8 +80,8 @@ class Persistence:
         progress = Progress(
             step,
             self.together.state(),
-            texts[: len(own)] + self.loaded.schedulers[later],
-            texts[len(own) :] + self.loaded.scheduler_kinds[later],
+            texts[: len(own)] + self.progress.schedulers[later],
+            texts[len(own) :] + self.progress.scheduler_kinds[later],
         )
         terms = Terms(self._rule(), self.made.lives, nonfinite)
         made = self.made
@@ -91,7 +91,7 @@ class Persistence:
         self, folder: str | Path, *, skip: str | Collection[str] = (), nonfinite: bool = False
     ) -> int:
         """See `Pipeline.load`; returns the step."""
-        parts = skipped_parts(skip)
+        parts = parse_skip(skip)
         terms = Terms(
             self._rule(),
             self.made.lives,
@@ -100,7 +100,7 @@ class Persistence:
             self.schedulers,
             self.together.scaler is not None,
         )
-        found = checkpoint_load.load(
+        content = checkpoint_load.load(
             Path(folder),
             self.made.world,
             self.made.placed,
@@ -108,11 +108,11 @@ class Persistence:
             terms,
             None if self.stream is None else self._begin_anew,
         )
-        self.loaded = found
-        self.together.restore(found.scaler)
-        for each, text in zip(self.schedulers, found.schedulers, strict=False):
+        self.progress = content
+        self.together.restore(content.scaler)
+        for each, text in zip(self.schedulers, content.schedulers, strict=False):
             each.load_json(text)
-        return found.step
+        return content.step
 
     def _begin_anew(self) -> Sequence[Versioned]:
         assert self.stream is not None

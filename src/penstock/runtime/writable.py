@@ -31,6 +31,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "another optimizer. Give optimizer= the class that it divides, such as torch.optim.Adam, or save the weights "
             "alone, by pipe.state_dict()"
         )
+    # 8-bit optimizers have tables of constants there, and their state where it should be.
+    constants = any(kind.__module__.startswith("bitsandbytes") for kind in type(optimizer).__mro__)
     for attribute, value in vars(optimizer).items():
         if attribute in _COMMON or attribute.startswith("_optimizer_"):
             continue
@@ -40,7 +42,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
                 f"{type(_first(value)).__name__} in its attribute {attribute!r}, and not in {name}.state. Give optimizer= an "
                 "optimizer that keeps all of its state itself, or save the weights alone, by pipe.state_dict()"
             )
-        if any(isinstance(item, Tensor) and id(item) not in parameters for item in _items(value)):
+        if not constants and any(
+            isinstance(item, Tensor) and id(item) not in parameters for item in _items(value)
+        ):
             raise SettingError(
                 f"a checkpoint cannot hold the state of {name}: it keeps tensors in its attribute {attribute!r}, and not in "
                 f"{name}.state[parameter]. Keep them there, or save the weights alone, by pipe.state_dict()"
@@ -109,9 +113,4 @@ def _first(value: object) -> Any:
 def _items(value: object) -> Iterable[object]:
     if isinstance(value, (list, tuple)):
         return value
-    return value.values() if isinstance(value, dict) and _holds_optimizers(value) else (value,)
-
-
-def _holds_optimizers(value: dict[Any, Any]) -> bool:
-    """A dict of optimizers; tables of constant tensors, as 8-bit optimizers have them, are no state."""
-    return any(isinstance(item, Optimizer) for item in value.values())
+    return value.values() if isinstance(value, dict) else (value,)

@@ -118,11 +118,13 @@ def load(path: str | Path | None, changes: dict[str, Any]) -> TrainConfig:
         FileError: the file is missing, is no YAML mapping, or has a key or value that a run does not know.
         SettingError: a change makes no sense.
     """
-    found = {} if path is None else mapping_of(path)
-    return validated({**found, **changes}, str(path) if path is not None else "the settings")
+    found = {} if path is None else read_settings(path)
+    return validate_settings(
+        {**found, **changes}, str(path) if path is not None else "the settings"
+    )
 
 
-def mapping_of(path: str | Path) -> dict[str, Any]:
+def read_settings(path: str | Path) -> dict[str, Any]:
     """The settings in a YAML file, by name, as they are written there.
 
     Raises:
@@ -153,7 +155,7 @@ def mapping_of(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def validated(values: dict[str, Any], where: str) -> TrainConfig:
+def validate_settings(values: dict[str, Any], where: str) -> TrainConfig:
     """Settings by name as a configuration.
 
     Args:

@@ -28,7 +28,7 @@ from penstock.training.config import TrainConfig
 from penstock.training.data.batches import count_batches
 from penstock.training.optimizer import an_optimizer
 from penstock.training.rank import RankResult, profile_rank, train_rank
-from penstock.training.resume import check_checkpoint, drop, pending
+from penstock.training.resume import check_checkpoint, remove_staging, staging_folder
 from penstock.training.task import make_task
 from penstock.weights.choice import rule_of
 from penstock.weights.uses import readings
@@ -125,7 +125,7 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
     traced.description.stage_bounds(chosen.lengths)
     predicted = simulate_plan(chosen, measured, host)
     folder = _folder(config)
-    target = pending(folder, config)
+    target = staging_folder(folder, config)
     (target / "config.yaml").write_text(config.as_yaml())
     chosen.save(target / "plan.json")
     measured.save(target / "profile.json")
@@ -146,7 +146,7 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
             train_rank, prepared.plan.ranks, config, prepared.plan, folder, quiet
         )
     finally:
-        drop(folder)
+        remove_staging(folder)
     first = results[0]
     measured = first.timeline
     if measured is None:

@@ -27,7 +27,7 @@ from penstock.training.data.batches import count_batches
 from penstock.training.metrics import Metrics
 from penstock.training.optimizer import optimizer_factory, training_options
 from penstock.training.progress import Progress
-from penstock.training.resume import CHECKPOINT, accept, last_step, set_options
+from penstock.training.resume import CHECKPOINT, accept_run, last_step, set_options
 from penstock.training.stream import Feed, Pace, steady_of
 from penstock.training.task import Task, make_task
 from penstock.training.testing import test
@@ -79,7 +79,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> Ra
         pipe.load(folder / CHECKPOINT)
         set_options(pipe, config)
         if first:
-            accept(folder, pipe.step)
+            accept_run(folder, pipe.step)
     per_epoch = count_batches(len(task.data.train_inputs), config.batch)
     end = last_step(config, per_epoch)
     started = time.monotonic()

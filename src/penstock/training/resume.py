@@ -11,7 +11,7 @@ from typing import Any
 from penstock.errors import FileError, PlanError, SettingError
 from penstock.runtime.checkpoint_files import INDEX, Checkpoint, read_index
 from penstock.runtime.pipeline import Pipeline
-from penstock.training.config import TrainConfig, mapping_of, validated
+from penstock.training.config import TrainConfig, read_settings, validate_settings
 from penstock.training.optimizer import an_optimizer
 
 CHECKPOINT = "checkpoint"
@@ -25,10 +25,12 @@ _OF_GROUPS = ("lr", "momentum", "weight_decay")
 #: Which folder is meant, and that it is meant.
 _WHERE = ("out", "resume")
 #: Where the files of a resumed run lie until it is accepted, in its folder.
-_PENDING = ".resume"
+_STAGING = ".resume"
 
 
-def resumed(path: str | Path | None, changes: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
+def resume_settings(
+    path: str | Path | None, changes: Mapping[str, Any]
+) -> tuple[TrainConfig, list[str]]:
     """The configuration of a run that is to go on.
 
     Args:
@@ -42,7 +44,7 @@ def resumed(path: str | Path | None, changes: Mapping[str, Any]) -> tuple[TrainC
         FileError: the folder holds no run, or no checkpoint.
         SettingError: a setting would make another run of it, or makes no sense.
     """
-    folder, said = _said(path, changes)
+    folder, explicit = _explicit(path, changes)
     own = folder / "config.yaml"
     if not own.exists():
         raise FileError(
@@ -55,17 +57,21 @@ def resumed(path: str | Path | None, changes: Mapping[str, Any]) -> tuple[TrainC
             f"{folder} holds no checkpoint to go on from: there is no {CHECKPOINT}/{INDEX}. A run writes one at the end of an epoch, "
             "unless it was told --checkpoint end or never: start it anew, in another folder"
         )
-    values = mapping_of(own)
-    before = validated({**values, "out": str(folder), "resume": True}, str(own))
-    after = validated({**values, **said, "out": str(folder), "resume": True}, "the settings")
+    values = read_settings(own)
+    before = validate_settings({**values, "out": str(folder), "resume": True}, str(own))
+    after = validate_settings(
+        {**values, **explicit, "out": str(folder), "resume": True}, "the settings"
+    )
     limit = before.limit_steps
-    if "limit_steps" not in said and limit is not None and read_index(checkpoint).step >= limit:
-        said = {**said, "limit_steps": None}  # it has done what it had to
-        after = validated({**values, **said, "out": str(folder), "resume": True}, str(own))
+    if "limit_steps" not in explicit and limit is not None and read_index(checkpoint).step >= limit:
+        explicit = {**explicit, "limit_steps": None}  # it has done what it had to
+        after = validate_settings(
+            {**values, **explicit, "out": str(folder), "resume": True}, str(own)
+        )
     differing = {
         name: (getattr(before, name), getattr(after, name))
         for name in (entry.name for entry in fields(TrainConfig))
-        if name in said and name not in _WHERE and getattr(before, name) != getattr(after, name)
+        if name in explicit and name not in _WHERE and getattr(before, name) != getattr(after, name)
     }
     _refuse_fixed(folder, differing)
     return after, [
@@ -73,20 +79,20 @@ def resumed(path: str | Path | None, changes: Mapping[str, Any]) -> tuple[TrainC
     ]
 
 
-def _said(path: str | Path | None, changes: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+def _explicit(path: str | Path | None, changes: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
     """The run's folder, and all that the caller said."""
     folder = None if path is None else _run_folder(Path(path))
-    said = dict(changes)
+    explicit = dict(changes)
     if path is not None and folder is None:
-        said = {**mapping_of(path), **changes}
-    out = said.get("out")
+        explicit = {**read_settings(path), **changes}
+    out = explicit.get("out")
     if folder is not None and out is not None and Path(out).resolve() != folder.resolve():
         raise SettingError(f"which run is to go on, that in {folder} or that in --out {out}?")
     if folder is None and out is None:
         raise SettingError(
             "resume needs the folder of the run to go on with: penstock train --resume runs/NAME, or --out runs/NAME"
         )
-    return folder or Path(str(out)), said
+    return folder or Path(str(out)), explicit
 
 
 def _run_folder(path: Path) -> Path | None:
@@ -145,29 +151,29 @@ def last_step(config: TrainConfig, per_epoch: int) -> int:
     return whole if config.limit_steps is None else min(whole, config.limit_steps)
 
 
-def pending(folder: Path, config: TrainConfig) -> Path:
+def staging_folder(folder: Path, config: TrainConfig) -> Path:
     """Where the files of a run go: into its folder, or, while a resumed one is not accepted, beside what is there."""
     if not config.resume:
         return folder
-    apart = folder / _PENDING
-    shutil.rmtree(apart, ignore_errors=True)
+    staging = folder / _STAGING
+    shutil.rmtree(staging, ignore_errors=True)
     try:
-        apart.mkdir()
+        staging.mkdir()
     except OSError as error:
         raise FileError(f"cannot write into the run's folder {folder}: {error.strerror}") from error
-    return apart
+    return staging
 
 
-def accept(folder: Path, step: int) -> None:
+def accept_run(folder: Path, step: int) -> None:
     """On rank 0, when all ranks have loaded the checkpoint: the new files take their places. What configuration and plan were until
     then stays as `config-<step>.yaml` and `plan-<step>.json`, if it was another.
 
     Raises:
         FileError: the folder cannot be written.
     """
-    apart = folder / _PENDING
+    staging = folder / _STAGING
     try:
-        for file in sorted(apart.iterdir()) if apart.exists() else ():
+        for file in sorted(staging.iterdir()) if staging.exists() else ():
             old = folder / file.name
             earlier = folder / f"{file.stem}-{step:08d}{file.suffix}"
             keep = file.name in ("config.yaml", "plan.json") and not earlier.exists()
@@ -176,12 +182,12 @@ def accept(folder: Path, step: int) -> None:
             file.replace(old)
     except OSError as error:
         raise FileError(f"cannot write into the run's folder {folder}: {error.strerror}") from error
-    drop(folder)
+    remove_staging(folder)
 
 
-def drop(folder: Path) -> None:
+def remove_staging(folder: Path) -> None:
     """Remove what was not accepted."""
-    shutil.rmtree(folder / _PENDING, ignore_errors=True)
+    shutil.rmtree(folder / _STAGING, ignore_errors=True)
 
 
 def set_options(pipe: Pipeline, config: TrainConfig) -> None:
