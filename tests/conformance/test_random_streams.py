@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
+from penstock.errors import StageFailed
 from penstock.tracing.randomness import drawing, seed_generators, stream_seed
 
 CPU = torch.device("cpu")
@@ -46,15 +47,9 @@ class Drawing(nn.Module):
             return x + self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0]
         if self.way == "sdpa":
             heads = self.linear(x)[:, None]
-            return (
-                x
-                + functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)[:, 0]
-            )
+            return x + functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)[:, 0]
         if self.way == "distributions":
-            return (
-                functional.gumbel_softmax(self.linear(x))
-                + torch.distributions.Normal(x, 1.0).rsample()
-            )
+            return functional.gumbel_softmax(self.linear(x)) + torch.distributions.Normal(x, 1.0).rsample()
         if self.way == "rrelu":
             return functional.rrelu(self.linear(x), training=True)
         return self.linear(x)
@@ -148,9 +143,7 @@ def test_in_a_pipe_a_layer_draws_the_same_with_threads_or_none_under_every_balan
             functional.mse_loss(pipe(batch_of(number)[0]), batch_of(number)[1]).backward()
             for choice in pipe._engine.choices.values():
                 choice.forced = threads
-        found.append(
-            [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None]
-        )
+        found.append([parameter.grad for parameter in pipe.parameters() if parameter.grad is not None])
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
 
@@ -164,9 +157,7 @@ def test_in_a_pipe_checkpointed_dropout_drops_the_same_in_forward_and_backward(w
             return checkpoint(functional.dropout, x, 0.5, use_reentrant=way != "checkpoint")
 
     for mode in ("never", "always"):
-        pipe = ps.Pipe(
-            nn.Sequential(Dropped(), nn.Identity()), [1, 1], devices=2, chunks=2, checkpoint=mode
-        )
+        pipe = ps.Pipe(nn.Sequential(Dropped(), nn.Identity()), [1, 1], devices=2, chunks=2, checkpoint=mode)
         for _ in range(3):
             x = torch.ones(4, 50, requires_grad=True)
             output = pipe(x)
@@ -179,7 +170,8 @@ class Interrupted(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.runs, self.interruptions = nn.Linear(6, 6), {}, []
+        self.linear, self.runs = nn.Linear(6, 6), {}
+        self.interruptions, self.others = [], []
 
     def forward(self, x):
         """Checkpointed."""
@@ -193,11 +185,12 @@ class Interrupted(nn.Module):
             seeded, drawn = threading.Event(), threading.Event()
             other = threading.Thread(target=self._seed, args=(seeded, drawn))
             other.start()
-            self.interruptions.append(seeded.wait(0.1))
-            h = functional.dropout(h, 0.5)
-            drawn.set()
-            other.join()
-            return h
+            self.others.append(other)
+            self.interruptions.append(seeded.wait(0.05))
+            try:
+                return functional.dropout(h, 0.5)
+            finally:  # the checkpoint ends its second run by an exception
+                drawn.set()
         return functional.dropout(h, 0.5)
 
     @staticmethod
@@ -216,6 +209,8 @@ def test_a_checkpoint_inside_a_layer_has_the_generators_for_itself_in_the_backwa
     pipe = ps.Pipeline(model, loss=functional.mse_loss, balance=[2, 1], schedule="gpipe", micro_batches=4,
                        executor="threads")  # fmt: skip
     pipe.train_batch(*batch_of())
+    for other in model[1].others:
+        other.join()
     assert model[1].interruptions == [False] * 4
     expected = plain_gradients(plain)
     for name, grad in gradients(model).items():
@@ -230,28 +225,18 @@ def later_by_hook(model):
     model[1].register_forward_hook(lambda _, __, output: output * (1 + torch.rand(6)))
 
 
-def later_by_child(model):
-    model[2][0] = nn.Dropout(0.5)
-
-
 def later_by_forward(model):
     model[1].forward = lambda x: functional.dropout(x, 0.5)
 
 
-@pytest.mark.parametrize("change", [later_by_rate, later_by_hook, later_by_child, later_by_forward])
-@pytest.mark.parametrize(
-    ("schedule", "recompute"), [("gpipe", "never"), ("1f1b", "always"), ("zb-h1", [1, 2])]
-)
-def test_what_begins_to_draw_after_the_pipeline_was_made_has_its_stream(
-    change, schedule, recompute
-):
+@pytest.mark.parametrize("change", [later_by_rate, later_by_hook, later_by_forward])
+@pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "never"), ("1f1b", "always"), ("zb-h1", [1, 2])])
+def test_what_begins_to_draw_after_the_pipeline_was_made_has_its_stream(change, schedule, recompute):
     """Whether a layer draws was asked once; a dropout that was raised from 0 later drew unseeded."""
 
     def made():
         torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Linear(6, 6), nn.Dropout(0.0), nn.Sequential(nn.Identity()), nn.Linear(6, 6)
-        )
+        return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0), nn.Identity(), nn.Linear(6, 6))
 
     model, plain = made(), made()
     pipe = pipeline(model, [2, 2], schedule, recompute)
@@ -313,7 +298,7 @@ def test_numbers_that_are_drawn_in_a_backward_do_not_depend_on_the_cut():
 def test_numbers_that_are_drawn_in_a_backward_of_two_parts_are_refused():
     """Nodes run in both parts and would draw other numbers in each."""
     pipe = pipeline(model_of(NoisyBackward), [2, 3], "zb-h1")
-    with pytest.raises(ps.StageFailed, match="draws random numbers in its backward"):
+    with pytest.raises(StageFailed, match="draws random numbers in its backward"):
         pipe.train_batch(*batch_of())
 
 
@@ -326,9 +311,9 @@ def test_evaluation_draws_the_same_under_every_cut_and_anew_at_every_call():
 
     x, y = batch_of()
     found = []
-    for balance in ([3], [1, 2], [1, 1, 1]):
+    for balance in ([4], [1, 3], [2, 1, 1]):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 6), Sampled(), nn.Sequential(Sampled(), nn.Linear(6, 6)))
+        model = nn.Sequential(nn.Linear(6, 6), Sampled(), Sampled(), nn.Linear(6, 6))
         pipe = pipeline(model, balance, "gpipe")
         found.append([float(pipe.eval_batch(x, y)) for _ in range(6)])
         assert len(set(found[-1])) == 6

@@ -257,7 +257,16 @@ def test_a_model_that_draws_nothing_leaves_the_callers_generator_alone():
 
 def test_a_layer_that_begins_to_draw_is_refused_its_recompute_once_and_then_allowed_for():
     """What it drew unseen cannot be drawn again: a wrong gradient, or a refusal."""
-    layer = Dropping(0.0)
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shares = [0.0]
+
+        def forward(self, x):
+            return nn.functional.dropout(x, self.shares[0])
+
+    layer = Hidden()
     pipe, x = (
         Pipe(
             nn.Sequential(layer, nn.Linear(20, 20)),
@@ -270,7 +279,7 @@ def test_a_layer_that_begins_to_draw_is_refused_its_recompute_once_and_then_allo
     )
     for _ in range(2):  # the forwards 1, 2, 4, 8 and so on are looked at whatever is known
         pipe(x).sum().backward()
-    layer.share = 0.5
+    layer.shares[0] = 0.5
     loss = pipe(x).sum()
     with pytest.raises(RuntimeError, match="had drawn none before"):
         loss.backward()

@@ -18,6 +18,7 @@ it where nothing is recomputed.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any, Generic, Protocol, TypeVar
@@ -46,6 +47,12 @@ class Layer(Protocol):
     def module(self) -> nn.Module:
         """What has the buffers."""
 
+
+#: Saved tensors that a first forward holds until their fingerprints are taken: as many as one op saves, and more.
+_RECENT = 8
+
+#: Saved tensors that one op may have, where it fills one of them only afterwards.
+_OF_ONE_OP = 3
 
 L = TypeVar("L", bound=Layer)
 
@@ -211,7 +218,8 @@ class _Forward:
         self._contents: Contents = segment.buffers.contents()
         self._attributes: Values = segment.attributes.contents()
         self._fingerprints: dict[int, Fingerprint] = {}
-        self._latest: tuple[int, Tensor] | None = None
+        # Saved tensors whose fingerprints are still to be taken: some ops fill what they save after it was saved.
+        self._recent: deque[tuple[int, _Slot, Tensor]] = deque()
         self._sampled = segment.is_sampled()
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -219,26 +227,32 @@ class _Forward:
         ]
         self._caches = torch.is_autocast_cache_enabled()
         self._slots: list[weakref.ref[_Slot]] = []
-        self._filled = self._wanted = 0
+        self._filled = self._wanted = self._since_filled = 0
         self.done = False
 
     def pack(self, tensor: Tensor) -> _Slot:
         """In the place of a tensor that would be saved."""
         slot = _Slot(self, tensor)
-        if not _is_weight(tensor):
-            if self._sampled:
-                self._fingerprints[len(self._slots)] = fingerprint([tensor])
-            elif tensor.is_floating_point():
-                self._latest = len(self._slots), tensor.detach()
+        if not _is_weight(tensor) and (self._sampled or tensor.is_floating_point()):
+            self._recent.append((len(self._slots), slot, tensor.detach()))
+            if len(self._recent) > _RECENT:
+                oldest = self._recent.popleft()
+                if self._sampled:
+                    self._take_fingerprint(*oldest)
         self._slots.append(weakref.ref(slot))
         return slot
+
+    def _take_fingerprint(self, place: int, slot: _Slot, tensor: Tensor) -> None:
+        if slot.first.unchanged:
+            self._fingerprints[place] = fingerprint([tensor])
 
     def finish(self) -> None:
         """The forward is over. What it has saved last depends on most of what was before: that is always compared."""
         self.done = True
-        if self._latest is not None:
-            place, tensor = self._latest
-            self._fingerprints[place], self._latest = fingerprint([tensor]), None
+        recent = list(self._recent)
+        self._recent.clear()
+        for entry in recent if self._sampled else recent[-1:]:
+            self._take_fingerprint(*entry)
 
     def fill(self) -> None:
         """Run again until every slot that anybody still holds is full.
@@ -273,20 +287,33 @@ class _Forward:
         self._contents, self._attributes = {}, ()
         if self._filled < self._wanted:
             raise self._unlike(f"{self._filled} of {self._wanted}")
+        self._compare()
+
+    def _compare(self) -> None:
+        """Hold what was made again against the fingerprints of the first forward."""
+        for place, expected in self._fingerprints.items():
+            slot = self._slots[place]()
+            if slot is not None and slot.saved is not None and slot.saved.unchanged:
+                found = difference([slot.saved.tensor], expected)
+                if found is not None:
+                    raise self._unlike(found)
+        self._fingerprints = {}
 
     def _take(self, tensor: Tensor) -> Tensor:
         """Fill the next slot, if anybody still holds it."""
+        if self._filled == self._wanted:
+            raise _Enough
         slot = self._slots[self._filled]()
-        expected = self._fingerprints.get(self._filled)
         self._filled += 1
         if slot is not None:
             if slot.form != (tensor.shape, tensor.dtype):
                 raise self._unlike(f"one of shape {tuple(tensor.shape)} and {tensor.dtype} for one of {tuple(slot.form[0])} and "
                                    f"{slot.form[1]}")  # fmt: skip
             slot.saved = SavedVersion(tensor, holds=True)
-        if expected is not None and (found := difference([tensor], expected)) is not None:
-            raise self._unlike(found)
-        if self._filled == self._wanted:
+        # What wants a gradient is complete when it is saved. Other tensors, such as the noise of rrelu, may be filled by the op that saves
+        # them, which then has to run to its end: to the next that is saved.
+        self._since_filled = self._since_filled + 1 if tensor.requires_grad else 0
+        if self._filled == self._wanted and self._since_filled >= min(self._filled, _OF_ONE_OP):
             raise _Enough
         return tensor.detach()  # the tensor itself would hold its own node
 

@@ -20,6 +20,7 @@ from penstock.tracing.chain import TracedChain
 from penstock.tracing.deferred_batch_norm import begin
 from penstock.tracing.materialise import materialise
 from penstock.tracing.names import parameters_of, state_of
+from penstock.tracing.host_random import equal_states, host_state
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
 from penstock.tracing.side_loss import collecting_side_losses
 from penstock.tracing.slices import has_past
@@ -305,16 +306,17 @@ def _plain_forward(
     value = map_tensors(Tensor.clone, batch.inputs[n])  # for work in place
     cpu = torch.device("cpu")
     drew = False
-    with drawing(cpu):
+    with drawing(cpu, host=True):
         for index, module in enumerate(modules):
             if may_draw(module):
-                seed_generators(cpu, stream_seed(seed, batch.step, index, n))
-            state = torch.get_rng_state()
+                seed_generators(cpu, stream_seed(seed, batch.step, index, n), host=True)
+            state, of_host = torch.get_rng_state(), host_state()
             if batch.cuts_tokens and has_past(module):
                 value, pasts[index] = module.forward_slice(value, pasts.get(index))  # type: ignore[operator]
             else:
                 value = module(value)
             drew = drew or not torch.equal(state, torch.get_rng_state())
+            drew = drew or not equal_states(of_host, host_state())
     return value, drew
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.grad.attributes import Attributes
 from penstock.tracing.host_random import equal_states, host_state, mentions_host_generators
 from penstock.tracing.randomness import (
     drawing,
@@ -211,6 +212,7 @@ class Habits:
         self._parts: list[nn.Module] = []
         self._able = False
         self._silent: dict[bool, object] = {}
+        self._attributes = Attributes(())
         self.watched = False
 
     def silent(self, parts: list[nn.Module], training: bool) -> bool:
@@ -223,6 +225,7 @@ class Habits:
                 {},
             )
             self._layers, self._runs = {}, 0
+            self._attributes = Attributes(self._module.children())
         self._runs += 1
         self.looks = self._able and self._runs & (self._runs - 1) == 0
         if self.looks:
@@ -232,7 +235,7 @@ class Habits:
         return (
             not self.watched
             and training in self._silent
-            and self._silent[training] == _shares(parts)
+            and self._silent[training] == self._rates()
         )
 
     def of_layer(self, module: nn.Module) -> LayerHabits:
@@ -264,7 +267,14 @@ class Habits:
         if drew:
             self._silent.pop(training, None)
         else:
-            self._silent[training] = _shares(self._parts)
+            self._silent[training] = self._rates()
+
+    def _rates(self) -> list[object]:
+        """Numbers that may be rates of dropout, under whatever name."""
+        rows = self._attributes.contents()
+        return _shares(self._parts) + [
+            value for row in rows for value in row if type(value) is float
+        ]
 
 
 class Met(TorchDispatchMode):  # type: ignore[no-untyped-call]

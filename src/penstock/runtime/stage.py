@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import RunError
 from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.grad.whole import whole_grad
 from penstock.optim.update import Update
