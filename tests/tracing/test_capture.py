@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from penstock.errors import ChainError
-from penstock.tracing.capture import Form, Outputs, capture, skeleton_of
+from penstock.tracing.capture import Form, capture, skeleton_of
 from penstock.tracing.chain import chain
+from penstock.tracing.outputs import Outputs
 
 
 class Looks(nn.Module):

@@ -12,7 +12,7 @@ import copy
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ from penstock.tracing.domain import Domain
 from penstock.tracing.draws import Drawn, Draws
 from penstock.tracing.faults import Refused, fault, line_of
 from penstock.tracing.interception import Interceptor, intercepted
+from penstock.tracing.outputs import Outputs
 from penstock.tracing.plain import contents
 from penstock.tracing.quiet import quietly
-from penstock.tracing.reads import Reads
+from penstock.tracing.reads import Reads, carried
 
 # torch.export changes things of the whole process while it runs.
 _ONE_AT_A_TIME = threading.RLock()
@@ -86,80 +87,6 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
-_MOVES = object()
-
-
-@dataclass(frozen=True, eq=False)
-class _Fields:
-    """Stands for a dataclass while its fields are in a list."""
-
-    kind: type
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, _Fields)
-
-
-@dataclass(eq=False)
-class Outputs:
-    """How a model's outputs nest: dataclasses that torch cannot take apart are lists of their fields here."""
-
-    spec: pytree.TreeSpec | None = None
-    constants: list[Any] = field(default_factory=list)
-
-    def flatten(self, output: Any) -> tuple[Any, ...]:
-        """What changes from run to run: tensors, and whole numbers that depend on shapes."""
-        leaves, self.spec = pytree.tree_flatten(_opened(output))
-        moving = []
-        self.constants = []
-        for leaf in leaves:
-            if isinstance(leaf, (Tensor, torch.SymInt)):
-                moving.append(leaf)
-                self.constants.append(_MOVES)
-            elif isinstance(leaf, _PLAIN):
-                self.constants.append(leaf)
-            else:
-                raise Refused(f"it returns a {type(leaf).__name__}, which is no nesting of tensors")
-        return tuple(moving)
-
-    def value(self, moving: Sequence[Any]) -> Any:
-        """The model's own output."""
-        given = iter(moving)
-        assert self.spec is not None
-        return _closed(
-            pytree.tree_unflatten(
-                [next(given) if each is _MOVES else each for each in self.constants], self.spec
-            )
-        )
-
-
-def _opened(value: Any) -> Any:
-    if (
-        is_dataclass(value)
-        and not isinstance(value, type)
-        and type(value) not in pytree.SUPPORTED_NODES
-    ):
-        return [
-            _Fields(type(value)),
-            *(_opened(getattr(value, each.name)) for each in fields(value) if each.init),
-        ]
-    if type(value) in (list, tuple):
-        return type(value)(_opened(item) for item in value)
-    if type(value) is dict:
-        return {key: _opened(item) for key, item in value.items()}
-    return value
-
-
-def _closed(value: Any) -> Any:
-    if type(value) is list and value and isinstance(value[0], _Fields):
-        names = [each.name for each in fields(value[0].kind) if each.init]
-        return value[0].kind(**dict(zip(names, map(_closed, value[1:]), strict=True)))
-    if type(value) in (list, tuple):
-        return type(value)(_closed(item) for item in value)
-    if type(value) is dict:
-        return {key: _closed(item) for key, item in value.items()}
-    return value
-
-
 @dataclass(frozen=True, eq=False)
 class Capture:
     """A graph over flat tensors: what holds its constants, how outputs nest, and for which shapes it is right."""
@@ -214,20 +141,22 @@ class _Flat(nn.Module):
 
 
 def skeleton_of(
-    model: nn.Module, written: Mapping[str, Collection[str]] | None = None
+    model: nn.Module,
+    before: nn.Module | None = None,
+    written: Mapping[str, Collection[str]] | None = None,
 ) -> nn.Module:
     """A copy of a model whose parameters and buffers are on the meta device: what it does, without its weights.
 
     Args:
         model: the model.
-        written: by the path of a module, attributes that its forward sets before it reads them: they may hold what cannot be copied.
+        before: an earlier skeleton.
+        written: by the path of a module, attributes that the copy has from `before`: caches of the forward, which may hold by now what
+            cannot be copied.
     """
     made: dict[int, object] = {}
     for path, names in (written or {}).items():
-        held = vars(model.get_submodule(path))
-        made.update(
-            (id(held[name]), None) for name in names if name in held and contents(held[name])
-        )
+        values = [vars(model.get_submodule(path)).get(name) for name in names]
+        made.update((id(value), None) for value in values if contents(value))
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in made:
             empty: Tensor = torch.empty_strided(
@@ -239,49 +168,99 @@ def skeleton_of(
                 else empty
             )
     try:
-        return copy.deepcopy(model, made)
+        copied = copy.deepcopy(model, made)
     except Exception as error:
         raise ChainError(f"{type(model).__name__} cannot be copied to be traced ({type(error).__name__}: {error}). A tensor that the model "
                          "keeps must be a buffer, or none that autograd has made; locks, files and their like it should make when "
                          "they are needed") from error  # fmt: skip
+    for path, names in (written or {}).items() if before is not None else ():
+        held, old = vars(copied.get_submodule(path)), vars(before.get_submodule(path))
+        for name in names:
+            held.pop(name, None)
+            held.update({name: old[name]} if name in old else {})
+    return copied
 
 
-def capture(skeleton: nn.Module, form: Form, *, training: bool) -> Capture:
+def capture(
+    skeleton: nn.Module,
+    form: Form,
+    *,
+    training: bool,
+    caches: Mapping[str, Collection[str]] | None = None,
+) -> Capture:
     """Write down what a model does with inputs of a form, and of other shapes where it does the same with these.
 
     Args:
         skeleton: the model, from `skeleton_of`.
         form: of the inputs.
         training: in the modes that its parts have; else all of them in evaluation mode.
+        caches: by the path of a module, attributes that its forward may change, since another graph has found them to be caches.
 
     Raises:
         ChainError: the model does what cannot be written down; the message has its file and line.
     """
+    request = _Request(skeleton, form, training, caches or {})
     with _ONE_AT_A_TIME:
-        return _apart(lambda: _captured(skeleton, form, training))
+        return _apart(lambda: _captured(request))
 
 
-def _captured(skeleton: nn.Module, form: Form, training: bool) -> Capture:
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """What is to be written down, see `capture`."""
+
+    skeleton: nn.Module
+    form: Form
+    training: bool
+    caches: Mapping[str, Collection[str]]
+
+
+def _captured(request: _Request) -> Capture:
     try:
-        return _exported(skeleton, form, training, dynamic=True)
+        return _checked(request, dynamic=True)
     except Drawn as error:
-        raise fault(skeleton, _located(skeleton, form, training) or error) from error
+        raise fault(request.skeleton, _located(request) or error) from error
     except Refused as error:
-        raise fault(skeleton, error) from error
+        raise fault(request.skeleton, error) from error
     except Exception:  # noqa: BLE001  # torch.export raises of all kinds; with sizes that are numbers it can do more
         try:
-            return _exported(skeleton, form, training, dynamic=False)
+            return _checked(request, dynamic=False)
         except Drawn as error:
-            raise fault(skeleton, _located(skeleton, form, training) or error) from error
+            raise fault(request.skeleton, _located(request) or error) from error
         except Exception as error:
-            raise fault(skeleton, error) from error
+            raise fault(request.skeleton, error) from error
 
 
-def _located(skeleton: nn.Module, form: Form, training: bool) -> Drawn | None:
+def _checked(request: _Request, *, dynamic: bool) -> Capture:
+    """A graph; what may be caches of the forward is held against a second call that finds them filled.
+
+    Raises:
+        Refused: the second call changes them again.
+    """
+    made = _exported(request, dynamic=dynamic)
+    sizes, tables = made.reads.sizes, made.reads.tables
+    if not sizes and not tables:
+        return made
+    other = copy.deepcopy(request.skeleton)
+    for path, name in sizes:
+        vars(other.get_submodule(path))[name] += _AWAY
+    for (path, name), (shape, dtype) in tables.items():
+        vars(other.get_submodule(path))[name] = torch.zeros(shape, dtype=dtype)
+    again = _exported(replace(request, skeleton=other), dynamic=dynamic).reads.sizes
+    for (path, name), value in sizes.items():
+        if again.get((path, name)) != value:
+            raise Refused(carried(path, name, f"to {value}"))
+    return made
+
+
+#: Added to a number that may be a counter: a counter goes on from there.
+_AWAY = 1_000_003
+
+
+def _located(request: _Request) -> Drawn | None:
     """The error of a model that draws, with the line."""
     for dynamic in (True, False):
         try:
-            _exported(skeleton, form, training, dynamic=dynamic, locate=True)
+            _exported(request, dynamic=dynamic, locate=True)
         except Drawn as error:
             return error
         except Exception:  # noqa: BLE001, S112  # the same that made the first try fail
@@ -318,15 +297,15 @@ def _apart(work: Callable[[], Capture]) -> Capture:
     return found[0]
 
 
-def _exported(
-    skeleton: nn.Module, form: Form, training: bool, *, dynamic: bool, locate: bool = False
-) -> Capture:
+def _exported(request: _Request, *, dynamic: bool, locate: bool = False) -> Capture:
+    form = request.form
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     outputs, interceptor = Outputs(), Interceptor()
-    model = _faked(skeleton, mode)
-    if not training:
+    model = _faked(request.skeleton, mode)
+    if not request.training:
         model.eval()
-    reads = Reads(model)
+    lengths = {size for tensor in form.tensors for size in tensor.shape}
+    reads = Reads(model, request.caches, lengths)
     flat = _Flat(model, form, outputs, interceptor, (Draws(model, locate), reads))
     flat.training = model.training
     with mode:

@@ -18,6 +18,10 @@ _ADVICE = ("Take what depends on values of tensors out of forward, or give the l
            "what the one before returned: ps.chain([model.stem, *model.blocks, model.head])")  # fmt: skip
 
 
+#: Packages that torch.export calls as it traces.
+_BEHIND_TORCH = ("sympy", "mpmath", "networkx", "optree")
+
+
 class Refused(Exception):  # for the inside: users see a ChainError
     """The model does what a trace would get wrong; `place` is where, if the traceback does not tell."""
 
@@ -61,6 +65,7 @@ def is_users(filename: str) -> bool:
     return not (
         filename.startswith(("<string", "<frozen", "<eval", *inside))
         or filename.endswith(".pyx")
+        or any(f"-packages/{name}/" in filename for name in _BEHIND_TORCH)
         or is_torchs(filename)
         or is_standard(filename)
     )

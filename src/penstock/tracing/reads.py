@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,10 +36,28 @@ class Reads:
 
     Attributes:
         names: by the path of a module, the attributes that were read.
-        written: by the path of a module, the attributes that the forward has set before it read them, or has not read.
+        written: by the path of a module, the attributes that the forward has set before it read them, or that are caches.
+        sizes: by path and name, numbers that the forward has read and then set to a size of its inputs, each in words: caches, if
+            they do not depend on what they were before.
+
+        tables: by path and name, the shape and dtype of tensors that the forward makes where there is None: caches, if the next call
+            does not change them.
+
+    Args:
+        model: the model.
+        caches: by the path of a module, attributes that are known to be caches.
+        lengths: the sizes of the inputs.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        caches: Mapping[str, Collection[str]],
+        lengths: Collection[int],
+    ) -> None:
+        self._caches, self._lengths = caches, lengths
+        self.sizes: dict[tuple[str, str], str] = {}
+        self.tables: dict[tuple[str, str], tuple[list[int], torch.dtype]] = {}
         self._dicts: dict[int, tuple[str, dict[str, Any]]] = {}
         for path, part in model.named_modules():
             self._dicts.setdefault(id(part.__dict__), (path, part.__dict__))
@@ -105,9 +123,18 @@ class Reads:
                 old, new = before.get(name, MISSING), names.get(name, MISSING)
                 if name in TORCHS:
                     continue
+                if name in self._caches.get(path, ()):
+                    self.written.setdefault(path, set()).add(name)
+                    continue
                 if old is new:
                     self._check_contents(key, path, name, new)
                 elif (key, name) not in self._stale or _same(old, new) or _of_sizes(old, new):
+                    if (key, name) in self._stale and old is None and isinstance(new, Tensor):
+                        shape = [int(getattr(size, "hint", size)) for size in new.shape]
+                        self.tables[path, name] = shape, new.dtype
+                    self.written.setdefault(path, set()).add(name)
+                elif self._is_size(old, new):
+                    self.sizes[path, name] = str(new)
                     self.written.setdefault(path, set()).add(name)
                 else:
                     self._refuse(path, name, f"from {described(old)} to {described(new)}")
@@ -121,12 +148,23 @@ class Reads:
             return
         self._refuse(path, name, "in place")
 
+    def _is_size(self, old: Any, new: Any) -> bool:
+        if isinstance(old, bool) or not isinstance(old, int):
+            return False
+        if isinstance(new, torch.SymInt):
+            return not free_unbacked_symbols(new)
+        return type(new) is int and new > 1 and new in self._lengths
+
     def _refuse(self, path: str, name: str, how: str) -> None:
-        where = f"`{name}` of {path or 'the model'}"
-        raise Refused(
-            f"its forward changes {where} {how} and reads it in the next call, and a trace would have the value of one call in every batch. "
-            "Make it a buffer that is changed in place (register_buffer), or an input of the model"
-        )
+        raise Refused(carried(path, name, how))
+
+
+def carried(path: str, name: str, how: str) -> str:
+    """The message on an attribute that goes from one call to the next."""
+    return (
+        f"its forward changes `{name}` of {path or 'the model'} {how} and reads it in the next call, and a trace would have the value of "
+        "one call in every batch. Make it a buffer that is changed in place (register_buffer), or an input of the model"
+    )
 
 
 def _same(old: Any, new: Any) -> bool:
@@ -139,10 +177,10 @@ def _of_sizes(old: Any, new: Any) -> bool:
         return False
     if isinstance(new, int):
         return old is None or old is MISSING
-    if isinstance(new, (torch.SymInt, torch.SymFloat)):
-        return not free_unbacked_symbols(new)
+    if isinstance(new, torch.SymInt):
+        return (old is None or old is MISSING) and not free_unbacked_symbols(new)
     if isinstance(new, Tensor):
-        return _is_table(new)
+        return _is_table(new, alone=isinstance(old, Tensor))
     if isinstance(new, (list, tuple)):
         return all(_of_sizes(None, item) for item in new)
     if isinstance(new, dict):
@@ -160,20 +198,25 @@ def _added_of_sizes(before: Any, value: Any) -> bool:
     return len(kept) == len(known) and all(_of_sizes(None, item) for item in added)
 
 
-def _is_table(tensor: Tensor) -> bool:
-    """Whether a tensor of the trace depends on no weights, no content of the inputs, and no random numbers."""
+def _is_table(tensor: Tensor, *, alone: bool) -> bool:
+    """Whether a tensor of the trace depends on no weights, no content of the inputs, and no random numbers.
+
+    With `alone`, on no tensor at all that was there before: the one in whose place it is put may be one.
+    """
     mode = get_proxy_mode()
     if mode is None:
         return False
     proxy: Any = mode.tracer.unwrap_proxy(tensor)
     if not isinstance(proxy, fx.Proxy):
-        return True
+        return not alone
     waiting, seen = [proxy.node], {proxy.node}
     while waiting:
         node = waiting.pop()
         if node.op == "placeholder" or torch.Tag.nondeterministic_seeded in getattr(
             node.target, "tags", ()
         ):
+            return False
+        if alone and node.op == "get_attr":
             return False
         if not str(node.target).startswith(("aten.sym_size", "sym_size", "aten::sym_size")):
             fresh = [each for each in node.all_input_nodes if each not in seen]

@@ -302,7 +302,7 @@ class Variants:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in form.tensors)
         with announced(f"tracing {self.model_name} in {mode} for inputs of {shapes}"):
             self._copy_model()
-            captured = capture(self.skeleton, form, training=training)
+            captured = capture(self.skeleton, form, training=training, caches=self._written)
             clean(captured)
         return captured
 
@@ -311,7 +311,7 @@ class Variants:
         if not any(rows[0].known for rows in self._stores.values()):
             return  # the skeleton is new
         try:
-            self.skeleton = skeleton_of(self.model, self._written)
+            self.skeleton = skeleton_of(self.model, self.skeleton, self._written)
         except ChainError:
             # The model keeps something new that cannot be copied. What graphs have read is as it was, or this is a new state.
             if self._stores[True][0].why or self._stores[False][0].why:
