@@ -217,10 +217,13 @@ def make_batch(
     """Cut a batch into `micro_batches` parts, or into single samples if there are fewer; with `slicing`, into its slices.
 
     Raises:
-        SettingError: inputs and targets have no samples, or not the same number; or sequences are to be cut, and they are not the
+        SettingError: a tensor requires a gradient; inputs and targets have no samples, or not the same number; or sequences are to be cut, and they are not the
             second dimension of everything, or are shorter than they have slices.
     """
     x, y = to_plain(x), to_plain(y)
+    if training:
+        _check_no_grad(x, "inputs")
+        _check_no_grad(y, "targets")
     samples = sample_count(x, "the inputs of a batch")
     if y is not None and sample_count(y, "the targets of a batch") != samples:
         raise SettingError(
@@ -254,6 +257,16 @@ def make_batch(
     structure = "" if isinstance(x, Tensor) else str(pytree.tree_structure(x))
     signature = _signature(training, y is not None, len(sizes), forms, structure, slicing)
     return Batch(step, inputs, targets, shares, signature, training, slicing=slicing)
+
+
+def _check_no_grad(value: Any, what: str) -> None:
+    leaves = [value] if type(value) is Tensor else pytree.tree_leaves(value)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise SettingError(
+                f"the {what} of a batch have a tensor of shape {tuple(leaf.shape)} that requires a gradient, and a Pipeline "
+                "gives gradients to parameters only: detach() it; or use ps.Pipe, which gives gradients to its inputs"
+            )
 
 
 @lru_cache(maxsize=1024)

@@ -20,6 +20,7 @@ from penstock.runtime.eviction import Saved
 from penstock.runtime.held import Held
 from penstock.runtime.layers import StageLayer, StageLayers
 from penstock.runtime.past import Past, Pasts, tensors_of
+from penstock.runtime.reach import Reach
 from penstock.runtime.stage_loss import Loss, StageLoss, Starts, total
 from penstock.simulate.simulate import recomputes
 from penstock.tracing.side_loss import collect_side_losses, collecting_side_losses
@@ -73,7 +74,7 @@ class Stage:
 
     `evicted`: micro-batches that `evict` will be asked for. `held`: what counts what is kept, for all stages of a rank. `entry`,
     `exit`, `recomputed`, `segment_starts`, `compile`, `offload`: see `StageLayers`. `autocast`: the dtype of mixed precision.
-    `loss_scale`: what gradients are multiplied by, and the loss that is reported is not.
+    `loss_scale`: what gradients are multiplied by, and the loss that is reported is not. `reach`: what graphs may lead to.
     """
 
     index: int
@@ -93,6 +94,7 @@ class Stage:
     segment_starts: frozenset[int] = frozenset()
     compile: Mapping[str, Any] | None = None
     offload: bool = False
+    reach: Reach | None = None
     _kept: dict[_Key, _Kept | _Plain] = field(default_factory=dict)
     _pending: dict[_Key, tuple[PendingWeights, int]] = field(default_factory=dict)
     _pasts: Pasts = field(default_factory=Pasts)
@@ -234,7 +236,9 @@ class Stage:
             with _AS_IT_IS if torch.is_grad_enabled() else torch.enable_grad(), self._mixed():
                 value = self._running.run(batch, micro_batch, value, _NO_PAST)
                 if self._losses is not None:
-                    value = self._losses.of(batch, micro_batch, value, sides)
+                    output, value = value, self._losses.of(batch, micro_batch, value, sides)
+                    if self.reach is not None and batch.training:
+                        self.reach.check_loss(batch.step, value, output)
         finally:
             collect_side_losses(outer)
         root = value if value.requires_grad else None
@@ -347,11 +351,14 @@ class Stage:
             if batch.training not in self._changes_input:
                 self._changes_input[batch.training] = any(copy._version for copy in copies)
             told = sides if before is None else [before.to(self.device), *sides]
+            output = value
             value = (
                 to_plain(value)
                 if self._losses is None
                 else self._losses.of(batch, micro_batch, value, told)
             )
+            if self.reach is not None and batch.training:
+                self.reach.check(self._form(batch, micro_batch), batch.step, output, value)
             if self.loss is None and told:
                 value = {_SIDE: total(told), "value": value}
         own = [side for side in sides if side.requires_grad] if batch.training else []
