@@ -49,13 +49,15 @@ def clip(parameters: Sequence[nn.Parameter], most: float, total: Tensor) -> None
 
 def clip_values(parameters: Sequence[nn.Parameter], most: float) -> None:
     """Bring every gradient's numbers between -most and most, as torch.nn.utils.clip_grad_value_. Sparse ones by their values."""
-    grads = [parameter for parameter in parameters if parameter.grad is not None]
-    torch.nn.utils.clip_grad_value_([each for each in grads if not _is_sparse(each)], most)
-    for parameter in filter(_is_sparse, grads):
-        assert parameter.grad is not None
-        parameter.grad = parameter.grad.coalesce()
-        parameter.grad._values().clamp_(-most, most)
-
-
-def _is_sparse(parameter: nn.Parameter) -> bool:
-    return parameter.grad is not None and parameter.grad.is_sparse
+    dense = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if grad.is_sparse:
+            parameter.grad = grad.coalesce()
+            parameter.grad._values().clamp_(-most, most)
+        else:
+            dense.append(parameter)
+    if dense:  # of an empty list torch's function fails
+        torch.nn.utils.clip_grad_value_(dense, most)

@@ -108,7 +108,9 @@ def _parts(place: str, value: object) -> Iterable[tuple[str, object]]:
 def _parts_of_function(function: Callable[..., Any]) -> Iterator[tuple[str, object]]:
     name = f"{function.__name__}, which is the loss or is called by it, refers to {{}}, which"
     assert isinstance(function, FunctionType)
-    if function.__module__.partition(".")[0] in ("torch", "penstock", "numpy"):
+    if hasattr(function, "__wrapped__"):
+        yield name.format("what it wraps"), function.__wrapped__
+    if (function.__module__ or "").partition(".")[0] in ("torch", "penstock", "numpy"):
         return
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     for key, cell in cells:

@@ -116,8 +116,8 @@ class Reach:
         name = self.model.name(parameter)
         if name is not None:
             return (
-                f"the loss uses {name}, a parameter of another stage than the last, {self.stage}, where the loss is computed: its "
-                "gradient would be lost or, on another rank, of old weights. A penalty on weights is given by the optimizer's "
+                f"the loss uses {name}, which is not a parameter of the last stage, {self.stage}, where the loss is computed, or not "
+                "of this copy of it: its gradient would be lost or, on another rank, of old weights. A penalty on weights is given by the optimizer's "
                 "weight_decay, or by ps.side_loss in the layer that has the weight"
             )
         return (

@@ -92,9 +92,9 @@ class Trainability:
         new = [name for name in thawed if id(self._holders[name][0]) not in known]
         if new:
             raise SettingError(
-                f"{new[0]}{f' and {len(new) - 1} others' if len(new) > 1 else ''} wanted no gradient when the pipeline was made "
-                f"and does now: {schedule.name} is asynchronous and keeps versions of the weights that it was made with. Make a "
-                "new Pipeline after requires_grad_(True), or take a synchronous schedule"
+                f"{', '.join(new[:3])}{', ...' if len(new) > 3 else ''} had requires_grad=False when the pipeline was made, and "
+                f"now True: {schedule.name} is asynchronous and keeps versions of the weights that it was made with. Make a new "
+                "Pipeline after requires_grad_(True), or take a synchronous schedule"
             )
 
     def _refresh(self, thawed: set[str]) -> None:
