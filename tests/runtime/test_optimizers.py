@@ -159,6 +159,19 @@ def test_what_a_factory_leaves_out_stays_as_it_is_in_plain_pytorch():
     same_state(pipe.optimizer_state_dict(), optimizer.state_dict())
 
 
+def test_a_factory_that_chooses_by_identity_is_refused_where_stages_have_copies():
+    """The copies have parameters of their own, which would be left out without a word."""
+    made = model()
+    only = [made[2].weight, made[6].weight]
+
+    def chosen(params):
+        return sgd([p for p in params if any(p is each for each in only)])
+
+    with pytest.raises(SettingError, match=r"for one copy of stage 1 than for another.* p\.ndim"):
+        pipeline(made, optimizer=chosen, schedule="chimera")
+    pipeline(made, optimizer=lambda params: sgd([p for p in params if p.ndim > 1]), schedule="chimera")  # fmt: skip
+
+
 # -- freezing and thawing --------------------------------------------------------------------------------------------------
 
 CHANGES = {
@@ -242,6 +255,28 @@ def test_layers_of_a_model_on_the_meta_device_are_thawed_by_the_model_and_by_the
     assert changed == ["0.weight", "2.weight", "2.bias"]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_a_checkpoint_has_the_state_of_what_was_thawed(schedule, tmp_path):
+    """It is by name, and read under another cut."""
+    made, plain = model(tied=True), model(tied=True)
+    made[0].requires_grad_(False)
+    plain[0].requires_grad_(False)
+    pipe, optimizer = pipeline(made, schedule=schedule), sgd(plain.parameters())
+    for number in range(4):
+        made[0].requires_grad_(number > 1)
+        plain[0].requires_grad_(number > 1)
+        pipe.train_batch(*batch(number))
+        plain_step(plain, optimizer, number)
+    pipe.save(tmp_path)
+    other = model(tied=True, seed=3)
+    again = pipeline(other, balance=[3, 3, 1, 1])
+    again.load(tmp_path)
+    again.train_batch(*batch(4))
+    plain_step(plain, optimizer, 4)
+    assert furthest(other, plain) < 1e-12
+    same_state(again.optimizer_state_dict(), optimizer.state_dict())
+
+
 def test_thawing_under_an_asynchronous_schedule_is_refused():
     """Its versions of the weights are those of what was trained at first."""
     made = model()
@@ -289,7 +324,7 @@ def helper(output, target):
 def in_closure():
     """As functions have it."""
     margin = Margin()
-    return lambda output, target: margin(output, target)
+    return lambda output, target: margin(output, target) + 0
 
 
 def learnt_scale():

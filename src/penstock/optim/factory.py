@@ -73,6 +73,34 @@ def make_optimizer(
     return optimizer
 
 
+def check_alike(
+    stage: int, copies: Sequence[tuple[Optimizer | None, Sequence[nn.Parameter]]]
+) -> None:
+    """Refuse copies of a stage whose optimizers differ in which parameters they have, and in which groups.
+
+    Args:
+        stage: which one.
+        copies: the optimizer of each copy, and the parameters that its factory was called with, in the same order.
+
+    Raises:
+        SettingError: they differ.
+    """
+    places = [_places(optimizer, parameters) for optimizer, parameters in copies]
+    if any(each != places[0] for each in places[1:]):
+        raise SettingError(
+            f"optimizer= chose other parameters, or other groups, for one copy of stage {stage} than for another: it chooses by "
+            "the identity of the model's parameters, and copies of a stage have parameters of their own. Choose by what a "
+            "parameter is, such as p.ndim, or by its name, with parameter_groups="
+        )
+
+
+def _places(optimizer: Optimizer | None, parameters: Sequence[nn.Parameter]) -> list[list[int]]:
+    """By group, which of the parameters are in it."""
+    index = {id(parameter): place for place, parameter in enumerate(parameters)}
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [[index[id(each)] for each in group["params"]] for group in groups]
+
+
 def _check_parameters(optimizer: Optimizer, parameters: Sequence[nn.Parameter], place: str) -> None:
     known = set(map(id, parameters))
     members = [each for group in optimizer.param_groups for each in group["params"]]

@@ -150,10 +150,10 @@ class Pipeline(Optimizing):
         self._accumulate = accumulate
         self._training = Training(loss, optimizer, seed, options)
         self._made = assemble(self.chain, self.setting, self._world, self._training)
-        self.chain = self._made.traced
+        whole, self.chain = self.chain, self._made.traced
         self._made.share_weights()
         self._together = Together(self._made, scaling, clip_grad_norm, norm_type=clip_norm_type)
-        self._trainability = Trainability(self._made, self._together)
+        self._trainability = Trainability(self._made, self._together, whole)
         self._player = Player(self._made, self._together)
         self._schedulers: list[Schedulers] = []
         self._saved = Progress(0)
