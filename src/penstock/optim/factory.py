@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -73,20 +73,19 @@ def make_optimizer(
     return optimizer
 
 
-def check_alike(
-    stage: int, copies: Sequence[tuple[Optimizer | None, Sequence[nn.Parameter]]]
-) -> None:
+def check_alike(stage: int, copies: Sequence[Mapping[str, int | None]]) -> None:
     """Refuse copies of a stage whose optimizers differ in which parameters they have, and in which groups.
 
     Args:
         stage: which one.
-        copies: the optimizer of each copy, and the parameters that its factory was called with, in the same order.
+        copies: of each copy, the number of every parameter's group, by name; None for what the optimizer leaves out. Tied
+            parameters are steered by one of the copies alone, and are missing from the others.
 
     Raises:
         SettingError: they differ.
     """
-    places = [_places(optimizer, parameters) for optimizer, parameters in copies]
-    if any(each != places[0] for each in places[1:]):
+    first = copies[0]
+    if any(each[name] != first[name] for each in copies[1:] for name in each.keys() & first):
         raise SettingError(
             f"optimizer= chose other parameters, or other groups, for one copy of stage {stage} than for another: it chooses by "
             "the identity of the model's parameters, and copies of a stage have parameters of their own. Choose by what a "
@@ -94,11 +93,10 @@ def check_alike(
         )
 
 
-def _places(optimizer: Optimizer | None, parameters: Sequence[nn.Parameter]) -> list[list[int]]:
-    """By group, which of the parameters are in it."""
-    index = {id(parameter): place for place, parameter in enumerate(parameters)}
+def group_numbers(optimizer: Optimizer | None) -> dict[int, int]:
+    """The number of the group of each parameter of an optimizer, by the parameter's `id`."""
     groups = [] if optimizer is None else optimizer.param_groups
-    return [[index[id(each)] for each in group["params"]] for group in groups]
+    return {id(each): number for number, group in enumerate(groups) for each in group["params"]}
 
 
 def _check_parameters(optimizer: Optimizer, parameters: Sequence[nn.Parameter], place: str) -> None:

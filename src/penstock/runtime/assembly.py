@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import SettingError
 from penstock.optim.catalogue import stage_weights
-from penstock.optim.factory import OptimizerFactory, check_alike
+from penstock.optim.factory import OptimizerFactory, check_alike, group_numbers
 from penstock.optim.groups import Groups
 from penstock.optim.schedulers import stand_in
 from penstock.optim.stage_weights import Site, StageWeights
@@ -246,7 +246,7 @@ def assemble(traced: TracedChain, setting: Setting, world: World, training: Trai
         over_ranks = [(each, tensor) for each, tensor in held if len(each.ranks) > 1]
         if over_ranks:
             tied[rank] = Tied(rank, over_ranks, transport, made.guard)
-    _check_optimizers(interpreters)
+    _check_optimizers(traced, interpreters)
     if len(world.local_ranks) < world.size:
         held_here = {
             layer.index
@@ -258,13 +258,15 @@ def assemble(traced: TracedChain, setting: Setting, world: World, training: Trai
     return Assembly(bench.traced, world, setting, interpreters, apart, shared, tied, bench.make)
 
 
-def _check_optimizers(interpreters: Mapping[int, Interpreter]) -> None:
-    by_stage: dict[int, list[tuple[Optimizer | None, Sequence[nn.Parameter]]]] = {}
+def _check_optimizers(traced: TracedChain, interpreters: Mapping[int, Interpreter]) -> None:
+    by_stage: dict[int, list[dict[str, int | None]]] = {}
     for interpreter in interpreters.values():
         for index, stage in interpreter.stages.items():
-            update = stage.update
-            by_stage.setdefault(index, []).append((update.optimizer, update.candidates))
-    for index, copies in by_stage.items():
+            numbers = group_numbers(stage.update.optimizer)
+            names = _names(traced, stage.layers)
+            of_stage = {names[each]: numbers.get(id(each)) for each in stage.update.candidates}
+            by_stage.setdefault(index, []).append(of_stage)
+    for index, copies in sorted(by_stage.items()):
         check_alike(index, copies)
 
 

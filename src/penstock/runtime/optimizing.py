@@ -1,4 +1,4 @@
-"""What a `Pipeline` offers of its optimizers: parameter groups, learning rates, and their state in plain PyTorch's form."""
+"""What a `Pipeline` offers of its optimizers: schedulers, learning rates, parameter groups, and their state in plain PyTorch's form."""
 
 from __future__ import annotations
 
@@ -6,16 +6,50 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.optim.param_groups import ParameterGroup, parameter_groups_of, set_learning_rates
+from penstock.optim.schedulers import SchedulerFactory, Schedulers
 from penstock.runtime import plain_state
 from penstock.runtime.assembly import Assembly
+from penstock.runtime.checkpoint import Progress
 from penstock.runtime.streaming import Streaming
+from penstock.runtime.together import Together
 
 
 class Optimizing:
     """The part of `Pipeline` that is about optimizers."""
 
     _made: Assembly
+    _together: Together
     _stream: Streaming | None
+    _schedulers: list[Schedulers]
+    _saved: Progress
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of all stages' gradients at the last step, before clipping; None where neither clipping nor scaling asks for it."""
+        return self._together.grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before the backward; 1 without a scaler."""
+        return 1.0 if self._together.scaler is None else self._together.scaler.scale
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were skipped because a gradient was not finite, on all ranks."""
+        return 0 if self._together.scaler is None else self._together.scaler.skipped
+
+    def scheduler(self, make: SchedulerFactory) -> Schedulers:
+        """A learning-rate scheduler over the optimizers of all stages. Checkpoints keep its state.
+
+        Args:
+            make: from an optimizer to a scheduler, such as `lambda optimizer: StepLR(optimizer, 10)`.
+
+        Raises:
+            SettingError: there is no optimizer, or `make` returned something else.
+        """
+        saved = dict(enumerate(self._saved.schedulers)).get(len(self._schedulers))
+        self._schedulers.append(Schedulers(make, self._made.optimizers(), saved))
+        return self._schedulers[-1]
 
     @property
     def param_groups(self) -> list[ParameterGroup]:

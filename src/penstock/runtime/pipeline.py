@@ -14,7 +14,7 @@ from penstock.errors import RunError, SettingError
 from penstock.event import Timeline
 from penstock.optim.groups import GroupsOf
 from penstock.optim.scaling import LossScaler
-from penstock.optim.schedulers import SchedulerFactory, Schedulers
+from penstock.optim.schedulers import Schedulers
 from penstock.optim.update import OptimizerFactory
 from penstock.plan.plan import Plan
 from penstock.runtime import checkpoint, state
@@ -300,21 +300,6 @@ class Pipeline(Optimizing):
                                "zero_grad() first")  # fmt: skip
         self._accumulate = count
 
-    @property
-    def grad_norm(self) -> float | None:
-        """The norm of all stages' gradients at the last step, before clipping; None where neither clipping nor scaling asks for it."""
-        return self._together.grad_norm
-
-    @property
-    def loss_scale(self) -> float:
-        """What the loss is multiplied by before the backward; 1 without a scaler."""
-        return 1.0 if self._together.scaler is None else self._together.scaler.scale
-
-    @property
-    def skipped(self) -> int:
-        """Steps that were skipped because a gradient was not finite, on all ranks."""
-        return 0 if self._together.scaler is None else self._together.scaler.skipped
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of the stages held here, by the model's own names. One that several stages use is given at its home alone."""
         for stage in self._local_stages:
@@ -328,19 +313,6 @@ class Pipeline(Optimizing):
     def parameters(self) -> Iterator[nn.Parameter]:
         """Likewise, without names: for an optimizer of the user's own, where the pipeline has none."""
         return (parameter for _, parameter in self.named_parameters())
-
-    def scheduler(self, make: SchedulerFactory) -> Schedulers:
-        """A learning-rate scheduler over the optimizers of all stages. Checkpoints keep its state.
-
-        Args:
-            make: from an optimizer to a scheduler, such as `lambda optimizer: StepLR(optimizer, 10)`.
-
-        Raises:
-            SettingError: there is no optimizer, or `make` returned something else.
-        """
-        saved = dict(enumerate(self._saved.schedulers)).get(len(self._schedulers))
-        self._schedulers.append(Schedulers(make, self._made.optimizers(), saved))
-        return self._schedulers[-1]
 
     def timeline(self) -> Timeline:
         """What really happened in the last step, on every rank; the same type as `simulate` gives.
