@@ -18,16 +18,17 @@ def named():
 
 
 def by_kind(name, parameter):
-    """Biases do not decay; what is frozen is not asked about."""
-    assert parameter.requires_grad
+    """Biases do not decay; what is frozen has options of its own."""
+    if not parameter.requires_grad:
+        return {"lr": 0.25}
     return {"weight_decay": 0.0} if name.endswith("bias") else {"lr": 0.5}
 
 
 def test_parameters_with_the_same_options_are_one_group_in_order_of_appearance():
-    """The whole model is asked, on every rank, so that all have the same groups."""
+    """The whole model is asked, on every rank, so that all have the same groups; groups of frozen parameters come last."""
     groups = Groups.of(by_kind, named().items())
-    assert groups.options == ({"lr": 0.5}, {"weight_decay": 0.0})
-    assert groups.place == {"a.weight": 0, "a.bias": 1, "b.bias": 1}
+    assert groups.options == ({"lr": 0.5}, {"weight_decay": 0.0}, {"lr": 0.25})
+    assert groups.place == {"a.weight": 0, "a.bias": 1, "b.bias": 1, "b.weight": 2}
 
 
 def test_a_stage_has_all_groups_some_of_them_empty():
@@ -41,6 +42,7 @@ def test_a_stage_has_all_groups_some_of_them_empty():
     assert [(len(g["params"]), g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
         (0, 0.5, 0.3),
         (1, 0.1, 0.0),
+        (0, 0.25, 0.3),
     ]
     held["b.bias"].grad = torch.ones(1)
     optimizer.step()

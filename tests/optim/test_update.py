@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import SGD
 
 from penstock.errors import SettingError
+from penstock.optim.factory import check_factory
 from penstock.optim.update import Update
 
 
@@ -79,37 +80,129 @@ def test_without_an_optimizer_gradients_add_up_and_nothing_moves():
     assert held[0].grad is None
 
 
-def test_the_optimizer_gets_the_parameters_that_want_gradients_in_a_list():
-    """Frozen weights in an optimizer would decay; a generator would be empty at its second reading."""
+def test_the_optimizer_gets_all_parameters_in_a_list_and_frozen_ones_too():
+    """As with model.parameters(): what is thawed later is in it; a generator would be empty at its second reading."""
     held = parameters(1, 2, 3)
     held[1].requires_grad_(False)
+    held[1].grad = None
     given = []
 
-    def factory(found):
-        given.append(found)
-        return sgd(found)
+    def factory(params):
+        given.append(params)
+        return sgd(params)
 
     update = Update.make(tuple(held), factory)
-    assert given == [[held[0], held[2]]]
+    assert given == [held]
     assert isinstance(given[0], list)
     assert update.parameters == [held[0], held[2]]
-    update.zero()
-    assert held[1].grad is not None
+    update.step()
+    assert [parameter.item() for parameter in held] == [0.5, 2.0, 2.5]
 
 
-@pytest.mark.parametrize(
-    "held", [[], [nn.Parameter(torch.ones(1), requires_grad=False)]], ids=["no weights", "frozen"]
-)
-def test_a_stage_with_nothing_to_train_has_no_optimizer(held):
+def test_a_thawed_parameter_is_trained_in_its_place_and_a_frozen_one_keeps_its_gradient():
+    """The order decides in which order norms are added up; what has a gradient is stepped, as torch's optimizers do."""
+    held = parameters(1, 2, 3)
+    held[1].requires_grad_(False)
+    update = Update.make(held, sgd)
+    assert update.trains
+    held[1].requires_grad_(True)
+    held[0].requires_grad_(False)
+    update.refresh()
+    assert update.parameters == held
+    update.step()
+    assert [parameter.item() for parameter in held] == [0.5, 1.5, 2.5]
+    for parameter in held:
+        parameter.requires_grad_(False)
+    assert not update.trains
+
+
+def test_a_stage_without_parameters_has_no_optimizer():
     """Torch's optimizers refuse an empty list; a stage of ReLUs and pools is legal."""
 
-    def factory(found):
-        raise AssertionError(f"was called with {found}")
+    def factory(params):
+        raise AssertionError(f"was called with {params}")
 
-    update = Update.make(held, factory)
+    update = Update.make([], factory)
     assert (update.parameters, update.optimizer) == ([], None)
     update.step()
     update.begin()
+
+
+def test_a_factory_may_leave_parameters_out_or_all_of_a_stage():
+    """`[p for p in params if p.ndim > 1]` is a choice that plain PyTorch has, too; their gradients are dropped like others."""
+    held = parameters(1, 2)
+    some = Update.make(held, lambda params: sgd(params[:1]))
+    some.step()
+    assert [parameter.item() for parameter in held] == [0.5, 2.0]
+    none = Update.make(held, lambda params: sgd([p for p in params if p.ndim > 1]))
+    assert none.optimizer is None
+    none.step()
+    none.begin()
+    assert [parameter.grad for parameter in held] == [None, None]
+
+
+def test_a_frozen_stage_has_an_optimizer_unless_the_factory_filters():
+    """The first is trained when it is thawed, the second is not: as in plain PyTorch."""
+    held = [nn.Parameter(torch.ones(1), requires_grad=False)]
+    assert Update.make(held, sgd).optimizer is not None
+    filtered = Update.make(held, lambda params: sgd([p for p in params if p.requires_grad]))
+    assert filtered.optimizer is None
+    whole = nn.Parameter(torch.ones(1, dtype=torch.int8), requires_grad=False)
+    assert Update.make([whole], sgd).optimizer is None
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        lambda params: sgd([*params, *parameters(1)]),
+        lambda params: sgd([p.detach().clone() for p in params]),
+        lambda params: SGD([{"params": parameters(5)}, {"params": params}], lr=0.1),
+    ],
+    ids=["more", "copies", "groups"],
+)
+def test_an_optimizer_over_other_parameters_is_refused(factory):
+    """One over model.parameters() would step every weight once for every stage."""
+    message = r"^optimizer= was called with the 2 parameters of stage 3 and returned SGD over .*besides these.*lambda params: torch"
+    with pytest.raises(SettingError, match=message):
+        Update.make(parameters(1, 2), factory, place="stage 3")
+
+
+class Twice(torch.optim.Optimizer):
+    """Needs a closure."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure):
+        """Call it."""
+        closure()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Twice])
+def test_an_optimizer_that_needs_a_closure_is_refused_by_name(kind):
+    """It would fail at the first update, on every rank."""
+    with pytest.raises(
+        SettingError, match=rf"^{kind.__name__} cannot step a pipeline: .* closure="
+    ):
+        Update.make(parameters(1), kind)
+
+
+def test_an_optimizer_in_place_of_a_factory_is_refused_with_the_lambda_to_write():
+    """Whoever trains with plain PyTorch has one at hand."""
+    message = r"Write optimizer=lambda params: torch.optim.SGD\(params, lr=0.1, momentum=0.9\)$"
+    with pytest.raises(SettingError, match=message):
+        check_factory(SGD(parameters(1), lr=0.1, momentum=0.9))
+    groups = [{"params": parameters(1)}, {"params": parameters(2), "lr": 0.3}]
+    with pytest.raises(SettingError, match="Its 2 parameter groups go into parameter_groups="):
+        check_factory(torch.optim.AdamW(groups))
+    used = SGD(parameters(1), lr=0.1, momentum=0.9)
+    used.step()
+    with pytest.raises(SettingError, match=r"pipe\.load_optimizer_state_dict"):
+        check_factory(used)
+    with pytest.raises(SettingError, match="not 'adam'"):
+        check_factory("adam")
+    check_factory(None)
+    check_factory(torch.optim.Adam)
 
 
 @pytest.mark.parametrize(("made", "kind"), [(None, "NoneType"), (SGD, "type"), ([], "list")])
@@ -166,7 +259,7 @@ def test_another_optimizer_is_over_the_same_parameters_with_a_state_of_its_own()
     held.append(nn.Parameter(torch.ones(1), requires_grad=False))
     update = Update.make(held, lambda found: SGD(found, lr=0.5, momentum=0.9))
     other = update.another()
-    assert other.param_groups[0]["params"] == held[:2]
+    assert other.param_groups[0]["params"] == held
     update.advance(other)
     assert [parameter.item() for parameter in held] == [0.5, 1.5, 1]
     assert (len(other.state), len(update.optimizer.state)) == (2, 0)
@@ -174,7 +267,17 @@ def test_another_optimizer_is_over_the_same_parameters_with_a_state_of_its_own()
 
 def test_a_factory_that_makes_something_else_the_second_time_is_refused():
     """One that hands out what it has made before, until there is no more."""
-    made = [sgd(parameters(1)), None]
-    update = Update.make(parameters(1), lambda _: made.pop(0))
+    held = parameters(1)
+    made = [sgd(held), None]
+    update = Update.make(held, lambda _: made.pop(0))
     with pytest.raises(SettingError, match=r"this one returned NoneType$"):
+        update.another()
+
+
+def test_a_factory_that_returns_the_same_optimizer_twice_is_refused():
+    """Copies of the weights would share one momentum."""
+    held = parameters(1)
+    only = sgd(held)
+    update = Update.make(held, lambda _: only)
+    with pytest.raises(SettingError, match="returned the same optimizer twice"):
         update.another()

@@ -107,15 +107,10 @@ FACTORIES = {
 }
 
 
-def trainable(module):
-    """Its parameters that are trained."""
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
 def stashed(module, line, data, factory):
     """Stashing with copies of the whole module: gradients by micro-batch, losses, and the newest weights."""
     newest = copy.deepcopy(module)
-    optimizer = factory(trainable(newest))
+    optimizer = factory(list(newest.parameters()))
     versions, graphs, losses, grads, latest = [copy.deepcopy(newest)], {}, [], {}, newest
     for kind, number in line.ops:
         if kind == "F":

@@ -517,7 +517,7 @@ def test_what_makes_no_sense_is_refused_in_words(options, message):
 def test_scheduling_without_an_optimizer_or_without_a_scheduler_is_refused():
     """Before training starts with a learning rate that nobody moves."""
     with pytest.raises(
-        SettingError, match="there is no learning rate to schedule: this pipeline has no optimizer"
+        SettingError, match="there is no learning rate to set: this pipeline has no optimizer"
     ):
         pipeline(optimizer=None).scheduler(SCHEDULERS["step"])
     with pytest.raises(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.errors import SettingError
 from penstock.runtime.pipe import Pipe
 
 
@@ -309,3 +310,36 @@ def test_the_parts_of_this_room_that_theirs_have_by_name_are_where_the_page_says
     assert callable(recomputing.is_checkpointing)
     assert callable(recomputing.is_recomputing)
     assert callable(deferred_batch_norm.convert)
+
+
+class Doubled(nn.Sequential):
+    """Does more than its layers."""
+
+    def forward(self, x):
+        """Run it."""
+        return 2 * super().forward(x)
+
+
+class Owner(nn.Sequential):
+    """Has a parameter of its own."""
+
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.ones(2))
+
+
+def test_a_sequential_that_does_or_has_more_than_its_layers_is_refused():
+    """Partitions take the layers alone: the rest was dropped without a word."""
+    layers = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(SettingError, match=r"^Doubled has a forward, .* runs the layers alone"):
+        Pipe(Doubled(*layers), [1, 1], devices=["cpu"] * 2)
+    hooked = nn.Sequential(*layers)
+    hooked.register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(
+        SettingError, match=r"^Sequential has a forward, an order of its layers or hooks"
+    ):
+        Pipe(hooked, [1, 1], devices=["cpu"] * 2)
+    with pytest.raises(
+        SettingError, match=r"^scale is a parameter or buffer of the nn\.Sequential itself"
+    ):
+        Pipe(Owner(*layers), [1, 1], devices=["cpu"] * 2)

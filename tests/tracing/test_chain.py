@@ -281,3 +281,71 @@ def test_meta_and_real_builds_of_a_model_have_one_fingerprint(name):
         chain(model(name, device="meta", **options)).fingerprint
         == chain(model(name, **options)).fingerprint
     )
+
+
+class Scaled(nn.Sequential):
+    """Has something of its own besides its children."""
+
+    def __init__(self, *layers, own):
+        super().__init__(*layers)
+        if own == "parameter":
+            self.scale = nn.Parameter(torch.ones(3))
+        elif own == "buffer":
+            self.register_buffer("scale", torch.ones(3))
+        elif own == "passing":
+            self.register_buffer("scale", torch.ones(3), persistent=False)
+        else:
+            self.scale = self[0].weight
+
+
+@pytest.mark.parametrize("own", ["parameter", "buffer"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_sequential_with_tensors_of_its_own_is_refused_or_traced(own, nested):
+    """They would be in no stage: not trained, and not in state_dict."""
+    made = Scaled(nn.Linear(3, 3), nn.ReLU(), own=own)
+    made = nn.Sequential(nn.Linear(3, 3), made) if nested else made
+    name = r"1\.scale" if nested else "scale"
+    with pytest.raises(
+        ChainError, match=rf"^{name} is a {own} of an nn\.Sequential itself.*ps\.chain\(model"
+    ):
+        chain(made)
+    with pytest.raises(ChainError, match=rf"^0\.{name} is a {own}"):
+        chain([made, nn.Linear(3, 3)])
+    found = chain(made, torch.randn(4, 3))
+    assert {tensor.name for tensor in found.description.tensors} == set(made.state_dict())
+
+
+def test_a_sequential_may_give_a_layers_tensor_another_name_or_hold_what_is_not_saved():
+    """The first is tied, the second is not part of the state."""
+    made = nn.Sequential(Scaled(nn.Linear(3, 3), nn.ReLU(), own="tied"), nn.Linear(3, 2))
+    found = chain(made)
+    assert found.aliases["0.scale"] == "0.0.weight"
+    assert found.container_names == ("0.scale",)
+    assert found.parameter_names() == ["0.0.weight", "0.0.bias", "1.weight", "1.bias"]
+    assert len(chain(Scaled(nn.Linear(3, 3), nn.ReLU(), own="passing"))) == 2
+
+
+class Doubling(nn.Sequential):
+    """Runs its children in another way than by its forward."""
+
+    def __call__(self, x):
+        """Run it."""
+        return 2 * super().__call__(x)
+
+
+class Twice(nn.Sequential):
+    """Likewise."""
+
+    def __iter__(self):
+        return iter([*super().__iter__()] * 2)
+
+
+@pytest.mark.parametrize("kind", [Doubling, Twice])
+def test_a_sequential_that_is_called_or_iterated_in_its_own_way_is_one_layer(kind):
+    """Taken apart, it would be another network."""
+    own = kind(nn.Linear(3, 3), nn.Tanh())
+    found = chain(nn.Sequential(nn.Linear(3, 3), own))
+    assert len(found) == 2
+    assert found.modules[1] is own
+    with pytest.raises(ChainError, match=f"{kind.__name__} has a forward or hooks of its own"):
+        chain(own)

@@ -19,13 +19,13 @@ register = ARITHMETIC.register
 def stage_weights(site: Site) -> StageWeights:
     """The weights of one stage under a rule.
 
-    Without an optimizer there is one version, whatever the rule says: nothing makes another.
+    Without an optimizer, or anything to train, there is one version, whatever the rule says: nothing makes another.
 
     Raises:
         SettingError: the rule's paper has no formula for this optimizer, or for how it is set.
     """
     optimizer = site.update.optimizer
-    if optimizer is None:
+    if optimizer is None or not site.update.parameters:
         return ARITHMETIC.find("newest").make(site)
     allowed = site.rule.optimizers
     if allowed and kind_of(optimizer) not in allowed:

@@ -215,7 +215,7 @@ class _Gradients:
 
     def of(self, group: Group) -> dict[int, Tensor]:
         """Those of the group's parameters that had one."""
-        indices = (self._index[parameter] for parameter in group["params"])
+        indices = (self._index[each] for each in group["params"] if each in self._index)
         return {i: self._held[i] for i in indices if i in self._held}
 
     def state(self) -> State:

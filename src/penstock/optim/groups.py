@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import SettingError
-from penstock.optim.update import OptimizerFactory
+from penstock.optim.factory import OptimizerFactory
 
 #: From a parameter's name in the model and the parameter to options of its group, such as `{"weight_decay": 0.0}`.
 GroupsOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
@@ -33,7 +33,9 @@ class Groups:
 
     @classmethod
     def of(cls, function: GroupsOf, named: Iterable[tuple[str, nn.Parameter]]) -> Groups:
-        """Ask `function` of every trainable parameter; parameters with the same options are one group, in order of appearance.
+        """Ask `function` of every parameter; those with the same options are one group, in order of appearance.
+
+        Trainable parameters come first: those that are frozen now, and may be thawed later, add groups only behind theirs.
 
         Args:
             function: the user's.
@@ -44,9 +46,8 @@ class Groups:
         """
         options: list[Mapping[str, Any]] = []
         place: dict[str, int] = {}
-        for name, parameter in named:
-            if not parameter.requires_grad:
-                continue
+        able = [row for row in named if row[1].is_floating_point() or row[1].is_complex()]
+        for name, parameter in sorted(able, key=lambda row: not row[1].requires_grad):
             found = function(name, parameter)
             if not isinstance(found, Mapping) or "params" in found:
                 what = "one with 'params'" if isinstance(found, Mapping) else type(found).__name__

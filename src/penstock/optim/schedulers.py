@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from penstock.errors import SettingError
 from penstock.optim.class_names import class_name, same_class
-from penstock.optim.update import OptimizerFactory
+from penstock.optim.factory import OptimizerFactory, make_optimizer
+from penstock.optim.param_groups import separate_tensors
 
 #: From an optimizer to a scheduler over it, such as `lambda optimizer: StepLR(optimizer, 10)`.
 SchedulerFactory = Callable[[Optimizer], Any]
@@ -37,9 +38,17 @@ class Schedulers:
             saved_kind: the `kind` of the scheduler that gave it, where that is known.
 
         Raises:
-            SettingError: `make` returned something that is no scheduler, or one of another class than that which was saved.
+            SettingError: `make` is no function, or returned something that is no scheduler of the optimizer that it was given, or
+                one of another class than that which was saved.
         """
+        if not callable(make):
+            raise SettingError(
+                "scheduler() takes a function from an optimizer to a scheduler, such as lambda optimizer: "
+                f"{type(make).__name__}(optimizer, ...), since every stage has an optimizer of its own; this is a "
+                f"{type(make).__name__} itself"
+            )
         self._optimizers = list(optimizers)
+        separate_tensors(self._optimizers)
         # Making a scheduler sets learning rate and momentum to what they begin with.
         options = [[{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
                    for optimizer in self._optimizers]  # fmt: skip
@@ -50,6 +59,7 @@ class Schedulers:
             ):
                 raise SettingError("scheduler() takes a function from an optimizer to one of torch.optim.lr_scheduler, such as lambda "
                                    f"optimizer: StepLR(optimizer, 10); this one returned {type(each).__name__}")  # fmt: skip
+        _check_own(self._each, self._optimizers)
         if saved is not None:
             for optimizer, groups in zip(self._optimizers, options, strict=True):
                 for group, kept in zip(optimizer.param_groups, groups, strict=True):
@@ -131,6 +141,16 @@ class Schedulers:
             ) from error
 
 
+def _check_own(schedulers: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
+    for scheduler, optimizer in zip(schedulers, optimizers, strict=True):
+        its = getattr(scheduler, "optimizer", optimizer)
+        if isinstance(its, Optimizer) and its is not optimizer:
+            raise SettingError(
+                f"scheduler() called the function with a stage's optimizer and got a {type(scheduler).__name__} of another one: "
+                f"it ignores its argument. Write lambda optimizer: {type(scheduler).__name__}(optimizer, ...)"
+            )
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
@@ -140,9 +160,28 @@ def _plain(value: Any) -> Any:
 
 
 def stand_in(factory: OptimizerFactory) -> Optimizer:
-    """An optimizer like the stages', over a number that nobody uses: for a rank where nothing is trained, which is to know the learning
-    rate all the same.
+    """An optimizer like the stages', over numbers that nothing uses: for a rank where nothing is trained, which is to know the
+    learning rate all the same.
+
+    Raises:
+        SettingError: the factory refuses parameters of every number of dimensions from 1 to 4.
     """
-    optimizer = factory([nn.Parameter(torch.zeros(1))])
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers complain of those that never step
-    return optimizer
+    shapes = [(1,) * dims for dims in range(1, 5)]
+    # All at once suits a factory that chooses by dimensions; one that refuses some takes others.
+    for chosen in (shapes[:1], shapes, *([shape] for shape in shapes[1:])):
+        try:
+            optimizer = make_optimizer(
+                factory, [nn.Parameter(torch.zeros(shape)) for shape in chosen], "a rank"
+            )
+        except ValueError as error:
+            if isinstance(error, SettingError):
+                raise
+            continue
+        if optimizer is not None:
+            # torch's schedulers complain of optimizers that never step
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            return optimizer
+    raise SettingError(
+        "this rank has no parameters, and optimizer= makes no optimizer over a stand-in for them, a single number, by which "
+        "it would know the learning rate: let the factory take any parameters, or cut the model so that every rank has some"
+    )

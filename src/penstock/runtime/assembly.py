@@ -13,15 +13,17 @@ from torch.optim import Optimizer
 
 from penstock.errors import SettingError
 from penstock.optim.catalogue import stage_weights
+from penstock.optim.factory import OptimizerFactory, check_alike, group_numbers
 from penstock.optim.groups import Groups
 from penstock.optim.schedulers import stand_in
 from penstock.optim.stage_weights import Site, StageWeights
-from penstock.optim.update import OptimizerFactory, Update
+from penstock.optim.update import Update
 from penstock.runtime.checkpoint import Versioned
 from penstock.runtime.clock import clock_for
 from penstock.runtime.copies import Copies, WaveMessages
 from penstock.runtime.interpreter import Interpreter
 from penstock.runtime.options import Options
+from penstock.runtime.reach import ModelParameters, Reach
 from penstock.runtime.setting import Setting
 from penstock.runtime.stage import Loss, Stage, StageLayer
 from penstock.runtime.state import Placed
@@ -54,6 +56,7 @@ class Assembly:
     shared: tuple[Shared, ...] = ()
     tied: Mapping[int, Tied] = field(default_factory=dict)
     make: OptimizerFactory | None = None
+    _stand_ins: list[Optimizer] = field(default_factory=list)
 
     @property
     def steps(self) -> bool:
@@ -118,11 +121,14 @@ class Assembly:
         """
         if self.make is None:
             raise SettingError(
-                "there is no learning rate to schedule: this pipeline has no optimizer. Give it one by optimizer="
+                "there is no learning rate to set: this pipeline has no optimizer. Give it one by optimizer="
             )
-        return [
+        here = [
             stage.update.optimizer for stage in self.stages if stage.update.optimizer is not None
-        ] or [stand_in(self.make)]
+        ]
+        if not here and not self._stand_ins:
+            self._stand_ins.append(stand_in(self.make))
+        return here or self._stand_ins
 
     def told(self, texts: list[str]) -> tuple[str, ...]:
         """What the first rank that trains anything says, on every rank."""
@@ -240,6 +246,7 @@ def assemble(traced: TracedChain, setting: Setting, world: World, training: Trai
         over_ranks = [(each, tensor) for each, tensor in held if len(each.ranks) > 1]
         if over_ranks:
             tied[rank] = Tied(rank, over_ranks, transport, made.guard)
+    _check_optimizers(traced, interpreters)
     if len(world.local_ranks) < world.size:
         held_here = {
             layer.index
@@ -249,6 +256,18 @@ def assemble(traced: TracedChain, setting: Setting, world: World, training: Trai
         }
         bench.traced = without_others(traced, held_here)
     return Assembly(bench.traced, world, setting, interpreters, apart, shared, tied, bench.make)
+
+
+def _check_optimizers(traced: TracedChain, interpreters: Mapping[int, Interpreter]) -> None:
+    by_stage: dict[int, list[dict[str, int | None]]] = {}
+    for interpreter in interpreters.values():
+        for index, stage in interpreter.stages.items():
+            numbers = group_numbers(stage.update.optimizer)
+            names = _names(traced, stage.layers)
+            of_stage = {names[each]: numbers.get(id(each)) for each in stage.update.candidates}
+            by_stage.setdefault(index, []).append(of_stage)
+    for index, copies in sorted(by_stage.items()):
+        check_alike(index, copies)
 
 
 @dataclass(frozen=True)
@@ -282,6 +301,7 @@ class _Bench:
         # Whose tensor counts, by name: what is not there lies in one stage, and counts on the first rank of that.
         self._home = {each.name: each.home for each in self.shared}
         self._first = [ranks[0] for ranks in schedule.ranks_of_stage]
+        self._model = ModelParameters.of(self.traced)
 
     def stages(self, rank: int) -> tuple[dict[int, Stage], list[tuple[Shared, Tensor]]]:
         """The stages of a rank, and those of the shared tensors that it holds."""
@@ -345,8 +365,10 @@ class _Bench:
         update = Update.make(
             list(names),
             self.make,
-            (tensor for tensor in borrowed if isinstance(tensor, nn.Parameter)),
+            [tensor for tensor in borrowed if isinstance(tensor, nn.Parameter)],
+            f"stage {index}",
         )
+        update.clip_value = training.options.clip_grad_value
         evicted = {
             op.micro_batch
             for op in setting.schedule.programs[rank]
@@ -357,7 +379,8 @@ class _Bench:
         return Stage(index, layers, device, update, training.seed, setting.recompute, training.loss if last else None, evicted,
                      entry=None if entry is None else entry.to(device), exit=None if last else traced.exits.get(end - 1),
                      autocast=training.options.autocast, recomputed=setting.recomputed, segment_starts=setting.segment_starts,
-                     compile=training.options.compiled, offload=training.options.offload)  # fmt: skip
+                     compile=training.options.compiled, offload=training.options.offload,
+                     reach=Reach(index, names, self._model))  # fmt: skip
 
 
 def _names(traced: TracedChain, layers: Sequence[StageLayer]) -> dict[nn.Parameter, str]:

@@ -264,9 +264,12 @@ def make_batch(
     """Cut a batch into `micro_batches` parts, or into single samples if there are fewer; with `slicing`, into its slices.
 
     Raises:
-        SettingError: inputs and targets have no samples, or not the same number; or sequences are to be cut, and they are not the
+        SettingError: a tensor requires a gradient; inputs and targets have no samples, or not the same number; or sequences are to be cut, and they are not the
             second dimension of everything, or are shorter than they have slices.
     """
+    if training:
+        _check_no_grad(x, "inputs")
+        _check_no_grad(y, "targets")
     samples = sample_count(x, "the inputs of a batch")
     if y is not None and sample_count(y, "the targets of a batch") != samples:
         raise SettingError(
@@ -309,6 +312,16 @@ def _described(x: Any) -> tuple[object, str]:
 def _tensor_form(tensor: Tensor) -> tuple[object, ...]:
     form = tuple(tensor.shape), str(tensor.dtype)
     return form if tensor.is_contiguous() else (*form, tensor.stride())
+
+
+def _check_no_grad(value: Any, what: str) -> None:
+    leaves = [value] if type(value) is Tensor else flatten(value)[0]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise SettingError(
+                f"the {what} of a batch have a tensor of shape {tuple(leaf.shape)} that requires a gradient, and a Pipeline "
+                "gives gradients to parameters only: detach() it; or use ps.Pipe, which gives gradients to its inputs"
+            )
 
 
 @lru_cache(maxsize=1024)

@@ -65,6 +65,10 @@ class Copies:
     _before: list[Tensor | None] | None = None
 
     def __post_init__(self) -> None:
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take in the parameters that the stage trains now."""
         elsewhere = set(map(id, self.apart))
         self._parameters = [
             each for each in self.stage.update.parameters if id(each) not in elsewhere
@@ -152,11 +156,13 @@ class Copies:
     def _exchange(self, number: Round, rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """Send `rows[n]` to the n-th copy; what the copies have sent here, in the order of the ranks, the own row among them."""
         message = Message(Kind.U, self.stage.index, number)
+        # Parameters may be thawed: with more of them the message has another form.
+        signature = f"{number.name} {len(self._parameters)}"
         others = [rank for rank in self.ranks if rank != self.rank]
-        arrivals = {rank: self.transport.post(rank, message, number.name) for rank in others}
+        arrivals = {rank: self.transport.post(rank, message, signature) for rank in others}
         for rank, row in zip(self.ranks, rows, strict=True):
             if rank != self.rank:
-                self.transport.send(rank, message, Payload.row(row), number.name)
+                self.transport.send(rank, message, Payload.row(row), signature)
         found: list[list[Tensor]] = []
         for rank, row in zip(self.ranks, rows, strict=True):
             arrived = self.guard(rank, arrivals[rank].wait) if rank != self.rank else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -34,6 +35,8 @@ class Options:
     deferred_batch_norm: bool = False
     offload: bool = False
     boundary: str | None = None
+    clip_norm_type: float = 2.0
+    clip_grad_value: float | None = None
 
     @property
     def compiled(self) -> Mapping[str, Any] | None:
@@ -57,10 +60,7 @@ class Options:
         if reduction != "mean":
             raise SettingError(f"the loss reduces by {reduction!r}; it must be the mean over the samples "
                                "it is given, so that micro-batches can be weighed by their sizes")  # fmt: skip
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise SettingError(
-                f"clip_grad_norm is the longest that the gradients may be, above 0, not {self.clip_grad_norm}"
-            )
+        self._check_clipping()
         if self.autocast is not None and self.autocast not in _MIXED:
             raise SettingError(
                 f"autocast is torch.bfloat16 or torch.float16, not {self.autocast!r}"
@@ -81,6 +81,7 @@ class Options:
             name
             for name, wish in (
                 ("clip_grad_norm", self.clip_grad_norm is not None),
+                ("clip_grad_value", self.clip_grad_value is not None),
                 ("scaler", bool(self.scaler)),
             )
             if wish
@@ -98,6 +99,31 @@ class Options:
         if asked and not steps:
             raise SettingError(
                 f"{asked[0]} is of the update, and this pipeline has no optimizer: give it one by optimizer="
+            )
+
+    def _check_clipping(self) -> None:
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise SettingError(
+                f"clip_grad_norm is the longest that the gradients may be, above 0, not {self.clip_grad_norm}"
+            )
+        if self.clip_grad_value is not None and not self.clip_grad_value > 0:
+            raise SettingError(
+                "clip_grad_value is the largest absolute value that a gradient may have, above 0, not "
+                f"{self.clip_grad_value}"
+            )
+        if not isinstance(self.clip_norm_type, (int, float)) or math.isnan(self.clip_norm_type):
+            raise SettingError(
+                'clip_norm_type is the order of the norm, a number such as 2.0, 1.0 or float("inf"), not '
+                f"{self.clip_norm_type!r}"
+            )
+        if self.clip_norm_type != 2.0 and self.clip_grad_norm is None:
+            raise SettingError(
+                f"clip_norm_type={self.clip_norm_type} is of clip_grad_norm=, which is not given"
+            )
+        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
+            raise SettingError(
+                f"clip_grad_norm={self.clip_grad_norm} and clip_grad_value={self.clip_grad_value}: give one of them, for which "
+                "comes first changes the gradients"
             )
 
     def converted(self, traced: TracedChain, micro_batches: int) -> TracedChain:

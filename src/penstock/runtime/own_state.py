@@ -32,12 +32,12 @@ class Facts:
 
 
 def names_of(stage: Stage) -> dict[Tensor, str]:
-    """The stage's trainable parameters by their first name."""
+    """The parameters that the stage's optimizer may have, frozen ones too, by their first name."""
     names: dict[Tensor, str] = {}
     for layer in stage.layers:
         for name, parameter in parameters_of(layer.name, layer.module):
             names.setdefault(parameter, name)
-    return {parameter: names[parameter] for parameter in stage.update.parameters}
+    return {parameter: names[parameter] for parameter in stage.update.candidates}
 
 
 def optimizer_state(stage: Stage, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

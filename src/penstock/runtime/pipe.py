@@ -11,11 +11,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, SettingError
 from penstock.runtime.pipe_play import Engine
 from penstock.runtime.pipe_run import check, cut, run_forward
 from penstock.runtime.pipe_stage import Partition, PipeStage
 from penstock.tracing import deferred_batch_norm as deferred
+from penstock.tracing.sequential import runs_otherwise
 from penstock.tracing.skippable import Skip, Skippable, verify_skippables
 
 #: How many micro-batches, of so many, run again before their backward.
@@ -80,6 +81,7 @@ class Pipe(nn.Module):
             raise TypeError(
                 f"module must be nn.Sequential to be partitioned, not {type(module).__name__}"
             )
+        _check_sequential(module)
         lengths = _lengths(module, balance)
         if self.chunks < 1:
             raise ValueError(f"number of chunks must be positive integer, not {self.chunks}")
@@ -234,6 +236,27 @@ def _lengths(module: nn.Sequential, balance: Iterable[int] | None) -> list[int]:
         raise ValueError("module with duplicate children is not supported: one layer stands in several places. Give each place a layer of "
                          "its own, or use ps.Pipeline, which ties weights")  # fmt: skip
     return lengths
+
+
+def _check_sequential(module: nn.Sequential) -> None:
+    """Refuse an nn.Sequential that does more than calling its children, which are all that partitions take.
+
+    Raises:
+        SettingError: it has a forward, hooks, parameters or buffers of its own.
+    """
+    if runs_otherwise(module):
+        raise SettingError(
+            f"{type(module).__name__} has a forward, an order of its layers or hooks of its own, and a Pipe runs the layers alone, "
+            "one after another: give it nn.Sequential(*layers), with what the forward does besides in a layer; or use "
+            "ps.Pipeline with ps.chain(model, example)"
+        )
+    known = {id(tensor) for layer in module for tensor in (*layer.parameters(), *layer.buffers())}
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and id(tensor) not in known:
+            raise SettingError(
+                f"{name} is a parameter or buffer of the nn.Sequential itself, and a Pipe takes its layers alone: it would not be "
+                "in parameters() or state_dict(). Let the layer that uses it have it"
+            )
 
 
 def _devices(devices: Devices | None, partitions: int) -> list[torch.device]:

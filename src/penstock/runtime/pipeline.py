@@ -21,6 +21,8 @@ from penstock.runtime import state
 from penstock.runtime.assembly import Training, assemble
 from penstock.runtime.batch import Batch, make_batch, pair_of
 from penstock.runtime.compare import Comparison, compare
+from penstock.runtime.loss_parameters import check_training
+from penstock.runtime.optimizing import Optimizing
 from penstock.runtime.options import Options, check_accumulate
 from penstock.runtime.persistence import Persistence
 from penstock.runtime.player import AHEAD, Mode, Player
@@ -32,6 +34,7 @@ from penstock.runtime.stage import Loss, Stage
 from penstock.runtime.streaming import Streaming
 from penstock.runtime.timing import measured
 from penstock.runtime.together import Together
+from penstock.runtime.trainability import Trainability
 from penstock.schedule.op import Schedule
 from penstock.schedule.portions import Portions
 from penstock.tracing.chain import TracedChain, chain
@@ -39,7 +42,7 @@ from penstock.tracing.slices import check_slices
 from penstock.values.classes import remember_code
 
 
-class Pipeline:
+class Pipeline(Optimizing):
     """A model cut over ranks, with its loss and optimizers. Every rank makes one and calls the same methods with the same data.
 
     Args:
@@ -64,6 +67,8 @@ class Pipeline:
         executor: "processes" (one rank in each, under torchrun or `ps.launch`) or "threads" (all ranks in this process, for
             tests and debugging). By default processes if there are several, threads if there is one rank alone.
         clip_grad_norm: how long the gradients of all stages may be together, as torch.nn.utils.clip_grad_norm_.
+        clip_norm_type: of that norm, such as 2.0, 1.0 or float("inf").
+        clip_grad_value: the largest absolute value in a gradient at a step, as torch.nn.utils.clip_grad_value_.
         autocast: torch.bfloat16 or torch.float16: mixed precision in layers and loss.
         scaler: True, options of torch.amp.GradScaler by name, or one: dynamic loss scaling, skipped on all ranks or none.
         parameter_groups: from a parameter's name and the parameter to options of its group, such as `{"weight_decay": 0.0}`;
@@ -108,6 +113,8 @@ class Pipeline:
         deferred_batch_norm: bool = False,
         offload: bool = False,
         boundary: str | None = None,
+        clip_norm_type: float = 2.0,
+        clip_grad_value: float | None = None,
     ) -> None:
         traced = model if isinstance(model, TracedChain) else chain(model)
         words = Words(balance, schedule, micro_batches, recompute, weights, weights_options)
@@ -123,9 +130,12 @@ class Pipeline:
             deferred_batch_norm,
             offload,
             boundary,
+            clip_norm_type,
+            clip_grad_value,
         )
         check(self.setting)
         options.check(self.setting.schedule, loss, steps=optimizer is not None)
+        check_training(traced, loss, optimizer)
         self.chain = options.converted(traced, self.setting.schedule.micro_batches)
         self.chain.description.stage_bounds(self.setting.lengths)
         check_slices(self.chain, self.setting.schedule)
@@ -144,9 +154,10 @@ class Pipeline:
         if len(self._world.local_ranks) < self._world.size:
             remember_code([*(part for module in traced.modules for part in module.modules()), loss])
         self._made = assemble(self.chain, self.setting, self._world, self._training)
-        self.chain = self._made.traced
+        whole, self.chain = self.chain, self._made.traced
         self._made.share_weights()
-        self._together = Together(self._made, scaling, clip_grad_norm)
+        self._together = Together(self._made, scaling, clip_grad_norm, norm_type=clip_norm_type)
+        self._trainability = Trainability(self._made, self._together, whole)
         self._player = Player(self._made, self._together)
         self._stream: Streaming | None = None
         if self.setting.schedule.stream is not None:
@@ -270,7 +281,7 @@ class Pipeline:
             )
         batch = make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=training,
                            slicing=self.setting.schedule.slicing)  # fmt: skip
-        return self._preparation.prepare(batch)
+        return self._preparation.prepare(self._trainability.checked(batch))
 
     def _drain(self) -> None:
         if self._stream is not None:
@@ -298,21 +309,6 @@ class Pipeline:
             raise SettingError(f"accumulate cannot change while the gradients of {self._gathered} batches wait for their step: update() or "
                                "zero_grad() first")  # fmt: skip
         self._accumulate = count
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The norm of all stages' gradients at the last step, before clipping; None where neither clipping nor scaling asks for it."""
-        return self._together.grad_norm
-
-    @property
-    def loss_scale(self) -> float:
-        """What the loss is multiplied by before the backward; 1 without a scaler."""
-        return 1.0 if self._together.scaler is None else self._together.scaler.scale
-
-    @property
-    def skipped(self) -> int:
-        """Steps that were skipped because a gradient was not finite, on all ranks."""
-        return 0 if self._together.scaler is None else self._together.scaler.skipped
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of the stages held here, by the model's own names. One that several stages use is given at its home alone."""
@@ -394,17 +390,27 @@ class Pipeline:
         self._drain()
         return state.collect(self._world, self._made.placed)
 
-    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the values of the stages held here from the whole model's state.
+    def load_state_dict(
+        self, tensors: Mapping[str, Tensor], strict: bool = True
+    ) -> state.IncompatibleKeys:
+        """Take the values of the stages held here from the whole model's state, as `torch.nn.Module.load_state_dict`.
+
+        Args:
+            tensors: by the model's names.
+            strict: False passes over names that are missing or not the model's.
+
+        Returns:
+            Those names, as `missing_keys` and `unexpected_keys`, of the whole model on every rank.
 
         Raises:
-            SettingError: a tensor is missing or has another shape.
+            SettingError: a tensor has another shape; or, with `strict`, is missing or not the model's.
         """
         if self._stream is not None:
             self._stream.begin_anew()
-        state.put(self._made.placed, tensors)
+        found = state.load(self._made.placed, tensors, strict=strict)
         if self._stream is not None:
             self._made.let_read()
+        return found
 
     def save(self, folder: str | Path, *, allow_nonfinite: bool = False) -> None:
         """Write weights, optimizers, schedulers, scaler and step into `folder`: one file per stage, readable under any other plan.

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import RunError
 from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.grad.whole import whole_grad
 from penstock.optim.update import Update
@@ -21,6 +20,7 @@ from penstock.runtime.eviction import Saved
 from penstock.runtime.held import Held
 from penstock.runtime.layers import StageLayer, StageLayers
 from penstock.runtime.past import Past, Pasts, tensors_of
+from penstock.runtime.reach import Reach
 from penstock.runtime.second_forward import FirstForward, SecondForwards
 from penstock.runtime.stage_loss import Loss, StageLoss, Starts, total
 from penstock.simulate.simulate import recomputes
@@ -76,7 +76,7 @@ class Stage:
 
     `evicted`: micro-batches that `evict` will be asked for. `held`: what counts what is kept, for all stages of a rank. `entry`,
     `exit`, `recomputed`, `segment_starts`, `compile`, `offload`: see `StageLayers`. `autocast`: the dtype of mixed precision.
-    `loss_scale`: what gradients are multiplied by, and the loss that is reported is not.
+    `loss_scale`: what gradients are multiplied by, and the loss that is reported is not. `reach`: what graphs may lead to.
     """
 
     index: int
@@ -96,6 +96,7 @@ class Stage:
     segment_starts: frozenset[int] = frozenset()
     compile: Mapping[str, Any] | None = None
     offload: bool = False
+    reach: Reach | None = None
     _kept: dict[_Key, _Kept | _Plain] = field(default_factory=dict)
     _pending: dict[_Key, tuple[PendingWeights, int]] = field(default_factory=dict)
     _pasts: Pasts = field(default_factory=Pasts)
@@ -144,7 +145,7 @@ class Stage:
     def renew(self) -> None:
         """Learn anew what the layers do: those of a traced model have other code."""
         self._running.renew()
-        self._changes_input.clear()
+        self._in_place = InPlace()
         self._plain.clear()
 
     def forward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload | None:
@@ -243,7 +244,9 @@ class Stage:
             with _AS_IT_IS if torch.is_grad_enabled() else torch.enable_grad(), self._mixed():
                 value = self._running.run(batch, micro_batch, value, _NO_PAST)
                 if self._losses is not None:
-                    value = self._losses.of(batch, micro_batch, value, sides)
+                    output, value = value, self._losses.of(batch, micro_batch, value, sides)
+                    if self.reach is not None and batch.training:
+                        self.reach.check_loss(batch.step, value, output)
         finally:
             collect_side_losses(outer)
         root = value if value.requires_grad else None
@@ -356,6 +359,8 @@ class Stage:
             value = self._running.run(batch, micro_batch, value, past)
             past.check_unchanged()
             watch.check()
+            if self.reach is not None and batch.training:
+                self.reach.check_output(self._form(batch, micro_batch), value)
             told = sides if before is None else [before.to(self.device), *sides]
             own = [side for side in sides if side.requires_grad] if batch.training else []
             if self._losses is None:
@@ -363,6 +368,8 @@ class Stage:
                 check_devices(result, self.device)
             else:
                 loss = self._losses.of(batch, micro_batch, value, told)
+                if self.reach is not None and batch.training:
+                    self.reach.check_loss(batch.step, loss, value)
                 if isinstance(loss, Tensor) and loss.requires_grad:
                     own.append(loss)
         return result, own

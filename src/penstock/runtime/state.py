@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,13 @@ from penstock.runtime.world import World
 from penstock.tracing.chain import TracedChain
 from penstock.tracing.names import parameters_of, state_of
 from penstock.transport.payload import TensorForm
+
+
+class IncompatibleKeys(NamedTuple):
+    """Names that `load_state_dict` has passed over, as torch's own result has them."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 @dataclass(frozen=True)
@@ -57,11 +65,78 @@ def put(placed: Placed, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         SettingError: a tensor is missing or has another shape.
     """
+    _put(placed, tensors, strict=True)
+
+
+def load(placed: Placed, tensors: Mapping[str, Tensor], *, strict: bool = True) -> IncompatibleKeys:
+    """Likewise, from the state of a whole model.
+
+    Args:
+        placed: which rank holds what.
+        tensors: by the model's names.
+        strict: False passes over what is missing, and over names that the model does not have.
+
+    Returns:
+        Those names, of the whole model.
+
+    Raises:
+        SettingError: a tensor has another shape; or, with `strict`, there are such names.
+    """
+    aliases = placed.traced.aliases
+    names = _names(placed.traced)
+    missing = [
+        name for name in names if name not in tensors and aliases.get(name, name) not in tensors
+    ]
+    known = {*names, *aliases}
+    unexpected = [name for name in tensors if name not in known]
+    if strict and (missing or unexpected):
+        raise SettingError(
+            "the state is not that of this model: "
+            + "; ".join(
+                f"it {verb} {_some(listed)}"
+                for verb, listed in (
+                    ("lacks", missing),
+                    ("has, and the model has not,", unexpected),
+                )
+                if listed
+            )
+            + _advice(names, unexpected)
+        )
+    _put(placed, tensors, strict=strict)
+    return IncompatibleKeys(missing, unexpected)
+
+
+def _names(traced: TracedChain) -> list[str]:
+    """The names in the whole model's state, in the order of the chain."""
+    names = (
+        name
+        for layer, module in zip(traced.layers, traced.modules, strict=True)
+        for name in state_of(layer.name, module)
+    )
+    return [*dict.fromkeys([*names, *traced.container_names])]
+
+
+def _some(names: Sequence[str], most: int = 6) -> str:
+    shown = ", ".join(repr(name) for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _advice(names: Sequence[str], unexpected: Sequence[str]) -> str:
+    for prefix in ("module.", "_orig_mod."):
+        inner = [name.removeprefix(prefix) for name in unexpected if name.startswith(prefix)]
+        if inner and inner[0] in names:
+            return f". Take {prefix!r} off its names, which a wrapper of the model has put there"
+    return ". With strict=False such names are passed over"
+
+
+def _put(placed: Placed, tensors: Mapping[str, Tensor], *, strict: bool) -> None:
     pairs = []
     for stage in placed.local:
         for name, target in own(stage).items():
             source = tensors.get(name, tensors.get(placed.traced.aliases.get(name, name)))
             if source is None:
+                if not strict:
+                    continue
                 raise SettingError(f"the state has no {name!r}, which stage {stage.index} needs")
             if source.shape != target.shape:
                 raise SettingError(
@@ -92,12 +167,8 @@ def collect(world: World, placed: Placed) -> dict[str, Tensor]:
     found = _gathered(world, local, described)
     if not found:
         return {}
-    names = (
-        name
-        for layer, module in zip(placed.traced.layers, placed.traced.modules, strict=True)
-        for name in state_of(layer.name, module)
-    )
-    return {name: found[placed.traced.aliases.get(name, name)] for name in names}
+    aliases = placed.traced.aliases
+    return {name: found[aliases.get(name, name)] for name in _names(placed.traced)}
 
 
 def collect_grads(world: World, placed: Placed) -> dict[str, Tensor]:

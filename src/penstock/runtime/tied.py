@@ -133,7 +133,14 @@ class Tied:
     _there: Mapping[int, list[Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._here, self._there = self._by_peer([row for row in self.held if row[0].trainable])
+        self._trained = {shared.name for shared, _ in self.held if shared.trainable}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take in the parameters that have been thawed."""
+        self._trained |= {shared.name for shared, tensor in self.held if tensor.requires_grad}
+        rows = [row for row in self.held if row[0].name in self._trained]
+        self._here, self._there = self._by_peer(rows)
 
     def _by_peer(
         self, rows: Iterable[tuple[Shared, Tensor]]
@@ -154,7 +161,8 @@ class Tied:
         """Give gradients to their homes, and add up those whose home is here, in the order of the ranks."""
         number = Number.GRADIENTS
         arrivals = {
-            rank: self.transport.post(rank, number.message, number.name) for rank in self._here
+            rank: self.transport.post(rank, number.message, _signature(number, tensors))
+            for rank, tensors in self._here.items()
         }
         for home, tensors in self._there.items():
             flags = torch.tensor(
@@ -166,7 +174,7 @@ class Tied:
                 torch.zeros_like(tensor) if tensor.grad is None else _dense(tensor.grad)
                 for tensor in tensors
             ]
-            self._send(home, number, [flags, *Packed.of(grads).parts])
+            self._send(home, number, [flags, *Packed.of(grads).parts], _signature(number, tensors))
             for tensor in tensors:
                 tensor.grad = None
         for rank, arrival in arrivals.items():
@@ -203,14 +211,9 @@ class Tied:
                 for tensor, value in zip(tensors, found, strict=True):
                     tensor.copy_(value)
 
-    def _send(
-        self, rank: int, number: Number, tensors: list[Tensor], signature: str | None = None
-    ) -> None:
+    def _send(self, rank: int, number: Number, tensors: list[Tensor], signature: str) -> None:
         payload = Payload.row(tensors)
-        self.guard(
-            rank,
-            lambda: self.transport.send(rank, number.message, payload, signature or number.name),
-        )
+        self.guard(rank, lambda: self.transport.send(rank, number.message, payload, signature))
 
 
 def _signature(number: Number, tensors: Sequence[Tensor]) -> str:

@@ -30,6 +30,9 @@ class Together:
         made: the ranks.
         scaler: the loss scaler, if there is one.
         clip_grad_norm: how long the gradients of all stages may be together.
+        norm_type: of that norm: 2.0, infinity, or any other that torch.nn.utils.clip_grad_norm_ takes.
+        trained: names of tied parameters that were frozen when the pipeline was made and have been thawed since.
+        epoch: how often parameters have been frozen or thawed: messages of gradients then have other lengths.
         grad_norm: how long they were at the last step that was made here, before clipping.
     """
 
@@ -37,6 +40,9 @@ class Together:
     scaler: LossScaler | None = None
     clip_grad_norm: float | None = None
     grad_norm: float | None = None
+    norm_type: float = 2.0
+    trained: set[str] = field(default_factory=set)
+    epoch: int = 0
     _homes: Mapping[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -47,7 +53,9 @@ class Together:
     @property
     def needed(self) -> bool:
         """Whether a step needs all stages, so that a U cannot make it alone."""
-        return self.talks or any(shared.trainable for shared in self.made.shared)
+        return self.talks or any(
+            shared.trainable or shared.name in self.trained for shared in self.made.shared
+        )
 
     @property
     def talks(self) -> bool:
@@ -119,7 +127,7 @@ class Together:
                 found += self.scaler.unscale(stage.update.parameters, stage.device)
         # Copies of a stage have the same gradients, and count once: at home.
         rows = [
-            norms_of(interpreter.stages[stage].update.parameters, device)
+            norms_of(interpreter.stages[stage].update.parameters, device, self.norm_type)
             for stage in self._homes[rank]
         ]
         total, found = self._decided(interpreter, rows, found)
@@ -130,23 +138,25 @@ class Together:
     ) -> tuple[Tensor, Tensor]:
         """Rank 0 hears all norms, adds up in the order of the stages, and tells all the same number."""
         transport, told, verdict = interpreter.transport, Number.NORMS, Number.VERDICT
+        signature = f"{told.name} {self.epoch}"
         if interpreter.rank:
             arrival = transport.post(0, verdict.message, verdict.name)
             own = Payload.row([found, *self._packed(interpreter, rows)])
-            interpreter.guard(0, lambda: transport.send(0, told.message, own, told.name))
+            interpreter.guard(0, lambda: transport.send(0, told.message, own, signature))
             total, found = interpreter.guard(0, arrival.wait).tensors
         else:
             others = range(1, self.made.world.size)
-            arrivals = {rank: transport.post(rank, told.message, told.name) for rank in others}
+            arrivals = {rank: transport.post(rank, told.message, signature) for rank in others}
             by_stage = dict(zip(self._homes[0], rows, strict=True))
             for rank, arrival in arrivals.items():
-                theirs, lengths, norms = interpreter.guard(rank, arrival.wait).tensors
+                theirs, lengths, packed = interpreter.guard(rank, arrival.wait).tensors
                 found = found + theirs
-                parts = torch.split(norms, lengths.tolist())
+                parts = torch.split(packed, lengths.tolist())
                 by_stage.update(
                     zip(self._homes[rank], (part[~(part < 0)] for part in parts[1:]), strict=True)
                 )
-            total = total_norm([by_stage[stage] for stage in sorted(by_stage)]).to(found.device)
+            norms = [by_stage[stage] for stage in sorted(by_stage)]
+            total = total_norm(norms, self.norm_type).to(found.device)
             answer = Payload.row([total, found])
             for rank in others:
                 interpreter.guard(

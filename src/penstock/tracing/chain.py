@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from penstock.errors import ChainError
 from penstock.model.chain import Chain, Layer, TensorFacts
-from penstock.tracing.names import prefix_of
+from penstock.tracing.names import parameters_of, prefix_of
+from penstock.tracing.sequential import check_containers, container_tensors, runs_otherwise
 from penstock.tracing.skippable import carrying
 from penstock.tracing.trace import Part, trace
 from penstock.tracing.traced import Entry, leave
@@ -22,6 +23,8 @@ class TracedChain:
     """A chain and the modules that run its layers: `modules[i]` takes what `modules[i - 1]` returned.
 
     `aliases` has every name that `state_dict` of the whole model uses for a shared tensor, with the name that the chain uses.
+    `container_names` are those of them that a container has, and no layer: `self.weight = self[0].weight` in an nn.Sequential.
+    `order` has the parameters' names as `model.parameters()` gives them; empty, they are in the order of the layers.
 
     Where a stage begins at layer i, what it takes is `entries[i](crossed, inputs)`: what came over the boundary, with what can be made
     again of the micro-batch's inputs, which every rank has; where one ends after layer i, `exits[i](made)` is what crosses. Layers that
@@ -36,6 +39,17 @@ class TracedChain:
     entries: Mapping[int, nn.Module] = field(default_factory=dict)
     exits: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict)
     variants: Variants | None = None
+    container_names: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
+
+    def parameter_names(self) -> list[str]:
+        """The chain's names of all parameters, each once, in the order of `model.parameters()`."""
+        by_layer = [
+            name
+            for layer, module in zip(self.layers, self.modules, strict=True)
+            for name, _ in parameters_of(layer.name, module)
+        ]
+        return [*dict.fromkeys(self.aliases.get(name, name) for name in (*self.order, *by_layer))]
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -80,10 +94,10 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
             no shape yet.
     """
     if isinstance(model, nn.Module):
+        if example is not None and (runs_otherwise(model) or any(container_tensors(model, ""))):
+            return _traced(model, example)
         named = list(_flatten(model, ""))
         if len(named) == 1 and named[0][1] is model:
-            if example is not None:
-                return _traced(model, example)
             has = (
                 "has a forward or hooks of its own"
                 if isinstance(model, nn.Sequential)
@@ -93,20 +107,55 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
                 f"{type(model).__name__} {has}, so where it may be cut is not known. Let it be traced on an example of its inputs: "
                 "ps.chain(model, example); or give its layers in order: ps.chain([model.stem, *model.blocks, model.head])"
             )
+        roots = [(model, "")]
     else:
-        if not isinstance(model, Iterable):
-            raise ChainError(
-                f"a chain is made of a model or a list of modules, not {type(model).__name__}"
-            )
-        parts = list(model)
-        for part in parts:
-            if not isinstance(part, nn.Module):
-                raise ChainError(f"a chain is made of nn.Module objects, not {type(part).__name__}")
-        named = [pair for index, part in enumerate(parts) for pair in _flatten(part, str(index))]
+        roots = [(part, str(index)) for index, part in enumerate(_parts(model))]
+        named = [pair for part, name in roots for pair in _flatten(part, name)]
     if not named:
         raise ChainError("the model has no layers")
-    return _describe([Part(name, type(module).__name__, tuple(part for part, _ in module.named_modules(prefix=name)), carried)
-                      for (name, module), (_, carried) in zip(named, carrying(named), strict=True)])  # fmt: skip
+    check_containers(roots, named)
+    described = _describe([Part(name, type(module).__name__, tuple(part for part, _ in module.named_modules(prefix=name)), carried)
+                           for (name, module), (_, carried) in zip(named, carrying(named), strict=True)])  # fmt: skip
+    return _with_containers(described, roots, named)
+
+
+def _parts(model: object) -> list[nn.Module]:
+    if not isinstance(model, Iterable):
+        raise ChainError(
+            f"a chain is made of a model or a list of modules, not {type(model).__name__}"
+        )
+    parts = list(model)
+    for part in parts:
+        if not isinstance(part, nn.Module):
+            raise ChainError(f"a chain is made of nn.Module objects, not {type(part).__name__}")
+    return parts
+
+
+def _with_containers(
+    described: TracedChain,
+    roots: Sequence[tuple[nn.Module, str]],
+    named: Sequence[tuple[str, nn.Module]],
+) -> TracedChain:
+    """The chain with the names that containers have for tensors of their layers, and the order of the whole model's parameters."""
+    first: dict[int, str] = {}
+    for name, module in named:
+        for tensor_name, tensor in (
+            *module.named_parameters(name, remove_duplicate=False),
+            *module.named_buffers(name, remove_duplicate=False),
+        ):
+            first.setdefault(id(tensor), tensor_name)
+    more = {
+        name: first[id(tensor)]
+        for module, root in roots
+        for name, tensor in container_tensors(module, root)
+    }
+    order = [name for module, root in roots for name, _ in module.named_parameters(root)]
+    return replace(
+        described,
+        aliases={**described.aliases, **more},
+        container_names=tuple(more),
+        order=tuple(order),
+    )
 
 
 def _traced(model: nn.Module, example: Any) -> TracedChain:
@@ -118,19 +167,13 @@ def _traced(model: nn.Module, example: Any) -> TracedChain:
         variants=variants,
         entries={index: Entry(variants) for index in inner},
         exits=dict.fromkeys(range(len(parts) - 1), leave),
+        order=tuple(name for name, _ in model.named_parameters()),
     )
 
 
 def _flatten(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Layers with their names; an nn.Sequential with a forward or hooks of its own is one layer."""
-    own = type(module).forward is not nn.Sequential.forward or "forward" in vars(module)
-    if (
-        own
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    ):
+    """Layers with their names; an nn.Sequential that does more than calling its children in turn is one layer."""
+    if runs_otherwise(module):
         yield name, module
         return
     for child_name, child in module._modules.items():

@@ -1,0 +1,72 @@
+"""What an nn.Sequential has besides its children: a way of its own to run them, and tensors of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+
+from penstock.errors import ChainError
+
+
+def runs_otherwise(module: nn.Module) -> bool:
+    """Whether a module does anything else, or more, than an nn.Sequential that calls its children in turn."""
+    kind = type(module)
+    return bool(
+        kind.forward is not nn.Sequential.forward
+        or kind.__call__ is not nn.Module.__call__
+        or getattr(kind, "__iter__", None) is not nn.Sequential.__iter__
+        or "forward" in vars(module)
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def container_tensors(module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that containers below, and at, a module have themselves, by their names in the model.
+
+    Containers are those that a chain takes apart. Buffers that are not part of the state are left out.
+    """
+    if runs_otherwise(module):
+        return
+    prefix = f"{name}." if name else ""
+    persistent = {
+        key: buffer
+        for key, buffer in module._buffers.items()
+        if key not in module._non_persistent_buffers_set
+    }
+    for key, tensor in (*module._parameters.items(), *persistent.items()):
+        if tensor is not None:
+            yield f"{prefix}{key}", tensor
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from container_tensors(child, f"{prefix}{key}")
+
+
+def check_containers(
+    roots: Iterable[tuple[nn.Module, str]], layers: Iterable[tuple[str, nn.Module]]
+) -> None:
+    """Refuse containers with tensors that no layer has: they would be in no stage.
+
+    Args:
+        roots: what is taken apart, with its name.
+        layers: what comes of it.
+
+    Raises:
+        ChainError: there is one; the message has its name.
+    """
+    known = {
+        id(tensor) for _, layer in layers for tensor in (*layer.parameters(), *layer.buffers())
+    }
+    for module, root in roots:
+        for name, tensor in container_tensors(module, root):
+            if id(tensor) in known:
+                continue
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            raise ChainError(
+                f"{name} is a {kind} of an nn.Sequential itself, which runs its children alone, and no layer among them has "
+                "it: it would be in no stage, neither trained nor saved. Let the layer that uses it have it; or let the model be "
+                "traced, with all that it has, by ps.chain(model, example)"
+            )

@@ -1,0 +1,83 @@
+"""Optimizers and parameters where ranks are processes, which reach each other through memory or only over the network."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from tests.runtime.test_optimizers import adamw, batch, model, plain_step, same_state
+from torch.nn import functional
+
+import penstock as ps
+from penstock.errors import SettingError
+from penstock.transport.same_host import SameHostTransport
+
+
+def trained(far: tuple[int, ...], schedule: str) -> dict[str, object]:
+    """Layers thawed and frozen, tied weights, other norms, learning rates by hand, and states there and back."""
+    rank = int(os.environ["RANK"])
+    connect = SameHostTransport.connect
+    SameHostTransport.connect = lambda self, store, size, *, willing: connect(
+        self, store, size, willing=rank not in far
+    )
+    made = model(tied=True)
+    for index in (0, 2):
+        made[index].requires_grad_(False)
+    try:
+        pipe = ps.Pipeline(made, balance=[3, 5], schedule=schedule, micro_batches=4, loss=functional.cross_entropy,
+                           optimizer=adamw, clip_grad_norm=0.05, clip_norm_type=1.0, deadline_s=60)  # fmt: skip
+    finally:
+        SameHostTransport.connect = connect
+    for number in range(3):
+        if number == 1:
+            made[0].requires_grad_(True)
+            made[2].requires_grad_(True)
+            made[6].requires_grad_(False)
+        if number == 2:
+            made[6].requires_grad_(True)
+            pipe.set_learning_rate(0.02)
+        pipe.train_batch(*batch(number))
+    state, weights = pipe.optimizer_state_dict(), pipe.state_dict()
+    with pytest.raises(SettingError, match="it lacks"):
+        pipe.load_state_dict({"0.weight": torch.zeros(8, 6)})
+    # Every rank needs the whole state to load it.
+    given = pipe._world.broadcast(state if rank == 0 else None, 0)
+    made[0].requires_grad_(False)
+    pipe.load_optimizer_state_dict(given)
+    made[0].requires_grad_(True)
+    pipe.train_batch(*batch(3))
+    after = pipe.state_dict()
+    pipe.close()
+    return {"state": state, "weights": weights, "after": after, "norm": pipe.grad_norm}
+
+
+@pytest.mark.parametrize(("schedule", "far"), [("1f1b", (1,)), ("chimera", ())])
+def test_processes_thaw_clip_and_keep_their_state_as_plain_pytorch(schedule, far):
+    """Messages of gradients and activations have another form after a layer was thawed, and are known by their form."""
+    plain = model(tied=True)
+    for index in (0, 2):
+        plain[index].requires_grad_(False)
+    optimizer = adamw(plain.parameters())
+
+    def clip(parameters):
+        torch.nn.utils.clip_grad_norm_(parameters, 0.05, 1.0)
+
+    for number in range(3):
+        if number == 1:
+            plain[0].requires_grad_(True)
+            plain[2].requires_grad_(True)
+            plain[6].requires_grad_(False)
+        if number == 2:
+            plain[6].requires_grad_(True)
+            optimizer.param_groups[0]["lr"] = 0.02
+        plain_step(plain, optimizer, number, clip=clip)
+    found, other = ps.launch(trained, 2, far, schedule, threads=1)
+    assert (other["state"], other["weights"]) == ({}, {})
+    same_state(found["state"], optimizer.state_dict())
+    expected = dict(plain.state_dict())
+    assert all(torch.allclose(found["weights"][k], v, rtol=1e-9) for k, v in expected.items())
+    plain_step(plain, optimizer, 3, clip=clip)
+    expected = dict(plain.state_dict())
+    assert all(torch.allclose(found["after"][k], v, rtol=1e-9) for k, v in expected.items())
+    assert found["norm"] == other["norm"]
