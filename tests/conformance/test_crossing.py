@@ -1,4 +1,6 @@
-"""What crosses between stages, partitions and recomputed layers, against plain PyTorch: any nesting, to the bit, or refused."""
+"""What crosses between stages, partitions and recomputed layers, against plain PyTorch: any
+nesting, to the bit, or refused.
+"""
 
 from __future__ import annotations
 
@@ -79,12 +81,25 @@ def model_output(h, rest=None):
     return outputs.BaseModelOutput(last_hidden_state=h, hidden_states=rest)
 
 
-WRAPS = [State, Frozen, Slotted, Named, Plain, user_dict, ordered, encoding, model_output, lambda h, rest=None: (h, rest),
-         lambda h, rest=None: [rest, {"h": h}]]  # fmt: skip
+WRAPS = [
+    State,
+    Frozen,
+    Slotted,
+    Named,
+    Plain,
+    user_dict,
+    ordered,
+    encoding,
+    model_output,
+    lambda h, rest=None: (h, rest),
+    lambda h, rest=None: [rest, {"h": h}],
+]
 
 
 class Wrap(nn.Module):
-    """A layer that returns a nested value drawn by its number; it takes any that another one has made."""
+    """A layer that returns a nested value drawn by its number; it takes any that another one has
+    made.
+    """
 
     def __init__(self, number, *, inplace=False):
         super().__init__()
@@ -101,10 +116,18 @@ class Wrap(nn.Module):
         hidden = self.map(sum(floats))
         if self.number < 0:
             return hidden
-        parts = [torch.tanh(hidden) + 0, hidden * 2, hidden.detach() + 1, hidden.argmax(-1), hidden > 0]
+        parts = [
+            torch.tanh(hidden) + 0,
+            hidden * 2,
+            hidden.detach() + 1,
+            hidden.argmax(-1),
+            hidden > 0,
+        ]
         made = draw.choice(WRAPS)(hidden + 1, (parts[0], 3, None, "text", 0.5))
         for part in draw.sample(parts, draw.randint(1, 3)):
-            made = draw.choice(WRAPS)(made if draw.random() < 0.5 else {"in": made, "part": part}, [part])
+            made = draw.choice(WRAPS)(
+                made if draw.random() < 0.5 else {"in": made, "part": part}, [part]
+            )
         return made
 
 
@@ -161,19 +184,28 @@ def test_a_pipe_passes_any_nesting_in_every_checkpoint_mode(seed, checkpoint):
 @pytest.mark.parametrize("recompute", ["never", "always", "except_last", [0, 2, 3], [1]])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_pipeline_passes_any_nesting_with_any_recompute(seed, recompute):
-    """Recomputed layers that were given a dataclass and changed its tensor in place were 14 to 42 % off."""
+    """Recomputed layers that were given a dataclass and changed its tensor in place were 14 to 42 %
+    off.
+    """
     net, (x, y) = chain_of(seed), batch()
     expected = plain_gradients(net, x, y, 3)
     for balance in ([1, 2, 2], [5]):
-        pipe = ps.Pipeline(net, balance=balance, schedule="1f1b", micro_batches=3, loss=functional.mse_loss, executor="threads",
-                           recompute=recompute)  # fmt: skip
+        pipe = ps.Pipeline(
+            net,
+            balance=balance,
+            schedule="1f1b",
+            micro_batches=3,
+            loss=functional.mse_loss,
+            executor="threads",
+            recompute=recompute,
+        )
         for _ in range(2):
             net.zero_grad()
             pipe.train_batch(x, y)
             assert_same(net, expected)
 
 
-# -- inputs and outputs -----------------------------------------------------------------------------------------------------
+# Inputs and outputs.
 
 
 class Sum(nn.Module):
@@ -198,7 +230,9 @@ def test_inputs_and_outputs_may_be_mappings_and_records(wrap):
     def loss(output, target):
         return functional.mse_loss(tensors_of(output)[0], target)
 
-    pipe = ps.Pipeline(net, balance=[1, 1], schedule="gpipe", micro_batches=3, loss=loss, executor="threads")
+    pipe = ps.Pipeline(
+        net, balance=[1, 1], schedule="gpipe", micro_batches=3, loss=loss, executor="threads"
+    )
     made = pipe.forward(wrap(x))
     assert type(made) is type(net(wrap(x)))
     torch.testing.assert_close(tensors_of(made)[0], tensors_of(net(wrap(x)))[0])
@@ -211,11 +245,19 @@ def test_inputs_and_outputs_may_be_mappings_and_records(wrap):
 
 def test_a_loader_of_dicts_is_refused_with_what_to_yield():
     """`for x, y in loader` unpacked the two keys."""
-    pipe = ps.Pipeline(nn.Sequential(Sum(lambda h: h)), balance=[1], schedule="gpipe", micro_batches=2, loss=functional.mse_loss,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        nn.Sequential(Sum(lambda h: h)),
+        balance=[1],
+        schedule="gpipe",
+        micro_batches=2,
+        loss=functional.mse_loss,
+        executor="threads",
+    )
     x, y = batch()
     for item in ({"input_ids": x, "labels": y}, torch.stack([x, y]), (x, y, y)):
-        with pytest.raises(SettingError, match=r"the loader yields a .*takes pairs \(x, y\).*Yield pairs"):
+        with pytest.raises(
+            SettingError, match=r"the loader yields a .*takes pairs \(x, y\).*Yield pairs"
+        ):
             next(pipe.train([item]))
     assert len(list(pipe.train([(x, y), [x, y]]))) == 2
 
@@ -223,8 +265,14 @@ def test_a_loader_of_dicts_is_refused_with_what_to_yield():
 @pytest.mark.parametrize("x", [torch.eye(4).to_sparse(), {"a": torch.eye(4).to_sparse()}])
 def test_sparse_inputs_are_refused_by_name(x):
     """They cannot be cut; their values are no samples."""
-    pipe = ps.Pipeline(nn.Sequential(Sum(lambda h: h)), balance=[1], schedule="gpipe", micro_batches=2, loss=functional.mse_loss,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        nn.Sequential(Sum(lambda h: h)),
+        balance=[1],
+        schedule="gpipe",
+        micro_batches=2,
+        loss=functional.mse_loss,
+        executor="threads",
+    )
     with pytest.raises(SettingError, match="the inputs of a batch have a sparse tensor in them"):
         pipe.train_batch(x, torch.ones(4, WIDTH))
 
@@ -239,15 +287,25 @@ class Counted(nn.Module):
 
 def test_outputs_whose_constants_differ_are_not_joined():
     """The first micro-batch's number is not the batch's."""
-    pipe = ps.Pipeline(nn.Sequential(Sum(lambda h: h), Counted()), balance=[1, 1], schedule="gpipe", micro_batches=2, executor="threads",
-                       loss=lambda output, y: functional.mse_loss(output.h, y))  # fmt: skip
-    with pytest.raises(SettingError, match=r"has 3 for one micro-batch and 2 for another, at output\.rest"):
+    pipe = ps.Pipeline(
+        nn.Sequential(Sum(lambda h: h), Counted()),
+        balance=[1, 1],
+        schedule="gpipe",
+        micro_batches=2,
+        executor="threads",
+        loss=lambda output, y: functional.mse_loss(output.h, y),
+    )
+    with pytest.raises(
+        SettingError, match=r"has 3 for one micro-batch and 2 for another, at output\.rest"
+    ):
         pipe.forward(torch.randn(5, WIDTH))
     with pytest.raises(RuntimeError, match="returned 3 for one micro-batch and 2 for another"):
-        ps.Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Counted()), balance=[1, 1], devices=2, chunks=2)(torch.randn(5, WIDTH))
+        ps.Pipe(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), Counted()), balance=[1, 1], devices=2, chunks=2
+        )(torch.randn(5, WIDTH))
 
 
-# -- tensors that share memory ----------------------------------------------------------------------------------------------
+# Tensors that share memory.
 
 
 class Shared(nn.Module):
@@ -284,8 +342,15 @@ def runs(net, kind):
         functional.mse_loss(pipe(x), y).backward()
     else:
         recompute = {"pipeline": "never", "again": "always", "layer": [1]}[kind]
-        pipe = ps.Pipeline(net, balance=[2] if kind == "layer" else [1, 1], schedule="gpipe", micro_batches=2, loss=functional.mse_loss,
-                           executor="threads", recompute=recompute)  # fmt: skip
+        pipe = ps.Pipeline(
+            net,
+            balance=[2] if kind == "layer" else [1, 1],
+            schedule="gpipe",
+            micro_batches=2,
+            loss=functional.mse_loss,
+            executor="threads",
+            recompute=recompute,
+        )
         pipe.train_batch(x, y)
 
 
@@ -305,7 +370,9 @@ def test_one_tensor_twice_stays_one_tensor(kind, inplace):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("views", [lambda h: (h, h[:, 1:]), lambda h: (h.view(-1, WIDTH), h), lambda h: (h, h.detach())])
+@pytest.mark.parametrize(
+    "views", [lambda h: (h, h[:, 1:]), lambda h: (h.view(-1, WIDTH), h), lambda h: (h, h.detach())]
+)
 def test_views_cross_and_work_in_place_on_one_of_them_is_refused(kind, views):
     """Each arrives in memory of its own; the other would not change with it, and nobody would know."""
     torch.manual_seed(0)
@@ -314,7 +381,9 @@ def test_views_cross_and_work_in_place_on_one_of_them_is_refused(kind, views):
     expected = plain_gradients(net, x, y[:, :1], 2)
     runs(net, kind)
     assert_same(net, expected)
-    with pytest.raises(RuntimeError, match=r"share memory.*Return a clone\(\)|share memory.*pass a clone\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"share memory.*Return a clone\(\)|share memory.*pass a clone\(\)"
+    ):
         runs(nn.Sequential(Shared(views), Works()), kind)
 
 
@@ -330,7 +399,7 @@ def test_parts_that_do_not_meet_may_be_changed_in_place(kind):
     assert_same(net, expected)
 
 
-# -- which tensors want a gradient ------------------------------------------------------------------------------------------
+# Which tensors want a gradient.
 
 
 class Weighs(nn.Module):
@@ -361,18 +430,29 @@ class Seen(nn.Module):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_float_that_wants_no_gradient_is_asked_for_none(kind):
-    """With recompute any float was, and torch refused: not differentiable with respect to argument 'weight'."""
+    """With recompute any float was, and torch refused: not differentiable with respect to argument
+    'weight'.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(Weighs(), Seen())
     x, y = batch()
     expected = plain_gradients(net, x, y[:, 0], 2)
     net[1].flags.clear()
     if kind in ("never", "except_last", "always"):
-        functional.mse_loss(ps.Pipe(net, balance=[1, 1], devices=2, chunks=2, checkpoint=kind)(x), y[:, 0]).backward()
+        functional.mse_loss(
+            ps.Pipe(net, balance=[1, 1], devices=2, chunks=2, checkpoint=kind)(x), y[:, 0]
+        ).backward()
     else:
         recompute = {"pipeline": "never", "again": "always", "layer": [1]}[kind]
-        pipe = ps.Pipeline(net, balance=[1, 1], schedule="gpipe", micro_batches=2, loss=functional.mse_loss, executor="threads",
-                           recompute=recompute)  # fmt: skip
+        pipe = ps.Pipeline(
+            net,
+            balance=[1, 1],
+            schedule="gpipe",
+            micro_batches=2,
+            loss=functional.mse_loss,
+            executor="threads",
+            recompute=recompute,
+        )
         pipe.train_batch(x, y[:, 0])
     assert_same(net, expected)
     assert set(map(tuple, net[1].flags)) == {(True, False)}
@@ -384,8 +464,15 @@ def test_layers_frozen_and_thawed_between_batches_have_the_flags_of_the_moment(r
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     x, y = batch()
-    pipe = ps.Pipeline(net, balance=[1, 1], schedule="gpipe", micro_batches=2, loss=functional.mse_loss, executor="threads",
-                       recompute=recompute)  # fmt: skip
+    pipe = ps.Pipeline(
+        net,
+        balance=[1, 1],
+        schedule="gpipe",
+        micro_batches=2,
+        loss=functional.mse_loss,
+        executor="threads",
+        recompute=recompute,
+    )
     pipe.train_batch(x, y)
     net.zero_grad()
     net[0].weight.requires_grad_(False)
@@ -412,15 +499,27 @@ def test_a_recompute_with_other_flags_is_refused():
     """A gradient that arrives for nothing, or does not for something, would be lost."""
     net, (x, y) = nn.Sequential(ByChance(), nn.Linear(WIDTH, WIDTH)), batch()
     pipe = ps.Pipe(net, balance=[1, 1], devices=2, chunks=1, checkpoint="always")
-    with pytest.raises(RuntimeError, match="run again for its backward, a forward made 1 tensors of which 0 want a gradient"):
+    with pytest.raises(
+        RuntimeError,
+        match="run again for its backward, a forward made 1 tensors of which 0 want a gradient",
+    ):
         functional.mse_loss(pipe(x), y).backward()
-    pipeline = ps.Pipeline(net, balance=[1, 1], schedule="gpipe", micro_batches=1, loss=functional.mse_loss, executor="threads",
-                           recompute="always")  # fmt: skip
-    with pytest.raises(RunError, match="stage 0: run again for its backward, a forward made 1 tensors of which 0"):
+    pipeline = ps.Pipeline(
+        net,
+        balance=[1, 1],
+        schedule="gpipe",
+        micro_batches=1,
+        loss=functional.mse_loss,
+        executor="threads",
+        recompute="always",
+    )
+    with pytest.raises(
+        RunError, match="stage 0: run again for its backward, a forward made 1 tensors of which 0"
+    ):
         pipeline.train_batch(x, y)
 
 
-# -- sparse -----------------------------------------------------------------------------------------------------------------
+# Sparse.
 
 
 class ToSparse(nn.Module):
@@ -435,7 +534,9 @@ class ToSparse(nn.Module):
         sparse = functional.relu(self.map(x)).to_sparse()
         if self.twice:
             indices, values = sparse.indices(), sparse.values()
-            sparse = torch.sparse_coo_tensor(torch.cat([indices, indices], 1), torch.cat([values, values]), sparse.shape)
+            sparse = torch.sparse_coo_tensor(
+                torch.cat([indices, indices], 1), torch.cat([values, values]), sparse.shape
+            )
         return {"sparse": sparse}
 
 

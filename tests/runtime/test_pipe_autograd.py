@@ -145,9 +145,7 @@ def test_a_gradient_of_a_gradient_is_refused():
     pipe = make_pipe("never")
     for loss in (loss_of, lambda output: output[0].sum()):
         with pytest.raises(RuntimeError, match="create_graph=True asks for gradients of gradients"):
-            torch.autograd.grad(
-                loss(pipe(torch.randn(7, 4))), [pipe[0].weight], create_graph=True
-            )
+            torch.autograd.grad(loss(pipe(torch.randn(7, 4))), [pipe[0].weight], create_graph=True)
 
 
 def test_a_gradient_penalty_through_a_pipe_is_refused():

@@ -236,7 +236,9 @@ def too_many_tensors(transport, rank):
     """40 tensors in one message: refused before the other side hears of them; 32 pass."""
     if rank == 0:
         refused = outcome(
-            lambda: transport.send(1, forward(0), Payload.of([torch.ones(1) for _ in range(40)]), "many")
+            lambda: transport.send(
+                1, forward(0), Payload.of([torch.ones(1) for _ in range(40)]), "many"
+            )
         )
         told = transport.wire.store.check([_name(("many", Link(0, 1), Kind.F, 0))])
         transport.send(
@@ -335,7 +337,9 @@ def test_a_form_that_changes_under_its_signature_is_refused_at_the_sender(report
         assert text.startswith(
             "what 0F0 makes changed its form between batches whose inputs have the same shapes: it was a tensor of float32[2] and is "
         )
-        assert "Shapes and constants that depend on the data are not supported between hosts" in text
+        assert (
+            "Shapes and constants that depend on the data are not supported between hosts" in text
+        )
     assert "is a tensor of float32[3]." in refusals[0][1]
     assert len(refusals) == 4
     assert arrived == [[1.0, 1.0], [0.0, 0.0]]

@@ -195,7 +195,7 @@ def sent(value):
 @pytest.mark.parametrize("value", [
     Record(ONE), (ONE, [Record(ONE)]), Point(ONE, ONE.clone()), [Point(ONE, ONE)], (ONE, Colour.RED), (ONE, b"bytes"), (ONE, 1j),
     (ONE, torch.float32), (ONE, torch.Size([2, 3])), (ONE, slice(1, None, 2)), (ONE, np.float32(0.1)), (ONE, np.int64(7)),
-    (ONE, {1, 2}), (ONE, frozenset("ab")), {(1, 2): ONE}, [{"a": {(1,): ONE}}], {torch.float32: ONE}, {Colour.RED: ONE, 1: 2, True: 3},
+    (ONE, {1, 2}), (ONE, frozenset("ab")), {(1, 2): ONE}, [{"a": {(1,): ONE}}], {torch.float32: ONE}, {Colour.RED: ONE, 1: 2, "1": 3},
     defaultdict(list, a=ONE), UserDict(a=ONE), (ONE, ...), (ONE, range(3)), (ONE, int), (ONE, torch.channels_last), 2**80, -0.0,
     (ONE, torch.device("cpu")), {"penstock.type": "os:system", "fields": {}},
 ])  # fmt: skip
@@ -252,7 +252,9 @@ class Handle:
     (torch.nested.nested_tensor([ONE, ONE], layout=torch.jagged), r"^a NestedTensor cannot cross.*subclass of Tensor"),
     (ONE.as_subclass(type("Image", (Tensor,), {})), r"^a Image cannot cross a stage boundary, because it is a subclass of Tensor"),
 ])  # fmt: skip
-@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*quantize_per_tensor", "ignore:The PyTorch API of nested")
+@pytest.mark.filterwarnings(
+    "ignore:Sparse CSR", "ignore:.*quantize_per_tensor", "ignore:The PyTorch API of nested"
+)
 def test_what_may_hide_a_gradient_is_refused_at_the_sender_with_its_place(value, message):
     """Inside one process, too: passed as it is, its gradient would be lost without a word."""
     with pytest.raises(RunError, match=message):

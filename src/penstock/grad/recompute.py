@@ -120,7 +120,9 @@ class _Segment(Generic[L]):
                 value = call(layer, value)
         forward.done = True
         if training not in self._changes_input or shared:
-            changed = [leaf._version != before for leaf, before in zip(given, versions, strict=True)]
+            changed = [
+                leaf._version != before for leaf, before in zip(given, versions, strict=True)
+            ]
             self._changes_input.setdefault(training, any(changed))
             if any(changed[one] or changed[other] for one, other in shared):
                 raise RunError(f"{self.name}: two of the tensors that it is given share memory, and one of them is changed in place, which "
@@ -232,7 +234,9 @@ class _Forward:
             for kind, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
             stack.enter_context(self._segment.buffers.as_they_were(self._contents))
-            value = given.again()  # before the hooks: putting it together is no part of the layers' forward
+            value = (
+                given.again()
+            )  # before the hooks: putting it together is no part of the layers' forward
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._take, _same))
             try:
                 for layer in self._segment.layers:

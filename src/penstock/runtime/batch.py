@@ -209,7 +209,9 @@ def join(values: list[Any], dim: int = 0) -> Any:
                            "joined")  # fmt: skip
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [
-        torch.cat(list(column), dim) if isinstance(column[0], Tensor) else _common(column, place, structure)
+        torch.cat(list(column), dim)
+        if isinstance(column[0], Tensor)
+        else _common(column, place, structure)
         for place, column in enumerate(columns)
     ]
     return unflatten(structure, joined)

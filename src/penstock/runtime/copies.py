@@ -156,9 +156,7 @@ class Copies:
         arrivals = {rank: self.transport.post(rank, message, number.name) for rank in others}
         for rank, row in zip(self.ranks, rows, strict=True):
             if rank != self.rank:
-                self.transport.send(
-                    rank, message, Payload.row(row), number.name
-                )
+                self.transport.send(rank, message, Payload.row(row), number.name)
         found: list[list[Tensor]] = []
         for rank, row in zip(self.ranks, rows, strict=True):
             arrived = self.guard(rank, arrivals[rank].wait) if rank != self.rank else None
@@ -176,9 +174,7 @@ class Copies:
                 tensors
             )  # copies: the next batch may change the tensors before they have left
             for rank in others:
-                self.transport.send(
-                    rank, message, Payload.row(parts), number.name
-                )
+                self.transport.send(rank, message, Payload.row(parts), number.name)
             return
         arrived = self.guard(first, self.transport.post(first, message, number.name).wait)
         assert arrived is not None

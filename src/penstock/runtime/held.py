@@ -44,7 +44,9 @@ class Held:
         met: dict[int, torch.UntypedStorage] = {}
 
         def keep(tensor: Tensor) -> Tensor:
-            if tensor.layout is not torch.strided:  # has no storage to be told by, and is not counted
+            if (
+                tensor.layout is not torch.strided
+            ):  # has no storage to be told by, and is not counted
                 return tensor
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights and storage.data_ptr() not in views:

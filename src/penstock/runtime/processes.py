@@ -129,7 +129,9 @@ class DistributedWorld:
                 tensors = [known.empty() for known in header.forms]
             else:
                 packed = zip(header.forms, payload.tensors, strict=True)
-                tensors = [known.packed(tensor.detach().cpu()).contiguous() for known, tensor in packed]
+                tensors = [
+                    known.packed(tensor.detach().cpu()).contiguous() for known, tensor in packed
+                ]
             for tensor in tensors:
                 self._share(tensor, source)
             return header.unpacked(tensors).value()

@@ -24,7 +24,6 @@ from penstock.runtime.stage_loss import Loss, StageLoss, Starts, total
 from penstock.simulate.simulate import recomputes
 from penstock.tracing.side_loss import collect_side_losses, collecting_side_losses
 from penstock.transport.payload import Payload
-from penstock.values.memory import copy_of
 from penstock.values.structure import tensors_of as tensors_in
 
 __all__ = ["Loss", "Stage", "StageLayer"]
