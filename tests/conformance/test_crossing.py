@@ -1,4 +1,6 @@
-"""What crosses between stages, partitions and recomputed layers, against plain PyTorch: any nesting, to the bit, or refused."""
+"""What crosses between stages, partitions and recomputed layers, against plain PyTorch: any
+nesting, to the bit, or refused.
+"""
 
 from __future__ import annotations
 
@@ -79,12 +81,25 @@ def model_output(h, rest=None):
     return outputs.BaseModelOutput(last_hidden_state=h, hidden_states=rest)
 
 
-WRAPS = [State, Frozen, Slotted, Named, Plain, user_dict, ordered, encoding, model_output, lambda h, rest=None: (h, rest),
-         lambda h, rest=None: [rest, {"h": h}]]  # fmt: skip
+WRAPS = [
+    State,
+    Frozen,
+    Slotted,
+    Named,
+    Plain,
+    user_dict,
+    ordered,
+    encoding,
+    model_output,
+    lambda h, rest=None: (h, rest),
+    lambda h, rest=None: [rest, {"h": h}],
+]
 
 
 class Wrap(nn.Module):
-    """A layer that returns a nested value drawn by its number; it takes any that another one has made."""
+    """A layer that returns a nested value drawn by its number; it takes any that another one has
+    made.
+    """
 
     def __init__(self, number, *, inplace=False):
         super().__init__()
@@ -169,19 +184,28 @@ def test_a_pipe_passes_any_nesting_in_every_checkpoint_mode(seed, checkpoint):
 @pytest.mark.parametrize("recompute", ["never", "always", "except_last", [0, 2, 3], [1]])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_pipeline_passes_any_nesting_with_any_recompute(seed, recompute):
-    """Recomputed layers that were given a dataclass and changed its tensor in place were 14 to 42 % off."""
+    """Recomputed layers that were given a dataclass and changed its tensor in place were 14 to 42 %
+    off.
+    """
     net, (x, y) = chain_of(seed), batch()
     expected = plain_gradients(net, x, y, 3)
     for balance in ([1, 2, 2], [5]):
-        pipe = ps.Pipeline(net, balance=balance, schedule="1f1b", micro_batches=3, loss=functional.mse_loss, executor="threads",
-                           recompute=recompute)  # fmt: skip
+        pipe = ps.Pipeline(
+            net,
+            balance=balance,
+            schedule="1f1b",
+            micro_batches=3,
+            loss=functional.mse_loss,
+            executor="threads",
+            recompute=recompute,
+        )
         for _ in range(2):
             net.zero_grad()
             pipe.train_batch(x, y)
             assert_same(net, expected)
 
 
-# -- inputs and outputs -----------------------------------------------------------------------------------------------------
+# Inputs and outputs.
 
 
 class Sum(nn.Module):
@@ -221,8 +245,14 @@ def test_inputs_and_outputs_may_be_mappings_and_records(wrap):
 
 def test_a_loader_of_dicts_is_refused_with_what_to_yield():
     """`for x, y in loader` unpacked the two keys."""
-    pipe = ps.Pipeline(nn.Sequential(Sum(lambda h: h)), balance=[1], schedule="gpipe", micro_batches=2, loss=functional.mse_loss,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        nn.Sequential(Sum(lambda h: h)),
+        balance=[1],
+        schedule="gpipe",
+        micro_batches=2,
+        loss=functional.mse_loss,
+        executor="threads",
+    )
     x, y = batch()
     for item in ({"input_ids": x, "labels": y}, torch.stack([x, y]), (x, y, y)):
         with pytest.raises(
@@ -235,8 +265,14 @@ def test_a_loader_of_dicts_is_refused_with_what_to_yield():
 @pytest.mark.parametrize("x", [torch.eye(4).to_sparse(), {"a": torch.eye(4).to_sparse()}])
 def test_sparse_inputs_are_refused_by_name(x):
     """They cannot be cut; their values are no samples."""
-    pipe = ps.Pipeline(nn.Sequential(Sum(lambda h: h)), balance=[1], schedule="gpipe", micro_batches=2, loss=functional.mse_loss,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        nn.Sequential(Sum(lambda h: h)),
+        balance=[1],
+        schedule="gpipe",
+        micro_batches=2,
+        loss=functional.mse_loss,
+        executor="threads",
+    )
     with pytest.raises(SettingError, match="the inputs of a batch have a sparse tensor in them"):
         pipe.train_batch(x, torch.ones(4, WIDTH))
 
@@ -251,8 +287,14 @@ class Counted(nn.Module):
 
 def test_outputs_whose_constants_differ_are_not_joined():
     """The first micro-batch's number is not the batch's."""
-    pipe = ps.Pipeline(nn.Sequential(Sum(lambda h: h), Counted()), balance=[1, 1], schedule="gpipe", micro_batches=2, executor="threads",
-                       loss=lambda output, y: functional.mse_loss(output.h, y))  # fmt: skip
+    pipe = ps.Pipeline(
+        nn.Sequential(Sum(lambda h: h), Counted()),
+        balance=[1, 1],
+        schedule="gpipe",
+        micro_batches=2,
+        executor="threads",
+        loss=lambda output, y: functional.mse_loss(output.h, y),
+    )
     with pytest.raises(
         SettingError, match=r"has 3 for one micro-batch and 2 for another, at output\.rest"
     ):
@@ -263,7 +305,7 @@ def test_outputs_whose_constants_differ_are_not_joined():
         )(torch.randn(5, WIDTH))
 
 
-# -- tensors that share memory ----------------------------------------------------------------------------------------------
+# Tensors that share memory.
 
 
 class Shared(nn.Module):
@@ -300,8 +342,15 @@ def runs(net, kind):
         functional.mse_loss(pipe(x), y).backward()
     else:
         recompute = {"pipeline": "never", "again": "always", "layer": [1]}[kind]
-        pipe = ps.Pipeline(net, balance=[2] if kind == "layer" else [1, 1], schedule="gpipe", micro_batches=2, loss=functional.mse_loss,
-                           executor="threads", recompute=recompute)  # fmt: skip
+        pipe = ps.Pipeline(
+            net,
+            balance=[2] if kind == "layer" else [1, 1],
+            schedule="gpipe",
+            micro_batches=2,
+            loss=functional.mse_loss,
+            executor="threads",
+            recompute=recompute,
+        )
         pipe.train_batch(x, y)
 
 
@@ -350,7 +399,7 @@ def test_parts_that_do_not_meet_may_be_changed_in_place(kind):
     assert_same(net, expected)
 
 
-# -- which tensors want a gradient ------------------------------------------------------------------------------------------
+# Which tensors want a gradient.
 
 
 class Weighs(nn.Module):
@@ -381,7 +430,9 @@ class Seen(nn.Module):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_float_that_wants_no_gradient_is_asked_for_none(kind):
-    """With recompute any float was, and torch refused: not differentiable with respect to argument 'weight'."""
+    """With recompute any float was, and torch refused: not differentiable with respect to argument
+    'weight'.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(Weighs(), Seen())
     x, y = batch()
@@ -393,8 +444,15 @@ def test_a_float_that_wants_no_gradient_is_asked_for_none(kind):
         ).backward()
     else:
         recompute = {"pipeline": "never", "again": "always", "layer": [1]}[kind]
-        pipe = ps.Pipeline(net, balance=[1, 1], schedule="gpipe", micro_batches=2, loss=functional.mse_loss, executor="threads",
-                           recompute=recompute)  # fmt: skip
+        pipe = ps.Pipeline(
+            net,
+            balance=[1, 1],
+            schedule="gpipe",
+            micro_batches=2,
+            loss=functional.mse_loss,
+            executor="threads",
+            recompute=recompute,
+        )
         pipe.train_batch(x, y[:, 0])
     assert_same(net, expected)
     assert set(map(tuple, net[1].flags)) == {(True, False)}
@@ -406,8 +464,15 @@ def test_layers_frozen_and_thawed_between_batches_have_the_flags_of_the_moment(r
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     x, y = batch()
-    pipe = ps.Pipeline(net, balance=[1, 1], schedule="gpipe", micro_batches=2, loss=functional.mse_loss, executor="threads",
-                       recompute=recompute)  # fmt: skip
+    pipe = ps.Pipeline(
+        net,
+        balance=[1, 1],
+        schedule="gpipe",
+        micro_batches=2,
+        loss=functional.mse_loss,
+        executor="threads",
+        recompute=recompute,
+    )
     pipe.train_batch(x, y)
     net.zero_grad()
     net[0].weight.requires_grad_(False)
@@ -439,15 +504,22 @@ def test_a_recompute_with_other_flags_is_refused():
         match="run again for its backward, a forward made 1 tensors of which 0 want a gradient",
     ):
         functional.mse_loss(pipe(x), y).backward()
-    pipeline = ps.Pipeline(net, balance=[1, 1], schedule="gpipe", micro_batches=1, loss=functional.mse_loss, executor="threads",
-                           recompute="always")  # fmt: skip
+    pipeline = ps.Pipeline(
+        net,
+        balance=[1, 1],
+        schedule="gpipe",
+        micro_batches=1,
+        loss=functional.mse_loss,
+        executor="threads",
+        recompute="always",
+    )
     with pytest.raises(
         RunError, match="stage 0: run again for its backward, a forward made 1 tensors of which 0"
     ):
         pipeline.train_batch(x, y)
 
 
-# -- sparse -----------------------------------------------------------------------------------------------------------------
+# Sparse.
 
 
 class ToSparse(nn.Module):

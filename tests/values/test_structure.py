@@ -108,17 +108,41 @@ def guarded():
 
 
 VALUES = [
-    H, None, 3, (), [], {}, Frozen(H, 101 - 1), Slotted(H), Cached(H), Pair(H, Pair(H)), Plain(H), guarded(), named_rows(),
-    OrderedDict(b=H, a=1), defaultdict(list, a=[H]), deque([H], maxlen=2), UserDict(a=H), ChainMap({"a": H}, {"b": 1}),
-    Counter("aab"), types.MappingProxyType({"a": H}), types.SimpleNamespace(h=H, n=1), torch.max(H, 0), Node(H, "n"),
-    {1: H, True: 2, "1": 3}, torch.nn.utils.rnn.pack_padded_sequence(H[..., None], [3, 2], batch_first=True),
-    torch.distributions.Normal(H, H + 1), [Frozen({"deep": Pair((H, UserDict(a=Slotted(H))))})],
-]  # fmt: skip
+    H,
+    None,
+    3,
+    (),
+    [],
+    {},
+    Frozen(H, 101 - 1),
+    Slotted(H),
+    Cached(H),
+    Pair(H, Pair(H)),
+    Plain(H),
+    guarded(),
+    named_rows(),
+    OrderedDict(b=H, a=1),
+    defaultdict(list, a=[H]),
+    deque([H], maxlen=2),
+    UserDict(a=H),
+    ChainMap({"a": H}, {"b": 1}),
+    Counter("aab"),
+    types.MappingProxyType({"a": H}),
+    types.SimpleNamespace(h=H, n=1),
+    torch.max(H, 0),
+    Node(H, "n"),
+    {1: H, 2.5: 2, "1": 3},
+    torch.nn.utils.rnn.pack_padded_sequence(H[..., None], [3, 2], batch_first=True),
+    torch.distributions.Normal(H, H + 1),
+    [Frozen({"deep": Pair((H, UserDict(a=Slotted(H))))})],
+]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_value_comes_back_as_it_was(value):
-    """Of the same class, with the same attributes, and the very tensors; plain PyTorch hands on the object itself."""
+    """Of the same class, with the same attributes, and the very tensors; plain PyTorch hands on the
+    object itself.
+    """
     leaves, structure = flatten(value)
     found = unflatten(structure, leaves)
     assert type(found) is type(value)

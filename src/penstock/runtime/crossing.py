@@ -1,4 +1,6 @@
-"""What a stage and a partition of a Pipe see to when values cross: work in place, tensors that share memory, and gradients that are wanted."""
+"""What a stage and a partition of a Pipe see to when values cross: work in place, tensors that
+share memory, and gradients that are wanted.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,13 @@ from penstock.errors import RunError
 from penstock.transport.payload import Payload
 from penstock.values.memory import copy_of
 
-_SHARED = ("two tensors that share memory cross a stage boundary together, and a layer behind it changes one of them in place: each arrives "
-           "in memory of its own there, so the other would not change with it. Return a clone() of one of the two, or let the layer work "
-           "out of place")  # fmt: skip
+_SHARED = (
+    "two tensors that share memory cross a stage boundary together, and a layer behind it changes "
+    "one of them in place: each arrives "
+    "in memory of its own there, so the other would not change with it. Return a clone() of one of "
+    "the two, or let the layer work "
+    "out of place"
+)
 
 _CHANGED = (
     "layers changed in place what their stage was given, and had not done so in its first forward: "
@@ -34,8 +40,10 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int] | None:
 class InPlace:
     """Whether the layers of a stage change what they are given, in training or in evaluation.
 
-    That is not known before they have run once: the flag `inplace` tells only of some of torch's own, and a layer may hand on its input,
-    or a view of it, to one that does. Until it is known, and where they do, they are given copies: autograd forbids changing a leaf in
+    That is not known before they have run once: the flag `inplace` tells only of some of torch's
+    own, and a layer may hand on its input,
+    or a view of it, to one that does. Until it is known, and where they do, they are given copies:
+    autograd forbids changing a leaf in
     place, and the stage before must not see such a change.
     """
 
@@ -103,26 +111,37 @@ def check_shared(shared: Sequence[tuple[int, int]], changed: Sequence[bool]) -> 
 
 
 def check_devices(payload: Payload, device: torch.device) -> None:
-    """Refuse tensors that are not where their stage computes: they would arrive on another device than they left.
+    """Refuse tensors that are not where their stage computes: they would arrive on another device
+    than they left.
 
     Raises:
         RunError: there is one. Single numbers in host memory may cross.
     """
     for tensor in payload.tensors:
         if tensor.device.type != device.type and (tensor.dim() or tensor.is_meta):
-            raise RunError(f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} crosses the boundary behind a stage on {device}, and "
-                           "the next stage would find it on its own device: move it with .to(…) before it is returned, or make it where it "
-                           "is used")  # fmt: skip
+            raise RunError(
+                f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} crosses the boundary "
+                f"behind a stage on {device}, and "
+                "the next stage would find it on its own device: move it with .to(…) before it is "
+                "returned, or make it where it "
+                "is used"
+            )
 
 
 def check_same_flags(told: Sequence[bool], made: Sequence[Tensor], where: str) -> None:
-    """Refuse a second forward that makes other tensors than the first, or with gradients where the first had none.
+    """Refuse a second forward that makes other tensors than the first, or with gradients where the
+    first had none.
 
     Raises:
         RunError: it does.
     """
     found = [tensor.requires_grad for tensor in made]
     if found != list(told):
-        raise RunError(f"{where}: run again for its backward, a forward made {len(found)} tensors of which {sum(found)} want a gradient, and "
-                       f"the first time {len(told)}, of which {sum(told)} did. A forward that is run again must do the same twice: take "
-                       "recompute='never' (a Pipe: checkpoint='never'), or draw random numbers from torch alone")  # fmt: skip
+        raise RunError(
+            f"{where}: run again for its backward, a forward made {len(found)} tensors of which "
+            f"{sum(found)} want a gradient, and "
+            f"the first time {len(told)}, of which {sum(told)} did. A forward that is run again "
+            "must do the same twice: take "
+            "recompute='never' (a Pipe: checkpoint='never'), or draw random numbers from torch "
+            "alone"
+        )

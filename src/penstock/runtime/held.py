@@ -46,10 +46,8 @@ class Held:
         met: dict[int, torch.UntypedStorage] = {}
 
         def count(tensor: Tensor) -> None:
-            if (
-                tensor.layout is not torch.strided
-            ):  # sparse tensors have no storage, and do not count
-                return
+            if tensor.layout is not torch.strided:
+                return  # a sparse tensor has no storage to be told by, and does not count
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights and storage.data_ptr() not in views:
                 met[storage.data_ptr()] = storage

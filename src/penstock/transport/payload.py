@@ -1,7 +1,9 @@
 """What crosses a boundary: leaves (tensors and constants) and how they nest, see `penstock.values`.
 
-Only tensors travel. The structure, constants, the tensors' forms and which of them want a gradient go ahead once, as JSON, and are
-remembered. Reading that makes nothing and runs nothing: classes in it are looked up among those that the receiver has.
+Only tensors travel. The structure, constants, the tensors' forms and which of them want a gradient
+go ahead once, as JSON, and are
+remembered. Reading that makes nothing and runs nothing: classes in it are looked up among those
+that the receiver has.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ VERSION = 2
 class TensorForm:
     """Shape, dtype and strides of a tensor, and whether it wants a gradient.
 
-    Strides are those that it has at the receiver: the sender's own, or None for those of a contiguous tensor. What travels are the
-    elements in the order of memory, once each (`packed`): of an expanded tensor those that it repeats.
+    Strides are those that it has at the receiver: the sender's own, or None for those of a
+    contiguous tensor. What travels are the
+    elements in the order of memory, once each (`packed`): of an expanded tensor those that it
+    repeats.
     """
 
     shape: tuple[int, ...]
@@ -77,8 +81,10 @@ class TensorForm:
         shape, order = self._compact()
         back = [order.index(dim) for dim in range(len(order))]
         laid = packed.permute(back)
-        repeats = [1 if extent != whole else step
-                   for extent, whole, step in zip(shape, self.shape, self.stride, strict=True)]  # fmt: skip
+        repeats = [
+            1 if extent != whole else step
+            for extent, whole, step in zip(shape, self.shape, self.stride, strict=True)
+        ]
         if copies or laid.stride() != tuple(repeats):
             compact = torch.empty_strided(shape, repeats, dtype=packed.dtype, device=packed.device)
             laid = compact.copy_(laid)
@@ -91,24 +97,26 @@ class TensorForm:
 
     def _compact(self) -> tuple[tuple[int, ...], list[int]]:
         """The shape without repetition, and the dimensions from the longest stride to the shortest."""
-        assert self.stride is not None
+        strides = self.stride
+        assert strides is not None
         shape = tuple(
             1 if step == 0 and extent > 1 else extent
-            for step, extent in zip(self.stride, self.shape, strict=True)
+            for step, extent in zip(strides, self.shape, strict=True)
         )
         order = sorted(
-            range(len(shape)),
-            key=lambda dim: (-self.stride[dim] if shape[dim] > 1 else 0, dim),  # type: ignore[index]
+            range(len(shape)), key=lambda dim: (-strides[dim] if shape[dim] > 1 else 0, dim)
         )
         return shape, order
 
 
 @dataclass(frozen=True)
 class Payload:
-    """A flattened value: `leaves` are tensors and constants, `structure` is how they nest: empty for a bare tensor, `*` for a
+    """A flattened value: `leaves` are tensors and constants, `structure` is how they nest: empty
+    for a bare tensor, `*` for a
     flat list, else a `Structure`.
 
-    `wants_grad` says for every tensor whether a gradient is to come back for it. `shared` are pairs of tensors, by place among the
+    `wants_grad` says for every tensor whether a gradient is to come back for it. `shared` are pairs
+    of tensors, by place among the
     tensors, that have memory in common where they are made.
     """
 
@@ -122,7 +130,8 @@ class Payload:
         """Flatten `value`; by default a tensor wants a gradient when it requires one.
 
         Raises:
-            Unflattenable: there is something in it that cannot cross, with the place where it stands.
+            Unflattenable: there is something in it that cannot cross, with the place where it
+            stands.
         """
         if type(value) is Tensor and value.layout is torch.strided:
             check_tensor(value)
@@ -139,12 +148,16 @@ class Payload:
 
     @classmethod
     def row(cls, tensors: Sequence[Tensor]) -> Payload:
-        """A flat list of tensors, for which no gradient comes back; one that stands in it twice travels twice."""
+        """A flat list of tensors, for which no gradient comes back; one that stands in it twice
+        travels twice.
+        """
         return cls("*", tuple(tensors), (False,) * len(tensors))
 
     @classmethod
     def flat(cls, gradients: list[Tensor | None]) -> Payload:
-        """A list of gradients, with None where there is none; a single one as itself, which is the shortest to say."""
+        """A list of gradients, with None where there is none; a single one as itself, which is the
+        shortest to say.
+        """
         if len(gradients) == 1 and gradients[0] is not None:
             return cls("", (gradients[0],), (False,))
         return cls(
@@ -249,12 +262,16 @@ class Header:
         """Read what `Payload.header` wrote.
 
         Raises:
-            RunError: it is of another version of Penstock, or this process does not have a class that it names.
+            RunError: it is of another version of Penstock, or this process does not have a class
+            that it names.
         """
         found = json.loads(text)
         if found.get("version") != VERSION:
-            raise RunError(f"a message from another rank is of version {found.get('version')} and not {VERSION}: all ranks need the same "
-                           "version of Penstock")  # fmt: skip
+            raise RunError(
+                f"a message from another rank is of version {found.get('version')} and not "
+                f"{VERSION}: all ranks need the same "
+                "version of Penstock"
+            )
         text_or_tree = found["structure"]
         known = text_or_tree in ("", "*")
         structure = text_or_tree if known else wire.parse(text_or_tree)
@@ -277,5 +294,8 @@ class Header:
 
     def unpacked(self, packed: Sequence[Tensor], *, copies: bool = False) -> Payload:
         """The payload, from what its forms' `packed` gave, see `TensorForm.unpacked`."""
-        made = [form.unpacked(each, copies=copies) for form, each in zip(self.forms, packed, strict=True)]  # fmt: skip
+        made = [
+            form.unpacked(each, copies=copies)
+            for form, each in zip(self.forms, packed, strict=True)
+        ]
         return self.filled(made)

@@ -1,1 +1,3 @@
-"""Nested values: their tensors and constants apart from how they nest, in one way for everything that needs it."""
+"""Nested values: their tensors and constants apart from how they nest, in one way for everything
+that needs it.
+"""

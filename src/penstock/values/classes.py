@@ -1,8 +1,11 @@
 """Classes by name: what a message says, and what this process has under that name.
 
-A class that a value needs on another rank travels as `module:qualname`. The receiver looks it up among what it has already: the modules
-that are loaded, and the classes that it has met itself, either in values of its own or in the functions of its model. Nothing is
-imported and nothing is called. The second place is for classes that no module has by that name: those of a script that `ps.launch` has
+A class that a value needs on another rank travels as `module:qualname`. The receiver looks it up
+among what it has already: the modules
+that are loaded, and the classes that it has met itself, either in values of its own or in the
+functions of its model. Nothing is
+imported and nothing is called. The second place is for classes that no module has by that name:
+those of a script that `ps.launch` has
 sent to its ranks, and those that are defined inside functions.
 """
 
@@ -20,7 +23,8 @@ from penstock.errors import RunError
 #: How many functions, classes and containers a search in a model's code looks at.
 _MOST_VISITS = 50_000
 
-#: Classes that this process has met and that no module has under their name. The last one of a name counts.
+#: Classes that this process has met and that no module has under their name. The last one of a name
+#: counts.
 _MET: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 
@@ -46,16 +50,21 @@ def find(name: str) -> type:
     if found is None:
         found = _lookup(module, path)
     if not isinstance(found, type):
-        raise RunError(f"a {path} of {module} crosses a stage boundary, and this rank does not find that class: define it at the top of a "
-                       "module that every rank imports, or name it in the forward of one of the model's layers (an annotation will "
-                       "do)")  # fmt: skip
+        raise RunError(
+            f"a {path} of {module} crosses a stage boundary, and this rank does not find that "
+            "class: define it at the top of a "
+            "module that every rank imports, or name it in the forward of one of the model's "
+            "layers (an annotation will "
+            "do)"
+        )
     return found
 
 
 def remember_code(roots: Iterable[Any]) -> None:
     """Remember the classes that the code of some modules, functions or classes refers to.
 
-    Followed are what functions name, their closures, defaults and annotations, methods and annotations of classes, and attributes of
+    Followed are what functions name, their closures, defaults and annotations, methods and
+    annotations of classes, and attributes of
     modules. What lies in an importable module is found there by its name, and is not followed.
     """
     waiting: list[Any] = []

@@ -1,7 +1,10 @@
-"""What stands in nested values beside tensors: which of it can travel to another process, and how it is written down.
+"""What stands in nested values beside tensors: which of it can travel to another process, and how
+it is written down.
 
-Inside one process any object may pass as it is, if no tensor can be reached from it: a tensor that nobody sees would lose its gradient.
-Between processes only plain constants travel, as JSON that says their kind. Reading it makes constants of these kinds and nothing else.
+Inside one process any object may pass as it is, if no tensor can be reached from it: a tensor that
+nobody sees would lose its gradient.
+Between processes only plain constants travel, as JSON that says their kind. Reading it makes
+constants of these kinds and nothing else.
 """
 
 from __future__ import annotations
@@ -24,9 +27,22 @@ PLAIN = frozenset({type(None), bool, int, float, str})
 
 #: Kinds beside these that are known to hold no tensor.
 _SEALED = (
-    complex, bytes, slice, range, type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
-    enum.Enum, np.generic, type, types.BuiltinFunctionType, types.ModuleType,
-)  # fmt: skip
+    complex,
+    bytes,
+    slice,
+    range,
+    type(Ellipsis),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    enum.Enum,
+    np.generic,
+    type,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+)
 
 #: What a defaultdict may make for a missing key, on another rank as well.
 FACTORIES = (list, dict, set, frozenset, tuple, int, float, complex, str, bytes, bool, OrderedDict)
@@ -36,13 +52,17 @@ _MOST_OBJECTS = 20_000
 
 
 class Whole:
-    """A base for Penstock's own objects that stand in nested values and are never taken apart: nothing in them is trained."""
+    """A base for Penstock's own objects that stand in nested values and are never taken apart:
+    nothing in them is trained.
+    """
 
     __slots__ = ()
 
 
 def describe(value: Any) -> tuple[str, str]:
-    """Kind and content of a constant, the same in every process; of an object that is no plain constant, its kind alone."""
+    """Kind and content of a constant, the same in every process; of an object that is no plain
+    constant, its kind alone.
+    """
     cls = type(value)
     known = cls in PLAIN or isinstance(value, _SEALED)
     return name_of(cls), repr(value) if known else ""
@@ -71,7 +91,9 @@ def key_of(value: Any) -> tuple[Any, ...]:
 
 
 def holds_tensor(value: Any) -> bool:
-    """Whether a tensor can be reached from an object, as far as the garbage collector knows; also if there is too much to look at."""
+    """Whether a tensor can be reached from an object, as far as the garbage collector knows; also
+    if there is too much to look at.
+    """
     if type(value) in PLAIN or isinstance(value, (Whole, *_SEALED)):
         return False
     seen: dict[int, Any] = {}
@@ -118,9 +140,12 @@ def encode(value: Any) -> Any:
     if isinstance(value, type):
         remember(value)
         return {"class": name_of(value)}
-    raise RunError(f"{_article(cls)} cannot cross a stage boundary between processes: layers there may return tensors and plain constants "
-                   "(numbers, texts, bytes, dtypes, enums, None) in nested tuples, lists, dicts and records"
-                   f"{_advice(value)}")  # fmt: skip
+    raise RunError(
+        f"{_article(cls)} cannot cross a stage boundary between processes: layers there may return "
+        "tensors and plain constants "
+        "(numbers, texts, bytes, dtypes, enums, None) in nested tuples, lists, dicts and records"
+        f"{_advice(value)}"
+    )
 
 
 def _article(cls: type) -> str:
@@ -158,7 +183,8 @@ def _enum(content: Any) -> enum.Enum:
     cls = find(name)
     if not issubclass(cls, enum.Enum) or member not in cls.__members__:
         raise RunError(
-            f"a message from another rank has the member {member!r} of {name} in it, and this rank has none"
+            f"a message from another rank has the member {member!r} of {name} in it, and this rank "
+            "has none"
         )
     return cls.__members__[member]
 

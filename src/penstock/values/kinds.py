@@ -1,7 +1,10 @@
-"""Containers and records: how each kind is taken apart, and put together as it was, of the same class, without running its code.
+"""Containers and records: how each kind is taken apart, and put together as it was, of the same
+class, without running its code.
 
-Objects of the user's own classes (dataclasses, named tuples, mappings, plain objects) are rebuilt from their items and attributes: a new
-object of the class is made, no `__init__` runs, and no method of it is called. That is sound for classes that are written in Python and
+Objects of the user's own classes (dataclasses, named tuples, mappings, plain objects) are rebuilt
+from their items and attributes: a new
+object of the class is made, no `__init__` runs, and no method of it is called. That is sound for
+classes that are written in Python and
 whose instances hold nothing besides; objects of others are constants.
 """
 
@@ -80,7 +83,7 @@ def context_of(kind: str, values: Sequence[Any]) -> Context:
     return tuple(map(_Opaque, values)) if kind == "registered" else tuple(values)
 
 
-# -- attributes --------------------------------------------------------------------------------------------------------------
+# Attributes.
 
 
 @lru_cache(maxsize=4096)
@@ -98,7 +101,9 @@ def _slots(cls: type) -> tuple[tuple[str, Any], ...]:
 def _state(value: Any) -> tuple[tuple[str, ...], tuple[str, ...], list[Any]]:
     """Names of attributes, names of slots that are set, and what both hold."""
     own: dict[str, Any] = getattr(value, "__dict__", {})
-    held = [(name, slot.__get__(value)) for name, slot in _slots(type(value)) if _is_set(slot, value)]  # fmt: skip
+    held = [
+        (name, slot.__get__(value)) for name, slot in _slots(type(value)) if _is_set(slot, value)
+    ]
     parts = [*own.values(), *(item for _, item in held)]
     return tuple(own), tuple(name for name, _ in held), parts
 
@@ -124,7 +129,7 @@ def _attribute_label(names: Sequence[str], slots: Sequence[str], place: int) -> 
     return f".{[*names, *slots][place].rpartition('.')[2]}"
 
 
-# -- the kinds ---------------------------------------------------------------------------------------------------------------
+# The kinds.
 
 
 def _apart_dict(value: Any) -> tuple[Context, list[Any]]:
@@ -219,13 +224,18 @@ def _apart_registered(value: Any) -> tuple[Context, list[Any]]:
 
 def _registered(cls: type, context: Context, parts: list[Any]) -> Any:
     if cls not in pytree.SUPPORTED_NODES:
-        raise RunError(f"a {cls.__qualname__} crosses a stage boundary, and this rank has not registered that class with "
-                       "torch.utils._pytree: register it where it is defined")  # fmt: skip
+        raise RunError(
+            f"a {cls.__qualname__} crosses a stage boundary, and this rank has not registered that "
+            "class with "
+            "torch.utils._pytree: register it where it is defined"
+        )
     return pytree.SUPPORTED_NODES[cls].unflatten_fn(parts, context[0].value)
 
 
 def _apart_sparse(value: Tensor) -> tuple[Context, list[Any]]:
-    """Indices and values. Of one that wants a gradient, each place once: values of several entries have none of their own."""
+    """Indices and values. Of one that wants a gradient, each place once: values of several entries
+    have none of their own.
+    """
     if value.requires_grad and not value.is_coalesced():
         value = value.coalesce()
     values = value.values() if value.requires_grad else value._values()
@@ -242,27 +252,82 @@ def _sparse(_: type, context: Context, parts: list[Any]) -> Tensor:
 SPARSE = Kind("sparse", _apart_sparse, _sparse)
 LIST = Kind("list", lambda value: ((), value), lambda _, __, parts: parts)
 TUPLE = Kind("tuple", lambda value: ((), value), lambda _, __, parts: tuple(parts))
-DICT = Kind("dict", _apart_dict, lambda _, context, parts: dict(zip(context[0], parts, strict=True)), _key_label)  # fmt: skip
-ORDERED = Kind("ordered", _apart_dict, lambda _, context, parts: OrderedDict(zip(context[0], parts, strict=True)), _key_label)  # fmt: skip
+DICT = Kind(
+    "dict",
+    _apart_dict,
+    lambda _, context, parts: dict(zip(context[0], parts, strict=True)),
+    _key_label,
+)
+ORDERED = Kind(
+    "ordered",
+    _apart_dict,
+    lambda _, context, parts: OrderedDict(zip(context[0], parts, strict=True)),
+    _key_label,
+)
 DEFAULT = Kind("default", _apart_default, _default, _key_label)
-DEQUE = Kind("deque", lambda value: ((value.maxlen,), list(value)), lambda _, context, parts: deque(parts, context[0]))  # fmt: skip
-VIEW = Kind("mapping view", _apart_dict, lambda _, context, parts: types.MappingProxyType(dict(zip(context[0], parts, strict=True))),
-            _key_label)  # fmt: skip
-NAMESPACE = Kind("namespace", lambda value: ((tuple(vars(value)),), list(vars(value).values())),
-                 lambda _, context, parts: types.SimpleNamespace(**dict(zip(context[0], parts, strict=True))),
-                 lambda context, place: f".{context[0][place]}", loose=True)  # fmt: skip
+DEQUE = Kind(
+    "deque",
+    lambda value: ((value.maxlen,), list(value)),
+    lambda _, context, parts: deque(parts, context[0]),
+)
+VIEW = Kind(
+    "mapping view",
+    _apart_dict,
+    lambda _, context, parts: types.MappingProxyType(dict(zip(context[0], parts, strict=True))),
+    _key_label,
+)
+NAMESPACE = Kind(
+    "namespace",
+    lambda value: ((tuple(vars(value)),), list(vars(value).values())),
+    lambda _, context, parts: types.SimpleNamespace(**dict(zip(context[0], parts, strict=True))),
+    lambda context, place: f".{context[0][place]}",
+    loose=True,
+)
 SEQUENCE = Kind("sequence", _apart_sequence, _sequence, _sequence_label, named=True)
-RESULT = Kind("result", lambda value: ((), list(value)), lambda cls, _, parts: cls(parts), named=True)  # fmt: skip
+RESULT = Kind(
+    "result", lambda value: ((), list(value)), lambda cls, _, parts: cls(parts), named=True
+)
 MAPPING = Kind("mapping", _apart_mapping, _mapping, _mapping_label, named=True, loose=True)
-OBJECT = Kind("object", _apart_object, _object, lambda context, place: _attribute_label(*context, place), named=True,
-              loose=True)  # fmt: skip
+OBJECT = Kind(
+    "object",
+    _apart_object,
+    _object,
+    lambda context, place: _attribute_label(*context, place),
+    named=True,
+    loose=True,
+)
 REGISTERED = Kind("registered", _apart_registered, _registered, named=True, loose=True)
 
-KINDS = {kind.name: kind for kind in (SPARSE, LIST, TUPLE, DICT, ORDERED, DEFAULT, DEQUE, VIEW, NAMESPACE, SEQUENCE, RESULT, MAPPING,
-                                      OBJECT, REGISTERED)}  # fmt: skip
+KINDS = {
+    kind.name: kind
+    for kind in (
+        SPARSE,
+        LIST,
+        TUPLE,
+        DICT,
+        ORDERED,
+        DEFAULT,
+        DEQUE,
+        VIEW,
+        NAMESPACE,
+        SEQUENCE,
+        RESULT,
+        MAPPING,
+        OBJECT,
+        REGISTERED,
+    )
+}
 
-_EXACT: dict[type, Kind] = {list: LIST, tuple: TUPLE, dict: DICT, OrderedDict: ORDERED, defaultdict: DEFAULT, deque: DEQUE,
-                            types.MappingProxyType: VIEW, types.SimpleNamespace: NAMESPACE}  # fmt: skip
+_EXACT: dict[type, Kind] = {
+    list: LIST,
+    tuple: TUPLE,
+    dict: DICT,
+    OrderedDict: ORDERED,
+    defaultdict: DEFAULT,
+    deque: DEQUE,
+    types.MappingProxyType: VIEW,
+    types.SimpleNamespace: NAMESPACE,
+}
 _NEVER = (Whole, enum.Enum, nn.Module, type, BaseException, torch.Size, Tensor)
 
 
@@ -277,7 +342,13 @@ def _kind_of(cls: type) -> Kind | None:
         return None
     if issubclass(cls, tuple) and hasattr(cls, "n_sequence_fields"):
         return RESULT
-    for base, kind in ((tuple, SEQUENCE), (list, SEQUENCE), (OrderedDict, MAPPING), (defaultdict, MAPPING), (dict, MAPPING)):  # fmt: skip
+    for base, kind in (
+        (tuple, SEQUENCE),
+        (list, SEQUENCE),
+        (OrderedDict, MAPPING),
+        (defaultdict, MAPPING),
+        (dict, MAPPING),
+    ):
         if issubclass(cls, base):
             return kind if _adds_nothing(cls, base) and not hasattr(cls, "__del__") else None
     plain = _adds_nothing(cls, object) and not hasattr(cls, "__del__")
@@ -288,7 +359,9 @@ def _kind_of(cls: type) -> Kind | None:
 
 
 def _adds_nothing(cls: type, base: type) -> bool:
-    """Whether instances of a class hold nothing besides what `base` does but attributes and slots that Python shows."""
+    """Whether instances of a class hold nothing besides what `base` does but attributes and slots
+    that Python shows.
+    """
     if not all(each.__flags__ & _HEAP_TYPE or issubclass(base, each) for each in cls.__mro__):
         return False
     places = len(_slots(cls)) + (cls.__dictoffset__ != 0) + (cls.__weakrefoffset__ != 0)
@@ -296,19 +369,25 @@ def _adds_nothing(cls: type, base: type) -> bool:
 
 
 def check_context(kind: Kind, cls: type | None, context: Context) -> None:
-    """Refuse what a message says a value is made of, if no value of that class here could have been.
+    """Refuse what a message says a value is made of, if no value of that class here could have
+    been.
 
     Raises:
-        RunError: the class is of another kind here, or a default is made by something that is none of the known types.
+        RunError: the class is of another kind here, or a default is made by something that is none
+        of the known types.
     """
     if cls is not None and kind_of(cls) is not kind:
         raise RunError(
-            f"a {cls.__qualname__} crosses a stage boundary, and that class is another kind of thing on this rank"
+            f"a {cls.__qualname__} crosses a stage boundary, and that class is another kind of "
+            "thing on this rank"
         )
     factory = context[-1] if kind in (DEFAULT, MAPPING) else None
     if factory is not None and factory not in FACTORIES:
-        raise RunError(f"a defaultdict cannot cross a stage boundary between processes with {factory!r} in it, which would be called there: "
-                       "make a dict of it")  # fmt: skip
+        raise RunError(
+            f"a defaultdict cannot cross a stage boundary between processes with {factory!r} in "
+            "it, which would be called there: "
+            "make a dict of it"
+        )
 
 
 def parts_of(value: Any) -> Iterator[Any]:

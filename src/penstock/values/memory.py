@@ -9,7 +9,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-#: Elements of memory up to which an overlap of strided tensors is decided exactly; above, tensors whose ranges meet are taken to overlap.
+#: Elements of memory up to which an overlap of strided tensors is decided exactly; above, tensors
+#: whose ranges meet are taken to overlap.
 _MOST_EXACT = 1 << 26
 
 #: Elements of memory for each element of a tensor, up to which a copy keeps the gaps between them.
@@ -25,7 +26,9 @@ _Place = tuple[tuple[int, ...], tuple[int, ...], int, int]
 
 
 def overlapping(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    """Pairs of places of tensors that have memory in common. The tensors are dense and all different objects."""
+    """Pairs of places of tensors that have memory in common. The tensors are dense and all
+    different objects.
+    """
     if len(tensors) < 2:
         return ()
     starts: dict[int, list[int]] = {}
@@ -104,7 +107,8 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def kept_stride(shape: tuple[int, ...], stride: Stride) -> Stride | None:
     """The strides that a copy of a tensor has; None for those of a contiguous one.
 
-    Gaps are kept where they are not much larger than what they lie between; tensors whose elements overlap become contiguous.
+    Gaps are kept where they are not much larger than what they lie between; tensors whose elements
+    overlap become contiguous.
     """
     if 0 in shape:
         return None
@@ -130,8 +134,8 @@ def kept_stride(shape: tuple[int, ...], stride: Stride) -> Stride | None:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy with the same strides and alignment, differentiable. One that repeats its elements is returned as it is: torch lets no one
-    change it in place.
+    """A copy with the same strides and alignment, differentiable. One that repeats its elements is
+    returned as it is: torch lets no one change it in place.
     """
     shape, stride = tuple(tensor.shape), tensor.stride()
     if any(step == 0 and extent > 1 for step, extent in zip(stride, shape, strict=True)):

@@ -1,10 +1,13 @@
 """A nested value as leaves and a structure, and back.
 
     leaves, structure = flatten({"hidden": h, "again": h, "depth": 3})       leaves: [h, 3]
-    unflatten(structure, leaves)                                             h stands in both places, as one tensor
+    unflatten(structure, leaves)                                             h stands in both
+    places, as one tensor
 
-Leaves are tensors and constants, in order; one tensor that stands in several places is one leaf. So are containers that stand in
-several places one container afterwards. Tensors are dense: a sparse one is taken apart into its indices and values.
+Leaves are tensors and constants, in order; one tensor that stands in several places is one leaf. So
+are containers that stand in
+several places one container afterwards. Tensors are dense: a sparse one is taken apart into its
+indices and values.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ _DENSE = (Tensor, nn.Parameter)
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """How a value nests. The kinds of `penstock.values.kinds`, and three more: `leaf` is the next leaf, `same` is a leaf that stood
+    """How a value nests. The kinds of `penstock.values.kinds`, and three more: `leaf` is the next
+    leaf, `same` is a leaf that stood
     somewhere before, and `again` a container that did; the context of these two says which.
     """
 
@@ -40,8 +44,10 @@ class Structure:
         if self.kind == "leaf":
             return "*"
         own = self.kind if self.cls is None else f"{self.kind} {name_of(self.cls)}"
-        context = [describe(each) if not isinstance(each, tuple) else [describe(one) for one in each]
-                   for each in self.context]  # fmt: skip
+        context = [
+            describe(each) if not isinstance(each, tuple) else [describe(one) for one in each]
+            for each in self.context
+        ]
         return f"{own}{context}({','.join(child.describe() for child in self.children)})"
 
     def has(self, kind: str) -> bool:
@@ -63,7 +69,9 @@ class Structure:
             child._label(path + label(self.context, place), found)
 
     def items(self) -> list[bool]:
-        """By leaf, whether it is an item of a list, tuple or dict (or the value itself), and no attribute of an object."""
+        """By leaf, whether it is an item of a list, tuple or dict (or the value itself), and no
+        attribute of an object.
+        """
         found: list[bool] = []
         self._items(found, loose=False)
         return found
@@ -91,7 +99,8 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
     """Leaves and structure of a value.
 
     Raises:
-        Unflattenable: there is a tensor in it that cannot cross, or an object in which a tensor may be hidden.
+        Unflattenable: there is a tensor in it that cannot cross, or an object in which a tensor may
+        be hidden.
     """
     if type(value) is Tensor and value.layout is torch.strided:
         check_tensor(value)
@@ -108,22 +117,36 @@ def check_tensor(tensor: Tensor) -> None:
     """
     cls = type(tensor)
     if cls not in _DENSE:
-        raise Unflattenable(f"a {cls.__name__} cannot cross a stage boundary, because it is a subclass of Tensor whose contents only it "
-                            "knows: pass plain tensors, such as tensor.as_subclass(torch.Tensor) or, of a DTensor, its "
-                            "to_local()")  # fmt: skip
+        raise Unflattenable(
+            f"a {cls.__name__} cannot cross a stage boundary, because it is a subclass of Tensor "
+            "whose contents only it "
+            "knows: pass plain tensors, such as tensor.as_subclass(torch.Tensor) or, of a DTensor, "
+            "its "
+            "to_local()"
+        )
     if tensor.is_nested:
-        raise Unflattenable("a nested tensor cannot cross a stage boundary: pass a padded tensor and its mask, as to_padded_tensor(0.0) "
-                            "makes it, or its values and offsets")  # fmt: skip
+        raise Unflattenable(
+            "a nested tensor cannot cross a stage boundary: pass a padded tensor and its mask, as "
+            "to_padded_tensor(0.0) "
+            "makes it, or its values and offsets"
+        )
     if tensor.is_quantized:
-        raise Unflattenable("a quantized tensor cannot cross a stage boundary: pass its int_repr() and its scale, or "
-                            "dequantize() it")  # fmt: skip
+        raise Unflattenable(
+            "a quantized tensor cannot cross a stage boundary: pass its int_repr() and its scale, "
+            "or "
+            "dequantize() it"
+        )
     if tensor.layout is not torch.strided:
         advice = "to_dense()" if tensor.layout is torch._mkldnn else "to_sparse_coo()"  # type: ignore[attr-defined]
-        raise Unflattenable(f"a tensor of layout {tensor.layout} cannot cross a stage boundary: pass its {advice}")  # fmt: skip
+        raise Unflattenable(
+            f"a tensor of layout {tensor.layout} cannot cross a stage boundary: pass its {advice}"
+        )
 
 
 class _Flattening:
-    """One value on its way apart. `memo` has the containers by id, with their number, -1 while one is being taken apart."""
+    """One value on its way apart. `memo` has the containers by id, with their number, -1 while one
+    is being taken apart.
+    """
 
     def __init__(self) -> None:
         self.leaves: list[Any] = []
@@ -161,8 +184,11 @@ class _Flattening:
         met = self._memo.get(id(value))
         if met is not None:
             if met[0] < 0:
-                raise Unflattenable(f"a {type(value).__name__} cannot cross a stage boundary, because it has itself among its parts: cut "
-                                    "that reference")  # fmt: skip
+                raise Unflattenable(
+                    f"a {type(value).__name__} cannot cross a stage boundary, because it has "
+                    "itself among its parts: cut "
+                    "that reference"
+                )
             return Structure("again", None, (met[0],))
         self._memo[id(value)] = -1, value
         if cls is not None:
@@ -182,8 +208,12 @@ class _Flattening:
 
 
 def _hidden(cls: type) -> str:
-    return (f"a {cls.__name__} cannot cross a stage boundary, because there may be tensors in it, whose gradients would be lost: pass the "
-            "tensors themselves, in tuples, lists, dicts, dataclasses or objects of a class written in Python")  # fmt: skip
+    return (
+        f"a {cls.__name__} cannot cross a stage boundary, because there may be tensors in it, "
+        "whose gradients would be lost: pass the "
+        "tensors themselves, in tuples, lists, dicts, dataclasses or objects of a class written in "
+        "Python"
+    )
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:

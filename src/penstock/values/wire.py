@@ -39,7 +39,8 @@ def parse(text: Any) -> Structure:
     """What `dump` was given.
 
     Raises:
-        RunError: this process does not have a class that it names, or it is nothing that `dump` writes.
+        RunError: this process does not have a class that it names, or it is nothing that `dump`
+        writes.
     """
     if text == _LEAF:
         return LEAF
