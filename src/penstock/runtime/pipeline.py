@@ -25,6 +25,7 @@ from penstock.runtime.compare import Comparison, compare
 from penstock.runtime.options import Options, check_accumulate
 from penstock.runtime.player import AHEAD, Mode, Player
 from penstock.runtime.ranks import Place, world_of
+from penstock.runtime.replica_check import check_replicas
 from penstock.runtime.results import mean_loss, outputs
 from penstock.runtime.setting import Words, check, setting_of
 from penstock.runtime.stage import Loss, Stage
@@ -127,6 +128,7 @@ class Pipeline:
         self.chain = options.converted(traced, self.setting.schedule.micro_batches)
         self.chain.description.stage_bounds(self.setting.lengths)
         check_slices(self.chain, self.setting.schedule)
+        check_replicas(self.chain, self.setting)
         scaling = LossScaler.of(scaler)
         place = Place(executor, None if device is None else torch.device(device), deadline_s)
         self._world = world_of(
