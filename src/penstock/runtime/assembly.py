@@ -22,7 +22,7 @@ from penstock.runtime.clock import clock_for
 from penstock.runtime.copies import Copies, WaveMessages
 from penstock.runtime.interpreter import Interpreter
 from penstock.runtime.options import Options
-from penstock.runtime.replica_check import ReplicatedStage
+from penstock.runtime.replica_check import ReplicatedStage, stage_class
 from penstock.runtime.setting import Setting
 from penstock.runtime.stage import Loss, Stage, StageLayer
 from penstock.runtime.state import Placed
@@ -355,7 +355,7 @@ class _Bench:
         }
         device, last = self.world.device(rank), index == len(setting.lengths) - 1
         entry = traced.entries.get(first) if index else None
-        kind = ReplicatedStage if len(setting.schedule.ranks_of_stage[index]) > 1 else Stage
+        kind = stage_class(layers, len(setting.schedule.ranks_of_stage[index]))
         stage = kind(index, layers, device, update, training.seed, setting.recompute, training.loss if last else None, evicted,
                      entry=None if entry is None else entry.to(device), exit=None if last else traced.exits.get(end - 1),
                      autocast=training.options.autocast, recomputed=setting.recomputed, segment_starts=setting.segment_starts,

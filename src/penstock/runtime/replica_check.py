@@ -6,7 +6,7 @@ a forward depends on weights and inputs alone, and gradients are only added up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.layers import StageLayers
 from penstock.runtime.past import Past, tensors_of
 from penstock.runtime.setting import Setting
-from penstock.runtime.stage import Stage
+from penstock.runtime.stage import Stage, StageLayer
 from penstock.runtime.tied import shared_tensors
 from penstock.schedule.op import Schedule
 from penstock.tracing.chain import TracedChain
@@ -27,6 +27,7 @@ from penstock.tracing.moving_state import observe, steady_buffers
 from penstock.tracing.names import prefix_of
 from penstock.tracing.single_copy import (
     single_copy_reasons,
+    weight_hook,
     weights_with_hooks,
     weights_with_max_norm,
 )
@@ -147,6 +148,51 @@ class ReplicatedStage(Stage):
             f"{self.schedule_name} holds copies of stage {self.index}, each of which runs some of the micro-batches, and its layers "
             f"would train to other numbers than in one copy: {'; '.join(findings)}. {REMEDY}. Nothing has been updated"
         )
+
+
+class HookedStage(Stage):
+    """A stage whose weights have hooks that run when a gradient has been added up: refuses those that change the weight.
+
+    A hook that steps its weight makes a new weight after every micro-batch. A pipeline runs forwards of later micro-batches before, and
+    would train to other numbers than the same micro-batches one after another.
+    """
+
+    def backward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
+        """See `Stage.backward`.
+
+        Raises:
+            SettingError: a hook has changed its weight, and the batch has several micro-batches.
+        """
+        before = self._hooked_versions()
+        made = super().backward(batch, micro_batch, arrived)
+        self._check_unchanged(before, batch)
+        return made
+
+    def weight_grad(self, batch: Batch, micro_batch: int) -> None:
+        """See `Stage.weight_grad`; raises as `backward`."""
+        before = self._hooked_versions()
+        super().weight_grad(batch, micro_batch)
+        self._check_unchanged(before, batch)
+
+    def _hooked_versions(self) -> list[int]:
+        return [each._version for each in self.update.parameters if weight_hook(each)]
+
+    def _check_unchanged(self, before: list[int], batch: Batch) -> None:
+        if batch.micro_batches > 1 and self._hooked_versions() != before:
+            raise SettingError(
+                f"a hook (register_post_accumulate_grad_hook) of a weight of stage {self.index} changes the weight during the backward of "
+                f"a micro-batch, while {batch.micro_batches} micro-batches of one batch are under way: later ones would run with other "
+                "weights than in one process. Take micro_batches=1, or let optimizer= step the weights"
+            )
+
+
+def stage_class(layers: Sequence[StageLayer], copies: int) -> type[Stage]:
+    """The kind of stage that checks what these layers, held by so many ranks, may do wrong."""
+    if copies > 1:
+        return ReplicatedStage
+    weights = (weight for layer in layers for weight in layer.module.parameters())
+    hooked = any(weight_hook(weight) == "register_post_accumulate_grad_hook" for weight in weights)
+    return HookedStage if hooked else Stage
 
 
 def _versions(module: nn.Module) -> list[tuple[int, int]]:

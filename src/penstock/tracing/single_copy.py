@@ -64,12 +64,10 @@ def weights_with_max_norm(traced: TracedChain) -> frozenset[str]:
 
 
 def weight_hook(tensor: Tensor) -> str:
-    """What registered a hook on a tensor; empty where it has none."""
-    if tensor._backward_hooks:
-        return "register_hook"
+    """What registered a hook on a tensor, one that may change weights before others; empty where it has none."""
     if getattr(tensor, "_post_accumulate_grad_hooks", None):
         return "register_post_accumulate_grad_hook"
-    return ""
+    return "register_hook" if tensor._backward_hooks else ""
 
 
 def keeps_sparse_gradients(module: nn.Module) -> bool:
