@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.cluster.cluster import Cluster
@@ -70,3 +70,12 @@ def _slower(device: Device, reference: Device, where: str) -> float:
         raise PlanError(f"{where} has devices of different kinds, and nothing says how fast {lacking} is: give its flops in the "
                         "cluster file, or one profile for every kind")  # fmt: skip
     return other / own
+
+
+def with_optimizer_states(profiles: Sequence[Profile], states: float) -> tuple[Profile, ...]:
+    """The profiles of ranks for an optimizer that keeps so many numbers for each parameter; ranks alike go on sharing one object."""
+    own = {
+        id(each): each if each.optimizer_states == states else replace(each, optimizer_states=states)
+        for each in profiles
+    }
+    return tuple(own[id(each)] for each in profiles)
