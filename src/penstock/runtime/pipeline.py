@@ -23,6 +23,7 @@ from penstock.runtime.batch import Batch, make_batch
 from penstock.runtime.checkpoint import Progress
 from penstock.runtime.compare import Comparison, compare
 from penstock.runtime.options import Options, check_accumulate
+from penstock.runtime.plan_memory import check_optimizer_memory
 from penstock.runtime.player import AHEAD, Mode, Player
 from penstock.runtime.ranks import Place, world_of
 from penstock.runtime.replica_check import check_replicas
@@ -143,6 +144,8 @@ class Pipeline:
         self._training = Training(loss, optimizer, seed, options)
         self._made = assemble(self.chain, self.setting, self._world, self._training)
         self.chain = self._made.traced
+        if plan is not None and optimizer is not None:
+            check_optimizer_memory(plan, self.chain.description, self._made.optimizers()[0])
         self._made.share_weights()
         self._together = Together(self._made, scaling, clip_grad_norm)
         self._player = Player(self._made, self._together)
