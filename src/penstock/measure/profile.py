@@ -26,6 +26,7 @@ from penstock.measure.update import UpdateSeconds, measure_update
 from penstock.profile.profile import LayerProfile, Phase, Profile, Timing
 from penstock.tracing.chain import TracedChain, chain
 from penstock.tracing.materialise import materialise
+from penstock.tracing.module_state import made_tensors
 from penstock.tracing.randomness import drawing
 from penstock.transport.host_memory import give_back_freed_memory, keep_freed_memory
 
@@ -271,7 +272,7 @@ def machine_facts(device: torch.device) -> dict[str, str]:
 def _copies(traced: TracedChain, device: torch.device) -> list[nn.Module]:
     """All layers with memory on the device, apart from the user's own, in training mode."""
     copied = TracedChain(
-        traced.description, tuple(copy.deepcopy(nn.ModuleList(traced.modules))), traced.aliases
+        traced.description, tuple(copy.deepcopy(nn.ModuleList(traced.modules), made_tensors(traced.modules))), traced.aliases
     )
     return [module.train() for module in materialise(copied, range(len(copied)), device, seed=0)]
 

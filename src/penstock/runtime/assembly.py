@@ -32,6 +32,7 @@ from penstock.schedule.op import Kind
 from penstock.tracing.chain import TracedChain
 from penstock.tracing.elsewhere import without_others
 from penstock.tracing.materialise import materialise
+from penstock.tracing.module_state import made_tensors
 from penstock.tracing.names import parameters_of
 from penstock.transport.coded import CodedTransport
 from penstock.transport.payload import TensorForm
@@ -314,7 +315,7 @@ class _Bench:
         tied; the others have modules of their own where they hold a tensor that is not theirs, and share the rest.
         """
         chosen: list[int] = []
-        kept: dict[int, object] = {}
+        kept = made_tensors(modules.values())
         for index in indices:
             for layer in range(*self._bounds[index]):
                 named = tensors_of(self.traced, [(self.traced.layers[layer].name, modules[layer])])

@@ -121,6 +121,20 @@ class ModuleState:
                     place.set(kept[name].value)
 
 
+def made_tensors(modules: Iterable[nn.Module]) -> dict[int, object]:
+    """For `copy.deepcopy`, by their ids: tensors that forwards have left in modules, without the graphs that torch does not copy.
+
+    `nn.utils.weight_norm` keeps the weight that it makes in its module; a layer may keep what it returned last.
+    """
+    found: dict[int, object] = {}
+    for module in modules:
+        for part in module.modules():
+            for value in vars(part).values():
+                if isinstance(value, Tensor) and not value.is_leaf:
+                    found[id(value)] = value.detach().clone()
+    return found
+
+
 def differing(before: Mapping[str, Content], after: Mapping[str, Content]) -> list[str]:
     """The names that are in only one of two states, or with another content."""
     names = dict.fromkeys([*before, *after])
