@@ -301,7 +301,7 @@ def test_all_that_a_planner_tells_is_printed():
         "1.80 times one device and 1.20 times data parallelism",
         "lower bound: nothing of what was weighed can take less than 400.0 ms; the gap is 25.0%",
         "on devices 3, 1",
-        "memory of a rank at its fullest:",
+        "memory of a rank at its fullest (optimizer not named, 1 number for each parameter, as SGD with momentum):",
         "traffic of a step, both ways: 0↔1 3.0 KiB",
         "twice the bandwidth  400.0 ms  -20.0%",
     ):

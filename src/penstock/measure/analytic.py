@@ -12,11 +12,12 @@ from penstock.cluster.device import Device
 from penstock.cluster.presets import Presets
 from penstock.measure.counts import count
 from penstock.measure.passes import Loss
+from penstock.measure.replicable import with_single_copy_reasons
 from penstock.profile.calibrate import calibrated
 from penstock.profile.fpga import fpga
 from penstock.profile.profile import Profile
 from penstock.profile.roofline import Efficiency, roofline
-from penstock.tracing.chain import TracedChain
+from penstock.tracing.chain import TracedChain, chain
 
 
 def analytic(
@@ -57,11 +58,13 @@ def analytic(
         FileError: the profile to calibrate with cannot be read.
     """
     target = Presets.load().device(device) if isinstance(device, str) else device
-    counts = count(model, example, batch, loss=loss, targets=targets)
+    traced = model if isinstance(model, TracedChain) else chain(model)
+    counts = count(traced, example, batch, loss=loss, targets=targets)
     if target.kind == "fpga":
-        return fpga(counts, target, sizes=sizes, dtype=dtype)
+        return with_single_copy_reasons(fpga(counts, target, sizes=sizes, dtype=dtype), traced)
     reached: Efficiency | None = None
     if calibrate is not None:
         measured = calibrate if isinstance(calibrate, Profile) else Profile.load(calibrate)
         reached = calibrated(counts, measured, target, dtype=dtype)
-    return roofline(counts, target, sizes=sizes, dtype=dtype, efficiency=reached)
+    found = roofline(counts, target, sizes=sizes, dtype=dtype, efficiency=reached)
+    return with_single_copy_reasons(found, traced)

@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Final
@@ -18,6 +18,7 @@ from penstock.cluster.device import DTYPES, Device, Kind, Link
 from penstock.cluster.local import LOOPBACK, available_memory_bytes
 from penstock.cluster.machines import Cluster
 from penstock.errors import SettingError
+from penstock.measure.alike import equally_fast, named_by_kind
 from penstock.measure.fit import Fit, fit
 from penstock.measure.loads import Load, loads, time_load
 from penstock.measure.messages import Times, Wires, time_messages, time_pairs_at_once
@@ -33,6 +34,10 @@ _SHARED: Final = 1.5
 
 #: How often every rank works alone and then with the others.
 _ROUNDS: Final = 3
+
+#: The load whose speed tells kinds of devices apart; how often hosts that seem unlike are timed again, and for how long.
+_REFERENCE: Final = "matmul float32"
+_AGAIN, _AGAIN_S = 8, 0.05
 
 #: Loads that say how much longer everything takes while all ranks are busy: what training does.
 _WORK: Final = ("matmul float32", "conv")
@@ -69,7 +74,8 @@ class ClusterFound:
     """What was found, and the cluster that plans are to be made for.
 
     Attributes:
-        cluster: with the median device of every host, and the fit through the medians of all its pairs of ranks.
+        cluster: with the median device of every host, and the fit through the medians of all its pairs of ranks. Hosts whose devices
+            have one name and are not equally fast get a name each, such as `cpu-0` and `cpu-1`.
         ranks, pairs: what it was made from.
         at_once: how many times as long messages take while other pairs of ranks of a host send theirs.
     """
@@ -110,6 +116,7 @@ def measure_cluster(name: str, device: torch.device, *, repeats: int = 5, second
     work, pairs = loads(device), _pairs(ranks)
     steps = _Steps(progress, len(work) + len(pairs) + 1)
     found = _ranks(work, hosts, device, seconds, wires, steps)
+    speeds = _speeds(found, work[_REFERENCE], hosts, device, wires)
     times: list[PairFound] = []
     for a, b in pairs:
         steps.next(f"link {a}-{b}")
@@ -122,7 +129,9 @@ def measure_cluster(name: str, device: torch.device, *, repeats: int = 5, second
     steps.next("pairs at once")
     at_once = time_pairs_at_once(_neighbour(hosts), wires, repeats)
     steps.next("")
-    return ClusterFound(_joined(name, found, times, at_once), tuple(found), tuple(times), at_once)
+    return ClusterFound(
+        _joined(name, found, times, at_once, speeds), tuple(found), tuple(times), at_once
+    )
 
 
 @dataclass
@@ -192,6 +201,37 @@ def _ranks(work: dict[str, Load], hosts: Sequence[str], device: torch.device, se
     return _gathered(RankFound(rank, hosts[rank], made, tuple(busy.items())))
 
 
+def _speeds(
+    found: Sequence[RankFound],
+    load: Load,
+    hosts: Sequence[str],
+    device: torch.device,
+    wires: Wires,
+) -> dict[str, float]:
+    """By host, operations per second of its fastest rank. Hosts that seem unlike are timed again: what else runs on one slows it down
+    for a while, and the most counts.
+    """
+    fastest: dict[str, float] = {}
+    for each in found:
+        speed = each.device.peak("float32") or 0.0
+        fastest[each.host] = max(speed, fastest.get(each.host, 0.0))
+    rank = dist.get_rank()
+    turn = hosts[:rank].count(hosts[rank])
+    names = {each.host: each.device.name for each in found}
+    for _ in range(_AGAIN):
+        pairs = combinations(fastest, 2)
+        if all(names[a] != names[b] or equally_fast(fastest[a], fastest[b]) for a, b in pairs):
+            break
+        own = 0.0
+        for one in range(_most(hosts)):
+            wires.barrier()
+            if one == turn:
+                own = load.amount / time_load(load, device, _AGAIN_S).quiet_s
+        for host, speed in _gathered((hosts[rank], own)):
+            fastest[host] = max(fastest[host], speed)
+    return fastest
+
+
 def _device(work: dict[str, Load], alone: dict[str, float], busy: dict[str, float], device: torch.device,
             sharing: int) -> Device:  # fmt: skip
     """The device of this rank; `sharing` ranks of its host have the host's memory together."""
@@ -246,14 +286,19 @@ def _short_seconds(value: float) -> float:
 
 
 def _joined(
-    name: str, ranks: Sequence[RankFound], pairs: Sequence[PairFound], at_once: float
+    name: str,
+    ranks: Sequence[RankFound],
+    pairs: Sequence[PairFound],
+    at_once: float,
+    speeds: Mapping[str, float],
 ) -> Cluster:
     """One cluster from what was found: hosts are nodes."""
     hosts = list(dict.fromkeys(found.host for found in ranks))
     node_of = tuple(hosts.index(found.host) for found in ranks)
-    median = [
-        _median_device([found.device for found in ranks if found.host == host]) for host in hosts
-    ]
+    median = named_by_kind(
+        [_median_device([found.device for found in ranks if found.host == host]) for host in hosts],
+        [speeds[host] for host in hosts],
+    )
     inside = {
         node: _link([pair for pair in pairs if node_of[pair.a] == node_of[pair.b] == node], at_once)
         for node in set(node_of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import platform
+import socket
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,16 +19,22 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import SettingError
 from penstock.grad.saved import looking_at_saved
+from penstock.measure.alike import RankSpeed, refusal, unlike
 from penstock.measure.company import Company
 from penstock.measure.passes import PHASES, Loss, Passes, WithLoss
+from penstock.measure.replicable import moving_layers, with_single_copy_reasons
 from penstock.measure.update import UpdateSeconds, measure_update
 from penstock.profile.profile import LayerProfile, Phase, Profile, Timing
 from penstock.tracing.chain import TracedChain, chain
 from penstock.tracing.materialise import materialise
+from penstock.tracing.module_state import made_tensors
 from penstock.tracing.randomness import drawing
 from penstock.transport.host_memory import give_back_freed_memory, keep_freed_memory
 
 Progress = Callable[[int, int, str], None]
+
+#: How often ranks that seem unlike are measured before they are taken to be.
+_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -73,10 +80,11 @@ def profile(
         device: where to measure, by default the CPU, or the GPU if there is one.
         progress: called with layers done, layers in all, and the layer's name.
         loss, targets: as training has them; what the loss takes then counts with the last layer. As many targets as the example has.
-        together: all ranks of a job call this with the same arguments, and get the same profile.
+        together: all ranks of a job call this with the same arguments, and get the same profile. Their devices are of one kind.
 
     Raises:
-        SettingError: batch, sizes, repeats or threads are below 1, or the example has no samples.
+        SettingError: batch, sizes, repeats or threads are below 1, the example has no samples, or `together` on ranks whose devices are of
+            different kinds.
         LayerFailed: a layer raised; the message names it.
         RunError: `together`, and this process was not started as a rank.
     """
@@ -151,19 +159,19 @@ class _Bench:
         input_bytes = sum(
             leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in _tensors_of(example)
         )
-        return Profile(layers, self.traced.fingerprint, input_bytes, batch, machine, torch.__version__, update.s_per_byte,
-                       device=device_name(self.device), update_fixed_s=update.fixed_s,
-                       accumulate_s_per_byte=update.accumulate_s_per_byte)  # fmt: skip
+        found = Profile(layers, self.traced.fingerprint, input_bytes, batch, machine, torch.__version__, update.s_per_byte,
+                        device=device_name(self.device), update_fixed_s=update.fixed_s,
+                        accumulate_s_per_byte=update.accumulate_s_per_byte)  # fmt: skip
+        self._aim(sizes[0])
+        value = _samples(example, sizes[0], self.device)
+        moving = moving_layers(self.traced, self.modules, value, self.device)
+        return with_single_copy_reasons(found, self.traced, moving)
 
     def times(self, example: Any, sizes: Sequence[int], repeats: int) -> list[list[_Measured]]:
         """Per layer, and in the order of the sizes, what was measured."""
         self._share = range(len(self.modules))
         if self.company.ranks > 1:
-            rough, size = self._passes(self._share), sizes[len(sizes) // 2]
-            self._aim(size)
-            rough.run(_samples(example, size, self.device), 1)
-            self._share = self.company.share([sum(statistics.median(row[phase]) for phase in ("forward", "backward"))
-                                              for row in rough.seconds])  # fmt: skip
+            self._share = self.company.share(self._rough_seconds(example, sizes[len(sizes) // 2]))
         runs: list[list[_Measured]] = [[] for _ in self.modules]
         for number, size in enumerate(sizes):
             self._aim(size)
@@ -182,6 +190,30 @@ class _Bench:
                         layer.name,
                     )
         return runs
+
+    def _rough_seconds(self, example: Any, size: int) -> list[float]:
+        """Per layer, seconds of forward and backward here, once it is clear that the other ranks take as long.
+
+        What else runs on a host slows a rank down for a while: who seems unlike is measured again, and the least counts.
+
+        Raises:
+            SettingError: the devices of the ranks are of different kinds.
+        """
+        self._aim(size)
+        least: list[float] = []
+        model = machine_facts(self.device)["device"]
+        for _ in range(_ROUNDS):
+            rough = self._passes(range(len(self.modules)))
+            rough.run(_samples(example, size, self.device), 1)
+            seconds = [min(row["forward"]) + min(row["backward"]) for row in rough.seconds]
+            least = list(map(min, least, seconds)) if least else seconds
+            own = RankSpeed(socket.gethostname(), device_name(self.device), model, sum(least))
+            ranks = self.company.gathered(own)
+            pair = unlike(ranks)
+            if pair is None:
+                return least
+        assert pair is not None
+        raise refusal(ranks, pair)
 
     def activation_bytes(self, value: Any, size: int) -> tuple[list[int], list[int]]:
         """See `_activation_bytes`; of `size` samples."""
@@ -241,7 +273,9 @@ def machine_facts(device: torch.device) -> dict[str, str]:
 def _copies(traced: TracedChain, device: torch.device) -> list[nn.Module]:
     """All layers with memory on the device, apart from the user's own, in training mode."""
     copied = TracedChain(
-        traced.description, tuple(copy.deepcopy(nn.ModuleList(traced.modules))), traced.aliases
+        traced.description,
+        tuple(copy.deepcopy(nn.ModuleList(traced.modules), made_tensors(traced.modules))),
+        traced.aliases,
     )
     return [module.train() for module in materialise(copied, range(len(copied)), device, seed=0)]
 

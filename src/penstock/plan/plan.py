@@ -152,6 +152,9 @@ class Plan:
         predicted: time and memory.
         candidates: what was weighed, one for each schedule and number of stages, best first; the first is this plan.
         remedies: what would help most, best first.
+        optimizer, optimizer_states: the optimizer that memory was planned for, empty where none was named, and the numbers that it
+            keeps for each parameter.
+        memory_limits: bytes that every rank may hold; empty where a plan does not say.
     """
 
     fingerprint: str
@@ -179,6 +182,9 @@ class Plan:
     remedies: tuple[Remedy, ...] = ()
     recomputed: tuple[int, ...] = ()
     segment_starts: tuple[int, ...] = ()
+    optimizer: str = ""
+    optimizer_states: float = 1.0
+    memory_limits: tuple[int, ...] = ()
     schema: int = SCHEMA
 
     @property
@@ -247,6 +253,11 @@ class Plan:
         if len(self.predicted.peak_memory) != self.ranks:
             raise PlanError(
                 f"memory is predicted for {len(self.predicted.peak_memory)} ranks, the programs are for {self.ranks}"
+            )
+        if len(self.memory_limits) not in (0, self.ranks) or not self.optimizer_states >= 0:
+            raise PlanError(
+                f"memory limits for {len(self.memory_limits)} ranks and {self.optimizer_states} optimizer states do not go with "
+                f"programs for {self.ranks} ranks: one limit for each, and 0 states or more"
             )
         if self.devices and (len(self.devices) != self.ranks or len(set(self.devices)) != self.ranks
                              or not set(self.devices) <= set(range(self.cluster_ranks))):  # fmt: skip

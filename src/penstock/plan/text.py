@@ -136,6 +136,15 @@ def _range(sizes: list[int]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def _optimizer(plan: Plan) -> str:
+    """The optimizer that memory was planned for."""
+    states = plan.optimizer_states
+    numbers = f"{states:g} number{'s' * (states != 1)} for each parameter"
+    if plan.optimizer:
+        return f"optimizer {plan.optimizer}, {numbers}"
+    return f"optimizer not named, {numbers}{', as SGD with momentum' if states == 1 else ''}"
+
+
 def _memory(plan: Plan) -> list[str]:
     parts = plan.predicted.memory_parts
     if not parts:
@@ -156,7 +165,8 @@ def _memory(plan: Plan) -> list[str]:
         (ranks[0] if len(ranks) == 1 else f"{ranks[0]} and {len(ranks) - 1} more", *sizes)
         for sizes, ranks in kinds.items()
     ]
-    return ["  memory of a rank at its fullest:", *table(("rank", *holders), alike)]
+    head = f"  memory of a rank at its fullest ({_optimizer(plan)}):"
+    return [head, *table(("rank", *holders), alike)]
 
 
 def _traffic(plan: Plan) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.cluster.cluster import Cluster
@@ -35,8 +35,8 @@ def paced(profile: Profile, factor: float) -> Profile:
 def profiles_of(profiles: Profiles, cluster: Cluster) -> tuple[Profile, ...]:
     """What the layers cost on every rank's device; ranks with devices of one name share one profile.
 
-    Where there is one profile for devices of several kinds, it is of the device that it names, or else of rank 0's; the others take
-    as much longer or shorter as their peak at float32 is lower or higher.
+    Where there is one profile for devices of several kinds, it is of the device that it names, or if it names none, of rank 0's; the others
+    take as much longer or shorter as their peak at float32 is lower or higher.
 
     Raises:
         PlanError: a device has no profile, the profiles are of different models, or nothing says how fast a device is.
@@ -44,6 +44,13 @@ def profiles_of(profiles: Profiles, cluster: Cluster) -> tuple[Profile, ...]:
     by_name: dict[str, Profile] = {}
     if isinstance(profiles, Profile):
         kinds = {device.name: device for device in cluster.devices}
+        if len(kinds) > 1 and profiles.device and profiles.device not in kinds:
+            names = ", ".join(kinds)
+            example = ", ".join(f"{name!r}: …" for name in kinds)
+            raise PlanError(
+                f"{cluster.name} has devices of different kinds, {names}, and the profile is of {profiles.device}, which is none of them: "
+                f"give a profile for each, ps.plan({{{example}}}, cluster, …), each measured on that device"
+            )
         reference = kinds.get(profiles.device, cluster.devices[0])
         for name, device in kinds.items():
             by_name[name] = paced(profiles, _slower(device, reference, cluster.name))
@@ -55,7 +62,8 @@ def profiles_of(profiles: Profiles, cluster: Cluster) -> tuple[Profile, ...]:
     missing = [device.name for device in cluster.devices if device.name not in by_name]
     if missing:
         raise PlanError(
-            f"there is no profile for {missing[0]} of {cluster.name}, only for {', '.join(by_name) or 'nothing'}"
+            f"there is no profile for {missing[0]} of {cluster.name}, only for {', '.join(by_name) or 'nothing'}: measure the model on "
+            f"that device (ps.profile, or penstock profile), and give it beside the others by the name {missing[0]!r}"
         )
     return tuple(by_name[device.name] for device in cluster.devices)
 
@@ -70,3 +78,14 @@ def _slower(device: Device, reference: Device, where: str) -> float:
         raise PlanError(f"{where} has devices of different kinds, and nothing says how fast {lacking} is: give its flops in the "
                         "cluster file, or one profile for every kind")  # fmt: skip
     return other / own
+
+
+def with_optimizer_states(profiles: Sequence[Profile], states: float) -> tuple[Profile, ...]:
+    """The profiles of ranks for an optimizer that keeps so many numbers for each parameter; ranks alike go on sharing one object."""
+    own = {
+        id(each): each
+        if each.optimizer_states == states
+        else replace(each, optimizer_states=states)
+        for each in profiles
+    }
+    return tuple(own[id(each)] for each in profiles)

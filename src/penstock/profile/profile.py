@@ -73,7 +73,7 @@ class LayerProfile:
 
     `parameter_bytes` counts a parameter at the first layer that uses it, and nowhere else, and `activation_bytes_per_sample` likewise what
     is kept for a backward. A stage that begins with this layer keeps `entry_bytes_per_sample` besides: its input, where that counts
-    at a layer before, or nowhere.
+    at a layer before, or nowhere. `single_copy_reason`: why several ranks cannot hold the layer at once; empty where they can.
     """
 
     name: str
@@ -88,6 +88,7 @@ class LayerProfile:
     activation_bytes_per_sample: float
     output_bytes_per_sample: float
     entry_bytes_per_sample: float = 0.0
+    single_copy_reason: str = ""
 
     def seconds(self, phase: Phase, samples: float) -> float:
         """Seconds of one phase for `samples` samples."""
@@ -102,7 +103,8 @@ class Profile:
     `update_s_per_byte`: seconds of an optimizer step per byte of parameters (SGD with momentum). `device`: the device's name, as
     clusters know it: a preset's, `"cpu"`, or what CUDA calls the GPU; empty where nobody said. `update_fixed_s`: seconds of that step
     besides, whatever its size. `accumulate_s_per_byte`: seconds of adding a micro-batch's gradients to those before it, per byte of
-    them; `backward` and `weight_grad` of the layers are those of a first micro-batch.
+    them; `backward` and `weight_grad` of the layers are those of a first micro-batch. `optimizer_states`: numbers that the optimizer
+    keeps for each parameter, which planners count as memory; `ps.plan(optimizer=)` sets it.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -115,6 +117,7 @@ class Profile:
     device: str = ""
     update_fixed_s: float = 0.0
     accumulate_s_per_byte: float = 0.0
+    optimizer_states: float = 1.0
     schema: int = SCHEMA
 
     def __len__(self) -> int:

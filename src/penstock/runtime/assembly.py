@@ -24,6 +24,7 @@ from penstock.runtime.copies import Copies, WaveMessages
 from penstock.runtime.interpreter import Interpreter
 from penstock.runtime.options import Options
 from penstock.runtime.reach import ModelParameters, Reach
+from penstock.runtime.replica_check import ReplicatedStage, stage_class
 from penstock.runtime.setting import Setting
 from penstock.runtime.stage import Loss, Stage, StageLayer
 from penstock.runtime.state import Placed
@@ -33,6 +34,7 @@ from penstock.schedule.op import Kind
 from penstock.tracing.chain import TracedChain
 from penstock.tracing.elsewhere import without_others
 from penstock.tracing.materialise import materialise
+from penstock.tracing.module_state import made_tensors
 from penstock.tracing.names import parameters_of
 from penstock.transport.coded import CodedTransport
 from penstock.transport.payload import TensorForm
@@ -333,7 +335,7 @@ class _Bench:
         tied; the others have modules of their own where they hold a tensor that is not theirs, and share the rest.
         """
         chosen: list[int] = []
-        kept: dict[int, object] = {}
+        kept = made_tensors(modules.values())
         for index in indices:
             for layer in range(*self._bounds[index]):
                 named = tensors_of(self.traced, [(self.traced.layers[layer].name, modules[layer])])
@@ -376,11 +378,15 @@ class _Bench:
         }
         device, last = self.world.device(rank), index == len(setting.lengths) - 1
         entry = traced.entries.get(first) if index else None
-        return Stage(index, layers, device, update, training.seed, setting.recompute, training.loss if last else None, evicted,
+        kind = stage_class(layers, len(setting.schedule.ranks_of_stage[index]))
+        stage = kind(index, layers, device, update, training.seed, setting.recompute, training.loss if last else None, evicted,
                      entry=None if entry is None else entry.to(device), exit=None if last else traced.exits.get(end - 1),
                      autocast=training.options.autocast, recomputed=setting.recomputed, segment_starts=setting.segment_starts,
                      compile=training.options.compiled, offload=training.options.offload,
                      reach=Reach(index, names, self._model))  # fmt: skip
+        if isinstance(stage, ReplicatedStage):
+            stage.schedule_name = setting.schedule.name
+        return stage
 
 
 def _names(traced: TracedChain, layers: Sequence[StageLayer]) -> dict[nn.Parameter, str]:

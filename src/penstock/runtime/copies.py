@@ -17,12 +17,14 @@ from enum import IntEnum
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from penstock.errors import SettingError
 from penstock.runtime.packed import Packed, flat, unflat
 from penstock.runtime.stage import Stage
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
+from penstock.tracing.single_copy import keeps_sparse_gradients
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Transport
 
@@ -73,6 +75,11 @@ class Copies:
         self._parameters = [
             each for each in self.stage.update.parameters if id(each) not in elsewhere
         ]
+        self._sparse = {
+            id(module.weight)
+            for module in self.stage.modules()
+            if keeps_sparse_gradients(module) and isinstance(module.weight, Tensor)
+        }
 
     def begin(self) -> None:
         """Before a batch: gradients of earlier ones, which no update has used, are set aside: they have been added up."""
@@ -97,21 +104,41 @@ class Copies:
             here = torch.tensor(
                 [parameter.grad is not None for parameter in parameters], dtype=torch.uint8
             )
-            own = [
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                for parameter in parameters
-            ]
-            flags, total = self._all_sum(here, own)
+            own = [self._dense(parameter) for parameter in parameters]
+            tables = [each for each in parameters if id(each) in self._sparse]
+            flags, total = self._all_sum(here, [*own, *map(rows_of, tables)])
+            rows = dict(zip(map(id, tables), total[len(parameters) :], strict=True))
             before = self._before or [None] * len(parameters)
             for parameter, there, summed, earlier in zip(
-                parameters, flags.tolist(), total, before, strict=True
+                parameters, flags.tolist(), total[: len(parameters)], before, strict=True
             ):
                 found = summed if there else None
+                if found is not None and id(parameter) in rows:
+                    found = sparse_of(found, rows[id(parameter)])
                 parameter.grad = (
                     found if earlier is None else earlier if found is None else earlier + found
                 )
             self._before = None
         self._share(Round.BUFFERS, self._buffers())
+
+    def _dense(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter's gradient as it is added up.
+
+        Raises:
+            SettingError: it is sparse, and no module of the stage says that it would be.
+        """
+        grad = parameter.grad
+        if grad is None:
+            return torch.zeros_like(parameter)
+        if grad.layout is torch.strided:
+            return grad
+        if id(parameter) not in self._sparse:
+            raise SettingError(
+                f"a gradient of stage {self.stage.index}, of shape {tuple(grad.shape)}, is {grad.layout}, and copies of the stage can "
+                "add up sparse gradients of nn.Embedding(sparse=True) and nn.EmbeddingBag(sparse=True) only. Make it dense, or take a "
+                "schedule with one copy of each stage, such as schedule='1f1b'"
+            )
+        return grad.to_dense()
 
     def share_weights(self) -> None:
         """Let all copies begin with the first one's parameters and buffers."""
@@ -230,3 +257,23 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
     for term in terms[1:]:
         total = total + term.to(total.device)
     return total
+
+
+def rows_of(parameter: nn.Parameter) -> Tensor:
+    """One number for every row of a table: above 0 where its gradient has the row, even if with zeros."""
+    rows = torch.zeros(parameter.shape[0], dtype=torch.float32, device=parameter.device)
+    grad = parameter.grad
+    if grad is None:
+        return rows
+    if grad.layout is torch.strided:
+        return rows + 1
+    rows[grad.coalesce().indices()[0]] = 1
+    return rows
+
+
+def sparse_of(dense: Tensor, rows: Tensor) -> Tensor:
+    """The sparse gradient with these rows: what an optimizer for sparse gradients steps, and no other rows."""
+    indices = rows.nonzero().reshape(1, -1)
+    return torch.sparse_coo_tensor(
+        indices, dense[indices[0]], dense.shape, is_coalesced=True, check_invariants=False
+    )

@@ -25,9 +25,11 @@ from penstock.runtime.loss_parameters import check_training
 from penstock.runtime.optimizing import Optimizing
 from penstock.runtime.options import Options, check_accumulate
 from penstock.runtime.persistence import Persistence
+from penstock.runtime.plan_memory import check_optimizer_memory
 from penstock.runtime.player import AHEAD, Mode, Player
 from penstock.runtime.preparation import Preparation
 from penstock.runtime.ranks import Place, world_of
+from penstock.runtime.replica_check import check_replicas
 from penstock.runtime.results import mean_loss, outputs
 from penstock.runtime.setting import Words, check, setting_of
 from penstock.runtime.stage import Loss, Stage
@@ -139,6 +141,7 @@ class Pipeline(Optimizing):
         self.chain = options.converted(traced, self.setting.schedule.micro_batches)
         self.chain.description.stage_bounds(self.setting.lengths)
         check_slices(self.chain, self.setting.schedule)
+        check_replicas(self.chain, self.setting)
         scaling = LossScaler.of(scaler)
         place = Place(executor, None if device is None else torch.device(device), deadline_s)
         self._world = world_of(
@@ -155,6 +158,8 @@ class Pipeline(Optimizing):
             remember_code([*(part for module in traced.modules for part in module.modules()), loss])
         self._made = assemble(self.chain, self.setting, self._world, self._training)
         whole, self.chain = self.chain, self._made.traced
+        if plan is not None and optimizer is not None:
+            check_optimizer_memory(plan, self.chain.description, self._made.optimizers()[0])
         self._made.share_weights()
         self._together = Together(self._made, scaling, clip_grad_norm, norm_type=clip_norm_type)
         self._trainability = Trainability(self._made, self._together, whole)

@@ -15,6 +15,7 @@ from penstock.runtime.threads import ThreadWorld
 from penstock.runtime.tied import shared_tensors
 from penstock.runtime.world import World
 from penstock.schedule.lower import Link, messages
+from penstock.schedule.op import Schedule
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,14 @@ def world_of(setting: Setting, description: Chain, place: Place, *, talks: bool)
     if place.executor == "threads" or (
         place.executor is None and schedule.ranks == 1 and not started()
     ):
+        if place.executor is None and place.device is None:
+            _check_devices(setting)
         alone = place.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return ThreadWorld(schedule.ranks, alone, place.deadline_s)
+    _check_devices(setting)
     found = join()
     if found != schedule.ranks:
-        raise PlanError(f"the schedule is for {schedule.ranks} ranks and there {'is' if found == 1 else 'are'} {found}: "
-                        f"start {schedule.ranks} processes")  # fmt: skip
+        raise PlanError(_other_number(schedule, found))
     links = {link for link, *_ in messages(schedule)}
     links |= {Link(link.target, link.source) for link in links}
     meeting = {
@@ -67,3 +70,29 @@ def world_of(setting: Setting, description: Chain, place: Place, *, talks: bool)
             link for rank in range(1, schedule.ranks) for link in (Link(0, rank), Link(rank, 0))
         }
     return DistributedWorld(place.device, place.deadline_s, links, meeting)
+
+
+def _check_devices(setting: Setting) -> None:
+    """Refuse a plan that leaves out devices of its cluster before its last one: no rank of a run would be the device it was planned for.
+
+    Raises:
+        PlanError: it is so.
+    """
+    devices, ranks = setting.devices, setting.schedule.ranks
+    if devices and devices != tuple(range(ranks)):
+        listed, one = ", ".join(map(str, devices)), len(devices) == 1
+        raise PlanError(
+            f"the plan is for device{'s' * (not one)} {listed} of its cluster, and the ranks of a run are devices 0 to {ranks - 1}: which "
+            f"processes are on the planned devices is not known here. Plan for {'that device' if one else 'those devices'} alone, "
+            f"ps.plan(profile, cluster.on({devices}), …), and start {'the process there' if one else 'one process on each, in this order'}"
+        )
+
+
+def _other_number(schedule: Schedule, there: int) -> str:
+    """There are more ranks than the schedule has, or fewer, and what to do."""
+    needed, verb = schedule.ranks, "is" if there == 1 else "are"
+    head = f"the schedule is for {needed} rank{'s' * (needed != 1)} and there {verb} {there}: "
+    start = f"start {needed} process{'es' * (needed != 1)} (torchrun --nproc-per-node {needed}, ps.launch(…, ranks={needed}))"
+    if there > needed:
+        return f"{head}{start}, or plan or schedule for {there} ranks, of which none is left idle"
+    return f"{head}{start}, or plan for a cluster of {there}, or run all ranks as threads of one process by executor='threads'"

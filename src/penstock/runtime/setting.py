@@ -19,7 +19,11 @@ from penstock.weights.choice import rule_of, schedule_for
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run does, whether a plan or the caller said it."""
+    """What a run does, whether a plan or the caller said it.
+
+    `devices`: of the cluster that a plan was made for, the device that each rank must be; empty where nothing is said, which is that
+    rank r is device r.
+    """
 
     lengths: tuple[int, ...]
     schedule: Schedule
@@ -28,13 +32,34 @@ class Setting:
     weights_options: Mapping[str, float] = field(default_factory=dict)
     recomputed: frozenset[int] = frozenset()
     segment_starts: frozenset[int] = frozenset()
+    devices: tuple[int, ...] = ()
 
     @classmethod
     def of_plan(cls, plan: Plan, traced: TracedChain) -> Setting:
-        """What the plan says, once it fits the model."""
+        """What the plan says, once it fits the model. Rank r of the run is the r-th of the plan's devices, ascending, and plays the
+        program that the plan has for that device.
+
+        Raises:
+            PlanError: the plan is for another model, or names a device twice, or one that its cluster does not have.
+        """
         plan.check_fits(traced.fingerprint, plan.ranks, torch.__version__)
-        return cls(tuple(plan.lengths), plan.schedule, plan.recompute, plan.weights, dict(plan.weights_options),
-                   frozenset(plan.recomputed), frozenset(plan.segment_starts))  # fmt: skip
+        return cls(tuple(plan.lengths), _on_devices(plan), plan.recompute, plan.weights, dict(plan.weights_options),
+                   frozenset(plan.recomputed), frozenset(plan.segment_starts), tuple(sorted(plan.devices)))  # fmt: skip
+
+
+def _on_devices(plan: Plan) -> Schedule:
+    """The plan's schedule by the ranks of a run, which stand on the plan's devices in ascending order."""
+    devices = plan.devices
+    if not devices:
+        return plan.schedule
+    there = set(range(plan.cluster_ranks))
+    if len(devices) != plan.ranks or len(set(devices)) != plan.ranks or not set(devices) <= there:
+        raise PlanError(
+            f"the plan puts its {plan.ranks} ranks on devices {list(devices)}; they must be {plan.ranks} different ones of the "
+            f"{plan.cluster_ranks} of {plan.cluster}, numbered from 0: plan anew"
+        )
+    rank_of = {device: rank for rank, device in enumerate(sorted(devices))}
+    return plan.schedule.on_ranks([rank_of[device] for device in devices])
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -210,6 +210,23 @@ class Schedule(Shown):
             for stage in stages:
                 holders[stage].append(rank)
         return tuple(map(tuple, holders))
+
+    def on_ranks(self, ranks: Sequence[int]) -> Schedule:
+        """The same schedule with the program of rank r on rank `ranks[r]`.
+
+        >>> print(Schedule.parse("0F0 0B0 0U1\\n1F0 1B0 1U1").on_ranks((1, 0)))
+        rank 0 | 1F0 1B0 1U1
+        rank 1 | 0F0 0B0 0U1
+
+        Raises:
+            ScheduleError: `ranks` is no permutation of this schedule's ranks.
+        """
+        if sorted(ranks) != list(range(self.ranks)):
+            raise ScheduleError(
+                f"{list(ranks)} is no permutation of the {self.ranks} ranks of {self.name}"
+            )
+        program_of = dict(zip(ranks, self.programs, strict=True))
+        return replace(self, programs=tuple(program_of[rank] for rank in range(self.ranks)))
 
     def first_micro_batches(self, count: int) -> Schedule:
         """The same order with only micro-batches 0..count-1: for a batch too small to fill all of them.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from penstock.cluster.cluster import Cluster
 from penstock.plan.plan import Plan, Recompute
 from penstock.profile.paced import Profiles
 from penstock.registry import Registry
+from penstock.search.check import checked_plan
+from penstock.search.optimizer_kind import optimizer_kind
 from penstock.search.request import PlanRequest
 from penstock.units import parse_bytes
 
@@ -21,7 +22,7 @@ def plan(profile: Profiles, cluster: Cluster, batch: int, *, planner: str = "aut
          asynchronous: bool = False, memory_limit: int | str | None = None, max_replicas: int | None = None,
          recompute: Recompute | Literal["auto"] = "auto", budget_s: float = 10.0, stages: int | None = None,
          micro_batches: int | None = None, partition: str | Sequence[int] = "bottleneck", weights: str | None = None,
-         weights_options: Mapping[str, float] | None = None, optimizer: str | None = None) -> Plan:  # fmt: skip
+         weights_options: Mapping[str, float] | None = None, optimizer: object = None) -> Plan:  # fmt: skip
     """The best plan that the planner finds; print it to see what it weighed.
 
     Args:
@@ -46,21 +47,23 @@ def plan(profile: Profiles, cluster: Cluster, batch: int, *, planner: str = "aut
         weights: name of the weight rule; by default each schedule's own. Where no schedule is named, an asynchronous rule brings the
             schedule that is made for it.
         weights_options: numbers that the weight rule takes.
-        optimizer: name of torch's class that will be used, such as "Adam": rules that have no formula for it are left out, and
-            refused if they are named. Memory is that of SGD with momentum all the same.
+        optimizer: what will be used, so that memory is planned for what it keeps, and weight rules that have no formula for it are left
+            out, or refused if they are named. A name ("sgd", "momentum", "adam", "adamw", "adagrad", …), the numbers that it keeps for
+            each parameter (2 for Adam), an optimizer, or the function from parameters to one, which is called once. Without it memory
+            is that of SGD with momentum: one number.
 
     Raises:
-        PlanError: nothing fits the memory, a number is out of its range, the weight rule does not go with a schedule, or something
-            is asked that no planner can do yet.
+        PlanError: nothing fits the memory, a number is out of its range, the weight rule does not go with a schedule, something is asked
+            that no planner can do yet, or the planner returned a plan that is not what was asked.
         UnknownName: no planner, schedule or weight rule has such a name.
         SettingError: `memory_limit` is a text that is no amount of bytes, or the weight rule has no such option or no formula
-            for the optimizer.
+            for the optimizer, or how much that keeps is not known.
     """
     entry = PLANNERS.find(planner)
     request = asked(profile, cluster, batch, schedules=schedules, asynchronous=asynchronous, memory_limit=memory_limit,
                     max_replicas=max_replicas, recompute=recompute, budget_s=budget_s, stages=stages, micro_batches=micro_batches,
                     partition=partition, weights=weights, weights_options=weights_options, optimizer=optimizer)  # fmt: skip
-    return replace(entry.make(request), planner=entry.name)
+    return checked_plan(entry.make(request), request, entry.name)
 
 
 def asked(profile: Profiles, cluster: Cluster, batch: int, *, schedules: Sequence[str] | str | None = None,
@@ -70,9 +73,11 @@ def asked(profile: Profiles, cluster: Cluster, batch: int, *, schedules: Sequenc
     Raises:
         PlanError, UnknownName, SettingError: as `plan`, but for what planners find.
     """
-    limit, by, weights_options = (
-        options.pop(name, None) for name in ("memory_limit", "partition", "weights_options")
+    limit, by, weights_options, optimizer = (
+        options.pop(name, None)
+        for name in ("memory_limit", "partition", "weights_options", "optimizer")
     )
+    kind = None if optimizer is None else optimizer_kind(optimizer)
     return PlanRequest(
         profile,
         cluster,
@@ -87,5 +92,7 @@ def asked(profile: Profiles, cluster: Cluster, batch: int, *, schedules: Sequenc
         weights_options=tuple(
             (name, float(value)) for name, value in (weights_options or {}).items()
         ),
+        optimizer=None if kind is None else kind.name or None,
+        optimizer_states=None if kind is None else kind.states,
         **options,
     )

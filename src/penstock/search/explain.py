@@ -59,6 +59,9 @@ def plan_of(request: PlanRequest, chosen: Scored, weighed: Sequence[Scored] = ()
         torch_version=request.profile.torch_version,
         objective=proposal.objective,
         remedies=tuple(remedies),
+        optimizer=request.optimizer or "",
+        optimizer_states=request.profile.optimizer_states,
+        memory_limits=tuple(laid.request.memory_bytes(rank) for rank in range(made.ranks)),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, final
@@ -19,6 +19,7 @@ from penstock.search.why import bound_by
 from penstock.simulate.costs import Costs
 from penstock.simulate.plan_costs import meeting_seconds, schedule_costs, stage_costs
 from penstock.simulate.selective import with_selection
+from penstock.simulate.stage_seconds import parts_of
 from penstock.simulate.steady import Steady, steady
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.choice import rule_of
@@ -154,10 +155,29 @@ def lay_out(request: PlanRequest, proposal: Proposal) -> Laid:
         raise PlanError(
             f"{made.name} needs {made.ranks} ranks, and {placed.cluster.ranks} devices are proposed for it"
         )
+    check_single_copies(request, made, proposal.lengths)
     rule = rule_of(made, proposal.weights or request.weights, dict(request.weights_options))
     profiles = [placed.profile_of(rank) for rank in range(made.ranks)]
     costs = schedule_costs(made, profiles, proposal.lengths, placed.cluster, request.batch, rule)
     return Laid(placed, proposal, made, rule, costs)
+
+
+def check_single_copies(request: PlanRequest, made: Schedule, lengths: Sequence[int]) -> None:
+    """Refuse a schedule with copies of a stage that has a layer which cannot have copies.
+
+    Raises:
+        PlanError: it is so; the message names the layer and why.
+    """
+    if not request.single_copies:
+        return
+    for part, ranks in zip(parts_of(lengths), made.ranks_of_stage, strict=True):
+        for layer in range(part.start, part.stop):
+            if len(ranks) > 1 and layer in request.single_copies:
+                raise PlanError(
+                    f"{made.name} holds {len(ranks)} copies of the stage with layer {request.profile.layers[layer].name}, and copies of "
+                    f"that layer would train to other numbers than one: {request.single_copies[layer]}. Ask for schedules with one copy "
+                    "of each stage, such as schedules='1f1b' with max_replicas=1"
+                )
 
 
 def relaid(laid: Laid, request: PlanRequest) -> Laid:

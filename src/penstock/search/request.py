@@ -10,7 +10,7 @@ from typing import Literal, final
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError, SettingError
 from penstock.plan.plan import Recompute
-from penstock.profile.paced import Profiles, profiles_of
+from penstock.profile.paced import Profiles, profiles_of, with_optimizer_states
 from penstock.profile.profile import Profile
 from penstock.schedule.catalogue import FAMILIES, ScheduleFacts, schedules
 from penstock.simulate.simulate import RECOMPUTE
@@ -34,7 +34,8 @@ class PlanRequest:
     for every rank, besides what its device has. `recompute` is one of `RECOMPUTE`, or "auto". `by` says how to cut: a
     partition method's name, or the lengths of the stages (`stages` is then their number). `asynchronous` says to weigh
     asynchronous schedules too. `weights` is the weight rule, where it is not to be each schedule's own, and `weights_options`
-    is what that is given. `optimizer` is the name of torch's class, where it is known.
+    is what that is given. `optimizer` is the name of torch's class, where it is known, and `optimizer_states` the numbers that it keeps
+    for each parameter; by default as many as the profiles say.
 
     Raises:
         PlanError: a number is out of its range, or the weight rule does not go with the schedules.
@@ -57,6 +58,7 @@ class PlanRequest:
     weights_options: tuple[tuple[str, float], ...] = ()
     optimizer: str | None = None
     max_replicas: int | None = None
+    optimizer_states: float | None = None
 
     def __post_init__(self) -> None:
         layers = len(self.profile)
@@ -141,7 +143,10 @@ class PlanRequest:
 
     @cached_property
     def _profiles(self) -> tuple[Profile, ...]:
-        return profiles_of(self.profiles, self.cluster)
+        found = profiles_of(self.profiles, self.cluster)
+        if self.optimizer_states is None:
+            return found
+        return with_optimizer_states(found, self.optimizer_states)
 
     def profile_of(self, rank: int) -> Profile:
         """What the layers cost on the device of the cluster's rank `rank`; one object for all devices of a kind."""
@@ -161,14 +166,25 @@ class PlanRequest:
         kinds = {self.cluster.devices[rank].name: self.profile_of(rank) for rank in devices}
         return replace(self, profiles=kinds, cluster=self.cluster.on(devices))
 
+    @cached_property
+    def single_copies(self) -> dict[int, str]:
+        """The layers that several ranks cannot hold at once, by their places, and why."""
+        return {
+            index: layer.single_copy_reason
+            for index, layer in enumerate(self.profile.layers)
+            if layer.single_copy_reason
+        }
+
     @property
     def copies_allowed(self) -> int:
-        """The most copies of a stage."""
-        return (
-            self.cluster.ranks
-            if self.max_replicas is None
-            else min(self.max_replicas, self.cluster.ranks)
-        )
+        """The most copies of a stage; one, if there is a layer that cannot have any."""
+        most = self.cluster.ranks if self.max_replicas is None else self.max_replicas
+        return 1 if self.single_copies else min(most, self.cluster.ranks)
+
+    @property
+    def held_per_parameter_byte(self) -> float:
+        """Bytes of weights, their gradients and the optimizer's numbers for each byte of parameters: what `stage_costs` counts."""
+        return 2 + self.profile.optimizer_states
 
     def memory_bytes(self, rank: int) -> int:
         """What rank `rank` may hold."""

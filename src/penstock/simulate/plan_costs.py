@@ -12,7 +12,7 @@ from penstock.errors import PlanError
 from penstock.event import Timeline
 from penstock.partition.catalogue import check_lengths
 from penstock.plan.plan import Plan
-from penstock.profile.paced import Profiles, profiles_of
+from penstock.profile.paced import Profiles, profiles_of, with_optimizer_states
 from penstock.profile.profile import Phase, Profile
 from penstock.schedule.lower import partners_of
 from penstock.schedule.op import Schedule
@@ -34,7 +34,7 @@ BOTH_WAYS, BOTH_WAYS_S_PER_BYTE = 1.4, 7e-10
 
 
 def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cluster: Cluster, *, micro_batches: int,
-                optimizer_states: int = 1) -> Costs:  # fmt: skip
+                optimizer_states: float | None = None) -> Costs:  # fmt: skip
     """What every op of every stage costs, stage s standing on rank s (`place_costs` when it stands elsewhere).
 
     Seconds are those of the mean micro-batch. Bytes that are held are those of the largest: of a batch cut into nearly equal
@@ -46,7 +46,8 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
         micro_batch: samples in the mean micro-batch, batch / micro_batches; need not be whole.
         cluster: whose links carry what crosses.
         micro_batches: parts of a batch.
-        optimizer_states: numbers that the optimizer keeps for each parameter: 0 for SGD, 1 with momentum, 2 for Adam.
+        optimizer_states: numbers that the optimizer keeps for each parameter: 0 for SGD, 1 with momentum, 2 for Adam. None is what
+            the profile says.
 
     Raises:
         PartitionError: the lengths do not fit the profile.
@@ -58,6 +59,7 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
             f"{micro_batches} micro-batches of {micro_batch} samples: both must be above 0"
         )
     largest = largest_part(micro_batch, micro_batches)
+    states = profile.optimizer_states if optimizer_states is None else optimizer_states
 
     seconds = stage_seconds(profile, stages, micro_batch)
     layers = [profile.layers[part] for part in parts_of(stages)]
@@ -85,16 +87,11 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
             for stage, per_sample in enumerate(out)
         ],
         weight_bytes=[
-            sum(
-                layer.parameter_bytes * (2 + optimizer_states) + layer.buffer_bytes
-                for layer in each
-            )
+            sum(layer.parameter_bytes * (2 + states) + layer.buffer_bytes for layer in each)
             for each in layers
         ],
         gradient_bytes=[sum(layer.parameter_bytes for layer in each) for each in layers],
-        optimizer_bytes=[
-            sum(layer.parameter_bytes * optimizer_states for layer in each) for each in layers
-        ],
+        optimizer_bytes=[sum(layer.parameter_bytes * states for layer in each) for each in layers],
         boundary_bytes=[micro_batch * per_sample for per_sample in out],
         boundary_buffers=False,  # planners choose by `peak_memory`, which has none: a prediction must be what was chosen by
     )
@@ -269,7 +266,7 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
     Raises:
         PlanError: the profile is of another model, or the cluster has fewer ranks than the plan.
     """
-    own = profiles_of(profiles, cluster)
+    own = with_optimizer_states(profiles_of(profiles, cluster), plan.optimizer_states)
     if own[0].fingerprint != plan.fingerprint:
         raise PlanError(f"the plan is for a chain with fingerprint {plan.fingerprint}, the profile is of "
                         f"{own[0].fingerprint}: profile that model, or plan anew")  # fmt: skip

@@ -14,7 +14,6 @@ from penstock.draw.compare import draw_pair
 from penstock.draw.draw import draw
 from penstock.errors import FileError, PlanError
 from penstock.event import Timeline
-from penstock.optim.catalogue import kind_of
 from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.runtime.launch import launch
@@ -121,7 +120,7 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
     chosen = plan(measured, host, config.batch, schedules=named, stages=config.stage_count(), recompute=config.recompute,
                   micro_batches=config.micro_batches, memory_limit=config.memory_limit, partition=config.lengths(),
                   asynchronous=config.asynchronous, weights=config.weights, weights_options=config.weights_options,
-                  optimizer=kind_of(an_optimizer(config)))  # fmt: skip
+                  optimizer=an_optimizer(config))  # fmt: skip
     traced.description.stage_bounds(chosen.lengths)
     predicted = simulate_plan(chosen, measured, host)
     folder = _folder(config)

@@ -15,7 +15,6 @@ from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts, Numbers
 from penstock.search.planners.scope import check_alike, check_scope, nodes_of, quickest
 from penstock.search.planners.shared_stages import (
-    HELD_PER_PARAMETER_BYTE,
     Ranges,
     check_size,
     least_memory,
@@ -115,7 +114,7 @@ def tables(
         Two arrays of shape (layers + 1, layers + 1, devices + 1), as `replicated_sum` takes them.
     """
     ranges, layers, ranks = Ranges(costs), len(costs), request.cluster.ranks
-    room = least_memory(request) - HELD_PER_PARAMETER_BYTE * ranges.parameter_bytes
+    room = least_memory(request) - request.held_per_parameter_byte * ranges.parameter_bytes
     kept = ranges.activation_bytes
     table: Numbers = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
     most_stages: NDArray[np.int64] = np.zeros(table.shape, np.int64)

@@ -260,8 +260,8 @@ class _Chain:
         return False
 
     def held(self, row: Callable[[Stages], Row], lengths: Sequence[int]) -> list[float]:
-        """Bytes of every stage: features and weights by the table, no more features than there are micro-batches, and the momenta of
-        SGD, which the table leaves out.
+        """Bytes of every stage: features and weights by the table, no more features than there are micro-batches, and the numbers
+        of the optimizer, which the table leaves out.
         """
         found = []
         for stage, (forward, backward, kept, weights) in enumerate(self.sums(lengths)):
@@ -279,7 +279,7 @@ class _Chain:
             found.append(
                 min(line.feature_bytes[stage], self.micro_batches * kept)
                 + line.weight_bytes
-                + weights
+                + self.request.profile.optimizer_states * weights
             )
         return found
 

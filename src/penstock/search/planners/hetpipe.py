@@ -188,7 +188,7 @@ class _Task:
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """[first layer, last layer]: whether the stage fits its devices, so many micro-batches being in flight on the first stage.
 
-        What waits for its backward is kept, and a version of the weights for every batch of it; gradients and SGD's momenta besides.
+        What waits for its backward is kept, and a version of the weights for every batch of it; gradients and the optimizer's numbers besides.
         """
         stages = len(order[0])
         ahead = count - stage if count >= stages else falling(stages, count)[stage]
@@ -196,7 +196,8 @@ class _Task:
             ahead = min(ahead, -(-self.micro_batches // len(order)))
         versions = -(-ahead // self.micro_batches) if self.request.asynchronous else 1
         limit = min(self.request.memory_bytes(own[stage]) for own in order)
-        return ahead * self.kept + (versions + 2) * self.weights <= limit
+        besides = self.request.held_per_parameter_byte - 1
+        return ahead * self.kept + (versions + besides) * self.weights <= limit
 
 
 def minimax(

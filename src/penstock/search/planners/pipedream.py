@@ -116,6 +116,7 @@ def _proposal(request: PlanRequest, count: int, *, within_memory: bool) -> tuple
             stages=request.stages,
             memory_bytes=limit,
             stash=request.asynchronous,
+            besides=request.held_per_parameter_byte - 1,
         )
     _check_size(request, levels)
     found = hierarchical_cut(costs, levels, rules)

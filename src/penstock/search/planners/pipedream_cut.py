@@ -49,6 +49,7 @@ class Rules:
             / components of the stage), it holds activations of w + 1, and as many versions of the weights, gradients and momenta. In
             the code: w times activations and weights, and nothing else.
         stash: weights have a version for every micro-batch in flight; else one.
+        besides: how many times the weights a component holds in gradients and the optimizer's numbers: momenta by default.
     """
 
     form: Literal["paper", "code"] = "paper"
@@ -57,6 +58,7 @@ class Rules:
     stages: int | None = None
     memory_bytes: float | None = None
     stash: bool = True
+    besides: float = 2.0
 
 
 @final
@@ -215,7 +217,9 @@ class _Table:
         if self.rules.form == "code":
             held: Numbers = waiting * (weights + kept)
         else:
-            held = (waiting + 1) * kept + ((waiting + 1 if self.rules.stash else 1) + 2) * weights
+            held = (waiting + 1) * kept + (
+                (waiting + 1 if self.rules.stash else 1) + self.rules.besides
+            ) * weights
         return held > self.rules.memory_bytes
 
     def _cut(self, s: int, before: int, j: int) -> None:

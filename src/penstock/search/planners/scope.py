@@ -76,7 +76,10 @@ def may_fit(request: PlanRequest, proposal: Proposal) -> bool:
             first = layers[0].activation_bytes_per_sample + layers[0].entry_bytes_per_sample
             largest = max(layer.activation_bytes_per_sample for layer in layers)
             held = samples * ((in_flight - 1) * min(before, first) + largest)
-        held += sum(3 * layer.parameter_bytes + layer.buffer_bytes for layer in layers)
+        held += sum(
+            request.held_per_parameter_byte * layer.parameter_bytes + layer.buffer_bytes
+            for layer in layers
+        )
         ranks = proposal.devices[rank : rank + copies] or range(rank, rank + copies)
         if held > min(request.memory_bytes(each) for each in ranks):
             return False

@@ -16,9 +16,6 @@ from penstock.search.planners.layer_costs import LayerCosts, Numbers, before
 from penstock.search.planners.scope import nodes_of
 from penstock.search.request import PlanRequest
 
-#: Weights, their gradients, and one number of the optimizer's for each: what `stage_costs` counts too.
-HELD_PER_PARAMETER_BYTE = 3
-
 
 @final
 @dataclass(frozen=True)

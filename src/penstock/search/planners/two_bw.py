@@ -134,7 +134,7 @@ def _shape(
     costs = LayerCosts.of(request.profile, size)
     lengths = balanced_lengths([costs.seconds] * depth)
     return Shape(width, depth, size, count, recompute, lengths, seconds(request, costs, lengths, width, count, recompute),
-                 memory(costs, lengths, recompute=recompute))  # fmt: skip
+                 memory(costs, lengths, recompute=recompute, besides=request.held_per_parameter_byte - 1))  # fmt: skip
 
 
 def seconds(request: PlanRequest, costs: LayerCosts, lengths: tuple[int, ...], width: int, micro_batches: int,
@@ -168,12 +168,14 @@ def seconds(request: PlanRequest, costs: LayerCosts, lengths: tuple[int, ...], w
     return worst
 
 
-def memory(costs: LayerCosts, lengths: tuple[int, ...], *, recompute: bool) -> float:
+def memory(
+    costs: LayerCosts, lengths: tuple[int, ...], *, recompute: bool, besides: float = 2.0
+) -> float:
     """What a device holds at most, by the paper's functions: 2 |W| / d + |A| + d |A_in|, or with recomputing 2 |W| / d + |A| / d + d
     |A_in|.
 
-    |A| / d is the fullest stage's here, and so is |W| / d, whose 2 are the versions; its gradients and the momenta of SGD are counted
-    besides, which the paper's functions leave out.
+    |A| / d is the fullest stage's here, and so is |W| / d, whose 2 are the versions; its gradients and the optimizer's numbers are counted
+    besides (`besides` times the weights), which the paper's functions leave out.
     """
     depth, start = len(lengths), 0
     kept, weights, inputs = [], [], [0.0]
@@ -183,4 +185,4 @@ def memory(costs: LayerCosts, lengths: tuple[int, ...], *, recompute: bool) -> f
         inputs.append(costs.output_bytes[start + length - 1])
         start += length
     in_flight = 1 if recompute else depth
-    return 4 * max(weights) + in_flight * max(kept) + depth * max(inputs[:-1])
+    return (2 + besides) * max(weights) + in_flight * max(kept) + depth * max(inputs[:-1])
