@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import RunError, SettingError
-from penstock.event import Timeline
+from penstock.errors import SettingError
 from penstock.optim.groups import GroupsOf
 from penstock.optim.scaling import LossScaler
 from penstock.optim.schedulers import SchedulerFactory, Schedulers
 from penstock.optim.update import OptimizerFactory
 from penstock.plan.plan import Plan
 from penstock.runtime import checkpoint, state
+from penstock.runtime.agreement import compare_optimizers, compare_settings, meeting_of
 from penstock.runtime.assembly import Training, assemble
 from penstock.runtime.batch import Batch, make_batch
+from penstock.runtime.calls import END_OF_TRAIN
 from penstock.runtime.checkpoint import Progress
 from penstock.runtime.compare import Comparison, compare
+from penstock.runtime.inspection import Inspection
+from penstock.runtime.meeting import announced
+from penstock.runtime.model_state import ModelState, guard_for
 from penstock.runtime.options import Options, check_accumulate
 from penstock.runtime.player import AHEAD, Mode, Player
 from penstock.runtime.ranks import Place, world_of
@@ -29,7 +32,6 @@ from penstock.runtime.results import mean_loss, outputs
 from penstock.runtime.setting import Words, check, setting_of
 from penstock.runtime.stage import Loss, Stage
 from penstock.runtime.streaming import Streaming
-from penstock.runtime.timing import measured
 from penstock.runtime.together import Together
 from penstock.schedule.op import Schedule
 from penstock.schedule.portions import Portions
@@ -37,7 +39,7 @@ from penstock.tracing.chain import TracedChain, chain
 from penstock.tracing.slices import check_slices
 
 
-class Pipeline:
+class Pipeline(ModelState, Inspection):
     """A model cut over ranks, with its loss and optimizers. Every rank makes one and calls the same methods with the same data.
 
     Args:
@@ -73,12 +75,15 @@ class Pipeline:
         offload: keep what layers save for their backward in host memory, where the device has a memory of its own.
         boundary: "bfloat16" or "int8": send activations and their gradients in fewer bits. That changes what is learnt, a little
             (benchmarks/boundary).
+        check_data: compare the batches of ranks that are processes, as docs/training.md says. For all ranks or none.
 
     Raises:
         SettingError, PlanError, ScheduleError, ChainError: what is asked for makes no sense, or cannot be done.
+        RanksDiffer: ranks that are processes are about to run different models or settings; the message says in what.
         RunError: the ranks are not there.
     """
 
+    @announced
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | TracedChain,
@@ -106,6 +111,7 @@ class Pipeline:
         deferred_batch_norm: bool = False,
         offload: bool = False,
         boundary: str | None = None,
+        check_data: bool = True,
     ) -> None:
         traced = model if isinstance(model, TracedChain) else chain(model)
         words = Words(balance, schedule, micro_batches, recompute, weights, weights_options)
@@ -129,6 +135,9 @@ class Pipeline:
         check_slices(self.chain, self.setting.schedule)
         scaling = LossScaler.of(scaler)
         place = Place(executor, None if device is None else torch.device(device), deadline_s)
+        self._training = Training(loss, optimizer, seed, options)
+        self._meeting = meeting = meeting_of(self.setting, place)
+        compare_settings(meeting, self.chain, self.setting, self._training, check_data=check_data)
         self._world = world_of(
             self.setting,
             self.chain.description,
@@ -138,9 +147,11 @@ class Pipeline:
         options.check_compiler(self._world.device(self._world.local_ranks[0]))
         self._step = self._gathered = 0
         self._accumulate = accumulate
-        self._training = Training(loss, optimizer, seed, options)
         self._made = assemble(self.chain, self.setting, self._world, self._training)
+        compare_optimizers(meeting, self._made)
+        self._guard = guard_for(self.chain, self._made)
         self.chain = self._made.traced
+        self._world.calls.check_data = check_data
         self._made.share_weights()
         self._together = Together(self._made, scaling, clip_grad_norm)
         self._player = Player(self._made, self._together)
@@ -169,7 +180,9 @@ class Pipeline:
             RunError: an op failed, here or elsewhere; the message says which. With ranks in processes the run is over. With
                 threads it can go on: all gradients are dropped, but stages that had come to their update have had it.
         """
-        batch = self._batch(x, y, training=True)
+        steps = self._gathered + 1 >= self._accumulate if update is None else update
+        call = "train_batch" if steps else "train_batch without an update"
+        batch = self._batch(x, y, training=True, call=call)
         if self._stream is not None:
             if update is not None:
                 raise SettingError(
@@ -178,11 +191,11 @@ class Pipeline:
             self._feed(self._stream, batch)
             self.flush()
             return self._stream.ready.pop()[1]
-        steps = self._gathered + 1 >= self._accumulate if update is None else update
         gathered, self._gathered = (
             self._gathered,
             0,
         )  # if it fails, nothing is left of the batches before
+        self._mark_stale()
         self._player.play(batch, Mode.TRAIN, steps=steps, factor=1 / self._accumulate)
         self._gathered = 0 if steps else gathered + 1
         self._step += 1
@@ -198,6 +211,7 @@ class Pipeline:
             raise SettingError(
                 "there is nothing to step: this pipeline has no optimizer. Give it one by optimizer="
             )
+        self._world.calls.enter("update")
         if self._gathered:
             self._gathered = 0
             self._player.step()
@@ -213,30 +227,33 @@ class Pipeline:
             RunError: see `train_batch`.
         """
         first = self._step
+        self._world.calls.check_loader(loader)
         for x, y in loader:
             if self._stream is None:
                 yield self.train_batch(x, y)
                 continue
-            self._feed(self._stream, self._batch(x, y, training=True))
+            self._feed(self._stream, self._batch(x, y, training=True, call="train_batch"))
             yield from self._stream.taken(first)
+        self._world.calls.enter(END_OF_TRAIN)
         self.flush()
         if self._stream is not None:
             yield from self._stream.taken(first)
 
     def _feed(self, stream: Streaming, batch: Batch) -> None:
         self._player.played = None
+        self._mark_stale()
         stream.feed(batch)
         self._step += 1
 
     def flush(self) -> None:
         """Let everything under way finish. A synchronous schedule has nothing under way between batches."""
-        self._drain()
+        self._enter("flush")
         self._world.barrier()
 
     def eval_batch(self, x: Any, y: Any) -> Tensor:
         """The mean loss of a batch, with layers in evaluation mode. Weights, gradients, buffers and random state stay."""
         self._drain()
-        batch = self._batch(x, y, training=False)
+        batch = self._batch(x, y, training=False, call="eval_batch")
         self._player.play(batch, Mode.EVALUATE)
         return self._mean_loss(batch)
 
@@ -245,21 +262,29 @@ class Pipeline:
         self._drain()
         batch = make_batch(x, None, self.setting.schedule.micro_batches, step=self._step, training=False,
                            slicing=self.setting.schedule.slicing)  # fmt: skip
+        self._world.calls.begin(batch, x, None, "forward")
         self._player.play(batch, Mode.EVALUATE)
         return outputs(self._world, self._player.one_batch, batch)
 
     def zero_grad(self) -> None:
         """Drop the gradients of the stages held here."""
+        self._world.calls.enter("zero_grad")
         self._gathered = 0
         self._player.zero()
 
-    def _batch(self, x: Any, y: Any, *, training: bool) -> Batch:
+    def _batch(self, x: Any, y: Any, *, training: bool, call: str) -> Batch:
         if y is None:
             raise SettingError(
                 "a batch needs targets for its loss, not None: where the loss takes none, give the inputs again"
             )
-        return make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=training,
-                          slicing=self.setting.schedule.slicing)  # fmt: skip
+        batch = make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=training,
+                           slicing=self.setting.schedule.slicing)  # fmt: skip
+        return self._world.calls.begin(batch, x, y, call)
+
+    def _enter(self, call: str) -> None:
+        """Begin what every rank must do, when all that is under way has finished."""
+        self._world.calls.enter(call)
+        self._drain()
 
     def _drain(self) -> None:
         if self._stream is not None:
@@ -326,39 +351,10 @@ class Pipeline:
         Raises:
             SettingError: there is no optimizer, or `make` returned something else.
         """
+        self._world.calls.enter("scheduler")
         saved = dict(enumerate(self._saved.schedulers)).get(len(self._schedulers))
         self._schedulers.append(Schedulers(make, self._made.optimizers(), saved))
         return self._schedulers[-1]
-
-    def timeline(self) -> Timeline:
-        """What really happened in the last step, on every rank; the same type as `simulate` gives.
-
-        Times of ranks on one host share a clock. Ranks on several hosts are each counted from the host's own clock.
-
-        Raises:
-            RunError: no batch has been trained or evaluated yet.
-        """
-        played = self._player.played
-        rows = (
-            self._player.rows()
-            if played is not None or self._stream is None
-            else self._stream.window()
-        )
-        if not any(rows.values()):
-            raise RunError("there is no timeline yet: train a batch first")
-        timeline = measured(self._world, self.setting.schedule, self._made.interpreters, rows)
-        if played is None:
-            return timeline
-        return replace(
-            timeline, slicing=self.setting.schedule.first_micro_batches(played[0]).slicing
-        )
-
-    @property
-    def weight_versions(self) -> tuple[int, ...]:
-        """Per stage, the most versions of its weights that a rank has kept at once so far."""
-        return (
-            (1,) * len(self.setting.lengths) if self._stream is None else self._made.versions_kept()
-        )
 
     def compare_with_one_device(self, x: Any, y: Any) -> Comparison:
         """Run one batch through the pipeline and through plain training, and compare. Nothing is updated; print what is returned.
@@ -368,7 +364,7 @@ class Pipeline:
             comparison.
         """
         self._drain()
-        batch = self._batch(x, y, training=True)
+        batch = self._batch(x, y, training=True, call="compare_with_one_device")
         batch.keeps_outputs = True
 
         def play() -> Tensor:
@@ -381,7 +377,7 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Tensor]:
         """On rank 0: parameters and buffers of the whole model, on the CPU, under the model's own names. Elsewhere empty."""
-        self._drain()
+        self._enter("state_dict")
         return state.collect(self._world, self._made.placed)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
@@ -390,6 +386,8 @@ class Pipeline:
         Raises:
             SettingError: a tensor is missing or has another shape.
         """
+        self._world.calls.enter("load_state_dict")
+        self._mark_stale()
         if self._stream is not None:
             self._stream.begin_anew()
         state.put(self._made.placed, tensors)
@@ -405,7 +403,7 @@ class Pipeline:
             FileError: the folder cannot be written.
             SettingError: an optimizer keeps something that is neither tensor nor plain number.
         """
-        self._drain()
+        self._enter("save")
         progress = Progress(
             self._step,
             self._together.state(),
@@ -426,6 +424,8 @@ class Pipeline:
         Raises:
             FileError: there is no whole checkpoint, or it is of another model. Nothing has changed then.
         """
+        self._world.calls.enter("load")
+        self._mark_stale()
         if self._stream is None:
             found = checkpoint.load(Path(folder), self._made.placed)
         else:

@@ -25,6 +25,8 @@ class TracedChain:
     Where a stage begins at layer i, what it takes is `entries[i](crossed, inputs)`: what came over the boundary, with what can be made
     again of the micro-batch's inputs, which every rank has; where one ends after layer i, `exits[i](made)` is what crosses. Layers that
     are in neither have nothing of the kind: what one returns crosses, and the next one takes.
+
+    `roots` are the model as it was given, or the modules of a list.
     """
 
     description: Chain
@@ -32,6 +34,7 @@ class TracedChain:
     aliases: dict[str, str]
     entries: Mapping[int, nn.Module] = field(default_factory=dict)
     exits: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict)
+    roots: tuple[nn.Module, ...] = ()
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -76,10 +79,11 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
             no shape yet.
     """
     if isinstance(model, nn.Module):
+        roots = [model]
         named = list(_flatten(model, ""))
         if len(named) == 1 and named[0][1] is model:
             if example is not None:
-                return _traced(model, example)
+                return replace(_traced(model, example), roots=(model,))
             has = (
                 "has a forward or hooks of its own"
                 if isinstance(model, nn.Sequential)
@@ -94,15 +98,16 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
             raise ChainError(
                 f"a chain is made of a model or a list of modules, not {type(model).__name__}"
             )
-        parts = list(model)
+        parts = roots = list(model)
         for part in parts:
             if not isinstance(part, nn.Module):
                 raise ChainError(f"a chain is made of nn.Module objects, not {type(part).__name__}")
         named = [pair for index, part in enumerate(parts) for pair in _flatten(part, str(index))]
     if not named:
         raise ChainError("the model has no layers")
-    return _describe([Part(name, type(module).__name__, tuple(part for part, _ in module.named_modules(prefix=name)), carried)
-                      for (name, module), (_, carried) in zip(named, carrying(named), strict=True)])  # fmt: skip
+    described = _describe([Part(name, type(module).__name__, tuple(part for part, _ in module.named_modules(prefix=name)), carried)
+                           for (name, module), (_, carried) in zip(named, carrying(named), strict=True)])  # fmt: skip
+    return replace(described, roots=tuple(roots))
 
 
 def _traced(model: nn.Module, example: Any) -> TracedChain:
