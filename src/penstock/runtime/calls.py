@@ -33,6 +33,9 @@ GPU_PERIOD = 16
 #: Tensors of a batch whose numbers a message shows.
 _SHOWN = 4
 
+#: Forms of nested batches whose words are remembered.
+_MOST_FORMS = 1024
+
 #: Calls that a rank remembers, for others that wait for it.
 _RECENT = 8
 
@@ -122,6 +125,7 @@ class ComparedCalls(Calls):
         self._deadline_s = deadline_s
         self._recent: deque[Call] = deque(maxlen=_RECENT)
         self._number = self._batches = 0
+        self._forms: dict[object, str] = {}
         self.check_data = True
         board.calls = self
 
@@ -144,7 +148,7 @@ class ComparedCalls(Calls):
             tensors = (x, y)
             form = _pair_form(x.shape, x.dtype, y.shape, y.dtype)
         else:
-            form, tensors = _form(x, y)
+            form, tensors = self._nested(batch, x, y)
         found = (_crc(call) + _crc(form) + 7919 * self._number + 104729 * batch.step) & _MASK
         check = found << _BITS
         values: Sequence[Glimpse] = ()
@@ -157,6 +161,22 @@ class ComparedCalls(Calls):
         if whole:
             self._meet(own, batch.step, whole_checksum(tensors))
         return batch
+
+    def _nested(self, batch: Batch, x: Any, y: Any) -> tuple[str, list[Tensor]]:
+        """Nested inputs and targets in words, and their tensors."""
+        if y is not None and type(y) is not Tensor:
+            return _form(x, y)
+        # The batch's signature says everything of the inputs, and words take time.
+        key = (batch.signature, None if y is None else (y.shape, y.dtype))
+        form = self._forms.get(key)
+        if form is None:
+            if len(self._forms) >= _MOST_FORMS:
+                self._forms.clear()
+            form, _ = _form(x, y)
+            self._forms[key] = form
+        leaves = pytree.tree_leaves(to_plain(x))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return form, tensors if y is None else [*tensors, y]
 
     @staticmethod
     def _readable(tensors: Sequence[Tensor], turn: int, *, whole: bool) -> bool:
@@ -182,7 +202,7 @@ class ComparedCalls(Calls):
         steps = {rank: f"step {row[5]}" for rank, row in enumerate(found)}
         contents = {row[6] for row in found}
         if len({(row[1] >> _BITS) for row in found}) > 1 or len(contents) > 1:
-            raise RanksDiffer(message_of(own.number, rows, steps), [])
+            raise RanksDiffer(message_of(own.number, rows, steps))
 
     def verify(self, source: int, check: float, batch: Batch) -> None:
         """See `Calls.verify`."""
@@ -190,15 +210,20 @@ class ComparedCalls(Calls):
             return
         number = next((call.number for call in self._recent if call.check == batch.check), 0)
         until = time.monotonic() + _PATIENCE_S
-        rows = self._rows(number)
-        while source not in rows and time.monotonic() < until:
+        others = self._board.other_calls()
+        while (
+            not any(row[0] == number for row in others.get(source, ())) and time.monotonic() < until
+        ):
             time.sleep(0.02)
-            rows = self._rows(number)
-        message = message_of(number, rows, {})
-        if any(str(row[2]).startswith("train") for row in rows.values()):
+            others = self._board.other_calls()
+        message = (
+            self.difference(others)
+            or f"rank {source} has another batch than rank {self._rank} in call {number}"
+        )
+        if batch.training:
             message += _LATE
         self._board.fail(message, differs=True)
-        raise RanksDiffer(message, [])
+        raise RanksDiffer(message)
 
     def rows(self) -> list[list[Any]]:
         """The last calls, oldest first. For the board, from its thread."""
@@ -209,23 +234,29 @@ class ComparedCalls(Calls):
                 continue
 
     def difference(self, others: Mapping[int, Sequence[Sequence[Any]]]) -> str | None:
-        """What another rank does otherwise, from the rows of all others by rank."""
+        """The first call in which another rank did something else, from the rows of all others by rank; None if there is none."""
         own = {row[0]: row for row in self.rows()}
-        for rows in others.values():
-            for row in rows:
-                if row[0] in own and unlike(own[row[0]][1], row[1]):
-                    return message_of(row[0], self._rows(row[0], others), {})
-        return None
-
-    def _rows(
-        self, number: int, others: Mapping[int, Sequence[Sequence[Any]]] | None = None
-    ) -> dict[int, Sequence[Any]]:
-        """What ranks did in one call, by rank."""
-        others = self._board.other_calls() if others is None else others
-        every = {**others, self._rank: self.rows()}
-        return {
-            rank: row for rank, rows in sorted(every.items()) for row in rows if row[0] == number
+        numbers = [
+            row[0]
+            for rows in others.values()
+            for row in rows
+            if row[0] in own and unlike(own[row[0]][1], row[1])
+        ]
+        if not numbers:
+            return None
+        every = {**others, self._rank: list(own.values())}
+        found = {
+            rank: row
+            for rank, rows in sorted(every.items())
+            for row in rows
+            if row[0] == min(numbers)
         }
+        return message_of(min(numbers), found, {})
+
+    def followed(self, others: Mapping[int, Sequence[Sequence[Any]]]) -> bool:
+        """Whether all others have told of the last call here, or of a later one."""
+        told = [rows[-1][0] for rows in others.values() if rows]
+        return len(told) == self._size - 1 and min(told, default=0) >= self._number
 
     def check_loader(self, loader: object) -> None:
         """See `Calls.check_loader`."""

@@ -7,7 +7,8 @@ import functools
 import inspect
 import re
 import zlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -101,7 +102,8 @@ def describe_optimizers(made: Assembly) -> Description:
 def describe(value: object, depth: int = _DEPTH) -> str:
     """A value in words that are the same in every process that has the same value.
 
-    Functions are described by their names and by the plain values that they hold; of objects of unknown kinds only the type counts.
+    Functions are described by their names and by the plain defaults of their arguments; of objects of unknown kinds only the type
+    counts.
     """
     if isinstance(value, float):
         return repr(float(value))
@@ -123,7 +125,7 @@ def describe(value: object, depth: int = _DEPTH) -> str:
     if isinstance(value, Mapping):
         rows = sorted(f"{below(key)}: {below(item)}" for key, item in value.items())
         return f"{{{', '.join(rows)}}}"
-    if isinstance(value, Set):
+    if isinstance(value, AbstractSet):
         return f"{{{', '.join(sorted(map(below, value)))}}}"
     if isinstance(value, Sequence):
         return f"[{', '.join(map(below, value))}]"
@@ -142,19 +144,10 @@ def _callable(value: object, below: Any) -> str:
     name = getattr(value, "__qualname__", None)
     if name is None:
         return f"{type(value).__module__}.{type(value).__qualname__}"
-    # The names of functions inside functions have no meaning of their own; of lambdas neither.
     whole = f"{getattr(value, '__module__', None) or ''}.{name}".removeprefix("__main__.")
+    # Not what a function holds of its surroundings: a loss that prints on rank 0 alone holds the number of its rank.
     defaults = [item for item in getattr(value, "__defaults__", None) or () if _plain(item)]
-    cells = []
-    for cell in getattr(value, "__closure__", None) or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # not yet filled
-            continue
-        if _plain(content):
-            cells.append(content)
-    held = [*defaults, *cells]
-    return whole + (f" with {below(held)}" if held else "")
+    return whole + (f" with {below(defaults)}" if defaults else "")
 
 
 def _plain(value: object) -> bool:

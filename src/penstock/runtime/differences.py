@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +102,9 @@ def shortened(texts: Sequence[str]) -> list[str]:
     """Texts that differ, without what is the same in all where they are long."""
     if max(map(len, texts)) <= _WIDTH:
         return list(texts)
-    start = max(0, len(os.path.commonprefix(list(texts))) - _WIDTH // 4)
+    columns = zip(*texts, strict=False)
+    same = next((place for place, letters in enumerate(columns) if len(set(letters)) > 1), 0)
+    start = max(0, same - _WIDTH // 4)
     return [
         ("…" if start else "")
         + text[start : start + _WIDTH]

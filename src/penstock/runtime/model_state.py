@@ -140,3 +140,8 @@ class ModelState:
     def _mark_stale(self) -> None:
         if self._guard is not None:
             self._guard.stale = True
+
+    def _release_guard(self) -> None:
+        """Take the guard off the user's model; but not while it has layers whose values are from before the training."""
+        if self._guard is not None and not self._guard.stale:
+            self._guard.release()

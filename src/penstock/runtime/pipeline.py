@@ -442,4 +442,5 @@ class Pipeline(ModelState, Inspection):
 
     def close(self) -> None:
         """Let go of links and threads."""
+        self._release_guard()
         self._world.close()

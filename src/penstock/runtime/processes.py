@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from penstock.errors import DeadlineExceeded, PeerFailed, RanksDiffer
+from penstock.errors import DeadlineExceeded, PeerFailed, RanksDiffer, StageFailed
 from penstock.runtime.board import reason_of
 from penstock.runtime.calls import CLOSED, Calls, ComparedCalls
 from penstock.runtime.store_board import StoreBoard
@@ -36,6 +36,9 @@ T = TypeVar("T")
 
 #: What is told outside programs goes by this name.
 _TOLD = Message(Kind.U, (1 << 20) - 1, 0)
+
+#: Seconds for which a rank whose stage has failed waits for the others' calls, which boards tell of twice in a second.
+_PATIENCE_S = 1.2
 
 # Every world of a process has its own corner of the store; all processes make their worlds in the same order.
 _WORLDS = itertools.count()
@@ -116,9 +119,13 @@ class DistributedWorld:
                 reason = self._board.failure(patience_s=2.0) or "a rank is gone without a word"
                 raise PeerFailed(self._rank, "its message to leave", reason) from error
         except BaseException as error:
+            if isinstance(error, (StageFailed, DeadlineExceeded)):
+                self._board.compare_calls(_PATIENCE_S)  # other batches may be the reason
             self.abandon(error)
-            if isinstance(error, PeerFailed):
+            try:
                 self._board.check_difference()
+            except RanksDiffer as difference:
+                raise difference from error
             raise
 
     def abandon(self, error: BaseException) -> None:

@@ -83,6 +83,7 @@ class Hook:
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
         """Before the call, with the arguments that torch gives to hooks of its kind."""
+        del module, args
         self.guard.check(self.call)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Hook:

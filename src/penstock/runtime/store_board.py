@@ -32,6 +32,10 @@ class CallLog(Protocol):
         """What others do otherwise."""
         ...
 
+    def followed(self, others: Mapping[int, Sequence[Sequence[Any]]]) -> bool:
+        """Whether all others have told of the last call here."""
+        ...
+
 
 class StoreBoard:
     """One rank's view, see `Board`. `on_failure` is called once, from the watching thread, when any rank has failed."""
@@ -74,11 +78,12 @@ class StoreBoard:
         Raises:
             RanksDiffer: they do not.
         """
+        failure = {}
         with contextlib.suppress(RuntimeError):
             if self._store.check(["penstock/failure"]):
                 failure = json.loads(self._store.get("penstock/failure"))
-                if failure.get("differs"):
-                    raise RanksDiffer(failure["reason"], [])
+        if failure.get("differs"):
+            raise RanksDiffer(failure["reason"])
 
     def failure(self, patience_s: float = 0.0) -> str | None:
         """See `Board.failure`."""
@@ -114,11 +119,23 @@ class StoreBoard:
                 return {rank: json.loads(text)[2] for rank, text in zip(ranks, found, strict=True)}
         return {}
 
-    def compare_calls(self) -> None:
-        """End the run if another rank does something else than this one."""
-        found = None if self.calls is None else self.calls.difference(self.other_calls())
-        if found is not None:
-            self.fail(found, differs=True)
+    def compare_calls(self, patience_s: float = 0.0) -> None:
+        """End the run if another rank does something else than this one.
+
+        Args:
+            patience_s: how long to wait for others to tell of the call that this one is at.
+        """
+        if self.calls is None:
+            return
+        until = time.monotonic() + patience_s
+        while True:
+            others = self.other_calls()
+            found = self.calls.difference(others)
+            if found is not None:
+                self.fail(found, differs=True)
+            if found is not None or self.calls.followed(others) or time.monotonic() >= until:
+                return
+            self._stop.wait(0.05)
 
     def name(self, rank: int) -> str:
         """`rank 1 (pid 4242)`."""
