@@ -27,8 +27,13 @@ def guard_for(traced: TracedChain, made: Assembly) -> Guard | None:
 
     Returns:
         None where all ranks are threads of this process, or all layers with weights are trained here.
+
+    Raises:
+        RunError: an earlier pipeline has trained some of the layers on other ranks, and this one would train them here.
     """
     if len(made.world.local_ranks) == made.world.size:
+        for guard in guards_of(traced.roots):
+            guard.check("training")
         return guard_model(traced, range(len(traced)), 0)
     held = {layer.index for stage in made.stages for layer in stage.layers}
     return guard_model(traced, held, made.world.local_ranks[0])

@@ -5,6 +5,7 @@ Reading them by `model.state_dict()`, running them by `model(x)` or pickling the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from penstock.errors import RunError
 from penstock.tracing.chain import TracedChain
 
-#: Modules that a guard has hooks on.
-_Modules = Iterable[nn.Module]
+#: Where torch looks for what to run in place of a module's forward and hooks; a module's copies do not have it.
+_CALL = "_compiled_call_impl"
 
 
 @dataclass
@@ -35,20 +36,23 @@ class Guard:
     elsewhere: dict[int, str]
     stale: bool = False
     _handles: list[RemovableHandle] = field(default_factory=list)
+    _calls: list[_Call] = field(default_factory=list)
 
-    def watch(self, roots: Sequence[nn.Module], foreign: _Modules) -> None:
-        """Put hooks on the modules that a user may read or run.
+    def watch(
+        self, roots: Sequence[nn.Module], layers: Iterable[nn.Module], *, copies: bool
+    ) -> None:
+        """Guard the modules that a user may read or run.
 
         Args:
-            roots: the model, or the modules of a list.
-            foreign: layers that other ranks train, where they are modules of the user's own.
+            roots: the model, or the modules of a list that have layers which other ranks train.
+            layers: those layers, where they are modules of the user's own.
+            copies: whether the pipeline itself may copy the model.
         """
         for root in roots:
-            hook = Hook(self, "state_dict()")
+            hook = Hook(self, copies=copies)
             self._handles.append(root.register_state_dict_pre_hook(hook))
-        for module in foreign:
-            hook = Hook(self, "forward()")
-            self._handles.append(module.register_forward_pre_hook(hook))
+        for module in dict.fromkeys([*roots, *layers]):
+            self._calls.append(_Call(self, module))
 
     def check(self, call: str) -> None:
         """Refuse to read what is stale.
@@ -58,35 +62,70 @@ class Guard:
         """
         if not self.stale:
             return
-        names = list(self.elsewhere.values())
+        names = list(dict.fromkeys(self.elsewhere.values()))
         shown = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
         raise RunError(
-            f"{call} of the model on rank {self.rank}: {len(names)} of its {self.layers} layers ({shown}) are trained on other ranks, and "
-            "their values here are from before the training. Take pipe.model_state() (the whole state on every rank) or "
-            "pipe.state_dict() (on rank 0); or call pipe.load_into(model) on every rank first. For averages of the weights "
-            "there is pipe.ema()"
+            f"{call} of the model on rank {self.rank} would give wrong values: {len(names)} of its {self.layers} layers ({shown}) are trained on other ranks, and "
+            "their values here are from before the training. Take pipe.model_state() (the whole state on every rank), "
+            "pipe.state_dict() (on rank 0) or pipe.forward(x); or call pipe.load_into(model) on every rank first. For averages of "
+            "the weights there is pipe.ema()"
         )
 
     def release(self) -> None:
-        """Take the hooks off. Copies of the modules keep hooks that do nothing any more."""
+        """Take the guard off the model. Copies of the modules keep hooks that do nothing any more."""
         self.stale = False
         for handle in self._handles:
             handle.remove()
+        for call in self._calls:
+            call.remove()
         self._handles.clear()
+        self._calls.clear()
+
+
+class _Call:
+    """A check before a module is run.
+
+    No forward hook: a module with hooks is taken for another one, by `ps.chain` and where traced models are watched for changes.
+    """
+
+    def __init__(self, guard: Guard, module: nn.Module) -> None:
+        self._guard, self._module = guard, weakref.ref(module)
+        self._before = vars(module).get(_CALL)
+        vars(module)[_CALL] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What `module(...)` is."""
+        self._guard.check("running")
+        module = self._module()
+        assert module is not None
+        run = self._before or module._call_impl
+        return run(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Let the module be run as before."""
+        module = self._module()
+        if module is None or vars(module).get(_CALL) is not self:
+            return
+        if self._before is None:
+            del vars(module)[_CALL]
+        else:
+            vars(module)[_CALL] = self._before
 
 
 class Hook:
-    """A hook that refuses a call while its guard's layers are stale. Copies of a module share it; pickling is reading."""
+    """A hook that refuses to read the state while its guard's layers are stale. Copying and pickling are reading too."""
 
-    def __init__(self, guard: Guard, call: str) -> None:
-        self.guard, self.call = guard, call
+    def __init__(self, guard: Guard, *, copies: bool) -> None:
+        self.guard, self._copies = guard, copies
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        """Before the call, with the arguments that torch gives to hooks of its kind."""
+        """Before `state_dict`, with the arguments that torch gives to hooks."""
         del module, args
-        self.guard.check(self.call)
+        self.guard.check("state_dict()")
 
     def __deepcopy__(self, memo: dict[int, object]) -> Hook:
+        if not self._copies:
+            self.guard.check("copying")
         return self
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
@@ -146,12 +185,17 @@ def guard_model(traced: TracedChain, held: Collection[int], rank: int) -> Guard 
         return None
     elsewhere = {index: traced.layers[index].name for index in foreign}
     guard = Guard(rank, len(traced), elsewhere, stale)
-    # Modules that were cut out of a traced model are not the user's own, and share these with layers that run here.
-    plain = not any(getattr(module, "whole_names", False) for module in traced.modules)
-    local = {id(part) for index in held for part in traced.modules[index].modules()}
+    inside = {id(part) for module in foreign.values() for part in module.modules()}
+    traced_model = any(getattr(module, "whole_names", False) for module in traced.modules)
+    if traced_model:  # layers that were cut out of it are not the user's own modules
+        guard.watch(traced.roots, (), copies=True)
+        return guard
+    roots = [root for root in traced.roots if any(id(part) in inside for part in root.modules())]
+    running = {id(part) for index in held for part in traced.modules[index].modules()}
     guard.watch(
-        traced.roots,
-        [module for module in foreign.values() if plain and id(module) not in local],
+        [root for root in roots if id(root) not in running],
+        [module for module in foreign.values() if id(module) not in running],
+        copies=False,
     )
     return guard
 
