@@ -310,6 +310,8 @@ def message_of(number: int, rows: Mapping[int, Sequence[Any]], steps: Mapping[in
         words = row[2]
         if row[3] and len(forms) > 1:
             words += f" with {row[3]}"
+        elif row[3] and not row[4]:
+            words += f" with {row[3]}"
         elif row[3]:
             words += f" with {row[3]}, values {row[4]} (checksum {row[1] & _MASK:x})"
         if len(set(steps.values())) > 1:

@@ -78,10 +78,23 @@ def fill(model: nn.Module | Sequence[nn.Module], values: Mapping[str, Tensor]) -
             "load_into: the model is on the meta device, and has no memory for values. Give it memory "
             "(model.to_empty(device='cpu')), or another model of the same class"
         )
-    try:
-        target.load_state_dict(values, strict=True)
-    except RuntimeError as error:
-        raise SettingError(f"load_into: {error}") from error
+    expected = {
+        name: tensor for name, tensor in target.state_dict().items() if isinstance(tensor, Tensor)
+    }
+    unlike = [
+        name
+        for name in {**expected, **values}
+        if name not in expected or name not in values or expected[name].shape != values[name].shape
+    ]
+    if unlike:
+        shown = ", ".join(map(repr, unlike[:4])) + (", …" if len(unlike) > 4 else "")
+        raise SettingError(
+            f"load_into: the model is not the pipeline's: {len(unlike)} of their tensors are only in one of them, or have other shapes "
+            f"({shown}). Give a model of the same class and sizes, or of a list of modules the same list"
+        )
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(values[name])
 
 
 class ModelState:
@@ -114,9 +127,17 @@ class ModelState:
             SettingError: the model is on the meta device, or is another one.
         """
         self._enter("load_into")
-        fill(model, whole_state(self._world, self._made.placed))
-        for guard in guards_of([model] if isinstance(model, nn.Module) else model):
+        values = whole_state(self._world, self._made.placed)
+        guards = guards_of([model] if isinstance(model, nn.Module) else model)
+        before = [guard.stale for guard in guards]
+        for guard in guards:
             guard.stale = False
+        try:
+            fill(model, values)
+        except BaseException:
+            for guard, stale in zip(guards, before, strict=True):
+                guard.stale = stale
+            raise
 
     def ema(
         self,
