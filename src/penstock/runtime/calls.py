@@ -223,6 +223,7 @@ class ComparedCalls(Calls):
         if batch.training:
             message += _LATE
         self._board.fail(message, differs=True)
+        self._board.check_difference()  # another rank may have been first, and all say the same
         raise RanksDiffer(message)
 
     def rows(self) -> list[list[Any]]:
@@ -308,9 +309,7 @@ def message_of(number: int, rows: Mapping[int, Sequence[Any]], steps: Mapping[in
     groups: dict[str, list[int]] = {}
     for rank, row in rows.items():
         words = row[2]
-        if row[3] and len(forms) > 1:
-            words += f" with {row[3]}"
-        elif row[3] and not row[4]:
+        if row[3] and (len(forms) > 1 or not row[4]):
             words += f" with {row[3]}"
         elif row[3]:
             words += f" with {row[3]}, values {row[4]} (checksum {row[1] & _MASK:x})"

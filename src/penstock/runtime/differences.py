@@ -48,7 +48,7 @@ def differences(ranks: Sequence[Description]) -> list[str]:
         found += line
     for name in _names([rank.lists for rank in ranks]):
         found += _of_lists(name, [rank.lists.get(name, []) for rank in ranks])
-    if not any(line.startswith(_CUT) for line in found):
+    if not any(line.startswith((*_CUT, "parameter")) for line in found):
         found += _of_weights(ranks)
     return found
 
