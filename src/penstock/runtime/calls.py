@@ -48,7 +48,13 @@ _PATIENCE_S = 3.0
 
 
 class Calls:
-    """The calls of a pipeline whose ranks are threads of one process: there is one call, and nothing to compare."""
+    """The calls of a pipeline whose ranks are threads of one process: there is one call, and nothing to compare.
+
+    Attributes:
+        check_data: whether batches are compared, of ranks that are processes.
+    """
+
+    check_data: bool = True
 
     def begin(self, batch: Batch, x: Any, y: Any, call: str) -> Batch:
         """Before a batch is played: compare it with the other ranks'.

@@ -41,7 +41,7 @@ def values_of(tensor: Tensor) -> Any:
 def checksum(tensor: Tensor) -> int | None:
     """32 bits of all numbers of a tensor, in their order; None where they cannot be read (meta, sparse, quantised)."""
     try:
-        return zlib.crc32(np.ascontiguousarray(values_of(tensor)).reshape(-1).view(np.uint8))
+        return zlib.crc32(np.ascontiguousarray(values_of(tensor)).reshape(-1).view(np.uint8).data)
     except (TypeError, RuntimeError, NotImplementedError, ValueError):
         return None
 

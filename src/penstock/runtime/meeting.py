@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -17,8 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from penstock.errors import DeadlineExceeded, RanksDiffer, RunError
 from penstock.runtime.differences import Description, differences, message_of, ranks_in_words
 
-_P = ParamSpec("_P")
-_Made = TypeVar("_Made")
+_Init = TypeVar("_Init", bound=Callable[..., None])
 
 #: All processes make their pipelines in the same order, and meet once for each. A pipeline of threads has no meeting.
 _MEETINGS = itertools.count()
@@ -122,13 +121,11 @@ def missing_keys(
     return []
 
 
-def announced(
-    init: Callable[Concatenate[_Made, _P], None],
-) -> Callable[Concatenate[_Made, _P], None]:
+def announced(init: _Init) -> _Init:
     """A constructor that lets the other ranks know when it has failed on this one, so that they do not wait for it."""
 
     @wraps(init)
-    def construct(self: _Made, *args: _P.args, **kwargs: _P.kwargs) -> None:
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             init(self, *args, **kwargs)
         except BaseException as error:
@@ -146,7 +143,7 @@ def announced(
                 world.close()
             raise
 
-    return construct
+    return construct  # type: ignore[return-value]  # it has the constructor's own signature
 
 
 def _digest(rows: Sequence[tuple[str, str]]) -> str:

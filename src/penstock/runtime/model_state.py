@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,13 @@ class ModelState:
     _made: Assembly
     _world: World
     _guard: Guard | None
-    _enter: Callable[[str], None]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """See `Pipeline.state_dict`."""
+        raise NotImplementedError
+
+    def _enter(self, call: str) -> None:
+        raise NotImplementedError
 
     def model_state(self) -> dict[str, Tensor]:
         """Parameters and buffers of the whole model, on every rank, on the CPU, under the model's own names. All ranks call it.
@@ -165,7 +171,7 @@ class ModelState:
 
     def _mark_stale(self) -> None:
         if self._guard is not None:
-            self._guard.stale = True
+            self._guard.mark()
 
     def _release_guard(self) -> None:
         """Take the guard off the user's model; but not while it has layers whose values are from before the training."""

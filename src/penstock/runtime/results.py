@@ -21,16 +21,15 @@ def mean_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor:
     """The mean loss of the batch, a float tensor, the same on every rank: micro-batches' shares added up in their order."""
     holders = schedule.ranks_of_stage[-1]
     if len(holders) > 1:
-        found = world.broadcast(
+        found: Tensor = world.broadcast(
             _from_copies(world, schedule, batch), 0, TensorForm((2,), "float64", wants_grad=False)
         )
         world.calls.verify(0, float(found[1]), batch)
-        result: Tensor = found[0].float()
-        return result
+        return found[0].float()
     if holders[0] not in world.local_ranks:
-        loss, check = world.hear(holders[0], 2)()
-        world.calls.verify(holders[0], float(check), batch)
-        return loss.float()
+        numbers = world.hear(holders[0], 2)()
+        world.calls.verify(holders[0], float(numbers[1]), batch)
+        return numbers[0].float()
     total = torch.stack([batch.losses[m] for m in sorted(batch.losses)]).sum().float()
     if len(world.local_ranks) < world.size:
         numbers = torch.tensor([float(total), batch.check], dtype=torch.float64)

@@ -29,12 +29,14 @@ class Guard:
         layers: how many layers the model has.
         elsewhere: names of those that other ranks train, by index.
         stale: whether they have been trained since they had the right values here.
+        successor: the guard of a later pipeline over the same model, which has taken this one's place.
     """
 
     rank: int
     layers: int
     elsewhere: dict[int, str]
     stale: bool = False
+    successor: Guard | None = None
     _handles: list[RemovableHandle] = field(default_factory=list)
     _calls: list[_Call] = field(default_factory=list)
 
@@ -50,7 +52,7 @@ class Guard:
         """
         for root in roots:
             hook = Hook(self, copies=copies)
-            self._handles.append(root.register_state_dict_pre_hook(hook))
+            self._handles.append(root.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
         for module in dict.fromkeys([*roots, *layers]):
             self._calls.append(_Call(self, module))
 
@@ -70,6 +72,13 @@ class Guard:
             "pipe.state_dict() (on rank 0) or pipe.forward(x); or call pipe.load_into(model) on every rank first. For averages of "
             "the weights there is pipe.ema()"
         )
+
+    def mark(self) -> None:
+        """Other ranks have trained their layers."""
+        guard: Guard | None = self
+        while guard is not None:
+            guard.stale = True
+            guard = guard.successor
 
     def release(self) -> None:
         """Take the guard off the model. Copies of the modules keep hooks that do nothing any more."""
@@ -123,7 +132,9 @@ class Hook:
         del module, args
         self.guard.check("state_dict()")
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Hook:
+    def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
+        if not self.guard.stale:
+            return _nothing  # a copy has the right values, and keeps them
         if not self._copies:
             self.guard.check("copying")
         return self
@@ -177,14 +188,17 @@ def guard_model(traced: TracedChain, held: Collection[int], rank: int) -> Guard 
     """
     earlier = guards_of(traced.roots)
     stale = any(guard.stale for guard in earlier)
-    for guard in earlier:
-        guard.release()
     foreign = {index: module for index, module in enumerate(traced.modules)
                if index not in held and _has_values(module)}  # fmt: skip
     if not foreign:
+        for guard in earlier:
+            guard.release()
         return None
     elsewhere = {index: traced.layers[index].name for index in foreign}
     guard = Guard(rank, len(traced), elsewhere, stale)
+    for other in earlier:
+        other.release()
+        other.successor = guard
     inside = {id(part) for module in foreign.values() for part in module.modules()}
     traced_model = any(getattr(module, "whole_names", False) for module in traced.modules)
     if traced_model:  # layers that were cut out of it are not the user's own modules

@@ -170,6 +170,9 @@ class ThreadWorld:
     def barrier(self) -> None:
         """See `World.barrier`: one process is always together."""
 
+    def abandon(self, error: BaseException) -> None:
+        """See `World.abandon`: nothing runs outside `run`."""
+
     def close(self) -> None:
         """See `World.close`."""
         _end(self._queues)
