@@ -16,6 +16,7 @@ from penstock.errors import (
     PeerFailed,
     PenstockError,
     RankDied,
+    RanksDiffer,
     RunError,
     ScheduleError,
     StageFailed,
@@ -41,6 +42,7 @@ EXAMPLES = [
     (DeadlineExceeded(1, "0F3 from rank 0", 61.4, ["rank 0 waits for 1B0 from rank 1"]),
      "rank 1 waits for 0F3 from rank 0 since 61 s, which is over its deadline\n  rank 0 waits for 1B0 from rank 1",
      {"rank": 1, "waited_for": "0F3 from rank 0", "seconds": 61.4, "elsewhere": ("rank 0 waits for 1B0 from rank 1",)}),
+    (RanksDiffer("seed: 0 on rank 0; 1 on rank 1", ["seed"]), "seed: 0 on rank 0; 1 on rank 1", {"differences": ("seed",)}),
     (RankDied(3, 4242, "was killed by signal 9", "; ranks 0, 1 and 2 were stopped"),
      "rank 3 (pid 4242) was killed by signal 9; ranks 0, 1 and 2 were stopped", {"rank": 3, "pid": 4242, "how": "was killed by signal 9"}),
 ]  # fmt: skip

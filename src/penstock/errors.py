@@ -130,6 +130,14 @@ class DeadlineExceeded(RunError):
         super().__init__("\n  ".join([*lines, *self.elsewhere]))
 
 
+class RanksDiffer(RunError):
+    """Ranks do not run the same model, settings, batches or calls; `differences` has a line for each difference."""
+
+    def __init__(self, message: str, differences: Iterable[str] = ()) -> None:
+        self.differences = tuple(differences)
+        super().__init__(message)
+
+
 class RankDied(RunError):
     """A rank's process ended without a word of its own: killed, out of memory, a crash in native code."""
 

@@ -30,7 +30,7 @@ class Batch:
 
     `shares[n]` is the share of micro-batch n in the batch's samples, and in their tokens where those are cut: the mean loss weighs
     samples and tokens, not micro-batches. `slicing` is how those micro-batches that this batch fills are cut. `keeps_outputs`: leave the
-    model's outputs behind, though there are targets.
+    model's outputs behind, though there are targets. `check` is a checksum that all ranks have in common, see `calls`.
     """
 
     step: int
@@ -43,6 +43,7 @@ class Batch:
     outputs: dict[int, Any] = field(default_factory=dict)
     slicing: Slicing | None = None
     keeps_outputs: bool = False
+    check: int = 0
 
     @property
     def micro_batches(self) -> int:

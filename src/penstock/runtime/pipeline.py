@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import RunError, SettingError
-from penstock.event import Timeline
+from penstock.errors import SettingError
 from penstock.optim.groups import GroupsOf
 from penstock.optim.scaling import LossScaler
 from penstock.optim.schedulers import SchedulerFactory, Schedulers
 from penstock.optim.update import OptimizerFactory
 from penstock.plan.plan import Plan
 from penstock.runtime import state
+from penstock.runtime.agreement import compare_optimizers, compare_settings, meeting_of
 from penstock.runtime.assembly import Training, assemble
 from penstock.runtime.batch import Batch, make_batch, pair_of
+from penstock.runtime.calls import END_OF_TRAIN
 from penstock.runtime.compare import Comparison, compare
+from penstock.runtime.inspection import Inspection
 from penstock.runtime.loss_parameters import check_training
+from penstock.runtime.meeting import announced
+from penstock.runtime.model_state import ModelState, guard_for
 from penstock.runtime.optimizing import Optimizing
 from penstock.runtime.options import Options, check_accumulate
 from penstock.runtime.persistence import Persistence
@@ -34,7 +37,6 @@ from penstock.runtime.results import mean_loss, outputs
 from penstock.runtime.setting import Words, check, setting_of
 from penstock.runtime.stage import Loss, Stage
 from penstock.runtime.streaming import Streaming
-from penstock.runtime.timing import measured
 from penstock.runtime.together import Together
 from penstock.runtime.trainability import Trainability
 from penstock.schedule.op import Schedule
@@ -44,7 +46,7 @@ from penstock.tracing.slices import check_slices
 from penstock.values.classes import remember_code
 
 
-class Pipeline(Optimizing):
+class Pipeline(Optimizing, ModelState, Inspection):
     """A model cut over ranks, with its loss and optimizers. Every rank makes one and calls the same methods with the same data.
 
     Args:
@@ -82,12 +84,15 @@ class Pipeline(Optimizing):
         offload: keep what layers save for their backward in host memory, where the device has a memory of its own.
         boundary: "bfloat16" or "int8": send activations and their gradients in fewer bits. That changes what is learnt, a little
             (benchmarks/boundary).
+        check_data: compare the batches of ranks that are processes, as docs/training.md says. For all ranks or none.
 
     Raises:
         SettingError, PlanError, ScheduleError, ChainError: what is asked for makes no sense, or cannot be done.
+        RanksDiffer: ranks that are processes are about to run different models or settings; the message says in what.
         RunError: the ranks are not there.
     """
 
+    @announced
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | TracedChain,
@@ -117,6 +122,7 @@ class Pipeline(Optimizing):
         boundary: str | None = None,
         clip_norm_type: float = 2.0,
         clip_grad_value: float | None = None,
+        check_data: bool = True,
     ) -> None:
         traced = model if isinstance(model, TracedChain) else chain(model)
         words = Words(balance, schedule, micro_batches, recompute, weights, weights_options)
@@ -144,6 +150,9 @@ class Pipeline(Optimizing):
         check_replicas(self.chain, self.setting)
         scaling = LossScaler.of(scaler)
         place = Place(executor, None if device is None else torch.device(device), deadline_s)
+        self._training = Training(loss, optimizer, seed, options)
+        self._meeting = meeting = meeting_of(self.setting, place)
+        compare_settings(meeting, self.chain, self.setting, self._training, check_data=check_data)
         self._world = world_of(
             self.setting,
             self.chain.description,
@@ -153,13 +162,15 @@ class Pipeline(Optimizing):
         options.check_compiler(self._world.device(self._world.local_ranks[0]))
         self._step = self._gathered = 0
         self._accumulate = accumulate
-        self._training = Training(loss, optimizer, seed, options)
         if len(self._world.local_ranks) < self._world.size:
             remember_code([*(part for module in traced.modules for part in module.modules()), loss])
         self._made = assemble(self.chain, self.setting, self._world, self._training)
+        compare_optimizers(meeting, self._made)
+        self._guard = guard_for(self.chain, self._made)
         whole, self.chain = self.chain, self._made.traced
         if plan is not None and optimizer is not None:
             check_optimizer_memory(plan, self.chain.description, self._made.optimizers()[0])
+        self._world.calls.check_data = check_data
         self._made.share_weights()
         self._together = Together(self._made, scaling, clip_grad_norm, norm_type=clip_norm_type)
         self._trainability = Trainability(self._made, self._together, whole)
@@ -190,7 +201,9 @@ class Pipeline(Optimizing):
             RunError: an op failed, here or elsewhere; the message says which. With ranks in processes the run is over. With
                 threads it can go on: all gradients are dropped, but stages that had come to their update have had it.
         """
-        batch = self._batch(x, y, training=True)
+        steps = self._gathered + 1 >= self._accumulate if update is None else update
+        call = "train_batch" if steps else "train_batch without an update"
+        batch = self._batch(x, y, training=True, call=call)
         self._persistence.check_schedulers()
         if self._stream is not None:
             if update is not None:
@@ -200,11 +213,11 @@ class Pipeline(Optimizing):
             self._feed(self._stream, batch)
             self.flush()
             return self._stream.ready.pop()[1]
-        steps = self._gathered + 1 >= self._accumulate if update is None else update
         gathered, self._gathered = (
             self._gathered,
             0,
         )  # if it fails, nothing is left of the batches before
+        self._mark_stale()
         self._player.play(batch, Mode.TRAIN, steps=steps, factor=1 / self._accumulate)
         self._gathered = 0 if steps else gathered + 1
         self._step += 1
@@ -220,6 +233,7 @@ class Pipeline(Optimizing):
             raise SettingError(
                 "there is nothing to step: this pipeline has no optimizer. Give it one by optimizer="
             )
+        self._world.calls.enter("update")
         if self._gathered:
             self._gathered = 0
             self._player.step()
@@ -236,13 +250,15 @@ class Pipeline(Optimizing):
             SettingError: the loader yields something else than pairs.
         """
         first = self._step
+        self._world.calls.check_loader(loader)
         for item in loader:
             x, y = pair_of(item)
             if self._stream is None:
                 yield self.train_batch(x, y)
                 continue
-            self._feed(self._stream, self._batch(x, y, training=True))
+            self._feed(self._stream, self._batch(x, y, training=True, call="train_batch"))
             yield from self._stream.taken(first)
+        self._world.calls.enter(END_OF_TRAIN)
         self.flush()
         if self._stream is not None:
             yield from self._stream.taken(first)
@@ -250,18 +266,19 @@ class Pipeline(Optimizing):
     def _feed(self, stream: Streaming, batch: Batch) -> None:
         self._player.played = None
         self._persistence.check_schedulers()
+        self._mark_stale()
         stream.feed(batch)
         self._step += 1
 
     def flush(self) -> None:
         """Let everything under way finish. A synchronous schedule has nothing under way between batches."""
-        self._drain()
+        self._enter("flush")
         self._world.barrier()
 
     def eval_batch(self, x: Any, y: Any) -> Tensor:
         """The mean loss of a batch, with layers in evaluation mode. Weights, gradients, buffers and random state stay."""
         self._drain()
-        batch = self._batch(x, y, training=False)
+        batch = self._batch(x, y, training=False, call="eval_batch")
         self._player.play(batch, Mode.EVALUATE)
         return self._mean_loss(batch)
 
@@ -270,23 +287,32 @@ class Pipeline(Optimizing):
         self._drain()
         batch = make_batch(x, None, self.setting.schedule.micro_batches, step=self._step, training=False,
                            slicing=self.setting.schedule.slicing)  # fmt: skip
+        self._world.calls.begin(batch, x, None, "forward")
         self._preparation.prepare(batch)
         self._player.play(batch, Mode.EVALUATE)
         return outputs(self._world, self._player.one_batch, batch)
 
     def zero_grad(self) -> None:
         """Drop the gradients of the stages held here."""
+        self._world.calls.enter("zero_grad")
         self._gathered = 0
         self._player.zero()
 
-    def _batch(self, x: Any, y: Any, *, training: bool) -> Batch:
+    def _batch(self, x: Any, y: Any, *, training: bool, call: str) -> Batch:
         if y is None:
             raise SettingError(
                 "a batch needs targets for its loss, not None: where the loss takes none, give the inputs again"
             )
         batch = make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=training,
                            slicing=self.setting.schedule.slicing)  # fmt: skip
-        return self._preparation.prepare(self._trainability.checked(batch))
+        batch = self._world.calls.begin(batch, x, y, call)
+        batch = self._trainability.checked(batch)
+        return self._preparation.prepare(batch)
+
+    def _enter(self, call: str) -> None:
+        """Begin what every rank must do, when all that is under way has finished."""
+        self._world.calls.enter(call)
+        self._drain()
 
     def _drain(self) -> None:
         if self._stream is not None:
@@ -339,37 +365,8 @@ class Pipeline(Optimizing):
             SettingError: there is no optimizer, `make` returned something else, or a checkpoint was loaded that has the state of
                 another kind of scheduler in this one's place.
         """
+        self._world.calls.enter("scheduler")
         return self._persistence.scheduler(make)
-
-    def timeline(self) -> Timeline:
-        """What really happened in the last step, on every rank; the same type as `simulate` gives.
-
-        Times of ranks on one host share a clock. Ranks on several hosts are each counted from the host's own clock.
-
-        Raises:
-            RunError: no batch has been trained or evaluated yet.
-        """
-        played = self._player.played
-        rows = (
-            self._player.rows()
-            if played is not None or self._stream is None
-            else self._stream.window()
-        )
-        if not any(rows.values()):
-            raise RunError("there is no timeline yet: train a batch first")
-        timeline = measured(self._world, self.setting.schedule, self._made.interpreters, rows)
-        if played is None:
-            return timeline
-        return replace(
-            timeline, slicing=self.setting.schedule.first_micro_batches(played[0]).slicing
-        )
-
-    @property
-    def weight_versions(self) -> tuple[int, ...]:
-        """Per stage, the most versions of its weights that a rank has kept at once so far."""
-        return (
-            (1,) * len(self.setting.lengths) if self._stream is None else self._made.versions_kept()
-        )
 
     def compare_with_one_device(self, x: Any, y: Any) -> Comparison:
         """Run one batch through the pipeline and through plain training, and compare. Nothing is updated; print what is returned.
@@ -379,7 +376,7 @@ class Pipeline(Optimizing):
             comparison.
         """
         self._drain()
-        batch = self._batch(x, y, training=True)
+        batch = self._batch(x, y, training=True, call="compare_with_one_device")
         batch.keeps_outputs = True
 
         def play() -> Tensor:
@@ -392,7 +389,7 @@ class Pipeline(Optimizing):
 
     def state_dict(self) -> dict[str, Tensor]:
         """On rank 0: parameters and buffers of the whole model, on the CPU, under the model's own names. Elsewhere empty."""
-        self._drain()
+        self._enter("state_dict")
         return state.collect(self._world, self._made.placed)
 
     def load_state_dict(
@@ -410,6 +407,8 @@ class Pipeline(Optimizing):
         Raises:
             SettingError: a tensor has another shape; or, with `strict`, is missing or not the model's.
         """
+        self._world.calls.enter("load_state_dict")
+        self._mark_stale()
         if self._stream is not None:
             self._stream.begin_anew()
         found = state.load(self._made.placed, tensors, strict=strict)
@@ -429,7 +428,7 @@ class Pipeline(Optimizing):
                 before is still whole.
             SettingError: gradients wait for their step, there are NaN values, or an optimizer keeps something that no file can hold.
         """
-        self._drain()
+        self._enter("save")
         self._persistence.save(folder, self._step, self._gathered, nonfinite=allow_nonfinite)
 
     def load(
@@ -448,6 +447,8 @@ class Pipeline(Optimizing):
                 pipeline: its model, the classes of its optimizer and schedulers, its parameter groups. On every rank, then, and
                 nothing has changed on any.
         """
+        self._world.calls.enter("load")
+        self._mark_stale()
         self._step = self._persistence.load(folder, skip=skip, nonfinite=allow_nonfinite)
         self._gathered = 0
 
@@ -457,4 +458,5 @@ class Pipeline(Optimizing):
 
     def close(self) -> None:
         """Let go of links and threads."""
+        self._release_guard()
         self._world.close()

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from penstock.errors import DeadlineExceeded, PeerFailed
+from penstock.errors import DeadlineExceeded, PeerFailed, RanksDiffer, StageFailed
 from penstock.runtime.board import reason_of
+from penstock.runtime.calls import CLOSED, Calls, ComparedCalls
 from penstock.runtime.store_board import StoreBoard
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
@@ -35,6 +36,9 @@ T = TypeVar("T")
 
 #: What is told outside programs goes by this name.
 _TOLD = Message(Kind.U, (1 << 20) - 1, 0)
+
+#: Seconds for which a rank whose stage has failed waits for the others' calls, which boards tell of twice in a second.
+_PATIENCE_S = 1.2
 
 # Every world of a process has its own corner of the store; all processes make their worlds in the same order.
 _WORLDS = itertools.count()
@@ -69,6 +73,7 @@ class DistributedWorld:
         self._near.connect(store, self.size, willing=not groups)
         self._transport = route(self._near, DistributedTransport(self._wire), self.size - 1)
         self._board = StoreBoard(store, self._rank, self.size, self._stop)
+        self.calls: Calls = ComparedCalls(store, self._board, self._rank, self.size, deadline_s)
         self._told: deque[tuple[dist.Work, Tensor]] = deque()
         atexit.register(self.close)
 
@@ -105,6 +110,7 @@ class DistributedWorld:
         """See `World.run`."""
         if self._wire.lost:
             reason = self._board.failure() or "an earlier failure closed its links"
+            self._board.check_difference()
             raise PeerFailed(self._rank, "a new batch", reason)
         try:
             try:
@@ -113,9 +119,19 @@ class DistributedWorld:
                 reason = self._board.failure(patience_s=2.0) or "a rank is gone without a word"
                 raise PeerFailed(self._rank, "its message to leave", reason) from error
         except BaseException as error:
-            self._board.fail(reason_of(error, self._rank))
-            self._stop()
+            if isinstance(error, (StageFailed, DeadlineExceeded)):
+                self._board.compare_calls(_PATIENCE_S)  # other batches may be the reason
+            self.abandon(error)
+            try:
+                self._board.check_difference()
+            except RanksDiffer as difference:
+                raise difference from error
             raise
+
+    def abandon(self, error: BaseException) -> None:
+        """See `World.abandon`."""
+        self._board.fail(reason_of(error, self._rank), differs=isinstance(error, RanksDiffer))
+        self._stop()
 
     def broadcast(self, value: Any, source: int, form: TensorForm | None = None) -> Any:
         """See `World.broadcast`: an unknown form goes first, as JSON, then the tensors."""
@@ -215,6 +231,7 @@ class DistributedWorld:
     def close(self) -> None:
         """See `World.close`."""
         atexit.unregister(self.close)
+        self.calls.enter(CLOSED)
         self._board.close()
         self._near.close()
 

@@ -27,6 +27,20 @@ class Place:
     deadline_s: float
 
 
+def in_threads(schedule: Schedule, place: Place) -> bool:
+    """Whether all ranks are threads of this process.
+
+    Raises:
+        SettingError: what is asked for makes no sense.
+    """
+    if place.executor not in (None, "processes", "threads"):
+        raise SettingError(f"executor is 'processes' or 'threads', not {place.executor!r}")
+    if place.deadline_s <= 0:
+        raise SettingError(f"deadline_s is above 0, not {place.deadline_s}")
+    alone = place.executor is None and schedule.ranks == 1 and not started()
+    return place.executor == "threads" or alone
+
+
 def world_of(setting: Setting, description: Chain, place: Place, *, talks: bool) -> World:
     """The ranks to run on.
 
@@ -41,13 +55,7 @@ def world_of(setting: Setting, description: Chain, place: Place, *, talks: bool)
         RunError: the ranks are not there.
     """
     schedule = setting.schedule
-    if place.executor not in (None, "processes", "threads"):
-        raise SettingError(f"executor is 'processes' or 'threads', not {place.executor!r}")
-    if place.deadline_s <= 0:
-        raise SettingError(f"deadline_s is above 0, not {place.deadline_s}")
-    if place.executor == "threads" or (
-        place.executor is None and schedule.ranks == 1 and not started()
-    ):
+    if in_threads(schedule, place):
         if place.executor is None and place.device is None:
             _check_devices(setting)
         alone = place.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")

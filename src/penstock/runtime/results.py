@@ -20,21 +20,26 @@ def mean_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor:
     """The mean loss of the batch, a float tensor, the same on every rank: micro-batches' shares added up in their order."""
     holders = schedule.ranks_of_stage[-1]
     if len(holders) > 1:
-        result: Tensor = world.broadcast(
-            _from_copies(world, schedule, batch), 0, TensorForm((), "float32", wants_grad=False)
+        found: Tensor = world.broadcast(
+            _from_copies(world, schedule, batch), 0, TensorForm((2,), "float64", wants_grad=False)
         )
-        return result
+        world.calls.verify(0, float(found[1]), batch)
+        return found[0].float()
     if holders[0] not in world.local_ranks:
-        return world.hear(holders[0], 1)()[0].float()
+        numbers = world.hear(holders[0], 2)()
+        world.calls.verify(holders[0], float(numbers[1]), batch)
+        return numbers[0].float()
     total = torch.stack([batch.losses[m] for m in sorted(batch.losses)]).sum().float()
     if len(world.local_ranks) < world.size:
-        world.run(lambda _: world.tell(total.double().reshape(1)))
+        numbers = torch.tensor([float(total), batch.check], dtype=torch.float64)
+        world.run(lambda _: world.tell(numbers))
     return total
 
 
 def outputs(world: World, schedule: Schedule, batch: Batch) -> Any:
     """The model's output on the whole batch, on every rank."""
     holders = schedule.ranks_of_stage[-1]
+    _compare_batches(world, holders[0], batch)
     if len(holders) == 1:
         last = holders[0]
         joined = world.run(lambda rank: batch.joined(batch.outputs) if rank == last else None)
@@ -46,6 +51,16 @@ def outputs(world: World, schedule: Schedule, batch: Batch) -> Any:
             here = [batch.outputs[m] for m in own] if holder in world.local_ranks else None
             found |= zip(own, world.broadcast(here, holder), strict=True)
     return batch.joined(found)
+
+
+def _compare_batches(world: World, source: int, batch: Batch) -> None:
+    """Compare the batch with that of one rank, where no loss goes with it."""
+    if len(world.local_ranks) == world.size:
+        return
+    if source in world.local_ranks:
+        world.run(lambda _: world.tell(torch.tensor([float(batch.check)], dtype=torch.float64)))
+    else:
+        world.calls.verify(source, float(world.hear(source, 1)()[0]), batch)
 
 
 def by_micro_batch(world: World, schedule: Schedule, batch: Batch) -> dict[int, Any]:
@@ -66,13 +81,12 @@ def _held_by(schedule: Schedule, rank: int, micro_batches: int) -> list[int]:
 
 def _numbers(batch: Batch, held: list[int]) -> Tensor:
     dtype = batch.losses[held[0]].dtype
-    return torch.tensor(
-        [_DTYPES.index(dtype), *(float(batch.losses[m]) for m in held)], dtype=torch.float64
-    )
+    losses = [float(batch.losses[m]) for m in held]
+    return torch.tensor([_DTYPES.index(dtype), batch.check, *losses], dtype=torch.float64)
 
 
 def _from_copies(world: World, schedule: Schedule, batch: Batch) -> Tensor | None:
-    """The mean loss, on rank 0."""
+    """The mean loss and the batch's checksum, on rank 0."""
     own = {
         rank: held
         for rank in schedule.ranks_of_stage[-1]
@@ -82,15 +96,20 @@ def _from_copies(world: World, schedule: Schedule, batch: Batch) -> Tensor | Non
     local = {
         rank: [_numbers(batch, held)] for rank, held in own.items() if rank in world.local_ranks
     }
-    gathered = world.gather(local, {rank: [TensorForm((1 + len(held),), "float64", wants_grad=False)]
+    gathered = world.gather(local, {rank: [TensorForm((2 + len(held),), "float64", wants_grad=False)]
                                     for rank, held in own.items()})  # fmt: skip
-    return _mean([(held, gathered[rank][0]) for rank, held in own.items()]) if gathered else None
+    if not gathered:
+        return None
+    parts = [(held, gathered[rank][0]) for rank, held in own.items()]
+    for rank, (_, row) in zip(own, parts, strict=True):
+        world.calls.verify(rank, float(row[1]), batch)
+    return torch.tensor([float(_mean(parts)), batch.check], dtype=torch.float64)
 
 
 def _mean(parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
     """The mean loss of some ranks' micro-batches, from their `_numbers`."""
     dtype = _DTYPES[int(parts[0][1][0])]
-    numbers = {m: number for held, row in parts for m, number in zip(held, row[1:], strict=True)}
+    numbers = {m: number for held, row in parts for m, number in zip(held, row[2:], strict=True)}
     return torch.stack([numbers[m].to(dtype) for m in sorted(numbers)]).sum().float()
 
 
@@ -110,7 +129,7 @@ class StreamLosses:
         self._homes = [[schedule.placement[schedule.stages - 1, index * size + m] for m in range(size)]
                        for index in range(schedule.batches)]  # fmt: skip
         self._to_tell: dict[int, list[int]] = {}
-        self._heard: dict[int, list[tuple[list[int], Callable[[], Tensor]]]] = {}
+        self._heard: dict[int, list[tuple[int, list[int], Callable[[], Tensor]]]] = {}
 
     def expect(self, index: int, batch: Batch) -> None:
         """A batch begins."""
@@ -123,7 +142,8 @@ class StreamLosses:
         if own is not None:
             self._to_tell[batch.step] = own
         self._heard[batch.step] = [
-            (numbers, self._world.hear(rank, 1 + len(numbers))) for rank, numbers in held.items()
+            (rank, numbers, self._world.hear(rank, 2 + len(numbers)))
+            for rank, numbers in held.items()
         ]
 
     def tell(self, batch: Batch) -> None:
@@ -135,7 +155,11 @@ class StreamLosses:
 
     def mean(self, batch: Batch) -> Tensor:
         """The mean loss of a batch that is done, a float tensor."""
-        parts = [(numbers, heard()) for numbers, heard in self._heard.pop(batch.step, ())]
+        parts = []
+        for rank, numbers, heard in self._heard.pop(batch.step, ()):
+            row = heard()
+            self._world.calls.verify(rank, float(row[1]), batch)
+            parts.append((numbers, row))
         own = sorted(batch.losses)
         return _mean([*parts, (own, _numbers(batch, own))] if own else parts)
 

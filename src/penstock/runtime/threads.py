@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.errors import DeadlineExceeded, PeerFailed, RunError
 from penstock.runtime.board import SharedBoard, ThreadBoard, reason_of
+from penstock.runtime.calls import Calls
 from penstock.transport.memory import Exchange, MemoryTransport
 from penstock.transport.payload import TensorForm
 
@@ -39,6 +40,7 @@ class ThreadWorld:
         self._exchange = Exchange()
         self._queues: list[_Jobs] = []
         self._given_up: str | None = None
+        self.calls = Calls()
 
     def device(self, rank: int) -> torch.device:
         """See `World.device`."""
@@ -167,6 +169,9 @@ class ThreadWorld:
 
     def barrier(self) -> None:
         """See `World.barrier`: one process is always together."""
+
+    def abandon(self, error: BaseException) -> None:
+        """See `World.abandon`: nothing runs outside `run`."""
 
     def close(self) -> None:
         """See `World.close`."""

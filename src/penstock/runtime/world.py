@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.board import Board
+from penstock.runtime.calls import Calls
 from penstock.transport.payload import TensorForm
 from penstock.transport.transport import Transport
 
@@ -20,6 +21,7 @@ class World(Protocol):
 
     size: int
     local_ranks: tuple[int, ...]
+    calls: Calls
 
     def device(self, rank: int) -> torch.device:
         """Where a local rank computes."""
@@ -60,6 +62,10 @@ class World(Protocol):
 
     def barrier(self) -> None:
         """Go on when all have come here."""
+        ...
+
+    def abandon(self, error: BaseException) -> None:
+        """Stop all ranks everywhere because of an error outside `run`."""
         ...
 
     def close(self) -> None:

@@ -30,7 +30,8 @@ class TracedChain:
     again of the micro-batch's inputs, which every rank has; where one ends after layer i, `exits[i](made)` is what crosses. Layers that
     are in neither have nothing of the kind: what one returns crosses, and the next one takes.
 
-    `variants` are the graphs of a traced model.
+    `variants` are the graphs of a traced model. `roots` are the model as it was given, or the
+    modules of a list.
     """
 
     description: Chain
@@ -41,6 +42,7 @@ class TracedChain:
     variants: Variants | None = None
     container_names: tuple[str, ...] = ()
     order: tuple[str, ...] = ()
+    roots: tuple[nn.Module, ...] = ()
 
     def parameter_names(self) -> list[str]:
         """The chain's names of all parameters, each once, in the order of `model.parameters()`."""
@@ -95,7 +97,7 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
     """
     if isinstance(model, nn.Module):
         if example is not None and (runs_otherwise(model) or any(container_tensors(model, ""))):
-            return _traced(model, example)
+            return replace(_traced(model, example), roots=(model,))
         named = list(_flatten(model, ""))
         if len(named) == 1 and named[0][1] is model:
             has = (
@@ -116,6 +118,7 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
     check_containers(roots, named)
     described = _describe([Part(name, type(module).__name__, tuple(part for part, _ in module.named_modules(prefix=name)), carried)
                            for (name, module), (_, carried) in zip(named, carrying(named), strict=True)])  # fmt: skip
+    described = replace(described, roots=tuple(part for part, _ in roots))
     return _with_containers(described, roots, named)
 
 

@@ -19,7 +19,7 @@ def without_others(traced: TracedChain, held: Collection[int]) -> TracedChain:
     they are; so do layers that were cut out of a traced model, which may have to be traced again.
     """
     if any(getattr(module, "whole_names", False) for module in traced.modules):
-        return traced
+        return replace(traced, roots=())
     kept = {id(parameter) for index in held for parameter in traced.modules[index].parameters()}
     memo: dict[int, object] = {}
     for index, module in enumerate(traced.modules):
@@ -39,7 +39,7 @@ def without_others(traced: TracedChain, held: Collection[int]) -> TracedChain:
         module if index in held else _copied(module, memo)
         for index, module in enumerate(traced.modules)
     ]
-    return replace(traced, modules=tuple(modules))
+    return replace(traced, modules=tuple(modules), roots=())
 
 
 def _copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:

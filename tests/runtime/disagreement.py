@@ -1,0 +1,213 @@
+"""Jobs of ranks that do not do the same. Each scenario's error is caught, and the next one begins with a pipeline of its own."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import penstock as ps
+
+X, Y = torch.arange(32.0).reshape(8, 4) / 32, torch.ones(8, 4)
+
+
+def model(seed=0):
+    """Five layers, with batch norm."""
+    torch.manual_seed(seed)
+    layers = (nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    return nn.Sequential(*layers)
+
+
+class Net(nn.Module):
+    """A model that must be traced."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        """Two layers."""
+        return self.second(torch.relu(self.first(x)))
+
+
+def pipeline(network=None, lr=0.1, **words):
+    """A pipeline of two ranks."""
+    words = {"balance": [2, 3], "micro_batches": 2, "deadline_s": 60, **words}
+    network = model() if network is None else network
+    return ps.Pipeline(
+        network,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
+        **words,
+    )
+
+
+def outcome(scenario, *arguments):
+    """The error of a scenario as its type and text, or what it returns."""
+    try:
+        return scenario(*arguments)
+    except (ps.PenstockError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def constructions():
+    """What every rank gets where their pipelines differ, and of one that works in between and afterwards."""
+    rank = int(os.environ["RANK"])
+    other = {"schedule": "gpipe", "micro_batches": 4, "seed": 7, "boundary": "int8"} if rank else {}
+    return {
+        "settings": outcome(lambda: pipeline(**other)),
+        "ranks": outcome(lambda: pipeline(balance=[5] if rank else [2, 3])),
+        "weights": outcome(lambda: pipeline(model(rank))),
+        "after": outcome(lambda: float(pipeline().train_batch(X, Y))),
+        "dtype": outcome(lambda: pipeline(model().double() if rank else model())),
+        "failure": outcome(lambda: pipeline(balance=[1, 1] if rank else [2, 3])),
+        "optimizer": outcome(lambda: pipeline(lr=0.1 + rank)),
+        "factory": outcome(lambda: pipeline(lr=-1.0 if rank else 0.1)),
+        "again": outcome(lambda: float(pipeline().train_batch(X, Y))),
+    }
+
+
+def batches():
+    """Other batches among the first ones, which leave the pipeline as it was, and habits of data parallelism."""
+    rank = int(os.environ["RANK"])
+    pipe = pipeline()
+    found = {"first": outcome(lambda: float(pipe.train_batch(X, Y)))}
+    found["content"] = outcome(lambda: pipe.train_batch(X + rank / 32, Y))
+    found["evaluation"] = outcome(lambda: pipe.eval_batch(X[: 8 - rank], Y[: 8 - rank]))
+    found["unchanged"] = outcome(lambda: float(pipe.train_batch(X, Y)))
+    data = TensorDataset(
+        torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.ones(64, 4)
+    )
+    parts = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
+    found["sampler"] = outcome(lambda: list(pipe.train(parts)))
+    shuffled = pipeline()
+    torch.manual_seed(rank)
+    found["shuffled"] = outcome(
+        lambda: list(shuffled.train(DataLoader(data, batch_size=8, shuffle=True)))
+    )
+    torch.manual_seed(5)
+    seeded = DataLoader(data, batch_size=8, shuffle=True)
+    found["seeded"] = outcome(lambda: len([*shuffled.train(seeded), *shuffled.train(seeded)]))
+    return found
+
+
+def trained(**words):
+    """A pipeline after the batches that are compared as a whole."""
+    pipe = pipeline(**words)
+    for number in range(20):
+        pipe.train_batch(X + number, Y)
+    return pipe
+
+
+def later():
+    """What ranks find in the steady state, where nothing waits for a comparison; each time the pipeline is over."""
+    rank = int(os.environ["RANK"])
+
+    def content():
+        pipe = trained()
+        for number in range(4):
+            pipe.train_batch(X + (rank if number == 1 else 0), Y)
+
+    def shapes():
+        pipe = trained()
+        pipe.train_batch(X[: 8 - rank], Y[: 8 - rank])
+
+    def loader():
+        for _ in trained().train([(X, Y)] * (8 - 4 * rank)):
+            pass
+
+    def one_rank():
+        pipe = trained()
+        if rank == 0:
+            pipe.state_dict()
+        pipe.train_batch(X, Y)
+
+    def output():
+        trained().forward(X + rank)
+
+    def asynchronous():
+        pipe = pipeline(schedule="pipedream")
+        for _ in pipe.train([(X + i, Y) for i in range(20)]):
+            pass
+        for _ in pipe.train([(X + i + (rank if i == 7 else 0), Y) for i in range(20)]):
+            pass
+
+    def copied():
+        network = nn.Sequential(model()[0], nn.Linear(8, 4))
+        pipe = pipeline(
+            network,
+            balance=[2],
+            schedule=ps.schedule("gpipe", 1, 2, replicas=2),
+            micro_batches=None,
+        )
+        for number in range(12):
+            pipe.train_batch(X + number + (rank if number == 9 else 0), Y)
+
+    scenarios = (content, shapes, loader, one_rank, output, asynchronous, copied)
+    return {scenario.__name__: outcome(scenario) for scenario in scenarios}
+
+
+def readings(read):
+    """What each way of reading a model gives: nothing, or the beginning of its error."""
+    return {
+        name: str(outcome(action))[:50] if outcome(action) is not None else ""
+        for name, action in read.items()
+    }
+
+
+def evaluated(network):
+    """Run a model; its buffers stay as they are."""
+    network.eval()
+    try:
+        network(X)
+    finally:
+        network.train()
+
+
+def models():
+    """What of the user's own model can be read after training, on every rank."""
+    network = model()
+    pipe = pipeline(network)
+    ways = {
+        "state_dict": lambda: network.state_dict() and None,
+        "forward": lambda: evaluated(network),
+        "pickle": lambda: pickle.dumps(network) and None,
+        "copy": lambda: copy.deepcopy(network) and None,
+    }
+    found = {"fresh": readings(ways)}
+    pipe.train_batch(X, Y)
+    average = pipe.ema(0.5)
+    average.update()
+    found["stale"] = readings(ways)
+    found["check"] = pipe.compare_with_one_device(X, Y).relative
+    found["again"] = outcome(lambda: float(pipeline(network).train_batch(X, Y)))
+    found["moved"] = outcome(lambda: pipeline(network, balance=[3, 2]))
+    found["threads"] = outcome(lambda: pipeline(network, executor="threads"))
+    state = pipe.model_state()
+    pipe.load_into(network)
+    found["filled"] = readings(ways)
+    found["equal"] = all(
+        torch.equal(state[name], tensor) for name, tensor in network.state_dict().items()
+    )
+    pipe.train_batch(X, Y)
+    average.update()
+    found["average"] = average.model_state()
+    pipe.close()
+    found["closed"] = readings(ways)
+    net = Net()
+    pipe = pipeline(ps.chain(net, X), balance=[1, 1])
+    pipe.train_batch(X, Y)
+    found["traced"] = readings({"state_dict": net.state_dict, "forward": lambda: net(X)})
+    pipe.load_into(net)
+    found["traced output"] = torch.equal(net(X), pipe.forward(X))
+    layers = list(model())
+    pipe = pipeline(layers)
+    pipe.train_batch(X, Y)
+    found["list"] = [str(outcome(layer.state_dict))[:8] for layer in layers]
+    return found

@@ -1,0 +1,168 @@
+"""Averages of weights over training, against torch's own over the whole model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import penstock as ps
+from penstock.errors import SettingError
+
+X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.ones(8, 4)
+
+WAYS = {
+    "ema": (lambda: {"decay": 0.9}, lambda: {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}),
+    "mean": (lambda: {"decay": None}, dict),
+    "buffers": (lambda: {"decay": 0.5, "use_buffers": True},
+                lambda: {"multi_avg_fn": get_ema_multi_avg_fn(0.5), "use_buffers": True}),
+    "function": (lambda: {"avg_fn": lambda a, b, n: a + (b - a) / (n + 2)},
+                 lambda: {"avg_fn": lambda a, b, n: a + (b - a) / (n + 2)}),
+}  # fmt: skip
+
+
+class Head(nn.Module):
+    """A head with the weights of another layer."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        """Multiply."""
+        return x @ self.weight.t()
+
+
+def tied_model():
+    """A model with batch norm whose first and last layer share a weight."""
+    torch.manual_seed(0)
+    first = nn.Linear(4, 4)
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(4, 4), nn.BatchNorm1d(4), Head(first.weight))
+
+
+def pipeline(model, **words):
+    """In threads."""
+    words = {"balance": [2, 3], "micro_batches": 2, "executor": "threads", **words}
+    return ps.Pipeline(
+        model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **words
+    )
+
+
+def same(one, other):
+    """Whether two states are equal to the bit, names and order included."""
+    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_average_is_that_of_torch_to_the_bit(way):
+    """Under every way of averaging, with tied weights and with buffers."""
+    words, torchs = WAYS[way]
+    model = tied_model()
+    pipe = pipeline(model)
+    average, plain = pipe.ema(**words()), AveragedModel(model, **torchs())
+    for number in range(4):
+        pipe.train_batch(X + number, Y)
+        average.update()
+        plain.update_parameters(model)
+    assert average.n_averaged == 4
+    assert same(average.model_state(), plain.module.state_dict())
+    assert same(average.state_dict(), plain.state_dict())
+    assert not same(average.model_state(), model.state_dict())
+
+
+def test_a_pipeline_evaluates_and_saves_with_averaged_weights_and_goes_on_with_its_own():
+    """The usual end of an epoch."""
+    model = tied_model()
+    pipe = pipeline(model)
+    average = pipe.ema(0.9)
+    for number in range(3):
+        pipe.train_batch(X + number, Y)
+        average.update()
+    before = pipe.state_dict()
+    plain = tied_model()
+    plain.load_state_dict(average.model_state())
+    with average.applied():
+        loss, output = pipe.eval_batch(X, Y), pipe.forward(X)
+        assert same(pipe.state_dict(), plain.state_dict())
+    assert torch.allclose(output, plain.eval()(X), atol=1e-6)
+    assert float(loss) == pytest.approx(
+        float(nn.functional.mse_loss(plain(X), Y).detach()), rel=1e-6
+    )
+    assert same(pipe.state_dict(), before)
+
+
+def test_an_average_goes_on_from_torchs_state_under_another_cut():
+    """Checkpoints of a loop on one device, and of other plans."""
+    model = tied_model()
+    plain = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    plain.update_parameters(model)
+    pipe = pipeline(model, balance=[1, 2, 2])
+    average = pipe.ema(0.9)
+    average.load_state_dict(plain.state_dict())
+    pipe.train_batch(X, Y)
+    average.update()
+    plain.update_parameters(model)
+    assert average.n_averaged == 2
+    assert same(average.state_dict(), plain.state_dict())
+
+
+def test_an_asynchronous_schedule_drains_for_its_average():
+    """As for evaluation: the average is of whole updates."""
+    model = nn.Sequential(*list(tied_model())[:4])
+    pipe = pipeline(model, balance=[2, 2], schedule="pipedream")
+    average, plain = pipe.ema(0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for number, _ in enumerate(pipe.train([(X + i, Y) for i in range(6)])):
+        if number % 3 == 2:
+            average.update()
+            plain.update_parameters(model)
+    assert same(average.model_state(), plain.module.state_dict())
+    with average.applied():
+        found = pipe.forward(X)
+    assert torch.allclose(found, plain.module.eval()(X), atol=1e-6)
+    assert same(pipe.state_dict(), model.state_dict())
+    for _ in pipe.train([(X, Y)] * 3):
+        pass
+
+
+def test_what_makes_no_average_is_refused():
+    """With what is wrong, and what to do."""
+    pipe = pipeline(tied_model())
+    with pytest.raises(
+        SettingError, match=r"decay is from 0 to 1, or None for a plain mean, not 1.5"
+    ):
+        pipe.ema(1.5)
+    average = pipe.ema()
+    with pytest.raises(
+        SettingError, match=r"there is no average yet: call update\(\) after a step"
+    ):
+        average.state_dict()
+    with pytest.raises(
+        SettingError, match="the state of an average has 'n_averaged', which this lacks"
+    ):
+        average.load_state_dict(pipe.state_dict())
+    average.update()
+    state = average.state_dict()
+    with pytest.raises(SettingError, match=r"has no module\.0\.weight"):
+        average.load_state_dict(
+            {key: value for key, value in state.items() if key != "module.0.weight"}
+        )
+    with pytest.raises(SettingError, match=r"has a tensor of shape \(2,\) as module.0.bias"):
+        average.load_state_dict({**state, "module.0.bias": torch.ones(2)})
+
+
+def test_the_model_is_filled_from_the_pipeline():
+    """With threads it has the values anyway; another model gets them."""
+    pipe = pipeline(tied_model())
+    pipe.train_batch(X, Y)
+    other = tied_model()
+    pipe.load_into(other)
+    assert same(dict(other.state_dict()), pipe.model_state())
+    with torch.device("meta"):
+        nowhere = tied_model()
+    with pytest.raises(SettingError, match="the model is on the meta device"):
+        pipe.load_into(nowhere)
+    with pytest.raises(
+        SettingError, match=r"8 of their tensors are only in one of them, .*'2.weight'"
+    ):
+        pipe.load_into(nn.Sequential(nn.Linear(4, 4)))
