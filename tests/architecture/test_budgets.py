@@ -44,11 +44,6 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "2026-11-21",
         "a model's options, most of them keyword-only",
     ),
-    ("lines of a file", "runtime/stage.py"): (
-        472,
-        "2026-11-22",
-        "laid out at 100 columns; to be split",
-    ),
     ("lines of a function", "cli/verify.py:verify"): (
         61,
         "2026-11-22",
@@ -88,16 +83,6 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         71,
         "2026-11-21",
         "half of it is its 24 parameters",
-    ),
-    ("lines of a function", "runtime/stage.py:Stage._roots"): (
-        65,
-        "2026-11-22",
-        "laid out at 100 columns; to be split",
-    ),
-    ("lines of a function", "runtime/stage.py:Stage.forward"): (
-        65,
-        "2026-11-22",
-        "laid out at 100 columns; to be split",
     ),
     ("lines of a function", "schedule/families/hetpipe.py:hetpipe"): (
         61,

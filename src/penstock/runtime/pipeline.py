@@ -35,7 +35,6 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.portions import Portions
 from penstock.tracing.chain import TracedChain, chain
 from penstock.tracing.slices import check_slices
-from penstock.values.classes import remember_code
 
 
 class Pipeline:
@@ -140,8 +139,6 @@ class Pipeline:
         self._step = self._gathered = 0
         self._accumulate = accumulate
         self._training = Training(loss, optimizer, seed, options)
-        if len(self._world.local_ranks) < self._world.size:
-            remember_code([*(part for module in traced.modules for part in module.modules()), loss])
         self._made = assemble(self.chain, self.setting, self._world, self._training)
         self.chain = self._made.traced
         self._made.share_weights()
