@@ -89,16 +89,6 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "2026-11-21",
         "half of it is its 26 parameters",
     ),
-    ("lines of a function", "runtime/stage.py:Stage._roots"): (
-        65,
-        "2026-11-22",
-        "laid out at 100 columns; to be split",
-    ),
-    ("lines of a function", "runtime/stage.py:Stage.forward"): (
-        65,
-        "2026-11-22",
-        "laid out at 100 columns; to be split",
-    ),
     ("lines of a function", "schedule/families/hetpipe.py:hetpipe"): (
         61,
         "2026-11-22",

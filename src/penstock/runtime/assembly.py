@@ -38,6 +38,7 @@ from penstock.tracing.module_state import made_tensors
 from penstock.tracing.names import parameters_of
 from penstock.transport.coded import CodedTransport
 from penstock.transport.payload import TensorForm
+from penstock.values.classes import remember_code
 from penstock.weights.choice import rule_of
 from penstock.weights.uses import Uses, uses
 
@@ -304,6 +305,9 @@ class _Bench:
         self._home = {each.name: each.home for each in self.shared}
         self._first = [ranks[0] for ranks in schedule.ranks_of_stage]
         self._model = ModelParameters.of(self.traced)
+        if len(self.world.local_ranks) < self.world.size:  # classes cross between processes by name
+            parts = (part for module in self.traced.modules for part in module.modules())
+            remember_code([*parts, self.training.loss])
 
     def stages(self, rank: int) -> tuple[dict[int, Stage], list[tuple[Shared, Tensor]]]:
         """The stages of a rank, and those of the shared tensors that it holds."""

@@ -43,7 +43,6 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.portions import Portions
 from penstock.tracing.chain import TracedChain, chain
 from penstock.tracing.slices import check_slices
-from penstock.values.classes import remember_code
 
 
 class Pipeline(Optimizing, ModelState, Inspection):
@@ -162,8 +161,6 @@ class Pipeline(Optimizing, ModelState, Inspection):
         options.check_compiler(self._world.device(self._world.local_ranks[0]))
         self._step = self._gathered = 0
         self._accumulate = accumulate
-        if len(self._world.local_ranks) < self._world.size:
-            remember_code([*(part for module in traced.modules for part in module.modules()), loss])
         self._made = assemble(self.chain, self.setting, self._world, self._training)
         compare_optimizers(meeting, self._made)
         self._guard = guard_for(self.chain, self._made)
