@@ -181,10 +181,12 @@ def models():
         "copy": lambda: copy.deepcopy(network) and None,
     }
     found = {"fresh": readings(ways)}
+    snapshot = copy.deepcopy(network)
     pipe.train_batch(X, Y)
     average = pipe.ema(0.5)
     average.update()
     found["stale"] = readings(ways)
+    found["snapshot"] = readings({"state_dict": lambda: snapshot.state_dict() and None})
     found["check"] = pipe.compare_with_one_device(X, Y).relative
     found["again"] = outcome(lambda: float(pipeline(network).train_batch(X, Y)))
     found["moved"] = outcome(lambda: pipeline(network, balance=[3, 2]))

@@ -118,6 +118,7 @@ def test_a_model_that_other_ranks_have_trained_in_part_is_not_read_in_silence(mo
     for rank, found in enumerate(model_readings):
         assert set(found["fresh"].values()) == {""}
         assert set(found["filled"].values()) == {""}
+        assert set(found["snapshot"].values()) == {""}
         for moment in ("stale", "closed"):
             names = ("state_dict()", "running", "pickling", "copying")
             for text, name in zip(found[moment].values(), names, strict=True):
