@@ -261,7 +261,6 @@ def clipped():
 def clipped_afterwards():
     layer = nn.Linear(4, 4)
 
-
     def clip(weight):
         weight.grad.clamp_(-1e-3, 1e-3)
 
@@ -491,7 +490,14 @@ def test_traced_batch_norm_may_have_copies_and_traced_spectral_norm_not():
 
 def _refused_in_processes():
     try:
-        pipe = pipeline(model_of(Centred()), executor="processes", deadline_s=60)
+        pipe = ps.Pipeline(
+            model_of(Centred()),
+            loss=functional.mse_loss,
+            balance=[2, 2],
+            schedule="chimera",
+            micro_batches=4,
+            deadline_s=60,
+        )
         pipe.train_batch(*data())
     except RunError as error:
         return str(error)
@@ -501,4 +507,6 @@ def _refused_in_processes():
 def test_all_processes_stop_with_the_reason():
     """A rank that finds it first takes the others with it, and they say why."""
     told = ps.launch(_refused_in_processes, ranks=2)
-    assert all("buffer 1.centre is changed by a forward and read by the next" in text for text in told)
+    assert all(
+        "buffer 1.centre is changed by a forward and read by the next" in text for text in told
+    )

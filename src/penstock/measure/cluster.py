@@ -129,7 +129,9 @@ def measure_cluster(name: str, device: torch.device, *, repeats: int = 5, second
     steps.next("pairs at once")
     at_once = time_pairs_at_once(_neighbour(hosts), wires, repeats)
     steps.next("")
-    return ClusterFound(_joined(name, found, times, at_once, speeds), tuple(found), tuple(times), at_once)
+    return ClusterFound(
+        _joined(name, found, times, at_once, speeds), tuple(found), tuple(times), at_once
+    )
 
 
 @dataclass

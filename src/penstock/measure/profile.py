@@ -272,7 +272,9 @@ def machine_facts(device: torch.device) -> dict[str, str]:
 def _copies(traced: TracedChain, device: torch.device) -> list[nn.Module]:
     """All layers with memory on the device, apart from the user's own, in training mode."""
     copied = TracedChain(
-        traced.description, tuple(copy.deepcopy(nn.ModuleList(traced.modules), made_tensors(traced.modules))), traced.aliases
+        traced.description,
+        tuple(copy.deepcopy(nn.ModuleList(traced.modules), made_tensors(traced.modules))),
+        traced.aliases,
     )
     return [module.train() for module in materialise(copied, range(len(copied)), device, seed=0)]
 

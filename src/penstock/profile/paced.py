@@ -83,7 +83,9 @@ def _slower(device: Device, reference: Device, where: str) -> float:
 def with_optimizer_states(profiles: Sequence[Profile], states: float) -> tuple[Profile, ...]:
     """The profiles of ranks for an optimizer that keeps so many numbers for each parameter; ranks alike go on sharing one object."""
     own = {
-        id(each): each if each.optimizer_states == states else replace(each, optimizer_states=states)
+        id(each): each
+        if each.optimizer_states == states
+        else replace(each, optimizer_states=states)
         for each in profiles
     }
     return tuple(own[id(each)] for each in profiles)

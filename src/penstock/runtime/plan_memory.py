@@ -32,9 +32,7 @@ def check_optimizer_memory(plan: Plan, description: Chain, optimizer: Optimizer)
     if more <= 0 or not plan.memory_limits:
         return
     weights = description.weights
-    sizes = [
-        sum(each.parameter_bytes for each in weights[first:end]) for first, end in plan.bounds
-    ]
+    sizes = [sum(each.parameter_bytes for each in weights[first:end]) for first, end in plan.bounds]
     lines = []
     for rank, stages in enumerate(plan.schedule.stages_of_rank):
         needs = plan.predicted.peak_memory[rank] + more * sum(sizes[stage] for stage in stages)
@@ -46,6 +44,7 @@ def check_optimizer_memory(plan: Plan, description: Chain, optimizer: Optimizer)
         planned = plan.optimizer or "SGD with momentum"
         detail = "\n  ".join(lines)
         raise PlanError(
-            f"the plan is for an optimizer that keeps {plan.optimizer_states:g} numbers for each parameter ({planned}), and "
+            f"the plan is for an optimizer that keeps {plan.optimizer_states:g} number"
+            f"{'s' * (plan.optimizer_states != 1)} for each parameter ({planned}), and "
             f"{type(optimizer).__name__} keeps {kind.states:g}:\n  {detail}\nPlan for this optimizer: ps.plan(…, optimizer={kind.name.lower()!r})"
         )

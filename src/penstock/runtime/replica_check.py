@@ -140,7 +140,9 @@ class ReplicatedStage(Stage):
         before = None if loss is None else _versions(loss)
         made = super().forward(batch, micro_batch, arrived)
         if loss is not None and _versions(loss) != before:
-            self._refuse([f"a buffer of the loss ({type(loss).__name__}) is changed by its forward"])
+            self._refuse(
+                [f"a buffer of the loss ({type(loss).__name__}) is changed by its forward"]
+            )
         return made
 
     def _refuse(self, findings: list[str]) -> None:

@@ -151,7 +151,9 @@ def _of_factory(make: Callable[..., Any]) -> OptimizerKind:
         raise SettingError(
             f"the function given as optimizer= returned {type(optimizer).__name__}, which is no optimizer of torch's"
         )
-    return OptimizerKind(_class_name(optimizer), _rounded(_held_bytes(optimizer) / parameter.nbytes))
+    return OptimizerKind(
+        _class_name(optimizer), _rounded(_held_bytes(optimizer) / parameter.nbytes)
+    )
 
 
 def _held_bytes(optimizer: Any) -> int:

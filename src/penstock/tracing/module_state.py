@@ -160,11 +160,19 @@ def content(value: Any, depth: int = _DEPTH) -> Content:
         return "object", id(value)
     if isinstance(value, Mapping):
         items = _ends(list(value.items()))
-        return "mapping", len(value), tuple((repr(key), content(item, depth - 1)) for key, item in items)
+        return (
+            "mapping",
+            len(value),
+            tuple((repr(key), content(item, depth - 1)) for key, item in items),
+        )
     if isinstance(value, (set, frozenset)):
         return "set", tuple(sorted(map(repr, value)))
     if isinstance(value, (list, tuple, deque)):
-        return "sequence", len(value), tuple(content(item, depth - 1) for item in _ends(list(value)))
+        return (
+            "sequence",
+            len(value),
+            tuple(content(item, depth - 1) for item in _ends(list(value))),
+        )
     if type(value).__module__.partition(".")[0] in ("torch", "builtins", "penstock"):
         return "object", id(value)
     own = getattr(value, "__dict__", None)

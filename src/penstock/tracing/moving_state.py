@@ -135,9 +135,7 @@ def _unseen(
     return state.buffers().get(name) is before.get(name) and name not in flow.written
 
 
-def _may_read_backwards(
-    state: ModuleState, made: Any, again: Callable[[], Any] | None
-) -> bool:
+def _may_read_backwards(state: ModuleState, made: Any, again: Callable[[], Any] | None) -> bool:
     """Whether the backward has code of the user's, which may read what the forward has written."""
     if not torch.is_grad_enabled():  # no graph: this forward will run again before its backward
         if again is None:

@@ -95,9 +95,7 @@ def _max_norm(part: nn.Module) -> float | None:
 def _spectral_norms(part: nn.Module) -> Iterator[str]:
     """Both of torch's spectral norms: their power iteration moves a buffer in every forward, and divides by what it comes to."""
     names = [
-        hook.name
-        for hook in part._forward_pre_hooks.values()
-        if isinstance(hook, SpectralNorm)
+        hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)
     ]
     if parametrize.is_parametrized(part):
         assert isinstance(part.parametrizations, nn.ModuleDict)
@@ -151,7 +149,9 @@ def _changes_containers(hook: Callable[..., Any]) -> bool:
     """Whether a hook may write into a list or dict from outside; of forward hooks that is observed while they run."""
     function = _function_of(hook)
     code = getattr(function, "__code__", None)
-    if code is None or not any(step.opname == "STORE_SUBSCR" for step in dis.get_instructions(code)):
+    if code is None or not any(
+        step.opname == "STORE_SUBSCR" for step in dis.get_instructions(code)
+    ):
         return False
     cells = getattr(function, "__closure__", None) or ()
     return any(isinstance(_in_cell(cell), (list, dict, Tensor)) for cell in cells)

@@ -217,7 +217,9 @@ class _Table:
         if self.rules.form == "code":
             held: Numbers = waiting * (weights + kept)
         else:
-            held = (waiting + 1) * kept + ((waiting + 1 if self.rules.stash else 1) + self.rules.besides) * weights
+            held = (waiting + 1) * kept + (
+                (waiting + 1 if self.rules.stash else 1) + self.rules.besides
+            ) * weights
         return held > self.rules.memory_bytes
 
     def _cut(self, s: int, before: int, j: int) -> None:

@@ -112,7 +112,9 @@ def tables(
     kept = np.broadcast_to(first[:, None], work.shape) if recompute else ranges.activation_bytes
     # What is recomputed is whole for one micro-batch at a time.
     working = ranges.activation_bytes if recompute else np.zeros_like(work)
-    room = least_memory(request) - request.held_per_parameter_byte * ranges.parameter_bytes - working
+    room = (
+        least_memory(request) - request.held_per_parameter_byte * ranges.parameter_bytes - working
+    )
     in_flight = np.floor(
         np.where(
             kept > 0, room / np.where(kept > 0, kept, 1.0), np.where(room >= 0, math.inf, -1.0)
