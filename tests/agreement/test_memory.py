@@ -53,9 +53,9 @@ def test_predicted_peaks_are_what_a_run_holds(schedule, lengths, micro_batches, 
     [
         lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
         lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
-        lambda parameters: torch.optim.Adam(parameters),
+        torch.optim.Adam,
         lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
-        lambda parameters: torch.optim.Adagrad(parameters),
+        torch.optim.Adagrad,
     ],
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera"])

@@ -89,7 +89,9 @@ def test_layers_that_cannot_have_copies_have_none(profile_of):
         except PlanError:
             continue
         assert all(len(ranks) == 1 for ranks in made.schedule.ranks_of_stage), planner
-    with pytest.raises(PlanError, match=r"copies of that layer would train .*: it counts its calls"):
+    with pytest.raises(
+        PlanError, match=r"copies of that layer would train .*: it counts its calls"
+    ):
         plan(single, cluster_of(2), 16, schedules="chimera", stages=2)
     copied = a_plan(
         PlanRequest(profile, cluster_of(2), 16), lengths=(4,), options=(("replicas", 2),)

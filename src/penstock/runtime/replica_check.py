@@ -128,7 +128,7 @@ class ReplicatedStage(Stage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._running = cast(StageLayers, _ObservedLayers(self._running, self._refuse))
+        self._running = cast("StageLayers", _ObservedLayers(self._running, self._refuse))
 
     def forward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload | None:
         """See `Stage.forward`.
