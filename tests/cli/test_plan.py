@@ -190,5 +190,8 @@ def test_two_profiles_of_one_device_or_of_none_are_refused(penstock, mixed, prof
     ran = penstock("plan", quick, slow, "--cluster", "2xV100-NVLink")
     assert (ran.status, ran.err) == (
         2,
-        "error: there is no profile for V100 of 2xV100-NVLink, only for quick, slow\n",
+        (
+            "error: there is no profile for V100 of 2xV100-NVLink, only for quick, slow: measure the model on that device (ps.profile, "
+            "or penstock profile), and give it beside the others by the name 'V100'\n"
+        ),
     )

@@ -79,11 +79,20 @@ def test_of_one_profile_others_are_reckoned_by_their_peaks():
     slow, own = profiles_of(PROFILE, on)
     assert own is PROFILE
     assert slow.step_seconds(4) == pytest.approx([2 * each for each in PROFILE.step_seconds(4)])
-    for name in ("", "not here"):
-        nameless = replace(PROFILE, device=name)
-        own, fast = profiles_of(nameless, on)
-        assert own is nameless
-        assert fast.step_seconds(4) == pytest.approx([each / 2 for each in PROFILE.step_seconds(4)])
+    nameless = replace(PROFILE, device="")
+    own, fast = profiles_of(nameless, on)
+    assert own is nameless
+    assert fast.step_seconds(4) == pytest.approx([each / 2 for each in PROFILE.step_seconds(4)])
+
+
+def test_a_profile_of_none_of_several_kinds_is_refused():
+    """A CPU's profile says nothing of which of two unlike hosts it was measured on."""
+    on = cluster(device("cpu-0", 5), device("cpu-1", 10))
+    with pytest.raises(
+        PlanError, match=r"kinds, cpu-0, cpu-1, and the profile is of cpu, .*'cpu-1': …"
+    ):
+        profiles_of(replace(PROFILE, device="cpu"), on)
+    assert len(profiles_of({"cpu-0": PROFILE, "cpu-1": PROFILE}, on)) == 2
 
 
 def test_one_kind_of_devices_needs_no_peak():

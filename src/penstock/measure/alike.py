@@ -16,6 +16,9 @@ from penstock.units import format_seconds
 TOLERANCE: Final = 1.25
 TOLERANCE_ON_A_HOST: Final = 1.5
 
+#: Models that take no longer in all are too small to tell devices apart by.
+_NOISE_S: Final = 2e-4
+
 
 @final
 class RankSpeed(NamedTuple):
@@ -32,7 +35,8 @@ def unlike(ranks: Sequence[RankSpeed]) -> tuple[int, int] | None:
     for a, b in combinations(range(len(ranks)), 2):
         one, other = ranks[a], ranks[b]
         most = TOLERANCE_ON_A_HOST if one.host == other.host else TOLERANCE
-        slow = max(one.seconds, other.seconds) > most * min(one.seconds, other.seconds)
+        least, longest = sorted((one.seconds, other.seconds))
+        slow = longest > most * least and longest - least > _NOISE_S
         if slow or one.device != other.device:
             return (a, b) if one.seconds <= other.seconds else (b, a)
     return None

@@ -352,6 +352,7 @@ def _layers(traced: TracedChain, sizes: tuple[int, ...], runs: list[list[_Measur
                 activation_bytes_per_sample=activations[index],
                 entry_bytes_per_sample=entries[index],
                 output_bytes_per_sample=measured[-1].output_bytes / sizes[-1],
+                single_copy_reason="",
                 **timings,
             )
         )

@@ -44,6 +44,7 @@ def check_optimizer_memory(plan: Plan, description: Chain, optimizer: Optimizer)
         planned = plan.optimizer or "SGD with momentum"
         detail = "\n  ".join(lines)
         raise PlanError(
-            f"the plan is for an optimizer that keeps {plan.optimizer_states:g} numbers for each parameter ({planned}), and "
+            f"the plan is for an optimizer that keeps {plan.optimizer_states:g} number"
+            f"{'s' * (plan.optimizer_states != 1)} for each parameter ({planned}), and "
             f"{type(optimizer).__name__} keeps {kind.states:g}:\n  {detail}\nPlan for this optimizer: ps.plan(…, optimizer={kind.name.lower()!r})"
         )

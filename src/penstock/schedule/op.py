@@ -212,9 +212,10 @@ class Schedule(Shown):
         return tuple(map(tuple, holders))
 
     def on_ranks(self, ranks: Sequence[int]) -> Schedule:
-        r"""The same schedule with the program of rank r on rank `ranks[r]`.
+        """The same schedule with the program of rank r on rank `ranks[r]`.
 
-        >>> print(Schedule.parse("0F0 0B0 0U1\n1F0 1B0 1U1").on_ranks((1, 0)))
+        >>> from penstock.schedule.catalogue import schedule
+        >>> print(schedule("1f1b", 2, 1).on_ranks((1, 0)))
         rank 0 | 1F0 1B0 1U1
         rank 1 | 0F0 0B0 0U1
 

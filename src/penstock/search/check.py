@@ -8,7 +8,6 @@ from dataclasses import replace
 from penstock.errors import PenstockError, PlanError
 from penstock.plan.plan import Plan
 from penstock.search.request import PlanRequest
-from penstock.search.schedules import MADE_TO_MEASURE
 from penstock.simulate.stage_seconds import parts_of
 from penstock.units import format_bytes
 from penstock.verify.verify import verify
@@ -83,9 +82,9 @@ def _schedule(plan: Plan, request: PlanRequest) -> Iterator[str]:
     synchronous = {facts.synchronous for facts in request.families()}
     if request.schedules is None and plan.synchronous not in synchronous | {True}:
         yield f"asynchronous: {name} is asynchronous, and synchronous schedules were asked for"
-    if request.schedules is None and plan.slicing is not None and name not in MADE_TO_MEASURE:
-        if name not in names:
-            yield f"schedules: {name} cuts micro-batches into slices, which is not done unless it is named"
+    cuts_tokens = plan.slicing is not None and plan.slicing.along == "tokens"
+    if request.schedules is None and cuts_tokens:
+        yield f"schedules: {name} cuts sequences, which only causal models allow: it must be named"
 
 
 def _copies(plan: Plan, request: PlanRequest) -> Iterator[str]:

@@ -46,8 +46,7 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
         micro_batch: samples in the mean micro-batch, batch / micro_batches; need not be whole.
         cluster: whose links carry what crosses.
         micro_batches: parts of a batch.
-        optimizer_states: numbers that the optimizer keeps for each parameter: 0 for SGD, 1 with momentum, 2 for Adam. None is what
-            the profile says.
+        optimizer_states: numbers that the optimizer keeps for each parameter: 0 for SGD, 2 for Adam; None is what the profile says.
 
     Raises:
         PartitionError: the lengths do not fit the profile.
@@ -60,7 +59,6 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
         )
     largest = largest_part(micro_batch, micro_batches)
     states = profile.optimizer_states if optimizer_states is None else optimizer_states
-
     seconds = stage_seconds(profile, stages, micro_batch)
     layers = [profile.layers[part] for part in parts_of(stages)]
     out = [each[-1].output_bytes_per_sample for each in layers[:-1]]

@@ -38,7 +38,7 @@ _OPAQUE: Final = ("builtins", "torch", "penstock")
 _NOTHING: Final[frozenset[str]] = frozenset()
 
 
-class DataFlow(TorchDispatchMode):
+class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch says no types
     """Follows some tensors by name while it is entered.
 
     Attributes:
@@ -48,7 +48,7 @@ class DataFlow(TorchDispatchMode):
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.read_by_python: set[str] = set()
         self.written: set[str] = set()
         self.sparse: list[Tensor] = []
@@ -110,7 +110,7 @@ class DataFlow(TorchDispatchMode):
 
 def has_custom_function(value: Any) -> bool:
     """Whether the graph behind any tensor in `value` has an `autograd.Function` of Python, whose backward may read anything."""
-    waiting = [tensor.grad_fn for tensor in _tensors(value)]
+    waiting: list[Any] = [tensor.grad_fn for tensor in _tensors(value)]
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
@@ -137,9 +137,10 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
 def _place(tensor: Tensor) -> int | None:
     """What tells the memory of a tensor from others'; None where it has not one memory."""
     try:
-        return tensor.untyped_storage()._cdata
+        place: int = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
+    return place
 
 
 def _read(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:

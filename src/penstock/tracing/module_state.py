@@ -220,7 +220,8 @@ def _attributes(name: str, module: nn.Module) -> Iterator[Place]:
 
 def _hook_variables(name: str, module: nn.Module) -> Iterator[Place]:
     """The variables of functions that hook into a module's forward, and the attributes of objects that do."""
-    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+    for registered in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        hook: Any = registered
         while hasattr(hook, "func"):
             hook = hook.func
         label = f"the hook {getattr(hook, '__qualname__', type(hook).__name__)} of {name}"

@@ -169,7 +169,7 @@ def _function_of(hook: Callable[..., Any]) -> Any:
     while hasattr(hook, "func"):
         hook = hook.func
     if not hasattr(hook, "__code__") and not hasattr(hook, "__func__"):
-        hook = getattr(type(hook), "__call__", hook)
+        hook = vars(type(hook)).get("__call__", hook)
     return getattr(hook, "__func__", hook)
 
 
