@@ -40,9 +40,7 @@ class _Module:
         if len(values) != self.size:
             # Keys are never dropped or moved, so that tuples that were read earlier still fit.
             known = set(self.keys)
-            self.keys += tuple(
-                key for key in values if key not in known and key not in _OF_TORCH
-            )
+            self.keys += tuple(key for key in values if key not in known and key not in _OF_TORCH)
             self.size = len(values)
         found = [values.get(key, _Other) for key in self.keys]
         return tuple([value if type(value) in _PLAIN else _Other for value in found])

@@ -19,9 +19,9 @@ from penstock.runtime.batch import Batch, join
 from penstock.runtime.results import by_micro_batch
 from penstock.tracing.chain import TracedChain
 from penstock.tracing.deferred_batch_norm import begin
+from penstock.tracing.host_random import equal_states, host_state
 from penstock.tracing.materialise import materialise
 from penstock.tracing.names import parameters_of, state_of
-from penstock.tracing.host_random import equal_states, host_state
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
 from penstock.tracing.side_loss import collecting_side_losses
 from penstock.tracing.slices import has_past

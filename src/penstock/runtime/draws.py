@@ -156,7 +156,9 @@ class StageDraws:
             habits = self._habits[part.index] = _Habits(part, self._mentions(part.module))
             if part.index in before:
                 habits.torch = before[part.index].torch
-                habits.host |= {mode: True for mode, drew in before[part.index].host.items() if drew}
+                habits.host |= {
+                    mode: True for mode, drew in before[part.index].host.items() if drew
+                }
             if habits.may_draw and part.index in self._joined:
                 raise RunError(f"layers {self._joined[part.index]} are compiled as one function, because none of them could draw random "
                                "numbers when the pipeline was made; now one may. Set hooks, dropout and forwards before the Pipeline "
@@ -172,7 +174,10 @@ class StageDraws:
         if not runs_user_code(module):
             return False
         parts = list(module.modules())
-        if any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in parts):
+        if any(
+            part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part)
+            for part in parts
+        ):
             return mentions_host_generators(module)
         kinds = frozenset(map(type, parts))
         if kinds not in self._mentioned:
@@ -261,7 +266,9 @@ class StageDraws:
         """Note whether anything was drawn since the generators were seeded last."""
         if self._states is not None:
             of_torch, of_host = self._states
-            same = torch.equal(of_torch, torch.get_rng_state()) and equal_states(of_host, host_state())
+            same = torch.equal(of_torch, torch.get_rng_state()) and equal_states(
+                of_host, host_state()
+            )
             self._moved |= not same
 
     @contextmanager

@@ -193,7 +193,9 @@ class StageLayers:
                 if len(members) == 1
                 else nn.Sequential(*(part.module for part in members))
             )
-            name = members[0].name if len(members) == 1 else " + ".join(part.name for part in members)
+            name = (
+                members[0].name if len(members) == 1 else " + ".join(part.name for part in members)
+            )
             yield _Part(members[0].index, name, whole, torch.compile(whole, **options))
 
     def _names(self) -> set[str]:

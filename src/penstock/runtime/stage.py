@@ -16,9 +16,9 @@ from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.grad.whole import whole_grad
 from penstock.optim.update import Update
 from penstock.runtime.batch import Batch
+from penstock.runtime.draws import Place
 from penstock.runtime.eviction import Saved
 from penstock.runtime.held import Held
-from penstock.runtime.draws import Place
 from penstock.runtime.layers import StageLayer, StageLayers
 from penstock.runtime.past import Past, Pasts, tensors_of
 from penstock.runtime.second_forward import FirstForward, SecondForwards, versions
