@@ -45,7 +45,7 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "a model's options, most of them keyword-only",
     ),
     ("lines of a file", "runtime/stage.py"): (
-        472,
+        506,
         "2026-11-22",
         "laid out at 100 columns; to be split",
     ),
@@ -90,12 +90,12 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "half of it is its 24 parameters",
     ),
     ("lines of a function", "runtime/stage.py:Stage._roots"): (
-        65,
+        67,
         "2026-11-22",
         "laid out at 100 columns; to be split",
     ),
     ("lines of a function", "runtime/stage.py:Stage.forward"): (
-        65,
+        67,
         "2026-11-22",
         "laid out at 100 columns; to be split",
     ),
