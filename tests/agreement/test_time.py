@@ -26,6 +26,7 @@ def measured_and_simulated(schedule, forward, input_grad, weight_grad, recompute
     """Timelines of a batch that nothing disturbed, if there is one, and of the simulation with the same seconds."""
     # Layers that may draw random numbers have the generators to themselves, one thread at a time; these draw none.
     monkeypatch.setattr("penstock.runtime.draws.may_draw", lambda module: False)
+    monkeypatch.setattr("penstock.runtime.draws.runs_user_code", lambda module: False)
     layers = [Sleepy(*seconds) for seconds in zip(forward, input_grad, weight_grad, strict=True)]
     pipe = ps.Pipeline(nn.Sequential(*layers), loss=lambda out, _: out.mean(), balance=[1] * len(layers), schedule=schedule,
                        recompute=recompute, executor="threads")  # fmt: skip
