@@ -25,7 +25,8 @@ rank 1 | 1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3 1W0 1W1 1W2 1W3 1U1
 def measured_and_simulated(schedule, forward, input_grad, weight_grad, recompute, monkeypatch):
     """Timelines of a batch that nothing disturbed, if there is one, and of the simulation with the same seconds."""
     # Layers that may draw random numbers have the generators to themselves, one thread at a time; these draw none.
-    monkeypatch.setattr("penstock.runtime.layers.may_draw", lambda module: False)
+    monkeypatch.setattr("penstock.runtime.draws.may_draw", lambda module: False)
+    monkeypatch.setattr("penstock.runtime.draws.runs_user_code", lambda module: False)
     layers = [Sleepy(*seconds) for seconds in zip(forward, input_grad, weight_grad, strict=True)]
     pipe = ps.Pipeline(nn.Sequential(*layers), loss=lambda out, _: out.mean(), balance=[1] * len(layers), schedule=schedule,
                        recompute=recompute, executor="threads")  # fmt: skip

@@ -40,8 +40,18 @@ class Changing(nn.Module):
 
 def refused_models():
     """Layers that plain PyTorch refuses in the backward."""
-    yield "after tanh", nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.SiLU(inplace=True), nn.Linear(8, 3), nn.Linear(3, 3))
-    yield "after sigmoid", nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.ReLU(inplace=True), nn.Linear(8, 3), nn.Linear(3, 3))
+    yield (
+        "after tanh",
+        nn.Sequential(
+            nn.Linear(4, 8), nn.Tanh(), nn.SiLU(inplace=True), nn.Linear(8, 3), nn.Linear(3, 3)
+        ),
+    )
+    yield (
+        "after sigmoid",
+        nn.Sequential(
+            nn.Linear(4, 8), nn.Sigmoid(), nn.ReLU(inplace=True), nn.Linear(8, 3), nn.Linear(3, 3)
+        ),
+    )
     for way in ("view", "weight", "saved input", "exp"):
         yield way, nn.Sequential(nn.Linear(4, 8), Changing(way), nn.Linear(8, 3), nn.Linear(3, 3))
 
@@ -59,7 +69,9 @@ def made(name):
 def batch_of(samples=8):
     """Inputs and targets."""
     generator = torch.Generator().manual_seed(samples)
-    return torch.randn(samples, 4, generator=generator), torch.randn(samples, 3, generator=generator)
+    return torch.randn(samples, 4, generator=generator), torch.randn(
+        samples, 3, generator=generator
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -120,7 +132,10 @@ def accepted(way):
 
 
 @pytest.mark.parametrize("way", ["relu", "hardtanh"])
-@pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "never"), ("1f1b", "always"), ("zb-h1", [0, 1, 2]), ("zb-h1", "never")])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [("gpipe", "never"), ("1f1b", "always"), ("zb-h1", [0, 1, 2]), ("zb-h1", "never")],
+)
 def test_what_plain_pytorch_accepts_trains_to_the_same_numbers(way, schedule, recompute):
     """Also where a stage begins with it, and in batches of several lengths."""
     plain = PlainTraining(accepted(way), functional.mse_loss)

@@ -47,9 +47,15 @@ class Drawing(nn.Module):
             return x + self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0]
         if self.way == "sdpa":
             heads = self.linear(x)[:, None]
-            return x + functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)[:, 0]
+            return (
+                x
+                + functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)[:, 0]
+            )
         if self.way == "distributions":
-            return functional.gumbel_softmax(self.linear(x)) + torch.distributions.Normal(x, 1.0).rsample()
+            return (
+                functional.gumbel_softmax(self.linear(x))
+                + torch.distributions.Normal(x, 1.0).rsample()
+            )
         if self.way == "rrelu":
             return functional.rrelu(self.linear(x), training=True)
         return self.linear(x)
@@ -143,7 +149,9 @@ def test_in_a_pipe_a_layer_draws_the_same_with_threads_or_none_under_every_balan
             functional.mse_loss(pipe(batch_of(number)[0]), batch_of(number)[1]).backward()
             for choice in pipe._engine.choices.values():
                 choice.forced = threads
-        found.append([parameter.grad for parameter in pipe.parameters() if parameter.grad is not None])
+        found.append(
+            [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None]
+        )
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
 
@@ -157,7 +165,9 @@ def test_in_a_pipe_checkpointed_dropout_drops_the_same_in_forward_and_backward(w
             return checkpoint(functional.dropout, x, 0.5, use_reentrant=way != "checkpoint")
 
     for mode in ("never", "always"):
-        pipe = ps.Pipe(nn.Sequential(Dropped(), nn.Identity()), [1, 1], devices=2, chunks=2, checkpoint=mode)
+        pipe = ps.Pipe(
+            nn.Sequential(Dropped(), nn.Identity()), [1, 1], devices=2, chunks=2, checkpoint=mode
+        )
         for _ in range(3):
             x = torch.ones(4, 50, requires_grad=True)
             output = pipe(x)
@@ -230,8 +240,12 @@ def later_by_forward(model):
 
 
 @pytest.mark.parametrize("change", [later_by_rate, later_by_hook, later_by_forward])
-@pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "never"), ("1f1b", "always"), ("zb-h1", [1, 2])])
-def test_what_begins_to_draw_after_the_pipeline_was_made_has_its_stream(change, schedule, recompute):
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("gpipe", "never"), ("1f1b", "always"), ("zb-h1", [1, 2])]
+)
+def test_what_begins_to_draw_after_the_pipeline_was_made_has_its_stream(
+    change, schedule, recompute
+):
     """Whether a layer draws was asked once; a dropout that was raised from 0 later drew unseeded."""
 
     def made():

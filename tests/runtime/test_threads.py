@@ -147,7 +147,7 @@ def test_two_failures_at_once_are_told_by_the_first(monkeypatch):
 def test_a_rank_that_waits_too_long_says_for_what_and_what_the_others_are_at(monkeypatch):
     """A stuck op cannot be stopped in a thread; the caller is told within the deadline and may go on without this pipeline."""
     monkeypatch.setattr(threads, "_GRACE_S", 0.2)
-    monkeypatch.setattr("penstock.runtime.layers.may_draw", lambda module: False)
+    monkeypatch.setattr("penstock.runtime.draws.may_draw", lambda module: False)
     others = set(rank_threads())
     trap = Trap("hang", "F", at=1)
     pipe = with_trap(1, trap, deadline_s=0.5, schedule="naive")

@@ -94,6 +94,7 @@ class StageDraws:
         self._evaluation = (-1, 0)
         self._mentioned: dict[frozenset[type], bool] = {}
         self._habits: dict[int, _Habits] = {}
+        self._rates: list[float] = []
         self._learn()
         # Of this batch: forwards and backwards that are still to be looked at, and whether the present one is.
         self._forward_looks = self._backward_looks = 0
@@ -255,7 +256,7 @@ class StageDraws:
         through = set(map(id, pytree.tree_leaves(value)))
         for leaf in pytree.tree_leaves(made):
             if isinstance(leaf, Tensor) and not leaf.is_leaf and id(leaf) not in through:
-                leaf.register_hook(begin)
+                leaf.register_hook(begin)  # type: ignore[no-untyped-call]
 
     def _seed_backward(self, seed: int) -> None:
         self._compare_states()

@@ -47,7 +47,7 @@ def seed_host(seed: int) -> None:
 
 def equal_states(one: State, other: State) -> bool:
     """Whether nothing was drawn between two states."""
-    return one[0] == other[0] and _comparable(one[1]) == _comparable(other[1])
+    return bool(one[0] == other[0] and _comparable(one[1]) == _comparable(other[1]))
 
 
 def _comparable(state: Any) -> Any:
