@@ -357,7 +357,8 @@ class _Bench:
         return Stage(index, layers, device, update, training.seed, setting.recompute, training.loss if last else None, evicted,
                      entry=None if entry is None else entry.to(device), exit=None if last else traced.exits.get(end - 1),
                      autocast=training.options.autocast, recomputed=setting.recomputed, segment_starts=setting.segment_starts,
-                     compile=training.options.compiled, offload=training.options.offload)  # fmt: skip
+                     compile=training.options.compiled, offload=training.options.offload,
+                     loss_options=training.options.loss)  # fmt: skip
 
 
 def _names(traced: TracedChain, layers: Sequence[StageLayer]) -> dict[nn.Parameter, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from penstock.runtime.ranks import Place, world_of
 from penstock.runtime.results import mean_loss, outputs
 from penstock.runtime.setting import Words, check, setting_of
 from penstock.runtime.stage import Loss, Stage
+from penstock.runtime.stage_loss import LossOptions
 from penstock.runtime.streaming import Streaming
 from penstock.runtime.timing import measured
 from penstock.runtime.together import Together
@@ -44,8 +45,10 @@ class Pipeline:
         model: an `nn.Sequential`, a list of modules, or a chain from `ps.chain`. Modules with real weights are trained in
             place. Modules on the meta device are made on the ranks that hold them, from `seed` and their place in the chain.
         plan: from `ps.plan`; or say it yourself with the next four.
-        loss: `loss(output, target)` to one number: the mean over the samples it is given (and their tokens, where a schedule cuts
-            sequences: x and y then have the tokens in their second dimension).
+        loss: `loss(output, target)` to one number, or to `(sum, count)`; where a schedule cuts sequences, x and y have the tokens in
+            their second dimension. The batch's loss is that of the undivided batch: means over samples, over tokens that count
+            (`ignore_index`, class weights, masks made of the targets) and sums are weighed as they need; what cannot be divided, as a
+            contrastive loss cannot, is refused. It may be called more often than once per micro-batch, to learn how it adds up.
         optimizer: from a list of parameters to an optimizer; called once for every stage. Without it gradients add up in
             `.grad` and nothing is updated.
         balance: layers per stage.
@@ -73,6 +76,10 @@ class Pipeline:
         offload: keep what layers save for their backward in host memory, where the device has a memory of its own.
         boundary: "bfloat16" or "int8": send activations and their gradients in fewer bits. That changes what is learnt, a little
             (benchmarks/boundary).
+        loss_weight: from a micro-batch's targets to how much its loss counts, such as `lambda target: (target != -100).sum()`. Only
+            for losses of which it is not known otherwise; it is taken as it is.
+        loss_on: "micro_batch", or "batch": compute the loss once, on the joined outputs of the batch, where samples see each other in
+            it. For schedules that run all forwards of the last stage before its first backward, such as gpipe.
 
     Raises:
         SettingError, PlanError, ScheduleError, ChainError: what is asked for makes no sense, or cannot be done.
@@ -106,6 +113,8 @@ class Pipeline:
         deferred_batch_norm: bool = False,
         offload: bool = False,
         boundary: str | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
+        loss_on: str = "micro_batch",
     ) -> None:
         traced = model if isinstance(model, TracedChain) else chain(model)
         words = Words(balance, schedule, micro_batches, recompute, weights, weights_options)
@@ -121,6 +130,7 @@ class Pipeline:
             deferred_batch_norm,
             offload,
             boundary,
+            LossOptions(loss_weight, loss_on),
         )
         check(self.setting)
         options.check(self.setting.schedule, loss, steps=optimizer is not None)

@@ -20,7 +20,7 @@ from penstock.runtime.eviction import Saved
 from penstock.runtime.held import Held
 from penstock.runtime.layers import StageLayer, StageLayers
 from penstock.runtime.past import Past, Pasts, tensors_of
-from penstock.runtime.stage_loss import Loss, StageLoss, Starts, total
+from penstock.runtime.stage_loss import Loss, LossOptions, StageLoss, Starts, total
 from penstock.simulate.simulate import recomputes
 from penstock.tracing.side_loss import collect_side_losses, collecting_side_losses
 from penstock.transport.payload import Payload
@@ -41,7 +41,7 @@ class _Kept:
 
     Without `roots` it will be recomputed, from these inputs and the buffers that its forward saw. `found` has more leaves, where it
     is a slice: what it found of the slices before. `own` are the last of `roots`, which take no gradient from the stage after: the
-    loss and the side losses. `size` is in bytes.
+    side losses, and `loss`, on the last stage. `size` is in bytes.
     """
 
     inputs: Payload
@@ -51,6 +51,7 @@ class _Kept:
     buffers: Contents
     saved: Saved | None = None
     size: int = 0
+    loss: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -93,6 +94,7 @@ class Stage:
     segment_starts: frozenset[int] = frozenset()
     compile: Mapping[str, Any] | None = None
     offload: bool = False
+    loss_options: LossOptions = field(default_factory=LossOptions)
     _kept: dict[_Key, _Kept | _Plain] = field(default_factory=dict)
     _pending: dict[_Key, tuple[PendingWeights, int]] = field(default_factory=dict)
     _pasts: Pasts = field(default_factory=Pasts)
@@ -117,7 +119,10 @@ class Stage:
         self._plain: dict[str, int] = {}
         self._on_host = self.device.type == "cpu"
         self._starts = Starts()
-        self._losses = None if self.loss is None else StageLoss(self.loss, self.device)
+        self._losses: StageLoss | None = None
+        if self.loss is not None:
+            modules = [layer.module for layer in self.layers]
+            self._losses = StageLoss(self.loss, self.device, self.loss_options, self.seed, modules)
 
     def tensors(self) -> Iterator[Tensor]:
         """All parameters and buffers; one that two modules share comes twice."""
@@ -193,8 +198,9 @@ class Stage:
                 else self.held.size(self._form(batch, micro_batch))
             )
             self._kept[batch.step, micro_batch] = _Kept(
-                inputs, past.found, None if again else roots, len(own), buffers, saved, size
-            )
+                inputs, past.found, None if again else roots, len(own), buffers, saved, size,
+                None if self.loss is None else output,
+            )  # fmt: skip
             self.held.take(size)
             if not (again or saved or own[1:] or batch.outputs):
                 self._learn(batch, micro_batch, inputs, result, size=size)
@@ -255,7 +261,7 @@ class Stage:
         inputs = Payload("", (given,), (leaf is not None,))
         count = len(own) + (len(roots) if self.loss is not None else 0)
         self._kept[batch.step, micro_batch] = _Kept(
-            inputs, {}, [*roots, *own], count, {}, None, size
+            inputs, {}, [*roots, *own], count, {}, None, size, root
         )
         return result
 
@@ -359,9 +365,10 @@ class Stage:
             own.append(value)
         return value, own
 
-    def _started(self, batch: Batch, micro_batch: int, root: Tensor) -> Tensor:
-        """The gradient that a loss or a side loss begins with: the micro-batch's share in the batch, scaled."""
-        return self._starts.of(batch.shares[micro_batch] * self.loss_scale, root)
+    def _started(self, batch: Batch, micro_batch: int, root: Tensor, side: bool = False) -> Tensor:
+        """The gradient that the loss begins with, its weight in the batch, or a side loss, the micro-batch's share; scaled."""
+        weights = batch.shares if side or batch.loss_weights is None else batch.loss_weights
+        return self._starts.of(weights[micro_batch] * self.loss_scale, root)
 
     def _mixed(self) -> AbstractContextManager[None]:
         return (
@@ -443,7 +450,7 @@ class Stage:
                 flags = self._grad_flags(output, kept.inputs)
                 roots = [root for root, flag in zip(found, flags, strict=True) if flag]
             roots += own
-            kept.own = len(own)
+            kept.own, kept.loss = len(own), output if self.loss is not None else None
             left = tensors_of(past.left)
             roots += [
                 root
@@ -452,7 +459,8 @@ class Stage:
             ]
         first = len(roots) - len(grads_of_past) - kept.own
         grads += [
-            self._started(batch, micro_batch, root) for root in roots[first : first + kept.own]
+            self._started(batch, micro_batch, root, root is not kept.loss)
+            for root in roots[first : first + kept.own]
         ]
         pairs = [
             (root, grad)
