@@ -258,9 +258,7 @@ def make_batch(
     )
     structure = "" if isinstance(x, Tensor) else str(pytree.tree_structure(x))
     signature = _signature(training, y is not None, len(sizes), forms, structure, slicing)
-    return Batch(
-        step, inputs, targets, shares, signature, training, slicing=slicing, whole=(x, y)
-    )
+    return Batch(step, inputs, targets, shares, signature, training, slicing=slicing, whole=(x, y))
 
 
 @lru_cache(maxsize=1024)

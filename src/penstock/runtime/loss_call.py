@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.errors import SettingError
 from penstock.runtime.batch import Batch
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
 from penstock.transport.records import from_plain, to_plain
@@ -112,3 +113,17 @@ def on_device(loss: Any, device: torch.device) -> Any:
         )
         return functools.partial(on_device(loss.func, device), *args, **keywords)
     return loss
+
+
+def one_number(loss: Any) -> Tensor:
+    """A loss as a tensor without dimensions.
+
+    Raises:
+        SettingError: it is none, or has several elements.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise SettingError(
+            f"the loss must be one number, such as the mean over the samples it is given; this one is {shape}"
+        )
+    return loss.reshape(()) if loss.dim() else loss

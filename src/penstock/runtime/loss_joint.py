@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ScheduleError, SettingError
+from penstock.errors import ScheduleError
 from penstock.runtime.batch import Batch
-from penstock.runtime.loss_call import LossCall
+from penstock.runtime.loss_call import LossCall, one_number
 from penstock.schedule.op import Kind, Schedule
 from penstock.transport.records import from_plain, to_plain
 
@@ -110,7 +110,9 @@ class _Part(Function):
     """A 0 whose backward is a micro-batch's part of the joined loss's."""
 
     @staticmethod
-    def forward(ctx: Any, joint: _Joint, number: int, places: list[int], *outputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, joint: _Joint, number: int, places: list[int], *outputs: Tensor
+    ) -> Tensor:
         ctx.joint, ctx.number, ctx.places = joint, number, places
         return outputs[0].new_zeros((), dtype=torch.float32)
 
@@ -155,12 +157,9 @@ class JointLosses:
         with torch.set_grad_enabled(batch.training):
             output = from_plain(batch.joined(joint.outputs))
             loss = self.call(batch, -1, output, self.call.whole_target(batch))
-        if type(loss) is tuple and len(loss) == 2:
-            loss = loss[0] / loss[1]
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise SettingError(f"the loss must be one number; this one is {shape}")
-        return loss.reshape(())
+            if type(loss) is tuple and len(loss) == 2:
+                loss = loss[0] / loss[1]
+            return one_number(loss)
 
     def _root(self, joint: _Joint, number: int, value: Any) -> Tensor:
         tensors = [leaf for leaf in pytree.tree_leaves(to_plain(value)) if isinstance(leaf, Tensor)]

@@ -54,7 +54,11 @@ class _Mode(TorchDispatchMode):
         self.by_values = False
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one op."""
         kwargs = dict(kwargs or {})

@@ -63,7 +63,9 @@ class ModelLoss:
             Given(self.layer.variants, self._inputs(batch, number), self.device)
             for number in batch.numbers
         ]
-        rows = [self._terms(each, share, place) for each, share in zip(given, batch.shares, strict=True)]
+        rows = [
+            self._terms(each, share, place) for each, share in zip(given, batch.shares, strict=True)
+        ]
         if any(len(row) != len(rows[0]) for row in rows):
             raise UnknownForm("terms that come and go")
         columns = []

@@ -20,9 +20,7 @@ from penstock.tracing.chain import TracedChain
 from penstock.tracing.deferred_batch_norm import convert
 from penstock.transport.coded import check_code
 
-_UNREDUCED = (
-    "the loss has reduction='none', which gives one number for each sample; it must give one number: reduction='mean' or 'sum'"
-)
+_UNREDUCED = "the loss has reduction='none', which gives one number for each sample; it must give one number: reduction='mean' or 'sum'"
 _MIXED = (torch.bfloat16, torch.float16)
 
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import SettingError
 from penstock.runtime.batch import Batch
-from penstock.runtime.loss_call import LossCall
+from penstock.runtime.loss_call import LossCall, one_number
 from penstock.runtime.loss_joint import JointLosses
 from penstock.runtime.loss_messages import count_differs
 from penstock.runtime.loss_probe import tensors_of
@@ -132,20 +132,6 @@ def reported(batch: Batch, number: int, loss: Tensor, sides: Sequence[Tensor]) -
     if weight == share:
         return (loss.detach() + total(sides)) * share
     return loss.detach() * weight + total(sides) * share
-
-
-def one_number(loss: Any) -> Tensor:
-    """A loss as a tensor without dimensions.
-
-    Raises:
-        SettingError: it is none, or has several elements.
-    """
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise SettingError(
-            f"the loss must be one number, such as the mean over the samples it is given; this one is {shape}"
-        )
-    return loss.reshape(()) if loss.dim() else loss
 
 
 def nothing(value: Any, loss: Tensor) -> Tensor:
