@@ -260,7 +260,7 @@ def test_a_loss_that_is_not_reduced_is_refused_before_anything_runs():
         partial(functional.cross_entropy, reduction="none"),
     ):
         with pytest.raises(
-            ps.PenstockError, match="the loss has reduction='none', .* it must give one number"
+            ps.PenstockError, match=r"the loss has reduction='none', .* it must give one number"
         ):
             ps.Pipeline(model, loss=loss, balance=[7], executor="threads")
     ps.Pipeline(model, loss=nn.CrossEntropyLoss(), balance=[7], executor="threads")

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import SettingError
 from penstock.runtime.batch import Batch
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
-from penstock.transport.records import from_plain, to_plain
+from penstock.transport.records import from_plain
 
 #: The loss's place among the layers, for the seed of what it draws: behind all of them.
 _PLACE = 1 << 32

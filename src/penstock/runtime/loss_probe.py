@@ -147,7 +147,7 @@ def _mapped(value: Any, change: Change, dim: int) -> Any:
     return from_plain(plain)
 
 
-def _same(leaf: Tensor, dim: int) -> Tensor:
+def _same(leaf: Tensor, _: int) -> Tensor:
     return leaf
 
 
@@ -161,7 +161,7 @@ def _mirrored(leaf: Tensor, dim: int) -> Tensor:
     return leaf.flip(-1) if leaf.dim() > dim + 1 and leaf.is_floating_point() else leaf
 
 
-def _moved(leaf: Tensor, dim: int) -> Tensor:
+def _moved(leaf: Tensor, _: int) -> Tensor:
     """Other values: probabilities and rates halved, all else moved down."""
     if not leaf.is_floating_point() or not leaf.numel():
         return leaf

@@ -192,15 +192,19 @@ def evaluate(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> Evalu
             mode,
         ):
             value = loss(output, target)
-        if isinstance(value, tuple) and len(value) == 2:
-            return Evaluation([Term(_count(value[1]))], True, leaves, counted=True)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise UnknownForm("no number")
-        return Evaluation(terms_of(value), mode.by_values, leaves)
+        return _read(value, mode, leaves)
     except (UnknownForm, Unpredictable):
         raise
     except Exception as error:
         raise UnknownForm(f"{type(error).__name__}: {error}") from error
+
+
+def _read(value: Any, mode: _Mode, leaves: list[Tensor]) -> Evaluation:
+    if isinstance(value, tuple) and len(value) == 2:
+        return Evaluation([Term(_count(value[1]))], True, leaves, counted=True)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise UnknownForm("no number")
+    return Evaluation(terms_of(value), mode.by_values, leaves)
 
 
 def _count(value: Any) -> float:

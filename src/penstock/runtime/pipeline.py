@@ -45,10 +45,9 @@ class Pipeline:
         model: an `nn.Sequential`, a list of modules, or a chain from `ps.chain`. Modules with real weights are trained in
             place. Modules on the meta device are made on the ranks that hold them, from `seed` and their place in the chain.
         plan: from `ps.plan`; or say it yourself with the next four.
-        loss: `loss(output, target)` to one number, or to `(sum, count)`; where a schedule cuts sequences, x and y have the tokens in
-            their second dimension. The batch's loss is that of the undivided batch: means over samples, over tokens that count
-            (`ignore_index`, class weights, masks made of the targets) and sums are weighed as they need; what cannot be divided, as a
-            contrastive loss cannot, is refused. It may be called more often than once per micro-batch, to learn how it adds up.
+        loss: `loss(output, target)` to one number, or to `(sum, count)`, which is that of the undivided batch: micro-batches are
+            weighed by what they count (samples, tokens that are not ignored, class weights, 1 for sums), and a loss that cannot be
+            divided is refused. Where a schedule cuts sequences, x and y have the tokens in their second dimension.
         optimizer: from a list of parameters to an optimizer; called once for every stage. Without it gradients add up in
             `.grad` and nothing is updated.
         balance: layers per stage.
@@ -76,10 +75,9 @@ class Pipeline:
         offload: keep what layers save for their backward in host memory, where the device has a memory of its own.
         boundary: "bfloat16" or "int8": send activations and their gradients in fewer bits. That changes what is learnt, a little
             (benchmarks/boundary).
-        loss_weight: from a micro-batch's targets to how much its loss counts, such as `lambda target: (target != -100).sum()`. Only
-            for losses of which it is not known otherwise; it is taken as it is.
-        loss_on: "micro_batch", or "batch": compute the loss once, on the joined outputs of the batch, where samples see each other in
-            it. For schedules that run all forwards of the last stage before its first backward, such as gpipe.
+        loss_weight: from a micro-batch's targets to how much they count, for a loss of which that is not known otherwise.
+        loss_on: "micro_batch"; or "batch", to compute it once on the joined outputs, for losses in which samples see each other.
+            For schedules that run all forwards of the last stage before its first backward, such as gpipe.
 
     Raises:
         SettingError, PlanError, ScheduleError, ChainError: what is asked for makes no sense, or cannot be done.
@@ -189,10 +187,8 @@ class Pipeline:
             self.flush()
             return self._stream.ready.pop()[1]
         steps = self._gathered + 1 >= self._accumulate if update is None else update
-        gathered, self._gathered = (
-            self._gathered,
-            0,
-        )  # if it fails, nothing is left of the batches before
+        # If it fails, nothing is left of the batches before.
+        gathered, self._gathered = self._gathered, 0
         self._player.play(batch, Mode.TRAIN, steps=steps, factor=1 / self._accumulate)
         self._gathered = 0 if steps else gathered + 1
         self._step += 1

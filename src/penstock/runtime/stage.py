@@ -191,6 +191,7 @@ class Stage:
                 else tuple(tensor.requires_grad for tensor in left)
             )
             self._pasts.leave(after, past.left, flags)
+        loss = None if self.loss is None else output
         if batch.training:
             size = (
                 sum(leaf.nbytes for leaf in leaves)
@@ -198,9 +199,8 @@ class Stage:
                 else self.held.size(self._form(batch, micro_batch))
             )
             self._kept[batch.step, micro_batch] = _Kept(
-                inputs, past.found, None if again else roots, len(own), buffers, saved, size,
-                None if self.loss is None else output,
-            )  # fmt: skip
+                inputs, past.found, None if again else roots, len(own), buffers, saved, size, loss
+            )
             self.held.take(size)
             if not (again or saved or own[1:] or batch.outputs):
                 self._learn(batch, micro_batch, inputs, result, size=size)

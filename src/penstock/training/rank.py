@@ -25,6 +25,7 @@ from penstock.profile.profile import Profile
 from penstock.runtime.pipeline import Pipeline
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import count_batches
+from penstock.training.first_check import check_first_batch
 from penstock.training.metrics import Metrics
 from penstock.training.optimizer import optimizer_factory, training_options
 from penstock.training.progress import Progress
@@ -77,6 +78,10 @@ def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> Ra
     first = dist.get_rank() == 0
     if config.resume:
         pipe.load(folder / "checkpoint")
+    elif config.self_check:
+        line = check_first_batch(pipe, task, config)
+        if first and not quiet:
+            print(line, file=sys.stderr, flush=True)
     per_epoch = count_batches(len(task.data.train_inputs), config.batch)
     last_step = min(config.epochs * per_epoch, config.limit_steps or sys.maxsize)
     started = time.monotonic()
