@@ -29,6 +29,10 @@ Loss = Callable[[Any, Any], Any]
 Change = Callable[[Tensor, int], Tensor]
 
 
+class ReturnsCount(Exception):
+    """The loss returns (sum, count)."""
+
+
 @dataclass(frozen=True)
 class Pair:
     """Two parts of a batch: their targets and sizes, and an output for one of them to make outputs of.
@@ -81,7 +85,9 @@ def readings(loss: Loss, pair: Pair) -> list[Reading]:
     """
     found = [_reading(loss, pair, _rolled)]
     for change in (_mirrored, _moved):
-        with suppress(Exception):  # values that the loss was not made for
+        with suppress(
+            ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
+        ):  # values that the loss was not made for
             found.append(_reading(loss, pair, change))
     return [reading for reading in found if reading.finite]
 
@@ -128,16 +134,26 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def _output(pair: Pair, size: int, change: Change) -> Any:
-    """An output for `size` samples or tokens: those that there are, over and over."""
+    """An output for `size` samples or tokens, changed."""
+    made = repeated(pair.output, pair.dim, pair.count, size)
+    return _mapped(made, change, pair.dim)
+
+
+def repeated(output: Any, dim: int, count: int, size: int) -> Any:
+    """An output for `size` samples or tokens: the `count` that there are, over and over.
+
+    Raises:
+        SettingError: a tensor in it has not that many along the dimension.
+    """
 
     def chosen(leaf: Tensor, dim: int) -> Tensor:
-        if leaf.dim() <= dim or leaf.shape[dim] % pair.count:
-            raise SettingError(f"an output of {tuple(leaf.shape)} has no {pair.count} samples")
-        rows = leaf.shape[dim] // pair.count
+        if leaf.dim() <= dim or leaf.shape[dim] % count:
+            raise SettingError(f"an output of {tuple(leaf.shape)} has no {count} samples")
+        rows = leaf.shape[dim] // count
         wanted = torch.arange(size * rows, device=leaf.device) % leaf.shape[dim]
-        return change(leaf.index_select(dim, wanted), dim)
+        return leaf.index_select(dim, wanted)
 
-    return _mapped(pair.output, chosen, pair.dim)
+    return _mapped(output, chosen, dim)
 
 
 def _mapped(value: Any, change: Change, dim: int) -> Any:
@@ -171,13 +187,16 @@ def _moved(leaf: Tensor, _: int) -> Tensor:
 
 
 def _value(loss: Loss, output: Any, target: Any) -> tuple[float, torch.dtype]:
-    copies = [
-        from_plain(
-            pytree.tree_map(
-                lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, to_plain(value)
-            )
-        )
-        for value in (output, target)
-    ]
-    value = loss(*copies)
+    value = loss(copied(output), copied(target))
+    if isinstance(value, tuple):
+        raise ReturnsCount
     return float(value), value.dtype
+
+
+def copied(value: Any) -> Any:
+    """A value whose tensors may be changed in place."""
+    return from_plain(
+        pytree.tree_map(
+            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, to_plain(value)
+        )
+    )

@@ -10,7 +10,14 @@ from torch.utils import _pytree as pytree
 
 from penstock.runtime.batch import Batch, sample_count, token_count
 from penstock.runtime.loss_call import LossCall
-from penstock.runtime.loss_probe import Pair, Reading, join_values, readings
+from penstock.runtime.loss_probe import (
+    Pair,
+    Reading,
+    copied,
+    join_values,
+    readings,
+    repeated,
+)
 from penstock.runtime.loss_symbolic import Evaluation, evaluate, outputs_like
 from penstock.runtime.loss_terms import UnknownForm, detached
 from penstock.tracing.randomness import drawing, seed_generators
@@ -36,17 +43,22 @@ class View:
     partner: int
 
     @classmethod
-    def of(cls, call: LossCall, batch: Batch, number: int, value: Any, turn: int) -> View:
-        """The view of a batch; with `turn` another partner is taken from batch to batch."""
+    def all(cls, call: LossCall, batch: Batch, number: int, value: Any, turn: int) -> list[View]:
+        """The views of a batch: with another micro-batch, and with a neighbour in the same sequences where these are cut.
+
+        With `turn` other micro-batches come up from batch to batch.
+        """
         rows = batch.rows()
         row = next(row for row in rows if number in row)
         place = row.index(number)
+        found = []
         if len(row) > 1:
             partner = row[place + 1] if place + 1 < len(row) else row[place - 1]
-        else:
-            others = [each[0] for each in rows if each is not row]
-            partner = others[turn % len(others)]
-        return cls(call, batch, number, value, partner)
+            found.append(cls(call, batch, number, value, partner))
+        others = [each[place] for each in rows if each is not row and place < len(each)]
+        if others:
+            found.append(cls(call, batch, number, value, others[turn % len(others)]))
+        return found
 
     @property
     def along_tokens(self) -> bool:
@@ -108,9 +120,8 @@ class View:
         """
         axis = int(self.along_tokens)
         first, second = (self.call.target(self.batch, number) for number in self.pair)
-        output = from_plain(pytree.tree_map(detached, to_plain(self.value)))
         count = self.extents(self.number)[axis]
-        pair = Pair((first, second), self.sizes, output, axis, count)
+        pair = Pair((first, second), self.sizes, self._output(), axis, count)
         loss = self.call.untouched()
         device = self.call.device
         with torch.no_grad(), drawing(device):
@@ -118,6 +129,24 @@ class View:
             before = _state(device)
             found = readings(loss, pair)
             return found if torch.equal(before, _state(device)) else []
+
+    def in_numbers(self, number: int) -> Any:
+        """What the loss returns for a micro-batch's targets, given the output that is here for as many samples and tokens.
+
+        Raises:
+            Exception: whatever the loss raises on it.
+        """
+        (samples, tokens), (others, lengths) = self.extents(self.number), self.extents(number)
+        output = repeated(self._output(), 0, samples, others)
+        if tokens != lengths:
+            output = repeated(output, 1, tokens, lengths)
+        target = copied(self.call.target(self.batch, number))
+        with torch.no_grad(), drawing(self.call.device):
+            seed_generators(self.call.device, 0)
+            return self.call.untouched()(copied(output), target)
+
+    def _output(self) -> Any:
+        return from_plain(pytree.tree_map(detached, to_plain(self.value)))
 
 
 def _state(device: torch.device) -> torch.Tensor:

@@ -26,7 +26,7 @@ from penstock.errors import SettingError
 from penstock.runtime.batch import Batch
 from penstock.runtime.loss_call import LossCall
 from penstock.runtime.loss_messages import WAYS_OUT, count_differs, model_loss, not_additive
-from penstock.runtime.loss_probe import consistent, tensors_of
+from penstock.runtime.loss_probe import ReturnsCount, consistent, tensors_of
 from penstock.runtime.loss_symbolic import Evaluation, Unpredictable
 from penstock.runtime.loss_terms import (
     Term,
@@ -65,12 +65,12 @@ class Knowledge:
     Attributes:
         weights: where they are the same for all batches of this form.
         classes: where they are counted in class indices.
-        adds_up: how a loss of an unknown form adds up: "shares" or "sums".
+        adds_up: how a loss of an unknown form adds up, "shares" or "sums": over samples, and over the tokens of slices.
     """
 
     weights: list[float] | None = None
     classes: Classes | None = None
-    adds_up: str | None = None
+    adds_up: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,13 @@ class LossWeights:
             known = self._known.get(key)
             if known is not None and not self._is_due(known):
                 if known.adds_up is not None:
-                    return batch.shares if known.adds_up == "shares" else _ones(batch)
+                    return _additive(batch, known.adds_up)
                 if known.weights is not None:
                     return known.weights
                 if known.classes is not None:
                     return self._counted(batch, known.classes)
-            view = View.of(self.call, batch, number, value, self._batches)
-            return self._by_loss(view, key, test=known is None or self._is_due(known))
+            views = View.all(self.call, batch, number, value, self._batches)
+            return self._by_loss(views, key, test=known is None or self._is_due(known))
         finally:
             collect_side_losses(outer)
 
@@ -169,7 +169,8 @@ class LossWeights:
 
     # -- by the loss's own form -------------------------------------------------------------------------------------------
 
-    def _by_loss(self, view: View, key: object, *, test: bool) -> list[float]:
+    def _by_loss(self, views: Sequence[View], key: object, *, test: bool) -> list[float]:
+        view = views[0]
         batch = view.batch
         try:
             first = view.evaluation(view.number)
@@ -182,12 +183,12 @@ class LossWeights:
                 f"are not known before the first backward. {WAYS_OUT}"
             ) from None
         except UnknownForm:
-            return self._tested(view, key, None)
+            return self._tested(views, key, None)
         if first.counted:
             batch.loss_counts = dict(found.counts)
             return found.weights
         if test and not self.call.is_torchs:
-            weights = self._tested(view, key, found)
+            weights = self._tested(views, key, found)
             if weights is not found.weights:
                 return weights
         classes = self._classes(view, found) if first.by_values else None
@@ -207,13 +208,7 @@ class LossWeights:
         ]
         if first.counted:
             counts = [terms[0].divisor for terms in rows]
-            total = sum(counts)
-            if not total > 0:
-                raise SettingError(
-                    f"the loss returns (sum, count), and the counts of the batch's micro-batches are {counts}: they must add up to "
-                    "more than 0"
-                )
-            return _Found([1.0 / total] * len(counts), dict(enumerate(counts)), first)
+            return _Found(_over_total(counts), dict(enumerate(counts)), first)
         columns = _columns(rows, view.evaluation(None).terms, batch.shares)
         counts = [terms[0].divisor for terms in rows]
         return _Found(_agreed(columns), dict(enumerate(counts)), first)
@@ -271,9 +266,29 @@ class LossWeights:
 
     # -- by numbers ----------------------------------------------------------------------------------------------------------
 
-    def _tested(self, view: View, key: object, found: _Found | None) -> list[float]:
+    def _tested(self, views: Sequence[View], key: object, found: _Found | None) -> list[float]:
         """Weights that the numbers agree with: those that are known, else shares or ones."""
-        shares = view.batch.shares
+        batch = views[0].batch
+        ways: dict[bool, str] = {}
+        try:
+            for view in views:
+                way = self._way(view, found)
+                if way is not None:
+                    ways[view.along_tokens] = way
+        except ReturnsCount:
+            return self._by_counts(views[0])
+        if found is not None and all(way == "counts" for way in ways.values()):
+            return found.weights
+        adds_up = ways.get(False, "shares"), ways.get(True, "shares")
+        self._remember(key, Knowledge(adds_up=adds_up))
+        return _additive(batch, adds_up)
+
+    def _way(self, view: View, found: _Found | None) -> str | None:
+        """How the loss of a pair is made of its parts'; None where that cannot be tested.
+
+        Raises:
+            SettingError: in no known way.
+        """
         sizes = view.sizes
         total = sum(sizes)
         ways = {"shares": (sizes[0] / total, sizes[1] / total), "sums": (1.0, 1.0)}
@@ -281,22 +296,37 @@ class LossWeights:
             if found is not None:
                 ways = {"counts": _pair_weights(view), **ways}
             readings = view.readings()
+        except ReturnsCount:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a loss raises on what it was not made for
             if found is None:
                 self._warn(error)
-            readings = []
+            return None
         if not readings:
-            return shares if found is None else found.weights
+            return None
         way = consistent(readings, ways)
         if way is None:
             known = ways.get("counts", ways["shares"])
             worst = next((each for each in readings if not each.fits(known)), readings[0])
             raise SettingError(not_additive(worst, sizes, ways, view.along_tokens))
-        if way == "counts":
-            assert found is not None
-            return found.weights
-        self._remember(key, Knowledge(adds_up=way))
-        return shares if way == "shares" else _ones(view.batch)
+        return way
+
+    def _by_counts(self, view: View) -> list[float]:
+        """Weights of a loss that returns (sum, count), by what it counts for the output that is here.
+
+        Raises:
+            SettingError: it does not return such a pair for the targets of another micro-batch.
+        """
+        batch = view.batch
+        try:
+            counts = [float(view.in_numbers(number)[1]) for number in batch.numbers]
+        except Exception as error:
+            raise SettingError(
+                "the loss returns (sum, count), and its counts for the micro-batches to come could not be told from the output of the "
+                f"first ({type(error).__name__}: {error}). {WAYS_OUT}"
+            ) from error
+        batch.loss_counts = dict(enumerate(counts))
+        return _over_total(counts)
 
     def _warn(self, error: Exception) -> None:
         if not self._warned:
@@ -334,6 +364,34 @@ def weights_of(counts: Sequence[float], total: float, shares: Sequence[float]) -
     if not total:
         return list(shares)
     return _snapped([count / total for count in counts], shares)
+
+
+def _over_total(counts: Sequence[float]) -> list[float]:
+    """Weights of sums whose counts are these.
+
+    Raises:
+        SettingError: there is nothing to divide by.
+    """
+    total = sum(counts)
+    if not total > 0:
+        raise SettingError(
+            f"the loss returns (sum, count), and the counts of the batch's micro-batches are {counts}: they must add up to more than 0"
+        )
+    return [1.0 / total] * len(counts)
+
+
+def _additive(batch: Batch, adds_up: tuple[str, str]) -> list[float]:
+    """Weights of a loss that adds up over samples, and over tokens, as a mean or as a sum."""
+    if adds_up == ("shares", "shares"):
+        return batch.shares
+    weights = _ones(batch)
+    for row in batch.rows():
+        samples = sum(batch.shares[number] for number in row)
+        for number in row:
+            weights[number] *= samples if adds_up[0] == "shares" else 1.0
+            if len(row) > 1 and adds_up[1] == "shares":
+                weights[number] *= batch.shares[number] / samples
+    return weights
 
 
 def _snapped(weights: Sequence[float], shares: Sequence[float]) -> list[float]:
