@@ -83,7 +83,7 @@ class LossCall:
         if isinstance(loss, nn.Module) and not self.is_torchs:
             with suppress(Exception):  # what cannot be copied is called as it is
                 loss = copy.deepcopy(loss)
-        return loss  # type: ignore[no-any-return]
+        return loss
 
 
 def is_torchs_loss(loss: object) -> bool:

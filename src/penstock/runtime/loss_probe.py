@@ -108,7 +108,8 @@ def _reading(loss: Loss, pair: Pair, change: Change) -> Reading:
         leaf.dtype for leaf in tensors_of(pair.output) if leaf.is_floating_point()
     ]
     tolerance = max(_TOLERANCE.get(dtype, _COARSE) for dtype in dtypes)
-    return Reading(*(value for value, _ in values), tolerance)
+    first, second, joined = (value for value, _ in values)
+    return Reading(first, second, joined, tolerance)
 
 
 def consistent(found: Sequence[Reading], ways: Mapping[str, tuple[float, float]]) -> str | None:

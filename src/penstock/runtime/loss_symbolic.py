@@ -45,11 +45,11 @@ class Evaluation:
     counted: bool = False
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes what takes real tensors alone."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.by_values = False
 
@@ -109,7 +109,7 @@ class _Mode(TorchDispatchMode):
         if mask.is_meta or not value.is_meta:
             raise UnknownForm("a selection by outputs")
         self.by_values = True
-        shape = torch.broadcast_shapes(value.shape, mask.shape)
+        shape = torch.broadcast_shapes(value.shape, mask.shape)  # type: ignore[no-untyped-call]
         return value.new_empty(int(mask.expand(shape).sum()))
 
     def _nll(self, args: Sequence[Any]) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,15 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.loss_call import LossCall
 from penstock.runtime.loss_messages import WAYS_OUT, count_differs, model_loss, not_additive
 from penstock.runtime.loss_probe import ReturnsCount, consistent, tensors_of
+from penstock.runtime.loss_shares import (
+    additive,
+    agreed,
+    columns_of,
+    ones,
+    over_total,
+    snapped,
+    weights_of,
+)
 from penstock.runtime.loss_symbolic import Evaluation, Unpredictable
 from penstock.runtime.loss_terms import (
     Term,
@@ -45,8 +54,6 @@ from penstock.transport.records import to_plain
 _MOST_FORMS = 256
 #: A loss whose divisor is not known is tested on every batch up to this one, and then ever more rarely.
 _ALWAYS_UP_TO = 64
-#: Weights that differ from the shares of samples by less are those.
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ class LossWeights:
             known = self._known.get(key)
             if known is not None and not self._is_due(known):
                 if known.adds_up is not None:
-                    return _additive(batch, known.adds_up)
+                    return additive(batch, known.adds_up)
                 if known.weights is not None:
                     return known.weights
                 if known.classes is not None:
@@ -208,10 +215,10 @@ class LossWeights:
         ]
         if first.counted:
             counts = [terms[0].divisor for terms in rows]
-            return _Found(_over_total(counts), dict(enumerate(counts)), first)
-        columns = _columns(rows, view.evaluation(None).terms, batch.shares)
+            return _Found(over_total(counts), dict(enumerate(counts)), first)
+        columns = columns_of(rows, view.evaluation(None).terms, batch.shares)
         counts = [terms[0].divisor for terms in rows]
-        return _Found(_agreed(columns), dict(enumerate(counts)), first)
+        return _Found(agreed(columns), dict(enumerate(counts)), first)
 
     def _classes(self, view: View, found: _Found) -> Classes | None:
         """The leaf of the targets that is the loss's class indices, if one is."""
@@ -239,15 +246,15 @@ class LossWeights:
                 columns += self._model_columns(view, place)
             if own:
                 rows = [_own(view.evaluation(number).terms) for number in batch.numbers]
-                columns += _columns(rows, _own(view.evaluation(None).terms), batch.shares)
-            return _agreed(columns)
+                columns += columns_of(rows, _own(view.evaluation(None).terms), batch.shares)
+            return agreed(columns)
         except UnknownForm as error:
             raise SettingError(model_loss(str(error))) from error
 
     def _model_columns(self, view: View, place: int) -> list[list[float]]:
         if self._model is not None:
             return [
-                _snapped(column, view.batch.shares)
+                snapped(column, view.batch.shares)
                 for column in self._model.weights(view.batch, place)
             ]
         # Of layers that are not traced, only the graph of what is here tells; what comes is checked when it is there.
@@ -262,7 +269,7 @@ class LossWeights:
                     number: terms[0].divisor * share / view.batch.shares[view.number]
                     for number, share in enumerate(view.batch.shares)
                 }
-        return [_ones(view.batch) if self._model_sums else view.batch.shares]
+        return [ones(view.batch) if self._model_sums else view.batch.shares]
 
     # -- by numbers ----------------------------------------------------------------------------------------------------------
 
@@ -281,7 +288,7 @@ class LossWeights:
             return found.weights
         adds_up = ways.get(False, "shares"), ways.get(True, "shares")
         self._remember(key, Knowledge(adds_up=adds_up))
-        return _additive(batch, adds_up)
+        return additive(batch, adds_up)
 
     def _way(self, view: View, found: _Found | None) -> str | None:
         """How the loss of a pair is made of its parts'; None where that cannot be tested.
@@ -326,7 +333,7 @@ class LossWeights:
                 f"first ({type(error).__name__}: {error}). {WAYS_OUT}"
             ) from error
         batch.loss_counts = dict(enumerate(counts))
-        return _over_total(counts)
+        return over_total(counts)
 
     def _warn(self, error: Exception) -> None:
         if not self._warned:
@@ -359,71 +366,6 @@ class LossWeights:
             raise SettingError(count_differs(number, expected, terms[0].divisor))
 
 
-def weights_of(counts: Sequence[float], total: float, shares: Sequence[float]) -> list[float]:
-    """Counts in proportion to their total; the shares of samples where it is 0, as nothing has a weight then."""
-    if not total:
-        return list(shares)
-    return _snapped([count / total for count in counts], shares)
-
-
-def _over_total(counts: Sequence[float]) -> list[float]:
-    """Weights of sums whose counts are these.
-
-    Raises:
-        SettingError: there is nothing to divide by.
-    """
-    total = sum(counts)
-    if not total > 0:
-        raise SettingError(
-            f"the loss returns (sum, count), and the counts of the batch's micro-batches are {counts}: they must add up to more than 0"
-        )
-    return [1.0 / total] * len(counts)
-
-
-def _additive(batch: Batch, adds_up: tuple[str, str]) -> list[float]:
-    """Weights of a loss that adds up over samples, and over tokens, as a mean or as a sum."""
-    if adds_up == ("shares", "shares"):
-        return batch.shares
-    weights = _ones(batch)
-    for row in batch.rows():
-        samples = sum(batch.shares[number] for number in row)
-        for number in row:
-            weights[number] *= samples if adds_up[0] == "shares" else 1.0
-            if len(row) > 1 and adds_up[1] == "shares":
-                weights[number] *= batch.shares[number] / samples
-    return weights
-
-
-def _snapped(weights: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """Weights that are the shares of samples but for rounding, as those."""
-    if all(same(weight, share, _ROUNDING) for weight, share in zip(weights, shares, strict=True)):
-        return list(shares)
-    return list(weights)
-
-
-def _columns(
-    rows: Sequence[Sequence[Term]], whole: Sequence[Term], shares: Sequence[float]
-) -> list[list[float]]:
-    if any(len(terms) != len(whole) for terms in rows):
-        raise UnknownForm("terms that come and go")
-    return [
-        weights_of([terms[i].divisor for terms in rows], term.divisor, shares)
-        for i, term in enumerate(whole)
-    ]
-
-
-def _agreed(columns: Sequence[list[float]]) -> list[float]:
-    """The weights that all terms of a loss have.
-
-    Raises:
-        UnknownForm: they differ.
-    """
-    for column in columns[1:]:
-        if not all(map(same, column, columns[0])):
-            raise UnknownForm("terms that count differently")
-    return columns[0]
-
-
 def _pair_weights(view: View) -> tuple[float, float]:
     """The weights of a pair in both joined, by the loss's divisors."""
     whole = view.joined_evaluation().terms[0].divisor
@@ -435,10 +377,6 @@ def _pair_weights(view: View) -> tuple[float, float]:
 
 def _own(terms: Sequence[Term]) -> list[Term]:
     return [term for term in terms if term.leaf is None]
-
-
-def _ones(batch: Batch) -> list[float]:
-    return [1.0] * len(batch.inputs)
 
 
 def _same_contents(one: Tensor, other: Tensor) -> bool:

@@ -76,8 +76,7 @@ class Pipeline:
         boundary: "bfloat16" or "int8": send activations and their gradients in fewer bits. That changes what is learnt, a little
             (benchmarks/boundary).
         loss_weight: from a micro-batch's targets to how much they count, for a loss of which that is not known otherwise.
-        loss_on: "micro_batch"; or "batch", to compute it once on the joined outputs, for losses in which samples see each other.
-            For schedules that run all forwards of the last stage before its first backward, such as gpipe.
+        loss_on: "batch" computes the loss once, on all outputs, if samples see each other in it (gpipe and its like).
 
     Raises:
         SettingError, PlanError, ScheduleError, ChainError: what is asked for makes no sense, or cannot be done.

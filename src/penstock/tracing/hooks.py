@@ -12,7 +12,7 @@ def copy_tensor_hooks(source: Tensor, copy: Tensor) -> None:
     hooks = source._backward_hooks
     if hooks and copy.requires_grad and not copy._backward_hooks:
         for hook in hooks.values():
-            copy.register_hook(hook)
+            copy.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def copy_weight_hooks(sources: Iterable[nn.Module], copies: Iterable[nn.Module]) -> None:
