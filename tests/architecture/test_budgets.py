@@ -25,7 +25,7 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "front door: 3 arguments and 8 keyword-only settings",
     ),
     ("arguments", "runtime/pipeline.py:Pipeline.__init__"): (
-        27,
+        29,
         "2026-11-21",
         "front door: a plan or its parts, and options",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -251,20 +252,17 @@ def test_dropout_differs_between_steps_layers_and_micro_batches():
     assert len(masks) == len(set(masks)) == 8
 
 
-def test_a_loss_that_sums_is_refused_before_anything_runs():
-    """A sum over a micro-batch grows with its size; weighed by shares it would be neither a mean nor a sum."""
+def test_a_loss_that_is_not_reduced_is_refused_before_anything_runs():
+    """It gives a number for each sample, and a backward begins with one."""
     model, _, _ = made(CASES["mlp"])
-    for reduction in ("sum", "none"):
+    for loss in (
+        nn.CrossEntropyLoss(reduction="none"),
+        partial(functional.cross_entropy, reduction="none"),
+    ):
         with pytest.raises(
-            ps.PenstockError,
-            match=f"the loss reduces by '{reduction}'; it must be the mean over the samples",
+            ps.PenstockError, match=r"the loss has reduction='none', .* it must give one number"
         ):
-            ps.Pipeline(
-                model,
-                loss=nn.CrossEntropyLoss(reduction=reduction),
-                balance=[7],
-                executor="threads",
-            )
+            ps.Pipeline(model, loss=loss, balance=[7], executor="threads")
     ps.Pipeline(model, loss=nn.CrossEntropyLoss(), balance=[7], executor="threads")
 
 

@@ -286,3 +286,21 @@ def test_an_asynchronous_run_resumes_where_it_stopped(tmp_path, profile):
         json.loads(line) for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()
     ]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))
+
+
+def test_the_self_check_of_a_new_run_changes_nothing_and_says_what_it_found(tmp_path, profile):
+    """Weights, random numbers and the order of the data are those without it; going on from a checkpoint needs none."""
+    outcomes = []
+    for words in ([], ["--no-self-check"]):
+        ran = subprocess.run(
+            [*TRAIN, "--limit-steps", "3", "--profile", str(profile), "--json", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        outcomes.append(json.loads(ran.stdout))
+        assert ("self-check: as one device to" in ran.stderr) == (not words)
+    assert outcomes[0]["loss"] == outcomes[1]["loss"]
+    assert outcomes[0]["test_loss"] == outcomes[1]["test_loss"]

@@ -111,6 +111,14 @@ def train(
     deadline_s: Annotated[
         float | None, typer.Option(help="Seconds that a rank waits for another.")
     ] = None,
+    self_check: Annotated[
+        bool | None,
+        typer.Option(
+            "--self-check/--no-self-check",
+            help="Hold a new run's first batch against plain training, in micro-batches and undivided, and refuse to train where "
+            "they differ; on by default. Costs about three steps of plain training in one process.",
+        ),
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Train a model through a pipeline on this machine: measured, planned, drawn, and compared with the prediction.

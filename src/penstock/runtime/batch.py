@@ -28,9 +28,11 @@ from penstock.values.structure import (
 class Batch:
     """Micro-batches of inputs and targets, and the results that ops leave behind, all by the numbers that ops have.
 
-    `shares[n]` is the share of micro-batch n in the batch's samples, and in their tokens where those are cut: the mean loss weighs
-    samples and tokens, not micro-batches. `slicing` is how those micro-batches that this batch fills are cut. `keeps_outputs`: leave the
-    model's outputs behind, though there are targets. `check` is a checksum that all ranks have in common, see `calls`.
+    `shares[n]` is the share of micro-batch n in the batch's samples, and in their tokens where those are cut. Side losses are weighed
+    by it. `loss_weights[n]` is what the loss of micro-batch n is multiplied by in the loss of the batch; the last stage sets it before
+    its first loss (see `loss_weights.py`). `slicing` is how those micro-batches that this batch fills are cut. `keeps_outputs`: leave the
+    model's outputs behind, though there are targets. `check` is a checksum that all ranks have in common, see `calls`. `whole`: inputs
+    and targets before they were cut.
     """
 
     step: int
@@ -44,6 +46,9 @@ class Batch:
     slicing: Slicing | None = None
     keeps_outputs: bool = False
     check: int = 0
+    loss_weights: list[float] | None = None
+    loss_counts: dict[int, float] = field(default_factory=dict)
+    whole: tuple[Any, Any] = (None, None)
 
     @property
     def micro_batches(self) -> int:
@@ -107,6 +112,7 @@ class Batch:
             shares,
             self.signature,
             self.training,
+            whole=self.whole,
         )
 
     def joined(self, outputs: Mapping[int, Any]) -> Any:
@@ -297,7 +303,7 @@ def make_batch(
         ]
     forms, structure = _described(x)
     signature = _signature(training, y is not None, len(sizes), forms, structure, slicing)
-    return Batch(step, inputs, targets, shares, signature, training, slicing=slicing)
+    return Batch(step, inputs, targets, shares, signature, training, slicing=slicing, whole=(x, y))
 
 
 def _described(x: Any) -> tuple[object, str]:

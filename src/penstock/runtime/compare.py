@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,19 @@ from penstock.runtime import state
 from penstock.runtime.assembly import Assembly, Training
 from penstock.runtime.batch import Batch, join
 from penstock.runtime.results import by_micro_batch
+from penstock.runtime.stage_loss import LossOptions, StageLoss
+from penstock.runtime.whole_batch import (
+    DRAWS,
+    NEXT_TO_NOTHING,
+    SIDES,
+    WholeBatch,
+    causes_in,
+    coarse,
+    ratio,
+)
 from penstock.tracing.chain import TracedChain
 from penstock.tracing.deferred_batch_norm import begin
+from penstock.tracing.hooks import copy_tensor_hooks, copy_weight_hooks
 from penstock.tracing.host_random import equal_states, host_state
 from penstock.tracing.materialise import materialise
 from penstock.tracing.names import parameters_of, state_of
@@ -29,10 +40,6 @@ from penstock.values.structure import labelled, map_tensors
 #: Lines of a printed comparison of each kind.
 _ROWS = 8
 
-#: A difference is held against the largest value of the tensor itself, and where that is next to nothing, as the gradients of biases
-#: that change nothing are, against this share of the largest of its kind.
-_NEXT_TO_NOTHING = 1e-3
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -40,7 +47,7 @@ class Comparison:
 
     `gradients` and `buffers` by name, `outputs` by place in the model's output; `loss` is the difference of the mean losses. `scale` has
     the largest absolute value of each on the one device, to hold the difference against: buffers as `buffer NAME`, outputs as `output
-    PLACE`.
+    PLACE`. `whole` has the differences from one device that takes the batch undivided; `agrees` and `relative` of it are apart.
     """
 
     gradients: Mapping[str, float] = field(default_factory=dict)
@@ -48,6 +55,7 @@ class Comparison:
     loss: float = 0.0
     scale: Mapping[str, float] = field(default_factory=dict)
     outputs: Mapping[str, float] = field(default_factory=dict)
+    whole: WholeBatch | None = None
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -72,9 +80,9 @@ class Comparison:
         ):
             prefix = "" if kind in ("gradient", "loss") else f"{kind} "
             sizes = {name: self.scale.get(f"{prefix}{name}", 0.0) for name in errors}
-            least = _NEXT_TO_NOTHING * max(sizes.values(), default=0.0)
+            least = NEXT_TO_NOTHING * max(sizes.values(), default=0.0)
             found += [
-                (kind, name, error, _ratio(error, max(sizes[name], least)))
+                (kind, name, error, ratio(error, max(sizes[name], least)))
                 for name, error in errors.items()
             ]
         return sorted(found, key=lambda row: -row[3])
@@ -99,17 +107,11 @@ class Comparison:
             for kind, name, error, ratio in shown
         ]
         left = len(rows) - len(shown)
-        return "\n".join(
-            [*lines, f"  and {left} more, none of which differs more than the last of its kind"]
-            if left
-            else lines
-        )
-
-
-def _ratio(error: float, size: float) -> float:
-    if error == 0.0:
-        return 0.0
-    return error / size if size > 0 and math.isfinite(error) else math.inf
+        if left:
+            lines.append(f"  and {left} more, none of which differs more than the last of its kind")
+        if self.whole is not None:
+            lines.append(str(self.whole))
+        return "\n".join(lines)
 
 
 def compare(
@@ -160,7 +162,9 @@ def compare(
     plain.train(before, whole=batch.cuts_tokens)
     if plain.drew and batch.cuts_tokens:
         plain.train(before, whole=False)
-    return plain.against(found_loss, found_grads, found_state, found_outputs)
+    same = plain.against(found_loss, found_grads, found_state, found_outputs)
+    plain.train_whole(before)
+    return replace(same, whole=plain.against_whole(found_loss, found_grads))
 
 
 @dataclass
@@ -173,31 +177,64 @@ class _OneDevice:
     loss: float = 0.0
     drew: bool = False
     whole: bool = False
+    sides: bool = False
     modules: list[nn.Module] = field(default_factory=list)
     outputs: dict[int, Any] = field(default_factory=dict)
 
     def train(self, values: Mapping[str, Tensor], *, whole: bool) -> None:
         """Forward and backward of all micro-batches in turn from these values, gradients accumulated, slices of one in one graph."""
-        self.modules = _one_device(self.placed, values, self.training)
-        self.loss, self.drew, self.whole = 0.0, False, whole
-        self.outputs.clear()
         batch = self.batch.with_whole_sequences() if whole else self.batch
+        batch = replace(
+            batch, losses={}, outputs={}, loss_weights=None, loss_counts={}, keeps_outputs=False
+        )
+        self._begin(values, len(batch.inputs))
+        self.whole = whole
+        options = self.training.options.loss
+        stage_loss = StageLoss(
+            self.training.loss, torch.device("cpu"), options, self.training.seed, self.modules
+        )
         assert batch.targets is not None
-        for module in self.modules:
-            begin(module, len(batch.inputs))
+        waiting: list[Tensor] = []
         for row in batch.rows():
-            parts = []
             pasts: dict[int, Any] = {}
             for n in row:
                 with self._mixed(), collecting_side_losses() as sides:
-                    value, drew = _plain_forward(self.modules, batch, n, self.training.seed, pasts)
-                    # As the loss gets it: some losses work in place.
-                    self.outputs[n] = map_tensors(lambda leaf: leaf.detach().clone(), value)
-                    loss = self.training.loss(value, batch.targets[n])
-                parts.append(sum(sides, loss) * batch.shares[n])
-                self.drew = self.drew or drew
-            torch.autograd.backward(parts)
-            self.loss += sum(float(part.detach()) for part in parts)
+                    value = self._forward(batch, n, pasts)
+                    loss = stage_loss.of(batch, n, value, sides)
+                assert batch.loss_weights is not None
+                waiting.append(_weighed(loss, sides, batch.loss_weights[n], batch.shares[n]))
+                self.sides = self.sides or bool(sides)
+            if options.loss_on == "micro_batch":
+                _backward(waiting)
+        _backward(waiting)
+        self.loss = sum(float(each) for each in batch.losses.values())
+
+    def train_whole(self, values: Mapping[str, Tensor]) -> None:
+        """Forward and backward of the undivided batch from these values."""
+        x, y = self.batch.whole
+        batch = Batch(self.batch.step, [x], [y], [1.0], self.batch.signature, True, whole=(x, y))
+        self._begin(values, 1)
+        stage_loss = StageLoss(
+            self.training.loss, torch.device("cpu"), LossOptions(), self.training.seed, self.modules
+        )
+        with self._mixed(), collecting_side_losses() as sides:
+            loss = stage_loss.of(batch, 0, self._forward(batch, 0, {}), sides)
+        _backward([_weighed(loss, sides, 1.0, 1.0)])
+        self.loss = float(batch.losses[0])
+
+    def _begin(self, values: Mapping[str, Tensor], micro_batches: int) -> None:
+        self.modules = _one_device(self.placed, values, self.training)
+        self.loss, self.drew = 0.0, False
+        self.outputs.clear()
+        for module in self.modules:
+            begin(module, micro_batches)
+
+    def _forward(self, batch: Batch, n: int, pasts: dict[int, Any]) -> Any:
+        value, drew = _plain_forward(self.modules, batch, n, self.training.seed, pasts)
+        # As the loss gets it: some losses work in place.
+        self.outputs[n] = map_tensors(lambda leaf: leaf.detach().clone(), value)
+        self.drew = self.drew or drew
+        return value
 
     def _mixed(self) -> AbstractContextManager[None]:
         mixed = self.training.options.autocast
@@ -212,14 +249,9 @@ class _OneDevice:
     ) -> Comparison:
         """What the pipeline has found, held against it."""
         aliases = self.placed.traced.aliases
-        plain_grads: dict[str, Tensor] = {}
+        plain_grads = self._grads()
         plain_state: dict[str, Tensor] = {}
         for layer, module in zip(self.placed.traced.layers, self.modules, strict=True):
-            for name, parameter in parameters_of(layer.name, module):
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                plain_grads.setdefault(
-                    aliases.get(name, name), grad.to_dense() if grad.is_sparse else grad
-                )
             plain_state.update(state_of(layer.name, module))
         parameters = {
             name for layer in self.placed.traced.layers for name in layer.parameters
@@ -241,10 +273,56 @@ class _OneDevice:
         return Comparison(
             {name: _difference(grad, plain_grads[name]) for name, grad in grads.items()},
             {name: _difference(tensor, plain_state[name]) for name, tensor in moved.items()},
-            abs(float(loss) - self.loss),
+            _loss_difference(float(loss), self.loss),
             scale,
             {place: max(map(_difference, made[place], row)) for place, row in expected.items()},
         )
+
+    def against_whole(self, loss: Tensor, grads: Mapping[str, Tensor]) -> WholeBatch:
+        """What the pipeline has found, held against the undivided batch."""
+        plain = self._grads()
+        causes = causes_in(self.modules)
+        causes += [DRAWS] * self.drew + [SIDES] * self.sides
+        return WholeBatch(
+            {name: _difference(grad, plain[name]) for name, grad in grads.items()},
+            _loss_difference(float(loss), self.loss),
+            {name: _largest(grad) for name, grad in plain.items()} | {"loss": abs(self.loss)},
+            tuple(causes),
+            coarse((grad.dtype for grad in plain.values()), self.training.options.autocast),
+        )
+
+    def _grads(self) -> dict[str, Tensor]:
+        """The gradients of the model's parameters by name."""
+        aliases = self.placed.traced.aliases
+        found: dict[str, Tensor] = {}
+        for layer, module in zip(self.placed.traced.layers, self.modules, strict=True):
+            for name, parameter in parameters_of(layer.name, module):
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                found.setdefault(
+                    aliases.get(name, name), grad.to_dense() if grad.is_sparse else grad
+                )
+        return found
+
+
+def _weighed(loss: Tensor, sides: Sequence[Tensor], weight: float, share: float) -> Tensor:
+    """A micro-batch's part of the loss of the batch."""
+    if weight == share:
+        return sum(sides, loss) * share
+    return sum((side * share for side in sides), loss * weight)
+
+
+def _backward(waiting: list[Tensor]) -> None:
+    """The gradients of some losses, which are done with then."""
+    live = [loss for loss in waiting if loss.requires_grad]
+    if live:
+        torch.autograd.backward(live)
+    waiting.clear()
+
+
+def _loss_difference(one: float, other: float) -> float:
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    return math.inf if math.isnan(one) or math.isnan(other) else abs(one - other)
 
 
 def _leaves(batch: Batch, outputs: Mapping[int, Any]) -> dict[str, list[Tensor]]:
@@ -271,6 +349,7 @@ def _one_device(
 ) -> list[nn.Module]:
     """A copy of the whole model on the CPU with these values."""
     copied = tuple(copy.deepcopy(nn.ModuleList(placed.traced.modules)))
+    copy_weight_hooks(placed.traced.modules, copied)
     _give_memory(copied)
     # What is still on the meta device is initialised, for the buffers that no state has.
     modules = materialise(TracedChain(placed.traced.description, copied, placed.traced.aliases), range(len(copied)),
@@ -296,6 +375,7 @@ def _give_memory(modules: Sequence[nn.Module]) -> None:
                     made[id(parameter)] = nn.Parameter(
                         torch.empty_like(parameter, device="cpu"), parameter.requires_grad
                     )
+                    copy_tensor_hooks(parameter, made[id(parameter)])
                 part._parameters[name] = made[id(parameter)]
 
 

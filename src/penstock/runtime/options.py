@@ -6,18 +6,22 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from penstock.errors import SettingError
 from penstock.optim.groups import GroupsOf
+from penstock.runtime.loss_joint import check_joint
+from penstock.runtime.stage_loss import LossOptions
 from penstock.schedule.op import Schedule
 from penstock.tracing.chain import TracedChain
 from penstock.tracing.deferred_batch_norm import convert
 from penstock.transport.coded import check_code
 
+_UNREDUCED = "the loss has reduction='none', which gives one number for each sample; it must give one number: reduction='mean' or 'sum'"
 _MIXED = (torch.bfloat16, torch.float16)
 
 
@@ -37,6 +41,7 @@ class Options:
     boundary: str | None = None
     clip_norm_type: float = 2.0
     clip_grad_value: float | None = None
+    loss: LossOptions = field(default_factory=LossOptions)
 
     @property
     def compiled(self) -> Mapping[str, Any] | None:
@@ -56,10 +61,7 @@ class Options:
         Raises:
             SettingError: something does not; the message says what and why.
         """
-        reduction = getattr(loss, "reduction", "mean")
-        if reduction != "mean":
-            raise SettingError(f"the loss reduces by {reduction!r}; it must be the mean over the samples "
-                               "it is given, so that micro-batches can be weighed by their sizes")  # fmt: skip
+        self._check_loss(schedule, loss)
         self._check_clipping()
         if self.autocast is not None and self.autocast not in _MIXED:
             raise SettingError(
@@ -125,6 +127,31 @@ class Options:
                 f"clip_grad_norm={self.clip_grad_norm} and clip_grad_value={self.clip_grad_value}: give one of them, for which "
                 "comes first changes the gradients"
             )
+
+    def _check_loss(self, schedule: Schedule, loss: object) -> None:
+        """Refuse a loss that is not one number, and a division that cannot be made."""
+        if not callable(loss):
+            raise SettingError(f"loss must be a function of output and target, not {loss!r}")
+        while isinstance(loss, partial):
+            if loss.keywords.get("reduction") == "none":
+                raise SettingError(_UNREDUCED)
+            loss = loss.func
+        if getattr(loss, "reduction", "mean") == "none":
+            raise SettingError(_UNREDUCED)
+        weight, on = self.loss.loss_weight, self.loss.loss_on
+        if weight is not None and not callable(weight):
+            raise SettingError(
+                "loss_weight must be a function from a micro-batch's targets to how much it counts, such as "
+                f"lambda target: (target != -100).sum(), not {weight!r}"
+            )
+        if on not in ("micro_batch", "batch"):
+            raise SettingError(f"loss_on must be 'micro_batch' or 'batch', not {on!r}")
+        if on == "batch":
+            if weight is not None:
+                raise SettingError(
+                    "loss_on='batch' computes the loss once, so there is nothing for loss_weight to weigh: give one of them"
+                )
+            check_joint(schedule)
 
     def converted(self, traced: TracedChain, micro_batches: int) -> TracedChain:
         """The chain with the layers that are asked for.

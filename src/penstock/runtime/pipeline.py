@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from penstock.runtime.replica_check import check_replicas
 from penstock.runtime.results import mean_loss, outputs
 from penstock.runtime.setting import Words, check, setting_of
 from penstock.runtime.stage import Loss, Stage
+from penstock.runtime.stage_loss import LossOptions
 from penstock.runtime.streaming import Streaming
 from penstock.runtime.together import Together
 from penstock.runtime.trainability import Trainability
@@ -52,8 +53,9 @@ class Pipeline(Optimizing, ModelState, Inspection):
         model: an `nn.Sequential`, a list of modules, or a chain from `ps.chain`. Modules with real weights are trained in
             place. Modules on the meta device are made on the ranks that hold them, from `seed` and their place in the chain.
         plan: from `ps.plan`; or say it yourself with the next four.
-        loss: `loss(output, target)` to one number: the mean over the samples it is given (and their tokens, where a schedule cuts
-            sequences: x and y then have the tokens in their second dimension).
+        loss: `loss(output, target)` to one number, or to `(sum, count)`, which is that of the undivided batch: micro-batches are
+            weighed by what they count (samples, tokens that are not ignored, class weights, 1 for sums), and a loss that cannot be
+            divided is refused. Where a schedule cuts sequences, x and y have the tokens in their second dimension.
         optimizer: from a list of parameters to an optimizer; called once for every stage. Without it gradients add up in
             `.grad` and nothing is updated.
         balance: layers per stage.
@@ -84,6 +86,8 @@ class Pipeline(Optimizing, ModelState, Inspection):
         boundary: "bfloat16" or "int8": send activations and their gradients in fewer bits. That changes what is learnt, a little
             (benchmarks/boundary).
         check_data: compare the batches of ranks that are processes, as docs/training.md says. For all ranks or none.
+        loss_weight: from a micro-batch's targets to how much they count, for a loss of which that is not known otherwise.
+        loss_on: "batch" computes the loss once, on all outputs, if samples see each other in it (gpipe and its like).
 
     Raises:
         SettingError, PlanError, ScheduleError, ChainError: what is asked for makes no sense, or cannot be done.
@@ -122,6 +126,8 @@ class Pipeline(Optimizing, ModelState, Inspection):
         clip_norm_type: float = 2.0,
         clip_grad_value: float | None = None,
         check_data: bool = True,
+        loss_weight: Callable[[Any], Any] | None = None,
+        loss_on: str = "micro_batch",
     ) -> None:
         traced = model if isinstance(model, TracedChain) else chain(model)
         words = Words(balance, schedule, micro_batches, recompute, weights, weights_options)
@@ -139,6 +145,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
             boundary,
             clip_norm_type,
             clip_grad_value,
+            LossOptions(loss_weight, loss_on),
         )
         check(self.setting)
         options.check(self.setting.schedule, loss, steps=optimizer is not None)
@@ -210,10 +217,8 @@ class Pipeline(Optimizing, ModelState, Inspection):
             self._feed(self._stream, batch)
             self.flush()
             return self._stream.ready.pop()[1]
-        gathered, self._gathered = (
-            self._gathered,
-            0,
-        )  # if it fails, nothing is left of the batches before
+        # If it fails, nothing is left of the batches before.
+        gathered, self._gathered = self._gathered, 0
         self._mark_stale()
         self._player.play(batch, Mode.TRAIN, steps=steps, factor=1 / self._accumulate)
         self._gathered = 0 if steps else gathered + 1

@@ -22,7 +22,7 @@ from penstock.runtime.layers import StageLayer, StageLayers
 from penstock.runtime.past import Past, Pasts, tensors_of
 from penstock.runtime.reach import Reach
 from penstock.runtime.second_forward import FirstForward, SecondForwards
-from penstock.runtime.stage_loss import Loss, StageLoss, Starts, total
+from penstock.runtime.stage_loss import Loss, LossOptions, StageLoss, Starts, total
 from penstock.simulate.simulate import recomputes
 from penstock.tracing.side_loss import collect_side_losses, collecting_side_losses
 from penstock.transport.payload import Payload
@@ -43,7 +43,8 @@ class _Kept:
 
     Without `roots` it will be recomputed, from these inputs and what its `first` forward saw. `found` has more leaves, where it
     is a slice: what it found of the slices before. `own` are the last of `roots`, which take no gradient from the stage after: the
-    loss and the side losses. `size` is in bytes. `flags` say which tensors of the output, and then of the past, want a gradient.
+    side losses, and `loss`, on the last stage. `size` is in bytes. `flags` say which tensors of the output, and then of the past, want
+    a gradient.
     """
 
     inputs: Payload
@@ -54,6 +55,7 @@ class _Kept:
     saved: Saved | None = None
     size: int = 0
     flags: tuple[bool, ...] = ()
+    loss: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -97,6 +99,7 @@ class Stage:
     compile: Mapping[str, Any] | None = None
     offload: bool = False
     reach: Reach | None = None
+    loss_options: LossOptions = field(default_factory=LossOptions)
     _kept: dict[_Key, _Kept | _Plain] = field(default_factory=dict)
     _pending: dict[_Key, tuple[PendingWeights, int]] = field(default_factory=dict)
     _pasts: Pasts = field(default_factory=Pasts)
@@ -125,7 +128,10 @@ class Stage:
         self._plain: dict[str, int] = {}
         self._on_host = self.device.type == "cpu"
         self._starts = Starts()
-        self._losses = None if self.loss is None else StageLoss(self.loss, self.device)
+        self._losses: StageLoss | None = None
+        if self.loss is not None:
+            modules = [layer.module for layer in self.layers]
+            self._losses = StageLoss(self.loss, self.device, self.loss_options, self.seed, modules)
 
     def tensors(self) -> Iterator[Tensor]:
         """All parameters and buffers; one that two modules share comes twice."""
@@ -184,7 +190,7 @@ class Stage:
             torch.set_grad_enabled(batch.training),
             saved.saving() if saved else nullcontext(),
         ):
-            result, own = self._run(batch, micro_batch, inputs, past)
+            result, own, loss = self._run(batch, micro_batch, inputs, past)
         made = [] if result is None else result.tensors
         left = [] if after is None else tensors_of(past.left)
         if first is not None:
@@ -203,7 +209,15 @@ class Stage:
                 else self.held.size(self._form(batch, micro_batch))
             )
             self._kept[batch.step, micro_batch] = _Kept(
-                inputs, past.found, None if again else roots, len(own), first, saved, size, flags
+                inputs,
+                past.found,
+                None if again else roots,
+                len(own),
+                first,
+                saved,
+                size,
+                flags,
+                loss,
             )
             self.held.take(size)
             if not (again or saved or own[1:] or batch.outputs):
@@ -267,7 +281,7 @@ class Stage:
         inputs = Payload("", (given,), (leaf is not None,))
         count = len(own) + (len(roots) if self.loss is not None else 0)
         self._kept[batch.step, micro_batch] = _Kept(
-            inputs, {}, [*roots, *own], count, None, None, size
+            inputs, {}, [*roots, *own], count, None, None, size, (), root
         )
         return result
 
@@ -346,7 +360,7 @@ class Stage:
 
     def _run(
         self, batch: Batch, micro_batch: int, inputs: Payload, past: Past
-    ) -> tuple[Payload | None, list[Tensor]]:
+    ) -> tuple[Payload | None, list[Tensor], Tensor | None]:
         """What the layers make for the next stage, and what starts a gradient of its own: the loss, on the last stage, and side losses."""
         watch = self._in_place.watch(inputs, training=batch.training)
         value = watch.given.value()
@@ -354,6 +368,7 @@ class Stage:
         if type(value) is dict and _SIDE in value:
             before, value = value[_SIDE], value["value"]
         result: Payload | None = None
+        loss: Tensor | None = None
         own: list[Tensor] = []
         with self._mixed(), collecting_side_losses() as sides:
             value = self._running.run(batch, micro_batch, value, past)
@@ -372,7 +387,7 @@ class Stage:
                     self.reach.check_loss(batch.step, loss, value)
                 if isinstance(loss, Tensor) and loss.requires_grad:
                     own.append(loss)
-        return result, own
+        return result, own, loss
 
     def _drawing(self, batch: Batch, micro_batch: int, *, weights_only: bool = False) -> AbstractContextManager[None]:  # fmt: skip
         """Around a backward: the random generators, if layers draw there."""
@@ -381,9 +396,10 @@ class Stage:
             return _AS_IT_IS
         return draws.backward(Place(batch, micro_batch), weights_only=weights_only)
 
-    def _started(self, batch: Batch, micro_batch: int, root: Tensor) -> Tensor:
-        """The gradient that a loss or a side loss begins with: the micro-batch's share in the batch, scaled."""
-        return self._starts.of(batch.shares[micro_batch] * self.loss_scale, root)
+    def _started(self, batch: Batch, micro_batch: int, root: Tensor, side: bool = False) -> Tensor:
+        """The gradient that the loss begins with, its weight in the batch, or a side loss, the micro-batch's share; scaled."""
+        weights = batch.shares if side or batch.loss_weights is None else batch.loss_weights
+        return self._starts.of(weights[micro_batch] * self.loss_scale, root)
 
     def _mixed(self) -> AbstractContextManager[None]:
         return (
@@ -443,7 +459,7 @@ class Stage:
             looking = self._looking(batch, micro_batch, kept.inputs, keeps=True)
             assert kept.first is not None
             with looking, torch.enable_grad(), self._again.seeing(kept.first):
-                result, own = self._run(batch, micro_batch, kept.inputs, past)
+                result, own, loss = self._run(batch, micro_batch, kept.inputs, past)
             full = self.held.size(self._form(batch, micro_batch))
             self.held.take(full - kept.size)
             kept.size = full
@@ -451,12 +467,13 @@ class Stage:
             left = [] if after is None else tensors_of(past.left)
             self._again.check(kept.first, [*made, *own, *left], micro_batch)
             check_same_flags(kept.flags, [*made, *left], f"stage {self.index}")
-            kept.own = len(own)
+            kept.own, kept.loss = len(own), loss
             roots = [tensor for tensor in made if tensor.requires_grad] + own
             roots += [tensor for tensor in left if tensor.requires_grad]
         first = len(roots) - len(grads_of_past) - kept.own
         grads += [
-            self._started(batch, micro_batch, root) for root in roots[first : first + kept.own]
+            self._started(batch, micro_batch, root, root is not kept.loss)
+            for root in roots[first : first + kept.own]
         ]
         pairs = [
             (root, grad)

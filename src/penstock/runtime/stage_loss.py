@@ -1,4 +1,4 @@
-"""The loss of the last stage: its share in the batch's mean, and the gradient that it starts."""
+"""The loss of the last stage: its weight in the loss of the batch, and the gradient that it starts."""
 
 from __future__ import annotations
 
@@ -7,53 +7,135 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import SettingError
 from penstock.runtime.batch import Batch
-from penstock.values.structure import map_tensors
+from penstock.runtime.loss_call import LossCall, one_number
+from penstock.runtime.loss_joint import JointLosses
+from penstock.runtime.loss_messages import count_differs
+from penstock.runtime.loss_terms import same
+from penstock.runtime.loss_weights import LossWeights
+from penstock.values.structure import map_tensors, tensors_of
 
-Loss = Callable[[Any, Any], Tensor]
+#: `loss(output, target)`, to one number or to (sum, count).
+Loss = Callable[[Any, Any], Any]
 
 #: Gradients that are remembered, by their value: dynamic scales and uneven batches make more of them.
 _MOST_STARTS = 64
 
 
 @dataclass(frozen=True)
+class LossOptions:
+    """How a loss is divided into micro-batches; `Pipeline` says what each is."""
+
+    loss_weight: Callable[[Any], Any] | None = None
+    loss_on: str = "micro_batch"
+
+
+@dataclass
 class StageLoss:
-    """`loss(output, target)`, where it is computed."""
+    """`loss(output, target)`, where it is computed.
+
+    Attributes:
+        loss: what the caller gave.
+        device: of the stage.
+        options: how it is divided.
+        seed: of what the loss draws.
+        layers: the stage's modules.
+    """
 
     loss: Loss
     device: torch.device
+    options: LossOptions = field(default_factory=LossOptions)
+    seed: int = 0
+    layers: Sequence[nn.Module] = ()
+
+    def __post_init__(self) -> None:
+        self._call = LossCall(self.loss, self.device, self.seed)
+        self._weights = LossWeights(self._call, self.options.loss_weight, self.layers)
+        self._joint = JointLosses(self._call) if self.options.loss_on == "batch" else None
 
     def of(self, batch: Batch, micro_batch: int, value: Any, sides: Sequence[Tensor]) -> Any:
-        """The micro-batch's mean loss, whose share in the batch's is noted, side losses added; without targets, its outputs are kept
+        """The micro-batch's loss, which goes into the batch's with its weight, side losses added; without targets, its outputs are kept
         for the caller.
 
         Raises:
-            SettingError: the loss is not one number.
+            SettingError: the loss is not one number, or the losses of micro-batches do not add up to that of the batch.
         """
         if batch.targets is None or batch.keeps_outputs:
             batch.outputs[micro_batch] = map_tensors(Tensor.detach, value)
         if batch.targets is None:
             return None
-        target = batch.targets[micro_batch]
-        if type(target) is Tensor:
-            target = target.to(self.device)
-        else:
-            target = map_tensors(lambda leaf: leaf.to(self.device), target)
-        loss = self.loss(value, target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise SettingError(
-                f"the loss must be one number, the mean over the samples it is given; this one is {shape}"
-            )
-        if loss.dim():
-            loss = loss.reshape(())
+        if self._joint is not None and len(batch.inputs) > 1:
+            return self._jointly(batch, micro_batch, value, sides)
+        if batch.loss_weights is None:
+            batch.loss_weights = self._weights.of(batch, micro_batch, value)
+        loss = self._call(batch, micro_batch, value, self._call.target(batch, micro_batch))
+        counted = type(loss) is tuple
+        loss = self._divided(batch, micro_batch, loss) if counted else one_number(loss)
+        weight = batch.loss_weights[micro_batch]
+        if weight == 0.0:
+            # It counts nothing: whatever it is, such as NaN of 0 / 0, goes into nothing.
+            loss = nothing(value, loss)
+        elif batch.loss_counts and not counted and self.options.loss_weight is None:
+            self._weights.check(batch, micro_batch, loss)
         if micro_batch not in batch.losses:
-            whole = loss.detach() + total(sides) if sides else loss.detach()
-            batch.losses[micro_batch] = whole * batch.shares[micro_batch]
+            batch.losses[micro_batch] = reported(batch, micro_batch, loss, sides)
         return loss
+
+    def _divided(self, batch: Batch, number: int, loss: tuple[Any, ...]) -> Tensor:
+        """A loss of the form (sum, count), to be weighed by 1 / the count of the batch.
+
+        Raises:
+            SettingError: the count is not the one that was expected.
+        """
+        if len(loss) != 2:
+            raise SettingError(
+                f"the loss returned a tuple of {len(loss)} values; it must return one number, or (sum, count)"
+            )
+        total, count = one_number(loss[0]), float(loss[1])
+        if len(batch.inputs) == 1:
+            return total / count
+        expected = batch.loss_counts.get(number)
+        if expected is None:
+            raise SettingError(
+                f"the loss returned (sum, count) for micro-batch {number}, and one number where it was asked before"
+            )
+        if not same(expected, count, 1e-5):
+            raise SettingError(count_differs(number, expected, count))
+        if self.options.loss_weight is not None:
+            whole = sum(batch.loss_counts.values())
+            batch.loss_weights = [1.0 / whole if whole else 0.0] * len(batch.inputs)
+        return total
+
+    def _jointly(self, batch: Batch, number: int, value: Any, sides: Sequence[Tensor]) -> Tensor:
+        assert self._joint is not None
+        batch.loss_weights = [1.0] * len(batch.inputs)
+        loss, share = self._joint.of(batch, number, value)
+        if number not in batch.losses:
+            batch.losses[number] = reported(batch, number, one_number(share), sides)
+        return loss
+
+
+def reported(batch: Batch, number: int, loss: Tensor, sides: Sequence[Tensor]) -> Tensor:
+    """What a micro-batch adds to the reported loss: its own with its weight, and side losses with its share of the samples."""
+    assert batch.loss_weights is not None
+    weight, share = batch.loss_weights[number], batch.shares[number]
+    if not sides:
+        return loss.detach() * weight
+    if weight == share:
+        return (loss.detach() + total(sides)) * share
+    return loss.detach() * weight + total(sides) * share
+
+
+def nothing(value: Any, loss: Tensor) -> Tensor:
+    """A loss of 0 whose gradients are 0 for all that the model has put out."""
+    leaves = [leaf for leaf in tensors_of(value) if leaf.requires_grad]
+    # Where the model computes its loss itself, that is one of its outputs, and its own backward may divide by 0.
+    chosen = [leaf for leaf in leaves if leaf.dim()] or leaves
+    parts = [leaf.reshape(-1)[:0].sum().to(loss.dtype) for leaf in chosen]
+    return sum(parts, torch.zeros_like(loss.detach()))
 
 
 @dataclass

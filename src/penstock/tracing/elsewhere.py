@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.tracing.chain import TracedChain
+from penstock.tracing.hooks import copy_tensor_hooks
 
 
 def without_others(traced: TracedChain, held: Collection[int]) -> TracedChain:
@@ -27,19 +28,19 @@ def without_others(traced: TracedChain, held: Collection[int]) -> TracedChain:
             continue
         for parameter in module.parameters():
             stays = id(parameter) in kept or parameter.is_meta
-            memo[id(parameter)] = (
-                parameter
-                if stays
-                else nn.Parameter(
-                    torch.empty_like(parameter, device="meta"), parameter.requires_grad
-                )
-            )
+            memo[id(parameter)] = parameter if stays else _without_memory(parameter)
         memo.update((id(buffer), buffer) for buffer in module.buffers())
     modules = [
         module if index in held else _copied(module, memo)
         for index, module in enumerate(traced.modules)
     ]
     return replace(traced, modules=tuple(modules), roots=())
+
+
+def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    copy_tensor_hooks(parameter, made)
+    return made
 
 
 def _copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:

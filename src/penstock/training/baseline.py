@@ -33,7 +33,7 @@ def plain_step_seconds(config: TrainConfig) -> list[float]:
         optimizer.zero_grad()
         with nullcontext() if mixed is None else torch.autocast("cpu", dtype=mixed):
             loss = task.loss(model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         times.append(time.perf_counter() - start)
     return times[1:] or times

@@ -41,6 +41,8 @@ class TrainConfig:
         profile, profile_repeats: a profile to use instead of measuring; or how often each layer is timed.
         baseline_steps: steps of plain training in one process with one thread to compare with; 0 for none.
         deadline_s: seconds that a rank waits for another.
+        self_check: hold the first batch of a new run against plain training, in micro-batches and undivided, and refuse to train
+            where they differ. Costs about three steps of plain training in one process, and rank 0 holds the whole model meanwhile.
     """
 
     model: str = "vgg11_bn"
@@ -79,6 +81,7 @@ class TrainConfig:
     profile_repeats: int = 5
     baseline_steps: int = 5
     deadline_s: float = 300.0
+    self_check: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("epochs", 1), ("limit_steps", 1), ("ranks", 1), ("stages", 1), ("image", 1), ("channels", 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from penstock.profile.profile import Profile
 from penstock.runtime.pipeline import Pipeline
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import count_batches
+from penstock.training.first_check import check_first_batch
 from penstock.training.metrics import Metrics
 from penstock.training.optimizer import optimizer_factory, training_options
 from penstock.training.progress import Progress
@@ -80,6 +82,10 @@ def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> Ra
         set_options(pipe, config)
         if first:
             accept_run(folder, pipe.step)
+    elif config.self_check:
+        line = check_first_batch(pipe, task, config)
+        if first and not quiet:
+            print(line, file=sys.stderr, flush=True)
     per_epoch = count_batches(len(task.data.train_inputs), config.batch)
     end = last_step(config, per_epoch)
     started = time.monotonic()

@@ -1,0 +1,215 @@
+"""A loss evaluated on outputs without contents and targets with theirs: what it is divided by, before any output is there.
+
+Outputs are tensors on the meta device; targets are real. An op that takes an output gives a tensor without contents, every other op
+is computed. What the loss is divided by depends on targets alone in most losses, and so has its value in the end, at next to no cost
+in time and none in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.runtime.loss_terms import Term, UnknownForm, is_float, terms_of
+from penstock.values.structure import map_tensors, tensors_of
+
+_aten = torch.ops.aten
+_INDICES = (_aten.index.Tensor,)
+_NLL = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
+
+
+class Unpredictable(Exception):
+    """The divisor depends on the model's output."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is known of a loss on some targets.
+
+    Attributes:
+        terms: what the loss adds up; of a loss that returns (sum, count) one, whose divisor is the count.
+        by_values: whether divisors may depend on the values of targets, and not on their shapes alone.
+        leaves: the outputs without contents, in the order of their leaves.
+        counted: whether the loss returns (sum, count).
+    """
+
+    terms: list[Term]
+    by_values: bool
+    leaves: list[Tensor]
+    counted: bool = False
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Computes what takes real tensors alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.by_values = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one op."""
+        kwargs = dict(kwargs or {})
+        asked = kwargs.get("device")
+        if asked is not None and torch.device(asked).type == "meta" and not _has_meta(args):
+            # Targets that follow the outputs to their device, and constants that are made there, keep their values.
+            kwargs["device"] = self.device
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(leaf.is_meta for leaf in leaves):
+            made = func(*args, **kwargs)
+            self._note(func, args, leaves, made)
+            return made
+        if func in _INDICES:
+            args = (args[0], [part for each in args[1] for part in self._index(each)], *args[2:])
+        elif func is _aten.masked_select.default:
+            return self._selected(args[0], args[1])
+        elif func in _NLL:
+            return self._nll(args)
+        elif func is _aten._log_softmax.default:
+            return torch.empty_like(args[0])
+        args, kwargs = pytree.tree_map(_without_contents, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    def _note(self, func: Any, args: Sequence[Any], leaves: Sequence[Tensor], made: Any) -> None:
+        """Take note where the values of targets become numbers or shapes."""
+        if self.by_values or not leaves:
+            return
+        results = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
+        self.by_values = (
+            not results
+            or torch.Tag.dynamic_output_shape in func.tags
+            or (func in _INDICES and any(_is_mask(each) for each in args[1]))
+            or (
+                any(leaf.numel() > 1 for leaf in leaves)
+                and any(leaf.numel() == 1 for leaf in results)
+            )
+        )
+
+    def _index(self, index: Any) -> list[Any]:
+        """A mask as the places where it is true: how many there are is known."""
+        if not _is_mask(index) or index.is_meta:
+            return [index]
+        self.by_values = True
+        count = int(index.sum())
+        return [torch.empty(count, dtype=torch.int64, device="meta")] * index.dim()
+
+    def _selected(self, value: Tensor, mask: Tensor) -> Tensor:
+        if mask.is_meta or not value.is_meta:
+            raise UnknownForm("a selection by outputs")
+        self.by_values = True
+        shape = torch.broadcast_shapes(value.shape, mask.shape)  # type: ignore[no-untyped-call]
+        return value.new_empty(int(mask.expand(shape).sum()))
+
+    def _nll(self, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        self.by_values = True
+        score, reduction = args[0], args[3]
+        shape = () if reduction else args[1].shape
+        return score.new_empty(shape), score.new_empty(())
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _has_meta(args: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(args))
+
+
+def _without_contents(value: Any) -> Any:
+    if isinstance(value, Tensor) and not value.is_meta:
+        return value.to("meta")
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def outputs_like(value: Any, here: tuple[int, int], there: tuple[int, int]) -> Any:
+    """A model's output for other samples and tokens, without contents.
+
+    Args:
+        value: an output.
+        here: how many samples, and tokens of each, it is for; tokens are 0 where sequences are not cut.
+        there: how many it is to be for.
+
+    Raises:
+        UnknownForm: a tensor's first extent is not a multiple of the samples.
+    """
+
+    def like(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shape = resized(tuple(leaf.shape), here, there)
+        return torch.empty(shape, dtype=leaf.dtype, device="meta").requires_grad_(is_float(leaf))
+
+    return map_tensors(like, value)
+
+
+def resized(
+    shape: tuple[int, ...], here: tuple[int, int], there: tuple[int, int]
+) -> tuple[int, ...]:
+    """The shape of an output for other samples and tokens; see `outputs_like`."""
+    if not shape:
+        return shape
+    (samples, tokens), (others, lengths) = here, there
+    if shape[0] % samples:
+        raise UnknownForm(f"an output of {shape} for {samples} samples")
+    first = shape[0] // samples * others
+    if not tokens or tokens == lengths:
+        return (first, *shape[1:])
+    if len(shape) > 1 and shape[1] == tokens:
+        return (first, lengths, *shape[2:])
+    if shape[0] == samples * tokens:
+        return (others * lengths, *shape[1:])
+    raise UnknownForm(f"an output of {shape} for {samples} samples of {tokens} tokens")
+
+
+def evaluate(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> Evaluation:
+    """Evaluate a loss on an output of `outputs_like` and real targets.
+
+    Raises:
+        UnknownForm: the loss is no sum that is divided by a number, or cannot be evaluated so.
+        Unpredictable: it returns a count that depends on the output.
+    """
+    tensors = tensors_of(target)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    leaves = tensors_of(output)
+    mode = _Mode(device)
+    try:
+        # Hooks on what graphs save belong to the stage's own graph: these must not see this one.
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
+            mode,
+        ):
+            value = loss(output, target)
+        return _read(value, mode, leaves)
+    except (UnknownForm, Unpredictable):
+        raise
+    except Exception as error:
+        raise UnknownForm(f"{type(error).__name__}: {error}") from error
+
+
+def _read(value: Any, mode: _Mode, leaves: list[Tensor]) -> Evaluation:
+    if isinstance(value, tuple) and len(value) == 2:
+        return Evaluation([Term(_count(value[1]))], True, leaves, counted=True)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise UnknownForm("no number")
+    return Evaluation(terms_of(value), mode.by_values, leaves)
+
+
+def _count(value: Any) -> float:
+    if isinstance(value, Tensor):
+        if value.is_meta:
+            raise Unpredictable
+        return float(value)
+    return float(value)

@@ -1,0 +1,200 @@
+"""What a loss is divided by, read from the graph that autograd has recorded of it.
+
+Most losses are a sum over samples, tokens or pixels, divided by a number: how many of them there are, or how many of them count. The
+loss of a batch is then the sum of the micro-batches' losses, each multiplied by its own divisor and divided by the batch's. The graph
+shows the divisor: `NllLossBackward0` has saved the total weight of its targets, a mean the number of its elements, and a division its
+denominator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Reductions as ATen numbers them.
+MEAN, SUM = 1, 2
+
+_SAME_VALUE = frozenset({
+    "AliasBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1",
+    "SqueezeBackward2", "UnsqueezeBackward0", "ToCopyBackward0", "CloneBackward0", "NegBackward0", "ExpandBackward0",
+    "ToBackward0", "PermuteBackward0",
+})  # fmt: skip
+_SUMS = frozenset({"SumBackward0", "SumBackward1"})
+_NLL = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+#: Losses of torch that are a mean or a sum over the elements of their input.
+_ELEMENTWISE = frozenset({
+    "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0",
+    "BinaryCrossEntropyWithLogitsBackward0", "SoftMarginLossBackward0", "MultiMarginLossBackward0",
+    "MultilabelMarginLossBackward0",
+})  # fmt: skip
+
+
+class UnknownForm(Exception):
+    """The graph is not of a sum that is divided by a number."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of a loss: a sum divided by `divisor`.
+
+    Attributes:
+        divisor: 1 for a plain sum.
+        node: the node of a negative log-likelihood, where the term is nothing else.
+        leaf: the tensor that the graph begins with, where the term is that tensor, multiplied by 1 / `divisor`.
+        summed: whether the term is a sum that is divided by nothing but constants.
+    """
+
+    divisor: float
+    node: Any = None
+    leaf: Tensor | None = None
+    summed: bool = False
+
+
+def terms_of(loss: Tensor) -> list[Term]:
+    """The terms that a loss is the sum of.
+
+    Raises:
+        UnknownForm: it is another function of them.
+    """
+    if loss.grad_fn is None:
+        if loss.requires_grad:
+            return [Term(1.0, leaf=loss)]
+        raise UnknownForm("no graph")
+    return _terms(loss.grad_fn, 1.0)
+
+
+def _terms(node: Any, factor: float) -> list[Term]:
+    """The terms of `node`, multiplied by `factor`."""
+    while True:
+        name = node.name()
+        if name in _SAME_VALUE:
+            node = _following(node)
+        elif name in _SCALING:
+            changed, node = _SCALING[name](node)
+            factor *= changed
+        else:
+            break
+    if name in ("AddBackward0", "SubBackward0"):
+        parts = [each for each, _ in node.next_functions if each is not None]
+        return [term for part in parts for term in _terms(part, factor)]
+    if not math.isfinite(factor) or factor == 0.0:
+        # A division by nothing: the term counts nothing.
+        return [Term(0.0)]
+    if name.endswith("AccumulateGrad"):
+        return [Term(1 / factor, leaf=node.variable)]
+    divisor = _divisor(node, name)
+    bare = factor == 1.0 and name in _NLL
+    return [Term(divisor / factor, node if bare else None, summed=_is_sum(node, name))]
+
+
+def _is_sum(node: Any, name: str) -> bool:
+    return name in _SUMS or getattr(node, "_saved_reduction", MEAN) == SUM
+
+
+def _divisor(node: Any, name: str) -> float:
+    if _is_sum(node, name):
+        return 1.0
+    if name == "MeanBackward0":
+        return float(node._saved_self_sym_numel)
+    if name == "MeanBackward1":
+        sizes, dims = node._saved_self_sym_sizes, node._saved_dim
+        return float(math.prod(sizes[_signed(dim)] for dim in dims) if dims else math.prod(sizes))
+    if name in _NLL and node._saved_reduction == MEAN:
+        return nll_count(node)
+    if name in _ELEMENTWISE and node._saved_reduction == MEAN:
+        return float(node._saved_self.numel())
+    raise UnknownForm(name)
+
+
+def nll_count(node: Any) -> float:
+    """The total weight of the targets of a negative log-likelihood."""
+    total = node._saved_total_weight
+    if not total.is_meta:
+        return float(total)
+    return class_count(node._saved_target, node._saved_weight, ignored_index(node))
+
+
+def ignored_index(node: Any) -> int:
+    """The class that the node ignores."""
+    return _signed(node._saved_ignore_index)
+
+
+def class_count(target: Tensor, weight: Tensor | None, ignore_index: int) -> float:
+    """The total weight of targets that are class indices.
+
+    Raises:
+        UnknownForm: the values are not known.
+    """
+    if target.is_meta or (weight is not None and weight.is_meta):
+        raise UnknownForm("targets that depend on outputs")
+    counts = target != ignore_index
+    if weight is None:
+        return float(counts.sum())
+    chosen = weight.detach().double()[target.clamp(0, len(weight) - 1).long()]
+    return float((chosen * counts).sum())
+
+
+def _signed(number: int) -> int:
+    """Numbers below 0 come out of nodes as unsigned ones."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _following(node: Any) -> Any:
+    following = [each for each, _ in node.next_functions if each is not None]
+    if len(following) != 1:
+        raise UnknownForm(node.name())
+    return following[0]
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, Tensor):
+        if value.is_meta or value.numel() != 1:
+            raise UnknownForm("a factor that depends on outputs")
+        return float(value)
+    return float(value)
+
+
+def _multiplied(node: Any) -> tuple[float, Any]:
+    first = node.next_functions[0][0]
+    after = _following(node)
+    return _number(node._saved_other if first is after else node._saved_self), after
+
+
+def _multiplied_by_number(node: Any) -> tuple[float, Any]:
+    return _number(node._saved_other), _following(node)
+
+
+def _divided(node: Any) -> tuple[float, Any]:
+    if node.next_functions[0][0] is None:
+        raise UnknownForm("a division by what depends on outputs")
+    after = _following(node)
+    by = _number(node._saved_other)
+    return (math.inf if by == 0.0 else 1.0 / by), after
+
+
+_SCALING: dict[str, Callable[[Any], tuple[float, Any]]] = {
+    "MulBackward0": _multiplied,
+    "MulBackward1": _multiplied_by_number,
+    "DivBackward0": _divided,
+    "DivBackward1": _divided,
+}
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether a leaf of some output could have a gradient."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def same(one: float, other: float, tolerance: float = 1e-6) -> bool:
+    """Whether two counts are the same number but for rounding."""
+    return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-12)
+
+
+def detached(value: Any) -> Any:
+    """A tensor without its graph; anything else as it is."""
+    return value.detach() if isinstance(value, torch.Tensor) else value

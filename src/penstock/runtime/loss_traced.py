@@ -1,0 +1,201 @@
+"""A loss that the model computes itself, as models of `transformers` do from labels among their inputs: what it is divided by.
+
+Of a traced model the graph shows it. The labels are made of the inputs alone, and every rank has these, so the counts of all
+micro-batches are known before their forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock.runtime.batch import Batch
+from penstock.runtime.loss_terms import MEAN, SUM, UnknownForm, class_count
+from penstock.tracing.flow import op_name
+from penstock.tracing.traced import Given, TracedLayer
+from penstock.tracing.variants import Variant
+from penstock.values.structure import map_tensors, tensors_of
+
+_SAME_VALUE = frozenset({"alias", "view", "reshape", "squeeze", "unsqueeze", "to", "_to_copy", "clone", "contiguous", "neg",
+                         "float", "detach_"})  # fmt: skip
+_NLL = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
+_ELEMENTWISE = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+                          "binary_cross_entropy_with_logits", "soft_margin_loss"})  # fmt: skip
+#: Ops whose result depends on the shape of what they take, and not on its contents.
+_SHAPE_ALONE = frozenset({"sym_size", "sym_numel", "size", "arange", "zeros_like", "ones_like", "full_like", "new_zeros",
+                          "new_ones", "new_full", "empty_like"})  # fmt: skip
+
+
+@dataclass
+class ModelLoss:
+    """The last layer of a traced model.
+
+    Attributes:
+        layer: the layer.
+        device: where it computes.
+    """
+
+    layer: TracedLayer
+    device: torch.device
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module], device: torch.device) -> ModelLoss | None:
+        """Of a stage's layers; None where the model is not a traced one."""
+        last = layers[-1] if layers else None
+        return cls(last, device) if isinstance(last, TracedLayer) else None
+
+    def weights(self, batch: Batch, place: int) -> list[list[float]]:
+        """Term by term, the weights of the micro-batches in the loss that is leaf `place` of the model's output.
+
+        Raises:
+            UnknownForm: the loss is no sum that is divided by a number, or samples see each other in it.
+        """
+        given = [
+            Given(self.layer.variants, self._inputs(batch, number), self.device)
+            for number in batch.numbers
+        ]
+        rows = [
+            self._terms(each, share, place) for each, share in zip(given, batch.shares, strict=True)
+        ]
+        if any(len(row) != len(rows[0]) for row in rows):
+            raise UnknownForm("terms that come and go")
+        columns = []
+        for parts in zip(*rows, strict=True):
+            summed = all(part is None for part in parts)
+            total = sum(part or 0.0 for part in parts)
+            if summed:
+                columns.append([1.0] * len(parts))
+            else:
+                columns.append([(part or 0.0) / total for part in parts] if total else batch.shares)
+        return columns
+
+    def _inputs(self, batch: Batch, number: int) -> Any:
+        return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[number])
+
+    def _terms(self, given: Given, share: float, place: int) -> list[float | None]:
+        """By term what the micro-batch counts; None for a sum."""
+        variant = given.variant(self.layer.training)
+        reading = _Reading(given, variant, self.layer, share)
+        return reading.terms(_output(variant, place))
+
+
+def _output(variant: Variant, place: int) -> fx.Node:
+    """The node of a leaf of the model's output."""
+    nodes = [node for node in variant.flow.outputs if node is not None]
+    places = [torch.empty(0, device="meta") for _ in nodes]
+    chosen = tensors_of(variant.output(places))[place]
+    for node, tensor in zip(nodes, places, strict=True):
+        if tensor is chosen:
+            return node
+    raise UnknownForm("a constant loss")
+
+
+@dataclass
+class _Reading:
+    """Reads one graph with one micro-batch's inputs."""
+
+    given: Given
+    variant: Variant
+    layer: TracedLayer
+    share: float
+
+    def terms(self, node: fx.Node) -> list[float | None]:
+        name = op_name(node)
+        if name in _SAME_VALUE:
+            return self.terms(_node(node.args[0]))
+        if name in ("div", "true_divide", "mul"):
+            first, second = node.args[0], node.args[1]
+            if name == "mul" and (not isinstance(first, fx.Node) or self._is_known(first)):
+                first, second = second, first
+            return self._scaled(self.terms(_node(first)), second, name == "mul")
+        if name in ("add", "sub", "add_", "sub_"):
+            parts = [each for each in node.args[:2] if isinstance(each, fx.Node)]
+            return [term for part in parts if not self._is_known(part) for term in self.terms(part)]
+        if name in _NLL:
+            return [self._nll(node)]
+        if name in _ELEMENTWISE:
+            return [self.share if _argument(node, "reduction", MEAN) == MEAN else None]
+        if name == "mean":
+            return [self.share]
+        if name == "sum":
+            return [None]
+        raise UnknownForm(name)
+
+    def _is_known(self, node: fx.Node) -> bool:
+        """Whether a value depends on inputs and constants alone."""
+        flow = self.variant.flow
+        return node in flow.again or node in flow.constants
+
+    def _scaled(self, terms: list[float | None], by: Any, times: bool) -> list[float | None]:
+        """Terms that are multiplied or divided by something."""
+        if not isinstance(by, fx.Node):
+            return terms  # a number, the same for all micro-batches
+        if not self._is_known(by):
+            raise UnknownForm("a factor that depends on outputs")
+        (value,) = self.given.again(self.layer.training, [by])
+        number = float(value)
+        if times and number:
+            number = 1 / number
+        return [number if term is None else term * number for term in terms]
+
+    def _nll(self, node: fx.Node) -> float | None:
+        reduction = _argument(node, "reduction", MEAN)
+        if reduction == SUM:
+            return None
+        if reduction != MEAN:
+            raise UnknownForm("a loss that is not reduced")
+        target = _node(node.args[1])
+        if not self._is_known(target):
+            raise UnknownForm("targets that depend on outputs")
+        if not _depends_on_contents(target):
+            # Numbers of rows: each sample's own place is its class, as in a contrastive loss.
+            raise UnknownForm("classes that are the numbers of the samples")
+        (value,) = self.given.again(self.layer.training, [target])
+        if value.is_floating_point():
+            return self.share
+        return class_count(value, self._weight(node), int(_argument(node, "ignore_index", -100)))
+
+    def _weight(self, node: fx.Node) -> Tensor | None:
+        weight = _argument(node, "weight", None)
+        if weight is None:
+            return None
+        if self._is_known(weight):
+            (found,) = self.given.again(self.layer.training, [weight])
+            return found  # type: ignore[no-any-return]
+        if weight not in self.variant.flow.weights:
+            raise UnknownForm("class weights that the model computes")
+        return self.layer.weight(self.variant.flow.weights[weight])
+
+
+def _node(value: Any) -> fx.Node:
+    if not isinstance(value, fx.Node):
+        raise UnknownForm("a constant loss")
+    return value
+
+
+def _argument(node: fx.Node, name: str, otherwise: Any) -> Any:
+    """An argument of an op by its name in the schema."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    arguments = [each.name for each in node.target._schema.arguments]  # type: ignore[union-attr]
+    place = arguments.index(name) if name in arguments else len(node.args)
+    return node.args[place] if place < len(node.args) else otherwise
+
+
+def _depends_on_contents(node: fx.Node) -> bool:
+    """Whether a value depends on what the inputs contain, and not on their shapes alone."""
+    waiting, seen = [node], {node}
+    while waiting:
+        each = waiting.pop()
+        if each.op == "placeholder":
+            return True
+        if op_name(each) in _SHAPE_ALONE or op_name(each).startswith("sym_"):
+            continue
+        fresh = [used for used in each.all_input_nodes if used not in seen]
+        seen.update(fresh)
+        waiting += fresh
+    return False
