@@ -98,11 +98,18 @@ def _slots(cls: type) -> tuple[tuple[str, Any], ...]:
     )
 
 
+def _class_of(value: Any) -> type:
+    found: type = type(value)
+    return found
+
+
 def _state(value: Any) -> tuple[tuple[str, ...], tuple[str, ...], list[Any]]:
     """Names of attributes, names of slots that are set, and what both hold."""
     own: dict[str, Any] = getattr(value, "__dict__", {})
     held = [
-        (name, slot.__get__(value)) for name, slot in _slots(type(value)) if _is_set(slot, value)
+        (name, slot.__get__(value))
+        for name, slot in _slots(_class_of(value))
+        if _is_set(slot, value)
     ]
     parts = [*own.values(), *(item for _, item in held)]
     return tuple(own), tuple(name for name, _ in held), parts
@@ -120,7 +127,7 @@ def _set_state(made: Any, names: Sequence[str], slots: Sequence[str], parts: Seq
     if names:
         made.__dict__.update(zip(names, parts, strict=False))
     if slots:
-        members = dict(_slots(type(made)))
+        members = dict(_slots(_class_of(made)))
         for name, part in zip(slots, parts[len(names) :], strict=True):
             members[name].__set__(made, part)
 
@@ -190,11 +197,11 @@ def _apart_mapping(value: Any) -> tuple[Context, list[Any]]:
 def _mapping(cls: type, context: Context, parts: list[Any]) -> Any:
     keys, _, names, slots, factory = context
     base = _dict_base(cls)
-    made = base.__new__(cls)
+    made: Any = base.__new__(cls)
     for key, part in zip(keys, parts, strict=False):
         base.__setitem__(made, key, part)
     if base is defaultdict:
-        made.default_factory = factory  # type: ignore[attr-defined]
+        made.default_factory = factory
     _set_state(made, names, slots, parts[len(keys) :])
     return made
 
@@ -212,8 +219,9 @@ def _apart_object(value: Any) -> tuple[Context, list[Any]]:
 
 
 def _object(cls: type, context: Context, parts: list[Any]) -> Any:
-    made = object.__new__(cls)
-    _set_state(made, *context, parts)
+    made: Any = object.__new__(cls)
+    names, slots = context
+    _set_state(made, names, slots, parts)
     return made
 
 
@@ -292,7 +300,7 @@ OBJECT = Kind(
     "object",
     _apart_object,
     _object,
-    lambda context, place: _attribute_label(*context, place),
+    lambda context, place: _attribute_label(context[0], context[1], place),
     named=True,
     loose=True,
 )
