@@ -1,5 +1,7 @@
 """Random numbers and times that a trace cannot see: refused with the line that takes them."""
 
+# ruff: noqa: NPY002 - the global functions of NumPy are what is tested
+
 from __future__ import annotations
 
 import logging

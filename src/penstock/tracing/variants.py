@@ -123,6 +123,7 @@ class Variants:
         self._drawing: set[int] = set()
         self._drawn: dict[str, Tensor] = {}
         self._states = 0
+        self._fresh = True  # the skeleton has just been made
         self._lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Variants:
@@ -150,6 +151,7 @@ class Variants:
         self.keys = tuple(layer_keys(flows, self.skeleton))
         for training, each, flow in zip((True, False), captured, flows, strict=True):
             self._add(form, training, each, flow)
+        self._fresh = False
         return flows
 
     def find(self, form: Form, training: bool) -> Variant:
@@ -308,8 +310,8 @@ class Variants:
 
     def _copy_model(self) -> None:
         """Let the skeleton have the Python state that the model has now: what no graph has read so far was not watched."""
-        if not any(rows[0].known for rows in self._stores.values()):
-            return  # the skeleton is new
+        if self._fresh:
+            return
         try:
             self.skeleton = skeleton_of(self.model, self.skeleton, self._written)
         except ChainError:
