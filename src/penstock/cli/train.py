@@ -116,7 +116,7 @@ def train(
         typer.Option(
             "--self-check/--no-self-check",
             help="Hold a new run's first batch against plain training, in micro-batches and undivided, and refuse to train where "
-            "they differ; on by default. Costs about three steps of plain training in one process.",
+            "they differ; on by default. Costs about four steps of plain training in one process.",
         ),
     ] = None,
     json: options.Json = False,

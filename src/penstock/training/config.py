@@ -42,7 +42,7 @@ class TrainConfig:
         baseline_steps: steps of plain training in one process with one thread to compare with; 0 for none.
         deadline_s: seconds that a rank waits for another.
         self_check: hold the first batch of a new run against plain training, in micro-batches and undivided, and refuse to train
-            where they differ. Costs about three steps of plain training in one process, and rank 0 holds the whole model meanwhile.
+            where they differ. Costs about four steps of plain training in one process, and rank 0 holds the whole model meanwhile.
     """
 
     model: str = "vgg11_bn"
