@@ -173,8 +173,9 @@ def skeleton_of(
         raise ChainError(f"{type(model).__name__} cannot be copied to be traced ({type(error).__name__}: {error}). A tensor that the model "
                          "keeps must be a buffer, or none that autograd has made; locks, files and their like it should make when "
                          "they are needed") from error  # fmt: skip
-    for path, names in (written or {}).items() if before is not None else ():
-        held, old = vars(copied.get_submodule(path)), vars(before.get_submodule(path))
+    for path, names in (written or {}).items():
+        held = vars(copied.get_submodule(path))
+        old = {} if before is None else vars(before.get_submodule(path))
         for name in names:
             held.pop(name, None)
             held.update({name: old[name]} if name in old else {})

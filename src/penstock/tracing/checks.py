@@ -45,7 +45,11 @@ def passing(frame: FrameType | None) -> bool | None:
             called = [sign for leaf, sign, exact in leaves if exact and _calls_bool(leaf, span)]
             if called:
                 return called[0]
-            jumps = [at for at in _jumps(code) if spans[at] == whole or _within(spans[at], inner)]
+            jumps = [
+                at
+                for at in _jumps(code)
+                if (there := spans[at]) is not None and (there == whole or _within(there, inner))
+            ]
             return _answer(leaves, jumps, offset)
     return None
 
@@ -58,7 +62,8 @@ def record_check(value: Tensor, *, passes: bool, frame: FrameType) -> None:
 
 def record_sizes(value: Any, *, passes: bool) -> None:
     """The same for a condition on numbers that were read from tensors."""
-    torch._check(value if passes else torch.sym_not(value))
+    module: Any = torch
+    module._check(value if passes else module.sym_not(value))
 
 
 def place_of(frame: FrameType) -> str:

@@ -206,7 +206,8 @@ def _is_table(tensor: Tensor, *, alone: bool) -> bool:
     mode = get_proxy_mode()
     if mode is None:
         return False
-    proxy: Any = mode.tracer.unwrap_proxy(tensor)
+    tracer: Any = mode.tracer
+    proxy = tracer.unwrap_proxy(tensor)
     if not isinstance(proxy, fx.Proxy):
         return not alone
     waiting, seen = [proxy.node], {proxy.node}
