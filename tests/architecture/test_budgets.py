@@ -44,8 +44,13 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "2026-11-21",
         "a model's options, most of them keyword-only",
     ),
+    ("lines of a file", "runtime/pipeline.py"): (
+        464,
+        "2026-11-22",
+        "front door: a line for every option",
+    ),
     ("lines of a file", "runtime/stage.py"): (
-        479,
+        467,
         "2026-11-22",
         "laid out at 100 columns; to be split",
     ),
@@ -85,9 +90,9 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "laid out at 100 columns; to be split",
     ),
     ("lines of a function", "runtime/pipeline.py:Pipeline.__init__"): (
-        77,
+        90,
         "2026-11-21",
-        "half of it is its 26 parameters",
+        "most of it is its 29 parameters",
     ),
     ("lines of a function", "schedule/families/hetpipe.py:hetpipe"): (
         61,

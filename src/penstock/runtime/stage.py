@@ -21,7 +21,8 @@ from penstock.runtime.held import Held
 from penstock.runtime.layers import StageLayer, StageLayers
 from penstock.runtime.past import Past, Pasts, tensors_of
 from penstock.runtime.reach import Reach
-from penstock.runtime.second_forward import FirstForward, SecondForwards
+from penstock.runtime.saved_forward import PlainForward, SavedForward
+from penstock.runtime.second_forward import SecondForwards
 from penstock.runtime.stage_loss import Loss, LossOptions, StageLoss, Starts, total
 from penstock.simulate.simulate import recomputes
 from penstock.tracing.side_loss import collect_side_losses, collecting_side_losses
@@ -35,36 +36,6 @@ _Key = tuple[int, int]
 
 #: Under this key side losses of the stages before travel beside what they made.
 _SIDE = "penstock.side_loss"
-
-
-@dataclass(slots=True)
-class _Kept:
-    """What one micro-batch keeps on a stage: its inputs as leaves, and the roots of its graph, its outputs and then its past.
-
-    Without `roots` it will be recomputed, from these inputs and what its `first` forward saw. `found` has more leaves, where it
-    is a slice: what it found of the slices before. `own` are the last of `roots`, which take no gradient from the stage after: the
-    side losses, and `loss`, on the last stage. `size` is in bytes. `flags` say which tensors of the output, and then of the past, want
-    a gradient.
-    """
-
-    inputs: Payload
-    found: dict[int, Any]
-    roots: list[Tensor] | None
-    own: int
-    first: FirstForward | None
-    saved: Saved | None = None
-    size: int = 0
-    flags: tuple[bool, ...] = ()
-    loss: Tensor | None = None
-
-
-@dataclass(slots=True)
-class _Plain:
-    """What one micro-batch keeps on a stage where one tensor comes in and one goes out, and nothing else is asked for."""
-
-    leaf: Tensor | None
-    root: Tensor | None
-    size: int
 
 
 _NOTHING = Payload("*", (), ())
@@ -100,7 +71,7 @@ class Stage:
     offload: bool = False
     reach: Reach | None = None
     loss_options: LossOptions = field(default_factory=LossOptions)
-    _kept: dict[_Key, _Kept | _Plain] = field(default_factory=dict)
+    _kept: dict[_Key, SavedForward | PlainForward] = field(default_factory=dict)
     _pending: dict[_Key, tuple[PendingWeights, int]] = field(default_factory=dict)
     _pasts: Pasts = field(default_factory=Pasts)
 
@@ -168,16 +139,7 @@ class Stage:
         size = self._plain.get(batch.forms[micro_batch])
         if size is not None and (arrived is None or arrived.structure == ""):
             return self._forward_plainly(batch, micro_batch, arrived, size)
-        source = Payload.of(batch.inputs[micro_batch]) if arrived is None else arrived
-        wants = (
-            source.wants_grad
-            if arrived is not None and batch.training
-            else (False,) * len(source.tensors)
-        )
-        leaves = [tensor.detach().to(self.device) for tensor in source.tensors]
-        for leaf, wanted in zip(leaves, wants, strict=True):
-            leaf.requires_grad_(wanted)
-        inputs = source.with_tensors(leaves)
+        inputs = self._leaves(batch, micro_batch, arrived)
         again = batch.training and recomputes(self.recompute, *batch.place(micro_batch))
         first = self._again.first() if again else None
         after = batch.next_slice(micro_batch)
@@ -203,12 +165,8 @@ class Stage:
         if again and result is not None:
             result = result.with_tensors([tensor.detach() for tensor in made])
         if batch.training:
-            size = (
-                sum(leaf.nbytes for leaf in leaves)
-                if again
-                else self.held.size(self._form(batch, micro_batch))
-            )
-            self._kept[batch.step, micro_batch] = _Kept(
+            size = inputs.nbytes if again else self.held.size(self._form(batch, micro_batch))
+            self._kept[batch.step, micro_batch] = SavedForward(
                 inputs,
                 past.found,
                 None if again else roots,
@@ -217,12 +175,21 @@ class Stage:
                 saved,
                 size,
                 flags,
-                loss,
+                None if again else loss,
             )
             self.held.take(size)
             if not (again or saved or own[1:] or batch.outputs):
                 self._learn(batch, micro_batch, inputs, result, size=size)
         return result
+
+    def _leaves(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
+        """The stage's inputs as leaves of a graph of their own."""
+        source = Payload.of(batch.inputs[micro_batch]) if arrived is None else arrived
+        leaves = [tensor.detach().to(self.device) for tensor in source.tensors]
+        if arrived is not None and batch.training:
+            for leaf, wanted in zip(leaves, source.wants_grad, strict=True):
+                leaf.requires_grad_(wanted)
+        return source.with_tensors(leaves)
 
     def _learn(
         self, batch: Batch, micro_batch: int, inputs: Payload, result: Payload | None, *, size: int
@@ -267,7 +234,7 @@ class Stage:
         self.held.take(size)
         if sides:
             return self._with_sides(batch, micro_batch, (given, leaf, root, value), sides, size)
-        self._kept[batch.step, micro_batch] = _Plain(leaf, root, size)
+        self._kept[batch.step, micro_batch] = PlainForward(leaf, root, size)
         return None if self.loss is not None else Payload("", (value,), (root is not None,))
 
     def _with_sides(self, batch: Batch, micro_batch: int, made: tuple[Tensor, Tensor | None, Tensor | None, Tensor],
@@ -280,14 +247,14 @@ class Stage:
         result = Payload.of({_SIDE: total(sides), "value": value}) if self.loss is None else None
         inputs = Payload("", (given,), (leaf is not None,))
         count = len(own) + (len(roots) if self.loss is not None else 0)
-        self._kept[batch.step, micro_batch] = _Kept(
+        self._kept[batch.step, micro_batch] = SavedForward(
             inputs, {}, [*roots, *own], count, None, None, size, (), root
         )
         return result
 
     def backward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
         """B: gradients of weights and inputs. Takes the gradients of what `forward` returned, returns those of what it took."""
-        if type(kept := self._kept[batch.step, micro_batch]) is _Plain:
+        if type(kept := self._kept[batch.step, micro_batch]) is PlainForward:
             del self._kept[batch.step, micro_batch]
             return self._backward_plainly(batch, micro_batch, arrived, kept)
         leaves, past, roots, grads, size = self._roots(batch, micro_batch, arrived)
@@ -300,7 +267,7 @@ class Stage:
         return Payload.flat([leaf.grad for leaf in leaves])
 
     def _backward_plainly(
-        self, batch: Batch, micro_batch: int, arrived: Payload | None, kept: _Plain
+        self, batch: Batch, micro_batch: int, arrived: Payload | None, kept: PlainForward
     ) -> Payload:
         root, leaf = kept.root, kept.leaf
         if root is not None:
@@ -336,7 +303,7 @@ class Stage:
     def evict(self, batch: Batch, micro_batch: int) -> Payload:
         """E: give what the forward has saved away. What will be recomputed has saved nothing."""
         kept = self._kept[batch.step, micro_batch]
-        assert isinstance(kept, _Kept)  # what may be evicted never goes the short way
+        assert isinstance(kept, SavedForward)  # what may be evicted never goes the short way
         self.held.give(kept.size)
         saved = kept.saved
         content = torch.empty(0, dtype=torch.uint8) if saved is None else saved.take_out()
@@ -345,7 +312,7 @@ class Stage:
     def load(self, batch: Batch, micro_batch: int, arrived: Payload) -> None:
         """L: take it back."""
         kept = self._kept[batch.step, micro_batch]
-        assert isinstance(kept, _Kept)
+        assert isinstance(kept, SavedForward)
         self.held.take(kept.size)
         saved = kept.saved
         if saved is not None:
@@ -435,7 +402,7 @@ class Stage:
         Recomputes the graph if needed.
         """
         kept = self._kept.pop((batch.step, micro_batch))
-        if isinstance(kept, _Plain):
+        if isinstance(kept, PlainForward):
             here = [] if kept.leaf is None else [kept.leaf]
             if (root := kept.root) is None:
                 return here, [], [], [], kept.size
@@ -452,24 +419,9 @@ class Stage:
         )
         after = batch.next_slice(micro_batch)
         grads_of_past = self._pasts.take_back(after)
-        if kept.roots is not None:
-            roots = kept.roots
-        else:
-            past = Past(kept.found, keeps=after is not None)
-            looking = self._looking(batch, micro_batch, kept.inputs, keeps=True)
-            assert kept.first is not None
-            with looking, torch.enable_grad(), self._again.seeing(kept.first):
-                result, own, loss = self._run(batch, micro_batch, kept.inputs, past)
-            full = self.held.size(self._form(batch, micro_batch))
-            self.held.take(full - kept.size)
-            kept.size = full
-            made = [] if result is None else result.tensors
-            left = [] if after is None else tensors_of(past.left)
-            self._again.check(kept.first, [*made, *own, *left], micro_batch)
-            check_same_flags(kept.flags, [*made, *left], f"stage {self.index}")
-            kept.own, kept.loss = len(own), loss
-            roots = [tensor for tensor in made if tensor.requires_grad] + own
-            roots += [tensor for tensor in left if tensor.requires_grad]
+        roots = kept.roots
+        if roots is None:
+            roots = self._run_again(batch, micro_batch, kept)
         first = len(roots) - len(grads_of_past) - kept.own
         grads += [
             self._started(batch, micro_batch, root, root is not kept.loss)
@@ -487,6 +439,28 @@ class Stage:
             [grad for _, grad in pairs],
             kept.size,
         )
+
+    def _run_again(self, batch: Batch, micro_batch: int, kept: SavedForward) -> list[Tensor]:
+        """Run a forward again for its backward; returns the roots of its graph.
+
+        Raises:
+            RunError: it did something else than the first.
+        """
+        after = batch.next_slice(micro_batch)
+        past = Past(kept.found, keeps=after is not None)
+        looking = self._looking(batch, micro_batch, kept.inputs, keeps=True)
+        assert kept.first is not None
+        with looking, torch.enable_grad(), self._again.seeing(kept.first):
+            result, own, loss = self._run(batch, micro_batch, kept.inputs, past)
+        full = self.held.size(self._form(batch, micro_batch))
+        self.held.take(full - kept.size)
+        outputs = [] if result is None else result.tensors
+        left = [] if after is None else tensors_of(past.left)
+        self._again.check(kept.first, [*outputs, *own, *left], micro_batch)
+        check_same_flags(kept.flags, [*outputs, *left], f"stage {self.index}")
+        kept.size, kept.own, kept.loss = full, len(own), loss
+        roots = [tensor for tensor in outputs if tensor.requires_grad] + own
+        return roots + [tensor for tensor in left if tensor.requires_grad]
 
 
 def _to(leaf: Tensor | None, device: torch.device) -> Tensor | None:
