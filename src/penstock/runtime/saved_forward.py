@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +12,40 @@ from torch import Tensor
 from penstock.runtime.eviction import Saved
 from penstock.runtime.second_forward import FirstForward
 from penstock.transport.payload import Payload
+
+
+@dataclass(slots=True)
+class InputGrads:
+    """The gradients of leaves as the graph made them.
+
+    What autograd adds to `leaf.grad` it lays out like the leaf. Without a boundary the gradient
+    would go on as it is, and a sum over it in another order of memory rounds otherwise.
+    """
+
+    _grads: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, leaves: Sequence[Tensor]) -> InputGrads:
+        """Those of leaves that want gradients."""
+        grads = cls()
+        for place, leaf in enumerate(leaves):
+            leaf.register_hook(partial(grads._note, place))  # type: ignore[no-untyped-call]  # torch's
+        return grads
+
+    def _note(self, place: int, grad: Tensor) -> None:
+        self._grads[place] = grad
+
+    def take(self, leaves: Sequence[Tensor]) -> tuple[list[Tensor | None], bool]:
+        """The gradients, None where there is none; and whether all are laid out like their leaves."""
+        grads = [self._grads.get(place) for place in range(len(leaves))]
+        self._grads.clear()
+        pairs = zip(leaves, grads, strict=True)
+        alike = all(grad is None or _same_layout(leaf, grad) for leaf, grad in pairs)
+        return grads, alike
+
+
+def _same_layout(leaf: Tensor, grad: Tensor) -> bool:
+    return grad.layout is leaf.layout and (grad.is_sparse or grad.stride() == leaf.stride())
 
 
 @dataclass(slots=True)
@@ -28,6 +64,7 @@ class SavedForward:
         flags: which tensors of the output, and then of the past, want a gradient.
         loss: the loss among the roots; None where the forward runs again, whose graph it would
             keep alive.
+        input_grads: what `InputGrads` has seen.
     """
 
     inputs: Payload
@@ -39,6 +76,7 @@ class SavedForward:
     size: int = 0
     flags: tuple[bool, ...] = ()
     loss: Tensor | None = None
+    input_grads: InputGrads | None = None
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from penstock.runtime.held import Held
 from penstock.runtime.layers import StageLayer, StageLayers
 from penstock.runtime.past import Past, Pasts, tensors_of
 from penstock.runtime.reach import Reach
-from penstock.runtime.saved_forward import PlainForward, SavedForward
+from penstock.runtime.saved_forward import InputGrads, PlainForward, SavedForward
 from penstock.runtime.second_forward import SecondForwards
 from penstock.runtime.stage_loss import Loss, LossOptions, StageLoss, Starts, total
 from penstock.simulate.simulate import recomputes
@@ -37,6 +37,9 @@ _Key = tuple[int, int]
 #: Under this key side losses of the stages before travel beside what they made.
 _SIDE = "penstock.side_loss"
 
+
+#: Forms of micro-batches that are remembered.
+_MOST_FORMS = 4096
 
 _NOTHING = Payload("*", (), ())
 _NO_PAST = Past(keeps=False)
@@ -97,6 +100,8 @@ class Stage:
         )
         # Forms of micro-batches that the short way is known to do for, and the bytes that they keep.
         self._plain: dict[str, int] = {}
+        # Forms of micro-batches whose gradients are laid out like the inputs that they are of.
+        self._alike: set[str] = set()
         self._on_host = self.device.type == "cpu"
         self._starts = Starts()
         self._losses: StageLoss | None = None
@@ -124,6 +129,7 @@ class Stage:
         self._running.renew()
         self._in_place = InPlace()
         self._plain.clear()
+        self._alike.clear()
 
     def forward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload | None:
         """F: run the layers on one micro-batch.
@@ -176,6 +182,7 @@ class Stage:
                 size,
                 flags,
                 None if again else loss,
+                self._input_grads(inputs),
             )
             self.held.take(size)
             if not (again or saved or own[1:] or batch.outputs):
@@ -191,6 +198,10 @@ class Stage:
                 leaf.requires_grad_(wanted)
         return source.with_tensors(leaves)
 
+    def _input_grads(self, inputs: Payload) -> InputGrads | None:
+        leaves = [leaf for leaf in inputs.tensors if leaf.requires_grad]
+        return InputGrads.of(leaves) if leaves else None
+
     def _learn(
         self, batch: Batch, micro_batch: int, inputs: Payload, result: Payload | None, *, size: int
     ) -> None:
@@ -199,14 +210,18 @@ class Stage:
         known = self._in_place.excluded(training=True) and self.held.settled(
             self._form(batch, micro_batch)
         )
+        form = batch.forms[micro_batch]
+        # The fast path takes the gradient of its input from `leaf.grad`, see `InputGrads`.
+        alike = form in self._alike or not any(inputs.wants_grad)
         if (
             known
+            and alike
             and one_out
             and inputs.structure == ""
             and not batch.cuts_tokens
             and not batch.keeps_outputs
         ):
-            self._plain[batch.forms[micro_batch]] = size
+            self._plain[form] = size
 
     def _forward_plainly(
         self, batch: Batch, micro_batch: int, arrived: Payload | None, size: int
@@ -254,7 +269,8 @@ class Stage:
 
     def backward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
         """B: gradients of weights and inputs. Takes the gradients of what `forward` returned, returns those of what it took."""
-        if type(kept := self._kept[batch.step, micro_batch]) is PlainForward:
+        kept = self._kept[batch.step, micro_batch]
+        if type(kept) is PlainForward:
             del self._kept[batch.step, micro_batch]
             return self._backward_plainly(batch, micro_batch, arrived, kept)
         leaves, past, roots, grads, size = self._roots(batch, micro_batch, arrived)
@@ -264,7 +280,15 @@ class Stage:
                 torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
         self._pasts.give_back(micro_batch, [leaf.grad for leaf in past])
         self.held.give(size)
-        return Payload.flat([leaf.grad for leaf in leaves])
+        assert isinstance(kept, SavedForward)
+        if kept.input_grads is None:
+            return Payload.flat([leaf.grad for leaf in leaves])
+        input_grads, alike = kept.input_grads.take(leaves)
+        if alike:
+            if len(self._alike) >= _MOST_FORMS:
+                self._alike.clear()
+            self._alike.add(batch.forms[micro_batch])
+        return Payload.flat(input_grads)
 
     def _backward_plainly(
         self, batch: Batch, micro_batch: int, arrived: Payload | None, kept: PlainForward
