@@ -387,7 +387,7 @@ class _Bench:
                      entry=None if entry is None else entry.to(device), exit=None if last else traced.exits.get(end - 1),
                      autocast=training.options.autocast, recomputed=setting.recomputed, segment_starts=setting.segment_starts,
                      compile=training.options.compiled, offload=training.options.offload,
-                     reach=Reach(index, names, self._model), loss_options=training.options.loss)  # fmt: skip
+                     reach=Reach(index, names, self._model), loss_options=training.options.loss_division)  # fmt: skip
         if isinstance(stage, ReplicatedStage):
             stage.schedule_name = setting.schedule.name
         return stage

@@ -189,7 +189,7 @@ class _OneDevice:
         )
         self._begin(values, len(batch.inputs))
         self.whole = whole
-        options = self.training.options.loss
+        options = self.training.options.loss_division
         stage_loss = StageLoss(
             self.training.loss, torch.device("cpu"), options, self.training.seed, self.modules
         )

@@ -41,7 +41,7 @@ class Options:
     boundary: str | None = None
     clip_norm_type: float = 2.0
     clip_grad_value: float | None = None
-    loss: LossOptions = field(default_factory=LossOptions)
+    loss_division: LossOptions = field(default_factory=LossOptions)
 
     @property
     def compiled(self) -> Mapping[str, Any] | None:
@@ -138,7 +138,7 @@ class Options:
             loss = loss.func
         if getattr(loss, "reduction", "mean") == "none":
             raise SettingError(_UNREDUCED)
-        weight, on = self.loss.loss_weight, self.loss.loss_on
+        weight, on = self.loss_division.loss_weight, self.loss_division.loss_on
         if weight is not None and not callable(weight):
             raise SettingError(
                 "loss_weight must be a function from a micro-batch's targets to how much it counts, such as "
