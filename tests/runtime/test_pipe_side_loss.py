@@ -133,12 +133,12 @@ class Sometimes(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.map, self.count = nn.Linear(5, 5), 0
+        self.map, self.calls = nn.Linear(5, 5), []  # a number would be put back for a recompute
 
     def forward(self, x):
         """The map."""
-        self.count += 1
-        if self.count == 1:
+        self.calls.append(len(self.calls))
+        if len(self.calls) == 1:
             ps.side_loss(self.map(x).mean())
         return self.map(x)
 

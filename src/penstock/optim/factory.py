@@ -154,8 +154,8 @@ def _instance_message(optimizer: Optimizer) -> str:
         else ""
     )
     return (
-        f"optimizer= is a function that makes an optimizer, since every stage has one of its own; this is a "
-        f"{type(optimizer).__name__} itself. Write {call}{by_group}{state}"
+        f"optimizer= is a function that makes an optimizer, since every stage has one of its own; this "
+        f"{type(optimizer).__name__} is an optimizer. Write {call}{by_group}{state}"
     )
 
 
