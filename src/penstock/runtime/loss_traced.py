@@ -23,6 +23,8 @@ from penstock.values.structure import map_tensors, tensors_of
 _SAME_VALUE = frozenset({"alias", "view", "reshape", "squeeze", "unsqueeze", "to", "_to_copy", "clone", "contiguous", "neg",
                          "float", "detach_"})  # fmt: skip
 _NLL = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
+#: Where a graph's ctc_loss, which `tracing.interception` writes down, has its reduction.
+_CTC_REDUCTION = 5
 _ELEMENTWISE = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
                           "binary_cross_entropy_with_logits", "soft_margin_loss"})  # fmt: skip
 #: Ops whose result depends on the shape of what they take, and not on its contents.
@@ -119,6 +121,8 @@ class _Reading:
             return [self._nll(node)]
         if name in _ELEMENTWISE:
             return [self.share if _argument(node, "reduction", MEAN) == MEAN else None]
+        if name == "ctc_loss":
+            return [self._ctc(node)]
         if name == "mean":
             return [self.share]
         if name == "sum":
@@ -158,6 +162,15 @@ class _Reading:
         if value.is_floating_point():
             return self.share
         return class_count(value, self._weight(node), int(_argument(node, "ignore_index", -100)))
+
+    def _ctc(self, node: fx.Node) -> float | None:
+        """A mean over samples, each divided by its own number of labels; or a sum."""
+        reduction = node.args[_CTC_REDUCTION]
+        if reduction in ("sum", SUM):
+            return None
+        if reduction not in ("mean", MEAN):
+            raise UnknownForm("a loss that is not reduced")
+        return self.share
 
     def _weight(self, node: fx.Node) -> Tensor | None:
         weight = _argument(node, "weight", None)
