@@ -69,19 +69,34 @@ class StageLoss:
             return None
         if self._joint is not None and len(batch.inputs) > 1:
             return self._jointly(batch, micro_batch, value, sides)
-        if batch.loss_weights is None:
-            batch.loss_weights = self._weights.of(batch, micro_batch, value)
+        weights = batch.loss_weights
+        if weights is None:
+            weights = batch.loss_weights = self._weights.of(batch, micro_batch, value)
+        if self._call.is_torchs and not batch.loss_counts and not sides:
+            return self._by_share(batch, micro_batch, value, weights[micro_batch])
         loss = self._call(batch, micro_batch, value, self._call.target(batch, micro_batch))
         counted = type(loss) is tuple
         loss = self._divided(batch, micro_batch, loss) if counted else one_number(loss)
-        weight = batch.loss_weights[micro_batch]
-        if weight == 0.0:
+        if weights[micro_batch] == 0.0:
             # It counts nothing: whatever it is, such as NaN of 0 / 0, goes into nothing.
             loss = nothing(value, loss)
         elif batch.loss_counts and not counted and self.options.loss_weight is None:
             self._weights.check(batch, micro_batch, loss)
         if micro_batch not in batch.losses:
             batch.losses[micro_batch] = reported(batch, micro_batch, loss, sides)
+        return loss
+
+    def _by_share(self, batch: Batch, number: int, value: Any, weight: float) -> Tensor:
+        """The same for one of torch's own losses that counts every sample: the fast path of training."""
+        assert batch.targets is not None
+        target = batch.targets[number]
+        if type(target) is not Tensor or target.device != self.device:
+            target = self._call.target(batch, number)
+        loss: Tensor = self._call.loss(value, target)
+        if loss.dim():
+            loss = one_number(loss)
+        if number not in batch.losses:
+            batch.losses[number] = loss.detach() * weight
         return loss
 
     def _divided(self, batch: Batch, number: int, loss: tuple[Any, ...]) -> Tensor:
