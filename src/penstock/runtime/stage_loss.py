@@ -72,12 +72,13 @@ class StageLoss:
         weights = batch.loss_weights
         if weights is None:
             weights = batch.loss_weights = self._weights.of(batch, micro_batch, value)
-        if self._call.is_torchs and not batch.loss_counts and not sides:
-            return self._by_share(batch, micro_batch, value, weights[micro_batch])
+        weight = weights[micro_batch]
+        if weight and self._call.is_torchs and not (batch.loss_counts or sides):
+            return self._by_share(batch, micro_batch, value, weight)
         loss = self._call(batch, micro_batch, value, self._call.target(batch, micro_batch))
         counted = type(loss) is tuple
         loss = self._divided(batch, micro_batch, loss) if counted else one_number(loss)
-        if weights[micro_batch] == 0.0:
+        if weight == 0.0:
             # It counts nothing: whatever it is, such as NaN of 0 / 0, goes into nothing.
             loss = nothing(value, loss)
         elif batch.loss_counts and not counted and self.options.loss_weight is None:
@@ -87,7 +88,7 @@ class StageLoss:
         return loss
 
     def _by_share(self, batch: Batch, number: int, value: Any, weight: float) -> Tensor:
-        """The same for one of torch's own losses that counts every sample: the fast path of training."""
+        """The same for one of torch's own losses, whose counts are known: the fast path of training."""
         assert batch.targets is not None
         target = batch.targets[number]
         if type(target) is not Tensor or target.device != self.device:
