@@ -99,6 +99,12 @@ class Recomputing(Generic[L]):
             at = end
         self._parts += self._layers[at:]
 
+    def allow_other_weights(self) -> None:
+        """Do not compare second forwards with first ones: they may read other weights."""
+        for part in self._parts:
+            if isinstance(part, _Segment):
+                part.compares = False
+
     def run(self, value: Any, call: Callable[[L, Any], Any]) -> Any:
         """As the function `run`."""
         again = torch.is_grad_enabled()
@@ -115,6 +121,8 @@ class _Segment(Generic[L]):
         self.buffers = Buffers([module for layer in layers for module in layer.module.modules()])
         self.attributes = Attributes(layer.module for layer in layers)
         self._count = 0
+        #: Whether second forwards are compared with first ones.
+        self.compares = True
         # By training or not: layers may do other things in evaluation.
         self._changes_input: dict[bool, bool] = {}
 
@@ -243,7 +251,7 @@ class _Forward:
         return slot
 
     def _take_fingerprint(self, place: int, slot: _Slot, tensor: Tensor) -> None:
-        if slot.first.unchanged:
+        if self._segment.compares and slot.first.unchanged:
             self._fingerprints[place] = fingerprint([tensor])
 
     def finish(self) -> None:

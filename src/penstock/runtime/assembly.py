@@ -151,6 +151,8 @@ class Assembly:
         setting = self.setting
         rule = rule_of(setting.schedule, setting.weights, setting.weights_options)
         found = uses(setting.schedule, rule)
+        for stage in self.stages:
+            stage.allow_other_weights()
         for rank, interpreter in self.interpreters.items():
             interpreter.weights = {
                 index: self._weights(found, stage, self.apart[rank].get(index))

@@ -95,6 +95,10 @@ class StageLayers:
             torch.compiler.reset()
         self.__post_init__()
 
+    def allow_other_weights(self) -> None:
+        """See `Stage.allow_other_weights`."""
+        self._again.allow_other_weights()
+
     def modules(self) -> Iterator[nn.Module]:
         """All modules."""
         if self.entry is not None:

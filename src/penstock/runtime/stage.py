@@ -102,6 +102,7 @@ class Stage:
         self._plain: dict[str, int] = {}
         # Forms of micro-batches whose gradients are laid out like the inputs that they are of.
         self._alike: set[str] = set()
+        self._compares = True
         self._on_host = self.device.type == "cpu"
         self._starts = Starts()
         self._losses: StageLoss | None = None
@@ -124,9 +125,20 @@ class Stage:
         """Layers in evaluation mode; afterwards every module is in the mode it was in."""
         return self._running.evaluating()
 
+    def allow_other_weights(self) -> None:
+        """Do not compare second forwards with first ones.
+
+        The weight rules of asynchronous schedules may let a backward read newer weights than its
+        forward has read; what runs again then makes other values, as their papers have it.
+        """
+        self._compares = False
+        self._running.allow_other_weights()
+
     def renew(self) -> None:
         """Learn anew what the layers do: those of a traced model have other code."""
         self._running.renew()
+        if not self._compares:
+            self._running.allow_other_weights()
         self._in_place = InPlace()
         self._plain.clear()
         self._alike.clear()
@@ -161,7 +173,7 @@ class Stage:
             result, own, loss = self._run(batch, micro_batch, inputs, past)
         made = [] if result is None else result.tensors
         left = [] if after is None else tensors_of(past.left)
-        if first is not None:
+        if first is not None and self._compares:
             first.note([*made, *own, *left])
         flags = tuple([tensor.requires_grad for tensor in (*made, *left)])
         roots = [tensor for tensor in made if tensor.requires_grad] + own
