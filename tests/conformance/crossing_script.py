@@ -138,7 +138,7 @@ def main():
                 differing.append(f"gradient under {recompute}")
         if rank == 1 and any(seen != plain[1].seen[0] for seen in net[1].seen):
             differing.append(f"{net[1].seen[0]} and {plain[1].seen[0]}")
-    outputs = ps.Pipeline(nn.Sequential(First(type(net[0](x)["local"])), Last()), balance=[1, 1], schedule="gpipe",
+    outputs = ps.Pipeline(nn.Sequential(First(type(plain[0](x)["local"])), Last()), balance=[1, 1], schedule="gpipe",
                           micro_batches=2, loss=functional.mse_loss, device="cpu")  # fmt: skip
     made = outputs.forward(x)
     if type(made) is not Plain or type(made.pair.state) is not State:

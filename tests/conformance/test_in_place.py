@@ -178,5 +178,5 @@ def test_a_stage_that_begins_late_to_change_what_it_was_given_says_so():
     pipe = ps.Pipeline(model, loss=functional.mse_loss, balance=[2, 2], schedule="gpipe", recompute="always", micro_batches=2,
                        executor="threads")  # fmt: skip
     pipe.train_batch(*batch_of())
-    with pytest.raises(StageFailed, match="changed in place what the stage was given"):
+    with pytest.raises(StageFailed, match="changed in place what their stage was given"):
         pipe.train_batch(*batch_of())

@@ -7,11 +7,12 @@ data stay as they are.
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from dataclasses import replace
 
 from penstock.errors import RunError
 from penstock.runtime.compare import Comparison
 from penstock.runtime.pipeline import Pipeline
+from penstock.schedule.op import Schedule
 from penstock.training.config import TrainConfig
 from penstock.training.task import Task
 
@@ -29,27 +30,31 @@ def check_first_batch(pipe: Pipeline, task: Task, config: TrainConfig) -> str:
         RunError: gradients, buffers, outputs or loss differ from those of plain training, and nothing is known that makes them.
     """
     x, y = next(task.epoch(config, 0))
-    found = pipe.compare_with_one_device(x, y)
-    told: list[tuple[str, str] | None] = [_verdict(found, config) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(told, src=0)
-    assert told[0] is not None
-    line, fault = told[0]
+    comparison = pipe.compare_with_one_device(x, y)
+    if _has_copies(pipe.setting.schedule):
+        # Batch norm's buffers are those of the first copy, as documented; others are refused.
+        comparison = replace(comparison, buffers={})
+    line, fault = pipe._world.broadcast(list(_verdict(comparison, config)), 0)
     if fault:
         raise RunError(fault)
-    return line
+    return str(line)
 
 
-def _verdict(found: Comparison, config: TrainConfig) -> tuple[str, str]:
-    """A line on a sound pipeline; or why the run must not begin."""
+def _has_copies(schedule: Schedule) -> bool:
+    return any(len(ranks) > 1 for ranks in schedule.ranks_of_stage)
+
+
+def _verdict(comparison: Comparison, config: TrainConfig) -> tuple[str, str]:
+    """A line on a sound pipeline; or why the run must not begin. It counts on rank 0."""
     tolerance = _TOLERANCE if config.autocast is None else _MIXED_TOLERANCE
-    whole = found.whole
+    whole = comparison.whole
     advice = "--no-self-check trains all the same"
-    if not found.relative <= tolerance:
+    if not comparison.relative <= tolerance:
         return "", (
             f"the self-check failed: on the first batch the pipeline differs from plain training on the same micro-batches by "
-            f"{found.relative:.2g} of what it is of, and at most {tolerance:g} is rounding. {advice}\n{found}"
+            f"{comparison.relative:.2g} of what it is of, and at most {tolerance:g} is rounding. {advice}\n{comparison}"
         )
-    line = f"self-check: as one device to {found.relative:.1g}"
+    line = f"self-check: as one device to {comparison.relative:.1g}"
     if whole is None:
         return line, ""
     if whole.agrees:
@@ -61,7 +66,7 @@ def _verdict(found: Comparison, config: TrainConfig) -> tuple[str, str]:
         return "", (
             "the self-check failed: on the first batch the pipeline differs from plain training on the undivided batch by "
             f"{whole.relative:.2g} of what it is of, and nothing is known in this model that makes it. --micro-batches 1 divides "
-            f"nothing. {advice}\n{found}"
+            f"nothing. {advice}\n{comparison}"
         )
     return (
         f"{line} with the same micro-batches; the undivided batch differs: {'; '.join(whole.causes)}",
