@@ -57,6 +57,16 @@ def snapped(weights: Sequence[float], shares: Sequence[float]) -> list[float]:
 def columns_of(
     rows: Sequence[Sequence[Term]], whole: Sequence[Term], shares: Sequence[float]
 ) -> list[list[float]]:
+    """The weights of all micro-batches, one list per term of the loss.
+
+    Args:
+        rows: the terms of each micro-batch's loss.
+        whole: the terms of the loss of the batch.
+        shares: of the samples, by micro-batch.
+
+    Raises:
+        UnknownForm: a micro-batch's loss has other terms than the batch's.
+    """
     if any(len(terms) != len(whole) for terms in rows):
         raise UnknownForm("terms that come and go")
     return [
@@ -78,4 +88,5 @@ def agreed(columns: Sequence[list[float]]) -> list[float]:
 
 
 def ones(batch: Batch) -> list[float]:
+    """The weights of a loss that is a sum: 1 for each micro-batch."""
     return [1.0] * len(batch.inputs)

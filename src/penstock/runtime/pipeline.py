@@ -337,6 +337,11 @@ class Pipeline(Optimizing, ModelState, Inspection):
 
     @accumulate.setter
     def accumulate(self, count: int) -> None:
+        """Set the batches for each step.
+
+        Raises:
+            SettingError: gradients of some batches wait for their step, or the schedule is asynchronous.
+        """
         check_accumulate(count, self.setting.schedule)
         if self._gathered:
             raise SettingError(f"accumulate cannot change while the gradients of {self._gathered} batches wait for their step: update() or "
