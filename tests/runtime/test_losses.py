@@ -249,9 +249,81 @@ def test_a_loss_that_cannot_be_divided_is_refused_with_its_numbers(name, schedul
     pipe = pipeline(model(), REFUSED[name], schedule)
     with pytest.raises(
         StageFailed,
-        match=r"the loss of a batch is not made of .* A mean over .* Ways out: .*loss_on",
+        match=r"the loss of a batch is not made of .* both joined have .* Ways out: .*loss_on",
     ):
         train(pipe, 3)
+
+
+def flooding(output, target, level=0.01):
+    """Ishida et al., 2020: a mean below a level is pushed up to it. Here it is always above."""
+    return (functional.cross_entropy(*rows(output, target.clamp(0))) - level).abs() + level
+
+
+def over_its_value(output, target):
+    """A loss whose value is 1 on every batch."""
+    mean = cross_entropy(output, target.clamp(0))
+    return mean / mean.item()
+
+
+def balanced(output, target):
+    """Two terms, of which one is scaled to the size of the other."""
+    mean, square = cross_entropy(output, target.clamp(0)), output.square().mean()
+    return mean + square * (mean.detach() / square.detach())
+
+
+def clamped(output, _):
+    """Means of features, of which the small ones do not count. Here none is."""
+    return output.square().mean(0).clamp(min=1e-9).sum() / 8
+
+
+def larger(output, _):
+    """The same with a comparison that leaves no trace in the graph."""
+    return max(output.square().mean(), torch.tensor(0.02))
+
+
+REFUSED_BY_GRAPH = {
+    "flooding": (flooding, "nonlinear function of a mean or sum over samples: abs acts"),
+    "clamped means": (clamped, "nonlinear function of a mean or sum over samples: clamp acts"),
+    "over its value": (over_its_value, "These values add up, their gradients do not"),
+    "balanced": (balanced, "is not made of"),
+    "larger": (larger, "is not made of"),
+}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "chimera"])
+@pytest.mark.parametrize("name", REFUSED_BY_GRAPH)
+def test_a_loss_whose_values_add_up_but_whose_gradients_do_not_is_refused(name, schedule):
+    """Of each, the losses of micro-batches add up to the loss of the first batches."""
+    loss, message = REFUSED_BY_GRAPH[name]
+    pipe = pipeline(model(), loss, schedule)
+    with pytest.raises(StageFailed, match=message):
+        train(pipe, 1)
+
+
+def test_nonlinear_functions_of_single_samples_are_no_obstacle():
+    """Each sample's loss is one number, and the graph has as many of them as there are samples."""
+
+    def loss(output, target):
+        means = [
+            cross_entropy(output[i : i + 1], target.clamp(0)[i : i + 1]) for i in range(len(output))
+        ]
+        return sum((mean - 0.01).abs().exp() for mean in means) / len(means)
+
+    expected, gradients = plain(loss, *batch())
+    net = model()
+    assert math.isclose(train(pipeline(net, loss), 1)[0], expected, rel_tol=1e-5)
+    check_gradients(net, gradients)
+
+
+def test_a_loss_that_draws_is_said_to_be_untested():
+    """Its numbers are others for each part of a batch, so they cannot be compared."""
+
+    def loss(output, target):
+        order = torch.randperm(len(target))
+        return cross_entropy(output, target.clamp(0)[order])
+
+    with pytest.warns(UserWarning, match="could not be tested, for the loss draws random"):
+        train(pipeline(model(), loss), 1)
 
 
 def test_one_micro_batch_takes_any_loss():

@@ -25,11 +25,29 @@ def not_additive(
     values = reading.first, reading.second
     as_mean = sum(weight * value for weight, value in zip(mean, values, strict=True))
     as_sum = sum(weight * value for weight, value in zip(total, values, strict=True))
-    return (
+    begin = (
         f"the loss of a batch is not made of the losses of its micro-batches: two of them, of {sizes[0]} and {sizes[1]} {unit}, have losses "
-        f"{reading.first:.6g} and {reading.second:.6g}, both joined have {reading.joined:.6g}. A mean over {unit} would be "
-        f"{as_mean:.6g}, a sum {as_sum:.6g}. Either {unit} see each other in the loss (as in a contrastive one), or it is a mean over "
-        f"something else. {WAYS_OUT}"
+        f"{reading.first:.6g} and {reading.second:.6g}, both joined have {reading.joined:.6g}."
+    )
+    if reading.values_fit(mean) or reading.values_fit(total):
+        return (
+            f"{begin} These values add up, their gradients do not. Either the loss is a nonlinear function of a mean over {unit}, or it is "
+            "scaled by something that is detached from its graph and differs from micro-batch to micro-batch, such as "
+            f"loss / loss.detach(). {WAYS_OUT}"
+        )
+    return (
+        f"{begin} A mean over {unit} would be {as_mean:.6g}, a sum {as_sum:.6g}. Either {unit} see each other in the loss (as in a "
+        f"contrastive one), or it is a mean over something else. {WAYS_OUT}"
+    )
+
+
+def nonlinear_in_samples(function: str, along_tokens: bool) -> str:
+    """Of a loss with a nonlinear function of what was reduced over its samples."""
+    unit = "tokens" if along_tokens else "samples"
+    return (
+        f"the loss is a nonlinear function of a mean or sum over {unit}: {function.lower()} acts on a value to which all {unit} of a batch "
+        "contribute, such as (loss - b).abs() in flooding or a clamped mean. The losses of micro-batches do not add up to that of the "
+        f"batch wherever the function bends. {WAYS_OUT}"
     )
 
 

@@ -1,8 +1,9 @@
 """A numeric test of how a loss adds up: of two parts of a batch alone, and of the two as one.
 
 What a loss is divided by can be read from its graph, but not whether samples see each other, as they do in a contrastive loss. So the
-loss is evaluated without gradients on two parts `a` and `b` and on both joined, `j`. A loss that adds up has
-`loss(j) = w_a loss(a) + w_b loss(b)`, with weights that are shares of a count, shares of the samples, or 1 where it is a sum.
+loss is evaluated on two parts `a` and `b` and on both joined, `j`. A loss that adds up has `loss(j) = w_a loss(a) + w_b loss(b)`, with
+weights that are shares of a count, shares of the samples, or 1 where it is a sum. The gradients with respect to the outputs add up
+likewise. They are compared too, as the values do not tell all: `loss / loss.detach()` is 1 on every part.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from penstock.errors import SettingError
 from penstock.runtime.batch import join
+from penstock.runtime.loss_graph import Nonlinearity, nonlinear_in_batch, nonlinearities
+from penstock.runtime.loss_terms import is_float
 from penstock.values.structure import map_tensors, tensors_of
 
 #: How far both sides may be apart, in proportion, by the precision of the loss.
@@ -30,6 +33,10 @@ Change = Callable[[Tensor, int], Tensor]
 
 class ReturnsCount(Exception):
     """The loss returns (sum, count)."""
+
+
+class Draws(Exception):
+    """The loss draws random numbers."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +59,77 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class GradientFit:
+    """The gradient of a part of an output, in the joined loss (`g_j`) and in the loss of the part alone (`g`).
+
+    Attributes:
+        factor: the `f` that makes `g_j - f g` the smallest.
+        remainder: the norm of `g_j - factor g`.
+        alone: the norm of `g`.
+        joined: the norm of `g_j`.
+    """
+
+    factor: float
+    remainder: float
+    alone: float
+    joined: float
+
+    @classmethod
+    def of(cls, alone: Sequence[Tensor], joined: Sequence[Tensor]) -> GradientFit:
+        """Compare gradients, leaf by leaf."""
+        square = sum(_dot(leaf, leaf) for leaf in alone)
+        product = sum(_dot(one, other) for one, other in zip(alone, joined, strict=True))
+        factor = product / square if square else 0.0
+        rest = [other - factor * one for one, other in zip(alone, joined, strict=True)]
+        remainder = math.sqrt(sum(_dot(leaf, leaf) for leaf in rest))
+        return cls(
+            factor,
+            remainder,
+            math.sqrt(square),
+            math.sqrt(sum(_dot(leaf, leaf) for leaf in joined)),
+        )
+
+    def distance(self, weight: float) -> float:
+        """The norm of `g_j - weight g`; the remainder is orthogonal to `g`."""
+        if not weight:
+            return self.joined
+        return math.hypot(self.remainder, (weight - self.factor) * self.alone)
+
+
+@dataclass(frozen=True)
 class Reading:
-    """What a loss was on the parts, and on both joined."""
+    """What a loss was on the parts, and on both joined.
+
+    Attributes:
+        first: the loss of the first part.
+        second: of the second.
+        joined: of both in one batch.
+        tolerance: how far they may be apart, in proportion.
+        gradients: of both parts; none where a gradient is not finite.
+        nonlinear: the function that acts on a value to which all samples contribute, if there is one.
+    """
 
     first: float
     second: float
     joined: float
     tolerance: float
+    gradients: tuple[GradientFit, ...] = ()
+    nonlinear: str | None = None
 
     def fits(self, weights: tuple[float, float]) -> bool:
-        """Whether the joined loss is the sum of the parts' with these weights."""
+        """Whether the joined loss, and its gradient, are the sums of the parts' with these weights."""
+        return self.values_fit(weights) and self._gradients_fit(weights)
+
+    def _gradients_fit(self, weights: tuple[float, float]) -> bool:
+        if not self.gradients:
+            return True
+        pairs = zip(weights, self.gradients, strict=True)
+        distance = math.hypot(*[fit.distance(weight) for weight, fit in pairs])
+        size = math.hypot(*[fit.joined for fit in self.gradients])
+        return distance <= self.tolerance * max(size, 1e-12)
+
+    def values_fit(self, weights: tuple[float, float]) -> bool:
+        """Whether the values do, without the gradients."""
         parts = [
             weight * value
             for weight, value in zip(weights, (self.first, self.second), strict=True)
@@ -83,7 +151,7 @@ def readings(loss: Loss, pair: Pair) -> list[Reading]:
         Exception: whatever the loss raises on the model's own outputs.
     """
     found = [_reading(loss, pair, _rolled)]
-    for change in (_mirrored, _moved):
+    for change in (_mirrored, _moved, _amplified, _attenuated):
         with suppress(
             ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
         ):  # values that the loss was not made for
@@ -96,19 +164,47 @@ def _reading(loss: Loss, pair: Pair, change: Change) -> Reading:
     outputs = [
         _output(pair, size, change if second else _same) for second, size in enumerate(pair.sizes)
     ]
-    values = [
-        _value(loss, output, target)
-        for output, target in (
-            *zip(outputs, pair.targets, strict=True),
-            (join_values(outputs, pair.dim), join_values(list(pair.targets), pair.dim)),
-        )
-    ]
-    dtypes = [dtype for _, dtype in values] + [
+    first = _evaluate(loss, outputs[0], pair.targets[0])
+    second = _evaluate(loss, outputs[1], pair.targets[1])
+    targets = join_values(list(pair.targets), pair.dim)
+    joined = _evaluate(loss, join_values(outputs, pair.dim), targets)
+    dtypes = [evaluation.dtype for evaluation in (first, second, joined)] + [
         leaf.dtype for leaf in tensors_of(pair.output) if leaf.is_floating_point()
     ]
-    tolerance = max(_TOLERANCE.get(dtype, _COARSE) for dtype in dtypes)
-    first, second, joined = (value for value, _ in values)
-    return Reading(first, second, joined, tolerance)
+    return Reading(
+        first.value,
+        second.value,
+        joined.value,
+        max(_TOLERANCE.get(dtype, _COARSE) for dtype in dtypes),
+        _gradient_fits((first, second), joined, pair.dim),
+        nonlinear_in_batch(first.functions, second.functions, joined.functions),
+    )
+
+
+def _gradient_fits(
+    parts: tuple[_Evaluation, _Evaluation], joined: _Evaluation, dim: int
+) -> tuple[GradientFit, ...]:
+    """How the gradients of both parts are found in that of both joined; nothing where one is not finite."""
+    fits = []
+    ends = [0] * len(joined.gradients)
+    for part in parts:
+        found = []
+        for place, gradient in enumerate(part.gradients):
+            length = gradient.shape[dim]
+            found.append(joined.gradients[place].narrow(dim, ends[place], length))
+            ends[place] += length
+        fits.append(GradientFit.of(part.gradients, found))
+    values = [value for fit in fits for value in (fit.remainder, fit.alone, fit.joined)]
+    return tuple(fits) if all(map(math.isfinite, values)) else ()
+
+
+def _dot(one: Tensor, other: Tensor) -> float:
+    """The inner product of two gradients, as real numbers."""
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    if one.dtype.itemsize < torch.float32.itemsize:
+        one, other = one.float(), other.float()
+    return float((one * other).sum(dtype=torch.float64))
 
 
 def consistent(found: Sequence[Reading], ways: Mapping[str, tuple[float, float]]) -> str | None:
@@ -178,11 +274,63 @@ def _moved(leaf: Tensor, _: int) -> Tensor:
     return leaf - (leaf.mean() + leaf.std(correction=0) / 2)
 
 
-def _value(loss: Loss, output: Any, target: Any) -> tuple[float, torch.dtype]:
-    value = loss(copied(output), copied(target))
+def _amplified(leaf: Tensor, dim: int) -> Tensor:
+    """Larger values, where there are some below 0; other ones may be probabilities."""
+    if not leaf.is_floating_point() or bool((leaf >= 0).all()):
+        return _mirrored(leaf, dim)
+    return leaf * 4
+
+
+def _attenuated(leaf: Tensor, _: int) -> Tensor:
+    """Smaller values, such as late in the training."""
+    return leaf / 8 if leaf.is_floating_point() else leaf
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """A loss on one output.
+
+    Attributes:
+        value: the loss.
+        dtype: its precision.
+        gradients: with respect to the floating-point leaves of the output, in their order.
+        functions: the nonlinear functions in it.
+    """
+
+    value: float
+    dtype: torch.dtype
+    gradients: list[Tensor]
+    functions: list[Nonlinearity]
+
+
+def _evaluate(loss: Loss, output: Any, target: Any) -> _Evaluation:
+    """The loss and its gradient. Nothing of the caller's is changed, nor is a gradient added anywhere.
+
+    Raises:
+        ReturnsCount: the loss returns (sum, count).
+    """
+    leaves: list[Tensor] = []
+
+    def as_leaf(leaf: Tensor) -> Tensor:
+        if not is_float(leaf):
+            return leaf.clone()
+        leaves.append(leaf.detach().clone().requires_grad_())
+        return leaves[-1].clone()  # the loss may change it in place, which a leaf forbids
+
+    value = loss(map_tensors(as_leaf, output), copied(target))
     if isinstance(value, tuple):
         raise ReturnsCount
-    return float(value), value.dtype
+    gradients: Sequence[Tensor | None] = [None] * len(leaves)
+    functions: list[Nonlinearity] = []
+    if isinstance(value, Tensor) and value.requires_grad:
+        functions = nonlinearities(value, leaves)
+        if leaves:
+            gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
+    filled = [
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for leaf, gradient in zip(leaves, gradients, strict=True)
+    ]
+    return _Evaluation(float(value.detach()), value.dtype, filled, functions)
 
 
 def copied(value: Any) -> Any:

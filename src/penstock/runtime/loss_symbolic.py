@@ -7,7 +7,8 @@ in time and none in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,6 +174,17 @@ def resized(
     raise UnknownForm(f"an output of {shape} for {samples} samples of {tokens} tokens")
 
 
+@contextmanager
+def apart_from_stage() -> Iterator[None]:
+    """Record graphs of their own: the hooks of the stage on what its graph saves do not see what these save."""
+    with (
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
+    ):
+        yield
+
+
 def evaluate(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> Evaluation:
     """Evaluate a loss on an output of `outputs_like` and real targets.
 
@@ -185,12 +197,7 @@ def evaluate(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> Evalu
     leaves = tensors_of(output)
     mode = _Mode(device)
     try:
-        # Hooks on what graphs save belong to the stage's own graph: these must not see this one.
-        with (
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
-            mode,
-        ):
+        with apart_from_stage(), mode:
             value = loss(output, target)
         return _read(value, mode, leaves)
     except (UnknownForm, Unpredictable):

@@ -25,6 +25,7 @@ _SAME_VALUE = frozenset({
     "ToBackward0", "PermuteBackward0",
 })  # fmt: skip
 _SUMS = frozenset({"SumBackward0", "SumBackward1"})
+#: Negative log-likelihoods of class indices.
 _NLL = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 #: Losses of torch that are a mean or a sum over the elements of their input.
 _ELEMENTWISE = frozenset({

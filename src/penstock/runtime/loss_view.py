@@ -10,6 +10,7 @@ import torch
 from penstock.runtime.batch import Batch, sample_count, token_count
 from penstock.runtime.loss_call import LossCall
 from penstock.runtime.loss_probe import (
+    Draws,
     Pair,
     Reading,
     copied,
@@ -17,7 +18,7 @@ from penstock.runtime.loss_probe import (
     readings,
     repeated,
 )
-from penstock.runtime.loss_symbolic import Evaluation, evaluate, outputs_like
+from penstock.runtime.loss_symbolic import Evaluation, apart_from_stage, evaluate, outputs_like
 from penstock.runtime.loss_terms import UnknownForm, detached
 from penstock.tracing.randomness import drawing, seed_generators
 from penstock.values.structure import map_tensors
@@ -112,9 +113,10 @@ class View:
         return evaluate(self.call.untouched(), output, target)
 
     def readings(self) -> list[Reading]:
-        """The loss on the pair, in numbers; none where it draws random numbers, which are others each time.
+        """The loss on the pair, in numbers.
 
         Raises:
+            Draws: it draws random numbers, which are others each time.
             Exception: whatever the loss raises on what it was not made for.
         """
         axis = int(self.along_tokens)
@@ -123,11 +125,13 @@ class View:
         pair = Pair((first, second), self.sizes, self._output(), axis, count)
         loss = self.call.untouched()
         device = self.call.device
-        with torch.no_grad(), drawing(device):
+        with apart_from_stage(), drawing(device):
             seed_generators(device, 0)
             before = _state(device)
             found = readings(loss, pair)
-            return found if torch.equal(before, _state(device)) else []
+            if not torch.equal(before, _state(device)):
+                raise Draws
+            return found
 
     def in_numbers(self, number: int) -> Any:
         """What the loss returns for a micro-batch's targets, given the output that is here for as many samples and tokens.

@@ -24,8 +24,15 @@ from torch import Tensor, nn
 from penstock.errors import SettingError
 from penstock.runtime.batch import Batch
 from penstock.runtime.loss_call import LossCall
-from penstock.runtime.loss_messages import WAYS_OUT, count_differs, model_loss, not_additive
-from penstock.runtime.loss_probe import ReturnsCount, consistent
+from penstock.runtime.loss_graph import is_per_row
+from penstock.runtime.loss_messages import (
+    WAYS_OUT,
+    count_differs,
+    model_loss,
+    nonlinear_in_samples,
+    not_additive,
+)
+from penstock.runtime.loss_probe import Draws, ReturnsCount, consistent
 from penstock.runtime.loss_shares import (
     additive,
     agreed,
@@ -193,7 +200,7 @@ class LossWeights:
         if first.counted:
             batch.loss_counts = dict(found.counts)
             return found.weights
-        if test and not self.call.is_torchs:
+        if test and not self.call.is_torchs and not self._is_per_row(view, found):
             weights = self._tested(views, key, found)
             if weights is not found.weights:
                 return weights
@@ -229,6 +236,14 @@ class LossWeights:
             if leaf.dtype == target.dtype and _same_contents(leaf, target):
                 return Classes(place, ignored_index(node), weight)
         return None
+
+    def _is_per_row(self, view: View, found: _Found) -> bool:
+        """Whether the loss's graph alone shows that no sample sees another: nothing is left to test."""
+        node = found.first.terms[0].node
+        if len(found.first.terms) > 1 or node is None:
+            return False
+        target = self.call.target(view.batch, view.number)
+        return type(target) is Tensor and is_per_row(node, target)
 
     # -- by the model ------------------------------------------------------------------------------------------------------
 
@@ -304,9 +319,12 @@ class LossWeights:
             readings = view.readings()
         except ReturnsCount:
             raise
+        except Draws:
+            self._warn("draws random numbers, others for each part of a batch")
+            return None
         except Exception as error:  # noqa: BLE001 - whatever a loss raises on what it was not made for
             if found is None:
-                self._warn(error)
+                self._warn(f"raises on parts of a batch ({type(error).__name__}: {error})")
             return None
         if not readings:
             return None
@@ -315,6 +333,9 @@ class LossWeights:
             known = ways.get("counts", ways["shares"])
             worst = next((each for each in readings if not each.fits(known)), readings[0])
             raise SettingError(not_additive(worst, sizes, ways, view.along_tokens))
+        function = next((reading.nonlinear for reading in readings if reading.nonlinear), None)
+        if function is not None:
+            raise SettingError(nonlinear_in_samples(function, view.along_tokens))
         return way
 
     def _by_counts(self, view: View) -> list[float]:
@@ -334,13 +355,13 @@ class LossWeights:
         batch.loss_counts = dict(enumerate(counts))
         return over_total(counts)
 
-    def _warn(self, error: Exception) -> None:
+    def _warn(self, reason: str) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "whether the loss is a mean over samples could not be tested, for it raises on parts of a batch "
-                f"({type(error).__name__}: {error}). Micro-batches are weighed by their samples; compare_with_one_device tells "
-                f"whether that is right. {WAYS_OUT}",
+                "whether the losses of micro-batches add up to that of the batch could not be tested, for the loss "
+                f"{reason}. Micro-batches count in proportion to what the loss is divided by where that is known, and to their samples "
+                f"where it is not; compare_with_one_device tells whether that is right. {WAYS_OUT}",
                 stacklevel=2,
             )
 
