@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from penstock.measure.alike import equally_fast, named_by_kind
 from penstock.measure.fit import Fit, fit
 from penstock.measure.loads import Load, loads, time_load
 from penstock.measure.messages import Times, Wires, time_messages, time_pairs_at_once
+from penstock.transport.exchange import all_gather, broadcast
 from penstock.units import parse_seconds
 
 Progress = Callable[[int, int, str], None]
@@ -106,9 +107,9 @@ def measure_cluster(name: str, device: torch.device, *, repeats: int = 5, second
     if repeats < 1 or not 0 < seconds < float("inf"):
         raise SettingError(f"{repeats} repeats of {seconds} s: both must be above 0")
     ranks = dist.get_world_size()
-    told = _gathered((socket.gethostname(), str(device)))
-    hosts = [host for host, _ in told]
-    own_gpu = device.type == "cuda" and len(set(told)) == ranks
+    places = all_gather((socket.gethostname(), str(device)), tuple[str, str])
+    hosts = [host for host, _ in places]
+    own_gpu = device.type == "cuda" and len(set(places)) == ranks
     wires = Wires(
         None if own_gpu else dist.new_group(backend="gloo"),
         device if own_gpu else torch.device("cpu"),
@@ -120,12 +121,12 @@ def measure_cluster(name: str, device: torch.device, *, repeats: int = 5, second
     times: list[PairFound] = []
     for a, b in pairs:
         steps.next(f"link {a}-{b}")
-        mine = None
+        mine = Times((), ())
         if dist.get_rank() in (a, b):
             mine = time_messages(a + b - dist.get_rank(), wires, repeats)
         wires.barrier()
-        heard: Times = _gathered(mine)[a]
-        times.append(PairFound(a, b, heard, fit(heard.sizes, heard.fresh_s)))
+        link_times = broadcast(mine, Times, a)
+        times.append(PairFound(a, b, link_times, fit(link_times.sizes, link_times.fresh_s)))
     steps.next("pairs at once")
     at_once = time_pairs_at_once(_neighbour(hosts), wires, repeats)
     steps.next("")
@@ -146,13 +147,6 @@ class _Steps:
         self.done += 1
         if self.progress is not None:
             self.progress(self.done, self.total, what)
-
-
-def _gathered(value: Any) -> list[Any]:
-    """What every rank has, by rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def _most(hosts: Sequence[str]) -> int:
@@ -198,7 +192,7 @@ def _ranks(work: dict[str, Load], hosts: Sequence[str], device: torch.device, se
             alone[name] = min(mine.quiet_s, alone.get(name, mine.quiet_s))
         busy[name] = _short(statistics.median(ratios))
     made = _device(work, alone, busy, device, hosts.count(hosts[rank]))
-    return _gathered(RankFound(rank, hosts[rank], made, tuple(busy.items())))
+    return all_gather(RankFound(rank, hosts[rank], made, tuple(busy.items())), RankFound)
 
 
 def _speeds(
@@ -227,7 +221,7 @@ def _speeds(
             wires.barrier()
             if one == turn:
                 own = load.amount / time_load(load, device, _AGAIN_S).quiet_s
-        for host, speed in _gathered((hosts[rank], own)):
+        for host, speed in all_gather((hosts[rank], own), tuple[str, float]):
             fastest[host] = max(fastest[host], speed)
     return fastest
 

@@ -12,6 +12,7 @@ from typing import TypeVar, final
 
 import torch.distributed as dist
 
+from penstock.transport.exchange import all_gather, broadcast
 from penstock.transport.group import join
 
 T = TypeVar("T")
@@ -37,9 +38,7 @@ class Company:
         """The places of this rank's layers: consecutive ones, of about the same seconds on every rank, as rank 0 has measured them."""
         if self.ranks == 1:
             return range(len(seconds))
-        told = [list(seconds)]
-        dist.broadcast_object_list(told, 0)
-        return shares(told[0], self.ranks)[self.rank]
+        return shares(broadcast(list(seconds), list[float], 0), self.ranks)[self.rank]
 
     def begin(self) -> None:
         """Wait until all are ready."""
@@ -57,13 +56,9 @@ class Company:
         self._ready = None
         return True
 
-    def gathered(self, value: T) -> list[T]:
-        """What every rank has, in their order."""
-        if self.ranks == 1:
-            return [value]
-        found: list[T | None] = [None] * self.ranks
-        dist.all_gather_object(found, value)
-        return [each for each in found if each is not None]
+    def gather(self, value: T, kind: type[T]) -> list[T]:
+        """The values of all ranks, of the type `kind`, by rank."""
+        return [value] if self.ranks == 1 else all_gather(value, kind)
 
 
 def shares(seconds: Sequence[float], ranks: int) -> list[range]:

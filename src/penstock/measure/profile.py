@@ -103,12 +103,12 @@ def profile(
         modules[-1] = WithLoss(modules[-1], loss, targets)
     keep_freed_memory()
     with _threads(threads), torch.enable_grad(), drawing(place):
-        found = _Bench(traced, modules, place, company, progress).profile(
+        measured = _Bench(traced, modules, place, company, progress).profile(
             example, batch, measured_sizes, repeats
         )
     del modules
     give_back_freed_memory()
-    return company.gathered(found)[0]
+    return company.gather(measured, Profile)[0]
 
 
 def _tensors_of(example: Any) -> list[Tensor]:
@@ -177,10 +177,11 @@ class _Bench:
             self._aim(size)
             before, passes = self._passes(range(self._share.start)), self._passes(self._share)
             passes.run(before.value_behind(_samples(example, size, self.device)), repeats)
-            own = list(
-                zip(self._share, map(_Measured, passes.seconds, passes.output_bytes), strict=True)
-            )
-            by_layer = dict(pair for rows in self.company.gathered(own) for pair in rows)
+            measured = map(_Measured, passes.seconds, passes.output_bytes)
+            layers = dict(zip(self._share, measured, strict=True))
+            by_layer: dict[int, _Measured] = {}
+            for part in self.company.gather(layers, dict[int, _Measured]):
+                by_layer |= part
             for index, layer in enumerate(self.traced.layers):
                 runs[index].append(by_layer[index])
                 if self.progress is not None:
@@ -207,8 +208,8 @@ class _Bench:
             rough.run(_samples(example, size, self.device), 1)
             seconds = [min(row["forward"]) + min(row["backward"]) for row in rough.seconds]
             least = list(map(min, least, seconds)) if least else seconds
-            own = RankSpeed(socket.gethostname(), device_name(self.device), model, sum(least))
-            ranks = self.company.gathered(own)
+            speed = RankSpeed(socket.gethostname(), device_name(self.device), model, sum(least))
+            ranks = self.company.gather(speed, RankSpeed)
             pair = unlike(ranks)
             if pair is None:
                 return least
@@ -223,8 +224,8 @@ class _Bench:
     def update(self) -> UpdateSeconds:
         """What happens to the gradients, of all ranks' layers."""
         self.company.begin()
-        own = measure_update([self.modules[index] for index in self._share], self.device)
-        return UpdateSeconds.together(self.company.gathered(own))
+        seconds = measure_update([self.modules[index] for index in self._share], self.device)
+        return UpdateSeconds.together(self.company.gather(seconds, UpdateSeconds))
 
     def _aim(self, size: int) -> None:
         """Give the loss as many targets as there are samples."""
