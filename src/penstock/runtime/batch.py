@@ -274,6 +274,8 @@ def make_batch(
         SettingError: a tensor requires a gradient; inputs and targets have no samples, or not the same number; or sequences are to be cut, and they are not the
             second dimension of everything, or are shorter than they have slices.
     """
+    if slicing is None and _is_plain(x) and _is_plain(y) and x.shape[0] == y.shape[0]:
+        return _cut_tensors(x, y, micro_batches, step, training)
     if training:
         _check_no_grad(x, "inputs")
         _check_no_grad(y, "targets")
@@ -304,6 +306,31 @@ def make_batch(
     forms, structure = _described(x)
     signature = _signature(training, y is not None, len(sizes), forms, structure, slicing)
     return Batch(step, inputs, targets, shares, signature, training, slicing=slicing, whole=(x, y))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is one tensor that can be cut as it is."""
+    return (
+        type(value) is Tensor
+        and value.layout is torch.strided
+        and not value.requires_grad
+        and value.dim() > 0
+        and value.shape[0] > 0
+    )
+
+
+def _cut_tensors(x: Tensor, y: Tensor, micro_batches: int, step: int, training: bool) -> Batch:
+    """The batch of one tensor of inputs and one of targets. Small models run so many batches a second that it must be quick."""
+    sizes, shares = _even_shares(x.shape[0], micro_batches)
+    signature = _signature(training, True, len(sizes), (_tensor_form(x),), "", None)
+    inputs, targets = list(torch.split(x, sizes)), list(torch.split(y, sizes))
+    return Batch(step, inputs, targets, [*shares], signature, training, whole=(x, y))
+
+
+@lru_cache(maxsize=1024)
+def _even_shares(samples: int, micro_batches: int) -> tuple[list[int], list[float]]:
+    sizes = even_sizes(samples, min(micro_batches, samples))
+    return sizes, [size / samples for size in sizes]
 
 
 def _described(x: Any) -> tuple[object, str]:

@@ -7,9 +7,8 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,8 +87,7 @@ class Calls:
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One call of a method.
 
     Attributes:
@@ -154,17 +152,17 @@ class ComparedCalls(Calls):
             form = _pair_form(x.shape, x.dtype, y.shape, y.dtype)
         else:
             form, tensors = self._nested(batch, x, y)
-        found = (_crc(call) + _crc(form) + 7919 * self._number + 104729 * batch.step) & _MASK
-        check = found << _BITS
+        words = _crc(call) + _crc(form) + 7919 * self._number + 104729 * batch.step
+        check = (words & _MASK) << _BITS
         values: Sequence[Glimpse] = ()
         if tensors and self._readable(tensors, turn, whole=whole):
             content, values = batch_checksum(tensors, turn)
             check |= 1 + content % _MASK
         batch.check = check
-        own = Call(self._number, call, form, check, values)
-        self._recent.append(own)
+        entry = Call(self._number, call, form, check, values)
+        self._recent.append(entry)
         if whole:
-            self._meet(own, batch.step, whole_checksum(tensors))
+            self._meet(entry, batch.step, whole_checksum(tensors))
         return batch
 
     def _nested(self, batch: Batch, x: Any, y: Any) -> tuple[str, list[Tensor]]:
@@ -184,7 +182,12 @@ class ComparedCalls(Calls):
 
     @staticmethod
     def _readable(tensors: Sequence[Tensor], turn: int, *, whole: bool) -> bool:
-        return whole or turn % GPU_PERIOD == 0 or all(tensor.is_cpu for tensor in tensors)
+        if whole or turn % GPU_PERIOD == 0:
+            return True
+        for tensor in tensors:  # noqa: SIM110 - once a batch, where a generator would be a large part
+            if not tensor.is_cpu:
+                return False
+        return True
 
     def _meet(self, own: Call, step: int, content: int) -> None:
         """Compare a batch with those of all other ranks, before it is played."""

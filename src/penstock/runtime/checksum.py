@@ -53,13 +53,13 @@ def batch_checksum(tensors: Iterable[Tensor], turn: int) -> tuple[int, list[Glim
         tensors: inputs and targets.
         turn: number of the batch, which moves the places that are read.
     """
-    found = 1
+    result = 1
     glimpses = []
     for tensor in tensors:
         content = _sampled(tensor, turn)
-        found = zlib.crc32(content, found)
+        result = zlib.crc32(content, result)
         glimpses.append((tensor.dtype, content[:_GLIMPSE_BYTES]))
-    return found, glimpses
+    return result, glimpses
 
 
 def whole_checksum(tensors: Iterable[Tensor]) -> int:
@@ -89,10 +89,14 @@ def _sampled(
         values = values_of(tensor)
     except (TypeError, RuntimeError, NotImplementedError):
         return b""  # what cannot be read is compared by its form alone
+    content: bytes
     if values.nbytes <= most_bytes:
-        return bytes(values.tobytes())
+        content = values.tobytes()
+        return content
     stride = values.size // sample
     start = turn * 7919 % stride
-    contiguous = values.flags.c_contiguous
-    chosen = values.reshape(-1)[start::stride] if contiguous else values.flat[start::stride]
-    return bytes(chosen.tobytes())
+    if tensor.is_contiguous():
+        content = values.ravel()[start::stride].tobytes()
+    else:
+        content = values.flat[start::stride].tobytes()
+    return content

@@ -142,11 +142,13 @@ class StageDraws:
         """What the next forward needs."""
         self._looks = self._forward_looks > 0
         self._forward_looks -= self._looks
-        habits = self._habits.values()
-        self._host = self._looks or any(part.host[training] for part in habits)
-        self.needed = self._looks or any(
-            part.may_draw if training else part.torch[False] or part.host[False] for part in habits
-        )
+        self._host = self.needed = self._looks
+        if self._looks:
+            return
+        for part in self._habits.values():
+            host = part.host[training]
+            self._host |= host
+            self.needed |= part.may_draw if training else part.torch[False] or host
 
     def _learn(self) -> None:
         """Read the settings of all modules. What has drawn once is taken to draw again."""

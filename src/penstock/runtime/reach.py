@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from penstock.errors import SettingError
+from penstock.runtime.batch import Batch
 from penstock.tracing.chain import TracedChain
 from penstock.tracing.names import parameters_of
 from penstock.values.structure import tensors_of
@@ -54,13 +55,14 @@ class Reach:
         stage: which one.
         own: its parameters.
         model: all of the model's.
+        step: the last batch whose loss was looked at.
     """
 
     stage: int
     own: Iterable[nn.Parameter]
     model: ModelParameters
+    step: int = -1
     _forms: set[str] = field(default_factory=set)
-    _step: int = -1
 
     def __post_init__(self) -> None:
         self._known = set(map(id, self.own))
@@ -83,15 +85,17 @@ class Reach:
                     "function, so that the weight is tied; or move the cut so that both are in one stage"
                 )
 
-    def check_loss(self, step: int, loss: Any, output: Any) -> None:
+    def check_loss(self, batch: Batch, loss: Any, output: Any) -> None:
         """Look at what the loss adds to the graph of the model's output, once for every batch.
 
         Raises:
             SettingError: it leads to a parameter that is none of the stage's.
         """
-        if step == self._step or not isinstance(loss, Tensor) or loss.grad_fn is None:
+        if not batch.training or batch.step == self.step:
             return
-        self._step = step
+        if not isinstance(loss, Tensor) or loss.grad_fn is None:
+            return
+        self.step = batch.step
         if not torch.is_grad_enabled():
             return
         ends = frozenset(_nodes_of(output))

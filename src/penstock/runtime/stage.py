@@ -253,8 +253,8 @@ class Stage:
                 value = self._running.run(batch, micro_batch, value, _NO_PAST)
                 if self._losses is not None:
                     output, value = value, self._losses.of(batch, micro_batch, value, sides)
-                    if self.reach is not None and batch.training:
-                        self.reach.check_loss(batch.step, value, output)
+                    if self.reach is not None and self.reach.step != batch.step:
+                        self.reach.check_loss(batch, value, output)
         finally:
             collect_side_losses(outer)
         root = value if value.requires_grad else None
@@ -312,9 +312,11 @@ class Stage:
                 if arrived is None
                 else _to(arrived.leaves[0], self.device)
             )
-            if grad is not None:
+            if grad is not None and self._running.draws.watches_backward:
                 with self._drawing(batch, micro_batch):
                     whole_grad(root, grad)
+            elif grad is not None:
+                whole_grad(root, grad)
         self.held.give(kept.size)
         if leaf is None:
             return _NOTHING
@@ -386,8 +388,8 @@ class Stage:
                 check_devices(result, self.device)
             else:
                 loss = self._losses.of(batch, micro_batch, value, told)
-                if self.reach is not None and batch.training:
-                    self.reach.check_loss(batch.step, loss, value)
+                if self.reach is not None:
+                    self.reach.check_loss(batch, loss, value)
                 if isinstance(loss, Tensor) and loss.requires_grad:
                     own.append(loss)
         return result, own, loss

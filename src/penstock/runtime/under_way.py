@@ -15,12 +15,10 @@ class UnderWay:
         self.size = size
         self._batches: dict[int, Batch] = {}
 
-    @classmethod
-    def alone(cls, batch: Batch) -> UnderWay:
+    @staticmethod
+    def alone(batch: Batch) -> UnderWay:
         """One batch."""
-        made = cls(max(1, len(batch.inputs)))
-        made.add(0, batch)
-        return made
+        return _Alone(batch)
 
     def add(self, index: int, batch: Batch) -> None:
         """One more."""
@@ -39,3 +37,16 @@ class UnderWay:
         index, own = divmod(number, self.size)
         batch = self._batches[index]
         return (batch, own) if own < len(batch.inputs) else None
+
+
+class _Alone(UnderWay):
+    """One batch, whose numbers are those of its micro-batches. Every op asks for it several times."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(max(1, len(batch.inputs)))
+        self.add(0, batch)
+        self._places = [(batch, number) for number in range(len(batch.inputs))]
+
+    def find(self, number: int) -> tuple[Batch, int] | None:
+        """See `UnderWay.find`."""
+        return self._places[number] if number < len(self._places) else None

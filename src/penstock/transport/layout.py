@@ -50,6 +50,10 @@ class Layout:
         views = slot.views.get(self.number)
         if views is None:
             views = self.views(slot)
+        if self.bare and self.straight:
+            tensor = tensors[0]
+            views[0].copy_(tensor.detach() if tensor.requires_grad else tensor)
+            return
         if self.straight:
             for view, tensor in zip(views, tensors, strict=True):
                 view.copy_(tensor.detach() if tensor.requires_grad else tensor)
