@@ -106,8 +106,8 @@ class Call(NamedTuple):
 
     def row(self) -> list[Any]:
         """What other ranks are told."""
-        shown = "; ".join(map(in_words, self.values[:_SHOWN]))
-        return [self.number, self.check, self.name, self.form, shown]
+        numbers = "; ".join(map(in_words, self.values[:_SHOWN]))
+        return [self.number, self.check, self.name, self.form, numbers]
 
 
 class ComparedCalls(Calls):
@@ -189,27 +189,27 @@ class ComparedCalls(Calls):
                 return False
         return True
 
-    def _meet(self, own: Call, step: int, content: int) -> None:
+    def _meet(self, call: Call, step: int, content: int) -> None:
         """Compare a batch with those of all other ranks, before it is played."""
-        self._board.doing(f"waits for the other ranks at {own.name}")
-        keys = [f"call/{own.number}/{rank}" for rank in range(self._size)]
-        self._store.set(keys[self._rank], json.dumps([*own.row(), step, content]))
+        self._board.doing(f"waits for the other ranks at {call.name}")
+        keys = [f"call/{call.number}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], json.dumps([*call.row(), step, content]))
         missing = missing_keys(self._store, keys, self._board.check, self._deadline_s)
         if missing:
             error = DeadlineExceeded(
                 self._rank,
-                f"{ranks_in_words(missing)} to call {own.name}",
+                f"{ranks_in_words(missing)} to call {call.name}",
                 self._deadline_s,
                 self._board.elsewhere(),
             )
             self._board.fail(str(error))
             raise error
-        found = [json.loads(text) for text in self._store.multi_get(keys)]
-        rows = {rank: [row[0], row[6], *row[2:5]] for rank, row in enumerate(found)}
-        steps = {rank: f"step {row[5]}" for rank, row in enumerate(found)}
-        contents = {row[6] for row in found}
-        if len({(row[1] >> _BITS) for row in found}) > 1 or len(contents) > 1:
-            raise RanksDiffer(message_of(own.number, rows, steps))
+        entries = [json.loads(text) for text in self._store.multi_get(keys)]
+        rows = {rank: [row[0], row[6], *row[2:5]] for rank, row in enumerate(entries)}
+        steps = {rank: f"step {row[5]}" for rank, row in enumerate(entries)}
+        contents = {row[6] for row in entries}
+        if len({(row[1] >> _BITS) for row in entries}) > 1 or len(contents) > 1:
+            raise RanksDiffer(message_of(call.number, rows, steps))
 
     def verify(self, source: int, check: float, batch: Batch) -> None:
         """See `Calls.verify`."""
@@ -243,28 +243,28 @@ class ComparedCalls(Calls):
 
     def difference(self, others: Mapping[int, Sequence[Sequence[Any]]]) -> str | None:
         """The first call in which another rank did something else, from the rows of all others by rank; None if there is none."""
-        own = {row[0]: row for row in self.rows()}
+        calls = {row[0]: row for row in self.rows()}
         numbers = [
             row[0]
             for rows in others.values()
             for row in rows
-            if row[0] in own and unlike(own[row[0]][1], row[1])
+            if row[0] in calls and unlike(calls[row[0]][1], row[1])
         ]
         if not numbers:
             return None
-        every = {**others, self._rank: list(own.values())}
-        found = {
+        rows_by_rank = {**others, self._rank: list(calls.values())}
+        first = {
             rank: row
-            for rank, rows in sorted(every.items())
+            for rank, rows in sorted(rows_by_rank.items())
             for row in rows
             if row[0] == min(numbers)
         }
-        return message_of(min(numbers), found, {})
+        return message_of(min(numbers), first, {})
 
     def followed(self, others: Mapping[int, Sequence[Sequence[Any]]]) -> bool:
         """Whether all others have told of the last call here, or of a later one."""
-        told = [rows[-1][0] for rows in others.values() if rows]
-        return len(told) == self._size - 1 and min(told, default=0) >= self._number
+        numbers = [rows[-1][0] for rows in others.values() if rows]
+        return len(numbers) == self._size - 1 and min(numbers, default=0) >= self._number
 
     def check_loader(self, loader: object) -> None:
         """See `Calls.check_loader`."""
@@ -380,12 +380,14 @@ def _leaf(leaf: object) -> str:
 
 def _samplers(loader: object) -> list[object]:
     """The samplers of a loader, those that others draw from included."""
-    found: list[object] = []
+    samplers: list[object] = []
     waiting = [loader]
-    while waiting and len(found) < 16:
+    while waiting and len(samplers) < 16:
         item = waiting.pop()
         inner = [getattr(item, name, None) for name in ("sampler", "batch_sampler")]
-        new = [part for part in inner if part is not None and all(part is not old for old in found)]
-        found += new
+        new = [
+            part for part in inner if part is not None and all(part is not old for old in samplers)
+        ]
+        samplers += new
         waiting += new
-    return found
+    return samplers

@@ -181,12 +181,12 @@ def read_index(folder: Path) -> Checkpoint:
         FileError: there is no checkpoint, or its index is damaged.
     """
     try:
-        there = (folder / INDEX).exists()
-        files = not there and any(folder.glob("step-*.safetensors"))
+        has_index = (folder / INDEX).exists()
+        files = not has_index and any(folder.glob("step-*.safetensors"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise FileError(f"cannot read the checkpoint {folder}: {reason}") from error
-    if not there:
+    if not has_index:
         more = " The files there are of a save that did not come to its end." if files else ""
         raise FileError(
             f"{folder} holds no checkpoint: there is no {INDEX}, which is written when all else is.{more}"

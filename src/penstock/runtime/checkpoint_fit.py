@@ -234,8 +234,8 @@ def _check_groups(
             if first is None:
                 first = name, file, facts.group, options
             differ = _differing(first[3], options)
-            apart = file == first[1] and facts.group != first[2]
-            if differ or apart:
+            mixed = file == first[1] and facts.group != first[2]
+            if differ or mixed:
                 findings.add(_merged(first[0], name, differ))
                 return
             if facts.group is not None:
@@ -308,9 +308,9 @@ def check_schedulers(
             continue
         kind = saved_kind(index.scheduler_kinds, number)
         if number < len(schedulers) and not schedulers[number].fits(kind, saved):
-            there = kind or "another scheduler"
+            kind_of_saved = kind or "another scheduler"
             findings.add(
-                f"scheduler {number} is {schedulers[number].kind} here, and the checkpoint has the state of {there}. {skip}"
+                f"scheduler {number} is {schedulers[number].kind} here, and the checkpoint has the state of {kind_of_saved}. {skip}"
             )
 
 

@@ -146,7 +146,7 @@ def _read(folder: Path, placed: Placed, versioned: Sequence[Versioned], terms: T
     if index.fingerprint != placed.traced.fingerprint:
         raise FileError(f"{folder} is a checkpoint of another model: its layers and shapes have fingerprint {index.fingerprint}, this "
                         f"model's have {placed.traced.fingerprint}{fit.model_difference(headers.values(), placed)}")  # fmt: skip
-    prefixes = {id(each.stage): each.prefix for each in versioned}
+    prefixes = {id(version.stage): version.prefix for version in versioned}
     parts = _parts(placed, prefixes.values())
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Facts] = {}

@@ -68,14 +68,14 @@ class _Joint:
     def add(self, number: int, value: Any) -> None:
         """Take in one micro-batch's output, without its graph."""
         leaves, structure = flatten(value)
-        made = [
+        parts = [
             leaf.detach().requires_grad_(self.batch.training and leaf.is_floating_point())
             if isinstance(leaf, Tensor)
             else leaf
             for leaf in leaves
         ]
-        self.outputs[number] = unflatten(structure, made)
-        self.leaves[number] = [leaf for leaf in made if isinstance(leaf, Tensor)]
+        self.outputs[number] = unflatten(structure, parts)
+        self.leaves[number] = [leaf for leaf in parts if isinstance(leaf, Tensor)]
 
     def grads_of(self, number: int, start: Tensor) -> list[Tensor]:
         """The gradient of one micro-batch's outputs, given that of the loss."""
@@ -86,15 +86,15 @@ class _Joint:
     def _all_grads(self, start: Tensor) -> dict[int, list[Tensor]]:
         assert self.loss is not None
         numbers = sorted(self.leaves)
-        wanted = [leaf for n in numbers for leaf in self.leaves[n] if leaf.requires_grad]
-        found: Sequence[Tensor | None] = [None] * len(wanted)
+        outputs = [leaf for n in numbers for leaf in self.leaves[n] if leaf.requires_grad]
+        grads: Sequence[Tensor | None] = [None] * len(outputs)
         if self.loss.requires_grad:
             with torch.enable_grad():
-                found = torch.autograd.grad(
-                    self.loss, wanted, start.to(self.loss.dtype), allow_unused=True
+                grads = torch.autograd.grad(
+                    self.loss, outputs, start.to(self.loss.dtype), allow_unused=True
                 )
         self.loss = self.loss.detach()
-        waiting = iter(zip(wanted, found, strict=True))
+        waiting = iter(zip(outputs, grads, strict=True))
         return {
             n: [_or_zeros(*next(waiting)) for leaf in self.leaves[n] if leaf.requires_grad]
             for n in numbers

@@ -43,65 +43,65 @@ def check_loss(traced: TracedChain, loss: object) -> None:
         raise SettingError(
             f"loss= is a function from the model's output and the targets to a number, not {loss!r}"
         )
-    known = {
+    model_parameters = {
         id(parameter)
         for layer, module in zip(traced.layers, traced.modules, strict=True)
         for _, parameter in parameters_of(layer.name, module)
     }
     for place, value in _referred(loss):
-        own = _trainable(value, known)
-        if own:
+        weights = _trainable(value, model_parameters)
+        if weights:
             raise SettingError(
-                f"{place} has {len(own)} trainable weight{'s' * (len(own) != 1)} of its own, the first ({own[0][0]}) of shape "
-                f"{tuple(own[0][1].shape)}: optimizer= is called with the model's, so no stage would train it. Make it part of the "
+                f"{place} has {len(weights)} trainable weight{'s' * (len(weights) != 1)} of its own, the first ({weights[0][0]}) of shape "
+                f"{tuple(weights[0][1].shape)}: optimizer= is called with the model's, so no stage would train it. Make it part of the "
                 "model, in its last layer, whose output is then what the loss without weights takes; or if it is not to be "
                 "trained here, freeze it before: requires_grad_(False)"
             )
 
 
-def _trainable(value: object, known: set[int]) -> list[tuple[str, Tensor]]:
+def _trainable(value: object, excluded: set[int]) -> list[tuple[str, Tensor]]:
     if isinstance(value, nn.Module):
         named: list[tuple[str, Tensor]] = list(value.named_parameters())
-        if any(id(parameter) in known for _, parameter in named):
+        if any(id(parameter) in excluded for _, parameter in named):
             return []
     else:
         assert isinstance(value, Tensor)
-        named = [("a tensor", value)] if value.is_leaf and id(value) not in known else []
+        named = [("a tensor", value)] if value.is_leaf and id(value) not in excluded else []
     return [(name, tensor) for name, tensor in named if tensor.requires_grad]
 
 
 def _referred(loss: object) -> Iterator[tuple[str, object]]:
     """Modules and tensors that a loss refers to, each once, with words for where they are."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     stack: list[tuple[str, object, int]] = [("loss=", loss, 0)]
     if not isinstance(loss, (nn.Module, FunctionType, MethodType, functools.partial)):
         stack += [(f"loss.{key}", value, 1) for key, value in getattr(loss, "__dict__", {}).items()]
     while stack:
         place, value, depth = stack.pop()
-        if id(value) in seen or depth > _DEEPEST:
+        if id(value) in visited or depth > _DEEPEST:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, (nn.Module, Tensor)):
             yield place, value
         else:
-            stack += [(where, each, depth + 1) for where, each in _parts(place, value)]
+            stack += [(where, part, depth + 1) for where, part in _parts(place, value)]
 
 
 def _parts(place: str, value: object) -> Iterable[tuple[str, object]]:
     if isinstance(value, functools.partial):
         return [
             (place, value.func),
-            *((f"an argument of {place}", each) for each in value.args),
-            *((f"{key} of {place}", each) for key, each in value.keywords.items()),
+            *((f"an argument of {place}", part) for part in value.args),
+            *((f"{key} of {place}", part) for key, part in value.keywords.items()),
         ]
     if isinstance(value, MethodType):
         return [(f"the object of {place}", value.__self__), (place, value.__func__)]
     if isinstance(value, FunctionType):
         return _parts_of_function(value)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [(place, each) for each in value]
+        return [(place, part) for part in value]
     if isinstance(value, Mapping):
-        return [(place, each) for each in value.values()]
+        return [(place, part) for part in value.values()]
     return []
 
 

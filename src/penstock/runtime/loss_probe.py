@@ -141,7 +141,7 @@ class Reading:
     @property
     def finite(self) -> bool:
         """Whether there is anything to compare."""
-        return all(math.isfinite(each) for each in (self.first, self.second, self.joined))
+        return all(math.isfinite(value) for value in (self.first, self.second, self.joined))
 
 
 def readings(loss: Loss, pair: Pair) -> list[Reading]:
@@ -150,13 +150,13 @@ def readings(loss: Loss, pair: Pair) -> list[Reading]:
     Raises:
         Exception: whatever the loss raises on the model's own outputs.
     """
-    found = [_reading(loss, pair, _rolled)]
+    results = [_reading(loss, pair, _rolled)]
     for change in (_mirrored, _moved, _amplified, _attenuated):
         with suppress(
             ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
         ):  # values that the loss was not made for
-            found.append(_reading(loss, pair, change))
-    return [reading for reading in found if reading.finite]
+            results.append(_reading(loss, pair, change))
+    return [reading for reading in results if reading.finite]
 
 
 def _reading(loss: Loss, pair: Pair, change: Change) -> Reading:
@@ -188,12 +188,12 @@ def _gradient_fits(
     fits = []
     ends = [0] * len(joined.gradients)
     for part in parts:
-        found = []
+        slices = []
         for place, gradient in enumerate(part.gradients):
             length = gradient.shape[dim]
-            found.append(joined.gradients[place].narrow(dim, ends[place], length))
+            slices.append(joined.gradients[place].narrow(dim, ends[place], length))
             ends[place] += length
-        fits.append(GradientFit.of(part.gradients, found))
+        fits.append(GradientFit.of(part.gradients, slices))
     values = [value for fit in fits for value in (fit.remainder, fit.alone, fit.joined)]
     return tuple(fits) if all(map(math.isfinite, values)) else ()
 
@@ -207,10 +207,12 @@ def _dot(one: Tensor, other: Tensor) -> float:
     return float((one * other).sum(dtype=torch.float64))
 
 
-def consistent(found: Sequence[Reading], ways: Mapping[str, tuple[float, float]]) -> str | None:
+def consistent(
+    readings_of_loss: Sequence[Reading], ways: Mapping[str, tuple[float, float]]
+) -> str | None:
     """The first of some ways of weighing both parts that fits all readings."""
     for name, weights in ways.items():
-        if all(reading.fits(weights) for reading in found):
+        if all(reading.fits(weights) for reading in readings_of_loss):
             return name
     return None
 
@@ -226,8 +228,8 @@ def join_values(values: list[Any], dim: int) -> Any:
 
 def _output(pair: Pair, size: int, change: Change) -> Any:
     """An output for `size` samples or tokens, changed."""
-    made = repeated(pair.output, pair.dim, pair.count, size)
-    return _mapped(made, change, pair.dim)
+    outputs = repeated(pair.output, pair.dim, pair.count, size)
+    return _mapped(outputs, change, pair.dim)
 
 
 def repeated(output: Any, dim: int, count: int, size: int) -> Any:
@@ -241,8 +243,8 @@ def repeated(output: Any, dim: int, count: int, size: int) -> Any:
         if leaf.dim() <= dim or leaf.shape[dim] % count:
             raise SettingError(f"an output of {tuple(leaf.shape)} has no {count} samples")
         rows = leaf.shape[dim] // count
-        wanted = torch.arange(size * rows, device=leaf.device) % leaf.shape[dim]
-        return leaf.index_select(dim, wanted)
+        places = torch.arange(size * rows, device=leaf.device) % leaf.shape[dim]
+        return leaf.index_select(dim, places)
 
     return _mapped(output, chosen, dim)
 

@@ -63,17 +63,17 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one op."""
         kwargs = dict(kwargs or {})
-        asked = kwargs.get("device")
-        if asked is not None and torch.device(asked).type == "meta" and not _has_meta(args):
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "meta" and not _has_meta(args):
             # Targets that follow the outputs to their device, and constants that are made there, keep their values.
             kwargs["device"] = self.device
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(leaf.is_meta for leaf in leaves):
-            made = func(*args, **kwargs)
-            self._note(func, args, leaves, made)
-            return made
+            result = func(*args, **kwargs)
+            self._note(func, args, leaves, result)
+            return result
         if func in _INDICES:
-            args = (args[0], [part for each in args[1] for part in self._index(each)], *args[2:])
+            args = (args[0], [part for index in args[1] for part in self._index(index)], *args[2:])
         elif func is _aten.masked_select.default:
             return self._selected(args[0], args[1])
         elif func in _NLL:
@@ -83,15 +83,15 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = pytree.tree_map(_without_contents, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
-    def _note(self, func: Any, args: Sequence[Any], leaves: Sequence[Tensor], made: Any) -> None:
+    def _note(self, func: Any, args: Sequence[Any], leaves: Sequence[Tensor], result: Any) -> None:
         """Take note where the values of targets become numbers or shapes."""
         if self.by_values or not leaves:
             return
-        results = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         self.by_values = (
             not results
             or torch.Tag.dynamic_output_shape in func.tags
-            or (func in _INDICES and any(_is_mask(each) for each in args[1]))
+            or (func in _INDICES and any(_is_mask(index) for index in args[1]))
             or (
                 any(leaf.numel() > 1 for leaf in leaves)
                 and any(leaf.numel() == 1 for leaf in results)

@@ -81,7 +81,7 @@ def _terms(node: Any, factor: float) -> list[Term]:
         else:
             break
     if name in ("AddBackward0", "SubBackward0"):
-        parts = [each for each, _ in node.next_functions if each is not None]
+        parts = [child for child, _ in node.next_functions if child is not None]
         return [term for part in parts for term in _terms(part, factor)]
     if not math.isfinite(factor) or factor == 0.0:
         # A division by nothing: the term counts nothing.
@@ -146,7 +146,7 @@ def _signed(number: int) -> int:
 
 
 def _following(node: Any) -> Any:
-    following = [each for each, _ in node.next_functions if each is not None]
+    following = [child for child, _ in node.next_functions if child is not None]
     if len(following) != 1:
         raise UnknownForm(node.name())
     return following[0]

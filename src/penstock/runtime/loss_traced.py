@@ -115,7 +115,7 @@ class _Reading:
                 first, second = second, first
             return self._scaled(self.terms(_node(first)), second, name == "mul")
         if name in ("add", "sub", "add_", "sub_"):
-            parts = [each for each in node.args[:2] if isinstance(each, fx.Node)]
+            parts = [argument for argument in node.args[:2] if isinstance(argument, fx.Node)]
             return [term for part in parts if not self._is_known(part) for term in self.terms(part)]
         if name in _NLL:
             return [self._nll(node)]
@@ -177,8 +177,8 @@ class _Reading:
         if weight is None:
             return None
         if self._is_known(weight):
-            (found,) = self.given.again(self.layer.training, [weight])
-            return found  # type: ignore[no-any-return]
+            (value,) = self.given.again(self.layer.training, [weight])
+            return value  # type: ignore[no-any-return]
         if weight not in self.variant.flow.weights:
             raise UnknownForm("class weights that the model computes")
         return self.layer.weight(self.variant.flow.weights[weight])
@@ -194,21 +194,21 @@ def _argument(node: fx.Node, name: str, otherwise: Any) -> Any:
     """An argument of an op by its name in the schema."""
     if name in node.kwargs:
         return node.kwargs[name]
-    arguments = [each.name for each in node.target._schema.arguments]  # type: ignore[union-attr]
+    arguments = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     place = arguments.index(name) if name in arguments else len(node.args)
     return node.args[place] if place < len(node.args) else otherwise
 
 
 def _depends_on_contents(node: fx.Node) -> bool:
     """Whether a value depends on what the inputs contain, and not on their shapes alone."""
-    waiting, seen = [node], {node}
+    waiting, visited = [node], {node}
     while waiting:
-        each = waiting.pop()
-        if each.op == "placeholder":
+        current = waiting.pop()
+        if current.op == "placeholder":
             return True
-        if op_name(each) in _SHAPE_ALONE or op_name(each).startswith("sym_"):
+        if op_name(current) in _SHAPE_ALONE or op_name(current).startswith("sym_"):
             continue
-        fresh = [used for used in each.all_input_nodes if used not in seen]
-        seen.update(fresh)
+        fresh = [used for used in current.all_input_nodes if used not in visited]
+        visited.update(fresh)
         waiting += fresh
     return False

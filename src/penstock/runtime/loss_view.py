@@ -51,14 +51,14 @@ class View:
         rows = batch.rows()
         row = next(row for row in rows if number in row)
         place = row.index(number)
-        found = []
+        views = []
         if len(row) > 1:
             partner = row[place + 1] if place + 1 < len(row) else row[place - 1]
-            found.append(cls(call, batch, number, value, partner))
-        others = [each[place] for each in rows if each is not row and place < len(each)]
+            views.append(cls(call, batch, number, value, partner))
+        others = [numbers[place] for numbers in rows if numbers is not row and place < len(numbers)]
         if others:
-            found.append(cls(call, batch, number, value, others[turn % len(others)]))
-        return found
+            views.append(cls(call, batch, number, value, others[turn % len(others)]))
+        return views
 
     @property
     def along_tokens(self) -> bool:
@@ -128,10 +128,10 @@ class View:
         with apart_from_stage(), drawing(device):
             seed_generators(device, 0)
             before = _state(device)
-            found = readings(loss, pair)
+            results = readings(loss, pair)
             if not torch.equal(before, _state(device)):
                 raise Draws
-            return found
+            return results
 
     def in_numbers(self, number: int) -> Any:
         """What the loss returns for a micro-batch's targets, given the output that is here for as many samples and tokens.

@@ -87,7 +87,7 @@ class Knowledge:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Form:
     """Weights from a loss's own form. `counts`: its divisors, if it is one term."""
 
     weights: list[float]
@@ -135,29 +135,29 @@ class LossWeights:
             if self.loss_weight is not None:
                 return self._by_caller(batch)
             key = batch.signature, _forms_of(batch.whole[1])
-            known = self._known.get(key)
-            if known is not None and not self._is_due(known):
-                if known.adds_up is not None:
-                    return additive(batch, known.adds_up)
-                if known.weights is not None:
-                    return known.weights
-                if known.classes is not None:
-                    return self._counted(batch, known.classes)
+            knowledge = self._known.get(key)
+            if knowledge is not None and not self._is_due(knowledge):
+                if knowledge.adds_up is not None:
+                    return additive(batch, knowledge.adds_up)
+                if knowledge.weights is not None:
+                    return knowledge.weights
+                if knowledge.classes is not None:
+                    return self._counted(batch, knowledge.classes)
             views = View.all(self.call, batch, number, value, self._batches)
-            return self._by_loss(views, key, test=known is None or self._is_due(known))
+            return self._by_loss(views, key, test=knowledge is None or self._is_due(knowledge))
         finally:
             collect_side_losses(outer)
 
-    def _is_due(self, known: Knowledge) -> bool:
+    def _is_due(self, knowledge: Knowledge) -> bool:
         """Whether a test is due again: at batches 1, 2, 4, 8, ..."""
-        if known.adds_up is not None and self._batches <= _ALWAYS_UP_TO:
+        if knowledge.adds_up is not None and self._batches <= _ALWAYS_UP_TO:
             return True
         return self._batches & (self._batches - 1) == 0
 
-    def _remember(self, key: object, known: Knowledge) -> None:
+    def _remember(self, key: object, knowledge: Knowledge) -> None:
         if len(self._known) >= _MOST_FORMS:
             self._known.clear()
-        self._known[key] = known
+        self._known[key] = knowledge
 
     def _by_caller(self, batch: Batch) -> list[float]:
         """Weights by `loss_weight`."""
@@ -189,7 +189,7 @@ class LossWeights:
             first = view.evaluation(view.number)
             if any(term.leaf is not None for term in first.terms):
                 return self._by_model(view, first)
-            found = self._divided(view, first)
+            weights_by_form = self._divided(view, first)
         except Unpredictable:
             raise SettingError(
                 "the loss returns (sum, count), and its count depends on the model's output: the counts of the micro-batches to come "
@@ -198,17 +198,19 @@ class LossWeights:
         except UnknownForm:
             return self._tested(views, key, None)
         if first.counted:
-            batch.loss_counts = dict(found.counts)
-            return found.weights
-        if test and not self.call.is_torchs and not self._is_per_row(view, found):
-            weights = self._tested(views, key, found)
-            if weights is not found.weights:
+            batch.loss_counts = dict(weights_by_form.counts)
+            return weights_by_form.weights
+        if test and not self.call.is_torchs and not self._is_per_row(view, weights_by_form):
+            weights = self._tested(views, key, weights_by_form)
+            if weights is not weights_by_form.weights:
                 return weights
-        classes = self._classes(view, found) if first.by_values else None
-        self._remember(key, Knowledge(None if first.by_values else found.weights, classes))
-        return found.weights
+        classes = self._classes(view, weights_by_form) if first.by_values else None
+        self._remember(
+            key, Knowledge(None if first.by_values else weights_by_form.weights, classes)
+        )
+        return weights_by_form.weights
 
-    def _divided(self, view: View, first: Evaluation) -> _Found:
+    def _divided(self, view: View, first: Evaluation) -> _Form:
         """Weights from the divisors of all micro-batches and of the whole batch, term by term.
 
         Raises:
@@ -221,15 +223,15 @@ class LossWeights:
         ]
         if first.counted:
             counts = [terms[0].divisor for terms in rows]
-            return _Found(over_total(counts), dict(enumerate(counts)), first)
+            return _Form(over_total(counts), dict(enumerate(counts)), first)
         columns = columns_of(rows, view.evaluation(None).terms, batch.shares)
         counts = [terms[0].divisor for terms in rows]
-        return _Found(agreed(columns), dict(enumerate(counts)), first)
+        return _Form(agreed(columns), dict(enumerate(counts)), first)
 
-    def _classes(self, view: View, found: _Found) -> Classes | None:
+    def _classes(self, view: View, form: _Form) -> Classes | None:
         """The leaf of the targets that is the loss's class indices, if one is."""
-        node = found.first.terms[0].node
-        if len(found.first.terms) > 1 or node is None or node._saved_reduction != 1:
+        node = form.first.terms[0].node
+        if len(form.first.terms) > 1 or node is None or node._saved_reduction != 1:
             return None
         target, weight = node._saved_target, node._saved_weight
         for place, leaf in enumerate(tensors_of(self.call.target(view.batch, view.number))):
@@ -237,10 +239,10 @@ class LossWeights:
                 return Classes(place, ignored_index(node), weight)
         return None
 
-    def _is_per_row(self, view: View, found: _Found) -> bool:
+    def _is_per_row(self, view: View, form: _Form) -> bool:
         """Whether the loss's graph alone shows that no sample sees another: nothing is left to test."""
-        node = found.first.terms[0].node
-        if len(found.first.terms) > 1 or node is None:
+        node = form.first.terms[0].node
+        if len(form.first.terms) > 1 or node is None:
             return False
         target = self.call.target(view.batch, view.number)
         return type(target) is Tensor and is_per_row(node, target)
@@ -250,7 +252,7 @@ class LossWeights:
     def _by_model(self, view: View, first: Evaluation) -> list[float]:
         """Weights of a loss that the model computes, alone or beside terms of the caller's."""
         batch = view.batch
-        own = [term for term in first.terms if term.leaf is None]
+        terms = [term for term in first.terms if term.leaf is None]
         columns: list[list[float]] = []
         try:
             for term in first.terms:
@@ -258,7 +260,7 @@ class LossWeights:
                     continue
                 place = next(i for i, leaf in enumerate(first.leaves) if leaf is term.leaf)
                 columns += self._model_columns(view, place)
-            if own:
+            if terms:
                 rows = [_own(view.evaluation(number).terms) for number in batch.numbers]
                 columns += columns_of(rows, _own(view.evaluation(None).terms), batch.shares)
             return agreed(columns)
@@ -287,24 +289,24 @@ class LossWeights:
 
     # -- by numbers ----------------------------------------------------------------------------------------------------------
 
-    def _tested(self, views: Sequence[View], key: object, found: _Found | None) -> list[float]:
+    def _tested(self, views: Sequence[View], key: object, form: _Form | None) -> list[float]:
         """Weights that the numbers agree with: those that are known, else shares or ones."""
         batch = views[0].batch
         ways: dict[bool, str] = {}
         try:
             for view in views:
-                way = self._way(view, found)
+                way = self._way(view, form)
                 if way is not None:
                     ways[view.along_tokens] = way
         except ReturnsCount:
             return self._by_counts(views[0])
-        if found is not None and all(way == "counts" for way in ways.values()):
-            return found.weights
+        if form is not None and all(way == "counts" for way in ways.values()):
+            return form.weights
         adds_up = ways.get(False, "shares"), ways.get(True, "shares")
         self._remember(key, Knowledge(adds_up=adds_up))
         return additive(batch, adds_up)
 
-    def _way(self, view: View, found: _Found | None) -> str | None:
+    def _way(self, view: View, form: _Form | None) -> str | None:
         """How the loss of a pair is made of its parts'; None where that cannot be tested.
 
         Raises:
@@ -314,7 +316,7 @@ class LossWeights:
         total = sum(sizes)
         ways = {"shares": (sizes[0] / total, sizes[1] / total), "sums": (1.0, 1.0)}
         try:
-            if found is not None:
+            if form is not None:
                 ways = {"counts": _pair_weights(view), **ways}
             readings = view.readings()
         except ReturnsCount:
@@ -323,15 +325,15 @@ class LossWeights:
             self._warn("draws random numbers, others for each part of a batch")
             return None
         except Exception as error:  # noqa: BLE001 - whatever a loss raises on what it was not made for
-            if found is None:
+            if form is None:
                 self._warn(f"raises on parts of a batch ({type(error).__name__}: {error})")
             return None
         if not readings:
             return None
         way = consistent(readings, ways)
         if way is None:
-            known = ways.get("counts", ways["shares"])
-            worst = next((each for each in readings if not each.fits(known)), readings[0])
+            expected = ways.get("counts", ways["shares"])
+            worst = next((each for each in readings if not each.fits(expected)), readings[0])
             raise SettingError(not_additive(worst, sizes, ways, view.along_tokens))
         function = next((reading.nonlinear for reading in readings if reading.nonlinear), None)
         if function is not None:

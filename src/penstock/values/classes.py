@@ -46,10 +46,10 @@ def find(name: str) -> type:
         RunError: this process has no class of that name.
     """
     module, _, path = name.partition(":")
-    found = _MET.get(name)
-    if found is None:
-        found = _lookup(module, path)
-    if not isinstance(found, type):
+    cls = _MET.get(name)
+    if cls is None:
+        cls = _lookup(module, path)
+    if not isinstance(cls, type):
         raise RunError(
             f"a {path} of {module} crosses a stage boundary, and this rank does not find that "
             "class: define it at the top of a "
@@ -57,7 +57,7 @@ def find(name: str) -> type:
             "layers (an annotation will "
             "do)"
         )
-    return found
+    return cls
 
 
 def remember_code(roots: Iterable[Any]) -> None:
@@ -70,12 +70,12 @@ def remember_code(roots: Iterable[Any]) -> None:
     waiting: list[Any] = []
     for root in roots:
         waiting += _start(root)
-    seen: dict[int, Any] = {}
-    while waiting and len(seen) < _MOST_VISITS:
+    visited: dict[int, Any] = {}
+    while waiting and len(visited) < _MOST_VISITS:
         item = waiting.pop()
-        if id(item) in seen:
+        if id(item) in visited:
             continue
-        seen[id(item)] = item  # kept alive, so that its id stays its own
+        visited[id(item)] = item  # kept alive, so that its id stays its own
         if isinstance(item, type):
             if _importable(item) is not item:
                 remember(item)
@@ -122,7 +122,7 @@ def _in_function(function: types.FunctionType) -> Iterator[Any]:
     while codes:
         code = codes.pop()
         yield from (names[name] for name in code.co_names if name in names)
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -157,9 +157,9 @@ def _importable(cls: type) -> Any:
 
 
 def _lookup(module: str, path: str) -> Any:
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        if found is None:
+        if value is None:
             return None
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    return found
+        value = vars(value).get(part) if hasattr(value, "__dict__") else None
+    return value

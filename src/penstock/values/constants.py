@@ -64,8 +64,8 @@ def describe(value: Any) -> tuple[str, str]:
     constant, its kind alone.
     """
     cls = type(value)
-    known = cls in PLAIN or isinstance(value, _SEALED)
-    return name_of(cls), repr(value) if known else ""
+    sealed = cls in PLAIN or isinstance(value, _SEALED)
+    return name_of(cls), repr(value) if sealed else ""
 
 
 def same_constant(one: Any, other: Any) -> bool:
@@ -96,16 +96,16 @@ def holds_tensor(value: Any) -> bool:
     """
     if type(value) in PLAIN or isinstance(value, (Whole, *_SEALED)):
         return False
-    seen: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     waiting = _reachable(value)
     while waiting:
         item = waiting.pop()
         if isinstance(item, Tensor):
             return True
-        if type(item) in PLAIN or isinstance(item, (Whole, *_SEALED)) or id(item) in seen:
+        if type(item) in PLAIN or isinstance(item, (Whole, *_SEALED)) or id(item) in visited:
             continue
-        seen[id(item)] = item
-        if len(seen) > _MOST_OBJECTS:
+        visited[id(item)] = item
+        if len(visited) > _MOST_OBJECTS:
             return True
         waiting += _reachable(item)
     return False
@@ -113,11 +113,11 @@ def holds_tensor(value: Any) -> bool:
 
 def _reachable(item: Any) -> list[Any]:
     if isinstance(item, types.FunctionType):  # its globals are everybody's
-        own = (item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__)
-        return [each for each in own if each]
+        parts = (item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__)
+        return [referent for referent in parts if referent]
     if isinstance(item, np.ndarray):
         return list(item.flat) if item.dtype.hasobject else []
-    return [each for each in gc.get_referents(item) if not isinstance(each, type)]
+    return [referent for referent in gc.get_referents(item) if not isinstance(referent, type)]
 
 
 def encode(value: Any) -> Any:
@@ -190,12 +190,12 @@ def _enum(content: Any) -> enum.Enum:
 
 
 def _attribute(kind: type, content: Any) -> Any:
-    found = getattr(torch, str(content), None)
-    if not isinstance(found, kind):
+    attribute = getattr(torch, str(content), None)
+    if not isinstance(attribute, kind):
         raise RunError(
             f"a message from another rank has torch.{content} in it, which is no {kind.__name__}"
         )
-    return found
+    return attribute
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -204,16 +204,16 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         RunError: torch has none of that name.
     """
-    found: torch.dtype = _attribute(torch.dtype, name)
-    return found
+    dtype: torch.dtype = _attribute(torch.dtype, name)
+    return dtype
 
 
 def _all(values: Any) -> list[Any]:
-    return [encode(each) for each in values]
+    return [encode(value) for value in values]
 
 
 def _each(content: Any) -> list[Any]:
-    return [decode(each) for each in content]
+    return [decode(item) for item in content]
 
 
 _WRITERS: dict[type, Any] = {

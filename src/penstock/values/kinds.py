@@ -75,7 +75,7 @@ class _Opaque:
 
 def context_values(kind: str, context: Context) -> Context:
     """A context as plain values."""
-    return tuple(each.value for each in context) if kind == "registered" else context
+    return tuple(entry.value for entry in context) if kind == "registered" else context
 
 
 def context_of(kind: str, values: Sequence[Any]) -> Context:
@@ -99,20 +99,20 @@ def _slots(cls: type) -> tuple[tuple[str, Any], ...]:
 
 
 def _class_of(value: Any) -> type:
-    found: type = type(value)
-    return found
+    cls: type = type(value)
+    return cls
 
 
 def _state(value: Any) -> tuple[tuple[str, ...], tuple[str, ...], list[Any]]:
     """Names of attributes, names of slots that are set, and what both hold."""
-    own: dict[str, Any] = getattr(value, "__dict__", {})
+    attributes: dict[str, Any] = getattr(value, "__dict__", {})
     held = [
         (name, slot.__get__(value))
         for name, slot in _slots(_class_of(value))
         if _is_set(slot, value)
     ]
-    parts = [*own.values(), *(item for _, item in held)]
-    return tuple(own), tuple(name for name, _ in held), parts
+    parts = [*attributes.values(), *(item for _, item in held)]
+    return tuple(attributes), tuple(name for name, _ in held), parts
 
 
 def _is_set(slot: Any, value: Any) -> bool:
@@ -123,13 +123,15 @@ def _is_set(slot: Any, value: Any) -> bool:
     return True
 
 
-def _set_state(made: Any, names: Sequence[str], slots: Sequence[str], parts: Sequence[Any]) -> None:
+def _set_state(
+    target: Any, names: Sequence[str], slots: Sequence[str], parts: Sequence[Any]
+) -> None:
     if names:
-        made.__dict__.update(zip(names, parts, strict=False))
+        target.__dict__.update(zip(names, parts, strict=False))
     if slots:
-        members = dict(_slots(_class_of(made)))
+        members = dict(_slots(_class_of(target)))
         for name, part in zip(slots, parts[len(names) :], strict=True):
-            members[name].__set__(made, part)
+            members[name].__set__(target, part)
 
 
 def _attribute_label(names: Sequence[str], slots: Sequence[str], place: int) -> str:
@@ -168,12 +170,12 @@ def _apart_sequence(value: Any) -> tuple[Context, list[Any]]:
 def _sequence(cls: type, context: Context, parts: list[Any]) -> Any:
     count, names, slots = context
     if issubclass(cls, tuple):
-        made: Any = tuple.__new__(cls, parts[:count])
+        sequence: Any = tuple.__new__(cls, parts[:count])
     else:
-        made = list.__new__(cls)
-        list.extend(made, parts[:count])
-    _set_state(made, names, slots, parts[count:])
-    return made
+        sequence = list.__new__(cls)
+        list.extend(sequence, parts[:count])
+    _set_state(sequence, names, slots, parts[count:])
+    return sequence
 
 
 def _sequence_label(context: Context, place: int) -> str:
@@ -197,13 +199,13 @@ def _apart_mapping(value: Any) -> tuple[Context, list[Any]]:
 def _mapping(cls: type, context: Context, parts: list[Any]) -> Any:
     keys, _, names, slots, factory = context
     base = _dict_base(cls)
-    made: Any = base.__new__(cls)
+    mapping: Any = base.__new__(cls)
     for key, part in zip(keys, parts, strict=False):
-        base.__setitem__(made, key, part)
+        base.__setitem__(mapping, key, part)
     if base is defaultdict:
-        made.default_factory = factory
-    _set_state(made, names, slots, parts[len(keys) :])
-    return made
+        mapping.default_factory = factory
+    _set_state(mapping, names, slots, parts[len(keys) :])
+    return mapping
 
 
 def _mapping_label(context: Context, place: int) -> str:
@@ -219,10 +221,10 @@ def _apart_object(value: Any) -> tuple[Context, list[Any]]:
 
 
 def _object(cls: type, context: Context, parts: list[Any]) -> Any:
-    made: Any = object.__new__(cls)
+    instance: Any = object.__new__(cls)
     names, slots = context
-    _set_state(made, names, slots, parts)
-    return made
+    _set_state(instance, names, slots, parts)
+    return instance
 
 
 def _apart_registered(value: Any) -> tuple[Context, list[Any]]:
@@ -370,7 +372,9 @@ def _adds_nothing(cls: type, base: type) -> bool:
     """Whether instances of a class hold nothing besides what `base` does but attributes and slots
     that Python shows.
     """
-    if not all(each.__flags__ & _HEAP_TYPE or issubclass(base, each) for each in cls.__mro__):
+    if not all(
+        ancestor.__flags__ & _HEAP_TYPE or issubclass(base, ancestor) for ancestor in cls.__mro__
+    ):
         return False
     places = len(_slots(cls)) + (cls.__dictoffset__ != 0) + (cls.__weakrefoffset__ != 0)
     return cls is not base and cls.__basicsize__ <= base.__basicsize__ + places * _POINTER_BYTES

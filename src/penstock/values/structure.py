@@ -43,12 +43,12 @@ class Structure:
         """In words that are the same in every process."""
         if self.kind == "leaf":
             return "*"
-        own = self.kind if self.cls is None else f"{self.kind} {name_of(self.cls)}"
+        name = self.kind if self.cls is None else f"{self.kind} {name_of(self.cls)}"
         context = [
-            describe(each) if not isinstance(each, tuple) else [describe(one) for one in each]
-            for each in self.context
+            describe(entry) if not isinstance(entry, tuple) else [describe(one) for one in entry]
+            for entry in self.context
         ]
-        return f"{own}{context}({','.join(child.describe() for child in self.children)})"
+        return f"{name}{context}({','.join(child.describe() for child in self.children)})"
 
     def has(self, kind: str) -> bool:
         """Whether there is a container of that kind in it."""
@@ -56,32 +56,32 @@ class Structure:
 
     def labels(self) -> list[str]:
         """Where the leaves stand, such as `[0].mask`."""
-        found: list[str] = []
-        self._label("", found)
-        return found
+        labels: list[str] = []
+        self._label("", labels)
+        return labels
 
-    def _label(self, path: str, found: list[str]) -> None:
+    def _label(self, path: str, labels: list[str]) -> None:
         if self.kind == "leaf":
-            found.append(path)
+            labels.append(path)
         label = KINDS[self.kind].label if self.children else None
         for place, child in enumerate(self.children):
             assert label is not None
-            child._label(path + label(self.context, place), found)
+            child._label(path + label(self.context, place), labels)
 
     def items(self) -> list[bool]:
         """By leaf, whether it is an item of a list, tuple or dict (or the value itself), and no
         attribute of an object.
         """
-        found: list[bool] = []
-        self._items(found, loose=False)
-        return found
+        flags: list[bool] = []
+        self._items(flags, loose=False)
+        return flags
 
-    def _items(self, found: list[bool], *, loose: bool) -> None:
+    def _items(self, flags: list[bool], *, loose: bool) -> None:
         if self.kind == "leaf":
-            found.append(not loose)
+            flags.append(not loose)
         inner = loose or (self.kind in KINDS and KINDS[self.kind].loose)
         for child in self.children:
-            child._items(found, loose=inner)
+            child._items(flags, loose=inner)
 
 
 LEAF = Structure("leaf")
@@ -181,15 +181,15 @@ class _Flattening:
         return LEAF
 
     def _container(self, value: Any, kind: Kind, cls: type | None) -> Structure:
-        met = self._memo.get(id(value))
-        if met is not None:
-            if met[0] < 0:
+        earlier = self._memo.get(id(value))
+        if earlier is not None:
+            if earlier[0] < 0:
                 raise Unflattenable(
                     f"a {type(value).__name__} cannot cross a stage boundary, because it has "
                     "itself among its parts: cut "
                     "that reference"
                 )
-            return Structure("again", None, (met[0],))
+            return Structure("again", None, (earlier[0],))
         self._memo[id(value)] = -1, value
         if cls is not None:
             remember(cls)
@@ -233,9 +233,9 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
         if node.kind == "again":
             return built[node.context[0]]
         parts = [build(child) for child in node.children]
-        made = KINDS[node.kind].together(node.cls or object, node.context, parts)
-        built.append(made)
-        return made
+        container = KINDS[node.kind].together(node.cls or object, node.context, parts)
+        built.append(container)
+        return container
 
     return build(structure)
 
@@ -255,8 +255,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if type(value) is Tensor and value.layout is torch.strided:
         return function(value)
     leaves, structure = flatten(value)
-    made = [function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return unflatten(structure, made)
+    results = [function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return unflatten(structure, results)
 
 
 def labelled(value: Any) -> Iterator[tuple[str, Any]]:

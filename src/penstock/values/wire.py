@@ -30,7 +30,7 @@ def dump(structure: Structure) -> Any:
     return {
         "kind": structure.kind,
         "class": None if structure.cls is None else name_of(structure.cls),
-        "context": [encode(each) for each in context_values(structure.kind, structure.context)],
+        "context": [encode(entry) for entry in context_values(structure.kind, structure.context)],
         "children": [dump(child) for child in structure.children],
     }
 
@@ -47,7 +47,7 @@ def parse(text: Any) -> Structure:
     if isinstance(text, dict) and text.get("kind") in KINDS:
         kind = KINDS[text["kind"]]
         cls = find(text["class"]) if kind.named else None
-        context = context_of(kind.name, [decode(each) for each in text["context"]])
+        context = context_of(kind.name, [decode(entry) for entry in text["context"]])
         check_context(kind, cls, context)
         return Structure(kind.name, cls, context, tuple(parse(child) for child in text["children"]))
     if isinstance(text, dict) and len(text) == 1:
