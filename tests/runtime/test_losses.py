@@ -300,6 +300,23 @@ def test_a_loss_whose_values_add_up_but_whose_gradients_do_not_is_refused(name, 
         train(pipe, 1)
 
 
+MIXED = {
+    "softmax over samples": lambda o, y: functional.cross_entropy(o[:, 0].T.log_softmax(-1).T, y[:, 0].clamp(0)),
+    "samples left out": lambda o, y: functional.cross_entropy(torch.narrow(o, -3, 0, len(o) - 1)[:, 0], y[1:, 0].clamp(0)),
+    "targets of other samples": lambda o, y: functional.cross_entropy(o[:, 0], y[:, 0].clamp(0).roll(1)),
+    "weights of the targets": lambda o, y: functional.cross_entropy(
+        o[:, 0], y[:, 0].clamp(0), weight=torch.bincount(y[:, 0].clamp(0), minlength=CLASSES).float()
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_cross_entropy_in_which_samples_meet_is_not_taken_for_one_per_row(name):
+    """The graph of each ends in the likelihood that the numeric test is left out for."""
+    with pytest.raises(StageFailed, match="is not made of"):
+        train(pipeline(model(), MIXED[name], "gpipe"), 1)
+
+
 def test_nonlinear_functions_of_single_samples_are_no_obstacle():
     """Each sample's loss is one number, and the graph has as many of them as there are samples."""
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.runtime.loss_terms import signed
+
 #: Functions that are linear in parts, or nearly so, without `Backward0` behind their names: where samples stay in one part, numbers do not
 #: tell these from linear ones. The numeric test sees what bends everywhere, such as a square root.
 _PIECEWISE = frozenset({
@@ -109,7 +111,7 @@ def is_per_row(likelihood: Any, target: Tensor) -> bool:
     if not any(_equal(rows, leaf.flatten()) for leaf in shifts):
         return False
     node = likelihood.next_functions[0][0]
-    if node.name() != "LogSoftmaxBackward0" or node._saved_dim == 0:
+    if node.name() != "LogSoftmaxBackward0" or _is_first(node, node._saved_dim):
         return False
     node = node.next_functions[0][0]
     while node.name() in _IDENTITY or _keeps_rows(node):
@@ -121,14 +123,19 @@ def _keeps_rows(node: Any) -> bool:
     """Whether a change of shape neither mixes nor drops samples."""
     name = node.name()
     if name == "SliceBackward0":
-        return bool(node._saved_dim != 0)
+        return not _is_first(node, node._saved_dim)
     if name == "TransposeBackward0":
-        return 0 not in (node._saved_dim0, node._saved_dim1)
+        return not (_is_first(node, node._saved_dim0) or _is_first(node, node._saved_dim1))
     if name not in _VIEWS:
         return False
     before = node._saved_self_sym_sizes
     after = node._input_metadata[0].shape
     return len(after) == 2 and before[-1] == after[-1]
+
+
+def _is_first(node: Any, dim: int) -> bool:
+    """Whether a dimension of a node's result is the first; nodes keep negative numbers as unsigned ones."""
+    return signed(dim) % len(node._input_metadata[0].shape) == 0
 
 
 def _function(node: Any) -> str:

@@ -104,7 +104,7 @@ def _divisor(node: Any, name: str) -> float:
         return float(node._saved_self_sym_numel)
     if name == "MeanBackward1":
         sizes, dims = node._saved_self_sym_sizes, node._saved_dim
-        return float(math.prod(sizes[_signed(dim)] for dim in dims) if dims else math.prod(sizes))
+        return float(math.prod(sizes[signed(dim)] for dim in dims) if dims else math.prod(sizes))
     if name in _NLL and node._saved_reduction == MEAN:
         return nll_count(node)
     if name in _ELEMENTWISE and node._saved_reduction == MEAN:
@@ -122,7 +122,7 @@ def nll_count(node: Any) -> float:
 
 def ignored_index(node: Any) -> int:
     """The class that the node ignores."""
-    return _signed(node._saved_ignore_index)
+    return signed(node._saved_ignore_index)
 
 
 def class_count(target: Tensor, weight: Tensor | None, ignore_index: int) -> float:
@@ -140,8 +140,8 @@ def class_count(target: Tensor, weight: Tensor | None, ignore_index: int) -> flo
     return float((chosen * counts).sum())
 
 
-def _signed(number: int) -> int:
-    """Numbers below 0 come out of nodes as unsigned ones."""
+def signed(number: int) -> int:
+    """A number that a node has saved: those below 0 come out as unsigned ones."""
     return number - 2**64 if number >= 2**63 else number
 
 
