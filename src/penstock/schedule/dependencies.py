@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.schedule.op import Kind, Op, Schedule
@@ -44,13 +45,13 @@ def last_dependencies(schedule: Schedule, crossings: Sequence[Crossing]) -> list
     for program in schedule.programs:
         first.append(first[-1] + len(program))
     before: list[list[int]] = [[] for _ in range(first[-1])]
-    for start, end in zip(first, first[1:], strict=False):
+    for start, end in pairwise(first):
         for node in range(start + 1, end):
             before[node].append(node - 1)
     for source, made, target, taken in crossings:
         before[first[target] + taken].append(first[source] + made)
     _add_meetings(schedule, first, before)
-    last = _last_of_every_rank(schedule, first, before)
+    last = _last_of_every_rank(schedule, before)
     return [last[first[source] + made][target] for source, made, target, _ in crossings]
 
 
@@ -73,9 +74,7 @@ def _add_meetings(schedule: Schedule, first: Sequence[int], before: list[list[in
                 before[node] += [other for home, other in others.items() if home != rank]
 
 
-def _last_of_every_rank(
-    schedule: Schedule, first: Sequence[int], before: Sequence[Sequence[int]]
-) -> list[list[int]]:
+def _last_of_every_rank(schedule: Schedule, before: Sequence[Sequence[int]]) -> list[list[int]]:
     """For every op, the last op of every rank that it depends on, itself included."""
     place = [
         (rank, index)

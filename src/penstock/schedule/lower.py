@@ -152,7 +152,9 @@ def lower(
     rows = list(messages(schedule))
     earliest = [0] * len(rows)
     if after_dependencies:
-        crossings = [Crossing(link.source, made, link.target, taken) for link, _, made, taken in rows]
+        crossings = [
+            Crossing(link.source, made, link.target, taken) for link, _, made, taken in rows
+        ]
         earliest = [last + 1 for last in last_dependencies(schedule, crossings)]
     for (link, message, made, taken), start in zip(rows, earliest, strict=True):
         by_link[link].append((message, made, taken, start))

@@ -29,9 +29,7 @@ class Portions:
         ScheduleError: the programs do not repeat themselves (see `period_of`).
     """
 
-    def __init__(
-        self, schedule: Schedule, ahead: int, *, after_dependencies: bool = False
-    ) -> None:
+    def __init__(self, schedule: Schedule, ahead: int, *, after_dependencies: bool = False) -> None:
         self.period: Period = period_of(schedule)
         waves = None if schedule.stream is None else schedule.stream.waves
         # What waits for what comes again when the loop does, and with waves only when a wave ends where one has ended.
