@@ -9,7 +9,7 @@ kept from outside, see `Wire.late`.
 
 from __future__ import annotations
 
-import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +70,7 @@ class Wire:
     lost: bool = False
     _awaited: deque[DeviceTransfer] = field(default_factory=deque)
     _progress_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def communicator(self, link: Link, message: Message) -> dist.ProcessGroup | None:
         """The NCCL group that carries a message over a link; None if it goes through host memory over `shared`."""
@@ -91,8 +92,8 @@ class Wire:
         try:
             if isinstance(work, DeviceTransfer):
                 # Given a timeout, torch stops the host and polls until the transfer is over.
-                work.work.wait()
                 self._watch(work)
+                work.work.wait()
             else:
                 work.wait(timedelta(seconds=self.deadline_s))
         except RuntimeError as error:
@@ -100,29 +101,28 @@ class Wire:
 
     def _watch(self, transfer: DeviceTransfer) -> None:
         """Let `late` look after a transfer that the device waits for."""
-        if not self._awaited:
-            self._progress_s = time.monotonic()
-        self._awaited.append(transfer)
-        self._drop_finished()
+        with self._lock:
+            if not self._awaited:
+                self._progress_s = time.monotonic()
+            self._awaited.append(transfer)
+            self._drop_finished()
 
     def _drop_finished(self) -> None:
         """Forget the transfers that are over, from the oldest on; the clock of `late` starts anew with each."""
-        with contextlib.suppress(IndexError):  # the other thread has taken the last one
-            while self._awaited[0].work.is_completed():
-                self._awaited.popleft()
-                self._progress_s = time.monotonic()
+        while self._awaited and self._awaited[0].work.is_completed():
+            self._awaited.popleft()
+            self._progress_s = time.monotonic()
 
     def late(self) -> str | None:
         """What the device has waited for longer than the deadline, with no other transfer ending meanwhile.
 
         Called again and again by the thread that watches the other ranks, since the host does not stand at a wait under NCCL.
         """
-        self._drop_finished()
-        with contextlib.suppress(IndexError):
-            oldest = self._awaited[0]
-            if time.monotonic() - self._progress_s >= self.deadline_s:
-                return oldest.text
-        return None
+        with self._lock:
+            self._drop_finished()
+            if not self._awaited or time.monotonic() - self._progress_s < self.deadline_s:
+                return None
+            return self._awaited[0].text
 
     def fetch(self, name: str) -> str:
         """What the store holds under `name`, waiting until it does. Raises as `wait`."""
