@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -70,18 +73,6 @@ class UseRow(nn.Module):
         return x + place.unsqueeze(1).to(x.dtype) * 0.1
 
 
-class Trouble(nn.Module):
-    """A layer that does what it is told in its forwards: nothing, at first."""
-
-    action: Any = None
-
-    def forward(self, x):
-        """Return the input."""
-        if Trouble.action is not None and self.training:
-            Trouble.action()
-        return x
-
-
 def network(kind: str = "plain") -> nn.Sequential:
     """The model of a case, always with the same weights."""
     torch.manual_seed(0)
@@ -89,8 +80,6 @@ def network(kind: str = "plain") -> nn.Sequential:
     if kind == "int16":
         layers[1:1] = [AddRow(), UseRow()]
         del layers[-2]
-    if kind == "trouble":
-        layers[1] = Trouble()
     return nn.Sequential(*layers)
 
 
@@ -130,7 +119,7 @@ def losses_on_cpu(case: dict[str, Any]) -> list[float]:
     return [float(pipe.train_batch(*data())) for _ in range(BATCHES)]
 
 
-def install(*, eager: bool) -> None:
+def install() -> None:
     """Let this process believe in NCCL."""
     from tests.devices import nccl_device, nccl_like
 
@@ -140,7 +129,7 @@ def install(*, eager: bool) -> None:
     # On a real device tensors are of torch's own class.
     structure._DENSE = frozenset({*structure._DENSE, nccl_device.Lookalike})
     DistributedWorld._nccl_everywhere = lambda self, shared: True
-    nccl_like.install(eager=eager)
+    nccl_like.install()
     # autograd's thread for the device cannot be joined; the result has been written by then.
     atexit.register(os._exit, 0)
 
@@ -163,6 +152,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     peers = {
         peer for each in nccl_like.COMMUNICATORS[before:] for peer in each.ranks if peer != each.rank
     }
+    dist.barrier()
     pipe.close()
     return {
         "losses": [float(loss) for loss in losses],
@@ -174,13 +164,148 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def train_all(names: list[str], ranks: int, eager: bool) -> dict[str, Any]:
-    """Every case of a number of ranks, one after another; of one that fails, its error."""
-    install(eager=eager)
-    seen: dict[str, Any] = {}
-    for name in names:
-        try:
-            seen[name] = train(CASES[ranks][name])
-        except Exception as error:  # noqa: BLE001 - the test shows it
-            seen[name] = {"error": f"{type(error).__name__}: {error}"}
+def outcome(job: Any) -> Any:
+    """What a job returns, or the class and the text of what it raises."""
+    try:
+        return job()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return type(error).__name__, str(error)
+
+
+def train_all(ranks: int) -> dict[str, Any]:
+    """Every case of a number of ranks, one after another; of one that fails, its error. For 2 ranks, the other scenes as well."""
+    install()
+    seen = {}
+    for name, case in CASES[ranks].items():
+        seen[name] = outcome(lambda case=case: train(case))
+    if ranks == 2:
+        from tests.devices import nccl_like
+
+        nccl_like.EAGER[0] = False
+        seen["chimera, connected by transfers"] = outcome(lambda: train(CASES[2]["chimera"]))
+        nccl_like.EAGER[0] = True
+        seen["rules"] = rules()
+        for place in FAILURES:
+            seen[place] = outcome(lambda place=place: fail(*place))
+        seen["late"] = outcome(be_late)
+    return seen
+
+
+#: Where a rank raises: the rank, the kind of op, and its how manieth call.
+FAILURES = [(0, "F", 1), (1, "F", 3), (0, "B", 2), (1, "B", 2)]
+
+def disturb(pipe: Any, kind: str, call: int, action: Callable[[], object]) -> None:
+    """Let the ops of a kind in this rank do something else first, at one call of them."""
+    (stage,) = pipe._made.stages
+    name = {"F": "forward", "B": "backward"}[kind]
+    run, calls = getattr(stage, name), itertools.count(1)
+
+    def disturbed(*args: Any) -> Any:
+        """Run the op, and the action before it."""
+        if next(calls) == call:
+            action()
+        return run(*args)
+
+    setattr(stage, name, disturbed)
+
+
+def fail(rank: int, kind: str, call: int) -> list[float]:
+    """Train one batch, then let an op of one rank raise in the next."""
+    from tests.devices import nccl_device
+
+    pipe = pipeline(CASES[2]["1f1b"], "processes", nccl_device.DEVICE)
+    pipe.train_batch(*data())
+
+    def refuse() -> None:
+        """Raise."""
+        raise ValueError(f"no luck in {kind} on rank {rank}")
+
+    if dist.get_rank() == rank:
+        disturb(pipe, kind, call, refuse)
+    return [float(pipe.train_batch(*data()))]
+
+
+def be_late() -> list[float]:
+    """Rank 0 computes until the run has failed; the deadline is short."""
+    from tests.devices import nccl_device
+
+    pipe = pipeline(CASES[2]["1f1b"], "processes", nccl_device.DEVICE)
+    pipe.train_batch(*data())
+    dist.barrier()
+    pipe._world._wire.deadline_s = 1.0
+    if dist.get_rank() == 0:
+        disturb(pipe, "F", 1, lambda: pipe._world._board.failure(patience_s=60))
+    return [float(pipe.train_batch(*data()))]
+
+
+def rules() -> dict[str, Any]:
+    """What the stand-in says to calls under which NCCL would fail or hang."""
+    from tests.devices import nccl_device, nccl_like
+
+    rank = dist.get_rank()
+    peer = 1 - rank
+    device = torch.device(nccl_device.DEVICE)
+
+    def group(**options: Any) -> Any:
+        """A communicator of both ranks."""
+        return dist.new_group([0, 1], backend="nccl", **options)
+
+    def ones(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A tensor on the device."""
+        return torch.ones(count, dtype=dtype).to(device)
+
+    def transfer(first: torch.Tensor, second: torch.Tensor) -> Any:
+        """Rank 0 sends two tensors, rank 1 receives them in the other order."""
+        order = [first, second] if rank == 0 else [second, first]
+        call = dist.isend if rank == 0 else dist.irecv
+        works = [call(tensor, peer, group=fresh) for tensor in order]
+        if rank == 1:
+            works[0].wait()
+        return "passed"
+
+    def cross(batched: bool) -> Any:
+        """Both ranks send and then receive."""
+        other = group(device_id=device)
+        word, into = ones(1), ones(1) * 0
+        if batched:
+            ops = [dist.P2POp(dist.isend, word, peer, other), dist.P2POp(dist.irecv, into, peer, other)]
+            works = dist.batch_isend_irecv(ops)
+        else:
+            works = [dist.isend(word, peer, group=other), dist.irecv(into, peer, group=other)]
+        works[1].wait()
+        return into.tolist()
+
+    def meet_lazily() -> Any:
+        """Both ranks first send on a communicator of their own."""
+        pair = [group(), group()]
+        dist.isend(ones(1), peer, group=pair[rank])
+        return "passed"
+
+    def receive_after_abort() -> Any:
+        """Wait for what never comes."""
+        other = group(device_id=device)
+        into = ones(2)
+        work = dist.irecv(into, peer, group=other)
+        other.abort()
+        work.wait()
+        return into.isnan().tolist(), outcome(lambda: dist.isend(into, peer, group=other))[0]
+
+    fresh = group(device_id=device)
+    seen = {
+        "CPU tensor": outcome(lambda: dist.isend(torch.ones(1), peer, group=fresh)),
+        "int16": outcome(lambda: dist.isend(ones(1, torch.int16), peer, group=fresh)),
+        "stride": outcome(lambda: dist.isend(ones(4)[::2], peer, group=fresh)),
+        "device tensor": outcome(lambda: dist.isend(ones(1), peer)),
+        "other order": outcome(lambda: transfer(ones(1), ones(2))),
+        "send, send": outcome(lambda: cross(batched=False)),
+        "batch": outcome(lambda: cross(batched=True)),
+        "abort": outcome(receive_after_abort),
+    }
+    patience, nccl_like.PATIENCE_S[0] = nccl_like.PATIENCE_S[0], 0.2
+    seen["lazy"] = outcome(meet_lazily)
+    nccl_like.PATIENCE_S[0] = patience
+    nccl_like.seal()
+    seen["sealed"] = outcome(group)
+    nccl_like.unseal()
+    dist.barrier()
     return seen

@@ -27,10 +27,13 @@ import torch.distributed as dist
 from tests.devices import nccl_device
 
 #: Seconds for which a connection waits for the other side.
-PATIENCE_S = 20.0
+PATIENCE_S = [20.0]
 
 #: How many waits stopped the host, and how many only a stream.
 WAITS: collections.Counter[str] = collections.Counter()
+
+#: Whether `new_group` connects what it makes, as torch does with `device_id`.
+EAGER = [True]
 
 #: The communicators that this rank has made.
 COMMUNICATORS: list[Communicator] = []
@@ -88,7 +91,7 @@ class Communicator:
         if _SEALED.is_set():
             raise NcclMisuse(f"the communicator of ranks {self.ranks} connects at a transfer")
         self.store.set(f"{self.name}/here/{self.rank}", "")
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + PATIENCE_S[0]
         while not self.store.check([f"{self.name}/here/{self.peer}"]):
             if time.monotonic() > until:
                 raise NcclMisuse(
@@ -200,12 +203,8 @@ def _check_host(tensor: torch.Tensor) -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc] writev: Bad address")  # noqa: TRY004
 
 
-def install(*, eager: bool = True) -> None:
-    """Put all this in torch.distributed's place, in this process.
-
-    Args:
-        eager: whether `new_group` connects what it makes, as torch does with `device_id`.
-    """
+def install() -> None:
+    """Put all this in torch.distributed's place, in this process."""
     new_group, isend, irecv = dist.new_group, dist.isend, dist.irecv
     numbers = iter(range(1 << 30))
 
@@ -225,7 +224,7 @@ def install(*, eager: bool = True) -> None:
         store = dist.distributed_c10d._get_default_store()
         made = Communicator(number, list(ranks), dist.get_rank(), store)
         COMMUNICATORS.append(made)
-        if device_id is not None and eager:
+        if device_id is not None and EAGER[0]:
             made.connect()
         return made
 

@@ -118,12 +118,20 @@ class DistributedWorld:
         if not self._wire.lost:
             return
         self._board.check_difference()
+        self._check_deadline()
+        reason = self._board.failure() or "an earlier failure closed its links"
+        raise PeerFailed(self._rank, "a new batch", reason)
+
+    def _check_deadline(self) -> None:
+        """Raise if this rank has ended the run because its device waited too long.
+
+        Raises:
+            DeadlineExceeded: it has.
+        """
         if self._overdue is not None:
             raise DeadlineExceeded(
                 self._rank, self._overdue, self._wire.deadline_s, self._board.elsewhere()
             )
-        reason = self._board.failure() or "an earlier failure closed its links"
-        raise PeerFailed(self._rank, "a new batch", reason)
 
     def _stop(self) -> None:
         self._near.abort()
@@ -156,8 +164,9 @@ class DistributedWorld:
             self.abandon(error)
             try:
                 self._board.check_difference()
-            except RanksDiffer as difference:
-                raise difference from error
+                self._check_deadline()
+            except (RanksDiffer, DeadlineExceeded) as reason:
+                raise reason from error
             raise
         return results
 
