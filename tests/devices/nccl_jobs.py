@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 import penstock as ps
 
@@ -86,9 +86,7 @@ def network(kind: str = "plain") -> nn.Sequential:
 def data() -> tuple[torch.Tensor, torch.Tensor]:
     """One batch."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(24, 8, generator=generator), torch.randint(
-        0, 4, (24,), generator=generator
-    )
+    return torch.randn(24, 8, generator=generator), torch.randint(0, 4, (24,), generator=generator)
 
 
 def pipeline(case: dict[str, Any], executor: str, device: str, deadline_s: float = 60) -> Any:
@@ -150,7 +148,10 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     waits, copies = dict(nccl_like.WAITS), nccl_device.LINES["h2d"].copy()
     nccl_like.unseal()
     peers = {
-        peer for each in nccl_like.COMMUNICATORS[before:] for peer in each.ranks if peer != each.rank
+        peer
+        for each in nccl_like.COMMUNICATORS[before:]
+        for peer in each.ranks
+        if peer != each.rank
     }
     dist.barrier()
     pipe.close()
@@ -168,7 +169,7 @@ def outcome(job: Any) -> Any:
     """What a job returns, or the class and the text of what it raises."""
     try:
         return job()
-    except Exception as error:  # noqa: BLE001 - the test looks at it
+    except Exception as error:
         return type(error).__name__, str(error)
 
 
@@ -193,6 +194,7 @@ def train_all(ranks: int) -> dict[str, Any]:
 
 #: Where a rank raises: the rank, the kind of op, and its how manieth call.
 FAILURES = [(0, "F", 1), (1, "F", 3), (0, "B", 2), (1, "B", 2)]
+
 
 def disturb(pipe: Any, kind: str, call: int, action: Callable[[], object]) -> None:
     """Let the ops of a kind in this rank do something else first, at one call of them."""
@@ -268,7 +270,10 @@ def rules() -> dict[str, Any]:
         other = group(device_id=device)
         word, into = ones(1), ones(1) * 0
         if batched:
-            ops = [dist.P2POp(dist.isend, word, peer, other), dist.P2POp(dist.irecv, into, peer, other)]
+            ops = [
+                dist.P2POp(dist.isend, word, peer, other),
+                dist.P2POp(dist.irecv, into, peer, other),
+            ]
             works = dist.batch_isend_irecv(ops)
         else:
             works = [dist.isend(word, peer, group=other), dist.irecv(into, peer, group=other)]

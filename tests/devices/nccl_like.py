@@ -107,7 +107,7 @@ class Communicator:
             RuntimeError: NCCL refuses the tensor.
         """
         if not isinstance(tensor, nccl_device.Lookalike):
-            raise RuntimeError("No backend type associated with device type cpu")  # noqa: TRY004 - torch's class
+            raise RuntimeError("No backend type associated with device type cpu")
         if tensor.dtype not in _DTYPES:
             raise RuntimeError(f"Unconvertible NCCL type {tensor.dtype}")
         if not tensor.is_contiguous():
@@ -200,7 +200,7 @@ def _check_host(tensor: torch.Tensor) -> None:
         RuntimeError: a tensor of the device.
     """
     if isinstance(tensor, nccl_device.Lookalike):
-        raise RuntimeError("[gloo/transport/tcp/pair.cc] writev: Bad address")  # noqa: TRY004
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] writev: Bad address")
 
 
 def install() -> None:
