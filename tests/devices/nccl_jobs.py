@@ -186,10 +186,23 @@ def train_all(ranks: int) -> dict[str, Any]:
         seen["chimera, connected by transfers"] = outcome(lambda: train(CASES[2]["chimera"]))
         nccl_like.EAGER[0] = True
         seen["rules"] = rules()
+        seen["copies through shared memory"] = outcome(train_near)
         for place in FAILURES:
             seen[place] = outcome(lambda place=place: fail(*place))
         seen["late"] = outcome(be_late)
     return seen
+
+
+def train_near() -> dict[str, Any]:
+    """Copies of a stage on the device whose ranks talk through shared memory, as those that share one GPU do."""
+    from penstock.runtime.processes import DistributedWorld
+
+    everywhere = DistributedWorld._nccl_everywhere
+    DistributedWorld._nccl_everywhere = lambda self, shared: False
+    try:
+        return train(CASES[2]["copies x 2"])
+    finally:
+        DistributedWorld._nccl_everywhere = everywhere
 
 
 #: Where a rank raises: the rank, the kind of op, and its how manieth call.

@@ -41,6 +41,14 @@ def test_losses_equal_those_of_the_cpu_to_the_bit(ranks, name):
         assert row["losses"] == expected
 
 
+def test_copies_of_a_stage_on_devices_may_talk_through_shared_memory():
+    """Flags of gradients on the CPU were added to those that had come to the device."""
+    expected = losses_on_cpu(CASES[2]["copies x 2"])
+    for row in rows(2, "copies through shared memory"):
+        assert row["losses"] == expected
+        assert row["communicators"] == 0
+
+
 @every_case
 def test_losses_are_on_the_device_of_the_rank_on_every_rank(ranks, name):
     """One rule: whoever adds them to a tensor of his own must not learn on which rank he is."""
