@@ -45,7 +45,7 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "a model's options, most of them keyword-only",
     ),
     ("lines of a file", "runtime/pipeline.py"): (
-        469,
+        463,
         "2026-11-22",
         "front door: a line for every option",
     ),
@@ -90,7 +90,7 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "laid out at 100 columns; to be split",
     ),
     ("lines of a function", "runtime/pipeline.py:Pipeline.__init__"): (
-        90,
+        85,
         "2026-11-21",
         "most of it is its 29 parameters",
     ),

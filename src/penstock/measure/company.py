@@ -33,6 +33,8 @@ class Company:
         self.ranks = join() if together else 1
         self.rank = dist.get_rank() if together else 0
         self._ready: dist.Work | None = None
+        # Barriers need no device: NCCL would make a communicator for them, and refuse ranks that share a GPU.
+        self._hosts = dist.new_group(backend="gloo") if together else None
 
     def share(self, seconds: Sequence[float]) -> range:
         """The places of this rank's layers: consecutive ones, of about the same seconds on every rank, as rank 0 has measured them."""
@@ -43,14 +45,14 @@ class Company:
     def begin(self) -> None:
         """Wait until all are ready."""
         if self.ranks > 1:
-            dist.barrier()
+            dist.barrier(group=self._hosts)
 
     def done(self) -> bool:
         """Whether all have come to ask this; who has, goes on working until they have."""
         if self.ranks == 1:
             return True
         if self._ready is None:
-            self._ready = dist.barrier(async_op=True)
+            self._ready = dist.barrier(group=self._hosts, async_op=True)
         if self._ready is None or not self._ready.is_completed():
             return self._ready is None
         self._ready = None

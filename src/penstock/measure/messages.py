@@ -53,13 +53,24 @@ class Wires:
         assert work is not None
         return work
 
+    def swap(self, out: Tensor, into: Tensor, peer: int) -> None:
+        """Send and receive at once, and wait for both.
+
+        In one group, since NCCL runs the calls of a communicator one after another: two ranks that both send first and then
+        receive would wait for each other for ever.
+        """
+        ops = [
+            dist.P2POp(dist.irecv, into, peer, self.group, _TAG),
+            dist.P2POp(dist.isend, out, peer, self.group, _TAG),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
     def meet(self, peer: int) -> None:
         """Both ranks are here, and nothing else is to do."""
         self.settle()
         word = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        sending = self.send(word, peer)
-        self.receive(torch.empty_like(word), peer).wait()
-        sending.wait()
+        self.swap(word, torch.empty_like(word), peer)
         self.settle()
 
     def barrier(self) -> None:
@@ -209,8 +220,6 @@ def _both_ways(peer: int, wires: Wires) -> float:
     received = torch.empty_like(out)
     wires.meet(peer)
     start = time.perf_counter()
-    receiving, sending = wires.receive(received, peer), wires.send(out, peer)
-    receiving.wait()
-    sending.wait()
+    wires.swap(out, received, peer)
     wires.settle()
     return time.perf_counter() - start

@@ -102,7 +102,9 @@ class Copies:
         parameters = self._parameters
         if parameters:
             here = torch.tensor(
-                [parameter.grad is not None for parameter in parameters], dtype=torch.uint8
+                [parameter.grad is not None for parameter in parameters],
+                dtype=torch.uint8,
+                device=parameters[0].device,
             )
             own = [self._dense(parameter) for parameter in parameters]
             tables = [each for each in parameters if id(each) in self._sparse]

@@ -29,7 +29,7 @@ from penstock.runtime.optimizing import Optimizing
 from penstock.runtime.options import Options, check_accumulate
 from penstock.runtime.persistence import Persistence
 from penstock.runtime.plan_memory import check_optimizer_memory
-from penstock.runtime.player import AHEAD, Mode, Player
+from penstock.runtime.player import Mode, Player, stream_portions
 from penstock.runtime.preparation import Preparation
 from penstock.runtime.ranks import Place, world_of
 from penstock.runtime.replica_check import check_replicas
@@ -41,7 +41,6 @@ from penstock.runtime.streaming import Streaming
 from penstock.runtime.together import Together
 from penstock.runtime.trainability import Trainability
 from penstock.schedule.op import Schedule
-from penstock.schedule.portions import Portions
 from penstock.tracing.chain import TracedChain, chain
 from penstock.tracing.slices import check_slices
 
@@ -159,12 +158,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
         self._training = Training(loss, optimizer, seed, options)
         self._meeting = meeting = meeting_of(self.setting, place)
         compare_settings(meeting, self.chain, self.setting, self._training, check_data=check_data)
-        self._world = world_of(
-            self.setting,
-            self.chain.description,
-            place,
-            talks=scaling is not None or clip_grad_norm is not None,
-        )
+        self._world = world_of(self.setting, self.chain.description, place)
         options.check_compiler(self._world.device(self._world.local_ranks[0]))
         self._step = self._gathered = 0
         self._accumulate = accumulate
@@ -182,7 +176,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
         self._stream: Streaming | None = None
         if self.setting.schedule.stream is not None:
             self._made.let_read()
-            self._stream = Streaming(self._made, Portions(self.setting.schedule, AHEAD))
+            self._stream = Streaming(self._made, stream_portions(self._made))
         self._persistence = Persistence(self._made, self._together, self._stream)
         self._preparation = Preparation(self._made, autocast, self._drain)
         self._preparation.begin()

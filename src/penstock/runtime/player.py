@@ -13,12 +13,24 @@ from penstock.runtime.together import Together
 from penstock.schedule.lower import LoweredSchedule, lower
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.period import prolonged
+from penstock.schedule.portions import Portions
 from penstock.tracing.deferred_batch_norm import deferring
 
 #: How many ops before it is needed a receive is posted. Two, because gloo's threads then have the message in hand while the rank
 #: computes: over gloo an MLP on 4 ranks took a sixth longer with 0 or 1, and no less with 4. Every op more costs a buffer. Through
 #: shared memory there is nothing to post.
 AHEAD = 2
+
+#: Likewise where a posted receive is a kernel on the device: one, and never before what its message depends on.
+AHEAD_ON_DEVICE = 1
+
+
+def stream_portions(assembly: Assembly) -> Portions:
+    """What the ranks of a stream play, batch by batch, with receives as early as `Player` has them."""
+    schedule = assembly.setting.schedule
+    if assembly.world.receives_on_device:
+        return Portions(schedule, AHEAD_ON_DEVICE, after_dependencies=True)
+    return Portions(schedule, AHEAD)
 
 
 class Mode(str, Enum):
@@ -139,4 +151,6 @@ class Player:
         schedule = self.one_batch.first_micro_batches(micro_batches)
         if mode is Mode.EVALUATE:
             schedule = schedule.forward_only()
+        if self.made.world.receives_on_device:
+            return lower(schedule, AHEAD_ON_DEVICE, after_dependencies=True)
         return lower(schedule, AHEAD)

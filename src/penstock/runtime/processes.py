@@ -23,7 +23,14 @@ from penstock.runtime.calls import CLOSED, Calls, ComparedCalls
 from penstock.runtime.store_board import StoreBoard
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
-from penstock.transport.distributed import MOST_UNDER_WAY, TOLD_TAG, DistributedTransport, Wire
+from penstock.transport.communicators import LinkKey, communicator_keys, make_communicators
+from penstock.transport.distributed import (
+    MOST_UNDER_WAY,
+    TOLD_TAG,
+    DistributedTransport,
+    Wire,
+    is_lost,
+)
 from penstock.transport.group import join, started
 from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.transport.routed import route
@@ -45,7 +52,12 @@ _WORLDS = itertools.count()
 
 
 class DistributedWorld:
-    """See `World`."""
+    """See `World`.
+
+    Where every rank has a GPU of its own, messages between stages and between copies go over NCCL, one communicator for each
+    direction of a link, which the constructor makes. Everything else, such as losses, norms and checkpoints, goes over gloo. Under
+    NCCL a failure may leave weights that were updated with garbage: the batch raises, and training goes on from a checkpoint.
+    """
 
     def __init__(self, device: torch.device | None, deadline_s: float, links: Collection[Link],
                  copies: Collection[Link] = ()) -> None:  # fmt: skip
@@ -53,27 +65,22 @@ class DistributedWorld:
         self._rank = dist.get_rank()
         self.local_ranks: tuple[int, ...] = (self._rank,)
         self._device = device or _own_device()
-        timeout = timedelta(seconds=deadline_s)
         store = PrefixStore(f"penstock/{next(_WORLDS)}", dist.distributed_c10d._get_default_store())
-        shared = dist.new_group(backend="gloo", timeout=timeout)
+        shared = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
         assert shared is not None
-        groups = {}
+        groups: dict[LinkKey, dist.ProcessGroup] = {}
         if self._nccl_everywhere(shared):
-            keys = sorted([(link, False) for link in links] + [(link, True) for link in copies])
-            groups = {
-                (link, meets): dist.new_group(list(link), timeout, "nccl") for link, meets in keys
-            }
-            groups = {
-                (link, meets): group
-                for (link, meets), group in groups.items()
-                if self._rank in link
-            }
+            keys = communicator_keys(links, copies)
+            groups = make_communicators(keys, self._rank, self._device, shared)
+        self.receives_on_device = bool(groups)
         self._wire = Wire(self._rank, self._device, store, deadline_s, shared, groups)
         self._near = SameHostTransport(self._rank, deadline_s, self._device)
         self._near.connect(store, self.size, willing=not groups)
         self._transport = route(self._near, DistributedTransport(self._wire), self.size - 1)
-        self._board = StoreBoard(store, self._rank, self.size, self._stop)
+        late = self._late if groups else None
+        self._board = StoreBoard(store, self._rank, self.size, self._stop, late)
         self.calls: Calls = ComparedCalls(store, self._board, self._rank, self.size, deadline_s)
+        self._overdue: str | None = None
         self._told: deque[tuple[dist.Work, Tensor]] = deque()
         atexit.register(self.close)
 
@@ -92,6 +99,40 @@ class DistributedWorld:
         del rank
         return self._device
 
+    def _late(self) -> str | None:
+        """Why the run has to end: the device has waited for a message for longer than the deadline."""
+        awaited = self._wire.late()
+        if awaited is None or self._wire.lost:
+            return None
+        self._overdue = awaited
+        return str(
+            DeadlineExceeded(self._rank, awaited, self._wire.deadline_s, self._board.elsewhere())
+        )
+
+    def _check_links(self) -> None:
+        """Refuse to go on after the links were closed: under NCCL what has been received since then is garbage.
+
+        Raises:
+            RanksDiffer, DeadlineExceeded, PeerFailed: why they were.
+        """
+        if not self._wire.lost:
+            return
+        self._board.check_difference()
+        self._check_deadline()
+        reason = self._board.failure() or "an earlier failure closed its links"
+        raise PeerFailed(self._rank, "a new batch", reason)
+
+    def _check_deadline(self) -> None:
+        """Raise if this rank has ended the run because its device waited too long.
+
+        Raises:
+            DeadlineExceeded: it has.
+        """
+        if self._overdue is not None:
+            raise DeadlineExceeded(
+                self._rank, self._overdue, self._wire.deadline_s, self._board.elsewhere()
+            )
+
     def _stop(self) -> None:
         self._near.abort()
         self._wire.abort()
@@ -108,25 +149,26 @@ class DistributedWorld:
 
     def run(self, job: Callable[[int], T]) -> dict[int, T]:
         """See `World.run`."""
-        if self._wire.lost:
-            reason = self._board.failure() or "an earlier failure closed its links"
-            self._board.check_difference()
-            raise PeerFailed(self._rank, "a new batch", reason)
+        self._check_links()
         try:
             try:
-                return {self._rank: job(self._rank)}
+                results = {self._rank: job(self._rank)}
             except TransportLost as error:
                 reason = self._board.failure(patience_s=2.0) or "a rank is gone without a word"
                 raise PeerFailed(self._rank, "its message to leave", reason) from error
+            if self.receives_on_device:
+                self._check_links()
         except BaseException as error:
             if isinstance(error, (StageFailed, DeadlineExceeded)):
                 self._board.compare_calls(_PATIENCE_S)  # other batches may be the reason
             self.abandon(error)
             try:
                 self._board.check_difference()
-            except RanksDiffer as difference:
-                raise difference from error
+                self._check_deadline()
+            except (RanksDiffer, DeadlineExceeded) as reason:
+                raise reason from error
             raise
+        return results
 
     def abandon(self, error: BaseException) -> None:
         """See `World.abandon`."""
@@ -191,6 +233,7 @@ class DistributedWorld:
 
     def tell(self, numbers: Tensor) -> None:
         """See `World.tell`."""
+        numbers = numbers.detach().to("cpu", torch.float64)  # gloo reads host memory
         for other in range(self.size):
             if other in self._near.reachable:
                 self._near.send(other, _TOLD, Payload("", (numbers,), (False,)), "")
@@ -198,6 +241,8 @@ class DistributedWorld:
                 try:
                     work = dist.isend(numbers, other, group=self._wire.shared, tag=TOLD_TAG)
                 except RuntimeError as error:
+                    if not self._wire.lost and not is_lost(error):
+                        raise
                     raise TransportLost(str(error)) from error
                 if work is not None:
                     self._told.append((work, numbers))

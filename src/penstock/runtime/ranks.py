@@ -41,14 +41,13 @@ def in_threads(schedule: Schedule, place: Place) -> bool:
     return place.executor == "threads" or alone
 
 
-def world_of(setting: Setting, description: Chain, place: Place, *, talks: bool) -> World:
+def world_of(setting: Setting, description: Chain, place: Place) -> World:
     """The ranks to run on.
 
     Args:
         setting: what they run.
         description: the model's chain.
         place: where.
-        talks: whether all of them tell rank 0 about their gradients.
 
     Raises:
         SettingError, PlanError: what is asked for makes no sense, or there is another number of ranks.
@@ -73,10 +72,6 @@ def world_of(setting: Setting, description: Chain, place: Place, *, talks: bool)
     }
     for shared in shared_tensors(description, setting.lengths, schedule):
         meeting |= shared.links
-    if talks:
-        meeting |= {
-            link for rank in range(1, schedule.ranks) for link in (Link(0, rank), Link(rank, 0))
-        }
     return DistributedWorld(place.device, place.deadline_s, links, meeting)
 
 

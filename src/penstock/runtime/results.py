@@ -17,23 +17,32 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def mean_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor:
-    """The mean loss of the batch, a float tensor, the same on every rank: micro-batches' shares added up in their order."""
+    """The mean loss of the batch, the same on every rank: micro-batches' shares added up in their order.
+
+    Returns:
+        A float32 tensor without dimensions, on every rank on the device of its stages.
+    """
     holders = schedule.ranks_of_stage[-1]
     if len(holders) > 1:
         found: Tensor = world.broadcast(
             _from_copies(world, schedule, batch), 0, TensorForm((2,), "float64", wants_grad=False)
         )
         world.calls.verify(0, float(found[1]), batch)
-        return found[0].float()
+        return _on_device(world, found[0])
     if holders[0] not in world.local_ranks:
         numbers = world.hear(holders[0], 2)()
         world.calls.verify(holders[0], float(numbers[1]), batch)
-        return numbers[0].float()
+        return _on_device(world, numbers[0])
     total = torch.stack([batch.losses[m] for m in sorted(batch.losses)]).sum().float()
     if len(world.local_ranks) < world.size:
         numbers = torch.tensor([float(total), batch.check], dtype=torch.float64)
         world.run(lambda _: world.tell(numbers))
     return total
+
+
+def _on_device(world: World, loss: Tensor) -> Tensor:
+    """A loss that came through host memory, as the rank that made it has it."""
+    return loss.to(world.device(world.local_ranks[0]), torch.float32)
 
 
 def outputs(world: World, schedule: Schedule, batch: Batch) -> Any:
@@ -154,14 +163,15 @@ class StreamLosses:
             self._world.tell(_numbers(batch, own))
 
     def mean(self, batch: Batch) -> Tensor:
-        """The mean loss of a batch that is done, a float tensor."""
+        """The mean loss of a batch that is done, a float32 tensor on the device of this rank's stages."""
         parts = []
         for rank, numbers, heard in self._heard.pop(batch.step, ()):
             row = heard()
             self._world.calls.verify(rank, float(row[1]), batch)
             parts.append((numbers, row))
         own = sorted(batch.losses)
-        return _mean([*parts, (own, _numbers(batch, own))] if own else parts)
+        total = _mean([*parts, (own, _numbers(batch, own))] if own else parts)
+        return _on_device(self._world, total)
 
     def clear(self) -> None:
         """Nothing is expected any more."""

@@ -38,11 +38,26 @@ class CallLog(Protocol):
 
 
 class StoreBoard:
-    """One rank's view, see `Board`. `on_failure` is called once, from the watching thread, when any rank has failed."""
+    """One rank's view, see `Board`.
 
-    def __init__(self, store: Store, rank: int, size: int, on_failure: Callable[[], None]) -> None:
+    Args:
+        store: where the ranks write.
+        rank: this one.
+        size: how many there are.
+        on_failure: called once, from the watching thread, when any rank has failed.
+        late: asked from the watching thread twice a second; what it returns, if not None, is why the run fails here.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        on_failure: Callable[[], None],
+        late: Callable[[], str | None] | None = None,
+    ) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._on_failure = on_failure
+        self._on_failure, self._late = on_failure, late
         self._current = ("has not begun", time.monotonic())
         self._stop = threading.Event()
         self.calls: CallLog | None = None
@@ -162,6 +177,9 @@ class StoreBoard:
                 self._tell()
                 if time.monotonic() - self._current[1] > _LONG_S:
                     self.compare_calls()
+                reason = None if self._late is None else self._late()
+                if reason is not None:
+                    self.fail(reason)
                 failed = self._store.check(["penstock/failure"])
             except RuntimeError:
                 failed = True

@@ -33,6 +33,7 @@ class ThreadWorld:
 
     def __init__(self, size: int, device: torch.device, deadline_s: float) -> None:
         self.size = size
+        self.receives_on_device = False
         self.local_ranks = tuple(range(size))
         self._device = device
         self._deadline_s = deadline_s

@@ -23,6 +23,11 @@ class World(Protocol):
     local_ranks: tuple[int, ...]
     calls: Calls
 
+    @property
+    def receives_on_device(self) -> bool:
+        """Whether a posted receive occupies the device until its message comes, as NCCL's kernels do."""
+        ...
+
     def device(self, rank: int) -> torch.device:
         """Where a local rank computes."""
         ...

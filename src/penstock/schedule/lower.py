@@ -9,6 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
+from penstock.schedule.dependencies import Crossing, last_dependencies
 from penstock.schedule.op import HANDING, Kind, Op, Schedule
 from penstock.schedule.rules import feeds
 
@@ -127,7 +128,9 @@ def partners_of(schedule: Schedule) -> dict[Op, int]:
     return partners
 
 
-def lower(schedule: Schedule, ahead: int = 1) -> LoweredSchedule:
+def lower(
+    schedule: Schedule, ahead: int = 1, *, after_dependencies: bool = False
+) -> LoweredSchedule:
     """Add the transfers that placement implies.
 
     A send stands right after the op that makes the value. A receive is posted `ahead` ops before the op that takes the value
@@ -137,22 +140,32 @@ def lower(schedule: Schedule, ahead: int = 1) -> LoweredSchedule:
     Args:
         schedule: a sound schedule (see `verify`).
         ahead: how many ops early receives are posted.
+        after_dependencies: post no receive before the last op of its rank that the message depends on, however large `ahead` is
+            (see `last_dependencies`). Needed where a posted receive occupies the device until its message comes.
 
     Raises:
         ScheduleError: a value that crosses ranks has no taker.
     """
     sends: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-    by_link: dict[Link, list[tuple[Message, int, int]]] = defaultdict(list)
-    for link, message, made, taken in messages(schedule):
-        by_link[link].append((message, made, taken))
-    for link, rows in by_link.items():
+    by_link: dict[Link, list[tuple[Message, int, int, int]]] = defaultdict(list)
+    rows = list(messages(schedule))
+    earliest = [0] * len(rows)
+    if after_dependencies:
+        crossings = [
+            Crossing(link.source, made, link.target, taken) for link, _, made, taken in rows
+        ]
+        earliest = [last + 1 for last in last_dependencies(schedule, crossings)]
+    for (link, message, made, taken), start in zip(rows, earliest, strict=True):
+        by_link[link].append((message, made, taken, start))
+    for link, crossing in by_link.items():
         latest = len(schedule.programs[link.target])
         posts: list[tuple[int, Message]] = []
-        for message, made, taken in reversed(rows):
+        for message, made, taken, start in reversed(crossing):
             sends[link.source, made].append(Transfer(Direction.SEND, message, link.target))
             latest = min(latest, max(0, taken - ahead))
-            posts.append((latest, message))
+            # Later messages of a link depend on all that earlier ones depend on: the order of posts stays.
+            posts.append((max(latest, start), message))
         for place, message in reversed(posts):
             receives[link.target, place].append(Transfer(Direction.RECV, message, link.source))
     programs: list[tuple[Action, ...]] = []

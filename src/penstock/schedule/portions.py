@@ -23,13 +23,13 @@ class Portions:
 
     Args:
         schedule: sound, with a stream.
-        ahead: how many ops early receives are posted, as in `lower`.
+        ahead, after_dependencies: how early receives are posted, as in `lower`.
 
     Raises:
         ScheduleError: the programs do not repeat themselves (see `period_of`).
     """
 
-    def __init__(self, schedule: Schedule, ahead: int) -> None:
+    def __init__(self, schedule: Schedule, ahead: int, *, after_dependencies: bool = False) -> None:
         self.period: Period = period_of(schedule)
         waves = None if schedule.stream is None else schedule.stream.waves
         # What waits for what comes again when the loop does, and with waves only when a wave ends where one has ended.
@@ -52,9 +52,8 @@ class Portions:
         self._steady = -(-(2 * begun + 2) // every) * every
         count = self._steady + 3 * every + begun
         self._schedule = prolonged(schedule, count)
-        self._actions = [
-            list(_with_batches(row, size)) for row in lower(self._schedule, ahead).programs
-        ]
+        lowered = lower(self._schedule, ahead, after_dependencies=after_dependencies)
+        self._actions = [list(_with_batches(row, size)) for row in lowered.programs]
         stops = _stops(self._schedule, self._steady + every)
         self._places = [
             _places(row, [counts[rank] for counts in stops])

@@ -2,16 +2,21 @@
 
 A payload's header goes through the store, once for every form that messages of a stage have; from then on receives are posted
 straight into buffers of the known shapes. Sends never wait: their tensors are held until they have left.
+
+Under NCCL a wait lets the device's stream wait and the host goes on: nothing else may stop the host in a steady step. The deadline is
+kept from outside, see `Wire.late`.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,6 +26,7 @@ from torch._C._distributed_c10d import Store
 from penstock.errors import RunError
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
+from penstock.transport.communicators import LinkKey, abort_communicators, as_bytes
 from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.transport.transport import TransportLost, TransportTimeout
 
@@ -35,14 +41,24 @@ MOST_UNDER_WAY = 64
 TOLD_TAG = 7 << 5
 
 
+class DeviceTransfer(NamedTuple):
+    """A transfer of NCCL: a kernel on the device, for which streams wait and hosts do not."""
+
+    work: dist.Work
+    text: str
+
+
+Work = dist.Work | DeviceTransfer
+
+
 @dataclass
 class Wire:
     """What all transports of a rank share: process groups, the store, the deadline.
 
     `groups` holds one process group for each directed link under NCCL, whose transfers match in order per communicator: with
     one for each direction, two ranks that send to each other at once do not wait for one another. Links between copies of a stage
-    have one more (True) for what they exchange at a U, whose receives are not posted in one order with the programs' own. Under
-    gloo all links share one group, where tags keep messages apart.
+    have one more (True) for what they exchange at a U, whose receives are not posted in one order with the programs' own. Messages
+    for which there is none, such as the norms of clipping, go over `shared`, a gloo group where tags keep messages apart.
     """
 
     rank: int
@@ -50,29 +66,63 @@ class Wire:
     store: Store
     deadline_s: float
     shared: dist.ProcessGroup
-    groups: Mapping[tuple[Link, bool], dist.ProcessGroup] = field(default_factory=dict)
+    groups: Mapping[LinkKey, dist.ProcessGroup] = field(default_factory=dict)
     lost: bool = False
+    _awaited: deque[DeviceTransfer] = field(default_factory=deque)
+    _progress_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def group(self, link: Link, message: Message) -> dist.ProcessGroup:
-        """The process group that carries a message over a link."""
-        return self.groups.get((link, message.kind is Kind.U), self.shared)
+    def communicator(self, link: Link, message: Message) -> dist.ProcessGroup | None:
+        """The NCCL group that carries a message over a link; None if it goes through host memory over `shared`."""
+        return self.groups.get((link, message.kind is Kind.U))
 
     @property
-    def through_host(self) -> bool:
-        """Whether tensors of a GPU must pass through host memory (gloo carries CPU tensors)."""
-        return self.device.type != "cpu" and not self.groups
+    def copies_to_host(self) -> bool:
+        """Whether what goes over `shared` must be copied to host memory first (gloo carries CPU tensors)."""
+        return self.device.type != "cpu"
 
-    def wait(self, work: dist.Work) -> None:
-        """Stand until a transfer is done.
+    def wait(self, work: Work) -> None:
+        """Stand until a transfer is done; if a communicator carries it, let the device's stream wait for it and go on.
 
         Raises:
             TransportTimeout, TransportLost: see `Arrival.wait`.
+            RunError: the transfer failed here for a reason of its own.
         """
         started = time.perf_counter()
         try:
-            work.wait(timedelta(seconds=self.deadline_s))
+            if isinstance(work, DeviceTransfer):
+                # Given a timeout, torch stops the host and polls until the transfer is over.
+                self._watch(work)
+                work.work.wait()
+            else:
+                work.wait(timedelta(seconds=self.deadline_s))
         except RuntimeError as error:
             self._raise(error, started)
+
+    def _watch(self, transfer: DeviceTransfer) -> None:
+        """Let `late` look after a transfer that the device waits for."""
+        with self._lock:
+            if not self._awaited:
+                self._progress_s = time.monotonic()
+            self._awaited.append(transfer)
+            self._drop_finished()
+
+    def _drop_finished(self) -> None:
+        """Forget the transfers that are over, from the oldest on; the clock of `late` starts anew with each."""
+        while self._awaited and self._awaited[0].work.is_completed():
+            self._awaited.popleft()
+            self._progress_s = time.monotonic()
+
+    def late(self) -> str | None:
+        """What the device has waited for longer than the deadline, with no other transfer ending meanwhile.
+
+        Called again and again by the thread that watches the other ranks, since the host does not stand at a wait under NCCL.
+        """
+        with self._lock:
+            self._drop_finished()
+            if not self._awaited or time.monotonic() - self._progress_s < self.deadline_s:
+                return None
+            return self._awaited[0].text
 
     def fetch(self, name: str) -> str:
         """What the store holds under `name`, waiting until it does. Raises as `wait`."""
@@ -91,11 +141,14 @@ class Wire:
         except RuntimeError as error:
             raise TransportLost(str(error)) from error
 
-    def _raise(self, error: Exception, started: float) -> NoReturn:
+    def _raise(self, error: RuntimeError, started: float) -> NoReturn:
+        """Raise what an error of torch.distributed means."""
         out_of_time = time.perf_counter() - started >= self.deadline_s * 0.95
-        raise (TransportTimeout if out_of_time and not self.lost else TransportLost)(
-            str(error)
-        ) from error
+        if out_of_time and not self.lost:
+            raise TransportTimeout(str(error)) from error
+        if not self.lost and not is_lost(error):
+            raise error
+        raise TransportLost(str(error)) from error
 
     def abort(self) -> None:
         """Close all links, so that everybody who waits on one, here or elsewhere, is let go.
@@ -106,9 +159,7 @@ class Wire:
         if self.lost:
             return
         self.lost = True
-        if self.groups:  # not yet run on several GPUs
-            for group in self.groups.values():
-                group.abort()
+        abort_communicators(self.groups)
         others = [other for other in range(dist.get_world_size(self.shared)) if other != self.rank]
         if others:
             try:
@@ -119,10 +170,22 @@ class Wire:
                 return
 
 
+def is_lost(error: RuntimeError) -> bool:
+    """Whether an error of torch.distributed means that a link is closed or its other end is gone.
+
+    All others, such as a dtype that the backend lacks or memory that has run out, are this rank's own.
+    """
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+        return True
+    text = str(error)
+    # gloo has no class of its own for it. EFAULT: the tensor was not in host memory.
+    return ("gloo/transport" in text or "onnection" in text) and "Bad address" not in text
+
+
 #: What has one form for good: messages of a kind, a stage and a signature on a link.
 _Key = tuple[str, Link, Kind, int]
 
-_Posted = tuple[Header, list[Tensor], list[dist.Work]]
+_Posted = tuple[Header, list[Tensor], list[Work]]
 
 
 @dataclass
@@ -145,7 +208,7 @@ class _Arrival:
         for work in works:
             wire.wait(work)
         self.transport.arrived(self.peer, self.message)
-        if wire.through_host:
+        if wire.copies_to_host:
             tensors = [tensor.to(wire.device) for tensor in tensors]
         return header.unpacked(tensors)
 
@@ -158,9 +221,7 @@ class DistributedTransport:
     shares: bool = False
     _known: dict[_Key, Header] = field(default_factory=dict)
     _told: dict[_Key, tuple[tuple[Any, ...], list[TensorForm]]] = field(default_factory=dict)
-    _leaving: dict[tuple[int, Message], list[tuple[dist.Work, Tensor]]] = field(
-        default_factory=dict
-    )
+    _leaving: dict[tuple[int, Message], list[tuple[Work, Tensor]]] = field(default_factory=dict)
     _unposted: list[_Arrival] = field(default_factory=list)
     _met: deque[tuple[int, Message]] = field(default_factory=deque)
 
@@ -182,21 +243,19 @@ class DistributedTransport:
         elif told != form and _agree(told, form, told_forms):
             forms = told_forms  # the receiver gives it the strides that it has had before
         elif told != form:
-            made = f"{message.stage}{message.kind.value}{message.micro_batch}"
-            raise RunError(f"what {made} makes changed its form between batches whose inputs have the same shapes: it was {_words(told)} "
+            raise RunError(f"what {describe(message)} makes changed its form between batches whose inputs have the same shapes: it was {_words(told)} "
                            f"and is {_words(form)}. Shapes and constants that depend on the data are not supported between "
                            "hosts")  # fmt: skip
-        group = self.wire.group(link, message)
+        group = self.wire.communicator(link, message)
         leaving = self._leaving.setdefault((peer, message), [])
         for number, (known, tensor) in enumerate(zip(forms, tensors, strict=True)):
             # What is in memory is what goes.
             ready = known.packed(tensor.detach().resolve_conj().resolve_neg()).contiguous()
-            if self.wire.through_host:
+            if group is None and self.wire.copies_to_host:
                 ready = ready.cpu()
-            try:
-                work = dist.isend(ready, peer, group=group, tag=_tag(message, number))
-            except RuntimeError as error:
-                raise TransportLost(str(error)) from error
+            if group is not None and not ready.numel():
+                continue  # the receiver knows from the form that nothing comes
+            work = self._begin(partial(dist.isend, dst=peer), link, message, number, ready)
             if work is not None:
                 leaving.append((work, ready))
         if message.kind is Kind.U:
@@ -250,6 +309,7 @@ class DistributedTransport:
                 self._let_go(peer, message)
 
     def _let_go(self, peer: int, message: Message) -> None:
+        """Stand until a message has left, under NCCL the stream alone, and drop its tensors."""
         for work, _ in self._leaving.pop((peer, message), ()):
             self.wire.wait(work)
 
@@ -261,18 +321,54 @@ class DistributedTransport:
 
     def _receive(self, peer: int, message: Message, header: Header) -> _Posted:
         """Post receives into fresh buffers."""
-        group = self.wire.group(Link(peer, self.wire.rank), message)
-        buffers = [
-            form.empty() if self.wire.through_host else form.empty().to(self.wire.device)
-            for form in header.forms
+        link = Link(peer, self.wire.rank)
+        on_device = self.wire.communicator(link, message) is not None
+        device = self.wire.device if on_device else torch.device("cpu")
+        buffers = [form.empty(device) for form in header.forms]
+        begin = partial(dist.irecv, src=peer)
+        works = [
+            self._begin(begin, link, message, number, buffer)
+            for number, buffer in enumerate(buffers)
+            if buffer.numel() or not on_device
         ]
-        works = []
-        for number, buffer in enumerate(buffers):
-            try:
-                works.append(dist.irecv(buffer, peer, group=group, tag=_tag(message, number)))
-            except RuntimeError as error:
-                raise TransportLost(str(error)) from error
         return header, buffers, [work for work in works if work is not None]
+
+    def _begin(
+        self,
+        transfer: Callable[..., dist.Work | None],
+        link: Link,
+        message: Message,
+        number: int,
+        tensor: Tensor,
+    ) -> Work | None:
+        """Begin to send or to receive one tensor of a message.
+
+        Raises:
+            TransportLost: the links are closed.
+            RunError: torch.distributed refuses it for a reason of its own.
+        """
+        group = self.wire.communicator(link, message)
+        carried = tensor if group is None else as_bytes(tensor)
+        try:
+            work = transfer(carried, group=group or self.wire.shared, tag=_tag(message, number))
+        except RuntimeError as error:
+            if self.wire.lost or is_lost(error):
+                raise TransportLost(str(error)) from error
+            verb = "sent to" if self.wire.rank == link.source else "received from"
+            peer = link.target if self.wire.rank == link.source else link.source
+            raise RunError(
+                f"rank {self.wire.rank}: {describe(message)} could not be {verb} rank {peer}, as {tensor.dtype}"
+                f"{list(tensor.shape)} on {tensor.device}: {type(error).__name__}: {error}"
+            ) from error
+        if work is None or group is None:
+            return work
+        text = f"{describe(message)} from rank {link.source} to rank {link.target}"
+        return DeviceTransfer(work, text)
+
+
+def describe(message: Message) -> str:
+    """The op that makes a message, `0F3`."""
+    return f"{message.stage}{message.kind.value}{message.micro_batch}"
 
 
 def _key(signature: str, link: Link, message: Message) -> _Key:

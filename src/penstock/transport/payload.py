@@ -90,10 +90,10 @@ class TensorForm:
             laid = compact.copy_(laid)
         return laid if shape == self.shape else laid.as_strided(self.shape, self.stride)
 
-    def empty(self) -> Tensor:
-        """A CPU tensor that can take what `packed` gives."""
+    def empty(self, device: torch.device | None = None) -> Tensor:
+        """A tensor that can take what `packed` gives, on the CPU or on another device."""
         shape = self.shape if self.stride is None else self.packed_shape
-        return torch.empty(shape, dtype=self.torch_dtype)
+        return torch.empty(shape, dtype=self.torch_dtype, device=device or "cpu")
 
     def _compact(self) -> tuple[tuple[int, ...], list[int]]:
         """The shape without repetition, and the dimensions from the longest stride to the shortest."""
