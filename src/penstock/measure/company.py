@@ -12,7 +12,7 @@ from typing import TypeVar, final
 
 import torch.distributed as dist
 
-from penstock.transport.exchange import all_gather, broadcast
+from penstock.transport.exchange import all_gather, barrier, begin_barrier, broadcast
 from penstock.transport.group import join
 
 T = TypeVar("T")
@@ -43,14 +43,14 @@ class Company:
     def begin(self) -> None:
         """Wait until all are ready."""
         if self.ranks > 1:
-            dist.barrier()
+            barrier()
 
     def done(self) -> bool:
         """Whether all have come to ask this; who has, goes on working until they have."""
         if self.ranks == 1:
             return True
         if self._ready is None:
-            self._ready = dist.barrier(async_op=True)
+            self._ready = begin_barrier()
         if self._ready is None or not self._ready.is_completed():
             return self._ready is None
         self._ready = None
