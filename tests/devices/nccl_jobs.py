@@ -121,15 +121,22 @@ def install() -> None:
     """Let this process believe in NCCL."""
     from tests.devices import nccl_device, nccl_like
 
-    from penstock.runtime.processes import DistributedWorld
     from penstock.values import structure
 
     # On a real device tensors are of torch's own class.
     structure._DENSE = frozenset({*structure._DENSE, nccl_device.Lookalike})
-    DistributedWorld._nccl_everywhere = lambda self, shared: True
+    choose_transport("nccl")
     nccl_like.install()
     # autograd's thread for the device cannot be joined; the result has been written by then.
     atexit.register(os._exit, 0)
+
+
+def choose_transport(name: str) -> None:
+    """Let the rule of devices choose a transport, on the device that a pipeline asks for."""
+    from penstock.runtime import processes
+    from penstock.transport.cards import Assignment
+
+    processes.assign_device = lambda device, _: Assignment(str(device), name, (), "")
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
@@ -195,14 +202,11 @@ def train_all(ranks: int) -> dict[str, Any]:
 
 def train_near() -> dict[str, Any]:
     """Copies of a stage on the device whose ranks talk through shared memory, as those that share one GPU do."""
-    from penstock.runtime.processes import DistributedWorld
-
-    everywhere = DistributedWorld._nccl_everywhere
-    DistributedWorld._nccl_everywhere = lambda self, shared: False
+    choose_transport("host memory")
     try:
         return train(CASES[2]["copies x 2"])
     finally:
-        DistributedWorld._nccl_everywhere = everywhere
+        choose_transport("nccl")
 
 
 #: Where a rank raises: the rank, the kind of op, and its how manieth call.

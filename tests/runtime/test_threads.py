@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import penstock as ps
-from penstock.errors import DeadlineExceeded, PeerFailed, RunError, StageFailed
+from penstock.errors import DeadlineExceeded, PeerFailed, RunError, SettingError, StageFailed
 from penstock.runtime import threads
 from penstock.runtime.threads import ThreadWorld
 
@@ -142,6 +142,40 @@ def test_two_failures_at_once_are_told_by_the_first(monkeypatch):
     with pytest.raises(KeyError, match="the first"):
         world.run(job)
     assert world.run(lambda rank: rank) == {0: 0, 1: 1}
+
+
+def test_every_rank_makes_its_device_the_current_one_of_its_thread():
+    """CUDA's current device is of a thread: without this, a rank on cuda:1 would launch what has no device on cuda:0."""
+    entered = []
+
+    def enter(device):
+        entered.append((threading.current_thread().name, device))
+
+    world = ThreadWorld(2, torch.device("cuda:1"), 30, enter)
+    world.run(lambda rank: entered.append((threading.current_thread().name, rank)))
+    for rank in range(2):
+        name = f"penstock-rank-{rank}"
+        calls = [value for thread, value in entered if thread == name]
+        assert calls == [torch.device("cuda:1"), rank]
+
+
+def test_a_device_that_cannot_be_entered_fails_its_rank():
+    """A thread that died of it would leave the caller waiting until the deadline."""
+
+    def enter(device):
+        raise RuntimeError(f"{device} is out of memory")
+
+    world = ThreadWorld(2, torch.device("cuda:1"), 30, enter)
+    with pytest.raises(RuntimeError, match="cuda:1 is out of memory"):
+        world.run(lambda rank: rank)
+
+
+def test_a_card_that_is_not_visible_is_refused_before_anything_starts():
+    """torch's own error would come from the first layer that is moved."""
+    index = torch.accelerator.device_count() if torch.cuda.is_available() else 0
+    with pytest.raises(SettingError, match=rf"device='cuda:{index}' is asked for"):
+        ps.Pipeline(nn.Sequential(nn.Linear(16, 4)), loss=functional.cross_entropy, balance=[1],
+                    executor="threads", device=f"cuda:{index}")  # fmt: skip
 
 
 def test_a_rank_that_waits_too_long_says_for_what_and_what_the_others_are_at(monkeypatch):

@@ -6,6 +6,9 @@ import importlib.util
 import os
 import platform
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -13,44 +16,22 @@ from penstock.cli import options
 from penstock.cli.options import Json
 from penstock.errors import PenstockError
 
+if TYPE_CHECKING:
+    from penstock.measure.card_check import CardsReport
+
 
 def doctor(json: Json = False) -> None:
-    """Report Python, torch, backends, devices, optional parts, and whether two processes can talk (exit status 1 if not).
+    """Report Python, torch, backends, devices, optional parts, whether each card runs a kernel, and whether two processes can talk
+    (exit status 1 if not).
 
     Example: penstock doctor
     """
-    import torch
-    import torch.distributed as dist
-
-    import penstock
+    from penstock.measure.card_check import TorchDriver, check_cards
     from penstock.runtime.link import link_here
 
-    extras = {"sklearn": "data", "tensorboard": "metrics"}
-    backends = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-    }
-    gpus = (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        if torch.cuda.is_available()
-        else []
-    )
-    facts: dict[str, object] = {
-        "penstock": penstock.__version__,
-        "python": f"{platform.python_version()} at {sys.executable}",
-        "torch": torch.__version__,
-        "cores": len(os.sched_getaffinity(0)),
-        "torch threads": torch.get_num_threads(),
-        "backends": [name for name, there in backends.items() if there],
-        "gpus": gpus,
-        "optional parts missing": [
-            f"{package} (pip install 'penstock[{extra}]')"
-            for package, extra in extras.items()
-            if importlib.util.find_spec(package) is None
-        ],
-    }
-    sound = True
+    report = check_cards(TorchDriver())
+    facts = machine_facts(report)
+    sound = report.sound
     try:
         facts["two processes"] = f"talk: {link_here()}"
     except PenstockError as error:
@@ -59,10 +40,74 @@ def doctor(json: Json = False) -> None:
     if json:
         options.print_json({**facts, "sound": sound})
     else:
-        rows = [(name, (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value))
-                for name, value in facts.items()]  # fmt: skip
-        width = max(len(name) for name, _ in rows)
-        for name, text in rows:
-            print(f"{name.ljust(width)}  {text}")
+        print(table(facts, report))
     if not sound:
         raise typer.Exit(1)
+
+
+def machine_facts(report: CardsReport) -> dict[str, object]:
+    """What is here.
+
+    Args:
+        report: of the cards, which have been checked.
+    """
+    import torch
+    import torch.distributed as dist
+
+    import penstock
+
+    extras = {"sklearn": "data", "tensorboard": "metrics"}
+    backends = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    return {
+        "penstock": penstock.__version__,
+        "python": f"{platform.python_version()} at {sys.executable}",
+        "torch": torch.__version__,
+        "cores": len(os.sched_getaffinity(0)),
+        "torch threads": torch.get_num_threads(),
+        "backends": [name for name, there in backends.items() if there],
+        "gpus": [card.name or card.device for card in report.cards],
+        "cards": [{**asdict(card), "sound": card.sound} for card in report.cards],
+        "cards not listed": report.problem,
+        "nccl": report.nccl,
+        "optional parts missing": [
+            f"{package} (pip install 'penstock[{extra}]')"
+            for package, extra in extras.items()
+            if importlib.util.find_spec(package) is None
+        ],
+    }
+
+
+def table(facts: Mapping[str, object], report: CardsReport) -> str:
+    """The facts as lines for people: one for each card, and one in all where there is none."""
+    rows: list[tuple[str, str]] = []
+    for name, value in facts.items():
+        if name in ("cards", "cards not listed"):
+            continue
+        if name == "gpus":
+            rows += _card_rows(report)
+        elif name != "nccl":
+            rows.append((name, _words(value)))
+        elif report.cards:
+            rows.append((name, str(value) or "none"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
+
+
+def _card_rows(report: CardsReport) -> list[tuple[str, str]]:
+    """A row for each card."""
+    if report.problem:
+        return [("gpus", f"cannot be listed: {report.problem}")]
+    if not report.cards:
+        return [("gpus", "none")]
+    return [(card.device, str(card)) for card in report.cards]
+
+
+def _words(value: object) -> str:
+    """A fact as text."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

@@ -130,13 +130,15 @@ def _measure(spec: str, repeats: int, threads: int) -> ClusterFound:
     import torch.distributed as dist
 
     from penstock.measure.cluster import measure_cluster
-    from penstock.runtime.processes import _own_device, join
+    from penstock.runtime.processes import join
+    from penstock.transport.card_facts import assign_device
 
     join()
     torch.set_num_threads(threads)
     with _bar(dist.get_rank() == 0) as progress:
+        device = torch.device(assign_device().device)
         return measure_cluster(
-            spec.replace("here", "measured"), _own_device(), repeats=repeats, progress=progress
+            spec.replace("here", "measured"), device, repeats=repeats, progress=progress
         )
 
 

@@ -22,6 +22,8 @@ from penstock.measure.alike import equally_fast, named_by_kind
 from penstock.measure.fit import Fit, fit
 from penstock.measure.loads import Load, loads, time_load
 from penstock.measure.messages import Times, Wires, time_messages, time_pairs_at_once
+from penstock.transport.card_facts import gather_assignment, rank_facts
+from penstock.transport.cards import Assignment
 from penstock.transport.exchange import all_gather, broadcast
 from penstock.units import parse_seconds
 
@@ -107,16 +109,17 @@ def measure_cluster(name: str, device: torch.device, *, repeats: int = 5, second
     if repeats < 1 or not 0 < seconds < float("inf"):
         raise SettingError(f"{repeats} repeats of {seconds} s: both must be above 0")
     ranks = dist.get_world_size()
-    places = all_gather((socket.gethostname(), str(device)), tuple[str, str])
-    hosts = [host for host, _ in places]
-    own_gpu = device.type == "cuda" and len(set(places)) == ranks
+    hosts = all_gather(socket.gethostname(), str)
+    assignment = gather_assignment(rank_facts(device))
+    own_gpu = assignment.transport == "nccl"
     wires = Wires(
         None if own_gpu else dist.new_group(backend="gloo"),
         device if own_gpu else torch.device("cpu"),
     )
     work, pairs = loads(device), _pairs(ranks)
     steps = _Steps(progress, len(work) + len(pairs) + 1)
-    found = _ranks(work, hosts, device, seconds, wires, steps)
+    placement = _placement(device, hosts, assignment)
+    found = _ranks(work, placement, seconds, wires, steps)
     speeds = _speeds(found, work[_REFERENCE], hosts, device, wires)
     times: list[PairFound] = []
     for a, b in pairs:
@@ -149,6 +152,22 @@ class _Steps:
             self.progress(self.done, self.total, what)
 
 
+@dataclass(frozen=True)
+class _Placement:
+    """Where the ranks are: this rank's device, all ranks' hosts, and how many ranks share the memory of this one's device."""
+
+    device: torch.device
+    hosts: Sequence[str]
+    sharing: int
+
+
+def _placement(device: torch.device, hosts: Sequence[str], assignment: Assignment) -> _Placement:
+    """A card's memory is shared by the ranks on that card, the host's by all ranks on CPUs of the host."""
+    if device.type == "cpu":
+        return _Placement(device, hosts, hosts.count(hosts[dist.get_rank()]))
+    return _Placement(device, hosts, 1 + len(assignment.sharers))
+
+
 def _most(hosts: Sequence[str]) -> int:
     return max(hosts.count(host) for host in hosts)
 
@@ -170,12 +189,13 @@ def _neighbour(hosts: Sequence[str]) -> int | None:
     return here[place] if place < len(here) and len(here) >= 4 else None
 
 
-def _ranks(work: dict[str, Load], hosts: Sequence[str], device: torch.device, seconds: float, wires: Wires,
-           steps: _Steps) -> list[RankFound]:  # fmt: skip
+def _ranks(
+    work: dict[str, Load], placement: _Placement, seconds: float, wires: Wires, steps: _Steps
+) -> list[RankFound]:
     """Every load on every rank: alone, one rank of each host after the other, and then on all; in rounds, so that what else a host does
     for a while is not taken for a difference.
     """
-    rank = dist.get_rank()
+    rank, hosts, device = dist.get_rank(), placement.hosts, placement.device
     turn = hosts[:rank].count(hosts[rank])
     alone: dict[str, float] = {}
     busy: dict[str, float] = {}
@@ -191,7 +211,7 @@ def _ranks(work: dict[str, Load], hosts: Sequence[str], device: torch.device, se
             ratios.append(time_load(load, device, seconds / _ROUNDS).mean_s / mine.mean_s)
             alone[name] = min(mine.quiet_s, alone.get(name, mine.quiet_s))
         busy[name] = _short(statistics.median(ratios))
-    made = _device(work, alone, busy, device, hosts.count(hosts[rank]))
+    made = _device(work, alone, busy, device, placement.sharing)
     return all_gather(RankFound(rank, hosts[rank], made, tuple(busy.items())), RankFound)
 
 
@@ -228,12 +248,11 @@ def _speeds(
 
 def _device(work: dict[str, Load], alone: dict[str, float], busy: dict[str, float], device: torch.device,
             sharing: int) -> Device:  # fmt: skip
-    """The device of this rank; `sharing` ranks of its host have the host's memory together."""
+    """The device of this rank, whose memory `sharing` ranks have together."""
     gpu = device.type == "cuda"
     kind: Kind = "gpu" if gpu else "cpu"
     if gpu:
-        free, _ = torch.cuda.mem_get_info(device)
-        memory = free if torch.cuda.device_count() >= sharing else free // sharing
+        memory = torch.cuda.mem_get_info(device)[0] // sharing
     else:
         memory = available_memory_bytes() // sharing
     speeds = {name: _short(load.amount / alone[name]) for name, load in work.items()}

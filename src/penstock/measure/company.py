@@ -12,7 +12,7 @@ from typing import TypeVar, final
 
 import torch.distributed as dist
 
-from penstock.transport.exchange import all_gather, broadcast
+from penstock.transport.exchange import all_gather, barrier, begin_barrier, broadcast
 from penstock.transport.group import join
 
 T = TypeVar("T")
@@ -33,8 +33,6 @@ class Company:
         self.ranks = join() if together else 1
         self.rank = dist.get_rank() if together else 0
         self._ready: dist.Work | None = None
-        # Barriers need no device: NCCL would make a communicator for them, and refuse ranks that share a GPU.
-        self._hosts = dist.new_group(backend="gloo") if together else None
 
     def share(self, seconds: Sequence[float]) -> range:
         """The places of this rank's layers: consecutive ones, of about the same seconds on every rank, as rank 0 has measured them."""
@@ -45,14 +43,14 @@ class Company:
     def begin(self) -> None:
         """Wait until all are ready."""
         if self.ranks > 1:
-            dist.barrier(group=self._hosts)
+            barrier()
 
     def done(self) -> bool:
         """Whether all have come to ask this; who has, goes on working until they have."""
         if self.ranks == 1:
             return True
         if self._ready is None:
-            self._ready = dist.barrier(group=self._hosts, async_op=True)
+            self._ready = begin_barrier()
         if self._ready is None or not self._ready.is_completed():
             return self._ready is None
         self._ready = None

@@ -29,6 +29,7 @@ from penstock.tracing.chain import TracedChain, chain
 from penstock.tracing.materialise import materialise
 from penstock.tracing.module_state import made_tensors
 from penstock.tracing.randomness import drawing
+from penstock.transport.card_facts import assign_device, local_device
 from penstock.transport.host_memory import give_back_freed_memory, keep_freed_memory
 
 Progress = Callable[[int, int, str], None]
@@ -77,27 +78,24 @@ def profile(
         sizes: micro-batch sizes to measure; by default a batch in 1, 4 and 16 parts, of 2 samples at least.
         repeats: timed runs of each phase.
         threads: torch threads meanwhile: what a rank will have. By default as many as now.
-        device: where to measure, by default the CPU, or the GPU if there is one.
+        device: where to measure, by default the CPU, or a GPU if one is visible: this thread's current one, or with `together` that
+            of the rank (see `penstock.transport.cards`).
         progress: called with layers done, layers in all, and the layer's name.
         loss, targets: as training has them; what the loss takes then counts with the last layer. As many targets as the example has.
         together: all ranks of a job call this with the same arguments, and get the same profile. Their devices are of one kind.
 
     Raises:
-        SettingError: batch, sizes, repeats or threads are below 1, the example has no samples, or `together` on ranks whose devices are of
-            different kinds.
+        SettingError: batch, sizes, repeats or threads are below 1, the example has no samples, a device that is not visible, or `together`
+            on ranks whose devices are of different kinds.
         LayerFailed: a layer raised; the message names it.
         RunError: `together`, and this process was not started as a rank.
     """
     traced = model if isinstance(model, TracedChain) else chain(model)
-    place = (
-        torch.device(device)
-        if device is not None
-        else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    )
     tensors = _tensors_of(example)
     batch = int(tensors[0].shape[0]) if batch is None else batch
     measured_sizes = _checked_sizes(batch, sizes, repeats, threads)
     company = Company(together)
+    place = torch.device(assign_device(device).device) if together else local_device(device)
     modules = _copies(traced, place)
     if loss is not None:
         modules[-1] = WithLoss(modules[-1], loss, targets)

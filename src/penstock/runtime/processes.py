@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import itertools
-import os
-import socket
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
@@ -23,6 +20,7 @@ from penstock.runtime.calls import CLOSED, Calls, ComparedCalls
 from penstock.runtime.store_board import StoreBoard
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
+from penstock.transport.card_facts import assign_device
 from penstock.transport.communicators import LinkKey, communicator_keys, make_communicators
 from penstock.transport.distributed import (
     MOST_UNDER_WAY,
@@ -64,12 +62,13 @@ class DistributedWorld:
         self.size = join()
         self._rank = dist.get_rank()
         self.local_ranks: tuple[int, ...] = (self._rank,)
-        self._device = device or _own_device()
         store = PrefixStore(f"penstock/{next(_WORLDS)}", dist.distributed_c10d._get_default_store())
         shared = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
         assert shared is not None
+        assignment = assign_device(device, shared)
+        self._device = torch.device(assignment.device)
         groups: dict[LinkKey, dist.ProcessGroup] = {}
-        if self._nccl_everywhere(shared):
+        if assignment.transport == "nccl":
             keys = communicator_keys(links, copies)
             groups = make_communicators(keys, self._rank, self._device, shared)
         self.receives_on_device = bool(groups)
@@ -83,16 +82,6 @@ class DistributedWorld:
         self._overdue: str | None = None
         self._told: deque[tuple[dist.Work, Tensor]] = deque()
         atexit.register(self.close)
-
-    def _nccl_everywhere(self, shared: dist.ProcessGroup) -> bool:
-        """Whether every rank has a GPU of its own. Not yet run on several GPUs."""
-        mine = self._device.index if self._device.type == "cuda" else -1
-        everybody = torch.full((self.size,), 0, dtype=torch.int64)
-        host = _host_number()
-        everybody[self._rank] = -1 if mine == -1 else host * 64 + (mine or 0)
-        dist.all_reduce(everybody, group=shared)
-        cards = everybody.tolist()
-        return all(card >= 0 for card in cards) and len(set(cards)) == self.size
 
     def device(self, rank: int) -> torch.device:
         """See `World.device`."""
@@ -304,18 +293,3 @@ class DistributedWorld:
         except TransportLost as error:
             reason = self._board.failure(patience_s=2.0) or "a rank is gone without a word"
             raise PeerFailed(self._rank, waited_for, reason) from error
-
-
-def _host_number() -> int:
-    """A number of 40 bits that hosts do not share."""
-    return int(hashlib.sha256(socket.gethostname().encode()).hexdigest()[:10], 16)
-
-
-def _own_device() -> torch.device:
-    """A GPU of its own if this host has one for each of its ranks, else the CPU."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank())))
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")

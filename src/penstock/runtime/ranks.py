@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,9 @@ from penstock.runtime.tied import shared_tensors
 from penstock.runtime.world import World
 from penstock.schedule.lower import Link, messages
 from penstock.schedule.op import Schedule
+from penstock.transport.card_facts import local_device
+
+_LOG = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True)
@@ -50,15 +54,16 @@ def world_of(setting: Setting, description: Chain, place: Place) -> World:
         place: where.
 
     Raises:
-        SettingError, PlanError: what is asked for makes no sense, or there is another number of ranks.
+        SettingError, PlanError: what is asked for makes no sense, ranks cannot have their devices, or there is another number of ranks.
         RunError: the ranks are not there.
     """
     schedule = setting.schedule
     if in_threads(schedule, place):
         if place.executor is None and place.device is None:
             _check_devices(setting)
-        alone = place.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return ThreadWorld(schedule.ranks, alone, place.deadline_s)
+        device = local_device(place.device)
+        _LOG.info("all ranks are threads of this process and compute on %s", device)
+        return ThreadWorld(schedule.ranks, device, place.deadline_s)
     _check_devices(setting)
     found = join()
     if found != schedule.ranks:

@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.errors import DeadlineExceeded, PeerFailed, RunError
 from penstock.runtime.board import SharedBoard, ThreadBoard, reason_of
 from penstock.runtime.calls import Calls
+from penstock.transport.card_facts import set_current_device
 from penstock.transport.memory import Exchange, MemoryTransport
 from penstock.transport.payload import TensorForm
 
@@ -29,11 +30,24 @@ class ThreadWorld:
 
     A thread cannot be stopped from outside: a rank that is stuck in an op when the others have failed is given up, and the
     world with it.
+
+    Args:
+        size: number of ranks.
+        device: where all ranks compute; not the CPU only with its index.
+        deadline_s: seconds for which a rank waits for another.
+        enter_device: makes the device the current one of the thread that calls it.
     """
 
-    def __init__(self, size: int, device: torch.device, deadline_s: float) -> None:
+    def __init__(
+        self,
+        size: int,
+        device: torch.device,
+        deadline_s: float,
+        enter_device: Callable[[torch.device], None] = set_current_device,
+    ) -> None:
         self.size = size
         self.receives_on_device = False
+        self._enter_device = enter_device
         self.local_ranks = tuple(range(size))
         self._device = device
         self._deadline_s = deadline_s
@@ -106,6 +120,8 @@ class ThreadWorld:
 
         def guarded() -> None:
             try:
+                # CUDA's current device is of a thread, and 0 in a fresh one, whatever the caller's is.
+                self._enter_device(self._device)
                 future.set_result(job(rank))
             except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
                 errors.append(error)

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch._C._distributed_c10d import Store
 
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
+from penstock.transport.card_facts import host_identity
 from penstock.transport.doorbell import Door
 from penstock.transport.lane import Incoming, Outgoing
 from penstock.transport.payload import Payload
@@ -93,7 +93,12 @@ class SameHostTransport:
         """
         self._door = door = _made_door(size) if willing else None
         here = (
-            {"host": _host(), "pid": os.getpid(), "door": door.segment.fd, "nonce": door.nonce}
+            {
+                "host": host_identity(),
+                "pid": os.getpid(),
+                "door": door.segment.fd,
+                "nonce": door.nonce,
+            }
             if door is not None
             else {}
         )
@@ -241,20 +246,12 @@ class SameHostTransport:
 def _made_door(size: int) -> Door | None:
     """A door, where the machine has what it takes."""
     fit = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
-    if not fit or not hasattr(os, "pidfd_open") or not _host():
+    if not fit or not hasattr(os, "pidfd_open") or not host_identity():
         return None
     try:
         return Door.make(size)
     except OSError:
         return None
-
-
-def _host() -> str:
-    """What all processes of a running kernel have in common, and no other's; empty if it does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 def _told(store: Store, name: str, size: int) -> list[Any]:

@@ -1,0 +1,236 @@
+"""Do the visible cards work? A kernel on each, and what ranks on them would need: memory, peer access, NCCL, CUDA IPC."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol, final
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import RunError
+from penstock.transport.card_facts import visible_cards
+from penstock.transport.cards import Card
+from penstock.units import format_bytes
+
+#: Rows and columns of the matrices that a card multiplies; sums of so many ones are exact in every dtype of a matmul.
+_SIDE: Final = 64
+
+#: What torch raises when a driver or a kernel fails.
+_FAILURES: Final = (RuntimeError, AssertionError, OSError)
+
+
+class CardDriver(Protocol):
+    """The questions that are put to the cards of this process. Each may raise RuntimeError, AssertionError or OSError."""
+
+    def cards(self) -> tuple[str, tuple[Card, ...]]:
+        """The type of the visible cards, as torch writes it, empty if there are none, and the cards."""
+        ...
+
+    def compute(self, index: int) -> None:
+        """Run a small kernel and wait for it."""
+        ...
+
+    def memory(self, index: int) -> tuple[int, int]:
+        """Bytes of the card that are free, and all."""
+        ...
+
+    def has_peer_access(self, index: int, other: int) -> bool:
+        """Whether one card reads the memory of another without the host."""
+        ...
+
+    def export_memory(self, index: int) -> None:
+        """Ask for a handle by which another process could open a tensor (CUDA IPC)."""
+        ...
+
+    def nccl_version(self) -> str:
+        """Such as "2.28.9"; empty without NCCL."""
+        ...
+
+
+@final
+class TorchDriver:
+    """See `CardDriver`: the answers of torch."""
+
+    def cards(self) -> tuple[str, tuple[Card, ...]]:
+        """See `CardDriver.cards`."""
+        return visible_cards()
+
+    def compute(self, index: int) -> None:
+        """See `CardDriver.compute`.
+
+        Raises:
+            RunError: the result is wrong.
+        """
+        device = _device(index)
+        ones = torch.ones(_SIDE, _SIDE, device=device)
+        total = (ones @ ones).sum()
+        torch.accelerator.synchronize(device)
+        if total.item() != _SIDE**3:
+            raise RunError(f"a product of matrices sums to {total.item():g} instead of {_SIDE**3}")
+
+    def memory(self, index: int) -> tuple[int, int]:
+        """See `CardDriver.memory`."""
+        device = _device(index)
+        if device.type == "cuda":
+            return torch.cuda.mem_get_info(device)
+        return torch.accelerator.get_memory_info(device)
+
+    def has_peer_access(self, index: int, other: int) -> bool:
+        """See `CardDriver.has_peer_access`."""
+        return _device(index).type == "cuda" and torch.cuda.can_device_access_peer(index, other)
+
+    def export_memory(self, index: int) -> None:
+        """See `CardDriver.export_memory`."""
+        device = _device(index)
+        if device.type != "cuda":
+            raise RunError(f"{device.type} has no CUDA IPC")
+        storage = torch.ones(_SIDE, device=device).untyped_storage()
+        storage._share_cuda_()  # type: ignore[no-untyped-call]
+
+    def nccl_version(self) -> str:
+        """See `CardDriver.nccl_version`."""
+        if not (dist.is_nccl_available() and torch.cuda.is_available()):
+            return ""
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        return ".".join(map(str, version))
+
+
+@dataclass(frozen=True)
+class CardReport:
+    """What one card has answered.
+
+    Attributes:
+        device: as torch writes it.
+        name, uuid, mig: see `Card`.
+        kernel: "works", or the error of a small kernel.
+        free_bytes, total_bytes: of its memory; None if it does not say.
+        peers: indices of the cards whose memory it reads without the host.
+        ipc: "a handle is given", or the error. Whether another process can open the handle is not tried.
+    """
+
+    device: str
+    name: str
+    uuid: str
+    mig: bool
+    kernel: str
+    free_bytes: int | None
+    total_bytes: int | None
+    peers: tuple[int, ...]
+    ipc: str
+
+    @property
+    def sound(self) -> bool:
+        """Whether it computes."""
+        return self.kernel == "works"
+
+    def __str__(self) -> str:
+        """One line for people."""
+        peers = ", ".join(map(str, self.peers)) or "none"
+        memory = "memory unknown"
+        if self.free_bytes is not None and self.total_bytes is not None:
+            memory = f"{format_bytes(self.free_bytes)} free of {format_bytes(self.total_bytes)}"
+        parts = (
+            self.name,
+            f"UUID {self.uuid}" if self.uuid else "",
+            "a slice (MIG)" if self.mig else "",
+            memory,
+            f"kernel: {self.kernel}",
+            f"peers: {peers}",
+            f"CUDA IPC: {self.ipc}",
+        )
+        return "; ".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class CardsReport:
+    """All cards of this process.
+
+    Attributes:
+        cards: by index.
+        nccl: its version; empty without it.
+        problem: why the cards could not be listed; empty if they could.
+    """
+
+    cards: tuple[CardReport, ...]
+    nccl: str
+    problem: str = ""
+
+    @property
+    def sound(self) -> bool:
+        """Whether all of them compute; true without any."""
+        return not self.problem and all(card.sound for card in self.cards)
+
+
+def check_cards(driver: CardDriver) -> CardsReport:
+    """Start a kernel on every visible card and ask what ranks need. Failures are in the report, and nothing is raised."""
+    try:
+        kind, cards = driver.cards()
+        nccl = driver.nccl_version()
+    except _FAILURES as error:
+        return CardsReport((), "", _text(error))
+    return CardsReport(tuple(_check_card(driver, kind, card, len(cards)) for card in cards), nccl)
+
+
+def _check_card(driver: CardDriver, kind: str, card: Card, count: int) -> CardReport:
+    """One card's answers."""
+    return CardReport(
+        f"{kind}:{card.index}",
+        card.name,
+        card.uuid,
+        card.mig,
+        _kernel(driver, card.index),
+        *_memory(driver, card.index),
+        _peers(driver, card.index, count),
+        _ipc(driver, card.index),
+    )
+
+
+def _kernel(driver: CardDriver, index: int) -> str:
+    """Whether a kernel runs, in words."""
+    try:
+        driver.compute(index)
+    except _FAILURES as error:
+        return f"fails: {_text(error)}"
+    return "works"
+
+
+def _memory(driver: CardDriver, index: int) -> tuple[int | None, int | None]:
+    """Free and all bytes, where the card says."""
+    try:
+        return driver.memory(index)
+    except _FAILURES:
+        return None, None
+
+
+def _peers(driver: CardDriver, index: int, count: int) -> tuple[int, ...]:
+    """The other cards that this one reads; one that fails to answer is none."""
+    peers = []
+    for other in range(count):
+        try:
+            if other != index and driver.has_peer_access(index, other):
+                peers.append(other)
+        except _FAILURES:
+            continue
+    return tuple(peers)
+
+
+def _ipc(driver: CardDriver, index: int) -> str:
+    """Whether memory can be exported, in words."""
+    try:
+        driver.export_memory(index)
+    except _FAILURES as error:
+        return f"no handle: {_text(error)}"
+    return "a handle is given"
+
+
+def _text(error: BaseException) -> str:
+    """An error's first line: CUDA's go on with advice for debugging."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _device(index: int) -> torch.device:
+    """A card of the accelerator that torch uses here."""
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cuda" if accelerator is None else accelerator.type, index)
