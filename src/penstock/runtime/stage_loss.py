@@ -87,6 +87,10 @@ class StageLoss:
             batch.losses[micro_batch] = reported(batch, micro_batch, loss, sides)
         return loss
 
+    def targets(self, batch: Batch, number: int) -> list[Tensor]:
+        """The tensors among the targets of one micro-batch or slice, on the device."""
+        return [] if batch.targets is None else tensors_of(self._call.target(batch, number))
+
     def _by_share(self, batch: Batch, number: int, value: Any, weight: float) -> Tensor:
         """The same for one of torch's own losses, whose counts are known: the fast path of training."""
         assert batch.targets is not None
