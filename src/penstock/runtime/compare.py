@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from penstock.runtime import state
 from penstock.runtime.assembly import Assembly, Training
 from penstock.runtime.batch import Batch, join
+from penstock.runtime.device_batch import INPUTS, device_batch
+from penstock.runtime.loss_view import generator_states
+from penstock.runtime.numeric_settings import numeric_settings
 from penstock.runtime.results import by_micro_batch
 from penstock.runtime.stage_loss import LossOptions, StageLoss
 from penstock.runtime.whole_batch import (
@@ -47,7 +50,8 @@ class Comparison:
 
     `gradients` and `buffers` by name, `outputs` by place in the model's output; `loss` is the difference of the mean losses. `scale` has
     the largest absolute value of each on the one device, to hold the difference against: buffers as `buffer NAME`, outputs as `output
-    PLACE`. `whole` has the differences from one device that takes the batch undivided; `agrees` and `relative` of it are apart.
+    PLACE`. `whole` has the differences from one device that takes the batch undivided; `agrees` and `relative` of it are apart. `device`
+    is the one device, that of rank 0, and `settings` what decides there whether equal work gives equal bits.
     """
 
     gradients: Mapping[str, float] = field(default_factory=dict)
@@ -56,6 +60,8 @@ class Comparison:
     scale: Mapping[str, float] = field(default_factory=dict)
     outputs: Mapping[str, float] = field(default_factory=dict)
     whole: WholeBatch | None = None
+    device: str = "cpu"
+    settings: tuple[str, ...] = ()
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -109,6 +115,8 @@ class Comparison:
         left = len(rows) - len(shown)
         if left:
             lines.append(f"  and {left} more, none of which differs more than the last of its kind")
+        if self.device != "cpu":
+            lines.append(f"  the one device is {'; '.join((self.device, *self.settings))}")
         if self.whole is not None:
             lines.append(str(self.whole))
         return "\n".join(lines)
@@ -156,7 +164,8 @@ def compare(
                 buffer.copy_(content)
     if 0 not in world.local_ranks:
         return Comparison()
-    plain = _OneDevice(placed, batch, training)
+    device = world.device(0)
+    plain = _OneDevice(placed, batch, training, device)
     # Sequences that the schedule cuts stay whole here, which checks the layers' `forward_slice` against their `forward`; but where
     # layers draw random numbers, these go by slice.
     plain.train(before, whole=batch.cuts_tokens)
@@ -164,16 +173,25 @@ def compare(
         plain.train(before, whole=False)
     same = plain.against(found_loss, found_grads, found_state, found_outputs)
     plain.train_whole(before)
-    return replace(same, whole=plain.against_whole(found_loss, found_grads))
+    return replace(
+        same,
+        whole=plain.against_whole(found_loss, found_grads),
+        device=str(device),
+        settings=numeric_settings(device),
+    )
 
 
 @dataclass
 class _OneDevice:
-    """Plain training, in the process of rank 0 on the CPU."""
+    """Plain training, in the process of rank 0 and on its device.
+
+    Another device would draw other numbers for dropout from the same seed, and round otherwise.
+    """
 
     placed: state.Placed
     batch: Batch
     training: Training
+    device: torch.device
     loss: float = 0.0
     drew: bool = False
     whole: bool = False
@@ -191,7 +209,7 @@ class _OneDevice:
         self.whole = whole
         options = self.training.options.loss_division
         stage_loss = StageLoss(
-            self.training.loss, torch.device("cpu"), options, self.training.seed, self.modules
+            self.training.loss, self.device, options, self.training.seed, self.modules
         )
         assert batch.targets is not None
         waiting: list[Tensor] = []
@@ -215,7 +233,7 @@ class _OneDevice:
         batch = Batch(self.batch.step, [x], [y], [1.0], self.batch.signature, True, whole=(x, y))
         self._begin(values, 1)
         stage_loss = StageLoss(
-            self.training.loss, torch.device("cpu"), LossOptions(), self.training.seed, self.modules
+            self.training.loss, self.device, LossOptions(), self.training.seed, self.modules
         )
         with self._mixed(), collecting_side_losses() as sides:
             loss = stage_loss.of(batch, 0, self._forward(batch, 0, {}), sides)
@@ -223,22 +241,43 @@ class _OneDevice:
         self.loss = float(batch.losses[0])
 
     def _begin(self, values: Mapping[str, Tensor], micro_batches: int) -> None:
-        self.modules = _one_device(self.placed, values, self.training)
+        self.modules = _one_device(self.placed, values, self.training, self.device)
         self.loss, self.drew = 0.0, False
         self.outputs.clear()
         for module in self.modules:
             begin(module, micro_batches)
 
     def _forward(self, batch: Batch, n: int, pasts: dict[int, Any]) -> Any:
-        value, drew = _plain_forward(self.modules, batch, n, self.training.seed, pasts)
+        value, drew = self._plain_forward(batch, n, pasts)
         # As the loss gets it: some losses work in place.
         self.outputs[n] = map_tensors(lambda leaf: leaf.detach().clone(), value)
         self.drew = self.drew or drew
         return value
 
+    def _plain_forward(self, batch: Batch, n: int, pasts: dict[int, Any]) -> tuple[Any, bool]:
+        """The output for one micro-batch or slice, and whether a layer has drawn; `pasts` moves on."""
+        inputs = batch.inputs[n]
+        if self.device.type != "cpu":
+            inputs = device_batch(batch, self.device).part(INPUTS, n)
+        value = map_tensors(Tensor.clone, inputs)  # for work in place
+        seed, device = self.training.seed, self.device
+        drew = False
+        with drawing(device, host=True):
+            for index, module in enumerate(self.modules):
+                if may_draw(module):
+                    seed_generators(device, stream_seed(seed, batch.step, index, n), host=True)
+                state, of_host = generator_states(device), host_state()
+                if batch.cuts_tokens and has_past(module):
+                    value, pasts[index] = module.forward_slice(value, pasts.get(index))  # type: ignore[operator]
+                else:
+                    value = module(value)
+                drew = drew or not torch.equal(state, generator_states(device))
+                drew = drew or not equal_states(of_host, host_state())
+        return value, drew
+
     def _mixed(self) -> AbstractContextManager[None]:
         mixed = self.training.options.autocast
-        return nullcontext() if mixed is None else torch.autocast("cpu", dtype=mixed)
+        return nullcontext() if mixed is None else torch.autocast(self.device.type, dtype=mixed)
 
     def against(
         self,
@@ -252,7 +291,8 @@ class _OneDevice:
         plain_grads = self._grads()
         plain_state: dict[str, Tensor] = {}
         for layer, module in zip(self.placed.traced.layers, self.modules, strict=True):
-            plain_state.update(state_of(layer.name, module))
+            values = state_of(layer.name, module)
+            plain_state.update({name: tensor.cpu() for name, tensor in values.items()})
         parameters = {
             name for layer in self.placed.traced.layers for name in layer.parameters
         } | set(plain_grads)
@@ -298,9 +338,8 @@ class _OneDevice:
         for layer, module in zip(self.placed.traced.layers, self.modules, strict=True):
             for name, parameter in parameters_of(layer.name, module):
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                found.setdefault(
-                    aliases.get(name, name), grad.to_dense() if grad.is_sparse else grad
-                )
+                dense = grad.to_dense() if grad.is_sparse else grad
+                found.setdefault(aliases.get(name, name), dense.cpu())
         return found
 
 
@@ -345,15 +384,15 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _one_device(
-    placed: state.Placed, values: Mapping[str, Tensor], training: Training
+    placed: state.Placed, values: Mapping[str, Tensor], training: Training, device: torch.device
 ) -> list[nn.Module]:
-    """A copy of the whole model on the CPU with these values."""
+    """A copy of the whole model on a device with these values."""
     copied = tuple(copy.deepcopy(nn.ModuleList(placed.traced.modules)))
     copy_weight_hooks(placed.traced.modules, copied)
     _give_memory(copied)
     # What is still on the meta device is initialised, for the buffers that no state has.
     modules = materialise(TracedChain(placed.traced.description, copied, placed.traced.aliases), range(len(copied)),
-                          torch.device("cpu"), seed=0)  # fmt: skip
+                          device, seed=0)  # fmt: skip
     layout = training.options.memory_format
     if layout is not None:
         modules = [module.to(memory_format=layout) for module in modules]  # type: ignore[call-overload]
@@ -377,27 +416,6 @@ def _give_memory(modules: Sequence[nn.Module]) -> None:
                     )
                     copy_tensor_hooks(parameter, made[id(parameter)])
                 part._parameters[name] = made[id(parameter)]
-
-
-def _plain_forward(
-    modules: list[nn.Module], batch: Batch, n: int, seed: int, pasts: dict[int, Any]
-) -> tuple[Any, bool]:
-    """The model's output for one micro-batch, or slice, and whether a layer has drawn random numbers; `pasts` moves on."""
-    value = map_tensors(Tensor.clone, batch.inputs[n])  # for work in place
-    cpu = torch.device("cpu")
-    drew = False
-    with drawing(cpu, host=True):
-        for index, module in enumerate(modules):
-            if may_draw(module):
-                seed_generators(cpu, stream_seed(seed, batch.step, index, n), host=True)
-            state, of_host = torch.get_rng_state(), host_state()
-            if batch.cuts_tokens and has_past(module):
-                value, pasts[index] = module.forward_slice(value, pasts.get(index))  # type: ignore[operator]
-            else:
-                value = module(value)
-            drew = drew or not torch.equal(state, torch.get_rng_state())
-            drew = drew or not equal_states(of_host, host_state())
-    return value, drew
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

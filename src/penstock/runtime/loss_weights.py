@@ -175,7 +175,10 @@ class LossWeights:
         if classes.weight is None and not bool((whole == classes.ignore_index).any()):
             return batch.shares
         assert batch.targets is not None
-        leaves = [tensors_of(target)[classes.leaf] for target in batch.targets]
+        targets = batch.targets
+        if classes.weight is not None:
+            targets = [self.call.target(batch, number) for number in batch.numbers]
+        leaves = [tensors_of(target)[classes.leaf] for target in targets]
         counts = class_counts(leaves, classes.weight, classes.ignore_index)
         batch.loss_counts = dict(enumerate(counts))
         return weights_of(counts, sum(counts), batch.shares)

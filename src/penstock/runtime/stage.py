@@ -412,11 +412,9 @@ class Stage:
         return self._starts.of(weights[micro_batch] * self.loss_scale, root)
 
     def _mixed(self) -> AbstractContextManager[None]:
-        return (
-            _AS_IT_IS
-            if self.autocast is None
-            else torch.autocast(self.device.type, dtype=self.autocast)
-        )
+        if self.autocast is None:
+            return _AS_IT_IS
+        return torch.autocast(self.device.type, dtype=self.autocast)
 
     def _form(self, batch: Batch, micro_batch: int) -> str:
         """A name that graphs of the same shapes share."""
