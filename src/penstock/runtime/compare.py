@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import RunError
 from penstock.runtime import state
 from penstock.runtime.assembly import Assembly, Training
 from penstock.runtime.batch import Batch, join
 from penstock.runtime.device_batch import INPUTS, device_batch
 from penstock.runtime.loss_view import generator_states
 from penstock.runtime.numeric_settings import numeric_settings
+from penstock.runtime.reference_model import reference_model
 from penstock.runtime.results import by_micro_batch
 from penstock.runtime.stage_loss import LossOptions, StageLoss
 from penstock.runtime.whole_batch import (
@@ -29,11 +30,8 @@ from penstock.runtime.whole_batch import (
     coarse,
     ratio,
 )
-from penstock.tracing.chain import TracedChain
 from penstock.tracing.deferred_batch_norm import begin
-from penstock.tracing.hooks import copy_tensor_hooks, copy_weight_hooks
 from penstock.tracing.host_random import equal_states, host_state
-from penstock.tracing.materialise import materialise
 from penstock.tracing.names import parameters_of, state_of
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
 from penstock.tracing.side_loss import collecting_side_losses
@@ -164,21 +162,15 @@ def compare(
                 buffer.copy_(content)
     if 0 not in world.local_ranks:
         return Comparison()
-    device = world.device(0)
-    plain = _OneDevice(placed, batch, training, device)
-    # Sequences that the schedule cuts stay whole here, which checks the layers' `forward_slice` against their `forward`; but where
-    # layers draw random numbers, these go by slice.
-    plain.train(before, whole=batch.cuts_tokens)
-    if plain.drew and batch.cuts_tokens:
-        plain.train(before, whole=False)
-    same = plain.against(found_loss, found_grads, found_state, found_outputs)
-    plain.train_whole(before)
-    return replace(
-        same,
-        whole=plain.against_whole(found_loss, found_grads),
-        device=str(device),
-        settings=numeric_settings(device),
-    )
+    plain = _OneDevice(placed, batch, training, world.device(0))
+    try:
+        return plain.compared(before, found_loss, found_grads, (found_state, found_outputs))
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"compare_with_one_device needs the whole model, its gradients and a batch on {world.device(0)}, beside what the stages hold "
+            f"there, and there is not enough memory: {error} Compare a smaller batch, or a smaller model of the same layers; "
+            "penstock train leaves the comparison out by --no-self-check"
+        ) from error
 
 
 @dataclass
@@ -198,6 +190,36 @@ class _OneDevice:
     sides: bool = False
     modules: list[nn.Module] = field(default_factory=list)
     outputs: dict[int, Any] = field(default_factory=dict)
+
+    def compared(
+        self,
+        values: Mapping[str, Tensor],
+        loss: Tensor,
+        grads: Mapping[str, Tensor],
+        rest: tuple[Mapping[str, Tensor], Mapping[int, Any]],
+    ) -> Comparison:
+        """Train in both ways, and hold what the pipeline has come to against it.
+
+        Args:
+            values: the state before the batch.
+            loss: of the pipeline.
+            grads: of the pipeline, by name.
+            rest: its state after the batch, by name, and its outputs, by micro-batch.
+        """
+        batch = self.batch
+        # Sequences that the schedule cuts stay whole here, which checks the layers' `forward_slice` against their `forward`; but where
+        # layers draw random numbers, these go by slice.
+        self.train(values, whole=batch.cuts_tokens)
+        if self.drew and batch.cuts_tokens:
+            self.train(values, whole=False)
+        same = self.against(loss, grads, *rest)
+        self.train_whole(values)
+        return replace(
+            same,
+            whole=self.against_whole(loss, grads),
+            device=str(self.device),
+            settings=numeric_settings(self.device),
+        )
 
     def train(self, values: Mapping[str, Tensor], *, whole: bool) -> None:
         """Forward and backward of all micro-batches in turn from these values, gradients accumulated, slices of one in one graph."""
@@ -241,7 +263,7 @@ class _OneDevice:
         self.loss = float(batch.losses[0])
 
     def _begin(self, values: Mapping[str, Tensor], micro_batches: int) -> None:
-        self.modules = _one_device(self.placed, values, self.training, self.device)
+        self.modules = reference_model(self.placed, values, self.training, self.device)
         self.loss, self.drew = 0.0, False
         self.outputs.clear()
         for module in self.modules:
@@ -381,41 +403,6 @@ def _largest(tensor: Tensor) -> float:
         if tensor.numel() and not tensor.dtype.is_complex
         else float(tensor.abs().sum())
     )
-
-
-def _one_device(
-    placed: state.Placed, values: Mapping[str, Tensor], training: Training, device: torch.device
-) -> list[nn.Module]:
-    """A copy of the whole model on a device with these values."""
-    copied = tuple(copy.deepcopy(nn.ModuleList(placed.traced.modules)))
-    copy_weight_hooks(placed.traced.modules, copied)
-    _give_memory(copied)
-    # What is still on the meta device is initialised, for the buffers that no state has.
-    modules = materialise(TracedChain(placed.traced.description, copied, placed.traced.aliases), range(len(copied)),
-                          device, seed=0)  # fmt: skip
-    layout = training.options.memory_format
-    if layout is not None:
-        modules = [module.to(memory_format=layout) for module in modules]  # type: ignore[call-overload]
-    with torch.no_grad():
-        for layer, module in zip(placed.traced.layers, modules, strict=True):
-            module.zero_grad()
-            for name, target in state_of(layer.name, module).items():
-                target.copy_(values[name])
-    return modules
-
-
-def _give_memory(modules: Sequence[nn.Module]) -> None:
-    """Real parameters for those on the meta device: all get their values from the state."""
-    made: dict[int, nn.Parameter] = {}
-    for part in (part for module in modules for part in module.modules()):
-        for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(
-                        torch.empty_like(parameter, device="cpu"), parameter.requires_grad
-                    )
-                    copy_tensor_hooks(parameter, made[id(parameter)])
-                part._parameters[name] = made[id(parameter)]
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

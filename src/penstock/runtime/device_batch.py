@@ -111,7 +111,7 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
 
     The copy to a GPU goes through pinned memory that torch's allocator keeps until it is over. The
     caller's memory is never read later, even if it is pinned: the caller may write the next batch
-    into it as soon as the call returns.
+    into it as soon as the call returns. Not yet run on a GPU.
     """
     tensor = tensor.detach()
     if device.type != "cuda" or not tensor.is_cpu or tensor.layout is not torch.strided:

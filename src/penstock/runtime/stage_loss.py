@@ -89,7 +89,10 @@ class StageLoss:
 
     def targets(self, batch: Batch, number: int) -> list[Tensor]:
         """The tensors among the targets of one micro-batch or slice, on the device."""
-        return [] if batch.targets is None else tensors_of(self._call.target(batch, number))
+        if batch.targets is None:
+            return []
+        on_host = self.device.type == "cpu"
+        return tensors_of(batch.targets[number] if on_host else self._call.target(batch, number))
 
     def _by_share(self, batch: Batch, number: int, value: Any, weight: float) -> Tensor:
         """The same for one of torch's own losses, whose counts are known: the fast path of training."""
