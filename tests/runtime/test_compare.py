@@ -249,3 +249,17 @@ def test_hooks_on_weights_run_on_the_one_device_too():
     found = of(layer)
     assert found.relative < 1e-5
     assert "hooks on weights" in " ".join(found.whole.causes)
+
+
+def test_a_model_that_does_not_fit_the_device_is_refused_with_a_way_out(monkeypatch):
+    """The comparison needs the whole model on one device, which a pipeline may be there to avoid."""
+    pipe, _, x, y = pipeline()
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB.")
+
+    monkeypatch.setattr("penstock.runtime.compare.reference_model", full)
+    with pytest.raises(
+        ps.PenstockError, match=r"needs the whole model.*on cpu.*20 GiB.*smaller batch"
+    ):
+        pipe.compare_with_one_device(x, y)

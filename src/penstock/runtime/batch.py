@@ -32,7 +32,7 @@ class Batch:
     by it. `loss_weights[n]` is what the loss of micro-batch n is multiplied by in the loss of the batch; the last stage sets it before
     its first loss (see `loss_weights.py`). `slicing` is how those micro-batches that this batch fills are cut. `keeps_outputs`: leave the
     model's outputs behind, though there are targets. `check` is a checksum that all ranks have in common, see `calls`. `whole`: inputs
-    and targets before they were cut.
+    and targets before they were cut. `device_batches`: their copies on other devices, see `device_batch.py`.
     """
 
     step: int
@@ -49,6 +49,7 @@ class Batch:
     loss_weights: list[float] | None = None
     loss_counts: dict[int, float] = field(default_factory=dict)
     whole: tuple[Any, Any] = (None, None)
+    device_batches: dict[torch.device, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def micro_batches(self) -> int:

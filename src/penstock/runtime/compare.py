@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,9 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import RunError
 from penstock.runtime import state
 from penstock.runtime.assembly import Assembly, Training
 from penstock.runtime.batch import Batch, join
+from penstock.runtime.device_batch import INPUTS, device_batch
+from penstock.runtime.loss_view import generator_states
+from penstock.runtime.numeric_settings import numeric_settings
+from penstock.runtime.reference_model import reference_model
 from penstock.runtime.results import by_micro_batch
 from penstock.runtime.stage_loss import LossOptions, StageLoss
 from penstock.runtime.whole_batch import (
@@ -26,11 +30,8 @@ from penstock.runtime.whole_batch import (
     coarse,
     ratio,
 )
-from penstock.tracing.chain import TracedChain
 from penstock.tracing.deferred_batch_norm import begin
-from penstock.tracing.hooks import copy_tensor_hooks, copy_weight_hooks
 from penstock.tracing.host_random import equal_states, host_state
-from penstock.tracing.materialise import materialise
 from penstock.tracing.names import parameters_of, state_of
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
 from penstock.tracing.side_loss import collecting_side_losses
@@ -47,7 +48,8 @@ class Comparison:
 
     `gradients` and `buffers` by name, `outputs` by place in the model's output; `loss` is the difference of the mean losses. `scale` has
     the largest absolute value of each on the one device, to hold the difference against: buffers as `buffer NAME`, outputs as `output
-    PLACE`. `whole` has the differences from one device that takes the batch undivided; `agrees` and `relative` of it are apart.
+    PLACE`. `whole` has the differences from one device that takes the batch undivided; `agrees` and `relative` of it are apart. `device`
+    is the one device, that of rank 0, and `settings` what decides there whether equal work gives equal bits.
     """
 
     gradients: Mapping[str, float] = field(default_factory=dict)
@@ -56,6 +58,8 @@ class Comparison:
     scale: Mapping[str, float] = field(default_factory=dict)
     outputs: Mapping[str, float] = field(default_factory=dict)
     whole: WholeBatch | None = None
+    device: str = "cpu"
+    settings: tuple[str, ...] = ()
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -109,6 +113,8 @@ class Comparison:
         left = len(rows) - len(shown)
         if left:
             lines.append(f"  and {left} more, none of which differs more than the last of its kind")
+        if self.device != "cpu":
+            lines.append(f"  the one device is {'; '.join((self.device, *self.settings))}")
         if self.whole is not None:
             lines.append(str(self.whole))
         return "\n".join(lines)
@@ -156,30 +162,64 @@ def compare(
                 buffer.copy_(content)
     if 0 not in world.local_ranks:
         return Comparison()
-    plain = _OneDevice(placed, batch, training)
-    # Sequences that the schedule cuts stay whole here, which checks the layers' `forward_slice` against their `forward`; but where
-    # layers draw random numbers, these go by slice.
-    plain.train(before, whole=batch.cuts_tokens)
-    if plain.drew and batch.cuts_tokens:
-        plain.train(before, whole=False)
-    same = plain.against(found_loss, found_grads, found_state, found_outputs)
-    plain.train_whole(before)
-    return replace(same, whole=plain.against_whole(found_loss, found_grads))
+    plain = _OneDevice(placed, batch, training, world.device(0))
+    try:
+        return plain.compared(before, found_loss, found_grads, (found_state, found_outputs))
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"compare_with_one_device needs the whole model, its gradients and a batch on {world.device(0)}, beside what the stages hold "
+            f"there, and there is not enough memory: {error} Compare a smaller batch, or a smaller model of the same layers; "
+            "penstock train leaves the comparison out by --no-self-check"
+        ) from error
 
 
 @dataclass
 class _OneDevice:
-    """Plain training, in the process of rank 0 on the CPU."""
+    """Plain training, in the process of rank 0 and on its device.
+
+    Another device would draw other numbers for dropout from the same seed, and round otherwise.
+    """
 
     placed: state.Placed
     batch: Batch
     training: Training
+    device: torch.device
     loss: float = 0.0
     drew: bool = False
     whole: bool = False
     sides: bool = False
     modules: list[nn.Module] = field(default_factory=list)
     outputs: dict[int, Any] = field(default_factory=dict)
+
+    def compared(
+        self,
+        values: Mapping[str, Tensor],
+        loss: Tensor,
+        grads: Mapping[str, Tensor],
+        rest: tuple[Mapping[str, Tensor], Mapping[int, Any]],
+    ) -> Comparison:
+        """Train in both ways, and hold what the pipeline has come to against it.
+
+        Args:
+            values: the state before the batch.
+            loss: of the pipeline.
+            grads: of the pipeline, by name.
+            rest: its state after the batch, by name, and its outputs, by micro-batch.
+        """
+        batch = self.batch
+        # Sequences that the schedule cuts stay whole here, which checks the layers' `forward_slice` against their `forward`; but where
+        # layers draw random numbers, these go by slice.
+        self.train(values, whole=batch.cuts_tokens)
+        if self.drew and batch.cuts_tokens:
+            self.train(values, whole=False)
+        same = self.against(loss, grads, *rest)
+        self.train_whole(values)
+        return replace(
+            same,
+            whole=self.against_whole(loss, grads),
+            device=str(self.device),
+            settings=numeric_settings(self.device),
+        )
 
     def train(self, values: Mapping[str, Tensor], *, whole: bool) -> None:
         """Forward and backward of all micro-batches in turn from these values, gradients accumulated, slices of one in one graph."""
@@ -191,7 +231,7 @@ class _OneDevice:
         self.whole = whole
         options = self.training.options.loss_division
         stage_loss = StageLoss(
-            self.training.loss, torch.device("cpu"), options, self.training.seed, self.modules
+            self.training.loss, self.device, options, self.training.seed, self.modules
         )
         assert batch.targets is not None
         waiting: list[Tensor] = []
@@ -215,7 +255,7 @@ class _OneDevice:
         batch = Batch(self.batch.step, [x], [y], [1.0], self.batch.signature, True, whole=(x, y))
         self._begin(values, 1)
         stage_loss = StageLoss(
-            self.training.loss, torch.device("cpu"), LossOptions(), self.training.seed, self.modules
+            self.training.loss, self.device, LossOptions(), self.training.seed, self.modules
         )
         with self._mixed(), collecting_side_losses() as sides:
             loss = stage_loss.of(batch, 0, self._forward(batch, 0, {}), sides)
@@ -223,22 +263,43 @@ class _OneDevice:
         self.loss = float(batch.losses[0])
 
     def _begin(self, values: Mapping[str, Tensor], micro_batches: int) -> None:
-        self.modules = _one_device(self.placed, values, self.training)
+        self.modules = reference_model(self.placed, values, self.training, self.device)
         self.loss, self.drew = 0.0, False
         self.outputs.clear()
         for module in self.modules:
             begin(module, micro_batches)
 
     def _forward(self, batch: Batch, n: int, pasts: dict[int, Any]) -> Any:
-        value, drew = _plain_forward(self.modules, batch, n, self.training.seed, pasts)
+        value, drew = self._plain_forward(batch, n, pasts)
         # As the loss gets it: some losses work in place.
         self.outputs[n] = map_tensors(lambda leaf: leaf.detach().clone(), value)
         self.drew = self.drew or drew
         return value
 
+    def _plain_forward(self, batch: Batch, n: int, pasts: dict[int, Any]) -> tuple[Any, bool]:
+        """The output for one micro-batch or slice, and whether a layer has drawn; `pasts` moves on."""
+        inputs = batch.inputs[n]
+        if self.device.type != "cpu":
+            inputs = device_batch(batch, self.device).part(INPUTS, n)
+        value = map_tensors(Tensor.clone, inputs)  # for work in place
+        seed, device = self.training.seed, self.device
+        drew = False
+        with drawing(device, host=True):
+            for index, module in enumerate(self.modules):
+                if may_draw(module):
+                    seed_generators(device, stream_seed(seed, batch.step, index, n), host=True)
+                state, of_host = generator_states(device), host_state()
+                if batch.cuts_tokens and has_past(module):
+                    value, pasts[index] = module.forward_slice(value, pasts.get(index))  # type: ignore[operator]
+                else:
+                    value = module(value)
+                drew = drew or not torch.equal(state, generator_states(device))
+                drew = drew or not equal_states(of_host, host_state())
+        return value, drew
+
     def _mixed(self) -> AbstractContextManager[None]:
         mixed = self.training.options.autocast
-        return nullcontext() if mixed is None else torch.autocast("cpu", dtype=mixed)
+        return nullcontext() if mixed is None else torch.autocast(self.device.type, dtype=mixed)
 
     def against(
         self,
@@ -252,7 +313,8 @@ class _OneDevice:
         plain_grads = self._grads()
         plain_state: dict[str, Tensor] = {}
         for layer, module in zip(self.placed.traced.layers, self.modules, strict=True):
-            plain_state.update(state_of(layer.name, module))
+            values = state_of(layer.name, module)
+            plain_state.update({name: tensor.cpu() for name, tensor in values.items()})
         parameters = {
             name for layer in self.placed.traced.layers for name in layer.parameters
         } | set(plain_grads)
@@ -298,9 +360,8 @@ class _OneDevice:
         for layer, module in zip(self.placed.traced.layers, self.modules, strict=True):
             for name, parameter in parameters_of(layer.name, module):
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                found.setdefault(
-                    aliases.get(name, name), grad.to_dense() if grad.is_sparse else grad
-                )
+                dense = grad.to_dense() if grad.is_sparse else grad
+                found.setdefault(aliases.get(name, name), dense.cpu())
         return found
 
 
@@ -342,62 +403,6 @@ def _largest(tensor: Tensor) -> float:
         if tensor.numel() and not tensor.dtype.is_complex
         else float(tensor.abs().sum())
     )
-
-
-def _one_device(
-    placed: state.Placed, values: Mapping[str, Tensor], training: Training
-) -> list[nn.Module]:
-    """A copy of the whole model on the CPU with these values."""
-    copied = tuple(copy.deepcopy(nn.ModuleList(placed.traced.modules)))
-    copy_weight_hooks(placed.traced.modules, copied)
-    _give_memory(copied)
-    # What is still on the meta device is initialised, for the buffers that no state has.
-    modules = materialise(TracedChain(placed.traced.description, copied, placed.traced.aliases), range(len(copied)),
-                          torch.device("cpu"), seed=0)  # fmt: skip
-    layout = training.options.memory_format
-    if layout is not None:
-        modules = [module.to(memory_format=layout) for module in modules]  # type: ignore[call-overload]
-    with torch.no_grad():
-        for layer, module in zip(placed.traced.layers, modules, strict=True):
-            module.zero_grad()
-            for name, target in state_of(layer.name, module).items():
-                target.copy_(values[name])
-    return modules
-
-
-def _give_memory(modules: Sequence[nn.Module]) -> None:
-    """Real parameters for those on the meta device: all get their values from the state."""
-    made: dict[int, nn.Parameter] = {}
-    for part in (part for module in modules for part in module.modules()):
-        for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(
-                        torch.empty_like(parameter, device="cpu"), parameter.requires_grad
-                    )
-                    copy_tensor_hooks(parameter, made[id(parameter)])
-                part._parameters[name] = made[id(parameter)]
-
-
-def _plain_forward(
-    modules: list[nn.Module], batch: Batch, n: int, seed: int, pasts: dict[int, Any]
-) -> tuple[Any, bool]:
-    """The model's output for one micro-batch, or slice, and whether a layer has drawn random numbers; `pasts` moves on."""
-    value = map_tensors(Tensor.clone, batch.inputs[n])  # for work in place
-    cpu = torch.device("cpu")
-    drew = False
-    with drawing(cpu, host=True):
-        for index, module in enumerate(modules):
-            if may_draw(module):
-                seed_generators(cpu, stream_seed(seed, batch.step, index, n), host=True)
-            state, of_host = torch.get_rng_state(), host_state()
-            if batch.cuts_tokens and has_past(module):
-                value, pasts[index] = module.forward_slice(value, pasts.get(index))  # type: ignore[operator]
-            else:
-                value = module(value)
-            drew = drew or not torch.equal(state, torch.get_rng_state())
-            drew = drew or not equal_states(of_host, host_state())
-    return value, drew
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

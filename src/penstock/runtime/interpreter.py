@@ -81,10 +81,12 @@ class Interpreter:
         """Nothing has happened yet, as far as anybody will ask; what comes is a stream, which updates."""
         self._updating = self._streaming = True
         self.marks.clear()
+        self.clock.begin()
         self.held.begin()
 
     def go_on(self, actions: Sequence[Action], batches: UnderWay) -> None:
         """Run some more of a program, of which all batches that it names have come. Raises as `play`."""
+        self.clock.begin()
         self._run(steps_of(actions, self.stage_count), batches)
 
     def _run(self, steps: Sequence[Step], batches: UnderWay) -> None:

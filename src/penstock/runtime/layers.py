@@ -15,6 +15,7 @@ from torch import nn
 from penstock.grad.offload import offloading
 from penstock.grad.recompute import Recomputing
 from penstock.runtime.batch import Batch
+from penstock.runtime.device_batch import INPUTS, device_batch
 from penstock.runtime.draws import Place, StageDraws
 from penstock.runtime.past import Past
 from penstock.tracing.randomness import has_dropout, may_draw
@@ -173,6 +174,8 @@ class StageLayers:
             return value
 
     def _inputs(self, batch: Batch, micro_batch: int) -> Any:
+        if self.device.type != "cpu":
+            return device_batch(batch, self.device).part(INPUTS, micro_batch)
         return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[micro_batch])
 
     def _compiled(self, parts: Sequence[_Part], options: Mapping[str, Any]) -> Iterator[_Part]:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import SettingError
 from penstock.runtime.batch import Batch
+from penstock.runtime.device_batch import TARGETS, device_batch
 from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
 from penstock.values.structure import map_tensors
 
@@ -48,6 +49,7 @@ class LossCall:
         self.loss = on_device(self.loss, self.device)
         self.is_torchs = is_torchs_loss(self.loss)
         self.draws = not self.is_torchs
+        self._on_host = self.device.type == "cpu"
 
     def __call__(self, batch: Batch, number: int, value: Any, target: Any) -> Any:
         """The loss of one micro-batch or slice, or of the whole batch where `number` is -1."""
@@ -61,10 +63,14 @@ class LossCall:
     def target(self, batch: Batch, number: int) -> Any:
         """The targets of one micro-batch or slice, on the device."""
         assert batch.targets is not None
+        if not self._on_host:
+            return device_batch(batch, self.device).part(TARGETS, number)
         return self._moved(batch.targets[number])
 
     def whole_target(self, batch: Batch) -> Any:
         """The targets of the batch, on the device."""
+        if not self._on_host:
+            return device_batch(batch, self.device).whole(TARGETS)
         return self._moved(batch.whole[1])
 
     def _moved(self, target: Any) -> Any:

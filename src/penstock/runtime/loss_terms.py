@@ -9,7 +9,7 @@ denominator.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +138,27 @@ def class_count(target: Tensor, weight: Tensor | None, ignore_index: int) -> flo
         return float(counts.sum())
     chosen = weight.detach().double()[target.clamp(0, len(weight) - 1).long()]
     return float((chosen * counts).sum())
+
+
+def class_counts(
+    targets: Sequence[Tensor], weight: Tensor | None, ignore_index: int
+) -> list[float]:
+    """The total weights of several targets that are class indices.
+
+    What is in host memory is counted there, and no device is waited for. Else the device is waited
+    for once.
+    """
+    tensors = [*targets] if weight is None else [*targets, weight]
+    if all(tensor.is_cpu for tensor in tensors):
+        return [class_count(target, weight, ignore_index) for target in targets]
+    totals = []
+    for target in targets:
+        classes = target if weight is None else target.to(weight.device)
+        counts = classes != ignore_index
+        if weight is not None:
+            counts = counts * weight.detach().double()[classes.clamp(0, len(weight) - 1).long()]
+        totals.append(counts.sum())
+    return [float(total) for total in torch.stack(totals).tolist()]
 
 
 def signed(number: int) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.runtime.batch import Batch
+from penstock.runtime.device_batch import INPUTS, device_batch
 from penstock.runtime.loss_terms import MEAN, SUM, UnknownForm, class_count
 from penstock.tracing.flow import op_name
 from penstock.tracing.traced import Given, TracedLayer
@@ -76,6 +77,8 @@ class ModelLoss:
         return columns
 
     def _inputs(self, batch: Batch, number: int) -> Any:
+        if self.device.type != "cpu":
+            return device_batch(batch, self.device).part(INPUTS, number)
         return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[number])
 
     def _terms(self, given: Given, share: float, place: int) -> list[float | None]:

@@ -127,9 +127,9 @@ class View:
         device = self.call.device
         with apart_from_stage(), drawing(device):
             seed_generators(device, 0)
-            before = _state(device)
+            before = generator_states(device)
             results = readings(loss, pair)
-            if not torch.equal(before, _state(device)):
+            if not torch.equal(before, generator_states(device)):
                 raise Draws
             return results
 
@@ -152,7 +152,7 @@ class View:
         return map_tensors(detached, self.value)
 
 
-def _state(device: torch.device) -> torch.Tensor:
+def generator_states(device: torch.device) -> torch.Tensor:
     """The state of the generators that a loss on the device draws from."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":

@@ -46,7 +46,7 @@ from penstock.runtime.loss_symbolic import Evaluation, Unpredictable
 from penstock.runtime.loss_terms import (
     Term,
     UnknownForm,
-    class_count,
+    class_counts,
     ignored_index,
     same,
     terms_of,
@@ -175,8 +175,11 @@ class LossWeights:
         if classes.weight is None and not bool((whole == classes.ignore_index).any()):
             return batch.shares
         assert batch.targets is not None
-        leaves = [tensors_of(target)[classes.leaf].to(self.call.device) for target in batch.targets]
-        counts = [class_count(leaf, classes.weight, classes.ignore_index) for leaf in leaves]
+        targets = batch.targets
+        if classes.weight is not None:
+            targets = [self.call.target(batch, number) for number in batch.numbers]
+        leaves = [tensors_of(target)[classes.leaf] for target in targets]
+        counts = class_counts(leaves, classes.weight, classes.ignore_index)
         batch.loss_counts = dict(enumerate(counts))
         return weights_of(counts, sum(counts), batch.shares)
 

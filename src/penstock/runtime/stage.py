@@ -15,6 +15,7 @@ from penstock.grad.whole import whole_grad
 from penstock.optim.update import Update
 from penstock.runtime.batch import Batch
 from penstock.runtime.crossing import InPlace, check_devices, check_same_flags
+from penstock.runtime.device_batch import INPUTS, device_batch, moved
 from penstock.runtime.draws import Place
 from penstock.runtime.eviction import Saved
 from penstock.runtime.held import Held
@@ -27,7 +28,6 @@ from penstock.runtime.stage_loss import Loss, LossOptions, StageLoss, Starts, to
 from penstock.simulate.simulate import recomputes
 from penstock.tracing.side_loss import collect_side_losses, collecting_side_losses
 from penstock.transport.payload import Payload
-from penstock.values.structure import tensors_of as tensors_in
 
 __all__ = ["Loss", "Stage", "StageLayer"]
 
@@ -36,7 +36,6 @@ _Key = tuple[int, int]
 
 #: Under this key side losses of the stages before travel beside what they made.
 _SIDE = "penstock.side_loss"
-
 
 #: Forms of micro-batches that are remembered.
 _MOST_FORMS = 4096
@@ -204,7 +203,10 @@ class Stage:
     def _leaves(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
         """The stage's inputs as leaves of a graph of their own."""
         source = Payload.of(batch.inputs[micro_batch]) if arrived is None else arrived
-        leaves = [tensor.detach().to(self.device) for tensor in source.tensors]
+        if self._on_host or arrived is not None:
+            leaves = [tensor.detach().to(self.device) for tensor in source.tensors]
+        else:
+            leaves = device_batch(batch, self.device).views(micro_batch, source.tensors)
         if arrived is not None and batch.training:
             for leaf, wanted in zip(leaves, source.wants_grad, strict=True):
                 leaf.requires_grad_(wanted)
@@ -242,7 +244,10 @@ class Stage:
         leaf = None
         value = batch.inputs[micro_batch] if arrived is None else arrived.leaves[0].detach()
         if not self._on_host:
-            value = value.to(self.device)
+            copies = device_batch(batch, self.device)
+            value = (
+                moved(value, self.device) if arrived else copies.view(INPUTS, micro_batch, value)
+            )
         if arrived is not None and arrived.wants_grad[0]:
             leaf = value.requires_grad_(True)
         given = value
@@ -310,7 +315,7 @@ class Stage:
             grad = (
                 self._started(batch, micro_batch, root)
                 if arrived is None
-                else _to(arrived.leaves[0], self.device)
+                else moved(arrived.leaves[0], self.device)
             )
             if grad is not None and self._running.draws.watches_backward:
                 with self._drawing(batch, micro_batch):
@@ -407,11 +412,9 @@ class Stage:
         return self._starts.of(weights[micro_batch] * self.loss_scale, root)
 
     def _mixed(self) -> AbstractContextManager[None]:
-        return (
-            _AS_IT_IS
-            if self.autocast is None
-            else torch.autocast(self.device.type, dtype=self.autocast)
-        )
+        if self.autocast is None:
+            return _AS_IT_IS
+        return torch.autocast(self.device.type, dtype=self.autocast)
 
     def _form(self, batch: Batch, micro_batch: int) -> str:
         """A name that graphs of the same shapes share."""
@@ -425,8 +428,7 @@ class Stage:
             return nullcontext()
         # The first graph may be of copies of the inputs, see `_run`.
         final = self._in_place.known(training=batch.training)
-        counts = batch.targets is not None and self.loss is not None
-        targets = tensors_in(batch.targets[micro_batch]) if counts and batch.targets else []
+        targets = [] if self._losses is None else self._losses.targets(batch, micro_batch)
         return self.held.looking(
             self._form(batch, micro_batch), inputs.tensors, self._running.weights(), targets, final
         )
@@ -447,13 +449,13 @@ class Stage:
             start = (
                 self._started(batch, micro_batch, root)
                 if arrived is None
-                else _to(arrived.leaves[0], self.device)
+                else moved(arrived.leaves[0], self.device)
             )
             return here, [], [root], [start], kept.size
         leaves = [leaf for leaf in kept.inputs.tensors if leaf.requires_grad]
         past_leaves = [leaf for leaf in tensors_of(kept.found) if leaf.requires_grad]
         grads: list[Tensor | None] = (
-            [] if arrived is None else [_to(leaf, self.device) for leaf in arrived.leaves]
+            [] if arrived is None else [moved(leaf, self.device) for leaf in arrived.leaves]
         )
         after = batch.next_slice(micro_batch)
         grads_of_past = self._pasts.take_back(after)
@@ -499,7 +501,3 @@ class Stage:
         kept.size, kept.own, kept.loss = full, len(own), loss
         roots = [tensor for tensor in outputs if tensor.requires_grad] + own
         return roots + [tensor for tensor in left if tensor.requires_grad]
-
-
-def _to(leaf: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if leaf is None else leaf.to(device)

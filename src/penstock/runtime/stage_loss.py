@@ -87,6 +87,13 @@ class StageLoss:
             batch.losses[micro_batch] = reported(batch, micro_batch, loss, sides)
         return loss
 
+    def targets(self, batch: Batch, number: int) -> list[Tensor]:
+        """The tensors among the targets of one micro-batch or slice, on the device."""
+        if batch.targets is None:
+            return []
+        on_host = self.device.type == "cpu"
+        return tensors_of(batch.targets[number] if on_host else self._call.target(batch, number))
+
     def _by_share(self, batch: Batch, number: int, value: Any, weight: float) -> Tensor:
         """The same for one of torch's own losses, whose counts are known: the fast path of training."""
         assert batch.targets is not None

@@ -1,0 +1,366 @@
+"""Train small models on the CPU and on the stand-in for an accelerator, and print what differs.
+
+Run by the fixture in conftest.py, in a process of its own, for the reasons that lookalike.py gives.
+For each cell one line of JSON: see `Row`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import lookalike
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import penstock as ps
+from penstock.values import structure
+
+# A GPU's tensors are plain ones, the stand-in's are of a class of their own: let them cross too.
+structure._DENSE = (*structure._DENSE, lookalike.Lookalike)
+
+STEPS = 3
+SAMPLES = 8
+MICRO_BATCHES = 4
+
+
+@dataclasses.dataclass
+class Row:
+    """What one cell came to.
+
+    Attributes:
+        cell: its name.
+        losses: of all steps, on the CPU and on the device.
+        differences: names of gradients, buffers and parameters that differ after the last step.
+        log: copies and waits of the last step, before its loss is looked at.
+        lines: the lines of penstock that caused them.
+        threads: names of the threads in which ops of the last step ran.
+        facts: what a cell shows besides.
+        error: the traceback, if the cell raised.
+    """
+
+    cell: str
+    losses: list[list[str]] = dataclasses.field(default_factory=list)
+    differences: list[str] = dataclasses.field(default_factory=list)
+    log: dict[str, int] = dataclasses.field(default_factory=dict)
+    lines: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    threads: list[str] = dataclasses.field(default_factory=list)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    error: str = ""
+
+
+class Residual(nn.Module):
+    """A model that has to be traced: inputs and hidden values are used in several places."""
+
+    def __init__(self) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(16, 16)
+        self.skip = nn.Linear(8, 16)
+        self.third = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Return logits of shape (samples, 4)."""
+        hidden = torch.relu(self.first(x))
+        hidden = hidden + torch.tanh(self.second(hidden))
+        hidden = hidden + self.skip(x) * scale
+        hidden = hidden + functional.dropout(torch.tanh(self.third(hidden)), 0.2, self.training)
+        return self.head(hidden)
+
+
+def plain_model() -> nn.Module:
+    """Return a chain of linear layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 16),
+        nn.ReLU(),
+        nn.Linear(16, 16),
+        nn.ReLU(),
+        nn.Linear(16, 16),
+        nn.ReLU(),
+        nn.Linear(16, 16),
+        nn.Linear(16, 4),
+    )
+
+
+def random_model() -> nn.Module:
+    """Return a chain with batch normalisation and dropout."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 16),
+        nn.BatchNorm1d(16),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Linear(16, 16),
+        nn.BatchNorm1d(16),
+        nn.Dropout(0.3),
+        nn.Linear(16, 4),
+    )
+
+
+def tied_model() -> nn.Module:
+    """Return a chain whose first and last layer have the same weight."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(8, 16),
+        nn.Linear(16, 16),
+        nn.ReLU(),
+        nn.Linear(16, 16),
+        nn.ReLU(),
+        nn.Linear(16, 16),
+        nn.ReLU(),
+        nn.Linear(16, 8, bias=False),
+    )
+    model[7].weight = model[0].weight
+    return model
+
+
+def traced_model() -> Any:
+    """Return a traced model."""
+    torch.manual_seed(0)
+    return ps.chain(Residual(), (torch.randn(2, 8), torch.rand(2, 1)))
+
+
+def vectors() -> tuple[Any, Any]:
+    """Return inputs of shape (SAMPLES, 8) and class indices."""
+    torch.manual_seed(1)
+    return torch.randn(SAMPLES, 8), torch.randint(0, 4, (SAMPLES,))
+
+
+def ignored() -> tuple[Any, Any]:
+    """Return the same, with targets that do not count, unevenly over micro-batches."""
+    x, y = vectors()
+    y[torch.tensor([0, 1, 4])] = -100
+    return x, y
+
+
+def tokens() -> tuple[Any, Any]:
+    """Return tokens of shape (SAMPLES,) and as many targets."""
+    torch.manual_seed(1)
+    return torch.randint(0, 8, (SAMPLES,)), torch.randint(0, 8, (SAMPLES,))
+
+
+def pairs() -> tuple[Any, Any]:
+    """Return inputs of shapes (SAMPLES, 8) and (SAMPLES, 1), and class indices."""
+    x, y = vectors()
+    return (x, torch.rand(SAMPLES, 1)), y
+
+
+def sum_and_count(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of the losses, and how many count."""
+    return functional.cross_entropy(output, target, reduction="sum"), (target >= 0).sum()
+
+
+def contrastive(output: Tensor, target: Tensor) -> Tensor:
+    """Return a loss in which samples see each other."""
+    return functional.cross_entropy(output @ output.T, target.argsort())
+
+
+def custom(output: Tensor, target: Tensor) -> Tensor:
+    """Return a loss whose form is found by evaluating it."""
+    return (torch.logsumexp(output, 1) - output[torch.arange(len(output)), target]).pow(2).mean()
+
+
+def penalised(output: Tensor, target: Tensor) -> Tensor:
+    """Return a sum of two terms."""
+    return functional.cross_entropy(output, target) + 0.01 * output.square().mean()
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A model, a batch and a way to train on it.
+
+    Attributes:
+        options: of `ps.Pipeline`.
+        model: makes the model.
+        batch: makes inputs and targets.
+        loss: as `ps.Pipeline` takes it.
+    """
+
+    options: Mapping[str, Any]
+    model: Callable[[], Any] = plain_model
+    batch: Callable[[], tuple[Any, Any]] = vectors
+    loss: Any = functional.cross_entropy
+
+
+def schedules() -> dict[str, dict[str, Any]]:
+    """Return options of `ps.Pipeline` that choose a schedule, for chains of 8 layers."""
+    copies = ps.schedule("1f1b", stages=2, micro_batches=MICRO_BATCHES, replicas=2)
+    looped = ps.schedule("interleaved", stages=4, micro_batches=MICRO_BATCHES, chunks=2)
+    folded = ps.schedule("zb-v", stages=4, micro_batches=MICRO_BATCHES)
+    four, two = [2, 2, 2, 2], [4, 4]
+    return {
+        "1f1b": {"schedule": "1f1b", "balance": four, "micro_batches": MICRO_BATCHES},
+        "gpipe": {"schedule": "gpipe", "balance": four, "micro_batches": MICRO_BATCHES},
+        "interleaved": {"schedule": looped, "balance": four},
+        "zb-h1": {"schedule": "zb-h1", "balance": four, "micro_batches": MICRO_BATCHES},
+        "zb-v": {"schedule": folded, "balance": four},
+        "chimera": {"schedule": "chimera", "balance": two, "micro_batches": MICRO_BATCHES},
+        "copies": {"schedule": copies, "balance": two},
+        "bpipe": {"schedule": "bpipe", "balance": four, "micro_batches": MICRO_BATCHES},
+        "pipedream": {"schedule": "pipedream", "balance": four, "micro_batches": MICRO_BATCHES},
+    }
+
+
+def cells() -> dict[str, Cell]:
+    """Return all cells that train, by name."""
+    found: dict[str, Cell] = {}
+    one = schedules()["1f1b"]
+    for name, options in schedules().items():
+        for recompute in ("never", "except_last", "always"):
+            chosen = {**options, "recompute": recompute}
+            found[f"{name}, recompute {recompute}"] = Cell(chosen)
+            found[f"{name}, random, recompute {recompute}"] = Cell(chosen, random_model)
+        if name != "pipedream":
+            clipped = {**options, "clip_grad_norm": 0.05}
+            found[f"{name}, clipping"] = Cell(clipped)
+            found[f"{name}, tied weights"] = Cell(options, tied_model, tokens)
+    for recompute in ("never", "always"):
+        traced = {**one, "balance": [1, 1, 1, 2], "recompute": recompute}
+        found[f"traced, recompute {recompute}"] = Cell(traced, traced_model, pairs)
+    found["int8 boundary"] = Cell({**one, "boundary": "int8"})
+    found["ignored targets"] = Cell(one, batch=ignored)
+    found["sum and count"] = Cell(one, batch=ignored, loss=sum_and_count)
+    joint = {**schedules()["gpipe"], "loss_on": "batch"}
+    found["loss on batch"] = Cell(joint, loss=contrastive)
+    found["custom loss"] = Cell(one, loss=custom)
+    found["two terms"] = Cell(one, loss=penalised)
+    found["loss module"] = Cell(one, loss=nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5, 1.0])))
+    weighted = {**one, "loss_weight": lambda target: (target >= 0).sum()}
+    found["loss weight"] = Cell(weighted, batch=ignored)
+    return found
+
+
+def pipeline(cell: Cell, device: str) -> ps.Pipeline:
+    """Return the cell's pipeline, with ranks as threads."""
+    return ps.Pipeline(
+        cell.model(),
+        loss=cell.loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
+        executor="threads",
+        device=device,
+        deadline_s=30.0,
+        **cell.options,
+    )
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a tensor's values."""
+    return tensor.detach().to("cpu")
+
+
+def train(cell: Cell, device: str, row: Row) -> dict[str, Tensor]:
+    """Train for some steps; return the gradients of another batch, and the state, by name."""
+    pipe = pipeline(cell, device)
+    x, y = cell.batch()
+    losses = [pipe.train_batch(x, y) for _ in range(STEPS - 1)]
+    lookalike.clear()
+    losses.append(pipe.train_batch(x, y))
+    row.log = dict(lookalike.LOG)
+    row.lines = {what: dict(counts) for what, counts in lookalike.LINES.items()}
+    row.threads = sorted(lookalike.THREADS)
+    losses.append(pipe.eval_batch(x, y))
+    row.losses.append([float(loss).hex() for loss in losses])
+    values = {f"state {name}": tensor for name, tensor in pipe.state_dict().items()}
+    if pipe.setting.schedule.name != "pipedream":
+        pipe.train_batch(x, y, update=False)
+        for name, parameter in pipe.named_parameters():
+            values[f"gradient {name}"] = on_host(parameter.grad)
+    pipe.close()
+    return values
+
+
+def play(name: str, cell: Cell) -> Row:
+    """Train one cell on the CPU and on the device."""
+    row = Row(name)
+    expected = train(cell, "cpu", row)
+    values = train(cell, lookalike.DEVICE, row)
+    row.differences = [
+        key for key in expected | values if not torch.equal(expected[key], values[key])
+    ]
+    row.facts["values"] = len(values)
+    return row
+
+
+def pipe_row() -> Row:
+    """Run a `ps.Pipe` with checkpoints and dropout on both devices."""
+    row = Row("pipe")
+    results = []
+    for device in ("cpu", lookalike.DEVICE):
+        model = random_model().to(device)
+        torch.manual_seed(5)
+        pipe = ps.Pipe(model, [4, 4], devices=[device, device], chunks=MICRO_BATCHES)
+        x, y = (tensor.to(device) for tensor in vectors())
+        lookalike.clear()
+        loss = functional.cross_entropy(pipe(x), y)
+        loss.backward()
+        row.threads = sorted(lookalike.THREADS)
+        row.losses.append([float(loss).hex()])
+        results.append({key: on_host(value.grad) for key, value in pipe.named_parameters()})
+    expected, values = results
+    row.differences = [key for key in expected if not torch.equal(expected[key], values[key])]
+    row.facts["values"] = len(values)
+    return row
+
+
+def comparison_row(recompute: str) -> Row:
+    """Compare a pipeline with dropout with one device."""
+    row = Row(f"comparison, recompute {recompute}")
+    options = {**schedules()["1f1b"], "recompute": recompute}
+    devices: set[str] = set()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        """Return the cross-entropy, and note where it is computed."""
+        devices.update((output.device.type, target.device.type))
+        return functional.cross_entropy(output, target)
+
+    for device in ("cpu", lookalike.DEVICE):
+        pipe = pipeline(Cell(options, random_model, loss=loss), device)
+        devices.clear()
+        comparison = pipe.compare_with_one_device(*vectors())
+        row.losses.append([comparison.relative.hex()])
+        row.facts[device] = str(comparison)
+        pipe.close()
+    row.facts["reference"] = comparison.device
+    row.facts["loss devices"] = sorted(devices - {"meta"})
+    return row
+
+
+def guarded(name: str, action: Callable[[], Row]) -> Row:
+    """Run a cell; what it raises stands in its row."""
+    try:
+        return action()
+    except Exception:
+        return Row(name, error=traceback.format_exc())
+
+
+def main(words: list[str]) -> None:
+    """Run all cells, or those with one of these words in their names."""
+    actions: dict[str, Callable[[], Row]] = {
+        name: lambda name=name, cell=cell: play(name, cell) for name, cell in cells().items()
+    }
+    actions["pipe"] = pipe_row
+    for recompute in ("never", "always"):
+        name = f"comparison, recompute {recompute}"
+        actions[name] = lambda recompute=recompute: comparison_row(recompute)
+    for name, action in actions.items():
+        if not words or any(word in name for word in words):
+            print(json.dumps(dataclasses.asdict(guarded(name, action))), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # autograd's device thread cannot be joined
