@@ -1,0 +1,66 @@
+"""Seconds of ops as Penstock's clock has them, beside the kernels' as torch.profiler has them; one trace for Perfetto."""
+
+from __future__ import annotations
+
+import gzip
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import penstock as ps
+from kit.section import Section
+from kit.workloads import equal_cut, gpt2
+
+STEPS = 2
+
+
+def measure(section: Section) -> None:
+    """One row, one file."""
+    section.attempt("1f1b", lambda: _trace(section))
+
+
+def _trace(section: Section) -> dict[str, object]:
+    cell = gpt2(smoke=section.smoke)
+    model = cell.first_model().to(section.device)
+    pipe = ps.Pipeline(
+        model,
+        loss=cell.loss,
+        optimizer=cell.make_optimizer,
+        balance=equal_cut(len(model)),
+        schedule="1f1b",
+        micro_batches=cell.micro_batches,
+        executor="threads",
+        autocast=cell.autocast,
+        device=section.device,
+    )
+    x, y = cell.first_batch(section.device)
+    for _ in range(STEPS):
+        pipe.train_batch(x, y)
+    section.synchronize()
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * section.on_gpu
+    with profile(activities=activities) as found:
+        pipe.train_batch(x, y)
+        section.synchronize()
+    timeline = pipe.timeline()
+    pipe.close()
+    file = section.out / "timeline.json.gz"
+    plain = section.rows_file.with_name("timeline.json")
+    ps.draw(timeline, str(plain))
+    file.write_bytes(gzip.compress(plain.read_bytes()))
+    ops_s = sum(event.end - event.start for event in timeline.compute)
+    row: dict[str, object] = {
+        "ops_ms": ops_s * 1e3,
+        "makespan_ms": timeline.makespan * 1e3,
+        "busy_max": max(timeline.busy),
+        "file_KiB": file.stat().st_size / 1024,
+    }
+    if section.on_gpu:
+        # One stream: ops of stages that share it are measured end to end, so kernels and ops add up to the same.
+        kernels_us = sum(
+            event.self_device_time_total
+            for event in found.key_averages()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        )
+        row["kernels_ms"] = kernels_us / 1e3
+        row["ops_to_kernels"] = ops_s * 1e6 / max(kernels_us, 1e-9)
+    return row
