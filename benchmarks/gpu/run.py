@@ -98,7 +98,9 @@ def chosen(given: argparse.Namespace) -> list[tuple[Entry, Path]]:
     if unknown:
         raise ValueError(f"no section called {', '.join(unknown)}; there are {', '.join(known)}")
     wanted = [entry for entry in entries if not given.only or entry.name in given.only]
-    return [(entry, folder / f"{entry.name}.py") for entry in wanted if entry.name not in given.skip]
+    return [
+        (entry, folder / f"{entry.name}.py") for entry in wanted if entry.name not in given.skip
+    ]
 
 
 @dataclass
@@ -234,5 +236,7 @@ def _finish(run: Run, entries: list[tuple[Entry, Path]]) -> int:
 
 
 if __name__ == "__main__":
-    assert penstock.runtime.pipeline  # loaded before sections are forked, so that none loads it again
+    assert (
+        penstock.runtime.pipeline
+    )  # loaded before sections are forked, so that none loads it again
     sys.exit(main())

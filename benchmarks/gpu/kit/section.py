@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 import traceback
@@ -40,6 +41,7 @@ class Section:
     limit_s: float
     earlier: Mapping[str, Sequence[Row]] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
+    written: list[Row] = field(default_factory=list)
 
     @property
     def on_gpu(self) -> bool:
@@ -55,7 +57,18 @@ class Section:
         row: Row = plain({"row": name, "status": status, **values})
         with self.rows_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
+        self.written.append(row)
         return row
+
+    def require_right(self) -> None:
+        """End as failed if a row is wrong or could not be measured: for sections that are about what is right.
+
+        Raises:
+            RuntimeError: naming these rows.
+        """
+        bad = [row["row"] for row in self.written if row["status"] in ("wrong", "failed")]
+        if bad:
+            raise RuntimeError(f"wrong or failed: {', '.join(bad)}")
 
     def attempt(self, name: str, work: Callable[[], Mapping[str, Any]], least_s: float = 0) -> None:
         """Write the row that `work` returns the values of; if it raises, a row that says so.
@@ -99,7 +112,8 @@ class Section:
             torch.cuda.synchronize(self.device)
 
     def free(self) -> None:
-        """Give memory that nothing uses back to the device."""
+        """Give memory that nothing uses back to the device. An exception's traceback may have held it in a cycle."""
+        gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
 

@@ -24,6 +24,7 @@ class System:
         parameters: by their names in the plain model.
         step: both, as one call.
         close: lets go of threads.
+        own_peak_bytes: the pipeline's own account of the last step, summed over ranks, where it has one.
     """
 
     gather: Callable[[], object]
@@ -31,9 +32,10 @@ class System:
     parameters: Mapping[str, nn.Parameter]
     step: Callable[[], object]
     close: Callable[[], object] = lambda: None
+    own_peak_bytes: Callable[[], int | None] = lambda: None
 
     def gradients(self) -> Gradients:
-        """Gradients of one batch at the first weights, in float32 on the CPU. Nothing is updated.
+        """Gradients of one batch at the first weights, in float32. Nothing is updated.
 
         Raises:
             RuntimeError: a parameter has none.
@@ -43,7 +45,7 @@ class System:
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 raise RuntimeError(f"{name} has no gradient")
-            found[name] = parameter.grad.detach().to("cpu", torch.float32, copy=True)
+            found[name] = parameter.grad.detach().to(torch.float32, copy=True)
             parameter.grad = None
         return found
 
@@ -58,7 +60,9 @@ def error_of(found: Gradients, reference: Gradients) -> float:
         RuntimeError: the parameters are others.
     """
     if found.keys() != reference.keys():
-        raise RuntimeError(f"gradients of other parameters: {sorted(found.keys() ^ reference.keys())}")
+        raise RuntimeError(
+            f"gradients of other parameters: {sorted(found.keys() ^ reference.keys())}"
+        )
     largest = max(float(gradient.abs().max()) for gradient in reference.values())
     errors = [(found[name] - reference[name]).abs().max() for name in reference]
     worst = float(torch.stack(errors).max())
@@ -127,19 +131,24 @@ def pipeline(cell: Cell, device: torch.device, **words: object) -> System:
         "micro_batches": cell.micro_batches,
         "executor": "threads",
         "autocast": cell.autocast,
+        "optimizer": cell.make_optimizer,
     } | words
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    pipe = ps.Pipeline(
-        model.to(device), loss=cell.loss, optimizer=cell.make_optimizer, device=device, **settings
-    )
+    pipe = ps.Pipeline(model.to(device), loss=cell.loss, device=device, **settings)
     x, y = cell.first_batch(device)
     parameters = {names.get(id(value), name): value for name, value in pipe.named_parameters()}
+
+    def own_peak_bytes() -> int | None:
+        peaks = pipe.timeline().peak_memory
+        return None if peaks is None else sum(peaks)
+
     return System(
         lambda: pipe.train_batch(x, y, update=False),
         pipe.update,
         parameters,
         lambda: pipe.train_batch(x, y),
         pipe.close,
+        own_peak_bytes,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kit.graphs import Captured
 from kit.section import Section, words_of
 from kit.systems import Gradients, Make, System, error_of, plain
 from kit.timing import columns, time_in_turns
@@ -65,6 +66,8 @@ def _made(
     """A system, its gradients checked."""
     before = _allocated(section)
     system = make(cell, section.device)
+    if isinstance(system, Captured):
+        values["capture_s"] = system.capture_s
     values["tf32"] = "on" if cell.tf32 else "off"
     values["error"] = error_of(system.gradients(), reference)
     if not values["error"] <= cell.tolerance:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -127,6 +128,7 @@ def vgg19(*, smoke: bool, micro_batches: int = 16) -> Cell:
     """VGG-19 without batch norm and dropout, 32 x 32 pixels, batch 128."""
     samples = 4 if smoke else 128
 
+    @functools.cache
     def make() -> nn.Sequential:
         if smoke:
             return _small_convolutions()
@@ -156,6 +158,7 @@ def gpt2(*, smoke: bool, micro_batches: int = 8, layers: int = 12) -> Cell:
     else:
         samples, tokens, vocabulary, width, heads = 8, 1024, 50257, 768, 12
 
+    @functools.cache  # GPT-2 small takes seconds to initialise; users copy it
     def make() -> nn.Sequential:
         return zoo_model(
             "gpt", layers=layers, width=width, heads=heads, tokens=tokens, vocabulary=vocabulary

@@ -56,6 +56,7 @@ def measure(section: Section) -> None:
     section.attempt("pipedream", lambda: _pipedream(section.device))
     section.attempt("dropout, recompute", lambda: _dropout(section.device))
     section.attempt("fp16 and scaler", lambda: _scaler(section.device))
+    section.require_right()
 
 
 def model_of(name: str) -> tuple[list[nn.Module], Tensor, Tensor, object]:
@@ -87,7 +88,9 @@ def _sgd(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-def pipeline(layers: list[nn.Module], loss: object, device: torch.device, **words: object) -> ps.Pipeline:
+def pipeline(
+    layers: list[nn.Module], loss: object, device: torch.device, **words: object
+) -> ps.Pipeline:
     """Two stages, four micro-batches, threads."""
     middle = len(layers) // 2
     settings: dict[str, object] = {"balance": [middle, len(layers) - middle], "micro_batches": 4}

@@ -18,6 +18,7 @@ FILE = Path("tests/devices/test_gpu.py")
 def measure(section: Section) -> None:
     """Counts, and the names of what failed."""
     section.attempt("pytest -m gpu", lambda: _run(section))
+    section.require_right()
 
 
 def _run(section: Section) -> dict[str, object]:
@@ -32,7 +33,9 @@ def _run(section: Section) -> dict[str, object]:
     done = subprocess.run(words, cwd=ROOT, env=environment, timeout=seconds, check=False)
     suite = ET.parse(report).getroot()
     cases = list(suite.iter("testcase"))
-    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    bad = [
+        case for case in cases if case.find("failure") is not None or case.find("error") is not None
+    ]
     skipped = [case for case in cases if case.find("skipped") is not None]
     names = [str(case.get("name")) for case in bad]
     passed = len(cases) - len(bad) - len(skipped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -48,19 +49,33 @@ def _trace(section: Section) -> dict[str, object]:
     ps.draw(timeline, str(plain))
     file.write_bytes(gzip.compress(plain.read_bytes()))
     ops_s = sum(event.end - event.start for event in timeline.compute)
-    row: dict[str, object] = {
+    row: dict[str, Any] = {
         "ops_ms": ops_s * 1e3,
         "makespan_ms": timeline.makespan * 1e3,
-        "busy_max": max(timeline.busy),
+        "union_ms": union_s([(event.start, event.end) for event in timeline.compute]) * 1e3,
+        "busy_share_max": max(timeline.busy) / timeline.makespan,
         "file_KiB": file.stat().st_size / 1024,
     }
     if section.on_gpu:
-        # One stream: ops of stages that share it are measured end to end, so kernels and ops add up to the same.
+        # Stages share one stream, so an op's seconds have those of another thread's kernels in them: the union is compared.
         kernels_us = sum(
             event.self_device_time_total
             for event in found.key_averages()
             if event.device_type == torch.autograd.DeviceType.CUDA
         )
         row["kernels_ms"] = kernels_us / 1e3
-        row["ops_to_kernels"] = ops_s * 1e6 / max(kernels_us, 1e-9)
+        row["union_to_kernels"] = row["union_ms"] * 1e3 / max(kernels_us, 1e-9)
     return row
+
+
+def union_s(spans: list[tuple[float, float]]) -> float:
+    """Seconds that at least one span covers.
+
+    >>> union_s([(0, 2), (1, 3), (5, 6)])
+    4.0
+    """
+    covered, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered
