@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-
 from kit.results import SectionResult, read_rows
 from kit.section import Section
 

@@ -14,12 +14,13 @@ def summary(results: Results) -> str:
     """The whole run as text: verdicts on predictions last, where a terminal shows them."""
     machine = results.machine
     lines = [
-        f"Penstock GPU benchmark, commit {results.kit}, {results.ended}"
-        f" after {results.seconds:.0f} s of {results.limit_s:.0f} s",
-        f"{machine.get('gpu') or 'no GPU'}, torch {machine.get('torch')},"
-        f" Python {machine.get('python')}, device {results.device}"
-        + (" (smoke: small sizes, no figures)" if results.smoke else ""),
+        f"Penstock GPU benchmark, commit {results.kit}",
+        f"{results.ended} after {results.seconds:.0f} s of {results.limit_s:.0f} s",
+        f"{machine.get('gpu') or 'no GPU'}, device {results.device}",
+        f"torch {machine.get('torch')}, Python {machine.get('python')}",
     ]
+    if results.smoke:
+        lines.append("small sizes (--smoke): it shows that everything runs, and times mean nothing")
     for section in results.sections:
         counts = Counter(row["status"] for row in section.rows)
         counted = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))

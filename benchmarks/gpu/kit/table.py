@@ -49,12 +49,12 @@ def measure_cell(section: Section, cell: Cell, makers: Mapping[str, Make]) -> No
         smoke=section.smoke,
         seconds_left=section.seconds_left,
     )
+    for name, system in systems.items():
+        rows[name].update(columns(series[name], series.get(REFERENCE)))
+        rows[name].update(_peak(section, system))
+        if series[name].error is not None:
+            rows[name].update(status="failed", note=series[name].error)
     for name, values in rows.items():
-        if name in series:
-            values |= columns(series[name], series.get(REFERENCE))
-            values |= _peak(section, systems[name])
-            if series[name].error is not None:
-                values |= {"status": "failed", "note": series[name].error}
         section.row(f"{cell.label} {name}", **values)
     for system in systems.values():
         system.close()

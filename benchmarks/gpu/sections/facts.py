@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-
 from kit.section import Section
 from kit.timing import seconds_of
+from torch import Tensor
 
 
 def measure(section: Section) -> None:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-import penstock as ps
 from kit.section import Section
 from kit.systems import pipeline
 from kit.timing import time_in_turns
 from kit.workloads import STAGES, Cell, equal_cut, gpt2, mlp, vgg19
+
+import penstock as ps
 from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.search.proposal import Proposal

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-
 from kit.section import Section
 from kit.systems import Make, System, pipeline, plain_accumulate
 from kit.workloads import Cell, gpt2
@@ -57,8 +56,7 @@ def _cell(way: Way, blocks: int, *, smoke: bool) -> Cell:
     cell = gpt2(smoke=smoke, micro_batches=way.micro_batches, layers=blocks)
     if smoke:
         return cell
-    wide = replace(cell, make=lambda: wide_gpt(blocks))
-    return wide
+    return replace(cell, make=lambda: wide_gpt(blocks))
 
 
 def wide_gpt(blocks: int) -> torch.nn.Sequential:

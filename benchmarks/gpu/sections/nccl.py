@@ -6,9 +6,9 @@ import time
 
 import torch
 import torch.distributed as dist
+from kit.section import Section, words_of
 
 import penstock as ps
-from kit.section import Section, words_of
 
 
 def measure(section: Section) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-
 from kit.section import Section
 from kit.systems import System, pipeline
 from kit.timing import columns, time_in_turns
 from kit.workloads import Cell, gpt2
+
 from penstock.grad.offload import SMALLEST
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-
 from kit.section import Section
-from kit.table import measure_cell
 from kit.systems import SYSTEMS, plain_compile
+from kit.table import measure_cell
 from kit.workloads import Cell, gpt2, mlp, vgg19
 
 #: What one GPU cannot run, said in the table.

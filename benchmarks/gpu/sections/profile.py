@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-import penstock as ps
 from kit.section import Section
 from kit.systems import plain_accumulate
 from kit.timing import time_in_turns
 from kit.workloads import Cell, gpt2, mlp, vgg19
+
+import penstock as ps
 from penstock.profile.profile import Profile
 
 

@@ -6,11 +6,11 @@ import copy
 from dataclasses import dataclass, field
 
 import torch
+from kit.section import Section
 from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock as ps
-from kit.section import Section
 from penstock.zoo.gpt import gpt, gpt_loss
 
 #: In terms of the largest parameter's change.

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import gzip
+import warnings
 from typing import Any
 
 import torch
+from kit.section import Section
+from kit.systems import Make, pipeline, plain_accumulate
+from kit.workloads import equal_cut, gpt2
 from torch.profiler import ProfilerActivity, profile
 
 import penstock as ps
-from kit.section import Section
-from kit.workloads import equal_cut, gpt2
 
 STEPS = 2
 
 
 def measure(section: Section) -> None:
-    """One row, one file."""
+    """Two rows, one file."""
     section.attempt("1f1b", lambda: _trace(section))
+    if section.needs_gpu("host waits in a step"):
+        section.attempt("host waits in a step", lambda: _waits(section))
 
 
 def _trace(section: Section) -> dict[str, object]:
@@ -66,6 +70,29 @@ def _trace(section: Section) -> dict[str, object]:
         row["kernels_ms"] = kernels_us / 1e3
         row["union_to_kernels"] = row["union_ms"] * 1e3 / max(kernels_us, 1e-9)
     return row
+
+
+def _waits(section: Section) -> dict[str, object]:
+    """How often a steady step makes the host wait for the device, by torch's own count, beside plain accumulation."""
+    cell = gpt2(smoke=section.smoke)
+    counts: dict[str, object] = {}
+    makers: dict[str, Make] = {"penstock": pipeline, "plain": plain_accumulate}
+    for name, make in makers.items():
+        system = make(cell, section.device)
+        for _ in range(STEPS):
+            system.step()
+        section.synchronize()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                system.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits = [item for item in found if "synchroniz" in str(item.message)]
+        counts[name] = len(waits)
+        system.close()
+    return counts
 
 
 def union_s(spans: list[tuple[float, float]]) -> float:
