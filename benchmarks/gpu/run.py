@@ -7,6 +7,7 @@ memory or a missing API costs that section and no other. results.json is written
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -188,6 +189,8 @@ def main(words: list[str] | None = None) -> int:
     0: every section that was begun passed. 1: one did not. 2: the words are off, or there is no GPU. 130: Ctrl-C.
     """
     started = time.monotonic()
+    # What ends a run by force at its limit gets what there is, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     given = options(words)
     try:
         entries = chosen(given)

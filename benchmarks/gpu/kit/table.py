@@ -18,8 +18,10 @@ from kit.workloads import Cell
 REFERENCE = "plain"
 
 
-def measure_cell(section: Section, cell: Cell, makers: Mapping[str, Make]) -> None:
-    """Write a row for each system of a cell.
+def measure_cell(
+    section: Section, cell: Cell, makers: Mapping[str, Make], prefix: str = ""
+) -> None:
+    """Write a row for each system of a cell, `prefix` in front of its name.
 
     A system that cannot be made, or whose gradients are not those of plain training, has a row that says so. The reference for
     gradients is plain training of the whole batch, in the same precision.
@@ -55,7 +57,7 @@ def measure_cell(section: Section, cell: Cell, makers: Mapping[str, Make]) -> No
         if series[name].error is not None:
             rows[name].update(status="failed", note=series[name].error)
     for name, values in rows.items():
-        section.row(f"{cell.label} {name}", **values)
+        section.row(f"{prefix}{cell.label} {name}", **values)
     for system in systems.values():
         system.close()
 

@@ -33,4 +33,4 @@ def measure(section: Section) -> None:
     # Last: torch.compile takes what is left, and with several micro-batches in flight it may refuse.
     if section.on_gpu and section.seconds_left() > 15:
         reduced = {"plain": plain, "compile reduce-overhead": compile_reduce_overhead}
-        measure_cell(section, cells[0], reduced)
+        measure_cell(section, cells[0], reduced, prefix="compiled: ")
