@@ -33,8 +33,8 @@ lint: $(STAMP) ## style, format, types, docstrings
 	@$(BIN)/interrogate src || $(BIN)/interrogate -vv --omit-covered-files src
 	@$(BIN)/interrogate -w '^test_' tests || $(BIN)/interrogate -w '^test_' -vv --omit-covered-files tests
 
-bench: $(STAMP) ## run every benchmark again
-	@set -e; found=; for run in benchmarks/*/run.py; do \
+bench: $(STAMP) ## run every benchmark again, but that of GPUs (benchmarks/gpu)
+	@set -e; found=; for run in $(filter-out benchmarks/gpu/run.py,$(wildcard benchmarks/*/run.py)); do \
 	  if [ -e "$$run" ]; then found=1; echo "== $$run"; $(BIN)/python "$$run" $(ARGS); fi; \
 	done; \
 	if [ -z "$$found" ]; then echo "there are no benchmarks yet: they will stand in benchmarks/<question>/run.py"; fi

@@ -1,0 +1,1 @@
+"""One file per section; each has `measure(section)`."""
