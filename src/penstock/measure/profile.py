@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import SettingError
 from penstock.grad.saved import looking_at_saved
 from penstock.measure.alike import RankSpeed, refusal, unlike
+from penstock.measure.cards import count_cards, resolve_device
 from penstock.measure.company import Company
 from penstock.measure.passes import PHASES, Loss, Passes, WithLoss
 from penstock.measure.replicable import moving_layers, with_single_copy_reasons
@@ -77,23 +78,20 @@ def profile(
         sizes: micro-batch sizes to measure; by default a batch in 1, 4 and 16 parts, of 2 samples at least.
         repeats: timed runs of each phase.
         threads: torch threads meanwhile: what a rank will have. By default as many as now.
-        device: where to measure, by default the CPU, or the GPU if there is one.
+        device: where to measure: "cpu", "cuda", or a card such as "cuda:1"; by default, or with "auto", the GPU if there is one, and
+            else the CPU. The profile records which. On a GPU layers are timed by events, see `penstock.measure.stopwatch`.
         progress: called with layers done, layers in all, and the layer's name.
         loss, targets: as training has them; what the loss takes then counts with the last layer. As many targets as the example has.
         together: all ranks of a job call this with the same arguments, and get the same profile. Their devices are of one kind.
 
     Raises:
-        SettingError: batch, sizes, repeats or threads are below 1, the example has no samples, or `together` on ranks whose devices are of
-            different kinds.
+        SettingError: batch, sizes, repeats or threads are below 1, the example has no samples, the device is a GPU that is not there, or
+            `together` on ranks whose devices are of different kinds.
         LayerFailed: a layer raised; the message names it.
         RunError: `together`, and this process was not started as a rank.
     """
     traced = model if isinstance(model, TracedChain) else chain(model)
-    place = (
-        torch.device(device)
-        if device is not None
-        else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    )
+    place = resolve_device(device, count_cards())
     tensors = _tensors_of(example)
     batch = int(tensors[0].shape[0]) if batch is None else batch
     measured_sizes = _checked_sizes(batch, sizes, repeats, threads)
