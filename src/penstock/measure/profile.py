@@ -78,8 +78,7 @@ def profile(
         sizes: micro-batch sizes to measure; by default a batch in 1, 4 and 16 parts, of 2 samples at least.
         repeats: timed runs of each phase.
         threads: torch threads meanwhile: what a rank will have. By default as many as now.
-        device: where to measure: "cpu", "cuda", or a card such as "cuda:1"; by default, or with "auto", the GPU if there is one, and
-            else the CPU. The profile records which. On a GPU layers are timed by events, see `penstock.measure.stopwatch`.
+        device: "cpu", "cuda" or such as "cuda:1"; None or "auto" is the GPU if there is one, else the CPU. The profile records it.
         progress: called with layers done, layers in all, and the layer's name.
         loss, targets: as training has them; what the loss takes then counts with the last layer. As many targets as the example has.
         together: all ranks of a job call this with the same arguments, and get the same profile. Their devices are of one kind.
