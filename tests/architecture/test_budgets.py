@@ -69,11 +69,6 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "2026-11-22",
         "laid out at 100 columns; to be split",
     ),
-    ("lines of a function", "measure/profile.py:profile"): (
-        61,
-        "2026-11-22",
-        "laid out at 100 columns; to be split",
-    ),
     ("lines of a function", "partition/replicated.py:replicated_sum"): (
         65,
         "2026-11-22",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -15,7 +18,8 @@ from penstock.training.rank import profile_rank
 from penstock.training.resume import resume_settings
 
 WORDS = ("--model", "mlp", "--image", "8", "--channels", "1", "--batch", "128", "--lr", "0.05", "--seed", "3", "--stages", "1",
-         "--micro-batches", "2", "--schedule", "1f1b", "--baseline-steps", "0", "--limit-steps", "4")  # fmt: skip
+         "--micro-batches", "2", "--schedule", "1f1b", "--baseline-steps", "0", "--limit-steps", "4",
+         "--device", "cpu")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +168,40 @@ def test_a_new_learning_rate_is_applied_and_said_and_the_old_settings_are_kept(p
     assert load(folder / "config-00000004.yaml", {}).lr == 0.05
     assert (folder / "plan-00000004.json").exists()
     assert not (folder / ".resume").exists()
+
+
+def begun_on_cuda(folder):
+    """Let the folder say that its run was begun on a card."""
+    file = folder / "config.yaml"
+    settings = yaml.safe_load(file.read_text())
+    assert settings["device"] == "cpu", "a run records the device that it has"
+    file.write_text(yaml.safe_dump({**settings, "device": "cuda"}))
+
+
+def test_a_run_of_a_card_does_not_go_on_on_the_cpu_by_itself(folder):
+    """A run that is ten times slower is to be asked for. Nothing is written before that is said."""
+    begun_on_cuda(folder)
+    before = contents(folder)
+    words = [sys.executable, "-m", "penstock", "train", "--out", str(folder), "--resume"]
+    # In a process of its own, which sees no card whatever this host has.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(
+        [*words, "--limit-steps", "6"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 2
+    assert "device cuda: no CUDA device is visible" in ran.stderr
+    assert contents(folder) == before
+
+
+def test_a_run_of_a_card_goes_on_on_the_cpu_where_that_is_said(penstock, folder):
+    """Weights and optimizer state are loaded there, and the report says that the device is another."""
+    begun_on_cuda(folder)
+    ran = penstock("train", "--out", folder, "--resume", "--limit-steps", "6", "--device", "cpu")
+    assert ran.status == 0, ran.err
+    assert "device: cuda -> cpu" in ran.out
+    assert "the run was on cuda and goes on on cpu: weights and optimizer state" in ran.out
+    outcome = json.loads((folder / "outcome.json").read_text())
+    assert (outcome["steps"], outcome["device"]) == (6, "cpu")
+    assert outcome["measured_peak_allocated"] is None
+    assert yaml.safe_load((folder / "config.yaml").read_text())["device"] == "cpu"
+    assert yaml.safe_load((folder / "config-00000004.yaml").read_text())["device"] == "cuda"

@@ -61,6 +61,10 @@ Batches = Annotated[
     int | None,
     typer.Option("--batches", help="Of an asynchronous schedule: how many batches to show."),
 ]
+Device = Annotated[
+    str | None,
+    typer.Option(help="auto, cpu or cuda; auto takes CUDA where a card is visible, else the CPU."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Seconds = Annotated[
     str | None, typer.Option(help="One number for all stages, or one per stage: 1,2,1.5 or 3ms.")

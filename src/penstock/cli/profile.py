@@ -37,6 +37,7 @@ def profile(
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads that a rank will have.")] = 1,
     repeats: Annotated[int, typer.Option(help="Timed runs of each phase.")] = 5,
+    device: options.Device = None,
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -86,6 +87,10 @@ def profile(
     config = TrainConfig(model=model, model_options=named_values("model-option", model_option), data=data or fitting_data(model),
                          image=image, channels=channels, tokens=tokens, batch=batch)  # fmt: skip
     if on is not None:
+        if device is not None:
+            raise SettingError(
+                "--device says where to measure, and --on measures nothing: leave one of them out"
+            )
         from penstock.cli.profile_on import Wanted, profile_on
 
         found, how = profile_on(Wanted(config, data, on, dtype, calibrate, wanted)), "reckoned"
@@ -94,14 +99,17 @@ def profile(
             "--dtype and --calibrate say how to reckon for a device that is not here: name it with --on"
         )
     else:
-        found, how = _measured(config, wanted, threads, repeats), f"{threads} thread(s)"
+        found = _measured(config, wanted, threads, repeats, device)
+        how = f"{threads} thread(s)"
     if out is not None:
         found.save(out)
         typer.echo(f"wrote {out}", err=True)
     _show(found, f"{model} on {found.machine.get('device', '?')}, {how}", json=json)
 
 
-def _measured(config: TrainConfig, sizes: list[int] | None, threads: int, repeats: int) -> Profile:
+def _measured(
+    config: TrainConfig, sizes: list[int] | None, threads: int, repeats: int, device: str | None
+) -> Profile:
     """Time the layers, with a bar that says how far it is."""
     from rich.console import Console
     from rich.progress import Progress
@@ -125,6 +133,7 @@ def _measured(config: TrainConfig, sizes: list[int] | None, threads: int, repeat
             sizes=sizes,
             repeats=repeats,
             threads=threads,
+            device=device,
             progress=show,
         )
 

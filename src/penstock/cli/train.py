@@ -85,6 +85,7 @@ def train(
     compile: Annotated[  # noqa: A002
         bool | None, typer.Option("--compile", help="torch.compile for every stage.")
     ] = None,
+    device: options.Device = None,
     seed: Annotated[
         int | None, typer.Option(help="Of weights, dropout and the order of the data.")
     ] = None,
@@ -167,7 +168,8 @@ def train(
         f"{outcome.steps} steps, loss {outcome.loss:.4f}, test accuracy {outcome.test_accuracy:.2%}"
     )
     if outcome.one_thread_step_s is not None:
-        say(f"{outcome.speed_up:.2f} times as fast as one process with one thread "
+        plain = "with one thread" if outcome.device == "cpu" else f"on {outcome.device}"
+        say(f"{outcome.speed_up:.2f} times as fast as one process {plain} "
             f"({format_seconds(outcome.one_thread_step_s)} a step, median of {settings.baseline_steps})")  # fmt: skip
     say(f"everything is in {outcome.folder}")
 
@@ -201,14 +203,25 @@ def _held_against_each_other(outcome: Outcome) -> list[tuple[str, str, str]]:
             f"{outcome.measured_bubble_ratio:.1%}",
         ),
     ]
-    for rank, (expected, whole) in enumerate(
-        zip(outcome.predicted_peak_memory, outcome.measured_peak_rss, strict=True)
-    ):
-        process = f"{format_bytes(whole)} (whole process)"
-        own = outcome.measured_peak_memory
-        found = process if own is None else f"{format_bytes(own[rank])} of {process}"
-        rows.append((f"memory of rank {rank}", format_bytes(expected), found))
+    rows += _memory_rows(outcome)
     if stream:
         kept = outcome.predicted_weight_versions, outcome.measured_weight_versions
         rows.append(("weight versions by stage", options.row(kept[0]), options.row(kept[1])))
+    return rows
+
+
+def _memory_rows(outcome: Outcome) -> list[tuple[str, str, str]]:
+    """Memory by rank; of ranks that share a process, what the process has in a row of its own."""
+    sums, processes = outcome.measured_peak_memory, outcome.measured_peak_rss
+    several = len(processes) == len(outcome.predicted_peak_memory)
+    rows = []
+    for rank, expected in enumerate(outcome.predicted_peak_memory):
+        parts = [] if sums is None else [format_bytes(sums[rank])]
+        if several:
+            parts.append(f"{format_bytes(processes[rank])} (whole process)")
+        rows.append((f"memory of rank {rank}", format_bytes(expected), " of ".join(parts)))
+    if not several:
+        rows.append(("memory of the process", "", format_bytes(processes[0])))
+    for number, peak in enumerate(outcome.measured_peak_allocated or ()):
+        rows.append((f"allocated on card {number}", "", format_bytes(peak)))
     return rows

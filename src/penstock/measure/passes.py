@@ -21,11 +21,14 @@ from torch.utils import _pytree as pytree
 from penstock.errors import LayerFailed
 from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.measure.company import Company
+from penstock.measure.stopwatch import Stopwatch, stopwatch_for
 from penstock.profile.profile import Phase
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "input_grad", "weight_grad")
 
 Loss = Callable[[Any, Any], Tensor]
+#: Marks of a stopwatch before and after one layer's work.
+Span = tuple[Any, Any]
 
 #: Passes that take less than so many seconds are noisy, and cheap to repeat: three times as often.
 _SHORT_S = 0.1
@@ -87,6 +90,7 @@ class Passes:
         device: where they are.
         names: of the layers, for errors.
         company: who measures at the same time.
+        stopwatch: of the device.
     """
 
     modules: Sequence[nn.Module]
@@ -94,11 +98,15 @@ class Passes:
     device: torch.device
     names: Sequence[str]
     company: Company
+    stopwatch: Stopwatch | None = None
     seconds: list[dict[Phase, list[float]]] = field(default_factory=list)
     output_bytes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._call_s = _backward_call_s(self.device)
+        self._stopwatch = self.stopwatch or stopwatch_for(self.device)
+        # Work that is queued goes on during a call, so that events do not see how long it takes.
+        queued = self.device.type == "cuda"
+        self._call_s = 0.0 if queued else _backward_call_s(self._stopwatch)
         # Whether a layer changes what it is given, which autograd forbids on a leaf. Not known before it has run once.
         self._changes = [True] * len(self.modules)
 
@@ -127,20 +135,21 @@ class Passes:
 
     def _pass(self, value: Any) -> tuple[dict[Phase, list[float]], Any]:
         """Forward and whole backward; then forward again and the backward in two parts."""
-        forward: list[float] = []
+        forward: list[Span] = []
         self.drop_gradients()
         steps, made = self._forward(value, forward)
-        # A rank calls autograd once for all layers of a stage, not once for each.
-        backward = [max(each - self._call_s, 0.0) for each in self._backward(steps, self._whole)]
+        backward = self._backward(steps, self._whole)
         self.drop_gradients()
         steps, _ = self._forward(value, [])
         inputs = self._backward(steps, self._input_grad)
         weights = self._weight_grads(steps)
+        seconds = self._stopwatch.seconds
         return {
-            "forward": forward,
-            "backward": backward,
-            "input_grad": inputs,
-            "weight_grad": weights,
+            "forward": seconds(forward),
+            # A rank calls autograd once for all layers of a stage, not once for each.
+            "backward": [max(whole - self._call_s, 0.0) for whole in seconds(backward)],
+            "input_grad": seconds(inputs),
+            "weight_grad": seconds(weights),
         }, made
 
     def drop_gradients(self) -> None:
@@ -149,7 +158,7 @@ class Passes:
             for parameter in module.parameters():
                 parameter.grad = None
 
-    def _forward(self, value: Any, seconds: list[float]) -> tuple[list[_Step], Any]:
+    def _forward(self, value: Any, spans: list[Span]) -> tuple[list[_Step], Any]:
         steps = []
         self.output_bytes = []
         for index, module in enumerate(self.modules):
@@ -157,9 +166,9 @@ class Passes:
                 given, leaves, copies = _leaves(
                     value, self.inner or index > 0, self._changes[index]
                 )
-                start = now(self.device)
+                start = self._stopwatch.mark()
                 value = module(given)
-                seconds.append(now(self.device) - start)
+                spans.append((start, self._stopwatch.mark()))
                 self._changes[index] = any(copy._version for copy in copies)
                 made = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
                 sent = module.output_bytes if isinstance(module, WithLoss) else bytes_of(made)
@@ -173,9 +182,9 @@ class Passes:
         self,
         steps: list[_Step],
         work: Callable[[_Step, list[Tensor], list[Tensor]], list[Tensor | None]],
-    ) -> list[float]:
-        """Seconds of one kind of work, layer by layer from the last; each is given what the one behind it has made."""
-        seconds = [0.0] * len(steps)
+    ) -> list[Span]:
+        """Marks around one kind of work, layer by layer from the last; each is given what the one behind it has made."""
+        spans: list[Span] = [(None, None)] * len(steps)
         arriving: Sequence[Tensor | None] = [None] * len(steps[-1].made) if steps else []
         for index in reversed(range(len(steps))):
             step = steps[index]
@@ -187,22 +196,22 @@ class Passes:
                 ]
                 roots = [root for root, _ in pairs]
                 grads = [torch.ones_like(root) if grad is None else grad for root, grad in pairs]
-                start = now(self.device)
+                start = self._stopwatch.mark()
                 found = iter(work(step, roots, grads))
-                seconds[index] = now(self.device) - start
+                spans[index] = start, self._stopwatch.mark()
                 arriving = [None if leaf is None else next(found, None) for leaf in step.given]
                 step.given.clear()
-        return seconds
+        return spans
 
-    def _weight_grads(self, steps: list[_Step]) -> list[float]:
-        """Seconds of the weight part, after the input part of all layers, as a rank has it."""
-        seconds = [0.0] * len(steps)
+    def _weight_grads(self, steps: list[_Step]) -> list[Span]:
+        """Marks around the weight part, after the input part of all layers, as a rank has it."""
+        spans: list[Span] = [(None, None)] * len(steps)
         for index in reversed(range(len(steps))):
             with named_failure(self.names[index]):
-                start = now(self.device)
+                start = self._stopwatch.mark()
                 weight_grad(steps[index].pending)
-                seconds[index] = now(self.device) - start
-        return seconds
+                spans[index] = start, self._stopwatch.mark()
+        return spans
 
     @staticmethod
     def _whole(step: _Step, roots: list[Tensor], grads: list[Tensor]) -> list[Tensor | None]:
@@ -225,17 +234,17 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _backward_call_s(device: torch.device) -> float:
-    """Seconds of a backward through nothing."""
-    leaf = torch.zeros(1, device=device, requires_grad=True)
-    grad, times = torch.ones_like(leaf), []
+def _backward_call_s(stopwatch: Stopwatch) -> float:
+    """Seconds of a backward through nothing, on the CPU."""
+    leaf = torch.zeros(1, requires_grad=True)
+    grad, spans = torch.ones_like(leaf), []
     for _ in range(20):
         root = leaf.view_as(leaf)
-        start = now(device)
+        start = stopwatch.mark()
         torch.autograd.backward([root], [grad])
-        times.append(now(device) - start)
+        spans.append((start, stopwatch.mark()))
         leaf.grad = None
-    return statistics.median(times)
+    return statistics.median(stopwatch.seconds(spans))
 
 
 def _leaves(

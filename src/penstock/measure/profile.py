@@ -78,15 +78,15 @@ def profile(
         sizes: micro-batch sizes to measure; by default a batch in 1, 4 and 16 parts, of 2 samples at least.
         repeats: timed runs of each phase.
         threads: torch threads meanwhile: what a rank will have. By default as many as now.
-        device: where to measure, by default the CPU, or a GPU if one is visible: this thread's current one, or with `together` that
-            of the rank (see `penstock.transport.cards`).
+        device: "cpu", "cuda" or such as "cuda:1"; None or "auto" is a GPU if one is visible: this thread's current one, or with
+            `together` that of the rank (see `penstock.transport.cards`); else the CPU. The profile records it.
         progress: called with layers done, layers in all, and the layer's name.
         loss, targets: as training has them; what the loss takes then counts with the last layer. As many targets as the example has.
         together: all ranks of a job call this with the same arguments, and get the same profile. Their devices are of one kind.
 
     Raises:
-        SettingError: batch, sizes, repeats or threads are below 1, the example has no samples, a device that is not visible, or `together`
-            on ranks whose devices are of different kinds.
+        SettingError: batch, sizes, repeats or threads are below 1, the example has no samples, the device is not visible, or
+            `together` on ranks whose devices are of different kinds.
         LayerFailed: a layer raised; the message names it.
         RunError: `together`, and this process was not started as a rank.
     """
@@ -95,7 +95,8 @@ def profile(
     batch = int(tensors[0].shape[0]) if batch is None else batch
     measured_sizes = _checked_sizes(batch, sizes, repeats, threads)
     company = Company(together)
-    place = torch.device(assign_device(device).device) if together else local_device(device)
+    request = None if device == "auto" else device
+    place = torch.device(assign_device(request).device) if together else local_device(request)
     modules = _copies(traced, place)
     if loss is not None:
         modules[-1] = WithLoss(modules[-1], loss, targets)

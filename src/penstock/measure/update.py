@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.measure.passes import now
+from penstock.measure.stopwatch import stopwatch_for
 
 _REPEATS = 5
 
@@ -78,28 +78,28 @@ def _step_seconds(parameters: list[nn.Parameter], flushing: Tensor) -> float:
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
-    times = []
+    stopwatch, times = stopwatch_for(flushing.device), []
     for _ in range(_REPEATS + 1):
         flushing += 1
-        start = now(flushing.device)
+        start = stopwatch.mark()
         optimizer.step()
-        times.append(now(flushing.device) - start)
+        times += stopwatch.seconds([(start, stopwatch.mark())])
     return statistics.median(times[1:])
 
 
 def _accumulating_seconds(parameters: list[nn.Parameter], flushing: Tensor) -> float:
     """Adding to every gradient what has just been made beside it, as a backward does."""
-    times = []
+    stopwatch, times = stopwatch_for(flushing.device), []
     for _ in range(_REPEATS + 1):
-        seconds = 0.0
+        spans = []
         flushing += 1
         for parameter in parameters:
             assert parameter.grad is not None
             made = torch.zeros_like(parameter)
-            start = now(flushing.device)
+            start = stopwatch.mark()
             parameter.grad += made
-            seconds += now(flushing.device) - start
-        times.append(seconds)
+            spans.append((start, stopwatch.mark()))
+        times.append(sum(stopwatch.seconds(spans)))
     for parameter in parameters:
         parameter.grad = None
     return statistics.median(times[1:])

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from penstock.errors import FileError, SettingError
+from penstock.measure.cards import DeviceRequest
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,9 @@ class TrainConfig:
         image, channels, tokens: the form that the data is brought into.
         batch, epochs, limit_steps: samples in a batch; times through the data; or fewer steps.
         target_accuracy: stop after the epoch that reaches this test accuracy.
-        ranks: processes to start; by default one per core, or as many as there are stages.
+        ranks: processes to start; by default as many as there are stages, or one per core; on CUDA one per card.
         stages, schedule, micro_batches, partition, recompute: leave any to the planner with None (recompute: "auto");
-            stages may be "cores", as many as this machine has.
+            stages may be "cores", as many as this machine has; on CUDA as many as it has cards.
         weights, weights_options: the weight rule, and numbers that it takes; by default the schedule's own. Where no schedule is
             named, an asynchronous rule brings the one that is made for it.
         asynchronous: let the planner choose among asynchronous schedules too.
@@ -34,6 +35,8 @@ class TrainConfig:
         autocast: mixed precision; float16 with dynamic loss scaling.
         accumulate: batches for each step.
         compile: torch.compile for every stage.
+        device: what profile, plan, training, self-check and the plain training compared with run on: "cpu", "cuda", or "auto", which
+            takes the visible CUDA cards if there are any. See `penstock.training.devices`.
         seed: of weights, dropout and the order of the data.
         out: the run's folder; by default a new one in runs/.
         resume: go on from the last checkpoint in `out`.
@@ -73,6 +76,7 @@ class TrainConfig:
     autocast: Literal["bfloat16", "float16"] | None = None
     accumulate: int = 1
     compile: bool = False
+    device: DeviceRequest = "auto"
     seed: int = 0
     out: str | None = None
     resume: bool = False

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from penstock.cluster.cluster import Cluster, cluster
+from penstock.cluster.cluster import Cluster
 from penstock.draw.compare import draw_pair
 from penstock.draw.draw import draw
 from penstock.errors import FileError, PlanError
 from penstock.event import Timeline
+from penstock.measure.cards import Card, choose_device_type, count_cards, list_cards
 from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.runtime.launch import launch
@@ -25,6 +26,7 @@ from penstock.training.baseline import plain_step_s
 from penstock.training.checks import check_words, known_schedule
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import count_batches
+from penstock.training.devices import Devices, device_change, with_device
 from penstock.training.optimizer import an_optimizer
 from penstock.training.rank import RankResult, profile_rank, train_rank
 from penstock.training.resume import check_checkpoint, remove_staging, staging_folder
@@ -44,7 +46,10 @@ class Outcome:
     `measured_peak_memory` is what the ranks have held in weights, gradients, optimizer and activations, `measured_peak_rss` the
     whole process. `predicted_weight_versions` and the measured ones: per stage, the most versions of the weights that are kept.
     `one_thread_step_s` is plain training in one process with one thread, measured in the same run; None if that was left out.
-    `idle_on` has the shares of the measured step in which each rank stood still.
+    `idle_on` has the shares of the measured step in which each rank stood still. `device` is "cpu" or the name of the cards.
+    `measured_peak_allocated`, of cards alone: per process, the most bytes that torch's allocator had given out while it trained. Where
+    ranks share a card there is one process, and one number in it and in `measured_peak_rss`; `one_thread_step_s` is then, as on all cards,
+    of one process on one card.
     """
 
     folder: str
@@ -65,6 +70,8 @@ class Outcome:
     weights: str = "flush"
     predicted_weight_versions: tuple[int, ...] = ()
     measured_weight_versions: tuple[int, ...] = ()
+    device: str = "cpu"
+    measured_peak_allocated: tuple[int, ...] | None = None
 
     @property
     def speed_up(self) -> float | None:
@@ -86,6 +93,7 @@ class Prepared:
     cluster: Cluster
     plan: Plan
     predicted: Timeline
+    devices: Devices
 
 
 def prepare(config: TrainConfig, say: Say) -> Prepared:
@@ -95,6 +103,8 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
         FileError: the folder already holds a run, or a file cannot be read or written.
         PlanError, SettingError, …: what is asked for cannot be done.
     """
+    devices = find_devices(config.device)
+    config = with_device(config, devices)
     task = make_task(config)
     traced = chain(task.model)
     check_words(config, len(traced))
@@ -102,20 +112,20 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
         check_checkpoint(
             config, traced.fingerprint, count_batches(len(task.data.train_inputs), config.batch)
         )
+    ranks = _ranks(config, devices)
+    devices.check_ranks(ranks)
+    change = device_change(config, devices)
     if config.out is not None:
         _folder(config)
-    ranks = _ranks(config)
     say(
         f"{config.model}: {len(traced)} layers, {traced.parameter_count:,} parameters · {task.data.description}"
     )
-    cores = len(os.sched_getaffinity(0))
-    threads = max(1, cores // ranks)
-    measured = _profile(config, traced, ranks, threads, say)
-    host = cluster(f"local:{ranks}")
-    if ranks > 1:
-        link = link_here()
-        host = host.with_links(inside=link)
-        say(f"link between two processes: {link}")
+    if change is not None:
+        say(change)
+    if devices.cards:
+        say(devices.description(ranks))
+    measured = _profile(config, traced, ranks, devices, say)
+    host = _host(ranks, devices, say)
     named = None if config.schedule is None else [config.schedule]
     chosen = plan(measured, host, config.batch, schedules=named, stages=config.stage_count(), recompute=config.recompute,
                   micro_batches=config.micro_batches, memory_limit=config.memory_limit, partition=config.lengths(),
@@ -130,7 +140,39 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
     measured.save(target / "profile.json")
     for suffix in ("svg", "json"):
         draw(predicted, target / f"predicted.{suffix}")
-    return Prepared(config, folder, measured, host, chosen, predicted)
+    return Prepared(config, folder, measured, host, chosen, predicted, devices)
+
+
+def find_devices(request: str) -> Devices:
+    """Return what a run is to use of this host.
+
+    The cards are described by a process that ends at once: what asks a card for its free memory holds a
+    part of it from then on.
+
+    Args:
+        request: "auto", "cpu" or "cuda".
+
+    Raises:
+        SettingError: CUDA is requested and no card is visible, or the cards are of several models.
+    """
+    count = 0 if request == "cpu" else count_cards()
+    if choose_device_type(request, count) == "cpu":
+        return Devices()
+    cards: tuple[Card, ...] = launch(list_cards, 1)[0]
+    return Devices(cards)
+
+
+def _host(ranks: int, devices: Devices, say: Say) -> Cluster:
+    """The cluster to plan for, with its link measured where the ranks are processes on CPUs."""
+    host = devices.cluster(ranks)
+    if ranks == 1:
+        return host
+    if devices.cards:
+        say(f"link between two ranks: {host.inside}")
+        return host
+    link = link_here()
+    say(f"link between two processes: {link}")
+    return host.with_links(inside=link)
 
 
 def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Timeline]:
@@ -139,10 +181,16 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
     Raises:
         RunError: a rank failed; the message says which and why. Checkpoints that were written stay.
     """
-    config, folder = prepared.config, prepared.folder
+    config, folder, devices = prepared.config, prepared.folder, prepared.devices
     try:
         results: list[RankResult] = launch(
-            train_rank, prepared.plan.ranks, config, prepared.plan, folder, quiet
+            train_rank,
+            devices.processes(prepared.plan.ranks),
+            config,
+            prepared.plan,
+            folder,
+            quiet,
+            devices,
         )
     finally:
         remove_staging(folder)
@@ -152,12 +200,7 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
         raise PlanError(
             f"there is nothing left to train: the checkpoint in {folder} is at step {first.steps}"
         )
-    plain: float | None = None
-    if config.baseline_steps:
-        say(
-            f"plain training in one process with one thread, {config.baseline_steps} steps, to compare …"
-        )
-        plain = statistics.median(launch(plain_step_s, 1, config, threads=1))
+    plain = _plain_step_s(config, devices, say) if config.baseline_steps else None
     chosen = prepared.plan
     bubble = measured.bubble_ratio if chosen.synchronous else 1.0 - statistics.mean(first.busy)
     outcome = Outcome(
@@ -165,7 +208,7 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
         chosen.predicted.step_s, first.step_s, chosen.predicted.bubble_ratio, bubble,
         chosen.predicted.peak_memory, tuple(result.peak_rss_bytes for result in results), first.seconds, plain,
         measured.peak_memory, chosen.synchronous, chosen.weights, readings(chosen.schedule, rule_of(chosen.schedule, chosen.weights)).versions,
-        first.weight_versions or (1,) * chosen.stages,
+        first.weight_versions or (1,) * chosen.stages, devices.name, _peaks_allocated(results),
     )  # fmt: skip
     for suffix in ("svg", "json"):
         draw(measured, folder / f"measured.{suffix}")
@@ -176,29 +219,65 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
     return outcome, measured
 
 
-def _ranks(config: TrainConfig) -> int:
-    """Ranks to start: as asked, else those of the schedule if it is known, else one for each stage, else one for each core."""
+def _plain_step_s(config: TrainConfig, devices: Devices, say: Say) -> float:
+    """Seconds of a step of plain training, in a process of its own."""
+    place = (
+        "one process with one thread" if devices.type == "cpu" else f"one process on {devices.name}"
+    )
+    say(f"plain training in {place}, {config.baseline_steps} steps, to compare …")
+    # One thread is the unit that ranks on the CPU are compared by; beside a card the host needs all.
+    threads = 1 if devices.type == "cpu" else None
+    steps: list[float] = launch(plain_step_s, 1, config, devices.of_process(0), threads=threads)
+    return steps[0]
+
+
+def _peaks_allocated(results: list[RankResult]) -> tuple[int, ...] | None:
+    """Most bytes that torch's allocator had given out, per process; None on the CPU."""
+    peaks = [result.peak_allocated_bytes for result in results]
+    return tuple(peak for peak in peaks if peak is not None) or None
+
+
+def _ranks(config: TrainConfig, devices: Devices) -> int:
+    """Ranks to start: as asked, else those of the schedule if it is known, else one for each stage, else one per core or card."""
     made = None if config.ranks else known_schedule(config)
     if made is not None:
-        return max(made.ranks, made.stages)
-    return config.ranks or config.stage_count() or len(os.sched_getaffinity(0))
+        return made.ranks if devices.cards else max(made.ranks, made.stages)
+    return config.ranks or config.stage_count() or devices.default_ranks
 
 
 def _profile(
-    config: TrainConfig, traced: TracedChain, ranks: int, threads: int, say: Say
+    config: TrainConfig, traced: TracedChain, ranks: int, devices: Devices, say: Say
 ) -> Profile:
-    """The profile that is given, or what all ranks measure together: each is slowed down by the others, as it will be."""
+    """The profile that is given, or what all ranks measure together: each is slowed down by the others, as it will be.
+
+    Cards do not slow each other down: the first measures alone.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    if config.profile is None and devices.cards:
+        say(f"measuring {len(traced)} layers on {devices.name} …")
+        return _launch_profile(config, 1, threads, devices)
     if config.profile is None:
         say(f"measuring {len(traced)} layers with {threads} thread{'s' * (threads > 1)} …")
         if ranks == 1:
             return profile_rank(config, threads)
-        measured: list[Profile] = launch(profile_rank, ranks, config, threads, True)
-        return measured[0]
+        return _launch_profile(config, ranks, threads, devices)
     found = Profile.load(config.profile)
     if found.fingerprint != traced.fingerprint:
         raise FileError(f"{config.profile} is the profile of another model: its layers and shapes have fingerprint "
                         f"{found.fingerprint}, this model's have {traced.fingerprint}")  # fmt: skip
+    if devices.cards and found.device == "cpu":
+        raise FileError(
+            f"{config.profile} was measured on a CPU, and this run is on {devices.name}: leave the profile out, or measure one by "
+            "penstock profile --device cuda"
+        )
     return found
+
+
+def _launch_profile(config: TrainConfig, ranks: int, threads: int, devices: Devices) -> Profile:
+    """The profile that so many processes measure together."""
+    together, place = ranks > 1, devices.of_process(0)
+    measured: list[Profile] = launch(profile_rank, ranks, config, threads, together, place)
+    return measured[0]
 
 
 def _folder(config: TrainConfig) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import resource
 import statistics
 import sys
@@ -12,7 +13,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,6 +28,7 @@ from penstock.profile.profile import Profile
 from penstock.runtime.pipeline import Pipeline
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import count_batches
+from penstock.training.devices import Devices
 from penstock.training.first_check import check_first_batch
 from penstock.training.metrics import Metrics
 from penstock.training.optimizer import optimizer_factory, training_options
@@ -34,17 +38,20 @@ from penstock.training.stream import Feed, Pace, steady_of
 from penstock.training.task import Task, make_task
 from penstock.training.testing import test
 
+_CPU = torch.device("cpu")
+
 #: Steps between looks at how busy the stages are.
 _LOOK_EVERY = 10
 
 
 @dataclass
 class RankResult:
-    """What a rank brings back. All but `peak_rss_bytes` is the same on every rank.
+    """What a rank brings back. All but `peak_rss_bytes` and `peak_allocated_bytes` is the same on every rank.
 
     `step_s` is the median step of the last epoch, its first step left out; `timeline` is of the last step with a whole batch. Of an
     asynchronous plan it is the mean time per batch while the pipeline was full, and `timeline` is of the last batches. `busy` has
     the shares of that time in which the ranks worked; `weight_versions`, per stage, the most versions that were kept.
+    `peak_allocated_bytes`: the most that torch's allocator had given out on a card while it trained; None on the CPU.
     """
 
     steps: int = 0
@@ -56,27 +63,53 @@ class RankResult:
     busy: list[float] = field(default_factory=list)
     weight_versions: tuple[int, ...] = ()
     peak_rss_bytes: int = 0
+    peak_allocated_bytes: int | None = None
     seconds: float = 0.0
     step_times: list[float] = field(default_factory=list)
 
 
-def profile_rank(config: TrainConfig, threads: int, together: bool = False) -> Profile:
+def profile_rank(
+    config: TrainConfig, threads: int, together: bool = False, device: torch.device = _CPU
+) -> Profile:
     """Measure the model of a run, alone or with all other ranks."""
     task = make_task(config)
-    return profile(task.model, task.example(), config.batch, repeats=config.profile_repeats, threads=threads, device="cpu",
+    return profile(task.model, task.example(), config.batch, repeats=config.profile_repeats, threads=threads, device=device,
                    loss=task.loss, targets=task.data.train_targets[: len(task.example())], together=together)  # fmt: skip
 
 
-def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> RankResult:
-    """Train as one rank of the plan; rank 0 writes the run's metrics and weights into `folder`.
+def take_device(devices: Devices) -> torch.device:
+    """Return the device of this process, and make a card the current one, where torch puts what names no card."""
+    device = devices.of_process(int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def train_rank(
+    config: TrainConfig, plan: Plan, folder: Path, quiet: bool, devices: Devices
+) -> RankResult:
+    """Train as one rank of the plan, or as all of them where they share a card. See `train_on`."""
+    executor = devices.executor(plan.ranks)
+    return train_on(config, plan, folder, quiet, take_device(devices), executor)
+
+
+def train_on(
+    config: TrainConfig,
+    plan: Plan,
+    folder: Path,
+    quiet: bool,
+    device: torch.device,
+    executor: Literal["processes", "threads"],
+) -> RankResult:
+    """Train on a device, as one rank of the plan or by threads as all; rank 0 writes the run's metrics and weights into `folder`.
 
     Raises:
         RunError: a rank failed, or the loss is no longer a number.
     """
     task = make_task(config)
-    pipe = Pipeline(task.model, plan, loss=task.loss, optimizer=optimizer_factory(config), seed=config.seed,
-                    deadline_s=config.deadline_s, executor="processes", **training_options(config))  # fmt: skip
-    first = dist.get_rank() == 0
+    pipe = Pipeline(task.model, plan, loss=task.loss, optimizer=optimizer_factory(config), seed=config.seed, device=device,
+                    deadline_s=config.deadline_s, executor=executor, **training_options(config))  # fmt: skip
+    first = executor == "threads" or dist.get_rank() == 0
     if config.resume:
         pipe.load(folder / CHECKPOINT)
         set_options(pipe, config)
@@ -86,6 +119,9 @@ def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> Ra
         line = check_first_batch(pipe, task, config)
         if first and not quiet:
             print(line, file=sys.stderr, flush=True)
+    if device.type == "cuda":
+        # The self-check holds more than training does.
+        torch.cuda.reset_peak_memory_stats(device)
     per_epoch = count_batches(len(task.data.train_inputs), config.batch)
     end = last_step(config, per_epoch)
     started = time.monotonic()
@@ -107,6 +143,8 @@ def train_rank(config: TrainConfig, plan: Plan, folder: Path, quiet: bool) -> Ra
             training.epoch(per_epoch, end)
     result = training.result
     result.seconds = time.monotonic() - started
+    if device.type == "cuda":
+        result.peak_allocated_bytes = torch.cuda.max_memory_allocated(device)
     weights = pipe.state_dict()
     if first:
         save_file(_apart(weights), folder / "weights.safetensors")

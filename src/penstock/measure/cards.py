@@ -1,0 +1,81 @@
+"""CUDA cards that this process can use, and the choice between them and the CPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal, final, get_args
+
+import torch
+
+from penstock.errors import SettingError
+
+DeviceType = Literal["cpu", "cuda"]
+DeviceRequest = Literal["auto", "cpu", "cuda"]
+
+
+@final
+@dataclass(frozen=True)
+class Card:
+    """A CUDA device.
+
+    Attributes:
+        index: number of the card among those that are visible.
+        name: of the model, such as "NVIDIA H100 80GB HBM3".
+        free_bytes: memory of the card that no process holds; the context of one process is left out.
+    """
+
+    index: int
+    name: str
+    free_bytes: int
+
+
+def count_cards() -> int:
+    """Return the number of visible CUDA cards; 0 where torch is built without CUDA."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def list_cards() -> tuple[Card, ...]:
+    """Describe every visible CUDA card.
+
+    This makes a CUDA context of several hundred megabytes on every card, which lasts as long as the
+    process: call it in a process that ends soon.
+    """
+    return tuple(
+        Card(index, torch.cuda.get_device_name(index), torch.cuda.mem_get_info(index)[0])
+        for index in range(count_cards())
+    )
+
+
+def choose_device_type(request: str, card_count: int) -> DeviceType:
+    """Return where to compute.
+
+    Args:
+        request: "auto" takes the cards if there are any; "cpu" and "cuda" take what they say.
+        card_count: number of visible CUDA cards.
+
+    Raises:
+        SettingError: "cuda" is requested and no card is visible, or the request is another word.
+    """
+    if request not in get_args(DeviceRequest):
+        raise SettingError(f"device is 'auto', 'cpu' or 'cuda', not {request!r}")
+    if request == "cuda" and card_count == 0:
+        raise SettingError(no_card())
+    if request == "cpu" or card_count == 0:
+        return "cpu"
+    return "cuda"
+
+
+def no_card() -> str:
+    """Return the message for a request of CUDA without a visible card."""
+    build = torch.version.cuda
+    facts = [
+        "this torch is built without CUDA" if build is None else f"torch is built for CUDA {build}"
+    ]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        facts.append(f"CUDA_VISIBLE_DEVICES is {visible!r}")
+    return (
+        f"device cuda: no CUDA device is visible ({'; '.join(facts)}). Use device cpu, or auto; or "
+        "install a CUDA build of torch and make a card visible"
+    )

@@ -1,0 +1,94 @@
+"""`--device` of `penstock train` and `penstock profile`, and what a run on cards reports. No card is needed here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from penstock.cli.train import _memory_rows
+from penstock.training.job import Outcome
+
+GIB = 2**30
+WORDS = ("--model", "mlp", "--image", "8", "--channels", "1", "--batch", "64")
+
+
+@pytest.mark.parametrize("verb", ["train", "profile"])
+def test_cuda_without_a_card_is_refused_with_exit_status_2(tmp_path, verb):
+    """In a process that sees no card, whatever this host has; nothing is written."""
+    words = [sys.executable, "-m", "penstock", verb, *WORDS, "--device", "cuda"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 2
+    assert "device cuda: no CUDA device is visible" in ran.stderr
+    assert "Use device cpu, or auto" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["train", "profile"])
+def test_a_word_that_is_no_device_is_refused_with_exit_status_2(penstock, verb):
+    """A misspelt one must not mean the default."""
+    ran = penstock(verb, *WORDS, "--device", "gpu")
+    assert ran.status == 2
+    assert "'auto', 'cpu'" in ran.err
+    assert "'gpu'" in ran.err
+
+
+def test_a_profile_on_the_cpu_says_so(penstock):
+    """In its record, for whoever plans from it."""
+    ran = penstock("profile", *WORDS, "--repeats", "1", "--sizes", "4", "--device", "cpu", "--json")
+    assert ran.status == 0, ran.err
+    assert json.loads(ran.out)["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--on", "V100"), "--device says where to measure, and --on measures nothing"),
+        (("--cluster", "local:2"), "--device: that is of a model's profile"),
+    ],
+)
+def test_a_device_beside_what_it_does_not_apply_to_is_refused(penstock, words, message):
+    """A flag that is passed over looks as if it had been obeyed."""
+    ran = penstock("profile", "--device", "cpu", *words)
+    assert ran.status == 2
+    assert message in ran.err
+
+
+def outcome(**changes):
+    """An outcome of two ranks."""
+    fields = {
+        "folder": "runs/x", "steps": 1, "loss": 0.0, "test_loss": 0.0, "test_accuracy": 0.0,
+        "predicted_step_s": 1.0, "measured_step_s": 1.0, "predicted_bubble_ratio": 0.0, "measured_bubble_ratio": 0.0,
+        "predicted_peak_memory": (GIB, GIB), "measured_peak_rss": (3 * GIB, 4 * GIB), "training_s": 1.0, "one_thread_step_s": None,
+        "measured_peak_memory": (GIB, 2 * GIB),
+    }  # fmt: skip
+    return Outcome(**{**fields, **changes})
+
+
+def test_memory_is_reported_by_rank_and_by_process():
+    """As it was before there was a choice."""
+    assert _memory_rows(outcome()) == [
+        ("memory of rank 0", "1.0 GiB", "1.0 GiB of 3.0 GiB (whole process)"),
+        ("memory of rank 1", "1.0 GiB", "2.0 GiB of 4.0 GiB (whole process)"),
+    ]
+    assert _memory_rows(outcome(measured_peak_memory=None))[0][2] == "3.0 GiB (whole process)"
+
+
+def test_memory_of_ranks_that_share_a_card_is_reported_once_per_process():
+    """The memory of a process has no parts by rank."""
+    shared = outcome(
+        measured_peak_rss=(3 * GIB,), device="H100", measured_peak_allocated=(5 * GIB,)
+    )
+    assert _memory_rows(shared) == [
+        ("memory of rank 0", "1.0 GiB", "1.0 GiB"),
+        ("memory of rank 1", "1.0 GiB", "2.0 GiB"),
+        ("memory of the process", "", "3.0 GiB"),
+        ("allocated on card 0", "", "5.0 GiB"),
+    ]
