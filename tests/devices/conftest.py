@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 #: Importing these changes torch for the whole process: pytest must not look in them for doctests.
-collect_ignore = ["lookalike.py", "lookalike_cells.py"]
+collect_ignore = ["lookalike.py", "lookalike_cells.py", "nccl_jobs.py", "nccl_like.py"]
 
 _SCRIPT = Path(__file__).parent / "lookalike_cells.py"
 _SOURCE = Path(__file__).parents[2] / "src"

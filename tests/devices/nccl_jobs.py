@@ -119,12 +119,12 @@ def losses_on_cpu(case: dict[str, Any]) -> list[float]:
 
 def install() -> None:
     """Let this process believe in NCCL."""
-    from tests.devices import nccl_device, nccl_like
+    from tests.devices import lookalike, nccl_like
 
     from penstock.values import structure
 
     # On a real device tensors are of torch's own class.
-    structure._DENSE = frozenset({*structure._DENSE, nccl_device.Lookalike})
+    structure._DENSE = frozenset({*structure._DENSE, lookalike.Lookalike})
     choose_transport("nccl")
     nccl_like.install()
     # autograd's thread for the device cannot be joined; the result has been written by then.
@@ -141,18 +141,18 @@ def choose_transport(name: str) -> None:
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """Train over the stand-in; what was seen of it in this rank."""
-    from tests.devices import nccl_device, nccl_like
+    from tests.devices import lookalike, nccl_like
 
     nccl_like.unseal()
     before = len(nccl_like.COMMUNICATORS)
-    pipe = pipeline(case, "processes", nccl_device.DEVICE)
+    pipe = pipeline(case, "processes", lookalike.DEVICE)
     made = len(nccl_like.COMMUNICATORS) - before
     nccl_like.seal()
     losses = [pipe.train_batch(*data()) for _ in range(BATCHES - 1)]
     nccl_like.WAITS.clear()
-    nccl_device.clear()
+    lookalike.clear()
     losses.append(pipe.train_batch(*data()))
-    waits, copies = dict(nccl_like.WAITS), nccl_device.LINES["h2d"].copy()
+    waits, copies = dict(nccl_like.WAITS), lookalike.LINES["h2d"].copy()
     nccl_like.unseal()
     peers = {
         peer
@@ -230,9 +230,9 @@ def disturb(pipe: Any, kind: str, call: int, action: Callable[[], object]) -> No
 
 def fail(rank: int, kind: str, call: int) -> list[float]:
     """Train one batch, then let an op of one rank raise in the next."""
-    from tests.devices import nccl_device
+    from tests.devices import lookalike
 
-    pipe = pipeline(CASES[2]["1f1b"], "processes", nccl_device.DEVICE)
+    pipe = pipeline(CASES[2]["1f1b"], "processes", lookalike.DEVICE)
     pipe.train_batch(*data())
 
     def refuse() -> None:
@@ -246,9 +246,9 @@ def fail(rank: int, kind: str, call: int) -> list[float]:
 
 def be_late() -> list[float]:
     """Rank 0 computes until the run has failed; the deadline is short."""
-    from tests.devices import nccl_device
+    from tests.devices import lookalike
 
-    pipe = pipeline(CASES[2]["1f1b"], "processes", nccl_device.DEVICE)
+    pipe = pipeline(CASES[2]["1f1b"], "processes", lookalike.DEVICE)
     pipe.train_batch(*data())
     dist.barrier()
     pipe._world._wire.deadline_s = 1.0
@@ -259,11 +259,11 @@ def be_late() -> list[float]:
 
 def rules() -> dict[str, Any]:
     """What the stand-in says to calls under which NCCL would fail or hang."""
-    from tests.devices import nccl_device, nccl_like
+    from tests.devices import lookalike, nccl_like
 
     rank = dist.get_rank()
     peer = 1 - rank
-    device = torch.device(nccl_device.DEVICE)
+    device = torch.device(lookalike.DEVICE)
 
     def group(**options: Any) -> Any:
         """A communicator of both ranks."""

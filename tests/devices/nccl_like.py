@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tests.devices import nccl_device
+from tests.devices import lookalike
 
 #: Seconds for which a connection waits for the other side.
 PATIENCE_S = [20.0]
@@ -106,7 +106,7 @@ class Communicator:
         Raises:
             RuntimeError: NCCL refuses the tensor.
         """
-        if not isinstance(tensor, nccl_device.Lookalike):
+        if not isinstance(tensor, lookalike.Lookalike):
             raise RuntimeError("No backend type associated with device type cpu")
         if tensor.dtype not in _DTYPES:
             raise RuntimeError(f"Unconvertible NCCL type {tensor.dtype}")
@@ -199,7 +199,7 @@ def _check_host(tensor: torch.Tensor) -> None:
     Raises:
         RuntimeError: a tensor of the device.
     """
-    if isinstance(tensor, nccl_device.Lookalike):
+    if isinstance(tensor, lookalike.Lookalike):
         raise RuntimeError("[gloo/transport/tcp/pair.cc] writev: Bad address")
 
 

@@ -114,10 +114,12 @@ def _measured(
     from rich.console import Console
     from rich.progress import Progress
 
+    from penstock.measure.cards import choose_device_type, count_cards
     from penstock.measure.profile import profile as measure
     from penstock.tracing.chain import chain
     from penstock.training.task import make_task
 
+    place = choose_device_type(device or "auto", count_cards())
     task = make_task(config)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -133,7 +135,7 @@ def _measured(
             sizes=sizes,
             repeats=repeats,
             threads=threads,
-            device=device,
+            device=place,
             progress=show,
         )
 

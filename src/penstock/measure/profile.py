@@ -78,8 +78,7 @@ def profile(
         sizes: micro-batch sizes to measure; by default a batch in 1, 4 and 16 parts, of 2 samples at least.
         repeats: timed runs of each phase.
         threads: torch threads meanwhile: what a rank will have. By default as many as now.
-        device: "cpu", "cuda" or such as "cuda:1"; None or "auto" is a GPU if one is visible: this thread's current one, or with
-            `together` that of the rank (see `penstock.transport.cards`); else the CPU. The profile records it.
+        device: "cpu", "cuda", "cuda:1"; None or "auto" is a GPU if one is visible, else the CPU. The profile records it.
         progress: called with layers done, layers in all, and the layer's name.
         loss, targets: as training has them; what the loss takes then counts with the last layer. As many targets as the example has.
         together: all ranks of a job call this with the same arguments, and get the same profile. Their devices are of one kind.
@@ -95,8 +94,7 @@ def profile(
     batch = int(tensors[0].shape[0]) if batch is None else batch
     measured_sizes = _checked_sizes(batch, sizes, repeats, threads)
     company = Company(together)
-    request = None if device == "auto" else device
-    place = torch.device(assign_device(request).device) if together else local_device(request)
+    place = _place(device, together=together)
     modules = _copies(traced, place)
     if loss is not None:
         modules[-1] = WithLoss(modules[-1], loss, targets)
@@ -108,6 +106,12 @@ def profile(
     del modules
     give_back_freed_memory()
     return company.gather(measured, Profile)[0]
+
+
+def _place(request: str | torch.device | None, *, together: bool) -> torch.device:
+    """The device to measure on."""
+    asked = None if request == "auto" else request
+    return torch.device(assign_device(asked).device) if together else local_device(asked)
 
 
 def _tensors_of(example: Any) -> list[Tensor]:
