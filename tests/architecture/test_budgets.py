@@ -50,7 +50,7 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "front door: a line for every option",
     ),
     ("lines of a file", "runtime/stage.py"): (
-        503,
+        502,
         "2026-11-22",
         "laid out at 100 columns; to be split",
     ),

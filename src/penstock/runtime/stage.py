@@ -243,11 +243,10 @@ class Stage:
         """F where one tensor comes and one goes. The form, which has the mode in it, says that it is so."""
         leaf = None
         value = batch.inputs[micro_batch] if arrived is None else arrived.leaves[0].detach()
-        if not self._on_host:
-            copies = device_batch(batch, self.device)
-            value = (
-                moved(value, self.device) if arrived else copies.view(INPUTS, micro_batch, value)
-            )
+        if not self._on_host and arrived is None:
+            value = device_batch(batch, self.device).view(INPUTS, micro_batch, value)
+        elif not self._on_host:
+            value = value.to(self.device)
         if arrived is not None and arrived.wants_grad[0]:
             leaf = value.requires_grad_(True)
         given = value
