@@ -222,7 +222,8 @@ class DistributedWorld:
 
     def tell(self, numbers: Tensor) -> None:
         """See `World.tell`."""
-        numbers = numbers.detach().to("cpu", torch.float64)  # gloo reads host memory
+        if not numbers.is_cpu or numbers.dtype != torch.float64:
+            numbers = numbers.detach().to("cpu", torch.float64)  # gloo reads host memory
         for other in range(self.size):
             if other in self._near.reachable:
                 self._near.send(other, _TOLD, Payload("", (numbers,), (False,)), "")

@@ -42,7 +42,8 @@ def mean_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor:
 
 def _on_device(world: World, loss: Tensor) -> Tensor:
     """A loss that came through host memory, as the rank that made it has it."""
-    return loss.to(world.device(world.local_ranks[0]), torch.float32)
+    device = world.device(world.local_ranks[0])
+    return loss.float() if device.type == "cpu" else loss.to(device, torch.float32)
 
 
 def outputs(world: World, schedule: Schedule, batch: Batch) -> Any:
