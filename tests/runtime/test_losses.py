@@ -317,6 +317,20 @@ def test_a_cross_entropy_in_which_samples_meet_is_not_taken_for_one_per_row(name
         train(pipeline(model(), MIXED[name], "gpipe"), 1)
 
 
+@pytest.mark.parametrize("large", [False, True], ids=["tested", "by its graph"])
+def test_a_hook_that_rescales_the_gradient_of_the_output_is_refused(large, monkeypatch):
+    """By the norm over the whole batch, which no micro-batch has; the graph is that of a plain cross entropy."""
+
+    def loss(output, target):
+        output.register_hook(lambda grad: grad / grad.norm())
+        return functional.cross_entropy(*rows(output, target.clamp(0)))
+
+    if large:
+        monkeypatch.setattr("penstock.runtime.loss_weights._LARGE_OUTPUT", 0)
+    with pytest.raises(StageFailed, match="their gradients do not"):
+        train(pipeline(model(), loss), 1)
+
+
 def test_nonlinear_functions_of_single_samples_are_no_obstacle():
     """Each sample's loss is one number, and the graph has as many of them as there are samples."""
 

@@ -62,6 +62,10 @@ _MOST_FORMS = 256
 _ALWAYS_UP_TO = 64
 
 
+#: Elements of a micro-batch's output from which on the test's copies of it (64 MiB each in float32) are worth avoiding.
+_LARGE_OUTPUT = 1 << 24
+
+
 @dataclass(frozen=True)
 class Classes:
     """A mean over class indices that are a leaf of the targets: its divisor is counted there."""
@@ -246,6 +250,10 @@ class LossWeights:
         """Whether the loss's graph alone shows that no sample sees another: nothing is left to test."""
         node = form.first.terms[0].node
         if len(form.first.terms) > 1 or node is None:
+            return False
+        # Graphs do not show hooks on gradients, which the test sees: only where it would take much memory is it left out.
+        elements = sum(leaf.numel() for leaf in tensors_of(view.value))
+        if elements < _LARGE_OUTPUT or any(leaf._backward_hooks for leaf in form.first.leaves):
             return False
         target = self.call.target(view.batch, view.number)
         return type(target) is Tensor and is_per_row(node, target)
