@@ -1,9 +1,10 @@
 """Train with a pipeline in one process: every rank is a thread.
 
 Shows: chain, Pipeline, compare_with_one_device, timeline, save and load.
-Story: seven layers are cut into three stages. The pipeline learns random data by heart, its gradients are those of plain
-    training, and what it learned goes on under another cut. Threads are for looking closely and for tests; processes, as in
-    the next example, are for speed.
+Story: seven layers are cut into three stages. The pipeline learns random data by heart, its
+gradients are those of plain
+    training, and what it learned goes on under another cut. Threads are for looking closely and for
+    tests; processes, as in the next example, are for speed.
 Takes: a few seconds on a CPU.
 """
 
@@ -26,8 +27,14 @@ x, y = torch.randn(BATCH, 20), torch.randint(0, 5, (BATCH,))
 def make_model() -> nn.Sequential:
     """Seven layers, one of them random: dropout too is the same however the model is cut."""
     return nn.Sequential(
-        nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 5)
-    )  # fmt: skip
+        nn.Linear(20, 64),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.Linear(64, 5),
+    )
 
 
 def make_pipeline(balance: list[int], schedule: str) -> ps.Pipeline:

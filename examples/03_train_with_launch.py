@@ -1,7 +1,8 @@
 """Train with one process per rank, started from a script or a notebook.
 
 Shows: profile, cluster, plan, launch, Pipeline with a plan.
-Story: a model is measured here, a plan is made for two ranks of this machine, and two processes learn the handwritten digits
+Story: a model is measured here, a plan is made for two ranks of this machine, and two processes
+learn the handwritten digits
     with it. Every rank runs the same function with the same data.
 Takes: half a minute on two cores. Needs scikit-learn (the extra `data`) for the digits.
 """

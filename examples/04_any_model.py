@@ -1,8 +1,11 @@
-"""Train a model that is no Sequential: its forward has skips, several inputs, a mask and a tied head.
+"""Train a model that is no Sequential: its forward has skips, several inputs, a mask and a tied
+head.
 
-Shows: chain with an example, layers and what crosses between them, Pipeline, compare_with_one_device.
-Story: a small translator is written as one writes it. It is traced, cut into a layer for every module with weights, and trained on
-    three ranks with batches of other lengths than the example's; its gradients are those of plain training, in its own parameters.
+Shows: chain with an example, layers and what crosses between them, Pipeline,
+compare_with_one_device. Story: a small translator is written as one writes it. It is traced, cut
+into a layer for every module with weights, and trained on
+    three ranks with batches of other lengths than the example's; its gradients are those of plain
+    training, in its own parameters.
 Takes: some seconds on a CPU.
 """
 

@@ -1,8 +1,10 @@
 """A training loop that calls `backward()` itself, over two threads of a CPU.
 
 Shows: Pipe, skippable, stash, pop, Namespace, deferred batch norm.
-Story: a small U-Net with batch norm learns to tell a circle from its outline. Its skips pass over the cut between two partitions. Gradients
-    are those of the plain model, which has statistics of micro-batches too here, and what was learned goes back into it.
+Story: a small U-Net with batch norm learns to tell a circle from its outline. Its skips pass over
+the cut between two partitions. Gradients
+    are those of the plain model, which has statistics of micro-batches too here, and what was
+    learned goes back into it.
 Takes: a few seconds on a CPU.
 """
 
@@ -56,9 +58,14 @@ def make_model() -> nn.Sequential:
     """Two skips of one name, each in a namespace of its own."""
     outer, inner = ps.Namespace(), ps.Namespace()
     return nn.Sequential(
-        Down(1, 8).isolate(outer), Down(8, 16).isolate(inner), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(),
-        Up(16, 8, 8).isolate(inner), nn.ReLU(), Up(8, 1, 1).isolate(outer)
-    )  # fmt: skip
+        Down(1, 8).isolate(outer),
+        Down(8, 16).isolate(inner),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.ReLU(),
+        Up(16, 8, 8).isolate(inner),
+        nn.ReLU(),
+        Up(8, 1, 1).isolate(outer),
+    )
 
 
 def make_images() -> tuple[torch.Tensor, torch.Tensor]:

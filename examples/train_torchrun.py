@@ -1,11 +1,14 @@
 """Train under torchrun, on one host or on several.
 
     torchrun --nproc-per-node 2 examples/train_torchrun.py
-    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT examples/train_torchrun.py
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT
+    examples/train_torchrun.py
 
 Shows: Pipeline without a plan, save and load.
-Story: as many stages as there are processes, all of the same number of layers. Stop it and start it again, with as many
-    processes as you like: it goes on from the last epoch, since a checkpoint can be read under any cut.
+Story: as many stages as there are processes, all of the same number of layers. Stop it and start it
+again, with as many
+    processes as you like: it goes on from the last epoch, since a checkpoint can be read under any
+    cut.
 Takes: half a minute on two cores. Needs scikit-learn (the extra `data`) for the digits.
 """
 

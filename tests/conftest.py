@@ -1,4 +1,6 @@
-"""One torch thread for every test: small models gain nothing from more, and sums are split by threads, which changes last bits."""
+"""One torch thread for every test: small models gain nothing from more, and sums are split by
+threads, which changes last bits.
+"""
 
 from __future__ import annotations
 

@@ -18,8 +18,11 @@ ROOT = Path(__file__).parents[1]
 RUN = [
     path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()
 ]
-LINKED = [*RUN, *(path for path in (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md") if path.exists()),
-          *sorted((ROOT / "benchmarks").rglob("*.md"))]  # fmt: skip
+LINKED = [
+    *RUN,
+    *(path for path in (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md") if path.exists()),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
+]
 
 FENCE = re.compile(
     r"^(?P<bars>`{3,})(?P<language>[^\n`]*)\n(?P<body>.*?)^(?P=bars)[ ]*$", re.MULTILINE | re.DOTALL
@@ -39,7 +42,8 @@ def named(paths):
 class Block:
     """A fenced Python block: its line, its code, and what the page shows of its output.
 
-    A ```text block right behind it is all that it prints; a block behind `<!-- golden: ... -->` is a part of that.
+    A ```text block right behind it is all that it prints; a block behind `<!-- golden: ... -->` is
+    a part of that.
     """
 
     line: int
@@ -124,7 +128,9 @@ def anchors_of(text: str) -> set[str]:
 
 @named(RUN)
 def test_python_on_the_page_runs_and_prints_what_the_page_shows(path, tmp_path, monkeypatch):
-    """A page that is not run is wrong within a month. Paths are read from the root of the repository, of which this is a copy."""
+    """A page that is not run is wrong within a month. Paths are read from the root of the
+    repository, of which this is a copy.
+    """
     monkeypatch.chdir(tmp_path)
     for folder in ("docs", "examples"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
@@ -157,7 +163,9 @@ def test_paths_that_the_page_names_exist(path):
 
 
 def test_the_story_walks_the_rooms_in_the_order_of_imports():
-    """The sentence that names the rooms, the story and the import rule are one thing told three times."""
+    """The sentence that names the rooms, the story and the import rule are one thing told three
+    times.
+    """
     source = (ROOT / "tests" / "architecture" / "test_imports.py").read_text(encoding="utf-8")
     listed = re.search(r"^ORDER = \[(.*?)\]", source, re.MULTILINE | re.DOTALL)
     order = re.findall(r'"(\w+)"', listed[1])

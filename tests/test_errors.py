@@ -24,28 +24,59 @@ from penstock.errors import (
 )
 
 EXAMPLES = [
-    (UnknownName("schedule", "zb-h1", ["zb_h1", "gpipe"]),
-     "no schedule called 'zb-h1'. Did you mean 'zb_h1'? Known: zb_h1, gpipe",
-     {"kind": "schedule", "name": "zb-h1", "known": ("zb_h1", "gpipe")}),
+    (
+        UnknownName("schedule", "zb-h1", ["zb_h1", "gpipe"]),
+        "no schedule called 'zb-h1'. Did you mean 'zb_h1'? Known: zb_h1, gpipe",
+        {"kind": "schedule", "name": "zb-h1", "known": ("zb_h1", "gpipe")},
+    ),
     (FileError("plan.json is not JSON"), "plan.json is not JSON", {}),
-    (MissingExtra("tensorboard", "metrics", "writing curves"),
-     "writing curves needs tensorboard; install it with: pip install 'penstock[metrics]'",
-     {"package": "tensorboard", "extra": "metrics", "purpose": "writing curves"}),
-    (ScheduleError("mine is not sound", [Finding("once", "0F0 stands twice", 1, "0F0")]), "mine is not sound",
-     {"findings": (Finding("once", "0F0 stands twice", 1, "0F0"),)}),
-    (StageFailed(5, 2, "2B3", 117, "ZeroDivisionError: division by zero"),
-     "rank 5 (stage 2) failed in 2B3 of step 117: ZeroDivisionError: division by zero",
-     {"rank": 5, "stage": 2, "op": "2B3", "step": 117, "cause": "ZeroDivisionError: division by zero"}),
-    (PeerFailed(1, "0F3 from rank 0", "rank 0 failed in 0F3"),
-     "rank 0 failed in 0F3 (rank 1 was stopped while it waited for 0F3 from rank 0)",
-     {"rank": 1, "waited_for": "0F3 from rank 0", "reason": "rank 0 failed in 0F3"}),
-    (DeadlineExceeded(1, "0F3 from rank 0", 61.4, ["rank 0 waits for 1B0 from rank 1"]),
-     "rank 1 waits for 0F3 from rank 0 since 61 s, which is over its deadline\n  rank 0 waits for 1B0 from rank 1",
-     {"rank": 1, "waited_for": "0F3 from rank 0", "seconds": 61.4, "elsewhere": ("rank 0 waits for 1B0 from rank 1",)}),
-    (RanksDiffer("seed: 0 on rank 0; 1 on rank 1", ["seed"]), "seed: 0 on rank 0; 1 on rank 1", {"differences": ("seed",)}),
-    (RankDied(3, 4242, "was killed by signal 9", "; ranks 0, 1 and 2 were stopped"),
-     "rank 3 (pid 4242) was killed by signal 9; ranks 0, 1 and 2 were stopped", {"rank": 3, "pid": 4242, "how": "was killed by signal 9"}),
-]  # fmt: skip
+    (
+        MissingExtra("tensorboard", "metrics", "writing curves"),
+        "writing curves needs tensorboard; install it with: pip install 'penstock[metrics]'",
+        {"package": "tensorboard", "extra": "metrics", "purpose": "writing curves"},
+    ),
+    (
+        ScheduleError("mine is not sound", [Finding("once", "0F0 stands twice", 1, "0F0")]),
+        "mine is not sound",
+        {"findings": (Finding("once", "0F0 stands twice", 1, "0F0"),)},
+    ),
+    (
+        StageFailed(5, 2, "2B3", 117, "ZeroDivisionError: division by zero"),
+        "rank 5 (stage 2) failed in 2B3 of step 117: ZeroDivisionError: division by zero",
+        {
+            "rank": 5,
+            "stage": 2,
+            "op": "2B3",
+            "step": 117,
+            "cause": "ZeroDivisionError: division by zero",
+        },
+    ),
+    (
+        PeerFailed(1, "0F3 from rank 0", "rank 0 failed in 0F3"),
+        "rank 0 failed in 0F3 (rank 1 was stopped while it waited for 0F3 from rank 0)",
+        {"rank": 1, "waited_for": "0F3 from rank 0", "reason": "rank 0 failed in 0F3"},
+    ),
+    (
+        DeadlineExceeded(1, "0F3 from rank 0", 61.4, ["rank 0 waits for 1B0 from rank 1"]),
+        "rank 1 waits for 0F3 from rank 0 since 61 s, which is over its deadline\n  rank 0 waits for 1B0 from rank 1",
+        {
+            "rank": 1,
+            "waited_for": "0F3 from rank 0",
+            "seconds": 61.4,
+            "elsewhere": ("rank 0 waits for 1B0 from rank 1",),
+        },
+    ),
+    (
+        RanksDiffer("seed: 0 on rank 0; 1 on rank 1", ["seed"]),
+        "seed: 0 on rank 0; 1 on rank 1",
+        {"differences": ("seed",)},
+    ),
+    (
+        RankDied(3, 4242, "was killed by signal 9", "; ranks 0, 1 and 2 were stopped"),
+        "rank 3 (pid 4242) was killed by signal 9; ranks 0, 1 and 2 were stopped",
+        {"rank": 3, "pid": 4242, "how": "was killed by signal 9"},
+    ),
+]
 every_error = pytest.mark.parametrize(
     ("error", "text", "fields"), EXAMPLES, ids=[type(error).__name__ for error, *_ in EXAMPLES]
 )
@@ -60,7 +91,9 @@ def test_an_error_says_what_where_and_which_numbers(error, text, fields):
 
 @every_error
 def test_an_error_is_whole_after_a_copy(error, text, fields):
-    """Python rebuilds an exception from its text alone, which here lacked arguments: a process pool then broke on it."""
+    """Python rebuilds an exception from its text alone, which here lacked arguments: a process pool
+    then broke on it.
+    """
     for other in (copy.copy(error), pickle.loads(pickle.dumps(error))):
         assert type(other) is type(error)
         assert str(other) == text

@@ -58,7 +58,9 @@ def test_bubble_ratio_is_idle_over_all_ranks_times_makespan():
 
 
 def test_span_bubble_ratio_is_over_the_longest_span_of_a_rank():
-    """LITERATURE 0.2: first op's start to last op's end of a rank, updates left out; spans 4 and 3, work 4 + 2."""
+    """LITERATURE 0.2: first op's start to last op's end of a rank, updates left out; spans 4 and 3,
+    work 4 + 2.
+    """
     made = line(
         (0, "0F0", 0, 2), (0, "0B0", 2, 4), (0, "0U1", 6, 9), (1, "1F0", 3, 4), (1, "1B0", 5, 6)
     )
@@ -76,7 +78,9 @@ def test_a_late_start_counts_in_the_makespan_and_not_in_the_span():
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 4), (4, 8), (8, 8)])
 def test_the_two_bubble_ratios_agree_for_gpipe_and_one_f_one_b(name, p, m):
-    """LITERATURE 0.2: some rank spans the whole makespan, and (cost - m(f+b)) / cost is the papers' own form."""
+    """LITERATURE 0.2: some rank spans the whole makespan, and (cost - m(f+b)) / cost is the papers'
+    own form.
+    """
     made = simulate_schedule(schedule(name, p, m), Costs(forward=1, backward=2))
     assert made.span_bubble_ratio == pytest.approx(made.bubble_ratio)
     assert made.span_bubble_ratio == pytest.approx((made.makespan - m * 3) / made.makespan)
@@ -133,7 +137,9 @@ def test_bubble_ratios_lie_between_0_and_1(made, forward, backward):
 
 
 def test_a_simulated_timeline_makes_its_events_when_they_are_asked_for():
-    """Eight million tuples take a hundred times as long as the times themselves, and most callers want the makespan."""
+    """Eight million tuples take a hundred times as long as the times themselves, and most callers
+    want the makespan.
+    """
     made = simulate_schedule(schedule("1f1b", 3, 4), Costs(transfer=0.5))
     assert (made.makespan, made.busy, made.peak_in_flight) == (22.0, (12.0,) * 3, (3, 2, 1))
     assert "events" not in vars(made)
@@ -163,7 +169,9 @@ def test_a_simulated_timeline_equals_one_made_of_its_events():
 
 
 def test_a_timeline_can_be_copied_changed_and_pickled():
-    """Ranks send theirs to each other; drawings give theirs another title, and keep the memory's curves."""
+    """Ranks send theirs to each other; drawings give theirs another title, and keep the memory's
+    curves.
+    """
     made = simulate_schedule(schedule("1f1b", 2, 3), Costs(activation_bytes=3))
     assert pickle.loads(pickle.dumps(made)) == made == copy.copy(made)
     renamed = replace(made, title="other")
@@ -183,7 +191,9 @@ def test_ops_that_run_as_one_are_busy_once():
 
 
 def test_evictions_are_not_in_the_span_nor_in_flight():
-    """They compute nothing, and what is away is not held; the partner holds it, for a stage that is not its own."""
+    """They compute nothing, and what is away is not held; the partner holds it, for a stage that is
+    not its own.
+    """
     made = line((0, "0F0", 0, 1), (0, "0E0", 1, 1), (0, "0F1", 1, 2), (0, "0B1", 2, 3), (0, "0L0", 5, 5), (0, "0B0", 5, 6),
                 (1, "0E0", 2, 2), (1, "0L0", 9, 9), stages=1)  # fmt: skip
     assert made.peak_in_flight == (1,)

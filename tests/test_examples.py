@@ -18,8 +18,15 @@ EXAMPLES = ROOT / "examples"
 def run(*command: str, cwd: Path) -> str:
     """What a command prints, once it has ended well."""
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    result = subprocess.run([sys.executable, *command], cwd=cwd, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-                            capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result.stdout
 
@@ -54,7 +61,9 @@ def test_simulating_prints_its_golden_output_without_torch(tmp_path):
 
 
 def test_training_in_threads_prints_its_golden_output_but_for_fractions(tmp_path):
-    """That no gradient differs, and that a checkpoint goes on under another cut, is printed as words and whole numbers."""
+    """That no gradient differs, and that a checkpoint goes on under another cut, is printed as
+    words and whole numbers.
+    """
     printed = run(str(EXAMPLES / "02_train_in_threads.py"), cwd=tmp_path)
     assert without_fractions(printed) == without_fractions(expected("02_train_in_threads.py"))
     first, last = re.search(r"loss (\S+) at first, (\S+) after", printed).groups()
@@ -88,8 +97,19 @@ def test_training_under_torchrun_goes_on_with_another_number_of_processes(tmp_pa
     """A checkpoint knows nothing of the cut, and torchrun finds ports of its own."""
 
     def torchrun(processes: int, epochs: int) -> str:
-        return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-                   str(EXAMPLES / "train_torchrun.py"), "--epochs", str(epochs), "--folder", "kept", cwd=tmp_path)  # fmt: skip
+        return run(
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(processes),
+            str(EXAMPLES / "train_torchrun.py"),
+            "--epochs",
+            str(epochs),
+            "--folder",
+            "kept",
+            cwd=tmp_path,
+        )
 
     assert re.findall(r"^epoch (\d)", torchrun(2, 1), re.MULTILINE) == ["0"]
     assert re.findall(r"^epoch (\d)", torchrun(1, 2), re.MULTILINE) == ["1"]

@@ -74,32 +74,52 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
         read_json(tmp_path / "thing.json", Thing, 3)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("", "is not JSON"),
-    (to_json(THING)[:40], "is not JSON"),
-    ("[" * 100_000, "is not JSON"),
-    ('{"schema": 3, "count": ' + "9" * 5000 + "}", "is not JSON: Exceeds the limit"),
-    ('{"schema": 3, "name": "a", "count": NaN}', "is not JSON: NaN is not a finite number"),
-    ('{"schema": 3, "parts": [{"seconds": [-Infinity]}]}', "is not JSON: -Infinity is not a finite number"),
-    ('{"schema": 3, "parts": [{"seconds": [1e999]}]}', "is not JSON: 1e999 is not a finite number"),
-    ("[]", r"is no thing of schema 3: its schema is None\. Make it anew with this version"),
-    ("3", r"is no thing of schema 3: its schema is None"),
-    ('{"name": "a", "count": 1}', r"its schema is None"),
-    ('{"name": "a", "count": 1, "schema": 2}', r"is no thing of schema 3: its schema is 2"),
-    ('{"name": "a", "count": 1, "schema": "3"}', r"its schema is '3'"),
-    ('{"name": "a", "schema": 3}', r"is no thing: at count: Field required"),
-    ('{"name": "a", "count": 1, "schema": 3, "color": 1}', r"is no thing: at color: "),
-    ('{"name": "a", "count": 1, "schema": 3, "parts": [{"seconds": [], "speed": 1}]}', r"is no thing: at parts\.0\.speed: "),
-    ('{"name": "a", "count": 1, "schema": 3, "parts": [{"seconds": [1, "x"]}]}', r"at parts\.0\.seconds\.1: "),
-    ('{"name": "a", "count": 1, "schema": 3, "parts": [{"seconds": [1, "2"]}]}', r"at parts\.0\.seconds\.1: "),
-    ('{"name": "a", "count": 1.5, "schema": 3}', r"is no thing: at count: "),
-    ('{"name": "a", "count": "1", "schema": 3}', r"is no thing: at count: "),
-    ('{"name": "a", "count": true, "schema": 3}', r"is no thing: at count: "),
-    ('{"name": 1, "count": 1, "schema": 3}', r"is no thing: at name: "),
-    ('{"name": "a", "count": 1, "schema": 3, "parts": null}', r"is no thing: at parts: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not JSON"),
+        (to_json(THING)[:40], "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"schema": 3, "count": ' + "9" * 5000 + "}", "is not JSON: Exceeds the limit"),
+        ('{"schema": 3, "name": "a", "count": NaN}', "is not JSON: NaN is not a finite number"),
+        (
+            '{"schema": 3, "parts": [{"seconds": [-Infinity]}]}',
+            "is not JSON: -Infinity is not a finite number",
+        ),
+        (
+            '{"schema": 3, "parts": [{"seconds": [1e999]}]}',
+            "is not JSON: 1e999 is not a finite number",
+        ),
+        ("[]", r"is no thing of schema 3: its schema is None\. Make it anew with this version"),
+        ("3", r"is no thing of schema 3: its schema is None"),
+        ('{"name": "a", "count": 1}', r"its schema is None"),
+        ('{"name": "a", "count": 1, "schema": 2}', r"is no thing of schema 3: its schema is 2"),
+        ('{"name": "a", "count": 1, "schema": "3"}', r"its schema is '3'"),
+        ('{"name": "a", "schema": 3}', r"is no thing: at count: Field required"),
+        ('{"name": "a", "count": 1, "schema": 3, "color": 1}', r"is no thing: at color: "),
+        (
+            '{"name": "a", "count": 1, "schema": 3, "parts": [{"seconds": [], "speed": 1}]}',
+            r"is no thing: at parts\.0\.speed: ",
+        ),
+        (
+            '{"name": "a", "count": 1, "schema": 3, "parts": [{"seconds": [1, "x"]}]}',
+            r"at parts\.0\.seconds\.1: ",
+        ),
+        (
+            '{"name": "a", "count": 1, "schema": 3, "parts": [{"seconds": [1, "2"]}]}',
+            r"at parts\.0\.seconds\.1: ",
+        ),
+        ('{"name": "a", "count": 1.5, "schema": 3}', r"is no thing: at count: "),
+        ('{"name": "a", "count": "1", "schema": 3}', r"is no thing: at count: "),
+        ('{"name": "a", "count": true, "schema": 3}', r"is no thing: at count: "),
+        ('{"name": 1, "count": 1, "schema": 3}', r"is no thing: at name: "),
+        ('{"name": "a", "count": 1, "schema": 3, "parts": null}', r"is no thing: at parts: "),
+    ],
+)
 def test_what_is_not_exactly_of_the_form_is_refused_with_its_place(tmp_path, text, message):
-    """Trust nothing from outside: Python's reader takes NaN, 1e999 and endless nesting, and pydantic a text for a number."""
+    """Trust nothing from outside: Python's reader takes NaN, 1e999 and endless nesting, and
+    pydantic a text for a number.
+    """
     with pytest.raises(FileError, match=message) as caught:
         read(tmp_path, text)
     assert str(tmp_path / "thing.json") in str(caught.value)

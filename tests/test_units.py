@@ -20,16 +20,47 @@ def test_bytes_are_read_from_what_people_write(text, count):
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize(("text", "seconds"), [
-    ("3 ms", 0.003), ("2 min", 120), ("0.5", 0.5), ("1h", 3600), ("10 us", 1e-5), ("10 µs", 1e-5), ("7ns", 7e-9), (4, 4), ("5 S", 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("3 ms", 0.003),
+        ("2 min", 120),
+        ("0.5", 0.5),
+        ("1h", 3600),
+        ("10 us", 1e-5),
+        ("10 µs", 1e-5),
+        ("7ns", 7e-9),
+        (4, 4),
+        ("5 S", 5),
+    ],
+)
 def test_seconds_are_read_from_what_people_write(text, seconds):
     """A number without a unit is seconds."""
     assert parse_seconds(text) == pytest.approx(seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-3 GiB", "3 parsecs", "3 s", "1,5 GiB", "3 GiB/s", "0x10", "nan", "inf", "\u0663 GiB",
-                                  "1e999", -1, float("nan"), float("inf"), "1_000", "3 G iB"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "GiB",
+        "-3 GiB",
+        "3 parsecs",
+        "3 s",
+        "1,5 GiB",
+        "3 GiB/s",
+        "0x10",
+        "nan",
+        "inf",
+        "\u0663 GiB",
+        "1e999",
+        -1,
+        float("nan"),
+        float("inf"),
+        "1_000",
+        "3 G iB",
+    ],
+)
 def test_what_is_no_number_of_bytes_is_refused_with_an_example(text):
     """`1e999`, nan and inf once escaped as Python's own OverflowError and ValueError."""
     with pytest.raises(
@@ -48,15 +79,35 @@ def test_what_is_no_number_of_seconds_is_refused_with_an_example(text):
         parse_seconds(text)
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (12, "12 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"),
-                                             (3 * 2**30, "3.0 GiB"), (2**41, "2.0 TiB"), (2**52, "4096.0 TiB")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (12, "12 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (3 * 2**30, "3.0 GiB"),
+        (2**41, "2.0 TiB"),
+        (2**52, "4096.0 TiB"),
+    ],
+)
 def test_bytes_are_printed_in_the_unit_that_fits(count, text):
     """One digit after the point is what a person compares."""
     assert format_bytes(count) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (75, "75.0 s"), (1, "1.0 s"), (0.0123, "12.3 ms"), (5e-6, "5.0 us"),
-                                               (2e-9, "2.0 ns")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (75, "75.0 s"),
+        (1, "1.0 s"),
+        (0.0123, "12.3 ms"),
+        (5e-6, "5.0 us"),
+        (2e-9, "2.0 ns"),
+    ],
+)
 def test_seconds_are_printed_in_the_unit_that_fits(seconds, text):
     """From nanoseconds to minutes of training, as seconds and their parts."""
     assert format_seconds(seconds) == text

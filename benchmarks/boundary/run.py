@@ -1,6 +1,8 @@
-"""What boundaries in fewer bits do to the loss, and to what travels: a small GPT on Python's documentation, four stages.
+"""What boundaries in fewer bits do to the loss, and to what travels: a small GPT on Python's
+documentation, four stages.
 
-Every way trains from the same weights on the same batches; only what crosses the boundaries differs.
+Every way trains from the same weights on the same batches; only what crosses the boundaries
+differs.
 """
 
 from __future__ import annotations
@@ -38,9 +40,16 @@ def losses(code: str | None, seed: int, steps: int) -> list[float]:
     model = zoo_model(
         "gpt", layers=STAGES, width=WIDTH, heads=4, tokens=TOKENS, vocabulary=256, dropout=0.0
     )
-    pipe = ps.Pipeline(model, balance=ps.partition(model_profile(model), stages=STAGES, by="uniform"), schedule="1f1b",
-                       micro_batches=MICRO_BATCHES, loss=gpt_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=2e-3),
-                       boundary=code, executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        balance=ps.partition(model_profile(model), stages=STAGES, by="uniform"),
+        schedule="1f1b",
+        micro_batches=MICRO_BATCHES,
+        loss=gpt_loss,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=2e-3),
+        boundary=code,
+        executor="threads",
+    )
     generator = torch.Generator().manual_seed(seed)
     data = text()
     found = []

@@ -1,7 +1,9 @@
-"""Which weight rules lose accuracy, and when? All of them on VGG-11 and on a character GPT, at 2, 4 and 8 stages, three seeds each.
+"""Which weight rules lose accuracy, and when? All of them on VGG-11 and on a character GPT, at 2, 4
+and 8 stages, three seeds each.
 
-The same as `penstock study convergence`, with its results kept here: results.json, table.md and the figures. Records go to the
-study's folder as they come, so that an interrupted run goes on where it stopped.
+The same as `penstock study convergence`, with its results kept here: results.json, table.md and the
+figures. Records go to the study's folder as they come, so that an interrupted run goes on where it
+stopped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Is the chosen plan really the best? Every cut into two stages and every number of micro-batches, run for real, beside what `ps.plan` chose.
+"""Is the chosen plan really the best? Every cut into two stages and every number of micro-batches,
+run for real, beside what `ps.plan` chose.
 
-The plan is made first, from a profile alone. Then 1F1B and GPipe run in every cut and with every number of micro-batches, in two
-processes with one thread each, over gloo. The best of so many noisy medians is partly luck, so the fastest few and the chosen one run
-once more, in turn, and those times count.
+The plan is made first, from a profile alone. Then 1F1B and GPipe run in every cut and with every
+number of micro-batches, in two processes with one thread each, over gloo. The best of so many noisy
+medians is partly luck, so the fastest few and the chosen one run once more, in turn, and those
+times count.
 """
 
 from __future__ import annotations
@@ -78,8 +80,14 @@ def measured_profile(name: str) -> Profile:
 def pipeline(name: str, way: Way) -> tuple[ps.Pipeline, torch.Tensor, torch.Tensor]:
     """It, warmed up, and a batch for it."""
     made, x, y, loss = workload(name)
-    pipe = ps.Pipeline(made, loss=loss, balance=way.lengths, schedule=way.schedule, micro_batches=way.micro_batches,
-                       optimizer=lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9))  # fmt: skip
+    pipe = ps.Pipeline(
+        made,
+        loss=loss,
+        balance=way.lengths,
+        schedule=way.schedule,
+        micro_batches=way.micro_batches,
+        optimizer=lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+    )
     for _ in range(3):
         pipe.train_batch(x, y)
     return pipe, x, y
@@ -135,8 +143,11 @@ def compare(name: str, on: Cluster, steps: int) -> dict[str, object]:
     layers = len(profile)
     ways = [
         Way((cut, layers - cut), schedule, count)
-        for cut in range(1, layers) for count in MICRO_BATCHES for schedule in SCHEDULES if count > 1 or schedule == "1f1b"
-    ]  # fmt: skip
+        for cut in range(1, layers)
+        for count in MICRO_BATCHES
+        for schedule in SCHEDULES
+        if count > 1 or schedule == "1f1b"
+    ]
     if chosen not in ways:
         ways.append(chosen)
     first, final = ps.launch(measure, RANKS, name, ways, chosen, steps, threads=1)[0]
@@ -181,8 +192,12 @@ def main() -> None:
     for name in given.models.split(","):
         print(name)
         results[name] = compare(name, on, given.steps)
-    machine = {**machine_facts(torch.device("cpu")), "torch": torch.__version__, "python": platform.python_version(),
-               "link": str(on.inside)}  # fmt: skip
+    machine = {
+        **machine_facts(torch.device("cpu")),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "link": str(on.inside),
+    }
     taken = round(time.perf_counter() - started, 1)
     given.out.write_text(
         json.dumps({"machine": machine, "seconds": taken, "results": results}, indent=1) + "\n"

@@ -1,7 +1,9 @@
-"""Does a step take what the plan said it would, and as much memory? Predicted before the run, then run for real, for many configurations.
+"""Does a step take what the plan said it would, and as much memory? Predicted before the run, then
+run for real, for many configurations.
 
-For every model: its layers are profiled on two ranks together, every configuration is planned from that, and only then all of
-them run, in two processes with one thread each, over gloo. Nothing of a run goes into a prediction.
+For every model: its layers are profiled on two ranks together, every configuration is planned from
+that, and only then all of them run, in two processes with one thread each, over gloo. Nothing of a
+run goes into a prediction.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. With `copies`, each rank holds all stages and takes its share of the micro-batches."""
+    """One configuration. With `copies`, each rank holds all stages and takes its share of the
+    micro-batches.
+    """
 
     schedule: str
     stages: int
@@ -98,7 +102,9 @@ def workload(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor, Loss]:
 
 
 def measured_profile(name: str) -> Profile:
-    """On every rank, the profile of a model: a layer is measured while the other rank measures another one."""
+    """On every rank, the profile of a model: a layer is measured while the other rank measures
+    another one.
+    """
     made, x, y, loss = workload(name)
     return ps.profile(made, x, threads=1, loss=loss, targets=y, together=True, repeats=9)
 
@@ -119,7 +125,8 @@ def planned(profile: Profile, on: Cluster, case: Case) -> Plan:
 def run(name: str, plans: list[Plan], steps: int) -> list[tuple[list[float], list[Timeline]]]:
     """Seconds of steps under each plan, as a training loop sees them, and what happened in them.
 
-    All plans run in turn, and then again: of each the calmer run counts. What others do on a shared machine only adds to it.
+    All plans run in turn, and then again: of each the calmer run counts. What others do on a shared
+    machine only adds to it.
     """
     join()
     found: dict[int, tuple[list[float], list[Timeline]]] = {}
@@ -237,8 +244,11 @@ def show(rows: dict[str, dict[str, object]]) -> None:
         assert isinstance(each, dict)
         columns = "  ".join(f"{predicted:6.1f}/{real:6.1f} " for predicted, real in each.values())
         cause = f"  <- {row['most_off']}" if abs(float(str(row["error"]))) > 0.1 else ""
-        print(f"{case:44}{row['predicted_ms']:>10}{row['measured_ms']:>10}{row['error']:>+8.1%}{row['memory_error']:>+8.1%}  {columns}"
-              f"  {row['outside_ms']:.1f}{cause}", flush=True)  # fmt: skip
+        print(
+            f"{case:44}{row['predicted_ms']:>10}{row['measured_ms']:>10}{row['error']:>+8.1%}{row['memory_error']:>+8.1%}  {columns}"
+            f"  {row['outside_ms']:.1f}{cause}",
+            flush=True,
+        )
 
 
 def summary(rows: dict[str, dict[str, object]]) -> dict[str, float]:
@@ -279,14 +289,20 @@ def main() -> None:
         profile = ps.launch(measured_profile, RANKS, name, threads=1)[0]
         plans = [planned(profile, on, case) for case in wanted]
         results = ps.launch(run, RANKS, name, plans, given.steps, threads=1)[0]
-        found = {f"{name} {case}": record(plan, profile, on, *result)
-                 for case, plan, result in zip(wanted, plans, results, strict=True)}  # fmt: skip
+        found = {
+            f"{name} {case}": record(plan, profile, on, *result)
+            for case, plan, result in zip(wanted, plans, results, strict=True)
+        }
         show(found)
         rows |= found
     told = {**summary(rows), "seconds": round(time.perf_counter() - started, 1)}
     print(json.dumps(told))
-    machine = {**machine_facts(torch.device("cpu")), "torch": torch.__version__, "python": platform.python_version(),
-               "link": str(on.inside)}  # fmt: skip
+    machine = {
+        **machine_facts(torch.device("cpu")),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "link": str(on.inside),
+    }
     out = given.out or Path(__file__).with_name("quick.json" if given.quick else "results.json")
     out.write_text(
         json.dumps({"machine": machine, "summary": told, "results": rows}, indent=1) + "\n"

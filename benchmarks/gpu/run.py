@@ -1,7 +1,9 @@
-"""What Penstock does on one GPU: tests, figures, and predictions beside measurements, out of one command.
+"""What Penstock does on one GPU: tests, figures, and predictions beside measurements, out of one
+command.
 
-This process never starts CUDA. Each section runs in a process of its own, with a time limit; a crash, a hang, an exhausted
-memory or a missing API costs that section and no other. results.json is written after each of them.
+This process never starts CUDA. Each section runs in a process of its own, with a time limit; a
+crash, a hang, an exhausted memory or a missing API costs that section and no other. results.json is
+written after each of them.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ SECTIONS = (
     Entry("nccl", 5, 20),
     Entry("timeline", 5, 15),
 )
-#: With small sizes a section takes seconds, on a busy machine of two cores up to half a minute; what takes longer hangs.
+#: With small sizes a section takes seconds, on a busy machine of two cores up to half a minute;
+#: what takes longer hangs.
 SMOKE_LEAST_S, SMOKE_LIMIT_S = 0, 180
 
 
@@ -186,7 +189,8 @@ class Run:
 def main(words: list[str] | None = None) -> int:
     """Run the sections; returns the exit status.
 
-    0: every section that was begun passed. 1: one did not. 2: the words are off, or there is no GPU. 130: Ctrl-C.
+    0: every section that was begun passed. 1: one did not. 2: the words are off, or there is no
+    GPU. 130: Ctrl-C.
     """
     started = time.monotonic()
     # What ends a run by force at its limit gets what there is, as Ctrl-C does.

@@ -1,8 +1,9 @@
-"""Is the bubble really gone? Seconds per batch of asynchronous schedules beside 1F1B with its flush, on real ranks and simulated.
+"""Is the bubble really gone? Seconds per batch of asynchronous schedules beside 1F1B with its
+flush, on real ranks and simulated.
 
-Two processes with one thread each, over gloo, on the same model, cut and optimizer; all systems in the same processes, in turn. The
-simulator is given the seconds that the ops of the 1F1B run really took on each rank, the fastest of many, and nothing of what
-the asynchronous runs took.
+Two processes with one thread each, over gloo, on the same model, cut and optimizer; all systems in
+the same processes, in turn. The simulator is given the seconds that the ops of the 1F1B run really
+took on each rank, the fastest of many, and nothing of what the asynchronous runs took.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from penstock.simulate.steady import steady
 from penstock.zoo.catalogue import model as zoo_model
 from penstock.zoo.gpt import gpt_loss
 
-#: Schedule and micro-batches per batch; the first of each number is what the others are held against.
+#: Schedule and micro-batches per batch; the first of each number is what the others are held
+#: against.
 SYSTEMS = {
     1: ("1f1b", "pipedream"),
     2: ("1f1b", "pipedream", "2bw"),
@@ -56,14 +58,22 @@ class Stream:
 
     def __init__(self, name: str, schedule: str, micro_batches: int) -> None:
         model, self.batch, loss, lengths = workload(name)
-        self.pipe = ps.Pipeline(model, loss=loss, balance=lengths, schedule=schedule, micro_batches=micro_batches,
-                                optimizer=lambda p: torch.optim.SGD(p, lr=1e-3))  # fmt: skip
+        self.pipe = ps.Pipeline(
+            model,
+            loss=loss,
+            balance=lengths,
+            schedule=schedule,
+            micro_batches=micro_batches,
+            optimizer=lambda p: torch.optim.SGD(p, lr=1e-3),
+        )
 
     def _batches(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         return iter([self.batch] * count)
 
     def seconds_per_batch(self, count: int) -> float:
-        """Of `count` batches in the steady state: those in which a stream fills are run before, those in which it drains after."""
+        """Of `count` batches in the steady state: those in which a stream fills are run before,
+        those in which it drains after.
+        """
         fill = 4
         losses = self.pipe.train(self._batches(count + 2 * fill))
         for _ in range(fill):
@@ -80,7 +90,9 @@ class Stream:
 def measure(
     name: str, micro_batches: int, rounds: int, count: int
 ) -> tuple[dict[str, list[float]], list[list[float]]]:
-    """Seconds per batch of each system, by round; and of the first, the fastest F, B and U on each rank."""
+    """Seconds per batch of each system, by round; and of the first, the fastest F, B and U on each
+    rank.
+    """
     import gc
 
     from penstock.runtime.processes import join
@@ -105,8 +117,12 @@ def measure(
 def simulated(micro_batches: int, ops: list[list[float]]) -> dict[str, float]:
     """Seconds per batch of every system by the simulator."""
     costs = ps.Costs(forward=ops[0], backward=ops[1], update=ops[2])
-    return {schedule: steady(ps.schedule(schedule, stages=2, micro_batches=micro_batches), costs).seconds_per_batch
-            for schedule in SYSTEMS[micro_batches]}  # fmt: skip
+    return {
+        schedule: steady(
+            ps.schedule(schedule, stages=2, micro_batches=micro_batches), costs
+        ).seconds_per_batch
+        for schedule in SYSTEMS[micro_batches]
+    }
 
 
 def main() -> None:
@@ -145,8 +161,11 @@ def main() -> None:
                     f"  {schedule:10} " + "  ".join(f"{key} {value}" for key, value in row.items()),
                     flush=True,
                 )
-    machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__,
-               "python": platform.python_version()}  # fmt: skip
+    machine = {
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     given.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
 
 

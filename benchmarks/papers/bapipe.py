@@ -1,4 +1,6 @@
-"""BaPipe's headline: up to 3.2 times data parallelism, and models 4 times as large, on GPUs and FPGA boards."""
+"""BaPipe's headline: up to 3.2 times data parallelism, and models 4 times as large, on GPUs and
+FPGA boards.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from penstock.zoo.catalogue import model
 
 GPUS = ("BaPipe-4xV100", "BaPipe-8xV100")
 BOARDS = ("BaPipe-4xVCU118", "BaPipe-2xVCU129+2xVCU118", "BaPipe-4xVCU129")
-#: Bandwidths between GPUs that are tried, in bytes/s: PCI Express 3 at its peak, what it carries through a busy host, 10 Gb/s.
+#: Bandwidths between GPUs that are tried, in bytes/s: PCI Express 3 at its peak, what it carries
+#: through a busy host, 10 Gb/s.
 LINKS = {"PCIe 3 at its peak": 15.75e9, "4 GB/s": 4e9, "10 Gb/s": 1.25e9}
 #: Samples of data parallelism on each GPU.
 SHARE = {"vgg16": 32, "resnet50": 32, "gnmt": 64}
@@ -80,7 +83,9 @@ def board_profile(name: str, board: str, samples: int, *, on_chip: bool) -> ps.P
 
 
 def board_plain_s(name: str, cluster: Cluster, share: int, at_once: int) -> float:
-    """Data parallelism over boards, each with an even share, so that the slowest counts; weights are in the DDR."""
+    """Data parallelism over boards, each with an even share, so that the slowest counts; weights
+    are in the DDR.
+    """
     parts = share // at_once
     slowest = max(
         parts * sum(board_profile(name, kind, at_once, on_chip=False).step_seconds(at_once))
@@ -100,7 +105,9 @@ Stage = tuple[float, float, float]
 
 
 def board_stages(name: str, cluster: Cluster, samples: int) -> list[dict[tuple[int, int], Stage]]:
-    """Per board and range of layers: forward and backward of a micro-batch, and the update; off the chip what does not fit there."""
+    """Per board and range of layers: forward and backward of a micro-batch, and the update; off the
+    chip what does not fit there.
+    """
     layers = len(counted(name))
     before = [0.0, *accumulate(_weight_bytes(name, i, i + 1) for i in range(layers))]
     found = []
@@ -129,7 +136,9 @@ def board_stages(name: str, cluster: Cluster, samples: int) -> list[dict[tuple[i
 
 
 def best_cut(stages: list[dict[tuple[int, int], Stage]], layers: int) -> list[tuple[int, int]]:
-    """The ranges of layers whose slowest forward and backward are least, board by board in their order."""
+    """The ranges of layers whose slowest forward and backward are least, board by board in their
+    order.
+    """
     best: dict[int, tuple[float, list[tuple[int, int]]]] = {0: (0.0, [])}
     for number, own in enumerate(stages):
         last = number == len(stages) - 1
@@ -147,7 +156,9 @@ def best_cut(stages: list[dict[tuple[int, int], Stage]], layers: int) -> list[tu
 
 
 def board_pipeline(name: str, cluster: Cluster, batch: int) -> tuple[float, str]:
-    """Seconds of a step of BaPipe's pipeline over boards, and what it is: the best number of micro-batches."""
+    """Seconds of a step of BaPipe's pipeline over boards, and what it is: the best number of
+    micro-batches.
+    """
     found = []
     sizes = [2**power for power in range(batch.bit_length()) if batch % 2**power == 0]
     for samples in sizes:
@@ -259,36 +270,78 @@ def _parameters(layers: int) -> int:
 def sections(report: Callable[[str], None]) -> list[Section]:
     """GPUs, boards, memory."""
     gpus, boards, memory = gpu_rows(report), board_rows(report), memory_rows(report)
-    published = (("up to 3.2 times and 4 times: the abstract. Its tables are not public; which models, clusters and baselines they are for is "
-                 "from memory, and no link's speed or batch is known"),)  # fmt: skip
+    published = (
+        (
+            "up to 3.2 times and 4 times: the abstract. Its tables are not public; which models, clusters and baselines they are for is "
+            "from memory, and no link's speed or batch is known"
+        ),
+    )
     ours = ("ours: seconds of data parallelism over those of our plan",)
     return [
-        Section("bapipe-gpu", "BaPipe on GPUs: our best plan over data parallelism", "times", (*gpus, _largest(gpus)), published, (
-            *ours,
-            (f"V100 at float32 by roofline; {_words(SHARE)} samples on each device, GNMT with {TOKENS} tokens; data parallelism adds up gradients "
-            "beside the backward in buckets of 25 MiB; ours is the fastest of `bapipe`, `dapple` and `auto`, with a flush after every batch"),
-        ), misses=(
-            ("Where links carry PCI Express' peak, data parallelism with its gradients beside the backward is as good as anything, and better "
-                 "than ours: our simulator adds up gradients after the last backward. 3.2 times is in the range that slower links give; which of "
-                 "them the paper had is not known, and the largest over links that we chose says no more than that."),
-        )),
-        Section("bapipe-fpga", "BaPipe on FPGA boards: a pipeline over data parallelism", "times", (*boards, _largest(boards)), published, (
-            *ours,
-            "boards: presets' DSPs and chips' memory (from the chips' data), clock, DDR and links assumed; 16 bits; 80 % of the DSPs' peak",
-            ("the pipeline: 1F1B-AS, features stream to the next board while they are computed; layers cut so that the slowest board is least, "
-            "weights on the chip of every board whose weights and gradients fit there; the best number of micro-batches. Data parallelism: "
-            "each board has the whole model, so its weights are in the DDR, and waits for the slowest board; gradients are added up afterwards"),
-        ), misses=(
-            ("On equal boards a pipeline gains only where data parallelism takes few samples at a time, so that its weights pass through the "
-                 "DDR for each; then it is bound by the DDR and ours by the DSPs. On mixed boards it gains besides, because even shares wait for the slowest. "
-                 "It is GNMT that gains most, whose weights are largest for what it computes. The paper's batch is not public; the largest over ways that we chose says no more than that 3.2 is in reach."),
-        )),
-        Section("bapipe-memory", "BaPipe: the deepest GNMT that fits over data parallelism's, without recompute", "times", tuple(memory), published,
-                ((f"16 GB; a batch of {SHARE['gnmt']} samples per device, {TOKENS} tokens; SGD with momentum (12 bytes a parameter); layers like "
-                 "GNMT-16's third repeated; `bapipe`'s cut"),),
-                misses=(("4 devices hold 4 times the weights, but no more than as many layers: of activations 1F1B's first rank holds as many "
-                        "micro-batches as there are devices. Smaller micro-batches give more than 4."),)),
-    ]  # fmt: skip
+        Section(
+            "bapipe-gpu",
+            "BaPipe on GPUs: our best plan over data parallelism",
+            "times",
+            (*gpus, _largest(gpus)),
+            published,
+            (
+                *ours,
+                (
+                    f"V100 at float32 by roofline; {_words(SHARE)} samples on each device, GNMT with {TOKENS} tokens; data parallelism adds up gradients "
+                    "beside the backward in buckets of 25 MiB; ours is the fastest of `bapipe`, `dapple` and `auto`, with a flush after every batch"
+                ),
+            ),
+            misses=(
+                (
+                    "Where links carry PCI Express' peak, data parallelism with its gradients beside the backward is as good as anything, and better "
+                    "than ours: our simulator adds up gradients after the last backward. 3.2 times is in the range that slower links give; which of "
+                    "them the paper had is not known, and the largest over links that we chose says no more than that."
+                ),
+            ),
+        ),
+        Section(
+            "bapipe-fpga",
+            "BaPipe on FPGA boards: a pipeline over data parallelism",
+            "times",
+            (*boards, _largest(boards)),
+            published,
+            (
+                *ours,
+                "boards: presets' DSPs and chips' memory (from the chips' data), clock, DDR and links assumed; 16 bits; 80 % of the DSPs' peak",
+                (
+                    "the pipeline: 1F1B-AS, features stream to the next board while they are computed; layers cut so that the slowest board is least, "
+                    "weights on the chip of every board whose weights and gradients fit there; the best number of micro-batches. Data parallelism: "
+                    "each board has the whole model, so its weights are in the DDR, and waits for the slowest board; gradients are added up afterwards"
+                ),
+            ),
+            misses=(
+                (
+                    "On equal boards a pipeline gains only where data parallelism takes few samples at a time, so that its weights pass through the "
+                    "DDR for each; then it is bound by the DDR and ours by the DSPs. On mixed boards it gains besides, because even shares wait for the slowest. "
+                    "It is GNMT that gains most, whose weights are largest for what it computes. The paper's batch is not public; the largest over ways that we chose says no more than that 3.2 is in reach."
+                ),
+            ),
+        ),
+        Section(
+            "bapipe-memory",
+            "BaPipe: the deepest GNMT that fits over data parallelism's, without recompute",
+            "times",
+            tuple(memory),
+            published,
+            (
+                (
+                    f"16 GB; a batch of {SHARE['gnmt']} samples per device, {TOKENS} tokens; SGD with momentum (12 bytes a parameter); layers like "
+                    "GNMT-16's third repeated; `bapipe`'s cut"
+                ),
+            ),
+            misses=(
+                (
+                    "4 devices hold 4 times the weights, but no more than as many layers: of activations 1F1B's first rank holds as many "
+                    "micro-batches as there are devices. Smaller micro-batches give more than 4."
+                ),
+            ),
+        ),
+    ]
 
 
 def _largest(rows: list[Row]) -> Row:

@@ -23,7 +23,8 @@ from penstock.zoo.catalogue import model
 
 DATA = Path(__file__).parent / "data"
 GRAPHS = Path(__file__).parents[2] / "tests" / "search" / "planners" / "data"
-#: Tokens of a sentence in GNMT, source and target alike: so many make GNMT-16 take on our V100 what DAPPLE measured (LITERATURE 11.7).
+#: Tokens of a sentence in GNMT, source and target alike: so many make GNMT-16 take on our V100 what
+#: DAPPLE measured (LITERATURE 11.7).
 TOKENS = 40
 #: PyTorch's DDP adds up gradients in buckets of this many bytes while the backward goes on.
 BUCKET_BYTES = 25 * 2**20
@@ -48,7 +49,9 @@ def layer(
     parameter_bytes: int,
     samples: int,
 ) -> LayerProfile:
-    """A layer that was measured at one size; what it keeps is what it puts out, and its backward is two equal halves."""
+    """A layer that was measured at one size; what it keeps is what it puts out, and its backward is
+    two equal halves.
+    """
     times = [
         Timing((samples,), (seconds,))
         for seconds in (forward_s, backward_s, backward_s / 2, backward_s / 2)
@@ -58,7 +61,8 @@ def layer(
 
 
 def table_profile(name: str, samples: int) -> ps.Profile:
-    """A chain that others measured on a V100 with so many samples: data/<name>.txt, milliseconds and bytes.
+    """A chain that others measured on a V100 with so many samples: data/<name>.txt, milliseconds
+    and bytes.
 
     Times at other sizes are taken in proportion.
     """
@@ -77,7 +81,8 @@ def table_profile(name: str, samples: int) -> ps.Profile:
 def graph_profile(name: str, samples: int) -> ps.Profile:
     """The same of a graph of PipeDream's profiler, which the planner's tests keep."""
     rows = json.loads((GRAPHS / f"{name}.json").read_text(encoding="utf-8"))["layers"]
-    # The first node is the reading of images; Size and View compute nothing, and without them the graph is a chain.
+    # The first node is the reading of images; Size and View compute nothing, and without them the
+    # graph is a chain.
     inputs, *nodes = [row for row in rows if row[1] not in ("Size", "View")]
     layers = tuple(
         layer(f"{n}.{kind}", f / 1e3, b / 1e3, out, weights, samples)
@@ -91,8 +96,9 @@ def data_parallel_s(
 ) -> float:
     """A step of data parallelism, `samples` on each device.
 
-    Gradients are added up over a ring, bucket by bucket as backwards fill them, last layer first; the network carries one bucket at a
-    time, beside the backwards that are left. Without `overlap` all of them follow the last backward.
+    Gradients are added up over a ring, bucket by bucket as backwards fill them, last layer first;
+    the network carries one bucket at a time, beside the backwards that are left. Without `overlap`
+    all of them follow the last backward.
     """
     ranks = range(cluster.ranks)
     now = sum(profile.seconds("forward", samples))

@@ -17,8 +17,14 @@ from penstock.search.request import PlanRequest
 from penstock.search.score import best_of
 
 #: Samples of DAPPLE's micro-batch and of its batch, by model.
-SIZES = {"VGG-19": (32, 2048), "ResNet-50": (128, 2048), "GNMT-16": (64, 1024), "BERT-48": (2, 64), "XLNet-36": (1, 128),
-         "AmoebaNet-36": (1, 128)}  # fmt: skip
+SIZES = {
+    "VGG-19": (32, 2048),
+    "ResNet-50": (128, 2048),
+    "GNMT-16": (64, 1024),
+    "BERT-48": (2, 64),
+    "XLNet-36": (1, 128),
+    "AmoebaNet-36": (1, 128),
+}
 CONFIGS = {"A": "DAPPLE-A", "B": "DAPPLE-B", "C": "DAPPLE-C"}
 #: Published plans: data parallelism, a straight pipeline, or ranks per stage with layers per stage.
 Published = str | tuple[tuple[int, int], tuple[int, int]]
@@ -30,7 +36,8 @@ PLANS: dict[str, tuple[Published, Published, Published]] = {
     "XLNet-36": (((8, 8), (18, 18)), ((8, 8), (18, 18)), "straight"),
     "AmoebaNet-36": (((8, 8), (24, 12)), ((11, 5), (27, 9)), ((11, 5), (27, 9))),
 }
-#: Throughput of BERT-48 on two stages, micro-batches of 2: (system, micro-batches, recompute) to samples/s and GB.
+#: Throughput of BERT-48 on two stages, micro-batches of 2: (system, micro-batches, recompute) to
+#: samples/s and GB.
 BERT = {("gpipe", 2, "never"): (5.10, 12.1), ("1f1b", 2, "never"): (5.10, 10.6), ("1f1b", 8, "never"): (7.60, 10.6),
         ("1f1b", 16, "never"): (8.18, 10.6), ("1f1b", 2, "always"): (4.24, 8.5), ("1f1b", 8, "always"): (6.23, 8.5),
         ("1f1b", 16, "always"): (6.77, 8.5)}  # fmt: skip
@@ -67,7 +74,8 @@ def profile(name: str) -> ps.Profile:
     )
 
 
-#: Where a published cut, in layers with weights or blocks, stands in our chains: layers before the boundary.
+#: Where a published cut, in layers with weights or blocks, stands in our chains: layers before the
+#: boundary.
 CUTS = {
     "VGG-19": 20,
     "GNMT-16": {9: 10},
@@ -78,7 +86,9 @@ CUTS = {
 
 
 def published_proposals(name: str, plan: Published) -> list[Proposal]:
-    """A published plan on our chain: its micro-batches whole, and in as many parts as its largest stage has copies, as DAPPLE splits them."""
+    """A published plan on our chain: its micro-batches whole, and in as many parts as its largest
+    stage has copies, as DAPPLE splits them.
+    """
     own, (micro, batch) = profile(name), SIZES[name]
     if plan == "straight":
         return [Proposal(tuple(ps.partition(own, 16)), "1f1b", batch // micro)]
@@ -97,7 +107,9 @@ def published_proposals(name: str, plan: Published) -> list[Proposal]:
 @final
 @dataclass(frozen=True)
 class Weighed:
-    """Seconds of a step: of the published plan, of our DAPPLE's, of our PipeDream's with a flush, and of data parallelism."""
+    """Seconds of a step: of the published plan, of our DAPPLE's, of our PipeDream's with a flush,
+    and of data parallelism.
+    """
 
     published: float | None
     dapple: ps.Plan | None
@@ -167,14 +179,32 @@ def plans(report: Callable[[str], None]) -> list[Section]:
         "copies of a stage take micro-batches in turn here; DAPPLE splits each among them, so the published plans are taken with whole micro-batches or with such parts, whichever is faster",
     )
     return [
-        Section("dapple-plans", "DAPPLE: the published plans, and what our `dapple` takes for the same costs", "published / ours", tuple(rows), published,
-                assumed, misses=_plan_misses(rows)),
-        Section("dapple-planner", "DAPPLE's planner over PipeDream's, both synchronous", "times",
-                (Row("largest over all models and configurations", 3.23, gains[where], where),), published,
-                ("ours: our `pipedream` with a flush after every batch over our `dapple`, seconds of a step",),
-                misses=(("Our `pipedream` cuts for every number of micro-batches and takes the best by simulation, which the original does not: its cut "
-                         "for one micro-batch size is worse. For which model and configuration 3.23 was found is not known."),)),
-    ]  # fmt: skip
+        Section(
+            "dapple-plans",
+            "DAPPLE: the published plans, and what our `dapple` takes for the same costs",
+            "published / ours",
+            tuple(rows),
+            published,
+            assumed,
+            misses=_plan_misses(rows),
+        ),
+        Section(
+            "dapple-planner",
+            "DAPPLE's planner over PipeDream's, both synchronous",
+            "times",
+            (Row("largest over all models and configurations", 3.23, gains[where], where),),
+            published,
+            (
+                "ours: our `pipedream` with a flush after every batch over our `dapple`, seconds of a step",
+            ),
+            misses=(
+                (
+                    "Our `pipedream` cuts for every number of micro-batches and takes the best by simulation, which the original does not: its cut "
+                    "for one micro-batch size is worse. For which model and configuration 3.23 was found is not known."
+                ),
+            ),
+        ),
+    ]
 
 
 def _plan_misses(rows: list[Row]) -> tuple[str, ...]:
@@ -192,7 +222,9 @@ def _plan_misses(rows: list[Row]) -> tuple[str, ...]:
 def bert_step(
     system: str, micro_batches: int, recompute: str, pace: float = 1.0, fixed_s: float = 0.0
 ) -> float:
-    """Seconds of a step of BERT-48 on two devices at 25 Gb/s, from DAPPLE's costs of its blocks, slower by `pace`, and `fixed_s` a batch."""
+    """Seconds of a step of BERT-48 on two devices at 25 Gb/s, from DAPPLE's costs of its blocks,
+    slower by `pace`, and `fixed_s` a batch.
+    """
     forward, backward, hop = 24 * 2.69e-3, 24 * 4.47e-3, 50e-6 + 4_325_376 / 3.125e9
     costs = ps.Costs(forward=forward * pace, backward=backward * pace, transfer=hop, update=fixed_s)
     return ps.simulate(
@@ -212,7 +244,8 @@ def throughput() -> list[Section]:
     plain = [
         Row(_case(key), paper, 2 * key[1] / bert_step(*key)) for key, (paper, _) in BERT.items()
     ]
-    # Two unknowns, two numbers: seconds at M = 16 and 8 are (M + 1) x pace x stage + fixed, but for the hops.
+    # Two unknowns, two numbers: seconds at M = 16 and 8 are (M + 1) x pace x stage + fixed, but for
+    # the hops.
     pace, fixed = _fit_pace()
     again = [
         Row(_case(key), paper, 2 * key[1] / bert_step(*key, pace, fixed), fitted=key in FITTED)
@@ -220,9 +253,15 @@ def throughput() -> list[Section]:
     ]
     weights, activations = _fit_bytes()
     memory = [
-        Row(f"{_case(key)}, GB", paper, bert_bytes(*key[:2], weights, activations), fitted=key[1] == 2)
-        for key, (_, paper) in BERT.items() if key[2] == "never"
-    ]  # fmt: skip
+        Row(
+            f"{_case(key)}, GB",
+            paper,
+            bert_bytes(*key[:2], weights, activations),
+            fitted=key[1] == 2,
+        )
+        for key, (_, paper) in BERT.items()
+        if key[2] == "never"
+    ]
     gain = Row(
         "DAPPLE M=16 over GPipe M=2 (GPipe's largest)",
         1.604,
@@ -235,17 +274,41 @@ def throughput() -> list[Section]:
         again[3].ours / again[0].ours if again[0].ours else None,
         f"GPipe's largest M that fits 16 GB: {fits}",
     )
-    source = (("throughput and memory (LITERATURE 4.2, from memory); 2.69 and 4.47 ms for a block at 2 samples, from its repository's profile; "
-              "25 Gb/s between the two devices"),)  # fmt: skip
+    source = (
+        (
+            "throughput and memory (LITERATURE 4.2, from memory); 2.69 and 4.47 ms for a block at 2 samples, from its repository's profile; "
+            "25 Gb/s between the two devices"
+        ),
+    )
     return [
-        Section("dapple-bert", "DAPPLE: BERT-48 on two stages, from its profile alone", "samples/s", (*plain, gain), source,
-                misses=(("All rows are too fast: the run was slower than the profile of its blocks says (head, loss and optimizer are not in it), and has "
-                        "a fixed cost per batch, which tells at M=2."),)),
-        Section("dapple-bert-fitted", "The same with the pace and a fixed cost fitted", "samples/s; GB", (*again, gain_again, *memory), source,
-                fitted=(f"{pace:.2f} times the profile's seconds and {fixed * 1e3:.0f} ms per batch, to M=8 and M=16 without recompute",
-                        (f"{weights / 1e9:.1f} GB of weights, gradients and optimizer state and {activations / 1e9:.1f} GB of one micro-batch's "
-                        "activations on each device, to M=2 of both systems; that the paper's GB is the mean of the devices is assumed"))),
-    ]  # fmt: skip
+        Section(
+            "dapple-bert",
+            "DAPPLE: BERT-48 on two stages, from its profile alone",
+            "samples/s",
+            (*plain, gain),
+            source,
+            misses=(
+                (
+                    "All rows are too fast: the run was slower than the profile of its blocks says (head, loss and optimizer are not in it), and has "
+                    "a fixed cost per batch, which tells at M=2."
+                ),
+            ),
+        ),
+        Section(
+            "dapple-bert-fitted",
+            "The same with the pace and a fixed cost fitted",
+            "samples/s; GB",
+            (*again, gain_again, *memory),
+            source,
+            fitted=(
+                f"{pace:.2f} times the profile's seconds and {fixed * 1e3:.0f} ms per batch, to M=8 and M=16 without recompute",
+                (
+                    f"{weights / 1e9:.1f} GB of weights, gradients and optimizer state and {activations / 1e9:.1f} GB of one micro-batch's "
+                    "activations on each device, to M=2 of both systems; that the paper's GB is the mean of the devices is assumed"
+                ),
+            ),
+        ),
+    ]
 
 
 FITTED = (("1f1b", 8, "never"), ("1f1b", 16, "never"))
@@ -263,7 +326,9 @@ def _fit_pace() -> tuple[float, float]:
 
 
 def _fit_bytes() -> tuple[float, float]:
-    """On two devices GPipe holds two micro-batches on each at M = 2, 1F1B two and one: 1.5 in the mean."""
+    """On two devices GPipe holds two micro-batches on each at M = 2, 1F1B two and one: 1.5 in the
+    mean.
+    """
     gpipe, own = BERT["gpipe", 2, "never"][1], BERT["1f1b", 2, "never"][1]
     activations = (gpipe - own) / 0.5 * 1e9
     return gpipe * 1e9 - 2 * activations, activations

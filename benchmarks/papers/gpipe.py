@@ -24,7 +24,9 @@ RESNET101 = {"no pipeline": (118, 1, (370,), 95.862), "1": (220, 2, (370,), 81.7
 
 
 def chain_step(stages: Sequence[float], micro_batches: int, recompute: str) -> float:
-    """Seconds of a step whose stages take these forwards, and twice as long for backwards; transfers are free."""
+    """Seconds of a step whose stages take these forwards, and twice as long for backwards;
+    transfers are free.
+    """
     costs = ps.Costs(forward=list(stages), backward=[2 * each for each in stages])
     schedule = ps.schedule(
         "gpipe", stages=len(stages), micro_batches=micro_batches, backward_order="reverse"
@@ -47,18 +49,29 @@ def gpipe_table() -> Section:
         for k, paper in zip((2, 4, 8), papers, strict=True)
     ]
     return Section(
-        "gpipe", "GPipe, table 2: throughput on K accelerators with M micro-batches, K=2 and M=1 being 1", "times", tuple(rows),
+        "gpipe",
+        "GPipe, table 2: throughput on K accelerators with M micro-batches, K=2 and M=1 being 1",
+        "times",
+        tuple(rows),
         ("the table (LITERATURE 1 point 4)",),
-        (("a chain of equal stages, backward twice the forward, all recomputed, free transfers, time in proportion to samples: nothing of the "
-         "models' own costs"),),
-        misses=(
-            ("AmoebaNet is not equal: its cells differ in cost several times over, and K of them cannot be balanced; these rows say how much of "
-            "the scaling the balance takes."),
-            ("The paper's batch differs from cell to cell (as large as fits), so that its M=1 column grows with K, and M=4 of the transformer "
-            "gains more than a schedule can at one batch size: K=8 and M=4 cannot exceed 8 x 4 / 11 / 1 = 2.9 on equal terms, and 4.8 is "
-            "published."),
+        (
+            (
+                "a chain of equal stages, backward twice the forward, all recomputed, free transfers, time in proportion to samples: nothing of the "
+                "models' own costs"
+            ),
         ),
-    )  # fmt: skip
+        misses=(
+            (
+                "AmoebaNet is not equal: its cells differ in cost several times over, and K of them cannot be balanced; these rows say how much of "
+                "the scaling the balance takes."
+            ),
+            (
+                "The paper's batch differs from cell to cell (as large as fits), so that its M=1 column grows with K, and M=4 of the transformer "
+                "gains more than a schedule can at one batch size: K=8 and M=4 cannot exceed 8 x 4 / 11 / 1 = 2.9 on equal terms, and 4.8 is "
+                "published."
+            ),
+        ),
+    )
 
 
 #: From 2 to 8 accelerators at M=32, in table 3 of the paper: P100 without NVLink.
@@ -80,9 +93,16 @@ def shape_table() -> Section:
             if m == 32
         ]
     return Section(
-        "gpipe-shape", "GPipe: from 2 to 8 accelerators", "times", tuple(rows), ("tables 2 and 3 (LITERATURE 1 point 4)",),
-        ("as above",), misses=("AmoebaNet's cells are not equal; M=1 and M=4 have other batches at K=8 than at K=2.",),
-    )  # fmt: skip
+        "gpipe-shape",
+        "GPipe: from 2 to 8 accelerators",
+        "times",
+        tuple(rows),
+        ("tables 2 and 3 (LITERATURE 1 point 4)",),
+        ("as above",),
+        misses=(
+            "AmoebaNet's cells are not equal; M=1 and M=4 have other batches at K=8 than at K=2.",
+        ),
+    )
 
 
 def cell_seconds(counts: Sequence[int]) -> list[float]:
@@ -106,13 +126,26 @@ def amoebanet_table() -> Section:
             Row(f"n={n}, M={m}", published / AMOEBANET[first], speed, note, fitted=(n, m) == (2, 1))
         )
     return Section(
-        "torchgpipe-amoebanet", "torchgpipe, AmoebaNet-D (18, 256) on P40: speed-up over n=2, M=1", "times", tuple(rows),
-        ("samples/s, batches, micro-batches, balance and checkpointing (always at M=1, else all but the last) of its benchmark",),
-        (("every one of its 24 layers costs the same, backward twice the forward; time in proportion to samples, free transfers: AmoebaNet is "
-         "not in the zoo"),),
-        misses=(("4 partitions in 4 micro-batches gain less than that; batches differ from cell to cell (96 to 1,280), and with them how full "
-                "devices are."),),
-    )  # fmt: skip
+        "torchgpipe-amoebanet",
+        "torchgpipe, AmoebaNet-D (18, 256) on P40: speed-up over n=2, M=1",
+        "times",
+        tuple(rows),
+        (
+            "samples/s, batches, micro-batches, balance and checkpointing (always at M=1, else all but the last) of its benchmark",
+        ),
+        (
+            (
+                "every one of its 24 layers costs the same, backward twice the forward; time in proportion to samples, free transfers: AmoebaNet is "
+                "not in the zoo"
+            ),
+        ),
+        misses=(
+            (
+                "4 partitions in 4 micro-batches gain less than that; batches differ from cell to cell (96 to 1,280), and with them how full "
+                "devices are."
+            ),
+        ),
+    )
 
 
 def sections(report: Callable[[str], None]) -> list[Section]:

@@ -1,8 +1,10 @@
-"""How long a step takes when one Python process drives all devices: their threads take turns at one lock.
+"""How long a step takes when one Python process drives all devices: their threads take turns at one
+lock.
 
-A thread per device runs that device's program. Of the host's time for an op a part holds the interpreter's lock, of which there is
-one; the rest (drivers, C++) runs beside other threads. Kernels are queued, so a device works behind its thread, and the host need
-not wait for it until the step ends. The lock changes hands many times within an op: an op is `pieces` turns of lock and rest.
+A thread per device runs that device's program. Of the host's time for an op a part holds the
+interpreter's lock, of which there is one; the rest (drivers, C++) runs beside other threads.
+Kernels are queued, so a device works behind its thread, and the host need not wait for it until the
+step ends. The lock changes hands many times within an op: an op is `pieces` turns of lock and rest.
 
     thread 0 | lock rest lock rest ...        first come, first served
     thread 1 |      lock rest lock rest ...

@@ -35,7 +35,9 @@ PROFILED = {"vgg16": 128, "alexnet": 256, "gnmt": 32, "gnmt16": 128}
 @final
 @dataclass(frozen=True)
 class Case:
-    """One row: model, the cluster's first devices, what PipeDream ran there, and its speed-up of an epoch."""
+    """One row: model, the cluster's first devices, what PipeDream ran there, and its speed-up of an
+    epoch.
+    """
 
     model: str
     cluster: str
@@ -84,7 +86,8 @@ def cluster_of(case: Case, share: float) -> Cluster:
 def speed_up(case: Case, share: float = 1.0) -> float:
     """Seconds per sample of data parallelism over those of what PipeDream ran, in its steady state.
 
-    Where gradients are added up, links carry `share` of their line rate; messages from stage to stage have all of it.
+    Where gradients are added up, links carry `share` of their line rate; messages from stage to
+    stage have all of it.
     """
     line, samples, own = cluster_of(case, 1.0), SAMPLES[case.model], profile(case.model)
     slow = cluster_of(case, share)
@@ -92,14 +95,19 @@ def speed_up(case: Case, share: float = 1.0) -> float:
     found = _plan(case, own, line)
     if found is None:
         return 1.0
-    # As the paper's planner reckons a stage: the longer of computing and of adding up gradients, which go on beside each other.
+    # As the paper's planner reckons a stage: the longer of computing and of adding up gradients,
+    # which go on beside each other.
     costs = costs_of_plan(found, own, line)
     meetings = [
         meeting_seconds(ranks, sum(each.parameter_bytes for each in own.layers[start:stop]), slow)
         for (start, stop), ranks in zip(found.bounds, _devices(found), strict=True)
     ]
-    per_batch = max(steady(found.schedule, replace(costs, update=0.0), recompute=found.recompute).seconds_per_batch,
-                    *meetings)  # fmt: skip
+    per_batch = max(
+        steady(
+            found.schedule, replace(costs, update=0.0), recompute=found.recompute
+        ).seconds_per_batch,
+        *meetings,
+    )
     gain = plain * found.batch / per_batch
     # Data parallelism is among the planner's choices, and gradients go beside its backward.
     return max(1.0, gain) if case.ran == "DP" else gain
@@ -112,7 +120,9 @@ def _devices(plan: ps.Plan) -> list[list[int]]:
 
 
 def _plan(case: Case, own: ps.Profile, cluster: Cluster) -> ps.Plan | None:
-    """What PipeDream ran, or what our `pipedream` finds where it ran data parallelism; None for that."""
+    """What PipeDream ran, or what our `pipedream` finds where it ran data parallelism; None for
+    that.
+    """
     samples = SAMPLES[case.model]
     if case.ran == "DP":
         found = planned(own, cluster, case.devices * samples, "pipedream", asynchronous=True)
@@ -120,8 +130,16 @@ def _plan(case: Case, own: ps.Profile, cluster: Cluster) -> ps.Plan | None:
     if case.ran == "15-1":
         proposal = Proposal(cut_behind(own, "MaxPool"), "pipedream", 15, (("replicas", (15, 1)),))
         return scored_plan(own, cluster, 15 * samples, proposal, asynchronous=True)
-    found = planned(own, cluster, case.devices * samples, "pipedream", asynchronous=True, max_replicas=1,
-                    stages=min(case.devices, len(own)), micro_batches=case.devices)  # fmt: skip
+    found = planned(
+        own,
+        cluster,
+        case.devices * samples,
+        "pipedream",
+        asynchronous=True,
+        max_replicas=1,
+        stages=min(case.devices, len(own)),
+        micro_batches=case.devices,
+    )
     if found is None:
         raise RuntimeError(f"no straight pipeline for {case}")
     return found
@@ -140,7 +158,9 @@ def ours(case: Case) -> str:
 
 
 def fitted_share() -> float:
-    """The share of the network's line rate for adding up gradients at which the first case has the paper's speed-up; between 1 and 1 / 8."""
+    """The share of the network's line rate for adding up gradients at which the first case has the
+    paper's speed-up; between 1 and 1 / 8.
+    """
     low, high = 0.125, 1.0
     for _ in range(24):
         middle = (low * high) ** 0.5

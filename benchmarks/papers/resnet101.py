@@ -13,7 +13,8 @@ from penstock.cluster.device import Device
 from penstock.simulate.plan_costs import place_costs, stage_costs
 from penstock.zoo.resnet import Bottleneck, _resnet
 
-#: torchgpipe's chain has 4 layers before the first block, 11 in each of 33 blocks, and 3 behind them; ours has a layer for each block.
+#: torchgpipe's chain has 4 layers before the first block, 11 in each of 33 blocks, and 3 behind
+#: them; ours has a layer for each block.
 BEFORE, IN_BLOCK, BLOCKS = 4, 11, 33
 #: (batch, micro-batches, layers per partition, samples/s)
 Published = tuple[int, int, tuple[int, ...], float]
@@ -71,9 +72,18 @@ def resnet_table(published: Mapping[str, Published], device: Device) -> Section:
         for row in rows[1:]
     ]
     return Section(
-        "torchgpipe-resnet101", "torchgpipe, ResNet-101 on P40", "samples/s; times", tuple(rows),
-        ("samples/s, batches, micro-batches, balance of its 370 layers and checkpoint=except_last: its benchmark (benchmarks/resnet101-speed)",),
-        (("costs: ResNet-101 on a P40's roofline at float32; efficiencies are those fitted to V100, none to a P40; PCIe 3 between the devices; its "
-         "boundaries at the nearest residual block"),),
+        "torchgpipe-resnet101",
+        "torchgpipe, ResNet-101 on P40",
+        "samples/s; times",
+        tuple(rows),
+        (
+            "samples/s, batches, micro-batches, balance of its 370 layers and checkpoint=except_last: its benchmark (benchmarks/resnet101-speed)",
+        ),
+        (
+            (
+                "costs: ResNet-101 on a P40's roofline at float32; efficiencies are those fitted to V100, none to a P40; PCIe 3 between the devices; its "
+                "boundaries at the nearest residual block"
+            ),
+        ),
         misses=("U-Net, torchgpipe's third model, is not in the zoo.",),
-    )  # fmt: skip
+    )

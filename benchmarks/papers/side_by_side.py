@@ -12,8 +12,9 @@ from typing import Any, final
 @final
 @dataclass(frozen=True)
 class Row:
-    """One case: the paper's number, ours, both in the section's unit; None where there is none. `fitted`: ours was fitted to it, or
-    both are normalised by it."""
+    """One case: the paper's number, ours, both in the section's unit; None where there is none.
+    `fitted`: ours was fitted to it, or both are normalised by it.
+    """
 
     case: str
     paper: float | None
@@ -106,8 +107,12 @@ class Section:
             for row in self.rows
         ]
         parts = [f"### {self.title}", "", table(head, body), "", self.summary()]
-        for label, lines in (("From the paper", self.published), ("Ours", self.assumed), ("Fitted", self.fitted),
-                             ("Where it misses", self.misses)):  # fmt: skip
+        for label, lines in (
+            ("From the paper", self.published),
+            ("Ours", self.assumed),
+            ("Fitted", self.fitted),
+            ("Where it misses", self.misses),
+        ):
             parts += ["", f"{label}:", "", *(f"* {line}" for line in lines)] if lines else []
         return "\n".join(parts)
 

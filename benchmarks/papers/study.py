@@ -86,7 +86,9 @@ def cells() -> list[Cell]:
 
 @cache
 def counts() -> ModelCounts:
-    """VGG-19 for 32 pixels and 100 classes in 19 layers, each with the ReLU, pool and dropout behind it, as the study cut it."""
+    """VGG-19 for 32 pixels and 100 classes in 19 layers, each with the ReLU, pool and dropout
+    behind it, as the study cut it.
+    """
     whole = count(
         model("vgg19", device="meta", image=32, classes=100),
         torch.empty(1, 3, 32, 32, device="meta"),
@@ -115,14 +117,18 @@ def _merged(parts: Sequence[LayerCounts]) -> LayerCounts:
 
 @cache
 def profile(launch_s: float = 0.0) -> ps.Profile:
-    """What an A100 takes, launches at a cost of their own: convolutions and products in tf32, PyTorch's default then."""
+    """What an A100 takes, launches at a cost of their own: convolutions and products in tf32,
+    PyTorch's default then.
+    """
     device = replace(Presets.load().device("A100"), launch_s=launch_s)
     return roofline(counts(), device, dtype="tf32")
 
 
 @cache
 def lengths(gpus: int, micro_batches: int, by: str = "time") -> tuple[int, ...]:
-    """The cut. By time, layers count by what they launch, as torchgpipe's balance by time finds on a host-bound model."""
+    """The cut. By time, layers count by what they launch, as torchgpipe's balance by time finds on
+    a host-bound model.
+    """
     options = {
         "size": {"batch": BATCH, "micro_batches": micro_batches},
         "time": {"micro_batch": BATCH / micro_batches},
@@ -165,7 +171,9 @@ def one_process_schedule(gpus: int, micro_batches: int) -> Schedule:
 
 
 def one_process_step(cell: Cell, host: Host, *, always: bool = False) -> float:
-    """Seconds of a step of torchgpipe or FairScale; `always` recomputes the last micro-batch as well."""
+    """Seconds of a step of torchgpipe or FairScale; `always` recomputes the last micro-batch as
+    well.
+    """
     m = cell.micro_batches
     cut = lengths(cell.gpus, m)
     launched, devices = launches(cut), device_seconds(cut, BATCH / m)
@@ -193,14 +201,18 @@ def one_process_step(cell: Cell, host: Host, *, always: bool = False) -> float:
 @final
 @dataclass(frozen=True)
 class Engine:
-    """DeepSpeed's host, in seconds: for every op that it launches; and for every instruction, a forward or a backward of a stage."""
+    """DeepSpeed's host, in seconds: for every op that it launches; and for every instruction, a
+    forward or a backward of a stage.
+    """
 
     launch_s: float
     task_s: float
 
 
 def process_each_step(cell: Cell, engine: Engine) -> float:
-    """Seconds of a step of DeepSpeed: 1F1B, a process for each device, every layer recomputed by itself."""
+    """Seconds of a step of DeepSpeed: 1F1B, a process for each device, every layer recomputed by
+    itself.
+    """
     m = cell.micro_batches
     cut = lengths(cell.gpus, m)
     launched, devices = launches(cut), device_seconds(cut, BATCH / m)
@@ -218,7 +230,9 @@ def process_each_step(cell: Cell, engine: Engine) -> float:
 
 
 def fit(residual: Callable[[Sequence[float]], float], start: Sequence[float]) -> list[float]:
-    """The positive numbers with the least residual, one after the other by ever smaller factors: no search by chance."""
+    """The positive numbers with the least residual, one after the other by ever smaller factors: no
+    search by chance.
+    """
     best, least, factor = list(start), residual(start), 1.5
     while factor > 1.002:
         moved = False
@@ -318,22 +332,43 @@ def _one_process_section(rows: list[Row], host: Host) -> Section:
     }
     best = min(by_gpus, key=lambda gpus: by_gpus[gpus])
     return Section(
-        "study", "The study, tables 2 and 3: torchgpipe and FairScale, one Python process", "s", tuple(rows), PUBLISHED_INPUTS,
-        (*ASSUMED, ("checkpoint='except_last', both libraries' default: nothing is recomputed at M=1 (the study says 'always' of its figure 3, and "
-         f"nothing of its tables; with that, M=1 on 4 GPUs would take {_with_always(host):.0f} s, 237 to 295 are published)"),
-         "GPipe's schedule, backwards in reverse; a thread for each device, of whose time a part needs the one lock of the process",
-         f"it comes out that {best} GPUs are fastest at M=16, as published, and that every number of GPUs is slower with more micro-batches"),
-        ((f"three constants, to the 4 cells torchgpipe by time at M=16: {host.launch_s * 1e6:.0f} us of the host for each launch, "
-         f"{host.locked:.0%} of it with the lock, and {host.task_s * 1e3:.2f} ms with the lock for each forward or backward of a partition; "
-         "44 cells are predicted"),),
-        (("M=1 on 2 GPUs takes the published runs 1.5 times as long as on 4. No synchronous pipeline explains that: one micro-batch visits all "
-         "devices one after the other, however many they are."),
-         "FairScale at M=1 is slower than torchgpipe on 8 GPUs by 30 to 40 %, and as fast at M=8 and 16; here both are the same program.",
-         (f"By size, torchgpipe's method makes {':'.join(map(str, off))} of our layers on 8 GPUs at M=16, by which the first thread would launch "
-         "nearly half of everything; the published times show no such thing."),
-         ("100 us for a launch are ten times what one thread of a fast host needs: Python threads that wait for each other on a 2.25 GHz EPYC "
-         "are not a fast host, and the study's model may launch more (batch norm) than ours.")),
-    )  # fmt: skip
+        "study",
+        "The study, tables 2 and 3: torchgpipe and FairScale, one Python process",
+        "s",
+        tuple(rows),
+        PUBLISHED_INPUTS,
+        (
+            *ASSUMED,
+            (
+                "checkpoint='except_last', both libraries' default: nothing is recomputed at M=1 (the study says 'always' of its figure 3, and "
+                f"nothing of its tables; with that, M=1 on 4 GPUs would take {_with_always(host):.0f} s, 237 to 295 are published)"
+            ),
+            "GPipe's schedule, backwards in reverse; a thread for each device, of whose time a part needs the one lock of the process",
+            f"it comes out that {best} GPUs are fastest at M=16, as published, and that every number of GPUs is slower with more micro-batches",
+        ),
+        (
+            (
+                f"three constants, to the 4 cells torchgpipe by time at M=16: {host.launch_s * 1e6:.0f} us of the host for each launch, "
+                f"{host.locked:.0%} of it with the lock, and {host.task_s * 1e3:.2f} ms with the lock for each forward or backward of a partition; "
+                "44 cells are predicted"
+            ),
+        ),
+        (
+            (
+                "M=1 on 2 GPUs takes the published runs 1.5 times as long as on 4. No synchronous pipeline explains that: one micro-batch visits all "
+                "devices one after the other, however many they are."
+            ),
+            "FairScale at M=1 is slower than torchgpipe on 8 GPUs by 30 to 40 %, and as fast at M=8 and 16; here both are the same program.",
+            (
+                f"By size, torchgpipe's method makes {':'.join(map(str, off))} of our layers on 8 GPUs at M=16, by which the first thread would launch "
+                "nearly half of everything; the published times show no such thing."
+            ),
+            (
+                "100 us for a launch are ten times what one thread of a fast host needs: Python threads that wait for each other on a 2.25 GHz EPYC "
+                "are not a fast host, and the study's model may launch more (batch norm) than ours."
+            ),
+        ),
+    )
 
 
 def _with_always(host: Host) -> float:
@@ -343,12 +378,29 @@ def _with_always(host: Host) -> float:
 def _engine_section(rows: list[Row], engine: Engine) -> Section:
     off = lengths(8, 16, "parameters")
     return Section(
-        "study-deepspeed", "The study, table 2: DeepSpeed, a process for each device", "s", tuple(rows), PUBLISHED_INPUTS,
-        (*ASSUMED, "1F1B, everything recomputed (activation_checkpoint_interval=1), no data parallelism"),
-        ((f"two constants, to the 2 cells uniform on 2 and 8 GPUs: {engine.launch_s * 1e6:.0f} us for each launch and "
-         f"{engine.task_s * 1e3:.2f} ms for each forward or backward of a stage; 6 cells are predicted"),),
-        (("The paper thinks that DeepSpeed scales because it adds data parallelism by itself. A process for each device is enough: launches of "
-         "all stages go on at once, and a pipeline of p stages has p hosts."),
-         (f"By parameters, DeepSpeed's method makes {':'.join(map(str, off))} of our layers on 8 GPUs, which would be far from even; the published "
-         "times are those of uniform, so that is what we take for both.")),
-    )  # fmt: skip
+        "study-deepspeed",
+        "The study, table 2: DeepSpeed, a process for each device",
+        "s",
+        tuple(rows),
+        PUBLISHED_INPUTS,
+        (
+            *ASSUMED,
+            "1F1B, everything recomputed (activation_checkpoint_interval=1), no data parallelism",
+        ),
+        (
+            (
+                f"two constants, to the 2 cells uniform on 2 and 8 GPUs: {engine.launch_s * 1e6:.0f} us for each launch and "
+                f"{engine.task_s * 1e3:.2f} ms for each forward or backward of a stage; 6 cells are predicted"
+            ),
+        ),
+        (
+            (
+                "The paper thinks that DeepSpeed scales because it adds data parallelism by itself. A process for each device is enough: launches of "
+                "all stages go on at once, and a pipeline of p stages has p hosts."
+            ),
+            (
+                f"By parameters, DeepSpeed's method makes {':'.join(map(str, off))} of our layers on 8 GPUs, which would be far from even; the published "
+                "times are those of uniform, so that is what we take for both."
+            ),
+        ),
+    )

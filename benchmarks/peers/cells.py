@@ -1,4 +1,6 @@
-"""What is compared: a workload, cut into stages and micro-batches. Plain values, which travel to the ranks."""
+"""What is compared: a workload, cut into stages and micro-batches. Plain values, which travel to
+the ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ class Cuts:
 
     Attributes:
         lengths: layers per stage, for everybody.
-        halves: layers per stage with two stages on every rank, for interleaved schedules; None where the model has too few layers.
-        plan: file of the plan that Penstock found by itself, and how many ranks it takes; None where it was not asked.
+        halves: layers per stage with two stages on every rank, for interleaved schedules; None
+        where the model has too few layers. plan: file of the plan that Penstock found by itself,
+        and how many ranks it takes; None where it was not asked.
     """
 
     lengths: tuple[int, ...]
@@ -35,7 +38,9 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a rank is to do: a system by its name, and the files with the first weights and with plain training's gradients."""
+    """What a rank is to do: a system by its name, and the files with the first weights and with
+    plain training's gradients.
+    """
 
     system: str
     cell: Cell

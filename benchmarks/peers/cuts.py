@@ -1,4 +1,6 @@
-"""Where everybody cuts: found once, by the layers' measured times, on ranks that share this host as the systems' ranks will."""
+"""Where everybody cuts: found once, by the layers' measured times, on ranks that share this host as
+the systems' ranks will.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +79,16 @@ def link(anew: bool) -> Link:
     found = ps.launch(_link, RANKS, threads=1)[0]
     assert isinstance(found, Link)
     KEPT.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"latency_s": found.latency_s, "bandwidth_bytes_per_s": found.bandwidth_bytes_per_s,
-                                "source": "measured"}) + "\n")  # fmt: skip
+    path.write_text(
+        json.dumps(
+            {
+                "latency_s": found.latency_s,
+                "bandwidth_bytes_per_s": found.bandwidth_bytes_per_s,
+                "source": "measured",
+            }
+        )
+        + "\n"
+    )
     return found
 
 
@@ -94,17 +104,22 @@ def cuts_of(cell: Cell, profile: ps.Profile) -> Cuts:
         lengths = tuple(
             ps.partition(profile, stages, by="bottleneck", micro_batch=samples / cell.micro_batches)
         )
-        # A stage without weights has nothing to give an optimizer, which some peers refuse: then all stages have as many layers.
+        # A stage without weights has nothing to give an optimizer, which some peers refuse: then
+        # all stages have as many layers.
         firsts = [sum(lengths[:stage]) for stage in range(stages)]
-        bare = any(not any(layer.parameters for layer in profile.layers[first : first + length])
-                   for first, length in zip(firsts, lengths, strict=True))  # fmt: skip
+        bare = any(
+            not any(layer.parameters for layer in profile.layers[first : first + length])
+            for first, length in zip(firsts, lengths, strict=True)
+        )
         return tuple(ps.partition(profile, stages, by="uniform")) if bare else lengths
 
     return Cuts(cut(cell.stages), cut(2 * cell.stages) if layers >= 2 * cell.stages else None)
 
 
 def with_plan(cuts: Cuts, cell: Cell, profile: ps.Profile, between: Link, folder: Path) -> Cuts:
-    """Also with what the planner would do on as many ranks; the whole batch and the optimizer are given, all else is its own choice."""
+    """Also with what the planner would do on as many ranks; the whole batch and the optimizer are
+    given, all else is its own choice.
+    """
     on = ps.cluster(f"local:{cell.stages}").with_links(inside=between)
     plan = ps.plan(profile, on, WORKLOADS[cell.workload].samples)
     path = folder / f"{cell.workload}-{cell.stages}.plan.json"

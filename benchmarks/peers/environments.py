@@ -1,4 +1,6 @@
-"""Where peers are installed: a folder for each, put in front of the path of its processes and of nobody else's."""
+"""Where peers are installed: a folder for each, put in front of the path of its processes and of
+nobody else's.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def environments(given: Iterable[str], peers: Iterable[str]) -> dict[str, Path]:
 
 
 def install(systems: Mapping[str, System], peers: Iterable[str]) -> None:
-    """Put peers' packages into folders of their own. torch is the one that is there, so they bring none."""
+    """Put peers' packages into folders of their own. torch is the one that is there, so they bring
+    none.
+    """
     wanted = {
         system.peer: system.packages
         for system in systems.values()
@@ -37,6 +41,18 @@ def install(systems: Mapping[str, System], peers: Iterable[str]) -> None:
     for peer, packages in wanted.items():
         folder = FOLDERS / peer
         print(f"installing {' '.join(packages)} into {folder}", flush=True)
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
-                   "--no-build-isolation", "--upgrade", "--target", str(folder), *packages]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--no-build-isolation",
+            "--upgrade",
+            "--target",
+            str(folder),
+            *packages,
+        ]
         subprocess.run(command, check=True)

@@ -1,4 +1,6 @@
-"""What an adapter is given in its rank: layers with the first weights, the batch, the loss, and the optimizer that checks."""
+"""What an adapter is given in its rank: layers with the first weights, the batch, the loss, and the
+optimizer that checks.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Job:
     def boundary(
         self, index: int, lengths: tuple[int, ...] | None = None, *, micro: bool = True
     ) -> Tensor:
-        """A tensor without memory, as stage `index` gets it for a micro-batch (or the batch); of the last index + 1, as it comes out."""
+        """A tensor without memory, as stage `index` gets it for a micro-batch (or the batch); of
+        the last index + 1, as it comes out.
+        """
         lengths = lengths or self.spec.cuts.lengths
         x = self.batch()[0]
         value = x[: len(x) // self.cell.micro_batches if micro else len(x)].to("meta")
@@ -68,7 +72,9 @@ class Job:
         return value.detach()
 
     def optimizer(self, parameters: Any) -> torch.optim.SGD:
-        """SGD, which compares the gradients of its first step with plain training's before it takes it."""
+        """SGD, which compares the gradients of its first step with plain training's before it takes
+        it.
+        """
         momentum = WORKLOADS[self.cell.workload].momentum
         made = torch.optim.SGD(list(parameters), lr=LEARNING_RATE, momentum=momentum)
         if self.spec.gradients:
@@ -96,5 +102,12 @@ class Job:
 def join(job: Job) -> None:
     """Set what torchrun sets: every rank of a system finds the others."""
     spec = job.spec
-    os.environ.update(RANK=str(spec.rank), LOCAL_RANK=str(spec.rank), WORLD_SIZE=str(spec.ranks), LOCAL_WORLD_SIZE=str(spec.ranks),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(spec.port), TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
+    os.environ.update(
+        RANK=str(spec.rank),
+        LOCAL_RANK=str(spec.rank),
+        WORLD_SIZE=str(spec.ranks),
+        LOCAL_WORLD_SIZE=str(spec.ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(spec.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )

@@ -25,13 +25,16 @@ MOST_STEPS = 30
 WARM = 3
 #: Gradients that are further off are not rounding.
 WRONG = 1e-4
-#: Bytes that stay free: as many systems are alive at once as leave them, when each has what it had at most in its first step.
+#: Bytes that stay free: as many systems are alive at once as leave them, when each has what it had
+#: at most in its first step.
 SPARE = 3 * 2**30
 
 
 @dataclass
 class Row:
-    """What is known of one system. `seconds`: of a step, by round; `ratios`: to ours in the same round."""
+    """What is known of one system. `seconds`: of a step, by round; `ratios`: to ours in the same
+    round.
+    """
 
     system: str
     note: str = ""
@@ -62,7 +65,9 @@ class Row:
 
 @dataclass
 class Bound:
-    """Per round, what no step on this cut can be faster than: by ops timed alone, and by ops timed while others run theirs."""
+    """Per round, what no step on this cut can be faster than: by ops timed alone, and by ops timed
+    while others run theirs.
+    """
 
     alone_s: list[float] = field(default_factory=list)
     together_s: list[float] = field(default_factory=list)
@@ -75,10 +80,9 @@ class Bench:
     Attributes:
         nurseries: by peer.
         rounds: where steps are short, and where one fills a round.
-        slower: where steps are long, a system beyond so many times ours in a round is not measured again.
-        say: told how it goes.
-        log: file for what went wrong.
-        realtime: whether ranks have the host for themselves in their turn.
+        slower: where steps are long, a system beyond so many times ours in a round is not measured
+        again. say: told how it goes. log: file for what went wrong. realtime: whether ranks have
+        the host for themselves in their turn.
     """
 
     nurseries: dict[str, Nursery]
@@ -278,16 +282,18 @@ def _medians(answer: dict[str, Any]) -> tuple[float, float, float]:
 
 
 def bound_s(parts: Sequence[tuple[float, float, float]], micro_batches: int, cores: int) -> float:
-    """Seconds that no step can be faster than, from one to the next; stages in a row, one on each rank, an update after each batch.
+    """Seconds that no step can be faster than, from one to the next; stages in a row, one on each
+    rank, an update after each batch.
 
     Args:
         parts: by stage, seconds of a step's forwards, its backwards, and its update.
         micro_batches: of a batch.
         cores: that all ranks share.
 
-    Between the end of a rank's last backward and the start of its next forward, its gradient passes backward through the stages
-    before it, the first stage updates, and the first micro-batch comes forward through the same stages; its own update fits into
-    that. And all ranks' work does not take less than it takes on all cores.
+    Between the end of a rank's last backward and the start of its next forward, its gradient passes
+    backward through the stages before it, the first stage updates, and the first micro-batch comes
+    forward through the same stages; its own update fits into that. And all ranks' work does not
+    take less than it takes on all cores.
 
     >>> bound_s([(1.0, 2.0, 0.5), (1.0, 2.0, 0.5)], micro_batches=1, cores=2)  # 3 s, and 3.5 s before the next batch is there
     6.5

@@ -16,8 +16,9 @@ def status() -> dict[str, int]:
 class Peak:
     """Counts from when it is made.
 
-    The kernel keeps the most resident bytes of a process (VmHWM), and forgets them when told to. Pages of files, which is to say of
-    libraries, are taken off, and so is what imports had left; pages that are shared with other ranks count in each of them.
+    The kernel keeps the most resident bytes of a process (VmHWM), and forgets them when told to.
+    Pages of files, which is to say of libraries, are taken off, and so is what imports had left;
+    pages that are shared with other ranks count in each of them.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,9 @@ class Peak:
         self.whole = True
 
     def begin(self) -> None:
-        """Forget the peak so far, with what making the model took. Where that is not allowed, `whole` says so."""
+        """Forget the peak so far, with what making the model took. Where that is not allowed,
+        `whole` says so.
+        """
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         try:

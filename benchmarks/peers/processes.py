@@ -1,4 +1,6 @@
-"""Peers' processes, seen from the benchmark: started, told what to do, waited for, and ended whatever happens."""
+"""Peers' processes, seen from the benchmark: started, told what to do, waited for, and ended
+whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,13 @@ class Nursery:
             str(HERE),
             *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path),
         ]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
-                       **dict(system.variables)}  # fmt: skip
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            **dict(system.variables),
+        }
         command = [
             sys.executable,
             "-P",
@@ -53,8 +60,15 @@ class Nursery:
         ]
         self.log = log
         with log.open("ab") as errors:
-            self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                            stderr=errors, start_new_session=True, text=True)  # fmt: skip
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+                text=True,
+            )
         self.missing: str | None = None
         self.versions: dict[str, str] | None = None
 
@@ -122,8 +136,21 @@ class Team:
                     self.pids.append(connection.recv()["value"])
                     self._handles.append(os.pidfd_open(self.pids[-1]))
             weights, gradients = files
-            specs = [Spec(system.name, cell, cuts, rank, self.ranks, system.threads(cell), self._store.port, self._folder.name,
-                          str(weights), None if gradients is None else str(gradients)) for rank in range(self.ranks)]  # fmt: skip
+            specs = [
+                Spec(
+                    system.name,
+                    cell,
+                    cuts,
+                    rank,
+                    self.ranks,
+                    system.threads(cell),
+                    self._store.port,
+                    self._folder.name,
+                    str(weights),
+                    None if gradients is None else str(gradients),
+                )
+                for rank in range(self.ranks)
+            ]
             self.tell("make", [(spec,) for spec in specs], LIMIT_S)
         except BaseException as error:
             self.end()
@@ -138,7 +165,8 @@ class Team:
         limit_s: float,
         only: Sequence[int] | None = None,
     ) -> list[Any]:
-        """All ranks (or only some) do something at once, each with its own arguments; what they answer, by rank.
+        """All ranks (or only some) do something at once, each with its own arguments; what they
+        answer, by rank.
 
         Raises:
             PeerBroke: see there. Its ranks are ended then.

@@ -1,9 +1,11 @@
-"""The main program of a peer's processes: it loads what the peer needs, then forks a rank whenever it is asked to, and sleeps.
+"""The main program of a peer's processes: it loads what the peer needs, then forks a rank whenever
+it is asked to, and sleeps.
 
     python rank.py '["torch", "deepspeed"]'
 
-A line on standard input is the address of a socket: a rank is forked, which connects to it and does what it is told. Forked ranks
-begin with what was loaded, so that starting them takes milliseconds and nobody's memory has another's libraries in it.
+A line on standard input is the address of a socket: a rank is forked, which connects to it and does
+what it is told. Forked ranks begin with what was loaded, so that starting them takes milliseconds
+and nobody's memory has another's libraries in it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what peers print goes to the log
     try:
-        # The last three are what every rank needs before its first step: an optimizer loads torch._dynamo, whoever makes it.
+        # The last three are what every rank needs before its first step: an optimizer loads
+        # torch._dynamo, whoever makes it.
         modules = [
             importlib.import_module(name)
             for name in [*json.loads(sys.argv[1]), "torch._dynamo", "job", "adapters.catalogue"]
@@ -83,7 +86,9 @@ def main() -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Do what the benchmark says until it says no more. Every message is a name and its arguments; every answer has `error` or a value."""
+    """Do what the benchmark says until it says no more. Every message is a name and its arguments;
+    every answer has `error` or a value.
+    """
     served = Served()
     connection.send({"value": os.getpid()})
     while True:
@@ -121,7 +126,8 @@ class Served:
         self.step = systems()[spec.system].make(self.job)
 
     def check(self, realtime: bool) -> tuple[dict[str, float], float, float, int]:
-        """Take the first step. Largest error of each parameter's gradient, the largest gradient, seconds, and the most bytes so far.
+        """Take the first step. Largest error of each parameter's gradient, the largest gradient,
+        seconds, and the most bytes so far.
 
         In real time, now and later, nothing else on the host gets in the way.
         """
@@ -143,7 +149,9 @@ class Served:
         self.used_s, self.idle_s = _cpu_s(), 0.0
 
     def run(self, warm: int, steps: int) -> dict[str, Any]:
-        """Steps that do not count, and steps that do: when each ended, on the host's clock, and when the first began."""
+        """Steps that do not count, and steps that do: when each ended, on the host's clock, and
+        when the first began.
+        """
         self.idle_s += _cpu_s() - self.used_s
         gc.collect()
         step, now = self.step, time.perf_counter
@@ -153,8 +161,13 @@ class Served:
         for _ in range(steps):
             step()
             times.append(now())
-        answer = {"times": times, "peak": self.peak.read(), "whole": self.peak.whole, "idle_s": self.idle_s,
-                  "parts": getattr(step, "parts", [])[-steps:]}  # fmt: skip
+        answer = {
+            "times": times,
+            "peak": self.peak.read(),
+            "whole": self.peak.whole,
+            "idle_s": self.idle_s,
+            "parts": getattr(step, "parts", [])[-steps:],
+        }
         self.used_s = _cpu_s()
         return answer
 
@@ -165,7 +178,9 @@ def _cpu_s() -> float:
 
 
 def reference(weights: Path, gradients: Path, workload: str) -> set[str]:
-    """Write the first weights, and what plain training makes of them: the gradients of the whole batch. Returns their names."""
+    """Write the first weights, and what plain training makes of them: the gradients of the whole
+    batch. Returns their names.
+    """
     import torch
     from torch import nn
     from workloads import WORKLOADS, first_batch, first_weights, layers_of

@@ -12,8 +12,16 @@ from cells import Cell, Cuts
 from measuring import OURS, Bound, Row
 
 #: In the picture, by the first word of a system's name.
-COLOURS = {"penstock": "#c8102e", "torch": "#ee7f2d", "torchgpipe": "#8a6fb0", "fairscale": "#4878a8", "deepspeed": "#2f9e8f",
-           "ddp": "#b08d57", "plain": "#8c8c8c", "floor:": "#3a3a3a"}  # fmt: skip
+COLOURS = {
+    "penstock": "#c8102e",
+    "torch": "#ee7f2d",
+    "torchgpipe": "#8a6fb0",
+    "fairscale": "#4878a8",
+    "deepspeed": "#2f9e8f",
+    "ddp": "#b08d57",
+    "plain": "#8c8c8c",
+    "floor:": "#3a3a3a",
+}
 
 FINE = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2, 2.2, 2.5, 3)
 COARSE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 10, 20, 50)
@@ -78,8 +86,13 @@ def table(found: Mapping[str, Any]) -> str:
     head = f"{found['workload']}, {found['stages']} ranks, {found['micro_batches']} micro-batches, cut {found['lengths']}"
     if bound["alone"]:
         head += f"; bound {bound['alone']:.2f} ms by ops alone, {bound['together']:.2f} ms by ops together"
-    lines = [head, (f"  {'':24}{'ms/step':>10}{'to ours':>9}{'spread':>15}{'of bound':>10}{'together':>10}"
-                   f"{'MiB/rank':>10}{'MiB in all':>12}{'gradients':>11}")]  # fmt: skip
+    lines = [
+        head,
+        (
+            f"  {'':24}{'ms/step':>10}{'to ours':>9}{'spread':>15}{'of bound':>10}{'together':>10}"
+            f"{'MiB/rank':>10}{'MiB in all':>12}{'gradients':>11}"
+        ),
+    ]
     done = {name: row for name, row in found["systems"].items() if "step_ms" in row}
     for name, row in sorted(done.items(), key=lambda pair: pair[1]["step_ms"]):
         ratio, efficiency, peaks = (
@@ -97,8 +110,11 @@ def table(found: Mapping[str, Any]) -> str:
             f"{efficiency[kind]:.1%}" if efficiency else "-" for kind in ("alone", "together")
         ]
         error = f"{row['gradient_error']:.0e}" if "gradient_error" in row else "-"
-        lines.append(f"  {name:24}{row['step_ms']:>10.2f}{middle:>9}{spread:>15}{shares[0]:>10}{shares[1]:>10}"
-                     f"{max(peaks):>10.0f}{sum(peaks):>12.0f}{error:>11}" + (f"  {row['note']}" if "note" in row else ""))  # fmt: skip
+        lines.append(
+            f"  {name:24}{row['step_ms']:>10.2f}{middle:>9}{spread:>15}{shares[0]:>10}{shares[1]:>10}"
+            f"{max(peaks):>10.0f}{sum(peaks):>12.0f}{error:>11}"
+            + (f"  {row['note']}" if "note" in row else "")
+        )
     lines += [
         f"  {name:24}{row['note']}" for name, row in found["systems"].items() if name not in done
     ]
@@ -127,8 +143,13 @@ def picture(cells: Sequence[Mapping[str, Any]], path: Path) -> None:
     )
     if not names:
         return
-    figure, axes = plt.subplots(len(panels), 1, figsize=(max(8.0, 1.0 + 2.0 * max(map(len, panels.values()))), 3.0 * len(panels) + 1),
-                                squeeze=False, layout="constrained")  # fmt: skip
+    figure, axes = plt.subplots(
+        len(panels),
+        1,
+        figsize=(max(8.0, 1.0 + 2.0 * max(map(len, panels.values()))), 3.0 * len(panels) + 1),
+        squeeze=False,
+        layout="constrained",
+    )
     width = 0.86 / len(names)
     for axis, (workload, rows) in zip(axes[:, 0], panels.items(), strict=True):
         for place, name in enumerate(names):
@@ -139,11 +160,23 @@ def picture(cells: Sequence[Mapping[str, Any]], path: Path) -> None:
             ]
             xs = [x + (place - (len(names) - 1) / 2) * width for x, _ in at]
             middles = [ratio["median"] for _, ratio in at]
-            spread = [[ratio["median"] - ratio["lower_quartile"] for _, ratio in at],
-                      [ratio["upper_quartile"] - ratio["median"] for _, ratio in at]]  # fmt: skip
+            spread = [
+                [ratio["median"] - ratio["lower_quartile"] for _, ratio in at],
+                [ratio["upper_quartile"] - ratio["median"] for _, ratio in at],
+            ]
             colour, hatch, shade = _style(name, names)
-            axis.bar(xs, [middle - 1 for middle in middles], width, bottom=1, color=colour, alpha=shade, hatch=hatch, label=name,
-                     edgecolor="white", linewidth=0.3)  # fmt: skip
+            axis.bar(
+                xs,
+                [middle - 1 for middle in middles],
+                width,
+                bottom=1,
+                color=colour,
+                alpha=shade,
+                hatch=hatch,
+                label=name,
+                edgecolor="white",
+                linewidth=0.3,
+            )
             if at:
                 axis.errorbar(xs, middles, yerr=spread, fmt="none", ecolor="black", elinewidth=0.6)
         axis.set_yscale("log", base=2)

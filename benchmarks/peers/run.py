@@ -1,7 +1,9 @@
-"""Penstock beside its peers: the same model, data, cuts and first weights; processes of their own; steps in turn.
+"""Penstock beside its peers: the same model, data, cuts and first weights; processes of their own;
+steps in turn.
 
-One command prints a table for each cell (step time, ratio to ours with its spread, memory per rank, share of the bound), and
-writes results.json and figure.png. README.md says how to read them, and how peers are installed.
+One command prints a table for each cell (step time, ratio to ours with its spread, memory per rank,
+share of the bound), and writes results.json and figure.png. README.md says how to read them, and
+how peers are installed.
 """
 
 from __future__ import annotations
@@ -46,8 +48,12 @@ def cells(given: argparse.Namespace) -> list[Cell]:
     named = given.workload or given.stages or given.micro_batches
     if not named and not given.full:
         return list(QUICK if given.quick else DEFAULT)
-    return [Cell(name, stages, count) for name in given.workload or WORKLOADS for stages in given.stages or STAGES
-            for count in given.micro_batches or WORKLOADS[name].micro_batches]  # fmt: skip
+    return [
+        Cell(name, stages, count)
+        for name in given.workload or WORKLOADS
+        for stages in given.stages or STAGES
+        for count in given.micro_batches or WORKLOADS[name].micro_batches
+    ]
 
 
 def chosen(found: dict[str, System], wanted: Sequence[str] | None) -> list[System]:
@@ -56,8 +62,10 @@ def chosen(found: dict[str, System], wanted: Sequence[str] | None) -> list[Syste
         known = {*found, *(system.peer for system in found.values())}
         unknown = [name for name in wanted if name not in known]
         if unknown:
-            sys.exit(f"there is no peer {unknown[0]!r}; there are {', '.join(sorted({system.peer for system in found.values()}))}, "
-                     f"and by single systems: {'; '.join(found)}")  # fmt: skip
+            sys.exit(
+                f"there is no peer {unknown[0]!r}; there are {', '.join(sorted({system.peer for system in found.values()}))}, "
+                f"and by single systems: {'; '.join(found)}"
+            )
     always = ("penstock 1f1b", "bound")
     return [
         system
@@ -94,8 +102,13 @@ def words() -> argparse.ArgumentParser:
     parser.add_argument(
         "--full", action="store_true", help="all workloads, stages and numbers of micro-batches"
     )
-    parser.add_argument("--slower", type=float, default=1.3, metavar="RATIO",
-                        help="a long step beyond this ratio in a round is not measured in later ones; 0: all are")  # fmt: skip
+    parser.add_argument(
+        "--slower",
+        type=float,
+        default=1.3,
+        metavar="RATIO",
+        help="a long step beyond this ratio in a round is not measured in later ones; 0: all are",
+    )
     parser.add_argument(
         "--environment",
         action="append",
@@ -113,8 +126,11 @@ def words() -> argparse.ArgumentParser:
         action="store_true",
         help="measure layers anew, even if that has been done here",
     )
-    parser.add_argument("--realtime", action="store_true",
-                        help="on a host that is not quiet: steps before all else (SCHED_RR; needs root); other work waits")  # fmt: skip
+    parser.add_argument(
+        "--realtime",
+        action="store_true",
+        help="on a host that is not quiet: steps before all else (SCHED_RR; needs root); other work waits",
+    )
     parser.add_argument(
         "--out", type=Path, help="results.json by default; the picture goes beside it"
     )
@@ -186,9 +202,17 @@ def main() -> None:
     )
 
 
-def _compare(wanted: list[Cell], picked: list[System], bench: Bench, folder: Path, results: dict[str, Any],
-             anew: bool, places: tuple[Path, Path]) -> None:  # fmt: skip
-    # Measuring loads torch, its threads and its memory into a process that should keep out of the way: another one does it.
+def _compare(
+    wanted: list[Cell],
+    picked: list[System],
+    bench: Bench,
+    folder: Path,
+    results: dict[str, Any],
+    anew: bool,
+    places: tuple[Path, Path],
+) -> None:
+    # Measuring loads torch, its threads and its memory into a process that should keep out of the
+    # way: another one does it.
     with ProcessPoolExecutor(1) as apart:
         import cuts
 
@@ -198,8 +222,13 @@ def _compare(wanted: list[Cell], picked: list[System], bench: Bench, folder: Pat
         }
         found = {}
         for cell in wanted:
-            found[cell] = apart.submit(cuts.found, cell, folder, anew and all(cell.workload != done.workload for done in found),
-                                       any(system.name == "penstock auto" for system in picked)).result()  # fmt: skip
+            found[cell] = apart.submit(
+                cuts.found,
+                cell,
+                folder,
+                anew and all(cell.workload != done.workload for done in found),
+                any(system.name == "penstock auto" for system in picked),
+            ).result()
     files = {}
     for name in dict.fromkeys(cell.workload for cell in wanted):
         files[name] = _reference(name, folder)

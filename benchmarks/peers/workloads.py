@@ -16,7 +16,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, a batch for it, and how it is trained. `micro_batches`: the numbers of them that are compared."""
+    """A model, a batch for it, and how it is trained. `micro_batches`: the numbers of them that are
+    compared.
+    """
 
     make: Callable[[], nn.Sequential]
     batch: Callable[[], tuple[Tensor, Tensor]]

@@ -1,8 +1,10 @@
-"""Milliseconds per training step of `ps.Pipe` beside torchgpipe and FairScale, whose call it has, in turn, two partitions on two cores.
+"""Milliseconds per training step of `ps.Pipe` beside torchgpipe and FairScale, whose call it has,
+in turn, two partitions on two cores.
 
-Every contestant is a process of its own, made once per workload; one works at a time. A step is `zero_grad`, forward, loss, backward.
-Nothing is installed: `--peers` is a folder with torchgpipe and fairscale in it (`pip install --target FOLDER torchgpipe fairscale`); who is
-not there is left out.
+Every contestant is a process of its own, made once per workload; one works at a time. A step is
+`zero_grad`, forward, loss, backward. Nothing is installed: `--peers` is a folder with torchgpipe
+and fairscale in it (`pip install --target FOLDER torchgpipe fairscale`); who is not there is left
+out.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from penstock.zoo.catalogue import model as zoo_model
 from penstock.zoo.gpt import gpt_loss
 
 MODES = ("never", "except_last", "always")
-#: Layers of each partition, so that the longer one takes as little as it can (measured, one thread), and micro-batches.
+#: Layers of each partition, so that the longer one takes as little as it can (measured, one
+#: thread), and micro-batches.
 CELLS = {"mlp": ([4, 4], 16), "gpt": ([7, 8], 4), "vgg": ([19, 26], 4)}
 WARM_UP = {"mlp": 5, "gpt": 2, "vgg": 2}
 
@@ -74,7 +77,9 @@ def contestant(name: str) -> Callable[..., nn.Module]:
 
 
 def serve(name: str, cell: str, mode: str) -> None:
-    """What a contestant's process does: answers every line of input by the milliseconds of so many steps."""
+    """What a contestant's process does: answers every line of input by the milliseconds of so many
+    steps.
+    """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     model, x, y, loss = workload(cell)
@@ -230,10 +235,18 @@ def main() -> None:
             cells.append(measure(cell, mode, names, settings))
             for name, row in cells[-1]["rows"].items():
                 spread = "{:.2f} to {:.2f}".format(*row["to_ours_spread"])
-                print(f"{cell:<6}{mode:<13}{name:<12}{row['median_ms']:>7.1f} ms{row['least_ms']:>7.1f} ms{row['to_ours']:>9.2f}   {spread:<16}"
-                      f"{row['gradient_error']:>15.1e}{row['more_memory_mib']:>9.0f} MiB", flush=True)  # fmt: skip
-    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__,
-               "load": os.getloadavg()}  # fmt: skip
+                print(
+                    f"{cell:<6}{mode:<13}{name:<12}{row['median_ms']:>7.1f} ms{row['least_ms']:>7.1f} ms{row['to_ours']:>9.2f}   {spread:<16}"
+                    f"{row['gradient_error']:>15.1e}{row['more_memory_mib']:>9.0f} MiB",
+                    flush=True,
+                )
+    machine = {
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load": os.getloadavg(),
+    }
     settings.out.write_text(
         json.dumps({"machine": machine, "cells": cells}, indent=1) + "\n", encoding="utf-8"
     )

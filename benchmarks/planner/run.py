@@ -1,7 +1,8 @@
-"""Every planner on the same profiles and clusters, scored by one simulator; and how long `auto` takes, and how much memory.
+"""Every planner on the same profiles and clusters, scored by one simulator; and how long `auto`
+takes, and how much memory.
 
-Profiles are analytic (`ps.analytic`): no GPU is needed, and none is claimed. Each case runs in a process of its own, so that its
-seconds and its peak memory are its own.
+Profiles are analytic (`ps.analytic`): no GPU is needed, and none is claimed. Each case runs in a
+process of its own, so that its seconds and its peak memory are its own.
 """
 
 from __future__ import annotations
@@ -93,18 +94,36 @@ def weigh(case: Case, path: str) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     others = compare(profiles, target, case.batch) if case.ask_all else ()
     row = {
-        "model": case.model, "options": case.options, "cluster": target.name, "ranks": target.ranks, "batch": case.batch,
-        "layers": plan.layers, "plan": str(plan).splitlines()[0], "step_s": plan.predicted.step_s,
-        "data_parallel_s": plan.predicted.data_parallel_s, "one_device_s": plan.predicted.one_device_s,
-        "lower_bound_s": plan.predicted.lower_bound_s, "seconds": seconds, "cpu_s": cpu, "peak_rss_mib": peak / 1024,
+        "model": case.model,
+        "options": case.options,
+        "cluster": target.name,
+        "ranks": target.ranks,
+        "batch": case.batch,
+        "layers": plan.layers,
+        "plan": str(plan).splitlines()[0],
+        "step_s": plan.predicted.step_s,
+        "data_parallel_s": plan.predicted.data_parallel_s,
+        "one_device_s": plan.predicted.one_device_s,
+        "lower_bound_s": plan.predicted.lower_bound_s,
+        "seconds": seconds,
+        "cpu_s": cpu,
+        "peak_rss_mib": peak / 1024,
         "rss_before_mib": before / 1024,
         "planners": [
-            {"planner": each.planner, "step_s": each.step_s if each.plan else None, "seconds": each.seconds,
-             "plan": str(each.plan).splitlines()[0] if each.plan else each.refusal.splitlines()[0],
-             "objective": str(each.plan.objective) if each.plan and each.plan.objective else None}
+            {
+                "planner": each.planner,
+                "step_s": each.step_s if each.plan else None,
+                "seconds": each.seconds,
+                "plan": str(each.plan).splitlines()[0]
+                if each.plan
+                else each.refusal.splitlines()[0],
+                "objective": str(each.plan.objective)
+                if each.plan and each.plan.objective
+                else None,
+            }
             for each in others
         ],
-    }  # fmt: skip
+    }
     Path(path).write_text(json.dumps(row))
 
 
@@ -146,9 +165,11 @@ def show(row: dict[str, Any]) -> None:
         f"\n{row['model']} ({row['layers']} layers) on {row['cluster']} ({row['ranks']} ranks), batch {row['batch']}"
     )
     print(f"  auto: {row['plan']}")
-    print(f"  {row['step_s'] * 1e3:.1f} ms a step{against}, {row['one_device_s'] / row['step_s']:.2f} times one device; lower bound "
-          f"{row['lower_bound_s'] * 1e3:.1f} ms; planned in {row['seconds']:.1f} s ({row['cpu_s']:.1f} s of CPU), peak "
-          f"{row['peak_rss_mib']:.0f} MiB")  # fmt: skip
+    print(
+        f"  {row['step_s'] * 1e3:.1f} ms a step{against}, {row['one_device_s'] / row['step_s']:.2f} times one device; lower bound "
+        f"{row['lower_bound_s'] * 1e3:.1f} ms; planned in {row['seconds']:.1f} s ({row['cpu_s']:.1f} s of CPU), peak "
+        f"{row['peak_rss_mib']:.0f} MiB"
+    )
     for each in row["planners"]:
         ratio = f"{each['step_s'] / row['step_s']:7.3f}" if each["step_s"] else "   none"
         print(f"  {each['planner']:18} {ratio}  {each['seconds']:6.2f} s  {each['plan'][:120]}")

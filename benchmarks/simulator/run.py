@@ -1,4 +1,6 @@
-"""How fast the simulator is: ops per second of one schedule, first and again; of many cost vectors at once; the largest; a cold start."""
+"""How fast the simulator is: ops per second of one schedule, first and again; of many cost vectors
+at once; the largest; a cold start.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def anew(made: Schedule) -> Schedule:
 
 
 def one_schedule(name: str, stages: int, micro_batches: int, rounds: int) -> Row:
-    """First call on a new Schedule (conversion and structure), further calls, and calls that read every figure."""
+    """First call on a new Schedule (conversion and structure), further calls, and calls that read
+    every figure.
+    """
     made = schedule(name, stages, micro_batches)
     rng = np.random.default_rng(0)
     costs = Costs(forward=rng.random(made.stages), backward=rng.random(made.stages), transfer=0.1)
@@ -77,18 +81,26 @@ def one_schedule(name: str, stages: int, micro_batches: int, rounds: int) -> Row
         _ = line.makespan, line.bubble_ratio, line.span_bubble_ratio, line.peak_in_flight
 
     reading = [seconds_of(figures) for _ in range(rounds)]
-    return {"schedule": f"{name} {stages} x {micro_batches}", "ops": ops, "first_ms": 1e3 * statistics.median(first),
-            "again_ms": 1e3 * statistics.median(again), "first_mops_per_s": ops / statistics.median(first) / 1e6,
-            "mops_per_s": ops / statistics.median(again) / 1e6,
-            "with_all_figures_mops_per_s": ops / statistics.median(reading) / 1e6}  # fmt: skip
+    return {
+        "schedule": f"{name} {stages} x {micro_batches}",
+        "ops": ops,
+        "first_ms": 1e3 * statistics.median(first),
+        "again_ms": 1e3 * statistics.median(again),
+        "first_mops_per_s": ops / statistics.median(first) / 1e6,
+        "mops_per_s": ops / statistics.median(again) / 1e6,
+        "with_all_figures_mops_per_s": ops / statistics.median(reading) / 1e6,
+    }
 
 
 def many_vectors(name: str, stages: int, micro_batches: int, vectors: int, rounds: int) -> Row:
     """Vectors per second: one by one, as a list of Costs, as arrays."""
     made = schedule(name, stages, micro_batches)
     rng = np.random.default_rng(0)
-    arrays = {"forward": rng.random((vectors, made.stages)), "backward": rng.random((vectors, made.stages)),
-              "transfer": rng.random((vectors, made.stages - 1))}  # fmt: skip
+    arrays = {
+        "forward": rng.random((vectors, made.stages)),
+        "backward": rng.random((vectors, made.stages)),
+        "transfer": rng.random((vectors, made.stages - 1)),
+    }
     costs = [Costs(**{field: array[i] for field, array in arrays.items()}) for i in range(vectors)]
     simulate_many(made, arrays)
     alone = [
@@ -98,9 +110,16 @@ def many_vectors(name: str, stages: int, micro_batches: int, vectors: int, round
     listed = [seconds_of(lambda: simulate_many(made, costs)) for _ in range(rounds)]
     stacked = [seconds_of(lambda: simulate_many(made, arrays)) for _ in range(rounds)]
     medians = [statistics.median(each) for each in (alone, listed, stacked)]
-    return {"schedule": f"{name} {stages} x {micro_batches}", "ops": ops_of(made), "vectors": vectors,
-            "one_by_one_per_s": vectors / medians[0], "list_per_s": vectors / medians[1], "arrays_per_s": vectors / medians[2],
-            "arrays_mops_per_s": ops_of(made) * vectors / medians[2] / 1e6, "speed_up": medians[0] / medians[2]}  # fmt: skip
+    return {
+        "schedule": f"{name} {stages} x {micro_batches}",
+        "ops": ops_of(made),
+        "vectors": vectors,
+        "one_by_one_per_s": vectors / medians[0],
+        "list_per_s": vectors / medians[1],
+        "arrays_per_s": vectors / medians[2],
+        "arrays_mops_per_s": ops_of(made) * vectors / medians[2] / 1e6,
+        "speed_up": medians[0] / medians[2],
+    }
 
 
 def largest(stages: int, micro_batches: int) -> Row:
@@ -113,17 +132,36 @@ def largest(stages: int, micro_batches: int) -> Row:
     first = seconds_of(lambda: simulate(made, costs).makespan)
     again = statistics.median(seconds_of(lambda: simulate(made, costs).makespan) for _ in range(5))
     ops = ops_of(made)
-    return {"schedule": f"1f1b {stages} x {micro_batches}", "ops": ops, "schedule_s": built, "schedule_gib": held / 2**30,
-            "first_s": first, "again_s": again, "first_mops_per_s": ops / first / 1e6, "mops_per_s": ops / again / 1e6,
-            "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30}  # fmt: skip
+    return {
+        "schedule": f"1f1b {stages} x {micro_batches}",
+        "ops": ops,
+        "schedule_s": built,
+        "schedule_gib": held / 2**30,
+        "first_s": first,
+        "again_s": again,
+        "first_mops_per_s": ops / first / 1e6,
+        "mops_per_s": ops / again / 1e6,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30,
+    }
 
 
 def cold_start() -> dict[str, float]:
     """Seconds of `penstock simulate` in a fresh process, with an empty cache of Numba's."""
     found = {}
     for stages, micro_batches in ((4, 8), (16, 64), (64, 256)):
-        words = [sys.executable, "-m", "penstock", "simulate", "--schedule", "1f1b", "--stages", str(stages), "--micro-batches",
-                 str(micro_batches), "--json"]  # fmt: skip
+        words = [
+            sys.executable,
+            "-m",
+            "penstock",
+            "simulate",
+            "--schedule",
+            "1f1b",
+            "--stages",
+            str(stages),
+            "--micro-batches",
+            str(micro_batches),
+            "--json",
+        ]
         taken = []
         for _ in range(3):
             with tempfile.TemporaryDirectory() as empty:

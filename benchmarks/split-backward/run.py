@@ -1,4 +1,6 @@
-"""What a backward costs in two parts, I and then W, beside the whole of it, B: on the same graph, in turn."""
+"""What a backward costs in two parts, I and then W, beside the whole of it, B: on the same graph,
+in turn.
+"""
 
 from __future__ import annotations
 
@@ -123,8 +125,10 @@ def main() -> None:
         )
         results[setting] = json.loads(ran.stdout.splitlines()[-1])
         for name, row in results[setting].items():
-            print(f"{setting:14} {name:42} B {row['b_ms']:7.2f} ms  I {row['i_ms']:7.2f}  W {row['w_ms']:7.2f}  "
-                  f"(I + W) / B {row['ratio']:.3f}")  # fmt: skip
+            print(
+                f"{setting:14} {name:42} B {row['b_ms']:7.2f} ms  I {row['i_ms']:7.2f}  W {row['w_ms']:7.2f}  "
+                f"(I + W) / B {row['ratio']:.3f}"
+            )
     machine = {
         "machine": platform.machine(),
         "torch": torch.__version__,

@@ -1,6 +1,8 @@
-"""How near the search for schedules comes to the best there is, and how far it gets beyond the zoo, over random costs.
+"""How near the search for schedules comes to the best there is, and how far it gets beyond the zoo,
+over random costs.
 
-Stages differ in every cost, up to three times from the cheapest to the dearest; a hop takes up to a third of a mean forward.
+Stages differ in every cost, up to three times from the cheapest to the dearest; a hop takes up to a
+third of a mean forward.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import numpy as np
 import penstock as ps
 from penstock.search.synthesis.synthesise import Settings, Synthesis, synthesise
 
-#: Stages, micro-batches, placement, and what a rank may hold (micro-batches over all its stages; None for no limit).
+#: Stages, micro-batches, placement, and what a rank may hold (micro-batches over all its stages;
+#: None for no limit).
 CASES = [
     (4, 6, "linear", 4), (4, 6, "linear", 2), (4, 6, "v", 4), (4, 6, "interleaved", 4), (4, 6, "bidirectional", 3),
     (8, 16, "linear", None), (8, 16, "linear", 8), (8, 16, "linear", 4), (8, 16, "v", 8), (8, 16, "v", 4),
@@ -37,8 +40,12 @@ def costs_of(stages: int, seed: int) -> ps.Costs:
     def row(low: float, high: float, count: int) -> list[float]:
         return [round(float(number), 3) for number in luck.uniform(low, high, count)]
 
-    return ps.Costs(forward=row(0.5, 1.5, stages), input_grad=row(0.5, 1.5, stages), weight_grad=row(0.5, 1.5, stages),
-                    transfer=row(0, 0.33, stages - 1))  # fmt: skip
+    return ps.Costs(
+        forward=row(0.5, 1.5, stages),
+        input_grad=row(0.5, 1.5, stages),
+        weight_grad=row(0.5, 1.5, stages),
+        transfer=row(0, 0.33, stages - 1),
+    )
 
 
 def timed(costs: ps.Costs, micro_batches: int, settings: Settings) -> tuple[Synthesis, float]:
@@ -80,12 +87,17 @@ def measure(
     gaps, gains, seconds, names = zip(*rows, strict=True)
     known = [gain for gain in gains if not math.isnan(gain)]
     return {
-        "stages": stages, "micro_batches": micro_batches, "placement": placement, "limit": limit,
-        "gap_median": round(statistics.median(gaps), 5), "gap_max": round(max(gaps), 5),
+        "stages": stages,
+        "micro_batches": micro_batches,
+        "placement": placement,
+        "limit": limit,
+        "gap_median": round(statistics.median(gaps), 5),
+        "gap_max": round(max(gaps), 5),
         "gain_over_zoo_median": round(statistics.median(known), 5) if known else None,
-        "zoo": sorted({name for name in names if name}), "seconds_max": round(max(seconds), 2),
+        "zoo": sorted({name for name in names if name}),
+        "seconds_max": round(max(seconds), 2),
         "over_optimum_max": round(max(over_optimum), 6) if over_optimum else None,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -105,10 +117,18 @@ def main() -> None:
         results.append(row)
         gain = "" if row["gain_over_zoo_median"] is None else f"{row['gain_over_zoo_median']:.2%}"
         over = "" if row["over_optimum_max"] is None else f"{row['over_optimum_max']:.2%}"
-        print(f"{case[0]:3} {case[1]:3} {case[2]:13} {case[3] or '-':>5} {row['gap_median']:7.2%} {row['gap_max']:7.2%} {gain:>7} "
-              f"{over:>12} {row['seconds_max']:5.1f}  {', '.join(row['zoo']) or 'none fits'}", flush=True)  # fmt: skip
-    machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(),
-               "budget_s": given.budget, "seeds": given.seeds}  # fmt: skip
+        print(
+            f"{case[0]:3} {case[1]:3} {case[2]:13} {case[3] or '-':>5} {row['gap_median']:7.2%} {row['gap_max']:7.2%} {gain:>7} "
+            f"{over:>12} {row['seconds_max']:5.1f}  {', '.join(row['zoo']) or 'none fits'}",
+            flush=True,
+        )
+    machine = {
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "budget_s": given.budget,
+        "seeds": given.seeds,
+    }
     given.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
 
 

@@ -1,8 +1,10 @@
-"""One-way time of messages between two processes of this host: shared memory beside gloo, in one run, in turn.
+"""One-way time of messages between two processes of this host: shared memory beside gloo, in one
+run, in turn.
 
-A message goes there and back; half of that is its one-way time, the copy into a fresh tensor included. gloo gets what is best
-for it: receives posted before the message is sent, into buffers that are there already. A burst is eight messages one way and
-one back, as activations go while a pipeline fills.
+A message goes there and back; half of that is its one-way time, the copy into a fresh tensor
+included. gloo gets what is best for it: receives posted before the message is sent, into buffers
+that are there already. A burst is eight messages one way and one back, as activations go while a
+pipeline fills.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ def gloo(rank: int) -> Exchange:
 
 
 def measure(rounds: int) -> dict[str, dict[int, dict[str, list[float]]]]:
-    """Microseconds, by size and round, of every way: one message, one of a burst, and this process's own time for one."""
+    """Microseconds, by size and round, of every way: one message, one of a burst, and this
+    process's own time for one.
+    """
     join()
     rank = dist.get_rank()
     ways = {
@@ -110,7 +114,9 @@ def measure(rounds: int) -> dict[str, dict[int, dict[str, list[float]]]]:
 
 
 def calls(rounds: int) -> dict[str, float]:
-    """Microseconds of one `send` and of one `post` and `wait` of 64 bytes that are there, both ends in this process."""
+    """Microseconds of one `send` and of one `post` and `wait` of 64 bytes that are there, both ends
+    in this process.
+    """
     torch.set_num_threads(1)
     store, ends = HashStore(), [SameHostTransport(rank, 60.0) for rank in (0, 1)]
     threads = [threading.Thread(target=end.connect, args=(store, 2)) for end in ends]
@@ -171,8 +177,13 @@ def main() -> None:
         print(f"{nbytes} bytes")
         for way, cells in row.items():
             print(f"  {way:24} " + "  ".join(f"{key} {value}" for key, value in cells.items()))
-    machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__,
-               "python": platform.python_version(), "load": round(os.getloadavg()[0], 1)}  # fmt: skip
+    machine = {
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 1),
+    }
     of_calls = calls(given.rounds)
     print(f"calls at 64 bytes: {of_calls}")
     given.out.write_text(

@@ -1,7 +1,7 @@
 """Penstock: pipeline-parallel training for PyTorch.
 
-Measures a model, works out how to cut and schedule it on the cluster at hand, proves the schedule sound, predicts its time and
-memory, draws it, and trains with it.
+Measures a model, works out how to cut and schedule it on the cluster at hand, proves the schedule
+sound, predicts its time and memory, draws it, and trains with it.
 """
 
 from __future__ import annotations
@@ -81,8 +81,10 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - one table serves both
 
-# Rooms and functions share their names: `penstock.schedule` is the function, `penstock.schedule.op` a module. Python binds a
-# sub-package to its parent when it is first loaded, so the (empty) rooms are loaded first, and their names given back.
+# Rooms and functions share their names: `penstock.schedule` is the function, `penstock.schedule.op`
+# a module. Python binds a
+# sub-package to its parent when it is first loaded, so the (empty) rooms are loaded first, and
+# their names given back.
 for _room in (
     "profile",
     "cluster",

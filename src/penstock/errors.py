@@ -72,7 +72,9 @@ class MissingExtra(PenstockError, ImportError):
 
 @dataclass(frozen=True)
 class Finding:
-    """One broken rule of a schedule: the rule's name, the op's text (`2F0`) and rank if one is to blame."""
+    """One broken rule of a schedule: the rule's name, the op's text (`2F0`) and rank if one is to
+    blame.
+    """
 
     rule: str
     message: str
@@ -131,7 +133,9 @@ class DeadlineExceeded(RunError):
 
 
 class RanksDiffer(RunError):
-    """Ranks do not run the same model, settings, batches or calls; `differences` has a line for each difference."""
+    """Ranks do not run the same model, settings, batches or calls; `differences` has a line for
+    each difference.
+    """
 
     def __init__(self, message: str, differences: Iterable[str] = ()) -> None:
         self.differences = tuple(differences)
@@ -139,7 +143,9 @@ class RanksDiffer(RunError):
 
 
 class RankDied(RunError):
-    """A rank's process ended without a word of its own: killed, out of memory, a crash in native code."""
+    """A rank's process ended without a word of its own: killed, out of memory, a crash in native
+    code.
+    """
 
     def __init__(self, rank: int, pid: int, how: str, others: str) -> None:
         self.rank, self.pid, self.how = rank, pid, how

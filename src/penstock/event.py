@@ -18,7 +18,8 @@ from penstock.schedule.slicing import Slicing
 
 
 class Event(NamedTuple):
-    """One op on one rank, or one transfer (`to_rank` set: the op's value goes from `rank` to `to_rank`), in seconds.
+    """One op on one rank, or one transfer (`to_rank` set: the op's value goes from `rank` to
+    `to_rank`), in seconds.
 
     The two ops of a pair have one start and one end.
     """
@@ -33,8 +34,8 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MemoryCurve:
-    """What a rank holds: `bytes[i]` from `seconds[i]` to `seconds[i + 1]`, the last for good. Seconds may repeat, where what is
-    held changes more than once at a time.
+    """What a rank holds: `bytes[i]` from `seconds[i]` to `seconds[i + 1]`, the last for good.
+    Seconds may repeat, where what is held changes more than once at a time.
     """
 
     seconds: Array
@@ -65,8 +66,8 @@ class Account(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """The transfers of a log. Per op: `link` (-1 where its value crosses none), `start` and `end` of its transfer, and the
-    `place` of its size in `sizes`, in bytes. Per link: `to_rank`.
+    """The transfers of a log. Per op: `link` (-1 where its value crosses none), `start` and `end`
+    of its transfer, and the `place` of its size in `sizes`, in bytes. Per link: `to_rank`.
     """
 
     link: Array
@@ -79,7 +80,9 @@ class Moves:
 
 @dataclass(frozen=True, eq=False)
 class Log:
-    """The same as a timeline's events, as arrays: a rank's ops stand in the order in which it ran them."""
+    """The same as a timeline's events, as arrays: a rank's ops stand in the order in which it ran
+    them.
+    """
 
     ops: OpArrays
     start: Array
@@ -99,7 +102,9 @@ class Log:
         return cls(ops, start, end)
 
     def events(self) -> tuple[Event, ...]:
-        """All of it, in order of start, end and rank; of one rank's that begin and end together, in the order of its program."""
+        """All of it, in order of start, end and rank; of one rank's that begin and end together, in
+        the order of its program.
+        """
         ops, moves = self.ops, self.moves
         rows = np.arange(len(ops))
         crossing = np.flatnonzero(moves.link >= 0) if moves is not None else rows[:0]
@@ -152,8 +157,17 @@ class Log:
         longest = float(
             (np.maximum.reduceat(end, starts) - np.minimum.reduceat(start, starts)).max()
         )
-        within = Log(OpArrays(self.ops.rank[rows], self.ops.kind[rows], self.ops.stage[rows], self.ops.micro_batch[rows],
-                              np.searchsorted(rows, self.ops.first)), start, end)  # fmt: skip
+        within = Log(
+            OpArrays(
+                self.ops.rank[rows],
+                self.ops.kind[rows],
+                self.ops.stage[rows],
+                self.ops.micro_batch[rows],
+                np.searchsorted(rows, self.ops.first),
+            ),
+            start,
+            end,
+        )
         return max(1.0 - sum(within.busy) / (len(self.busy) * longest), 0.0) if longest else 0.0
 
 
@@ -166,13 +180,11 @@ class Timeline(Shown):
     """The events of one step, in order of start. Seconds count from the first event.
 
     Attributes:
-        events: ops and transfers. Of a simulated timeline they are made when they are first asked for.
-        ranks, stages: numbers of them.
-        peak_memory: bytes per rank where they are known, else None.
-        source: "simulated" or "measured".
-        title: the schedule's name.
-        slicing: how micro-batches are cut, if they are: ops then count slices.
-        account: what knows the memory over time, if anything does.
+        events: ops and transfers. Of a simulated timeline they are made when they are first asked
+        for. ranks, stages: numbers of them. peak_memory: bytes per rank where they are known, else
+        None. source: "simulated" or "measured". title: the schedule's name. slicing: how
+        micro-batches are cut, if they are: ops then count slices. account: what knows the memory
+        over time, if anything does.
     """
 
     events: tuple[Event, ...]
@@ -204,8 +216,15 @@ class Timeline(Shown):
             return value
 
     @classmethod
-    def of(cls, events: Iterable[Row], ranks: int, stages: int, peak_memory: tuple[int, ...] | None = None,
-           source: str = "simulated", title: str = "") -> Timeline:  # fmt: skip
+    def of(
+        cls,
+        events: Iterable[Row],
+        ranks: int,
+        stages: int,
+        peak_memory: tuple[int, ...] | None = None,
+        source: str = "simulated",
+        title: str = "",
+    ) -> Timeline:
         """A timeline whose first event starts at 0, of Events or of a schedule graph's rows.
 
         Events of a rank that begin and end together stay in the order given.
@@ -221,10 +240,19 @@ class Timeline(Shown):
 
     @classmethod
     def of_log(cls, log: Log, title: str, account: Account | None = None) -> Timeline:
-        """A simulated timeline of arrays that count from 0; its events are made when somebody asks for them."""
+        """A simulated timeline of arrays that count from 0; its events are made when somebody asks
+        for them.
+        """
         made = cls.__new__(cls)
-        fields = {"ranks": len(log.ops.first) - 1, "stages": log.ops.stages, "source": "simulated", "title": title,
-                  "slicing": log.ops.slicing, "account": account, "log": log}  # fmt: skip
+        fields = {
+            "ranks": len(log.ops.first) - 1,
+            "stages": log.ops.stages,
+            "source": "simulated",
+            "title": title,
+            "slicing": log.ops.slicing,
+            "account": account,
+            "log": log,
+        }
         for name, value in fields.items():
             object.__setattr__(made, name, value)
         return made
@@ -259,17 +287,19 @@ class Timeline(Shown):
 
     @property
     def span_bubble_ratio(self) -> float:
-        """The zero-bubble papers' ratio: idle share of the longest span of a rank, first op's start to last op's end.
+        """The zero-bubble papers' ratio: idle share of the longest span of a rank, first op's start
+        to last op's end.
 
-        Source: Qi et al. 2024, section 2.3; with equal stages, (cost - m(f+i+w)) / cost. Updates are left out as there:
-        they are not synchronised across ranks. So are evictions and loads, which compute nothing.
+        Source: Qi et al. 2024, section 2.3; with equal stages, (cost - m(f+i+w)) / cost. Updates
+        are left out as there: they are not synchronised across ranks. So are evictions and loads,
+        which compute nothing.
         """
         return self.log.span_bubble_ratio
 
     @property
     def peak_in_flight(self) -> tuple[float, ...]:
-        """Per stage: the most micro-batches that a rank of it had run forward and not yet finished backward, nor handed to a
-        partner. Fractions where micro-batches are cut.
+        """Per stage: the most micro-batches that a rank of it had run forward and not yet finished
+        backward, nor handed to a partner. Fractions where micro-batches are cut.
         """
         by_stage = self.log.ops.in_flight[0]
         return by_stage + (0,) * (self.stages - len(by_stage))
@@ -286,7 +316,7 @@ class Timeline(Shown):
 
     @property
     def memory_holders(self) -> tuple[dict[str, int], ...] | None:
-        """Per rank, what the bytes are for when it is fullest, where that is known: weights, gradients, optimizer, activations,
-        boundary, recompute.
+        """Per rank, what the bytes are for when it is fullest, where that is known: weights,
+        gradients, optimizer, activations, boundary, recompute.
         """
         return None if self.account is None else self.account.holders

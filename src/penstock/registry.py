@@ -23,7 +23,9 @@ class Registered(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """The entries of one kind. The folder's files are imported at the first look-up, so a new entry is one new file."""
+    """The entries of one kind. The folder's files are imported at the first look-up, so a new entry
+    is one new file.
+    """
 
     def __init__(self, kind: str, package: str) -> None:
         self.kind = kind

@@ -70,7 +70,8 @@ def read_json(path: str | Path, kind: type[T], schema: int | Collection[int]) ->
     """Read a value of type `kind` whose `schema` field is `schema`, or one of several.
 
     Raises:
-        FileError: no such file, no JSON, another schema version, or fields that are missing, unknown or of the wrong type.
+        FileError: no such file, no JSON, another schema version, or fields that are missing,
+        unknown or of the wrong type.
     """
     from pydantic import TypeAdapter, ValidationError
 

@@ -23,7 +23,9 @@ class Sleep(torch.autograd.Function):
 
 
 class Sleepy(nn.Module):
-    """x times a weight, in `forward_s`; gradients of the input and of the weight take a time of their own."""
+    """x times a weight, in `forward_s`; gradients of the input and of the weight take a time of
+    their own.
+    """
 
     def __init__(self, forward_s: float, input_s: float, weight_s: float) -> None:
         super().__init__()

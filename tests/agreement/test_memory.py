@@ -1,4 +1,6 @@
-"""Predicted memory against what a run counts: profile, plan and run of the same model. Bytes, so no clock is looked at."""
+"""Predicted memory against what a run counts: profile, plan and run of the same model. Bytes, so no
+clock is looked at.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ BAND = (0.98, 1.02)
 
 
 def model():
-    """Six blocks, of which every other one keeps what it makes: so stages begin behind layers that do, and that do not."""
+    """Six blocks, of which every other one keeps what it makes: so stages begin behind layers that
+    do, and that do not.
+    """
     blocks = [
         nn.Sequential(nn.Linear(32, 32), nn.ReLU()) if i % 2 else nn.Sequential(nn.Linear(32, 32))
         for i in range(6)
@@ -29,14 +33,21 @@ def model():
     ("gpipe", (5, 5), 8), ("gpipe", (6, 4), 8), ("1f1b", (3, 7), 4), ("interleaved", (2, 3, 2, 3), 4), ("zb-v", (3, 2, 2, 3), 4),
 ])  # fmt: skip
 def test_predicted_peaks_are_what_a_run_holds(schedule, lengths, micro_batches, recompute):
-    """A plan that says it fits must fit. Activations are most of it here: the weights are small, and the batch is not."""
+    """A plan that says it fits must fit. Activations are most of it here: the weights are small,
+    and the batch is not.
+    """
     torch.manual_seed(0)
     made, x, y = model(), torch.randn(512, 32), torch.randn(512, 8)
     profile = ps.profile(made, x, sizes=(64,), repeats=1, loss=nn.functional.mse_loss, targets=y)
     request = PlanRequest(profile, ps.cluster("local:2"), 512, recompute=recompute)
     plan = scored(request, Proposal(lengths, schedule, micro_batches, recompute=recompute))
-    pipe = ps.Pipeline(made, plan, loss=nn.functional.mse_loss, executor="threads",
-                       optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9))  # fmt: skip
+    pipe = ps.Pipeline(
+        made,
+        plan,
+        loss=nn.functional.mse_loss,
+        executor="threads",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+    )
     for _ in range(2):
         pipe.train_batch(x, y)
     measured = pipe.timeline().peak_memory
@@ -60,14 +71,27 @@ def test_predicted_peaks_are_what_a_run_holds(schedule, lengths, micro_batches, 
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
 def test_predicted_peaks_count_what_the_optimizer_keeps(schedule, optimizer):
-    """Weights are most of it here. Planned for SGD with momentum, Adam's ranks would hold a third more than the plan says."""
+    """Weights are most of it here. Planned for SGD with momentum, Adam's ranks would hold a third
+    more than the plan says.
+    """
     torch.manual_seed(0)
     made = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     x, y = torch.randn(8, 256), torch.randn(8, 256)
     profile = ps.profile(made, x, sizes=(2,), repeats=1, loss=nn.functional.mse_loss, targets=y)
-    plan = ps.plan(profile, ps.cluster("local:2"), 8, optimizer=optimizer, schedules=schedule, stages=2, micro_batches=4,
-                   recompute="never", budget_s=1)  # fmt: skip
-    pipe = ps.Pipeline(made, plan, loss=nn.functional.mse_loss, executor="threads", optimizer=optimizer)  # fmt: skip
+    plan = ps.plan(
+        profile,
+        ps.cluster("local:2"),
+        8,
+        optimizer=optimizer,
+        schedules=schedule,
+        stages=2,
+        micro_batches=4,
+        recompute="never",
+        budget_s=1,
+    )
+    pipe = ps.Pipeline(
+        made, plan, loss=nn.functional.mse_loss, executor="threads", optimizer=optimizer
+    )
     for _ in range(2):
         pipe.train_batch(x, y)
     measured = pipe.timeline().peak_memory

@@ -1,4 +1,6 @@
-"""What is simulated is what runs: the same ops in the same order on every rank, with the same micro-batches in flight."""
+"""What is simulated is what runs: the same ops in the same order on every rank, with the same
+micro-batches in flight.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,14 @@ def check_agreement(schedule, recompute="never"):
     """Run the schedule, simulate it, and hold the two timelines against each other."""
     case = CASES["mlp"]
     model, x, y = made(case)
-    pipe = ps.Pipeline(model, loss=case.loss, balance=lengths_of(len(layers_of(model)), schedule.stages), schedule=schedule,
-                       recompute=recompute, executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=case.loss,
+        balance=lengths_of(len(layers_of(model)), schedule.stages),
+        schedule=schedule,
+        recompute=recompute,
+        executor="threads",
+    )
     try:
         pipe.train_batch(x, y)
         measured = pipe.timeline()
@@ -41,7 +49,9 @@ def check_agreement(schedule, recompute="never"):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_measured_order_equals_simulated_order(name):
-    """The runtime plays the program it was given, op for op; so what the simulation says of the order is true."""
+    """The runtime plays the program it was given, op for op; so what the simulation says of the
+    order is true.
+    """
     check_agreement(EVERY[name])
 
 

@@ -1,4 +1,6 @@
-"""The papers again: what benchmarks/papers simulates by itself, and that its page is what its results say."""
+"""The papers again: what benchmarks/papers simulates by itself, and that its page is what its
+results say.
+"""
 
 import importlib
 import json
@@ -84,7 +86,9 @@ def test_a_host_without_a_lock_is_a_process_for_each_device(papers, forward, mic
 def test_a_host_whose_work_is_all_under_the_lock_does_one_thing_at_a_time(
     papers, seconds, micro_batches, pieces
 ):
-    """That is where single-process libraries stop scaling: the sum of all launches, however many devices there are."""
+    """That is where single-process libraries stop scaling: the sum of all launches, however many
+    devices there are.
+    """
     schedule = ps.schedule("gpipe", stages=len(seconds), micro_batches=micro_batches)
 
     def work(op):
@@ -97,7 +101,9 @@ def test_a_host_whose_work_is_all_under_the_lock_does_one_thing_at_a_time(
 
 
 def test_a_slow_device_hides_its_host(papers):
-    """Kernels are queued: a host that is faster than its devices costs nothing but the first launch."""
+    """Kernels are queued: a host that is faster than its devices costs nothing but the first
+    launch.
+    """
     schedule = ps.schedule("gpipe", stages=3, micro_batches=4)
 
     def work(op):
@@ -114,7 +120,9 @@ def test_threads_that_wait_for_each_other_for_ever_are_refused(papers):
 
 
 def test_the_fit_finds_the_numbers_that_made_the_data(papers):
-    """Constants are fitted by descent without chance; on data made by the model itself it must find them."""
+    """Constants are fitted by descent without chance; on data made by the model itself it must find
+    them.
+    """
     made = (3e-4, 2e-3)
 
     def residual(values):
@@ -127,7 +135,9 @@ def test_the_fit_finds_the_numbers_that_made_the_data(papers):
 
 
 def test_the_studys_cells_are_all_there(papers):
-    """Two libraries by two balances on four numbers of GPUs at three numbers of micro-batches, and eight of DeepSpeed."""
+    """Two libraries by two balances on four numbers of GPUs at three numbers of micro-batches, and
+    eight of DeepSpeed.
+    """
     cells = papers.study.cells()
     assert len(cells) == 56
     assert sum(cell.library == "deepspeed" for cell in cells) == 8
@@ -135,7 +145,9 @@ def test_the_studys_cells_are_all_there(papers):
 
 @pytest.mark.parametrize("case", ["published", "ours"])
 def test_the_studys_findings_hold_in_both_columns(case):
-    """Per-launch cost: more micro-batches are slower; one process gains up to 4 GPUs and no more, a process for each goes on."""
+    """Per-launch cost: more micro-batches are slower; one process gains up to 4 GPUs and no more, a
+    process for each goes on.
+    """
     key = "paper" if case == "published" else "ours"
     one, many = rows_of("study"), rows_of("study-deepspeed")
     for gpus in (2, 4, 6, 8):
@@ -148,7 +160,9 @@ def test_the_studys_findings_hold_in_both_columns(case):
 
 
 def test_the_studys_predicted_cells_stay_as_near_as_they_are():
-    """A band that may only tighten: half of what nothing was fitted to is within 6 %, DeepSpeed's all within 5 %."""
+    """A band that may only tighten: half of what nothing was fitted to is within 6 %, DeepSpeed's
+    all within 5 %.
+    """
     off = [abs(row["ratio"] - 1) for row in rows_of("study").values() if not row["fitted"]]
     assert sorted(off)[len(off) // 2] < 0.06
     assert all(abs(row["ratio"] - 1) < 0.05 for row in rows_of("study-deepspeed").values())
@@ -181,7 +195,9 @@ def test_dapples_profile_of_vgg19_has_its_published_sums(papers):
 def test_overlapped_data_parallelism_lies_between_its_parts_and_their_sum(
     papers, bandwidth, samples
 ):
-    """Gradients beside the backward hide no more than there is of either, and the sum is what hides nothing."""
+    """Gradients beside the backward hide no more than there is of either, and the sum is what hides
+    nothing.
+    """
     profile = papers.dapple.profile("VGG-19")
     whole = ps.cluster("DAPPLE-B")
     cluster = ps.cluster("DAPPLE-B").on(range(16))
@@ -222,7 +238,9 @@ def test_boards_are_cut_where_the_slowest_is_least(papers):
 
 
 def test_berts_memory_by_schedule_is_the_published_one(papers):
-    """Two numbers set weights and activations of a micro-batch; that DAPPLE's peak does not grow with M is the schedule's doing."""
+    """Two numbers set weights and activations of a micro-batch; that DAPPLE's peak does not grow
+    with M is the schedule's doing.
+    """
     weights, activations = papers.dapple._fit_bytes()
     for micro_batches in (2, 8, 16):
         assert papers.dapple.bert_bytes(
@@ -240,7 +258,9 @@ def test_a_chain_of_equal_stages_has_gpipes_speed_up(papers):
 
 
 def test_the_page_shows_what_the_results_say(papers):
-    """Tables are written by the command alone: a number that was typed in would be gone with the next run, and not be missed."""
+    """Tables are written by the command alone: a number that was typed in would be gone with the
+    next run, and not be missed.
+    """
     sections = [
         papers.side_by_side.Section.of(data) for paper in results().values() for data in paper
     ]

@@ -1,4 +1,6 @@
-"""Simulated time against the clock, with layers that take a known time. This is the one place where layers sleep."""
+"""Simulated time against the clock, with layers that take a known time. This is the one place where
+layers sleep.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ from torch import nn
 import penstock as ps
 from penstock.schedule.op import Schedule
 
-#: Measured seconds / simulated seconds. A sleep is never too short, so below 1 is only the clocks' rounding; above 1 are threads,
-#: queues and whatever else the machine does: 1.05 when it is idle, 2.1 beside 8 busy processes on 2 cores. Tighten it, never widen.
+#: Measured seconds / simulated seconds. A sleep is never too short, so below 1 is only the clocks'
+#: rounding; above 1 are threads,
+#: queues and whatever else the machine does: 1.05 when it is idle, 2.1 beside 8 busy processes on 2
+#: cores. Tighten it, never widen.
 BAND = (0.99, 2.0)
 #: On a busy machine the next batch may be the quiet one: the best of at most so many counts.
 BATCHES = 25
@@ -23,13 +27,22 @@ rank 1 | 1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3 1W0 1W1 1W2 1W3 1U1
 
 
 def measured_and_simulated(schedule, forward, input_grad, weight_grad, recompute, monkeypatch):
-    """Timelines of a batch that nothing disturbed, if there is one, and of the simulation with the same seconds."""
-    # Layers that may draw random numbers have the generators to themselves, one thread at a time; these draw none.
+    """Timelines of a batch that nothing disturbed, if there is one, and of the simulation with the
+    same seconds.
+    """
+    # Layers that may draw random numbers have the generators to themselves, one thread at a time;
+    # these draw none.
     monkeypatch.setattr("penstock.runtime.draws.may_draw", lambda module: False)
     monkeypatch.setattr("penstock.runtime.draws.runs_user_code", lambda module: False)
     layers = [Sleepy(*seconds) for seconds in zip(forward, input_grad, weight_grad, strict=True)]
-    pipe = ps.Pipeline(nn.Sequential(*layers), loss=lambda out, _: out.mean(), balance=[1] * len(layers), schedule=schedule,
-                       recompute=recompute, executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        nn.Sequential(*layers),
+        loss=lambda out, _: out.mean(),
+        balance=[1] * len(layers),
+        schedule=schedule,
+        recompute=recompute,
+        executor="threads",
+    )
     x = torch.ones(schedule.micro_batches, 1)
     # The first stage has no input gradient to make.
     costs = ps.Costs(forward=forward, input_grad=[0.0, *input_grad[1:]], weight_grad=weight_grad)

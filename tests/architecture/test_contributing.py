@@ -1,4 +1,6 @@
-"""CONTRIBUTING.md is followed: each file that it gives is written into a copy of the package, and must work with no other change."""
+"""CONTRIBUTING.md is followed: each file that it gives is written into a copy of the package, and
+must work with no other change.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ PLACE = re.compile(r"^Write `(src/penstock/[\w/]+\.py)`:\s*\Z", re.MULTILINE)
 
 
 def blocks() -> tuple[dict[str, str], str, str]:
-    """The files by path, the code that uses them as one script, and the output that the last block shows."""
+    """The files by path, the code that uses them as one script, and the output that the last block
+    shows.
+    """
     files: dict[str, str] = {}
     script, shown = [], ""
     for fence in FENCE.finditer(GUIDE):
@@ -52,8 +56,15 @@ def copy(tmp_path_factory) -> Path:
 
 def run(copy: Path, *command: str, cwd: Path) -> str:
     """What Python prints, given the copy of the package, once it has ended well."""
-    result = subprocess.run([sys.executable, *command], cwd=cwd, env={**os.environ, "PYTHONPATH": str(copy / "src")},
-                            capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(copy / "src")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result.stdout
 
@@ -80,14 +91,28 @@ def test_what_the_guide_adds_works_with_no_other_change(copy, tmp_path):
 
 
 def test_the_laws_adopt_what_the_guide_adds(copy):
-    """That nothing else needs to be told of a new schedule is the design's main promise; a weight rule is found likewise."""
+    """That nothing else needs to be told of a new schedule is the design's main promise; a weight
+    rule is found likewise.
+    """
     tests = [
         "schedule/test_catalogue.py",
         "weights/test_catalogue.py",
         "conformance/test_exact_gradients.py",
     ]
-    told = run(copy, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-vv", *(f"tests/{path}" for path in tests),
-               "-k", "grouped-gpipe or capped-stash", cwd=ROOT)  # fmt: skip
+    told = run(
+        copy,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-vv",
+        *(f"tests/{path}" for path in tests),
+        "-k",
+        "grouped-gpipe or capped-stash",
+        cwd=ROOT,
+    )
     passed = re.findall(r"(\w+\.py)::\S*\[(grouped-gpipe|capped-stash)\S*\] PASSED", told)
     assert {file for file, _ in passed} == {"test_catalogue.py", "test_exact_gradients.py"}
     assert {name for _, name in passed} == {"grouped-gpipe", "capped-stash"}
@@ -105,7 +130,9 @@ def test_what_the_guide_adds_is_in_the_house_style(copy):
 
 
 def test_the_guide_lists_every_room_in_order():
-    """The list is how a newcomer finds the place of a change; a room that is not on it has no reader."""
+    """The list is how a newcomer finds the place of a change; a room that is not on it has no
+    reader.
+    """
     source = (ROOT / "tests" / "architecture" / "test_imports.py").read_text(encoding="utf-8")
     listed = re.search(r"^ORDER = \[(.*?)\]", source, re.MULTILINE | re.DOTALL)
     package = ROOT / "src" / "penstock"

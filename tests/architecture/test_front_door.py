@@ -9,10 +9,38 @@ import sys
 import penstock as ps
 
 NAMES = [
-    "Costs", "Namespace", "Op", "PenstockError", "Pipe", "Pipeline", "Plan", "Profile", "Schedule", "ScheduleError", "Timeline", "analytic", "chain", "cluster",
-    "compare", "draw", "export", "launch", "partition", "plan", "pop", "profile", "schedule", "schedules", "side_loss", "simulate",
-    "simulate_many", "skippable", "stash", "verify", "verify_skippables",
-]  # fmt: skip
+    "Costs",
+    "Namespace",
+    "Op",
+    "PenstockError",
+    "Pipe",
+    "Pipeline",
+    "Plan",
+    "Profile",
+    "Schedule",
+    "ScheduleError",
+    "Timeline",
+    "analytic",
+    "chain",
+    "cluster",
+    "compare",
+    "draw",
+    "export",
+    "launch",
+    "partition",
+    "plan",
+    "pop",
+    "profile",
+    "schedule",
+    "schedules",
+    "side_loss",
+    "simulate",
+    "simulate_many",
+    "skippable",
+    "stash",
+    "verify",
+    "verify_skippables",
+]
 
 
 def test_the_front_door_has_exactly_the_written_names():
@@ -22,7 +50,9 @@ def test_the_front_door_has_exactly_the_written_names():
 
 
 def test_functions_stay_functions_when_rooms_of_their_name_are_imported():
-    """`penstock.schedule` is a function and a folder; importing from the folder must not hide the function."""
+    """`penstock.schedule` is a function and a folder; importing from the folder must not hide the
+    function.
+    """
     for module in (
         "schedule.op",
         "profile.profile",

@@ -1,4 +1,6 @@
-"""A room imports only from rooms above it; every import counts, also one inside a function or behind TYPE_CHECKING."""
+"""A room imports only from rooms above it; every import counts, also one inside a function or
+behind TYPE_CHECKING.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,44 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "penstock"
 
-#: DESIGN.md, section 2, top to bottom. registry and store are what several rooms share. Rooms in one row may not import each
-#: other against the order either. The front door, penstock/__init__.py, names everything above it, lazily; only the command
+#: DESIGN.md, section 2, top to bottom. registry and store are what several rooms share. Rooms in
+#: one row may not import each
+#: other against the order either. The front door, penstock/__init__.py, names everything above it,
+#: lazily; only the command
 #: line stands below it.
 ORDER = [
-    "errors", "units", "registry", "store", "notebook",
-    "model", "cluster", "profile",
-    "partition", "schedule", "weights", "plan", "event",
-    "draw", "verify", "simulate", "search", "export",
-    "zoo", "values", "tracing", "grad", "transport", "measure", "optim", "runtime", "training",
-    "study", "__init__", "cli", "__main__",
-]  # fmt: skip
+    "errors",
+    "units",
+    "registry",
+    "store",
+    "notebook",
+    "model",
+    "cluster",
+    "profile",
+    "partition",
+    "schedule",
+    "weights",
+    "plan",
+    "event",
+    "draw",
+    "verify",
+    "simulate",
+    "search",
+    "export",
+    "zoo",
+    "values",
+    "tracing",
+    "grad",
+    "transport",
+    "measure",
+    "optim",
+    "runtime",
+    "training",
+    "study",
+    "__init__",
+    "cli",
+    "__main__",
+]
 #: From here down torch may be imported.
 FIRST_WITH_TORCH = "zoo"
 
@@ -31,7 +60,9 @@ def room_of(file: Path) -> str:
 
 
 def imports_of(tree: ast.AST) -> list[tuple[int, str]]:
-    """Line and dotted name of every module that is imported anywhere in a file, by statement or by its name in a string."""
+    """Line and dotted name of every module that is imported anywhere in a file, by statement or by
+    its name in a string.
+    """
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -114,7 +145,9 @@ def test_no_room_above_the_line_names_torch_not_even_in_a_function():
 
 
 def test_a_rooms_init_holds_a_docstring_and_nothing_else():
-    """Importing one file of a room must not load the others: the command line answers at once because of it."""
+    """Importing one file of a room must not load the others: the command line answers at once
+    because of it.
+    """
     wrong = [
         str(file.relative_to(SOURCE))
         for file, tree in TREES.items()

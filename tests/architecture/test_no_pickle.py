@@ -1,4 +1,6 @@
-"""Nothing that arrives from outside is executed (law 4): no pickle, and no collective of torch that uses it."""
+"""Nothing that arrives from outside is executed (law 4): no pickle, and no collective of torch that
+uses it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,13 @@ SOURCE = Path(__file__).parents[2] / "src" / "penstock"
 
 #: Collectives that pickle what they send.
 OBJECT_COLLECTIVES = {
-    "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list", "scatter_object_list", "send_object_list",
-}  # fmt: skip
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+}
 
 
 def test_no_collective_pickles_what_it_sends():

@@ -1,4 +1,6 @@
-"""Planning needs no torch: every module above the line is imported in a process where torch cannot be."""
+"""Planning needs no torch: every module above the line is imported in a process where torch cannot
+be.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,26 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src"
 
 #: DESIGN.md, section 2: all rooms above the line, those to come included.
-ABOVE = ("errors", "units", "registry", "store", "notebook", "model", "profile", "cluster", "partition", "schedule", "weights", "plan", "event",
-         "draw", "verify", "simulate", "search", "export")  # fmt: skip
+ABOVE = (
+    "errors",
+    "units",
+    "registry",
+    "store",
+    "notebook",
+    "model",
+    "profile",
+    "cluster",
+    "partition",
+    "schedule",
+    "weights",
+    "plan",
+    "event",
+    "draw",
+    "verify",
+    "simulate",
+    "search",
+    "export",
+)
 
 SCRIPT = """
 import importlib, pkgutil, sys
@@ -40,9 +60,16 @@ print(simulate_schedule(schedule("1f1b", 4, 8), Costs()).makespan, len(found))
 
 
 def test_the_planning_half_imports_and_answers_without_torch():
-    """`penstock simulate` on a laptop, or on a login node, has no torch to import, and no seconds to spare for it."""
-    result = subprocess.run([sys.executable, "-c", SCRIPT, str(SOURCE), ",".join(ABOVE)], capture_output=True, text=True, timeout=60,
-                            check=False)  # fmt: skip
+    """`penstock simulate` on a laptop, or on a login node, has no torch to import, and no seconds
+    to spare for it.
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(SOURCE), ",".join(ABOVE)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
     makespan, count = result.stdout.split()
     assert makespan == "33.0"

@@ -1,4 +1,6 @@
-"""`--device` of `penstock train` and `penstock profile`, and what a run on cards reports. No card is needed here."""
+"""`--device` of `penstock train` and `penstock profile`, and what a run on cards reports. No card
+is needed here.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +66,21 @@ def test_a_device_beside_what_it_does_not_apply_to_is_refused(penstock, words, m
 def outcome(**changes):
     """An outcome of two ranks."""
     fields = {
-        "folder": "runs/x", "steps": 1, "loss": 0.0, "test_loss": 0.0, "test_accuracy": 0.0,
-        "predicted_step_s": 1.0, "measured_step_s": 1.0, "predicted_bubble_ratio": 0.0, "measured_bubble_ratio": 0.0,
-        "predicted_peak_memory": (GIB, GIB), "measured_peak_rss": (3 * GIB, 4 * GIB), "training_s": 1.0, "one_thread_step_s": None,
+        "folder": "runs/x",
+        "steps": 1,
+        "loss": 0.0,
+        "test_loss": 0.0,
+        "test_accuracy": 0.0,
+        "predicted_step_s": 1.0,
+        "measured_step_s": 1.0,
+        "predicted_bubble_ratio": 0.0,
+        "measured_bubble_ratio": 0.0,
+        "predicted_peak_memory": (GIB, GIB),
+        "measured_peak_rss": (3 * GIB, 4 * GIB),
+        "training_s": 1.0,
+        "one_thread_step_s": None,
         "measured_peak_memory": (GIB, 2 * GIB),
-    }  # fmt: skip
+    }
     return Outcome(**{**fields, **changes})
 
 

@@ -80,7 +80,9 @@ class FakeDriver:
 
 
 def test_doctor_starts_a_kernel_on_every_card_and_says_what_ranks_need():
-    """A name in a list says nothing of a card: drivers, images without kernels for it and full memory show when it computes."""
+    """A name in a list says nothing of a card: drivers, images without kernels for it and full
+    memory show when it computes.
+    """
     driver = FakeDriver()
     report = check_cards(driver)
     assert driver.computed == [0, 1]

@@ -18,16 +18,33 @@ def plan_file(tmp_path):
     """A plan of an embedding, three blocks and a head on two ranks."""
     names = ("embedding", "blocks.0", "blocks.1", "blocks.2", "head")
     path = tmp_path / "plan.json"
-    Plan("abc", names, (2, 3), "1f1b", MADE.lines, 4, 16, "local:2", 2, Prediction(0.5, 0.2, (1, 1), 32.0, 0.9),
-         recompute="always").save(path)  # fmt: skip
+    Plan(
+        "abc",
+        names,
+        (2, 3),
+        "1f1b",
+        MADE.lines,
+        4,
+        16,
+        "local:2",
+        2,
+        Prediction(0.5, 0.2, (1, 1), 32.0, 0.9),
+        recompute="always",
+    ).save(path)
     return path
 
 
 @pytest.mark.parametrize(
     ("library", "text"),
-    [("torchgpipe", "[2, 3]"), ("fairscale", "[2, 3]"), ("deepspeed", "[0, 2, 5]"), ("megatron", "Et|ttL"),
-     ("torchtitan", '[["embedding", "blocks.0"], ["blocks.1", "blocks.2", "head"]]'), ("csv", to_csv(MADE).rstrip("\n"))],
-)  # fmt: skip
+    [
+        ("torchgpipe", "[2, 3]"),
+        ("fairscale", "[2, 3]"),
+        ("deepspeed", "[0, 2, 5]"),
+        ("megatron", "Et|ttL"),
+        ("torchtitan", '[["embedding", "blocks.0"], ["blocks.1", "blocks.2", "head"]]'),
+        ("csv", to_csv(MADE).rstrip("\n")),
+    ],
+)
 def test_a_plan_is_printed_in_the_librarys_form_and_nothing_else(
     penstock, plan_file, library, text
 ):

@@ -11,7 +11,9 @@ from penstock.cluster.cluster import cluster
 
 @pytest.fixture
 def measured(monkeypatch):
-    """What two ranks would find, without their minutes; the words that they were started with are kept."""
+    """What two ranks would find, without their minutes; the words that they were started with are
+    kept.
+    """
     from penstock.cluster.device import Device
     from penstock.cluster.machines import Cluster
     from penstock.measure.cluster import ClusterFound, PairFound, RankFound
@@ -53,8 +55,15 @@ def test_what_was_found_is_shown_and_written(penstock, measured, tmp_path):
     assert measured == [(2, ("local:2", 2, 3), 3)]
     assert f"wrote {path}; plan for it with: penstock plan PROFILE --cluster {path}" in ran.err
     assert cluster(path).link(0, 1).shared
-    for words in ("local:2: 2 ranks on 1 node (cpu)", "100.0 us + 1 GB/s, shared (measured: off by 0%", "matmul bfloat16",
-                  "50 GFLOP/s", "x 1.90", "0-1    100.1 us", "memory to use"):  # fmt: skip
+    for words in (
+        "local:2: 2 ranks on 1 node (cpu)",
+        "100.0 us + 1 GB/s, shared (measured: off by 0%",
+        "matmul bfloat16",
+        "50 GFLOP/s",
+        "x 1.90",
+        "0-1    100.1 us",
+        "memory to use",
+    ):
         assert words in ran.out
 
 

@@ -35,7 +35,9 @@ def test_the_table_has_every_schedule_or_says_why_not(penstock):
 
 
 def test_known_figures_stand_in_the_table():
-    """Formulas of the papers for S = 4, M = 8 and equal work per rank: LITERATURE sections 0.2, 6 and 7."""
+    """Formulas of the papers for S = 4, M = 8 and equal work per rank: LITERATURE sections 0.2, 6
+    and 7.
+    """
     found = {each.name: each for each in compare(4, 8)[0]}
     one = found["1f1b"]
     assert (one.makespan, one.bubble_ratio, one.in_flight, one.weights) == (
@@ -67,7 +69,9 @@ def test_every_row_has_the_same_work_on_every_rank():
 
 
 def test_an_asynchronous_schedule_is_compared_by_one_batch_once_it_is_full():
-    """24 s of work per rank and no bubble; what it costs is weights: 4 + 3 + 2 + 1 quarters of the model with one micro-batch."""
+    """24 s of work per rank and no bubble; what it costs is weights: 4 + 3 + 2 + 1 quarters of the
+    model with one micro-batch.
+    """
     found = {each.name: each for each in compare(4, 8)[0]}
     stream = found["pipedream"]
     assert (stream.makespan, stream.bubble_ratio, stream.span_bubble_ratio) == (24, 0, 0)
@@ -113,8 +117,14 @@ def test_json_has_the_rows_and_the_refusals(penstock):
     }
 
 
-@pytest.mark.parametrize(("words", "message"), [(("--sort", "size"), "--sort is one of bubble, span"), (("--stages", 0), "at least 1"),
-                                                (("--micro-batches", 0), "at least 1")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--sort", "size"), "--sort is one of bubble, span"),
+        (("--stages", 0), "at least 1"),
+        (("--micro-batches", 0), "at least 1"),
+    ],
+)
 def test_wrong_words_are_said(penstock, words, message):
     """With what is right."""
     ran = penstock("schedules", *words)
@@ -134,7 +144,9 @@ def test_a_schedule_is_put_on_the_ranks_with_as_many_stages_as_it_takes():
 
 
 def test_the_committed_gallery_is_what_the_command_draws(penstock, tmp_path):
-    """A gallery that lacks the newest schedule, or shows an order that the code no longer has, misleads."""
+    """A gallery that lacks the newest schedule, or shows an order that the code no longer has,
+    misleads.
+    """
     fresh = tmp_path / "gallery"
     assert (
         penstock("schedules", "--stages", 4, "--micro-batches", 8, "--gallery", fresh).status == 0

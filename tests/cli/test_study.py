@@ -9,8 +9,23 @@ import pytest
 
 def test_a_quick_study_of_two_rules_writes_everything_and_is_not_run_twice(penstock, tmp_path):
     """The whole way from the words to the figures; the second time nothing is left to do."""
-    words = ("study", "convergence", "--quick", "--tasks", "digits", "--rules", "stash", "--seeds", 1, "--epochs", 0.04,
-             "--jobs", 1, "--out", tmp_path)  # fmt: skip
+    words = (
+        "study",
+        "convergence",
+        "--quick",
+        "--tasks",
+        "digits",
+        "--rules",
+        "stash",
+        "--seeds",
+        1,
+        "--epochs",
+        0.04,
+        "--jobs",
+        1,
+        "--out",
+        tmp_path,
+    )
     first = penstock(*words, "--json")
     assert first.status == 0, first.err
     found = json.loads(first.out)
@@ -33,15 +48,18 @@ def test_a_quick_study_of_two_rules_writes_everything_and_is_not_run_twice(penst
     assert "One seed: differences are shown" in second.out
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (("speed",), "there is no study called 'speed': there is convergence"),
-    (("convergence", "--rules", "stach"), "Did you mean 'stash'?"),
-    (("convergence", "--depths", "0"), "depth 0: there is at least 1"),
-    (("convergence", "--depths", "two"), "--depths two: write numbers of stages with commas"),
-    (("convergence", "--tasks", "mnist"), "no study task called 'mnist'"),
-    (("convergence", "--jobs", "0"), "--jobs 0: there is at least 1"),
-    (("convergence", "--micro-batches", "4"), "micro-batches is 'least' or 'stages', not '4'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("speed",), "there is no study called 'speed': there is convergence"),
+        (("convergence", "--rules", "stach"), "Did you mean 'stash'?"),
+        (("convergence", "--depths", "0"), "depth 0: there is at least 1"),
+        (("convergence", "--depths", "two"), "--depths two: write numbers of stages with commas"),
+        (("convergence", "--tasks", "mnist"), "no study task called 'mnist'"),
+        (("convergence", "--jobs", "0"), "--jobs 0: there is at least 1"),
+        (("convergence", "--micro-batches", "4"), "micro-batches is 'least' or 'stages', not '4'"),
+    ],
+)
 def test_wrong_words_are_refused_before_anything_runs(penstock, tmp_path, words, message):
     """Exit status 2, one message, no folder."""
     ran = penstock("study", *words, "--out", tmp_path / "new")

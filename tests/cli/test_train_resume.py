@@ -1,4 +1,6 @@
-"""`penstock train --resume`: a run goes on as itself, with other settings only where that is explicit, and is changed only when accepted."""
+"""`penstock train --resume`: a run goes on as itself, with other settings only where that is
+explicit, and is changed only when accepted.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,32 @@ from penstock.training.config import load
 from penstock.training.rank import profile_rank
 from penstock.training.resume import resume_settings
 
-WORDS = ("--model", "mlp", "--image", "8", "--channels", "1", "--batch", "128", "--lr", "0.05", "--seed", "3", "--stages", "1",
-         "--micro-batches", "2", "--schedule", "1f1b", "--baseline-steps", "0", "--limit-steps", "4",
-         "--device", "cpu")  # fmt: skip
+WORDS = (
+    "--model",
+    "mlp",
+    "--image",
+    "8",
+    "--channels",
+    "1",
+    "--batch",
+    "128",
+    "--lr",
+    "0.05",
+    "--seed",
+    "3",
+    "--stages",
+    "1",
+    "--micro-batches",
+    "2",
+    "--schedule",
+    "1f1b",
+    "--baseline-steps",
+    "0",
+    "--limit-steps",
+    "4",
+    "--device",
+    "cpu",
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +53,9 @@ def first_run(tmp_path_factory):
     from penstock.cli.main import status
 
     folder = tmp_path_factory.mktemp("first")
-    config = load(None, {"model": "mlp", "image": 8, "channels": 1, "batch": 128, "profile_repeats": 1})  # fmt: skip
+    config = load(
+        None, {"model": "mlp", "image": 8, "channels": 1, "batch": 128, "profile_repeats": 1}
+    )
     profile_rank(config, 1).save(folder / "profile.json")
     out = folder / "run"
     words = ["train", *WORDS, "--profile", str(folder / "profile.json"), "--out", str(out)]
@@ -67,7 +94,9 @@ def contents(folder):
 def test_words_that_would_make_another_run_are_refused_with_both_values(
     penstock, folder, words, message
 ):
-    """Data would be seen again or in another order; a state would be of another optimizer. Nothing is written before that is said."""
+    """Data would be seen again or in another order; a state would be of another optimizer. Nothing
+    is written before that is said.
+    """
     before = contents(folder)
     ran = penstock("train", "--out", folder, "--resume", *words)
     assert ran.status == 2
@@ -86,7 +115,13 @@ def test_a_file_of_settings_is_held_against_the_run_as_flags_are(penstock, folde
     file.write_text(f"model: mlp\nlr: 0.01\nout: {folder}\nresume: true\n")
     config, changed = resume_settings(file, {"epochs": 2})
     assert changed == ["epochs: 5 -> 2", "limit_steps: 4 -> none", "lr: 0.05 -> 0.01"]
-    assert (config.lr, config.epochs, config.batch, config.seed, config.image) == (0.01, 2, 128, 3, 8)  # fmt: skip
+    assert (config.lr, config.epochs, config.batch, config.seed, config.image) == (
+        0.01,
+        2,
+        128,
+        3,
+        8,
+    )
 
 
 @pytest.mark.parametrize("how", ["folder", "out", "config"])
@@ -104,12 +139,15 @@ def test_without_words_a_run_goes_on_with_its_own_settings(folder, how):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--epochs", "1", "--limit-steps", "4"], "nothing left to train: the checkpoint in .* is at step 4, and the run ends at step 4"),
+        (
+            ["--epochs", "1", "--limit-steps", "4"],
+            "nothing left to train: the checkpoint in .* is at step 4, and the run ends at step 4",
+        ),
         (["--stages", "99"], "99"),
         (["--lr", "-1"], "lr is -1"),
         (["--partition", "1,2"], "1, 2|1,2|layers"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_done_is_refused_before_the_folder_changes(penstock, folder, words, message):
     """The run's own plan and configuration are what the next try starts from."""
     before = contents(folder)
@@ -121,7 +159,9 @@ def test_what_cannot_be_done_is_refused_before_the_folder_changes(penstock, fold
 
 
 def test_folders_that_hold_nothing_to_go_on_with_are_named(penstock, folder, tmp_path):
-    """No folder, no run, no checkpoint, two folders; and a folder where a file of settings should be."""
+    """No folder, no run, no checkpoint, two folders; and a folder where a file of settings should
+    be.
+    """
     ran = penstock("train", "--resume")
     assert "resume needs the folder of the run to go on with" in ran.err
     ran = penstock("train", "--out", tmp_path / "nowhere", "--resume")

@@ -21,8 +21,22 @@ def test_simulate_prints_the_contract_s_json(penstock):
 
 def test_simulate_takes_costs_per_stage_and_per_boundary_with_units(penstock):
     """Real stages are never equal."""
-    ran = penstock("simulate", "--schedule", "gpipe", "--stages", 2, "--micro-batches", 1, "--forward", "1s,2000ms",
-                   "--backward", "2,4", "--transfer", "500ms", "--json")  # fmt: skip
+    ran = penstock(
+        "simulate",
+        "--schedule",
+        "gpipe",
+        "--stages",
+        2,
+        "--micro-batches",
+        1,
+        "--forward",
+        "1s,2000ms",
+        "--backward",
+        "2,4",
+        "--transfer",
+        "500ms",
+        "--json",
+    )
     assert json.loads(ran.out)["makespan"] == pytest.approx(1 + 0.5 + 2 + 4 + 0.5 + 2)
 
 
@@ -35,9 +49,28 @@ def test_simulate_without_json_is_for_people_and_draws_on_request(penstock):
 
 
 def test_simulate_takes_the_network_as_it_is_measured(penstock):
-    """Latency, bytes over bandwidth, and a medium that all share: 1 + (0.5 + 2) + 2 + 4 + (0.5 + 2) + 2."""
-    words = ("simulate", "--schedule", "gpipe", "--stages", 2, "--micro-batches", 1, "--forward", "1,2", "--backward", "2,4",
-             "--latency", "500ms", "--bandwidth", "1KiB/s", "--boundary-bytes", "2KiB")  # fmt: skip
+    """Latency, bytes over bandwidth, and a medium that all share: 1 + (0.5 + 2) + 2 + 4 + (0.5 + 2)
+    + 2.
+    """
+    words = (
+        "simulate",
+        "--schedule",
+        "gpipe",
+        "--stages",
+        2,
+        "--micro-batches",
+        1,
+        "--forward",
+        "1,2",
+        "--backward",
+        "2,4",
+        "--latency",
+        "500ms",
+        "--bandwidth",
+        "1KiB/s",
+        "--boundary-bytes",
+        "2KiB",
+    )
     assert json.loads(penstock(*words, "--json").out)["makespan"] == pytest.approx(14)
     words = ("simulate", *SMALL, "--transfer", "1", "--json")
     duplex, shared = (
@@ -325,7 +358,9 @@ STREAM = ("--schedule", "pipedream", "--stages", 4, "--micro-batches", 1)
 
 
 def test_simulate_says_what_a_stream_takes_once_it_is_full(penstock):
-    """The makespan of some batches has filling and draining in it, and depends on how many they are."""
+    """The makespan of some batches has filling and draining in it, and depends on how many they
+    are.
+    """
     facts = json.loads(penstock("simulate", *STREAM, "--update", 1, "--json").out)
     assert (facts["seconds_per_batch"], facts["steady_bubble_ratio"]) == (4, 0)
     assert facts["makespan"] > facts["batches"] * 4

@@ -54,8 +54,18 @@ def test_a_wrong_gradient_is_exit_status_1(penstock, monkeypatch):
 
 def test_options_of_the_model_and_of_training_go_along(penstock):
     """What will be trained is what should be checked."""
-    words = ("--model-option", "layers=2", "--model-option", "width=16", "--model-option", "heads=2", "--recompute", "always",
-             "--autocast", "bfloat16")  # fmt: skip
+    words = (
+        "--model-option",
+        "layers=2",
+        "--model-option",
+        "width=16",
+        "--model-option",
+        "heads=2",
+        "--recompute",
+        "always",
+        "--autocast",
+        "bfloat16",
+    )
     ran = penstock("verify", "--train", "gpt", "--threads", "--batch", "8", *words)
     assert ran.status == 0, ran.err
     assert "29 gradients" in ran.out

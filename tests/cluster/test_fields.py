@@ -23,10 +23,17 @@ from penstock.errors import ClusterError, SettingError
 @pytest.mark.parametrize(
     ("text", "bytes_per_s"),
     [
-        ("10 Gb/s", 1.25e9), ("10Gbit/s", 1.25e9), ("10 GB/s", 10e9), ("1 GiB/s", 2**30), ("8 b/s", 1.0), ("2.5e1 Gb/s", 3.125e9),
-        ("100 Mb/s", 12.5e6), ("1 Kib/s", 128.0), ("1 kB/s", 1000.0),
+        ("10 Gb/s", 1.25e9),
+        ("10Gbit/s", 1.25e9),
+        ("10 GB/s", 10e9),
+        ("1 GiB/s", 2**30),
+        ("8 b/s", 1.0),
+        ("2.5e1 Gb/s", 3.125e9),
+        ("100 Mb/s", 12.5e6),
+        ("1 Kib/s", 128.0),
+        ("1 kB/s", 1000.0),
     ],
-)  # fmt: skip
+)
 def test_bandwidth_tells_bits_from_bytes(text, bytes_per_s):
     """A wrong letter is a factor of 8: enough to turn every plan around."""
     assert parse_bandwidth(text) == pytest.approx(bytes_per_s)

@@ -73,9 +73,14 @@ def test_peaks_are_dense_and_in_the_order_of_the_generations():
         156e12,
         494e12,
     ]
-    assert [PRESETS.devices[name].memory_bytes_per_s for name in ("V100", "A100-40", "H100", "H200")] == [
-        900e9, 1555e9, 3.35e12, 4.8e12,
-    ]  # fmt: skip
+    assert [
+        PRESETS.devices[name].memory_bytes_per_s for name in ("V100", "A100-40", "H100", "H200")
+    ] == [
+        900e9,
+        1555e9,
+        3.35e12,
+        4.8e12,
+    ]
 
 
 def test_fpga_boards_have_what_their_chips_have():

@@ -55,7 +55,9 @@ def test_a_device_like_another_has_its_figures_but_for_what_is_said(lab):
 
 
 def test_an_fpga_s_peaks_come_from_its_slices(lab):
-    """Boards are sold by DSP slices; one multiply-add of 16 bits each in a cycle, five for one in float32."""
+    """Boards are sold by DSP slices; one multiply-add of 16 bits each in a cycle, five for one in
+    float32.
+    """
     board = lab(example()).devices[10]
     assert (board.kind, board.on_chip_bytes) == ("fpga", 43 * 10**6)
     assert board.peak("float16") == 2 * 6840 * 200e6
@@ -100,33 +102,89 @@ def test_one_node_of_one_device_needs_no_links(lab):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("count: 2, devices", "cuont: 2, devices", r"nodes\[0\]: unknown key 'cuont'; known are count, devices, inside"),
+        (
+            "count: 2, devices",
+            "cuont: 2, devices",
+            r"nodes\[0\]: unknown key 'cuont'; known are count, devices, inside",
+        ),
         ("count: 4", "count: -4", r"nodes\[0\]: devices\[0\]: count: -4 is not a whole number"),
-        ("count: 2, devices", "count: 60000, devices", "240000 devices are too many; a cluster has 1 to 65536"),
-        (", inside: NVLink}", "}", r"nodes\[0\]: the key 'inside' is missing: 4 devices on a node need it, there or for all nodes"),
-        ("like: A100", "like: A101", r"nodes\[1\]: devices\[0\]: like: no device called 'A101'\. Did you mean"),
-        ("launch: 20 us", "launch: 20 GB", r"devices\[0\]: launch: '20 GB' is not a quantity in ns, us"),
+        (
+            "count: 2, devices",
+            "count: 60000, devices",
+            "240000 devices are too many; a cluster has 1 to 65536",
+        ),
+        (
+            ", inside: NVLink}",
+            "}",
+            r"nodes\[0\]: the key 'inside' is missing: 4 devices on a node need it, there or for all nodes",
+        ),
+        (
+            "like: A100",
+            "like: A101",
+            r"nodes\[1\]: devices\[0\]: like: no device called 'A101'\. Did you mean",
+        ),
+        (
+            "launch: 20 us",
+            "launch: 20 GB",
+            r"devices\[0\]: launch: '20 GB' is not a quantity in ns, us",
+        ),
         ("launch: 20 us", "launch: -20 us", r"devices\[0\]: launch: '-20 us' is not a quantity"),
-        ("together: 1.1", "together: 0.9", r"devices\[0\]: device slow A100 takes 0.9 times as long"),
+        (
+            "together: 1.1",
+            "together: 0.9",
+            r"devices\[0\]: device slow A100 takes 0.9 times as long",
+        ),
         ("together: 1.1", "together: fast", r"devices\[0\]: together: 'fast' is not a number"),
         ("memory: 30 GB", "memory: -30 GB", r"devices\[0\]: memory: '-30 GB' is not a quantity"),
-        ("float32: 8 TFLOP/s", "float32: 8", r"devices\[1\]: flops: float32: 8 is not a rate of computing"),
+        (
+            "float32: 8 TFLOP/s",
+            "float32: 8",
+            r"devices\[1\]: flops: float32: 8 is not a rate of computing",
+        ),
         ("float32: 8 TFLOP/s", "half: 8 TFLOP/s", r"devices\[1\]: flops: no dtype called 'half'"),
         ("320 GB/s", "320 GB", r"devices\[1\]: memory_bandwidth: '320 GB' is not a bandwidth"),
-        ("memory: 8 GB, ", "", r"devices\[1\]: the key 'memory' is missing: 'old' with 'name' and 'flops' and 'memory_bandwidth' is"),
+        (
+            "memory: 8 GB, ",
+            "",
+            r"devices\[1\]: the key 'memory' is missing: 'old' with 'name' and 'flops' and 'memory_bandwidth' is",
+        ),
         ("like: PCIe3", "like: PCIe9", r"nodes\[1\]: inside: like: no link called 'PCIe9'"),
-        ("shared: true", "shared: perhaps", r"nodes\[1\]: inside: shared: 'perhaps' is neither true nor false"),
-        ("like: PCIe3, shared: true", "shared: true", r"nodes\[1\]: inside: the key 'latency' is missing"),
+        (
+            "shared: true",
+            "shared: perhaps",
+            r"nodes\[1\]: inside: shared: 'perhaps' is neither true nor false",
+        ),
+        (
+            "like: PCIe3, shared: true",
+            "shared: true",
+            r"nodes\[1\]: inside: the key 'latency' is missing",
+        ),
         ("clock: 200 MHz, ", "", r"nodes\[2\]: devices\[0\]: the key 'clock' is missing"),
         ("clock: 200 MHz", "clock: 200", r"nodes\[2\]: devices\[0\]: clock: 200 is not a clock"),
-        ("dsp: 6840", "flops: {fp32: 1 TFLOP/s}, dsp: 6840", r"nodes\[2\]: devices\[0\]: both 'flops' and 'dsp' are there"),
+        (
+            "dsp: 6840",
+            "flops: {fp32: 1 TFLOP/s}, dsp: 6840",
+            r"nodes\[2\]: devices\[0\]: both 'flops' and 'dsp' are there",
+        ),
         ("between: 25GbE", "", "the key 'between' is missing: 4 nodes need it"),
         ("between: 25GbE", "between: 25GbE\nbetween: 1GbE", "the key 'between' stands there twice"),
-        ("between: 25GbE", "between: 25GbE\nnode_of: [0, 0]", r"node_of: \[0, 0\] is not the node of every rank; the nodes, from 0, hold"),
-        ("between: 25GbE", "between: 25GbE\nnode_of: all", "node_of: 'all' is not the node of every rank"),
-        ("between: 25GbE", "between: 25GbE\ndevices_per_node: 4", "unknown key 'devices_per_node'; known are name, nodes, node_of"),
+        (
+            "between: 25GbE",
+            "between: 25GbE\nnode_of: [0, 0]",
+            r"node_of: \[0, 0\] is not the node of every rank; the nodes, from 0, hold",
+        ),
+        (
+            "between: 25GbE",
+            "between: 25GbE\nnode_of: all",
+            "node_of: 'all' is not the node of every rank",
+        ),
+        (
+            "between: 25GbE",
+            "between: 25GbE\ndevices_per_node: 4",
+            "unknown key 'devices_per_node'; known are name, nodes, node_of",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_slip_in_a_file_of_nodes_is_refused_with_file_and_key(lab, old, new, message):
     """Each slip was made by hand once; none may be passed over."""
     assert old in example()
@@ -166,8 +224,24 @@ def test_what_is_no_cluster_of_nodes_is_refused(lab, text, message):
 
 
 scalars = st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.text(max_size=6)
-keys = st.sampled_from(["name", "nodes", "node_of", "devices", "devices_per_node", "inside", "between", "count", "memory", "like",
-                        "flops", "latency", "bandwidth", "x"])  # fmt: skip
+keys = st.sampled_from(
+    [
+        "name",
+        "nodes",
+        "node_of",
+        "devices",
+        "devices_per_node",
+        "inside",
+        "between",
+        "count",
+        "memory",
+        "like",
+        "flops",
+        "latency",
+        "bandwidth",
+        "x",
+    ]
+)
 trees = st.recursive(
     scalars | st.just("V100"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=5),

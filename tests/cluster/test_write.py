@@ -40,8 +40,16 @@ def clusters(draw):
         met.append(draw(st.integers(0, max(met, default=-1) + 1)))
     insides = tuple((node, draw(links)) for node in sorted(set(met)) if draw(st.booleans()))
     node_of = tuple(met) if draw(st.booleans()) else ()
-    return Cluster(draw(names), tuple(chosen), draw(st.integers(1, 9)), draw(links), draw(links), node_of,
-                   insides if node_of else (), draw(texts))  # fmt: skip
+    return Cluster(
+        draw(names),
+        tuple(chosen),
+        draw(st.integers(1, 9)),
+        draw(links),
+        draw(links),
+        node_of,
+        insides if node_of else (),
+        draw(texts),
+    )
 
 
 @given(clusters())

@@ -1,4 +1,5 @@
-"""What asynchronous pipelines are tried with: models, optimizers, batches, and one run of each case by pipeline and by reference.
+"""What asynchronous pipelines are tried with: models, optimizers, batches, and one run of each case
+by pipeline and by reference.
 
 Loaded by name in the ranks of `ps.launch`, too: nothing heavy here.
 """
@@ -28,18 +29,26 @@ def mlp() -> nn.Sequential:
     """Nested, with tanh and layer norm: 9 layers."""
     return nn.Sequential(
         nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8)),
-        nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 8, bias=False),
+        nn.Linear(8, 7),
+        nn.Tanh(),
+        nn.Linear(7, 8, bias=False),
         nn.Sequential(nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 4)),
-    )  # fmt: skip
+    )
 
 
 def conv() -> nn.Sequential:
     """Batch norm in training mode, and ReLUs in place: 9 layers."""
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True),
-        nn.Conv2d(4, 5, 3, stride=2, bias=False), nn.BatchNorm2d(5), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Conv2d(2, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 5, 3, stride=2, bias=False),
+        nn.BatchNorm2d(5),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
         nn.Linear(20, 4),
-    )  # fmt: skip
+    )
 
 
 def gpt() -> nn.Sequential:
@@ -103,20 +112,26 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.2),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1),
+    "adamw": lambda parameters: torch.optim.AdamW(
+        parameters, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1
+    ),
     "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.005),
     "adamw, two groups": lambda parameters: torch.optim.AdamW(
-        [{"params": [w for w in parameters if w.dim() > 1], "betas": (0.8, 0.9)}, {"params": [w for w in parameters if w.dim() < 2],
-         "lr": 0.02, "eps": 1e-4}], lr=0.01,
+        [
+            {"params": [w for w in parameters if w.dim() > 1], "betas": (0.8, 0.9)},
+            {"params": [w for w in parameters if w.dim() < 2], "lr": 0.02, "eps": 1e-4},
+        ],
+        lr=0.01,
     ),
     "momentum, plain": Plain,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One rule with all that it is run with. `ranks` in one pipeline; `schedule` is made with `making`; `options` are the rule's.
+    """One rule with all that it is run with. `ranks` in one pipeline; `schedule` is made with
+    `making`; `options` are the rule's.
 
     `reference` is what the reference takes besides, where it has other words.
     """
@@ -165,9 +180,17 @@ class Case:
     def pipeline(self, executor: str | None = "threads", **options: Any) -> ps.Pipeline:
         """What is tested."""
         schedule = ps.schedule(self.schedule, self.stages, self.m, **self.making)
-        return ps.Pipeline(self.made(), loss=LEARNING[self.model].loss, balance=self.lengths, schedule=schedule, weights=self.rule,
-                           weights_options=self.options, optimizer=OPTIMIZERS[self.optimizer], executor=executor,
-                           **{"recompute": self.recompute, "deadline_s": 20, **options})  # fmt: skip
+        return ps.Pipeline(
+            self.made(),
+            loss=LEARNING[self.model].loss,
+            balance=self.lengths,
+            schedule=schedule,
+            weights=self.rule,
+            weights_options=self.options,
+            optimizer=OPTIMIZERS[self.optimizer],
+            executor=executor,
+            **{"recompute": self.recompute, "deadline_s": 20, **options},
+        )
 
     def run(self, executor: str | None = "threads") -> tuple[list[Tensor], dict[str, Tensor]]:
         """Losses of all batches, and the state in the end (on rank 0), by the pipeline."""
@@ -196,8 +219,16 @@ class Case:
     def _simulated(
         self, rule: str, batches: Any, options: dict[str, Any]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        return simulate(rule, self.made(), self.lengths, OPTIMIZERS[self.optimizer], LEARNING[self.model].loss, batches, self.m,
-                        **options)  # fmt: skip
+        return simulate(
+            rule,
+            self.made(),
+            self.lengths,
+            OPTIMIZERS[self.optimizer],
+            LEARNING[self.model].loss,
+            batches,
+            self.m,
+            **options,
+        )
 
 
 def assert_same(found: Any, expected: Any, case: Case) -> None:
@@ -239,8 +270,9 @@ def run_all(cases: Sequence[Case]) -> list[tuple[list[Tensor], dict[str, Tensor]
 
 
 def save_half_way(cases: Sequence[Case], folders: Sequence[Path]) -> list[tuple[Any, ...]]:
-    """In a rank: every case, saved when five losses are there: at which batch, losses and state in the end; and then the later
-    losses and the state once more, by a pipeline that has loaded in mid-stream what was saved.
+    """In a rank: every case, saved when five losses are there: at which batch, losses and state in
+    the end; and then the later losses and the state once more, by a pipeline that has loaded in
+    mid-stream what was saved.
     """
     found = []
     for case, folder in zip(cases, folders, strict=True):

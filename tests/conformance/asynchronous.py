@@ -1,5 +1,6 @@
-"""References of every asynchronous weight rule, simulated in one process: `simulate`. One line of stages is in asynchronous_rules.py;
-here are the rules with several copies of the weights. Nothing of the package is used, its schedules neither.
+"""References of every asynchronous weight rule, simulated in one process: `simulate`. One line of
+stages is in asynchronous_rules.py; here are the rules with several copies of the weights. Nothing
+of the package is used, its schedules neither.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from torch import Tensor, nn
 
 
 class AvgPipe:
-    """Chen et al. 2023: N copies, each trained synchronously, pulled towards a reference that takes in the mean of their steps.
+    """Chen et al. 2023: N copies, each trained synchronously, pulled towards a reference that takes
+    in the mean of their steps.
 
-    Batch t is copy t mod N's. theta_n steps by delta_n; theta_n = (1 - 1/N) theta_n + reference / N; when all N have had their
-    turn, reference += sum(delta_n) / N.
+    Batch t is copy t mod N's. theta_n steps by delta_n; theta_n = (1 - 1/N) theta_n + reference /
+    N; when all N have had their turn, reference += sum(delta_n) / N.
     """
 
     def __init__(self, *args: Any, pipelines: int, **rest: Any) -> None:
@@ -73,9 +75,11 @@ class AvgPipe:
 
 
 class HetPipe:
-    """Park et al. 2020: W virtual workers tell each other the sums of their waves, of N_m updates each.
+    """Park et al. 2020: W virtual workers tell each other the sums of their waves, of N_m updates
+    each.
 
-    Batch t is virtual worker t mod W's. When it has ended wave c, it takes in the sums of the others' waves up to c - distance.
+    Batch t is virtual worker t mod W's. When it has ended wave c, it takes in the sums of the
+    others' waves up to c - distance.
     """
 
     def __init__(
@@ -97,7 +101,8 @@ class HetPipe:
     def _begin(self) -> None:
         self.t = 0
         self.begun = [[copies(versions[-1]) for versions in line.weights] for line in self.lines]
-        #: sums[k][c][s]: what virtual worker k did to stage s in wave c by itself. heard[k]: waves of the others it has taken in.
+        #: sums[k][c][s]: what virtual worker k did to stage s in wave c by itself. heard[k]: waves
+        #: of the others it has taken in.
         self.sums: list[list[list[Weights]]] = [[] for _ in self.lines]
         self.heard = 0
 
@@ -117,8 +122,12 @@ class HetPipe:
 
     def _end_wave(self) -> None:
         for line, begun, sums in zip(self.lines, self.begun, self.sums, strict=True):
-            sums.append([[b - a for a, b in zip(old, versions[-1], strict=True)]
-                         for old, versions in zip(begun, line.weights, strict=True)])  # fmt: skip
+            sums.append(
+                [
+                    [b - a for a, b in zip(old, versions[-1], strict=True)]
+                    for old, versions in zip(begun, line.weights, strict=True)
+                ]
+            )
 
     def _hear(self) -> None:
         """Everyone adds what the others did in the next wave that it has not taken in yet."""
@@ -131,7 +140,9 @@ class HetPipe:
         self.heard += 1
 
     def drain(self) -> None:
-        """Waves end as far as they are, and everyone takes in all; so all are equal, and the first stands for them."""
+        """Waves end as far as they are, and everyone takes in all; so all are equal, and the first
+        stands for them.
+        """
         self._end_wave()
         while self.heard < len(self.sums[0]):
             self._hear()
@@ -144,18 +155,37 @@ class HetPipe:
 
 
 REFERENCES: dict[str, Any] = {
-    "flush": Line, "stash": Stash, "vertical-sync": VerticalSync, "double-buffer": DoubleBuffer, "none": Newest, "spectrain": SpecTrain,
-    "xpipe": XPipe, "pipeoptim": PipeOptim, "pipemare": PipeMare, "wpipe": WPipe, "avgpipe": AvgPipe, "hetpipe": HetPipe,
-}  # fmt: skip
+    "flush": Line,
+    "stash": Stash,
+    "vertical-sync": VerticalSync,
+    "double-buffer": DoubleBuffer,
+    "none": Newest,
+    "spectrain": SpecTrain,
+    "xpipe": XPipe,
+    "pipeoptim": PipeOptim,
+    "pipemare": PipeMare,
+    "wpipe": WPipe,
+    "avgpipe": AvgPipe,
+    "hetpipe": HetPipe,
+}
 
 
 def simulate(
-    rule: str, model: nn.Module, lengths: Sequence[int], optimizer: Any, loss: Any, batches: Sequence[tuple[Any, Any]], m: int,
-    *, drains: Sequence[int] = (), **options: Any,
-) -> tuple[list[Tensor], dict[str, Tensor]]:  # fmt: skip
+    rule: str,
+    model: nn.Module,
+    lengths: Sequence[int],
+    optimizer: Any,
+    loss: Any,
+    batches: Sequence[tuple[Any, Any]],
+    m: int,
+    *,
+    drains: Sequence[int] = (),
+    **options: Any,
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Train a copy of a model: the losses of all batches, and the state that it has in the end.
 
-    `lengths`: layers of each stage. `drains`: numbers of batches before which the stream is drained. `options`: the rule's.
+    `lengths`: layers of each stage. `drains`: numbers of batches before which the stream is
+    drained. `options`: the rule's.
     """
     model = copy.deepcopy(model)
     layers = list(leaves(model))

@@ -1,10 +1,13 @@
-"""The update equations of the asynchronous rules as their papers write them: slow, literal, with all versions in lists.
+"""The update equations of the asynchronous rules as their papers write them: slow, literal, with
+all versions in lists.
 
-Nothing of the package is used, its schedules neither. There is no pipeline here: a batch runs from end to end before the next
-begins, and what a pipeline would have made of it is in which weights each stage reads.
+Nothing of the package is used, its schedules neither. There is no pipeline here: a batch runs from
+end to end before the next begins, and what a pipeline would have made of it is in which weights
+each stage reads.
 
-p stages, s = 0..p-1; a batch t has the micro-batches j = 0..m-1; `weights[s][v]` are the weights of stage s after v updates, counted
-from the last drain. In a 1F1B stream without flushes a forward finds v = t - gap (LITERATURE.md, section 5), a backward v = t:
+p stages, s = 0..p-1; a batch t has the micro-batches j = 0..m-1; `weights[s][v]` are the weights of
+stage s after v updates, counted from the last drain. In a 1F1B stream without flushes a forward
+finds v = t - gap (LITERATURE.md, section 5), a backward v = t:
 
     gap(s, j, t) = min(t, max(0, ceil((p - 1 - s - j) / m)))
 """
@@ -23,7 +26,9 @@ Weights = list[Tensor]
 
 
 def gap(p: int, s: int, j: int, m: int) -> int:
-    """Updates of stage s between the forward and the backward of micro-batch j, when the pipeline is full."""
+    """Updates of stage s between the forward and the backward of micro-batch j, when the pipeline
+    is full.
+    """
     return max(0, math.ceil((p - 1 - s - j) / m))
 
 
@@ -33,7 +38,9 @@ def copies(tensors: Sequence[Tensor]) -> Weights:
 
 
 class Line:
-    """Stages in a row, all their weight versions, and one optimizer each. Without `reads` of its own: synchronous training."""
+    """Stages in a row, all their weight versions, and one optimizer each. Without `reads` of its
+    own: synchronous training.
+    """
 
     def __init__(
         self,
@@ -54,11 +61,14 @@ class Line:
         self.parameters = [[w for w in stage.parameters() if w.requires_grad] for stage in stages]
         self.optimizers = [optimizer(own) if own else None for own in self.parameters]
         self.weights: list[list[Weights]] = [[copies(own)] for own in self.parameters]
-        #: What the optimizer of stage s knew when it had made version v, by parameter; nothing before the first update.
+        #: What the optimizer of stage s knew when it had made version v, by parameter; nothing
+        #: before the first update.
         self.known: list[list[list[dict[str, Tensor]] | None]] = [[None] for _ in stages]
 
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
-        """The weights that the forward and the backward of micro-batch j of batch t read on stage s."""
+        """The weights that the forward and the backward of micro-batch j of batch t read on stage
+        s.
+        """
         return self.weights[s][t], self.weights[s][t]
 
     def batch(self, x: Any, y: Any) -> Tensor:
@@ -87,7 +97,8 @@ class Line:
         given[-1] = found = self.loss(x, y) * share
         grad = None
         for s in reversed(range(self.p)):
-            # Into the memory that the graph refers to: what it saved of the weights are these now, what it saved of the
+            # Into the memory that the graph refers to: what it saved of the weights are these now,
+            # what it saved of the
             # activations are still those of the forward.
             self.put(s, read[s][1])
             if self.recompute:
@@ -126,7 +137,9 @@ class Line:
             parameter.data.copy_(weight)
 
     def drain(self) -> None:
-        """Nothing is under way any more: what comes next finds the newest weights first, and counts from there."""
+        """Nothing is under way any more: what comes next finds the newest weights first, and counts
+        from there.
+        """
         self.weights = [versions[-1:] for versions in self.weights]
         self.known = [versions[-1:] for versions in self.known]
         for s in range(self.p):
@@ -135,7 +148,9 @@ class Line:
     def predicted(
         self, s: int, v: int, ahead: float, direction: Callable[[dict[str, Any]], Tensor]
     ) -> Weights:
-        """Version v of stage s, moved on by `ahead` steps in the optimizer's direction; as it is before the first step."""
+        """Version v of stage s, moved on by `ahead` steps in the optimizer's direction; as it is
+        before the first step.
+        """
         known = self.known[s][v]
         if known is None:
             return self.weights[s][v]
@@ -146,7 +161,9 @@ class Line:
 
 
 class Stash(Line):
-    """PipeDream, 3.3: both read what the forward found. w(t+1) = w(t) - lr grad(w0(t-(p-1)), …, w_{p-1}(t)) at m = 1."""
+    """PipeDream, 3.3: both read what the forward found. w(t+1) = w(t) - lr grad(w0(t-(p-1)), …,
+    w_{p-1}(t)) at m = 1.
+    """
 
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
         """One version per micro-batch and stage."""
@@ -164,7 +181,9 @@ class VerticalSync(Line):
 
 
 class DoubleBuffer(Line):
-    """PipeDream-2BW, 3.1: W(t+1) = W(t) - lr grad(W(t-1)). Micro-batch k of all, from 1 on, reads max(floor((k-1)/m) - 1, 0)."""
+    """PipeDream-2BW, 3.1: W(t+1) = W(t) - lr grad(W(t-1)). Micro-batch k of all, from 1 on, reads
+    max(floor((k-1)/m) - 1, 0).
+    """
 
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
         """One version per batch."""
@@ -182,7 +201,9 @@ class Newest(Line):
 
 
 class SpecTrain(Line):
-    """Chen et al. 2018: W - distance lr v, with s // 2 + p - s - 1 steps before a forward and s // 2 before a backward."""
+    """Chen et al. 2018: W - distance lr v, with s // 2 + p - s - 1 steps before a forward and s //
+    2 before a backward.
+    """
 
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
         """Both predicted for the moment at which the batch will have come back to stage 0."""
@@ -195,10 +216,12 @@ class SpecTrain(Line):
 
 
 class XPipe(Line):
-    """Guan et al. 2019: the bellwether, j = 0, predicts in Adam's direction for all micro-batches of its batch.
+    """Guan et al. 2019: the bellwether, j = 0, predicts in Adam's direction for all micro-batches
+    of its batch.
 
-    With the paper's T = m, D = p and rank s, round((D + T - s/2 - 2) / T) steps ahead in the forward, round((T + s//2 - 1) / T) in
-    the backward; v and q are divided by the constants 1 - gamma and 1 - lambda.
+    With the paper's T = m, D = p and rank s, round((D + T - s/2 - 2) / T) steps ahead in the
+    forward, round((T + s//2 - 1) / T) in the backward; v and q are divided by the constants 1 -
+    gamma and 1 - lambda.
     """
 
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
@@ -217,7 +240,9 @@ class XPipe(Line):
 
 
 class PipeOptim(Line):
-    """Guan et al. 2023: forwards on W - lr gap dW, dW as the optimizer's last step had it; backwards on the newest weights."""
+    """Guan et al. 2023: forwards on W - lr gap dW, dW as the optimizer's last step had it;
+    backwards on the newest weights.
+    """
 
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
         """Predicted by as many updates as are still missing."""
@@ -242,8 +267,9 @@ class PipeMare(Line):
 
     With `lockstep`, that of the paper's own machine, (2 (P - i) + 1) / N with i from 1 and N = m.
     T1: the k-th step has lr / max(tau, 1) ** (1 - min(k / K, 1)), k from 0.
-    T2: backwards read w - tau delta; delta' = gamma delta + (1 - gamma) (w' - w), gamma = D ** (1 / tau).
-    T3: the first `warm_up` batches are synchronous: nothing is stale, so nothing is slowed down or corrected.
+    T2: backwards read w - tau delta; delta' = gamma delta + (1 - gamma) (w' - w), gamma = D ** (1 /
+    tau). T3: the first `warm_up` batches are synchronous: nothing is stale, so nothing is slowed
+    down or corrected.
     """
 
     def __init__(
@@ -303,7 +329,9 @@ class PipeMare(Line):
 
 
 class WPipe(Line):
-    """Yang et al. 2022: 2 x ranks stages; the first half of them reads the version before the newest, the second the newest."""
+    """Yang et al. 2022: 2 x ranks stages; the first half of them reads the version before the
+    newest, the second the newest.
+    """
 
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
         """Group 0 is one update late, group 1 none."""
@@ -312,15 +340,20 @@ class WPipe(Line):
 
 
 class VirtualWorker(Line):
-    """One PipeDream of HetPipe's, with N_m micro-batches in flight: more than one per stage, or fewer."""
+    """One PipeDream of HetPipe's, with N_m micro-batches in flight: more than one per stage, or
+    fewer.
+    """
 
     def __init__(self, *args: Any, in_flight: int, **rest: Any) -> None:
         super().__init__(*args, **rest)
         self.in_flight = in_flight
 
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
-        """Both what the forward found; on the first stage, all but the last s_local = N_m - 1 updates at m = 1."""
-        # The paper leaves open how fewer than one per stage are shared out: here evenly, as `ps.schedule("hetpipe")` says.
+        """Both what the forward found; on the first stage, all but the last s_local = N_m - 1
+        updates at m = 1.
+        """
+        # The paper leaves open how fewer than one per stage are shared out: here evenly, as
+        # `ps.schedule("hetpipe")` says.
         ahead = (
             self.in_flight - s
             if self.in_flight >= self.p

@@ -28,7 +28,8 @@ MADE = {
     for name, stages, micro_batches in itertools.product(SYNCHRONOUS, (1, 2, 4), (1, 3, 8))
     if (schedule := made_as(name, stages, micro_batches)) is not None
 }
-#: Data parallelism on top: whole pipelines, split backwards, several stages per rank, bidirectional ones, and single stages.
+#: Data parallelism on top: whole pipelines, split backwards, several stages per rank, bidirectional
+#: ones, and single stages.
 REPLICATED = {
     f"{name}-{stages}-{micro_batches}-x{str(replicas).strip('()').replace(', ', '+')}": ps.schedule(name, stages, micro_batches, replicas=replicas)
     for name, stages, micro_batches, replicas in (
@@ -36,13 +37,16 @@ REPLICATED = {
         ("gpipe", 4, 8, (1, 3, 2, 1)),
     )
 }  # fmt: skip
-#: Those whose micro-batches are equal parts of the batch, which any model takes, and those that cut them further.
+#: Those whose micro-batches are equal parts of the batch, which any model takes, and those that cut
+#: them further.
 EVERY = {key: schedule for key, schedule in (MADE | REPLICATED).items() if schedule.slicing is None}
 SLICED = {key: schedule for key, schedule in MADE.items() if schedule.slicing is not None}
 
 
 def one_of_each(micro_batches: int) -> dict[str, Schedule]:
-    """Every schedule that does not cut its micro-batches once, by name, in three stages, or else four, two, or one."""
+    """Every schedule that does not cut its micro-batches once, by name, in three stages, or else
+    four, two, or one.
+    """
     made = {
         name: [made_as(name, stages, micro_batches) for stages in (3, 4, 2, 1)]
         for name in SYNCHRONOUS

@@ -1,6 +1,8 @@
-"""A user's script: its classes are its own, and its layers pass them from process to process. Run as a program, by `test_crossing_script`.
+"""A user's script: its classes are its own, and its layers pass them from process to process. Run
+as a program, by `test_crossing_script`.
 
-Under torchrun every process runs the whole script; else it starts its ranks by `ps.launch`, which sends them the function and its classes.
+Under torchrun every process runs the whole script; else it starts its ranks by `ps.launch`, which
+sends them the function and its classes.
 """
 
 from __future__ import annotations
@@ -121,7 +123,9 @@ def build():
 
 
 def main():
-    """Gradients and what was seen, beside plain PyTorch's, on this rank; an object of the script comes out of the pipeline, too."""
+    """Gradients and what was seen, beside plain PyTorch's, on this rank; an object of the script
+    comes out of the pipeline, too.
+    """
     net, x, y = build(), torch.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH), torch.ones(8, 1)
     plain = copy.deepcopy(net)
     for xs, ys in zip(x.chunk(2), y.chunk(2), strict=True):
@@ -129,8 +133,15 @@ def main():
     differing = []
     for recompute in ("never", "always"):
         net.zero_grad()
-        pipe = ps.Pipeline(net, balance=[1, 1], schedule="1f1b", micro_batches=2, loss=functional.mse_loss, recompute=recompute,
-                           device="cpu")  # fmt: skip
+        pipe = ps.Pipeline(
+            net,
+            balance=[1, 1],
+            schedule="1f1b",
+            micro_batches=2,
+            loss=functional.mse_loss,
+            recompute=recompute,
+            device="cpu",
+        )
         net[1].seen.clear()
         pipe.train_batch(x, y)
         rank = int(os.environ["RANK"])
@@ -139,8 +150,14 @@ def main():
                 differing.append(f"gradient under {recompute}")
         if rank == 1 and any(seen != plain[1].seen[0] for seen in net[1].seen):
             differing.append(f"{net[1].seen[0]} and {plain[1].seen[0]}")
-    outputs = ps.Pipeline(nn.Sequential(First(type(plain[0](x)["local"])), Last()), balance=[1, 1], schedule="gpipe",
-                          micro_batches=2, loss=functional.mse_loss, device="cpu")  # fmt: skip
+    outputs = ps.Pipeline(
+        nn.Sequential(First(type(plain[0](x)["local"])), Last()),
+        balance=[1, 1],
+        schedule="gpipe",
+        micro_batches=2,
+        loss=functional.mse_loss,
+        device="cpu",
+    )
     made = outputs.forward(x)
     if type(made) is not Plain or type(made.pair.state) is not State:
         differing.append("the output's classes")

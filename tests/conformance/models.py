@@ -20,7 +20,9 @@ SAMPLES = 10  # cut into 3 or 8 these are unequal
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what it is trained on. `whole` says whether the undivided batch has the same gradients as its parts."""
+    """A model and what it is trained on. `whole` says whether the undivided batch has the same
+    gradients as its parts.
+    """
 
     make: Callable[[], nn.Sequential]
     data: Callable[[int], tuple[Any, Any]]
@@ -31,23 +33,40 @@ class Case:
 def vgg_like() -> nn.Sequential:
     """Convolutions, ReLUs in place, pools, and dropout between linear maps: 15 layers."""
     features = nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        nn.Conv2d(6, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-    )  # fmt: skip
+        nn.Conv2d(3, 6, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 8, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    )
     classifier = nn.Sequential(
-        nn.Flatten(), nn.Linear(32, 16), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(16, 16), nn.Dropout(0.3),
+        nn.Flatten(),
+        nn.Linear(32, 16),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.5),
+        nn.Linear(16, 16),
+        nn.Dropout(0.3),
         nn.Linear(16, 5),
-    )  # fmt: skip
+    )
     return nn.Sequential(features, classifier)
 
 
 def resnet_like() -> nn.Sequential:
     """A stem, three basic blocks with batch norm and a head: 9 layers."""
     return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True),
-        BasicBlock(6, 6, 1), BasicBlock(6, 8, 2), BasicBlock(8, 8, 1),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
-    )  # fmt: skip
+        nn.Conv2d(3, 6, 3, padding=1, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(inplace=True),
+        BasicBlock(6, 6, 1),
+        BasicBlock(6, 8, 2),
+        BasicBlock(8, 8, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 5),
+    )
 
 
 def small_gpt(dropout: float = 0.2) -> nn.Sequential:
@@ -96,7 +115,9 @@ CASES = {
 
 
 def made(case: Case, samples: int = SAMPLES, seed: int = 0) -> tuple[nn.Sequential, Any, Any]:
-    """The case's model and one batch, always the same for the same seed; torch's own random state is left alone."""
+    """The case's model and one batch, always the same for the same seed; torch's own random state
+    is left alone.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return case.make(), *case.data(samples)

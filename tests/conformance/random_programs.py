@@ -1,6 +1,8 @@
-"""Random sound schedules in which every stage has one home: what the runtime must play, though no family would write it.
+"""Random sound schedules in which every stage has one home: what the runtime must play, though no
+family would write it.
 
-A random topological order of all ops is dealt out to the ranks; ranks may hold several stages, in any order, or none.
+A random topological order of all ops is dealt out to the ranks; ranks may hold several stages, in
+any order, or none.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from penstock.schedule.slicing import Slicing
 def random_schedule(
     seed: int, stages: int, ranks: int, micro_batches: int, slicing: Slicing | None = None
 ) -> Schedule:
-    """A schedule with some backwards split into I and W; the same for the same arguments. `micro_batches` counts slices, if any."""
+    """A schedule with some backwards split into I and W; the same for the same arguments.
+    `micro_batches` counts slices, if any.
+    """
     rng = random.Random(seed)
     home = [rng.randrange(ranks) for _ in range(stages)]
     waiting = []
@@ -50,8 +54,13 @@ def random_schedules(
     most_stages: int = 5, most_ranks: int = 4, most_micro_batches: int = 5
 ) -> st.SearchStrategy[Schedule]:
     """Schedules of up to these numbers."""
-    return st.builds(random_schedule, st.integers(0, 2**32), st.integers(1, most_stages), st.integers(1, most_ranks),
-                     st.integers(1, most_micro_batches))  # fmt: skip
+    return st.builds(
+        random_schedule,
+        st.integers(0, 2**32),
+        st.integers(1, most_stages),
+        st.integers(1, most_ranks),
+        st.integers(1, most_micro_batches),
+    )
 
 
 def random_slicings(

@@ -1,7 +1,7 @@
 """Plain training in one process, written out: what every pipeline must equal.
 
-Nothing of the runtime is used here but the seed of a random stream, which is part of the promise: it depends on the pipeline's
-seed, the step, the layer and the micro-batch.
+Nothing of the runtime is used here but the seed of a random stream, which is part of the promise:
+it depends on the pipeline's seed, the step, the layer and the micro-batch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class PlainTraining:
     step: int = 0
 
     def backward(self, x: Any, y: Any, micro_batches: int) -> Tensor:
-        """Forward and backward of all micro-batches in turn, gradients added up in `.grad`; the mean loss of the batch."""
+        """Forward and backward of all micro-batches in turn, gradients added up in `.grad`; the
+        mean loss of the batch.
+        """
         parts = min(micro_batches, samples_of(x))
         losses = []
         for m, (own_x, own_y) in enumerate(zip(split(x, parts), split(y, parts), strict=True)):
@@ -107,7 +109,9 @@ def added_up(parts: Sequence[dict[str, Tensor]], order: Iterable[int]) -> dict[s
 def in_order_of(
     schedule: Schedule, lengths: Sequence[int], model: nn.Module, parts: Sequence[dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Gradients added up as the programs say: every copy of a stage in the order of its own B and W, then the copies by rank."""
+    """Gradients added up as the programs say: every copy of a stage in the order of its own B and
+    W, then the copies by rank.
+    """
     layers = layers_of(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     total: dict[str, Tensor] = {}

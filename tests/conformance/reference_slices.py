@@ -1,8 +1,10 @@
-"""Plain training in one process on slices, written out: what every pipeline that cuts sequences must equal, to the bit.
+"""Plain training in one process on slices, written out: what every pipeline that cuts sequences
+must equal, to the bit.
 
-No slice's graph is cut off from the next one's here, and nobody hands gradients over: all slices of a micro-batch are one graph, and
-one backward goes through it. That the gradients of each slice can be told apart, each has a copy of the model to itself, so that
-they can be added up in the order in which a program has its backwards.
+No slice's graph is cut off from the next one's here, and nobody hands gradients over: all slices of
+a micro-batch are one graph, and one backward goes through it. That the gradients of each slice can
+be told apart, each has a copy of the model to itself, so that they can be added up in the order in
+which a program has its backwards.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from torch import Tensor, nn
 
 from penstock.tracing.randomness import may_draw, stream_seed
 
-#: Per micro-batch, how many samples it has and how many tokens its slices have; None where sequences stay whole.
+#: Per micro-batch, how many samples it has and how many tokens its slices have; None where
+#: sequences stay whole.
 Cuts = Sequence[tuple[int, Sequence[int] | None]]
 
 

@@ -1,4 +1,6 @@
-"""Programs over slices of sequences, written by hand from the papers; the catalogue's families need not be right for these tests."""
+"""Programs over slices of sequences, written by hand from the papers; the catalogue's families need
+not be right for these tests.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ def terapipe(stages: int, slicing: Slicing) -> Schedule:
 
 
 def seq1f1b(stages: int, slicing: Slicing, split: bool = False) -> Schedule:
-    """One forward, one backward, on slices (Sun et al. 2024): stage s begins with S - s - 2 + k forwards. Every micro-batch has k
-    slices. With `split`, every backward is I and, after the next I, W.
+    """One forward, one backward, on slices (Sun et al. 2024): stage s begins with S - s - 2 + k
+    forwards. Every micro-batch has k slices. With `split`, every backward is I and, after the next
+    I, W.
     """
     most = max(map(len, slicing.shares))
     programs = []
@@ -61,7 +64,9 @@ def seq1f1b(stages: int, slicing: Slicing, split: bool = False) -> Schedule:
 
 
 def on_fewer_ranks(schedule: Schedule, ranks: int) -> Schedule:
-    """The same with stage s on rank s mod `ranks`, in an order of GPipe's kind: sound whatever the stages."""
+    """The same with stage s on rank s mod `ranks`, in an order of GPipe's kind: sound whatever the
+    stages.
+    """
     programs: list[list[Op]] = [[] for _ in range(ranks)]
     slicing = schedule.slicing
     assert slicing is not None

@@ -1,6 +1,8 @@
-"""Every asynchronous rule, run by the pipeline, has the losses and weights of its paper's update equation: `asynchronous.py`.
+"""Every asynchronous rule, run by the pipeline, has the losses and weights of its paper's update
+equation: `asynchronous.py`.
 
-Models in double precision agree to 1e-9 in every loss of 40 batches and in all weights; any two rules differ by 1e-5 and more.
+Models in double precision agree to 1e-9 in every loss of 40 batches and in all weights; any two
+rules differ by 1e-5 and more.
 """
 
 from __future__ import annotations
@@ -20,10 +22,18 @@ from penstock.weights.choice import rules
 ANY = ("sgd", "momentum", "adam", "adamw")
 #: The optimizers that a rule is run with, by turns.
 TAKES = {
-    "stash": (*ANY, "adamw, two groups", "rmsprop"), "vertical-sync": ANY, "double-buffer": ANY, "none": ANY, "spectrain": ("momentum",),
-    "xpipe": ("adam", "adamw", "adamw, two groups"), "pipeoptim": (*ANY, "amsgrad", "rmsprop", "adamw, two groups"), "pipemare": ANY,
-    "wpipe": ANY, "avgpipe": ANY, "hetpipe": ANY,
-}  # fmt: skip
+    "stash": (*ANY, "adamw, two groups", "rmsprop"),
+    "vertical-sync": ANY,
+    "double-buffer": ANY,
+    "none": ANY,
+    "spectrain": ("momentum",),
+    "xpipe": ("adam", "adamw", "adamw, two groups"),
+    "pipeoptim": (*ANY, "amsgrad", "rmsprop", "adamw, two groups"),
+    "pipemare": ANY,
+    "wpipe": ANY,
+    "avgpipe": ANY,
+    "hetpipe": ANY,
+}
 #: The schedule that is made for a rule, where it is not plain 1F1B without flushes.
 OWN_SCHEDULE = {
     "double-buffer": "2bw",
@@ -65,27 +75,58 @@ def grid():
                 for name, learning in LEARNING.items()
                 if ranks * (1 + (rule == "wpipe")) in learning.cuts
             ]
-            yield Case(rule, ranks, m, optimizers[number % len(optimizers)], models[(number + number // 4) % len(models)],
-                       OWN_SCHEDULE.get(rule, "pipedream"), **copies_of(rule, number))  # fmt: skip
+            yield Case(
+                rule,
+                ranks,
+                m,
+                optimizers[number % len(optimizers)],
+                models[(number + number // 4) % len(models)],
+                OWN_SCHEDULE.get(rule, "pipedream"),
+                **copies_of(rule, number),
+            )
 
 
 CASES = list(grid())
 MORE = [
-    Case("double-buffer", 3, 3, "adam"), Case("xpipe", 4, 2, "adam"),  # on the plain stream
+    Case("double-buffer", 3, 3, "adam"),
+    Case("xpipe", 4, 2, "adam"),  # on the plain stream
     Case("pipemare", 3, 2, "momentum", options={"decay": 0.5, "annealing": 10.0}),
-    Case("pipemare", 4, 1, "adamw", options={"annealing": 0.0}), Case("pipemare", 4, 2, "sgd", options={"lockstep": 1.0}),
+    Case("pipemare", 4, 1, "adamw", options={"annealing": 0.0}),
+    Case("pipemare", 4, 2, "sgd", options={"lockstep": 1.0}),
     Case("pipemare", 3, 2, "momentum", options={"warm_up": 6.0}),
     Case("pipemare", 4, 1, "adam", options={"warm_up": 5.0, "annealing": 0.0}),
-    *(Case("hetpipe", ranks, 1, "momentum, plain", schedule="hetpipe", making=words, reference=words, updates=61)
-      for ranks, words in ((3, {"virtual_workers": 2, "in_flight": 5, "distance": 2}),
-                           (1, {"virtual_workers": 2, "in_flight": 3, "distance": 0}),
-                           (2, {"virtual_workers": 1, "in_flight": 3, "distance": 0}))),
-    Case("stash", 3, 2, "adam", dtype=torch.float32), Case("pipeoptim", 3, 2, "adam", dtype=torch.float32),
-    *(Case(rule, 4, 1, "momentum", recompute="always") for rule in ("stash", "none", "pipemare", "spectrain", "pipeoptim")),
-    Case("xpipe", 4, 1, "adam", recompute="always"), Case("double-buffer", 2, 4, "adam", recompute="except_last"),
-    Case("stash", 1, 2, "adam"), Case("double-buffer", 1, 1, "momentum"), Case("none", 1, 4, "sgd"),
-    Case("stash", 4, 3, "momentum", "conv"), Case("none", 4, 3, "adam", "gpt"), Case("pipeoptim", 4, 5, "adamw"),
-]  # fmt: skip
+    *(
+        Case(
+            "hetpipe",
+            ranks,
+            1,
+            "momentum, plain",
+            schedule="hetpipe",
+            making=words,
+            reference=words,
+            updates=61,
+        )
+        for ranks, words in (
+            (3, {"virtual_workers": 2, "in_flight": 5, "distance": 2}),
+            (1, {"virtual_workers": 2, "in_flight": 3, "distance": 0}),
+            (2, {"virtual_workers": 1, "in_flight": 3, "distance": 0}),
+        )
+    ),
+    Case("stash", 3, 2, "adam", dtype=torch.float32),
+    Case("pipeoptim", 3, 2, "adam", dtype=torch.float32),
+    *(
+        Case(rule, 4, 1, "momentum", recompute="always")
+        for rule in ("stash", "none", "pipemare", "spectrain", "pipeoptim")
+    ),
+    Case("xpipe", 4, 1, "adam", recompute="always"),
+    Case("double-buffer", 2, 4, "adam", recompute="except_last"),
+    Case("stash", 1, 2, "adam"),
+    Case("double-buffer", 1, 1, "momentum"),
+    Case("none", 1, 4, "sgd"),
+    Case("stash", 4, 3, "momentum", "conv"),
+    Case("none", 4, 3, "adam", "gpt"),
+    Case("pipeoptim", 4, 5, "adamw"),
+]
 """Rules on schedules that are not their own, options, recomputing, single stages, and other sizes."""
 
 
@@ -102,19 +143,30 @@ def test_every_rule_of_the_catalogue_has_a_reference():
 
 @pytest.mark.parametrize("case", [*CASES, *MORE], ids=str)
 def test_forty_updates_of_every_rule_equal_its_papers_equation(case):
-    """Unequal stages, every number of ranks and micro-batches that the rule takes, optimizers and models by turns."""
+    """Unequal stages, every number of ranks and micro-batches that the rule takes, optimizers and
+    models by turns.
+    """
     assert_same(case.run(), expected(case), case)
 
 
 def in_processes(ranks):
-    """Every rule whose pipeline has so many processes. HetPipe's two virtual workers take twice the ranks of one."""
+    """Every rule whose pipeline has so many processes. HetPipe's two virtual workers take twice the
+    ranks of one.
+    """
     for number, (rule, optimizers) in enumerate(TAKES.items()):
         m = {"spectrain": 1, "double-buffer": ranks, "wpipe": max(2, 2 * (ranks - 1))}.get(rule, 2)
         if rule != "hetpipe" and ranks <= 4:
-            yield Case(rule, ranks, m, optimizers[(number + ranks) % len(optimizers)], schedule=OWN_SCHEDULE.get(rule, "pipedream"),
-                       **copies_of(rule, 2))  # fmt: skip
+            yield Case(
+                rule,
+                ranks,
+                m,
+                optimizers[(number + ranks) % len(optimizers)],
+                schedule=OWN_SCHEDULE.get(rule, "pipedream"),
+                **copies_of(rule, 2),
+            )
     if ranks % 2 == 0:
-        # With an optimizer of our own: torch's takes more than a second to load, in each of eight ranks.
+        # With an optimizer of our own: torch's takes more than a second to load, in each of eight
+        # ranks.
         yield Case(
             "hetpipe",
             ranks // 2,
@@ -134,9 +186,14 @@ def played(ranks):
     return launch(run_all, ranks, IN_PROCESSES[ranks], threads=1)
 
 
-@pytest.mark.parametrize(("ranks", "number"), [
-    pytest.param(ranks, number, id=f"{ranks}-{case}") for ranks, cases in IN_PROCESSES.items() for number, case in enumerate(cases)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [
+        pytest.param(ranks, number, id=f"{ranks}-{case}")
+        for ranks, cases in IN_PROCESSES.items()
+        for number, case in enumerate(cases)
+    ],
+)
 def test_the_same_in_processes_of_their_own(ranks, number):
     """Real ranks and real messages: every rule at every number of stages."""
     case, (first, *others) = IN_PROCESSES[ranks][number], [found[number] for found in played(ranks)]
@@ -232,14 +289,18 @@ REFUSED = [
 
 @pytest.mark.parametrize(("case", "words"), [pytest.param(*row, id=str(row[0])) for row in REFUSED])
 def test_what_does_not_go_together_is_refused_with_the_reason_and_a_way_out(case, words):
-    """Before anything runs: the schedule, the optimizer or the option that a rule's paper has no answer for."""
+    """Before anything runs: the schedule, the optimizer or the option that a rule's paper has no
+    answer for.
+    """
     with pytest.raises(ps.PenstockError, match=words):
         case.pipeline()
 
 
 @pytest.mark.parametrize("rule", TAKES)
 def test_no_case_would_pass_by_training_synchronously(rule):
-    """Staleness must show in the losses of every case by far more than the tolerance, or the case proves nothing."""
+    """Staleness must show in the losses of every case by far more than the tolerance, or the case
+    proves nothing.
+    """
     for case in CASES:
         if case.rule == rule:
             losses, plain = (

@@ -1,4 +1,6 @@
-"""The references themselves: against a pipeline written in NumPy, against whole-model equations, and against each other."""
+"""The references themselves: against a pipeline written in NumPy, against whole-model equations,
+and against each other.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ def adam(parameters):
 
 #: What each rule is tried with here, at 4 micro-batches per batch where it takes several.
 SETTINGS = {
-    "spectrain": (momentum, 1, {}), "xpipe": (adam, 4, {}), "avgpipe": (momentum, 4, {"pipelines": 2}),
+    "spectrain": (momentum, 1, {}),
+    "xpipe": (adam, 4, {}),
+    "avgpipe": (momentum, 4, {"pipelines": 2}),
     "hetpipe": (momentum, 4, {"virtual_workers": 2, "in_flight": 5, "distance": 1}),
-}  # fmt: skip
+}
 
 
 def mlp(layers, seed=0):
@@ -57,7 +61,9 @@ def data(count, seed=1):
 
 
 class NumpyStage:
-    """A linear map and a tanh with one array for its weights, backwards by hand, and the order of its ops in a 1F1B stream."""
+    """A linear map and a tanh with one array for its weights, backwards by hand, and the order of
+    its ops in a 1F1B stream.
+    """
 
     def __init__(self, linear, s, p, m, total, stash):
         self.w, self.b = (tensor.detach().numpy().copy() for tensor in (linear.weight, linear.bias))
@@ -88,7 +94,9 @@ class NumpyStage:
 
 
 def numpy_pipeline(model, batches, m, *, stash):
-    """A real pipeline on one weight array per stage, played op by op in whatever order the messages allow."""
+    """A real pipeline on one weight array per stage, played op by op in whatever order the messages
+    allow.
+    """
     linears = [layer for layer in model if isinstance(layer, nn.Linear)]
     p, total, size = len(linears), len(batches) * m, SAMPLES // m
     stages = [NumpyStage(linear, s, p, m, total, stash) for s, linear in enumerate(linears)]
@@ -118,8 +126,9 @@ def numpy_pipeline(model, batches, m, *, stash):
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (3, 1), (4, 1), (3, 2), (4, 2), (4, 4), (5, 2)])
 @pytest.mark.parametrize("rule", ["none", "stash"])
 def test_references_equal_a_pipeline_with_one_array_per_stage_and_backwards_by_hand(rule, p, m):
-    """The references run batch after batch and derive what was read; here ops really overtake each other. It also shows that
-    autograd, given other weights between forward and backward, takes the forward's activations and the backward's weights.
+    """The references run batch after batch and derive what was read; here ops really overtake each
+    other. It also shows that autograd, given other weights between forward and backward, takes the
+    forward's activations and the backward's weights.
     """
     model, batches = mlp(p), data(12)
     lengths = [2] * (p - 1) + [1]
@@ -149,7 +158,9 @@ def test_with_stashing_or_without_makes_a_difference_from_the_first_stale_batch_
 def test_rules_with_one_version_per_batch_are_descent_on_delayed_weights(
     rule, p, m, delay, optimizer
 ):
-    """W(t+1) = W(t) - lr grad(W(t - delay)): the papers' own words, on the whole model, without stages."""
+    """W(t+1) = W(t) - lr grad(W(t - delay)): the papers' own words, on the whole model, without
+    stages.
+    """
     model, batches = mlp(4), data(15)
     lengths = {2: [3, 4], 3: [1, 4, 2], 4: [2, 1, 2, 2]}[p]
     losses, state = simulate(rule, model, lengths, optimizer, functional.mse_loss, batches, m)
@@ -169,8 +180,15 @@ def test_rules_with_one_version_per_batch_are_descent_on_delayed_weights(
     torch.testing.assert_close(state, dict(newest.state_dict()), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("rule", "m"), [
-    ("spectrain", 1), *itertools.product(["stash", "vertical-sync", "none", "pipeoptim", "pipemare", "hetpipe"], [1, 4])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "m"),
+    [
+        ("spectrain", 1),
+        *itertools.product(
+            ["stash", "vertical-sync", "none", "pipeoptim", "pipemare", "hetpipe"], [1, 4]
+        ),
+    ],
+)
 def test_on_one_stage_every_rule_without_a_delay_of_its_own_is_plain_training(rule, m):
     """Nothing is in flight, so nothing is stale, ahead or apart."""
     options = {"virtual_workers": 1, "in_flight": 1, "distance": 1} if rule == "hetpipe" else {}
@@ -185,7 +203,9 @@ def test_on_one_stage_every_rule_without_a_delay_of_its_own_is_plain_training(ru
 def test_with_a_drain_after_every_batch_no_rule_that_predicts_nothing_differs_from_plain_training(
     rule,
 ):
-    """Staleness is counted from the drain on. Predictions look ahead for updates that do not come, and so do corrections back."""
+    """Staleness is counted from the drain on. Predictions look ahead for updates that do not come,
+    and so do corrections back.
+    """
     optimizer, m, options = SETTINGS.get(rule, (momentum, 4, {}))
     args = (mlp(4), [2, 1, 2, 2], optimizer, functional.mse_loss, data(8), m)
     found, plain = simulate(rule, *args, drains=range(8), **options), simulate("flush", *args)
@@ -255,7 +275,9 @@ def test_where_steps_repeat_themselves_pipemare_backwards_on_the_very_weights_th
 
 
 def test_where_steps_repeat_themselves_spectrain_reads_on_each_stage_what_it_has_when_the_batch_comes_back():
-    """Stage k ends its part of a batch's round trip k // 2 updates of its own after its backward began."""
+    """Stage k ends its part of a batch's round trip k // 2 updates of its own after its backward
+    began.
+    """
     line = SpecTrain([nn.Sequential(Shift()) for _ in range(4)], momentum, slope, 1)
     for x, y in steady(100):
         line.batch(x, y)
@@ -269,7 +291,9 @@ def test_where_steps_repeat_themselves_spectrain_reads_on_each_stage_what_it_has
 
 @pytest.mark.parametrize(("count", "distance"), [(12, 0), (12, 1), (17, 0), (17, 2), (19, 5)])
 def test_hetpipe_counts_every_update_of_every_virtual_worker_once(count, distance):
-    """However far apart they run, and wherever the last wave ends, nothing is lost or counted twice."""
+    """However far apart they run, and wherever the last wave ends, nothing is lost or counted
+    twice.
+    """
     model = nn.Sequential(Shift(), Shift(), Shift())
     options = {"virtual_workers": 3, "in_flight": 2, "distance": distance}
     _, state = simulate("hetpipe", model, [1, 1, 1], sgd, slope, steady(count), 1, **options)
@@ -289,7 +313,9 @@ def test_hetpipe_with_one_virtual_worker_is_pipedream():
 
 @pytest.mark.parametrize(("count", "pipelines"), [(12, 2), (12, 3), (13, 2)])
 def test_avgpipes_reference_moves_by_the_mean_of_what_its_copies_do(count, pipelines):
-    """With equal gradients each round of N batches moves it by one step; the pull leaves the steps as they are."""
+    """With equal gradients each round of N batches moves it by one step; the pull leaves the steps
+    as they are.
+    """
     _, state = simulate(
         "avgpipe",
         nn.Sequential(Shift(), Shift()),
@@ -306,7 +332,9 @@ def test_avgpipes_reference_moves_by_the_mean_of_what_its_copies_do(count, pipel
 
 
 def test_distances_and_gaps_are_those_of_the_papers_tables():
-    """LITERATURE 5.1, 5.2: N = 4 has s_fwd 3, 2, 2, 1 and s_bwd 0, 0, 1, 1; XPipe's at D = 4 and T = 1, 2, 4, at D = T = 8."""
+    """LITERATURE 5.1, 5.2: N = 4 has s_fwd 3, 2, 2, 1 and s_bwd 0, 0, 1, 1; XPipe's at D = 4 and T
+    = 1, 2, 4, at D = T = 8.
+    """
 
     class Looking:
         """Notes how far ahead is asked for."""

@@ -1,4 +1,6 @@
-"""What may cross from stage to stage, and what a layer may do to it: exact in every case, recomputed or not."""
+"""What may cross from stage to stage, and what a layer may do to it: exact in every case,
+recomputed or not.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from penstock.schedule.op import Schedule
 every_way = pytest.mark.parametrize("recompute", ["never", "except_last", "always"])
 every_backward = pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
 
-# Rows of 64 bytes: the order in which kernels sum, and so the last bit, can depend on how a micro-batch is aligned in memory,
+# Rows of 64 bytes: the order in which kernels sum, and so the last bit, can depend on how a
+# micro-batch is aligned in memory,
 # and where a layer works in place it is given a copy.
 X = torch.linspace(-1, 1, 10 * 16).reshape(10, 16)
 Y = torch.arange(10) % 4
@@ -47,12 +50,20 @@ def check_exact(
     y=Y,
     steps=2,
 ):
-    """Losses, gradients and buffers of a few steps equal plain training's to the bit, with each layer at some boundary."""
+    """Losses, gradients and buffers of a few steps equal plain training's to the bit, with each
+    layer at some boundary.
+    """
     model.zero_grad()
     plain = PlainTraining(copy.deepcopy(nn.Sequential(*model)), loss)
     lengths = lengths_of(len(layers_of(model)), stages)
-    pipe = ps.Pipeline(model, loss=loss, balance=lengths, schedule=programs(stages, 4, split=split), recompute=recompute,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=loss,
+        balance=lengths,
+        schedule=programs(stages, 4, split=split),
+        recompute=recompute,
+        executor="threads",
+    )
     for _ in range(steps):
         assert torch.equal(pipe.train_batch(x, y), plain.backward(x, y, 4).float())
     assert differences(gradients(model), gradients(plain.model)) == []
@@ -61,7 +72,9 @@ def check_exact(
 
 
 class Fork(nn.Module):
-    """One tensor to a dict of what a boundary may carry: floats, integers, flags, None, constants, nested."""
+    """One tensor to a dict of what a boundary may carry: floats, integers, flags, None, constants,
+    nested.
+    """
 
     def __init__(self):
         super().__init__()
@@ -112,14 +125,18 @@ class Join(nn.Module):
 def test_nested_tuples_lists_and_dicts_cross_with_integers_flags_none_and_constants(
     recompute, split
 ):
-    """Skip connections, masks and positions travel beside activations; only float tensors have gradients."""
+    """Skip connections, masks and positions travel beside activations; only float tensors have
+    gradients.
+    """
     check_exact(
         nn.Sequential(Fork(), Mix(), Mix(), Join()), recompute=recompute, split=split, stages=4
     )
 
 
 class Counted(nn.Module):
-    """Beside its output, float statistics that nothing is trained by, and a tensor that nobody uses."""
+    """Beside its output, float statistics that nothing is trained by, and a tensor that nobody
+    uses.
+    """
 
     def __init__(self, width):
         super().__init__()
@@ -141,7 +158,9 @@ class First(nn.Module):
 @every_way
 @every_backward
 def test_an_output_without_gradient_or_without_use_crosses_beside_one_with_both(recompute, split):
-    """Some outputs want no gradient, for some none ever comes back: the others' must not be shifted onto them."""
+    """Some outputs want no gradient, for some none ever comes back: the others' must not be shifted
+    onto them.
+    """
     model = nn.Sequential(Counted(16), Counted(16), First(), nn.Linear(16, 4))
     check_exact(model, recompute=recompute, split=split, stages=4)
 
@@ -213,7 +232,9 @@ class Function(nn.Module):
 @every_way
 @pytest.mark.parametrize("kind", IN_PLACE)
 def test_the_first_layer_of_a_stage_may_work_in_place(kind, recompute):
-    """Where a cut falls is not the model's business; what a stage keeps for its backward, and what others hold, stays whole."""
+    """Where a cut falls is not the model's business; what a stage keeps for its backward, and what
+    others hold, stays whole.
+    """
     model = nn.Sequential(
         nn.Linear(16, 16), IN_PLACE[kind](), nn.Linear(16, 16), IN_PLACE[kind](), nn.Linear(16, 4)
     )
@@ -226,13 +247,21 @@ def test_the_first_layer_of_a_stage_may_work_in_place(kind, recompute):
 @every_way
 @pytest.mark.parametrize("kind", IN_PLACE)
 def test_a_first_layer_that_works_in_place_leaves_the_callers_batch_alone(kind, recompute):
-    """The caller may use its batch again, for one to evaluate on it; plain training would see it changed."""
+    """The caller may use its batch again, for one to evaluate on it; plain training would see it
+    changed.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(IN_PLACE[kind](), nn.Linear(16, 16), nn.Linear(16, 4))
     batch = X.clone()
     plain = PlainTraining(copy.deepcopy(model), functional.cross_entropy)
-    pipe = ps.Pipeline(model, loss=functional.cross_entropy, balance=lengths_of(len(layers_of(model)), 2), micro_batches=4,
-                       recompute=recompute, executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=functional.cross_entropy,
+        balance=lengths_of(len(layers_of(model)), 2),
+        micro_batches=4,
+        recompute=recompute,
+        executor="threads",
+    )
     for _ in range(2):
         pipe.forward(batch)
         pipe.eval_batch(batch, Y)
@@ -243,7 +272,9 @@ def test_a_first_layer_that_works_in_place_leaves_the_callers_batch_alone(kind, 
 
 
 class Remembering(nn.Module):
-    """Centres by a running mean that every forward moves: what it gives depends on how often it has run."""
+    """Centres by a running mean that every forward moves: what it gives depends on how often it has
+    run.
+    """
 
     def __init__(self):
         super().__init__()
@@ -260,7 +291,9 @@ class Remembering(nn.Module):
 def test_a_layer_whose_output_depends_on_its_buffers_is_recomputed_from_the_buffers_it_had(
     recompute,
 ):
-    """Spectral norm, running centres, memory banks: a second forward must see what the first saw, and leave no trace."""
+    """Spectral norm, running centres, memory banks: a second forward must see what the first saw,
+    and leave no trace.
+    """
     check_exact(
         nn.Sequential(nn.Linear(16, 16), Remembering(), nn.Tanh(), Remembering(), nn.Linear(16, 4)),
         recompute=recompute,
@@ -280,7 +313,9 @@ def test_spectral_norm_is_exact_with_recompute():
 @every_backward
 @pytest.mark.parametrize("frozen", [[0], [1, 2], [0, 1], [4], [0, 1, 2, 3]])
 def test_frozen_layers_stages_and_first_stages_are_exact(frozen, recompute, split):
-    """Fine-tuning: below the first trained layer no gradient flows at all, above it through frozen layers."""
+    """Fine-tuning: below the first trained layer no gradient flows at all, above it through frozen
+    layers.
+    """
     model = nn.Sequential(
         nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
     )
@@ -331,8 +366,12 @@ def test_inputs_and_targets_may_be_nested():
         labels, values = target
         return functional.cross_entropy(output, labels) + functional.mse_loss(output.sum(1), values)
 
-    check_exact(nn.Sequential(Entry(), nn.Tanh(), nn.Linear(16, 4)), loss, y=(Y, X.sum(1)),
-                x={"features": X, "tokens": (torch.arange(10) % 4,), "gain": 2.0})  # fmt: skip
+    check_exact(
+        nn.Sequential(Entry(), nn.Tanh(), nn.Linear(16, 4)),
+        loss,
+        y=(Y, X.sum(1)),
+        x={"features": X, "tokens": (torch.arange(10) % 4,), "gain": 2.0},
+    )
 
 
 @every_way
@@ -348,6 +387,11 @@ def test_half_precision_and_double_layers_cross_in_their_own_dtype(recompute, sp
         def forward(self, x):
             return x.to(self.dtype)
 
-    model = nn.Sequential(nn.Linear(16, 16), To(torch.bfloat16), nn.Linear(16, 16).to(torch.bfloat16), To(torch.float64),
-                          nn.Linear(16, 4).to(torch.float64))  # fmt: skip
+    model = nn.Sequential(
+        nn.Linear(16, 16),
+        To(torch.bfloat16),
+        nn.Linear(16, 16).to(torch.bfloat16),
+        To(torch.float64),
+        nn.Linear(16, 4).to(torch.float64),
+    )
     check_exact(model, recompute=recompute, split=split, stages=5)

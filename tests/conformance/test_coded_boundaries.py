@@ -24,8 +24,16 @@ def trained(boundary, schedule="1f1b"):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(32, 16, generator=generator)
     y = torch.tanh(x[:, :4] * 2)
-    pipe = ps.Pipeline(net, balance=[2, 2, 2], schedule=schedule, micro_batches=4, loss=nn.functional.mse_loss, executor="threads",
-                       optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), boundary=boundary)  # fmt: skip
+    pipe = ps.Pipeline(
+        net,
+        balance=[2, 2, 2],
+        schedule=schedule,
+        micro_batches=4,
+        loss=nn.functional.mse_loss,
+        executor="threads",
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        boundary=boundary,
+    )
     return [float(pipe.train_batch(x, y)) for _ in range(40)], net
 
 

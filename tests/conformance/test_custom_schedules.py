@@ -23,7 +23,9 @@ RECOMPUTE = st.sampled_from(["never", "except_last", "always"])
 
 @pytest.mark.parametrize("name", ["vgg", "gpt", "mlp"])
 def test_any_sound_schedule_has_exact_gradients(name):
-    """Several stages on a rank in any order, backwards in two parts, any order of micro-batches: the sums stay the same."""
+    """Several stages on a rank in any order, backwards in two parts, any order of micro-batches:
+    the sums stay the same.
+    """
     case = CASES[name]
 
     @given(random_schedules(), RECOMPUTE, st.integers(1, 12))
@@ -57,7 +59,9 @@ def test_any_sound_schedule_has_exact_gradients(name):
 @given(random_schedules())
 @settings(deadline=None, max_examples=25)
 def test_batch_norm_in_any_schedule_has_exact_gradients(schedule):
-    """Statistics of a micro-batch are its own, so gradients do not depend on the order in which micro-batches pass."""
+    """Statistics of a micro-batch are its own, so gradients do not depend on the order in which
+    micro-batches pass.
+    """
     case = CASES["resnet"]
     model, x, y = made(case)
     lengths = lengths_of(len(layers_of(model)), schedule.stages)

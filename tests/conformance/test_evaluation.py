@@ -66,7 +66,9 @@ def test_forward_and_eval_batch_equal_the_plain_model_in_evaluation_mode(name, s
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_evaluation_leaves_weights_gradients_buffers_modes_and_random_state_alone(stages):
-    """An evaluation that trains a little, or forgets to switch modes back, spoils every run that looks at itself."""
+    """An evaluation that trains a little, or forgets to switch modes back, spoils every run that
+    looks at itself.
+    """
     case = CASES["resnet"]
     model, x, y = made(case)
     model.append(nn.Dropout(0.5))
@@ -80,8 +82,15 @@ def test_evaluation_leaves_weights_gradients_buffers_modes_and_random_state_alon
         optimizers.append(torch.optim.Adam(params))
         return optimizers[-1]
 
-    pipe = ps.Pipeline(model, loss=case.loss, balance=lengths_of(10, stages), micro_batches=3, optimizer=adam, recompute="always",
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=case.loss,
+        balance=lengths_of(10, stages),
+        micro_batches=3,
+        optimizer=adam,
+        recompute="always",
+        executor="threads",
+    )
     pipe.train_batch(x, y)
     before = snapshot(model, optimizers)
     pipe.forward(x)
@@ -110,7 +119,9 @@ def test_modes_come_back_after_an_evaluation_that_failed(stages):
 
 
 def test_one_dropout_that_stands_in_every_stage_is_switched_off_for_all_of_them():
-    """`act, drop = nn.ReLU(), nn.Dropout()`, used throughout, is one module: the stage that is done first must not switch it on."""
+    """`act, drop = nn.ReLU(), nn.Dropout()`, used throughout, is one module: the stage that is done
+    first must not switch it on.
+    """
     drop = nn.Dropout(0.5)
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), drop)))
@@ -159,8 +170,13 @@ def test_an_output_without_samples_is_refused_in_words():
         def forward(self, x):
             return x.mean()
 
-    pipe = ps.Pipeline(nn.Sequential(nn.Linear(16, 16), Mean()), loss=lambda out, _: out, balance=[1, 1], micro_batches=2,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        nn.Sequential(nn.Linear(16, 16), Mean()),
+        loss=lambda out, _: out,
+        balance=[1, 1],
+        micro_batches=2,
+        executor="threads",
+    )
     x = torch.randn(4, 16)
     with pytest.raises(
         ps.PenstockError, match="the model's output has a tensor without a dimension"

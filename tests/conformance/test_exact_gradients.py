@@ -1,4 +1,6 @@
-"""Law 1: every schedule, cut and way to recompute gives the losses, gradients and buffers of plain training, to the bit."""
+"""Law 1: every schedule, cut and way to recompute gives the losses, gradients and buffers of plain
+training, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from tests.conformance.reference import (
 import penstock as ps
 
 RECOMPUTE = ["never", "except_last", "always"]
-#: The schedules of which the others are made run in every way; of the rest, each size and model in one of the ways.
+#: The schedules of which the others are made run in every way; of the rest, each size and model in
+#: one of the ways.
 THOROUGH = ("naive", "gpipe", "1f1b")
 GRID = [
     pytest.param(schedule, case, recompute, id=f"{key}-{case}-{recompute}")
@@ -107,7 +110,9 @@ def test_every_synchronous_schedule_of_the_catalogue_is_held_against_plain_train
 
 
 def test_the_reference_itself_adds_up_as_autograd_does():
-    """Where a schedule changes the order of backwards, gradients by micro-batch are added up instead: the same to the bit."""
+    """Where a schedule changes the order of backwards, gradients by micro-batch are added up
+    instead: the same to the bit.
+    """
     case = CASES["gpt"]
     model, x, y = made(case)
     loss, parts = PlainTraining(copy.deepcopy(model), case.loss).backward_in_parts(x, y, 3)
@@ -117,7 +122,9 @@ def test_the_reference_itself_adds_up_as_autograd_does():
 
 @pytest.mark.parametrize(("schedule", "name", "recompute"), GRID)
 def test_losses_gradients_and_buffers_equal_plain_training_to_the_bit(schedule, name, recompute):
-    """Splitting work over stages must not change what is learned; the second step shows that nothing is left of the first."""
+    """Splitting work over stages must not change what is learned; the second step shows that
+    nothing is left of the first.
+    """
     pipe, model, x, y = pipeline(name, schedule, recompute)
     copied = max(map(len, schedule.ranks_of_stage)) > 1
     seen = SeenByFirstCopies(schedule, pipe.setting.lengths, name) if copied else None
@@ -131,7 +138,9 @@ def test_losses_gradients_and_buffers_equal_plain_training_to_the_bit(schedule, 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.whole])
 @pytest.mark.parametrize("samples", [37, 16, 8])
 def test_gradients_equal_the_undivided_batch_to_float_tolerance(name, samples):
-    """Unequal micro-batches are weighed by their samples: 37 in 8 parts are five of 5 and three of 4."""
+    """Unequal micro-batches are weighed by their samples: 37 in 8 parts are five of 5 and three of
+    4.
+    """
     pipe, model, x, y = pipeline(name, AT_8["1f1b"], "never", samples)
     loss = pipe.train_batch(x, y)
     whole, _, _ = made(CASES[name], samples)
@@ -146,7 +155,9 @@ def test_gradients_equal_the_undivided_batch_to_float_tolerance(name, samples):
 @pytest.mark.parametrize("name", AT_8)
 @pytest.mark.parametrize("samples", [37, 5, 1])
 def test_unequal_micro_batches_and_batches_smaller_than_m_are_exact(name, samples):
-    """The last batch of an epoch is as long as it is; with fewer samples than micro-batches each sample is one."""
+    """The last batch of an epoch is as long as it is; with fewer samples than micro-batches each
+    sample is one.
+    """
     pipe, model, x, y = pipeline("vgg", AT_8[name], "except_last", samples)
     loss, parts, _ = expected("vgg", samples, 8)[0]
     assert torch.equal(pipe.train_batch(x, y), loss)
@@ -154,7 +165,9 @@ def test_unequal_micro_batches_and_batches_smaller_than_m_are_exact(name, sample
 
 
 def test_gpipe_in_torchgpipes_reverse_order_adds_gradients_up_in_that_order():
-    """Where a schedule turns the order of backwards round, sums do too: exact still, though not plain training's last bits."""
+    """Where a schedule turns the order of backwards round, sums do too: exact still, though not
+    plain training's last bits.
+    """
     case = CASES["gpt"]
     model, x, y = made(case)
     schedule = ps.schedule("gpipe", 2, 8, backward_order="reverse")

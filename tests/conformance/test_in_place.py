@@ -1,4 +1,6 @@
-"""Changes in place that plain PyTorch refuses are refused in the first batch; those that it accepts train to the same numbers."""
+"""Changes in place that plain PyTorch refuses are refused in the first batch; those that it accepts
+train to the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from penstock.errors import StageFailed
 
 
 class Changing(nn.Module):
-    """Saves a value for the backward and then changes it in place, in the way that it is named after."""
+    """Saves a value for the backward and then changes it in place, in the way that it is named
+    after.
+    """
 
     def __init__(self, way):
         super().__init__()
@@ -84,16 +88,31 @@ def test_plain_pytorch_refuses_them(name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_every_schedule_and_recompute_refuses_them_in_the_first_micro_batch(name):
-    """The first micro-batch of a form was trained with gradients 33 % off: hooks had switched autograd's check off."""
+    """The first micro-batch of a form was trained with gradients 33 % off: hooks had switched
+    autograd's check off.
+    """
     middle = len(made(name)) - 2
-    cases = [("gpipe", "never"), ("1f1b", "except_last"), ("zb-h1", "never"), ("chimera", "never"),
-             ("1f1b", list(range(middle + 1))), ("gpipe", [1])]  # fmt: skip
+    cases = [
+        ("gpipe", "never"),
+        ("1f1b", "except_last"),
+        ("zb-h1", "never"),
+        ("chimera", "never"),
+        ("1f1b", list(range(middle + 1))),
+        ("gpipe", [1]),
+    ]
     for schedule, recompute in cases:
         model = made(name)
         if name == "weight" and schedule == "chimera":
             continue  # copies of a stage have weights of their own
-        pipe = ps.Pipeline(model, loss=functional.mse_loss, balance=[middle + 1, 1], schedule=schedule, recompute=recompute,
-                           micro_batches=2, executor="threads")  # fmt: skip
+        pipe = ps.Pipeline(
+            model,
+            loss=functional.mse_loss,
+            balance=[middle + 1, 1],
+            schedule=schedule,
+            recompute=recompute,
+            micro_batches=2,
+            executor="threads",
+        )
         # A second forward with a weight that the first has changed makes other values.
         message = f"{MESSAGE}|run again for the backward" if name == "weight" else MESSAGE
         with pytest.raises(StageFailed, match=message):
@@ -116,8 +135,14 @@ def test_a_pipe_refuses_them(name, mode):
 def test_batches_of_ever_new_lengths_are_refused_from_the_first_to_the_last():
     """Each was a new form, so that no batch was ever checked."""
     for samples in (8, 10, 12):
-        pipe = ps.Pipeline(made("after tanh"), loss=functional.mse_loss, balance=[4, 1], schedule="gpipe", micro_batches=2,
-                           executor="threads")  # fmt: skip
+        pipe = ps.Pipeline(
+            made("after tanh"),
+            loss=functional.mse_loss,
+            balance=[4, 1],
+            schedule="gpipe",
+            micro_batches=2,
+            executor="threads",
+        )
         with pytest.raises(StageFailed, match=MESSAGE):
             pipe.train_batch(*batch_of(samples))
 
@@ -126,9 +151,21 @@ def accepted(way):
     """Layers that change in place what nothing has saved."""
     torch.manual_seed(0)
     return {
-        "relu": nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Dropout(0.0, inplace=True), nn.Linear(8, 3)),
-        "hardtanh": nn.Sequential(nn.Linear(4, 8), nn.Hardtanh(inplace=True), nn.Linear(8, 8), nn.ELU(inplace=True), nn.Linear(8, 3)),
-    }[way]  # fmt: skip
+        "relu": nn.Sequential(
+            nn.Linear(4, 8),
+            nn.ReLU(inplace=True),
+            nn.Linear(8, 8),
+            nn.Dropout(0.0, inplace=True),
+            nn.Linear(8, 3),
+        ),
+        "hardtanh": nn.Sequential(
+            nn.Linear(4, 8),
+            nn.Hardtanh(inplace=True),
+            nn.Linear(8, 8),
+            nn.ELU(inplace=True),
+            nn.Linear(8, 3),
+        ),
+    }[way]
 
 
 @pytest.mark.parametrize("way", ["relu", "hardtanh"])
@@ -140,8 +177,15 @@ def test_what_plain_pytorch_accepts_trains_to_the_same_numbers(way, schedule, re
     """Also where a stage begins with it, and in batches of several lengths."""
     plain = PlainTraining(accepted(way), functional.mse_loss)
     model = accepted(way)
-    pipe = ps.Pipeline(model, loss=functional.mse_loss, balance=[1, 2, 2], schedule=schedule, recompute=recompute, micro_batches=2,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=functional.mse_loss,
+        balance=[1, 2, 2],
+        schedule=schedule,
+        recompute=recompute,
+        micro_batches=2,
+        executor="threads",
+    )
     for samples in (8, 8, 10, 6):
         plain.model.zero_grad()
         model.zero_grad()
@@ -175,8 +219,15 @@ class Masked(nn.Module):
 def test_a_stage_that_begins_late_to_change_what_it_was_given_says_so():
     """Its recompute would begin with the changed input."""
     model = nn.Sequential(nn.Linear(4, 4), Masked(), Late(), nn.Linear(4, 3))
-    pipe = ps.Pipeline(model, loss=functional.mse_loss, balance=[2, 2], schedule="gpipe", recompute="always", micro_batches=2,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=functional.mse_loss,
+        balance=[2, 2],
+        schedule="gpipe",
+        recompute="always",
+        micro_batches=2,
+        executor="threads",
+    )
     pipe.train_batch(*batch_of())
     with pytest.raises(StageFailed, match="changed in place what their stage was given"):
         pipe.train_batch(*batch_of())

@@ -1,4 +1,6 @@
-"""Random numbers of every origin: those of an independent loop, under every cut, schedule and recompute."""
+"""Random numbers of every origin: those of an independent loop, under every cut, schedule and
+recompute.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,18 @@ class Drawing(nn.Module):
         return functional.dropout(torch.tanh(self.linear(x)), 0.5)
 
 
-WAYS = ["random", "numpy", "hook", "pre-hook", "checkpoint", "reentrant checkpoint", "attention", "sdpa",
-        "distributions", "rrelu"]  # fmt: skip
+WAYS = [
+    "random",
+    "numpy",
+    "hook",
+    "pre-hook",
+    "checkpoint",
+    "reentrant checkpoint",
+    "attention",
+    "sdpa",
+    "distributions",
+    "rrelu",
+]
 #: Lengths of stages, schedule and recompute; the backward of zb-h1 is in two parts.
 CASES = [
     ([2, 3], "gpipe", "always"),
@@ -90,7 +102,9 @@ def batch_of(number=0):
 
 
 def plain_gradients(model, batches=1):
-    """Gradients of a plain loop over the micro-batches, every layer with its own stream, and the generators as they were."""
+    """Gradients of a plain loop over the micro-batches, every layer with its own stream, and the
+    generators as they were.
+    """
     kept = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     for step in range(batches):
         x, y = batch_of(step)
@@ -110,13 +124,23 @@ def plain_gradients(model, batches=1):
 
 def pipeline(model, balance, schedule, recompute="never", **options):
     """The model as ranks that are threads."""
-    return ps.Pipeline(model, loss=functional.mse_loss, balance=balance, schedule=schedule, recompute=recompute,
-                       micro_batches=4, executor="threads", **options)  # fmt: skip
+    return ps.Pipeline(
+        model,
+        loss=functional.mse_loss,
+        balance=balance,
+        schedule=schedule,
+        recompute=recompute,
+        micro_batches=4,
+        executor="threads",
+        **options,
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_layer_that_draws_trains_as_in_a_plain_loop_under_every_schedule_and_recompute(way):
-    """Numbers depend on seed, step, layer and micro-batch: not on the cut, on other threads, or on which run it is."""
+    """Numbers depend on seed, step, layer and micro-batch: not on the cut, on other threads, or on
+    which run it is.
+    """
     expected = plain_gradients(model_of(lambda: Drawing(way)), 2)
     random.seed(3)
     before = random.getstate(), torch.get_rng_state()
@@ -176,7 +200,9 @@ def test_in_a_pipe_checkpointed_dropout_drops_the_same_in_forward_and_backward(w
 
 
 class Interrupted(nn.Module):
-    """Checkpointed dropout, whose second run lets another thread seed the generators, if that is possible."""
+    """Checkpointed dropout, whose second run lets another thread seed the generators, if that is
+    possible.
+    """
 
     def __init__(self):
         super().__init__()
@@ -212,12 +238,20 @@ class Interrupted(nn.Module):
 
 
 def test_a_checkpoint_inside_a_layer_has_the_generators_for_itself_in_the_backward():
-    """Ranks that are threads share torch's generator; another rank's seeding in between changed the mask."""
+    """Ranks that are threads share torch's generator; another rank's seeding in between changed the
+    mask.
+    """
     model = nn.Sequential(nn.Linear(6, 6), Interrupted(), nn.Linear(6, 6))
     plain = copy.deepcopy(model)
     plain[1]._dropped = lambda x: functional.dropout(torch.tanh(plain[1].linear(x)), 0.5)
-    pipe = ps.Pipeline(model, loss=functional.mse_loss, balance=[2, 1], schedule="gpipe", micro_batches=4,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=functional.mse_loss,
+        balance=[2, 1],
+        schedule="gpipe",
+        micro_batches=4,
+        executor="threads",
+    )
     pipe.train_batch(*batch_of())
     for other in model[1].others:
         other.join()
@@ -317,7 +351,9 @@ def test_numbers_that_are_drawn_in_a_backward_of_two_parts_are_refused():
 
 
 def test_evaluation_draws_the_same_under_every_cut_and_anew_at_every_call():
-    """Dropout in evaluation samples models; the samples must differ, and must not depend on who ran first."""
+    """Dropout in evaluation samples models; the samples must differ, and must not depend on who ran
+    first.
+    """
 
     class Sampled(nn.Module):
         def forward(self, x):

@@ -63,8 +63,15 @@ def batch_of(number=0):
 def test_a_stage_whose_second_forward_goes_another_way_is_refused_by_its_layers(way, recompute):
     """The gradients were those of another network, without a word."""
     for schedule in ("gpipe", "1f1b", "zb-h1"):
-        pipe = ps.Pipeline(model_of(lambda: Other(way)), loss=functional.mse_loss, balance=[2, 2], schedule=schedule,
-                           recompute=recompute, micro_batches=4, executor="threads")  # fmt: skip
+        pipe = ps.Pipeline(
+            model_of(lambda: Other(way)),
+            loss=functional.mse_loss,
+            balance=[2, 2],
+            schedule=schedule,
+            recompute=recompute,
+            micro_batches=4,
+            executor="threads",
+        )
         with pytest.raises(
             StageFailed, match=r"(layers? [0-9]( to [0-9])?).*run again for the backward"
         ):
@@ -74,13 +81,22 @@ def test_a_stage_whose_second_forward_goes_another_way_is_refused_by_its_layers(
 @pytest.mark.parametrize("recompute", [[1], [0, 1], [1, 2], [0, 1, 2, 3]])
 @pytest.mark.parametrize("way", WAYS)
 def test_recomputed_layers_that_go_another_way_are_refused_or_right(way, recompute):
-    """Constants of the first forward stay in its graph: only what it has saved comes from the second."""
+    """Constants of the first forward stay in its graph: only what it has saved comes from the
+    second.
+    """
     found = []
     for again in ("never", recompute):
         STATE["calls"] = 0
         model = model_of(lambda: Other(way))
-        pipe = ps.Pipeline(model, loss=functional.mse_loss, balance=[2, 2], schedule="gpipe", recompute=again, micro_batches=4,
-                           executor="threads")  # fmt: skip
+        pipe = ps.Pipeline(
+            model,
+            loss=functional.mse_loss,
+            balance=[2, 2],
+            schedule="gpipe",
+            recompute=again,
+            micro_batches=4,
+            executor="threads",
+        )
         try:
             pipe.train_batch(*batch_of(), update=False)
         except StageFailed as error:
@@ -93,8 +109,15 @@ def test_recomputed_layers_that_go_another_way_are_refused_or_right(way, recompu
 
 def test_the_message_names_stage_layers_micro_batch_and_what_to_do():
     """It is read by people who have not written the layer."""
-    pipe = ps.Pipeline(model_of(lambda: Other("global")), loss=functional.mse_loss, balance=[2, 2], schedule="gpipe",
-                       recompute="always", micro_batches=4, executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        model_of(lambda: Other("global")),
+        loss=functional.mse_loss,
+        balance=[2, 2],
+        schedule="gpipe",
+        recompute="always",
+        micro_batches=4,
+        executor="threads",
+    )
     with pytest.raises(
         StageFailed,
         match=r"stage 0, layers 0 to 1, micro-batch \d: run again.*other values.*recompute='never'",
@@ -132,11 +155,20 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("recompute", ["never", *RECOMPUTE])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_counters_go_up_once_per_micro_batch_with_and_without_recompute(schedule, recompute):
-    """The second forward sees the counter of the first: the same branch, the same gradient, and no second count."""
+    """The second forward sees the counter of the first: the same branch, the same gradient, and no
+    second count.
+    """
     plain = PlainTraining(model_of(Counting), functional.mse_loss)
     model = model_of(Counting)
-    pipe = ps.Pipeline(model, loss=functional.mse_loss, balance=[2, 2], schedule=schedule, recompute=recompute, micro_batches=4,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=functional.mse_loss,
+        balance=[2, 2],
+        schedule=schedule,
+        recompute=recompute,
+        micro_batches=4,
+        executor="threads",
+    )
     for number in range(2):
         plain.backward(*batch_of(number), 4)
         pipe.train_batch(*batch_of(number), update=False)
@@ -182,11 +214,20 @@ class Normalised(nn.Module):
 
 
 def test_rounding_of_other_kernels_is_no_other_way():
-    """Without a graph torch takes a fused path for such a layer: refusing that would refuse a right run."""
+    """Without a graph torch takes a fused path for such a layer: refusing that would refuse a right
+    run.
+    """
     model = model_of(Normalised)
     for parameter in model[1].parameters():
         parameter.requires_grad_(False)
-    pipe = ps.Pipeline(model, loss=functional.mse_loss, balance=[2, 2], schedule="1f1b", recompute="always", micro_batches=4,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=functional.mse_loss,
+        balance=[2, 2],
+        schedule="1f1b",
+        recompute="always",
+        micro_batches=4,
+        executor="threads",
+    )
     for number in range(3):
         pipe.train_batch(*batch_of(number))

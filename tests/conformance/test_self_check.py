@@ -38,7 +38,9 @@ def pipeline(name, stages=3, schedule="1f1b", **options):
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_sound_pipeline_differs_by_nothing_from_one_device(name, recompute):
-    """Gradients and buffers to the bit, the loss to the rounding of its sum; every parameter and buffer is named."""
+    """Gradients and buffers to the bit, the loss to the rounding of its sum; every parameter and
+    buffer is named.
+    """
     pipe, model, x, y = pipeline(name, recompute=recompute)
     found = pipe.compare_with_one_device(x, y)
     assert set(found.gradients) == {key for key, _ in model.named_parameters()}
@@ -71,7 +73,9 @@ def test_a_wrong_gradient_on_one_stage_is_found_and_named(monkeypatch):
 
 
 def test_a_buffer_that_moves_twice_is_found(monkeypatch):
-    """A recomputed forward that moves running statistics again was the commonest bug of torchgpipe's kind."""
+    """A recomputed forward that moves running statistics again was the commonest bug of
+    torchgpipe's kind.
+    """
     pipe, model, x, y = pipeline("resnet", recompute="always")
     monkeypatch.setattr("penstock.grad.buffers.Buffers.contents", lambda self: {})
     found = pipe.compare_with_one_device(x, y)
@@ -84,7 +88,9 @@ def test_a_buffer_that_moves_twice_is_found(monkeypatch):
     "optimizer", [None, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)]
 )
 def test_comparing_between_batches_changes_nothing_of_the_training(optimizer):
-    """It may be called in the middle of a run: weights, gradients, buffers, random numbers and the step are those without it."""
+    """It may be called in the middle of a run: weights, gradients, buffers, random numbers and the
+    step are those without it.
+    """
     pipe, model, x, y = pipeline("resnet", optimizer=optimizer)
     other, undisturbed, _, _ = pipeline("resnet", optimizer=optimizer)
     for _ in range(3):
@@ -142,7 +148,9 @@ def test_frozen_and_unused_parameters_are_compared_as_zero():
 
 @pytest.mark.parametrize("schedule", AT_6 | AT_5)
 def test_the_timeline_has_every_op_of_every_program_in_order_with_times_that_fit(schedule):
-    """The same type as simulate gives; ops of a rank do not overlap, and none starts before what it needs has ended."""
+    """The same type as simulate gives; ops of a rank do not overlap, and none starts before what it
+    needs has ended.
+    """
     schedule = (AT_6 | AT_5)[schedule]
     pipe, _, x, y = pipeline("vgg", schedule.stages, schedule, micro_batches=None)
     pipe.train_batch(x, y)

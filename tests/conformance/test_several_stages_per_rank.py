@@ -1,5 +1,5 @@
-"""Law 1 for the families whose ranks hold several stages, and for every depth of 1F1B's warm-up: options that the other
-conformance tests leave as they are.
+"""Law 1 for the families whose ranks hold several stages, and for every depth of 1F1B's warm-up:
+options that the other conformance tests leave as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ SCHEDULES = [
 
 
 def trained(name, schedule, recompute):
-    """Loss, gradients and buffers of two steps without updates, and the order in which every rank ran its ops."""
+    """Loss, gradients and buffers of two steps without updates, and the order in which every rank
+    ran its ops.
+    """
     case = CASES[name]
     model, x, y = made(case)
     lengths = lengths_of(len(layers_of(model)), schedule.stages)
@@ -60,7 +62,9 @@ def trained(name, schedule, recompute):
 def test_losses_gradients_and_buffers_equal_those_of_one_stage_to_the_bit(
     schedule_name, stages, micro_batches, options, name, recompute
 ):
-    """Where a stage stands and when it runs must not change what is learned; and the programs ran as they are written."""
+    """Where a stage stands and when it runs must not change what is learned; and the programs ran
+    as they are written.
+    """
     schedule = ps.schedule(schedule_name, stages, micro_batches, **options)
     losses, found, order = trained(name, schedule, recompute)
     plain, expected, _ = trained(name, ps.schedule("1f1b", 1, micro_batches), "never")

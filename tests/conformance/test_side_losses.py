@@ -51,8 +51,15 @@ def test_losses_and_gradients_are_those_of_one_device(schedule, recompute):
     """The second batch goes the short way, if any does; both add up."""
     x, y = torch.randn(7, 6, generator=torch.Generator().manual_seed(1)), torch.zeros(7, 6)
     net = model()
-    pipe = ps.Pipeline(net, balance=[2, 2, 2], schedule=schedule, micro_batches=3, recompute=recompute, loss=nn.functional.mse_loss,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        net,
+        balance=[2, 2, 2],
+        schedule=schedule,
+        micro_batches=3,
+        recompute=recompute,
+        loss=nn.functional.mse_loss,
+        executor="threads",
+    )
     losses = [float(pipe.train_batch(x, y)) for _ in range(2)]
     expected, grads = plain(x, y, 3)
     assert losses == pytest.approx([expected] * 2)
@@ -81,8 +88,14 @@ def test_a_side_loss_that_comes_later_counts_from_then_on(place):
     """Nothing that a stage has learnt of its first micro-batches makes it deaf."""
     layers = [nn.Identity(), nn.Identity(), nn.Identity()]
     layers[place] = Sometimes()
-    pipe = ps.Pipeline(nn.Sequential(*layers), balance=[1, 1, 1], schedule="1f1b", micro_batches=2, loss=nn.functional.mse_loss,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        nn.Sequential(*layers),
+        balance=[1, 1, 1],
+        schedule="1f1b",
+        micro_batches=2,
+        loss=nn.functional.mse_loss,
+        executor="threads",
+    )
     x = torch.ones(4, 4)
     found = [float(pipe.train_batch(x, x)) for _ in range(4)]
     assert found == [0.0, 0.0, 1.0, 1.0]

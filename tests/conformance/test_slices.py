@@ -1,7 +1,8 @@
-"""Law 1 for schedules that cut micro-batches into slices: TeraPipe's and Seq1F1B's of tokens, AutoPipe's of samples.
+"""Law 1 for schedules that cut micro-batches into slices: TeraPipe's and Seq1F1B's of tokens,
+AutoPipe's of samples.
 
-Exact means: to the bit what plain training on the same slices gives, all slices of a sequence in one graph; to float tolerance what
-the undivided batch gives.
+Exact means: to the bit what plain training on the same slices gives, all slices of a sequence in
+one graph; to float tolerance what the undivided batch gives.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ def nothing_is_held(pipe):
 
 
 def as_cut(slicing, samples):
-    """Sizes of micro-batches and slices, for the reference; the same arithmetic as the runtime's, which has tests of its own."""
+    """Sizes of micro-batches and slices, for the reference; the same arithmetic as the runtime's,
+    which has tests of its own.
+    """
     if slicing.along == "samples":
         slices = len(slicing.share)
         return [
@@ -145,7 +148,9 @@ def expected_on(name, slicing):
 def test_losses_and_gradients_equal_those_of_one_graph_over_the_same_slices_to_the_bit(
     schedule, way, micro_batches, recompute
 ):
-    """Gradients of keys and values come from all later slices, dropout's numbers go by slice; nothing of a step may stay for the next."""
+    """Gradients of keys and values come from all later slices, dropout's numbers go by slice;
+    nothing of a step may stay for the next.
+    """
     ps.verify(schedule)
     pipe, model, x, y = pipeline(schedule, recompute=recompute)
     for loss, parts in expected(way, micro_batches):
@@ -162,7 +167,9 @@ def test_losses_and_gradients_equal_those_of_one_graph_over_the_same_slices_to_t
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("name", SLICED)
 def test_the_catalogues_schedules_with_slices_are_exact(name, recompute):
-    """Those that cut sequences on the one model that is causal, those that cut samples on any; each runs in the order it is written."""
+    """Those that cut sequences on the one model that is causal, those that cut samples on any; each
+    runs in the order it is written.
+    """
     schedule = SLICED[name]
     for case in ["gpt"] if schedule.slicing.along == "tokens" else ["gpt", "vgg"]:
         pipe, model, x, y = pipeline(schedule, case, recompute)
@@ -204,7 +211,9 @@ def test_gradients_equal_those_of_the_undivided_batch_to_float_tolerance(way, st
 @given(random_sliced_schedules("tokens"), st.sampled_from(RECOMPUTE), st.integers(1, 9))
 @settings(deadline=None, max_examples=40)
 def test_any_sound_program_over_slices_of_tokens_is_exact(schedule, recompute, samples):
-    """Several stages on a rank in any order, backwards in two parts, every micro-batch cut its own way, batches that are too small."""
+    """Several stages on a rank in any order, backwards in two parts, every micro-batch cut its own
+    way, batches that are too small.
+    """
     ps.verify(schedule)
     pipe, model, x, y = pipeline(schedule, recompute=recompute, samples=samples)
     try:
@@ -257,7 +266,9 @@ rank 1 | 1F0 1F1 0E0 1F2 1F3 1F4 1F5 1B1 0L0 1B0 1B3 1B2 1B5 1B4 1U1"""
 def test_slices_go_with_copies_of_stages_and_with_activations_handed_to_a_partner(
     programs, recompute
 ):
-    """Sequences of one micro-batch stay on one copy; what one slice has left stays when its activations go."""
+    """Sequences of one micro-batch stay on one copy; what one slice has left stays when its
+    activations go.
+    """
     schedule = replace(Schedule.parse(programs), slicing=slicing_of("2", 3))
     ps.verify(schedule)
     pipe, model, x, y = pipeline(schedule, recompute=recompute)
@@ -274,7 +285,9 @@ def test_slices_go_with_copies_of_stages_and_with_activations_handed_to_a_partne
 
 @pytest.mark.parametrize("recompute", ["never", "except_last"])
 def test_slices_of_samples_have_the_sizes_of_their_shares(recompute):
-    """Half a micro-batch first, so that the last stage begins early; 12 samples in 3 micro-batches of 4."""
+    """Half a micro-batch first, so that the last stage begins early; 12 samples in 3 micro-batches
+    of 4.
+    """
     slicing = Slicing("samples", ((0.5, 0.5), (1.0,), (0.25, 0.75)))
     schedule = replace(ps.schedule("gpipe", 2, 5), slicing=slicing)
     pipe, model, x, y = pipeline(schedule, "vgg", recompute, 12)
@@ -291,7 +304,9 @@ def test_slices_of_samples_have_the_sizes_of_their_shares(recompute):
 
 @pytest.mark.parametrize("along", ["tokens", "samples"])
 def test_recompute_except_last_spares_all_slices_of_the_last_micro_batch(along):
-    """Its backward begins at once; slices of one sequence that were kept in part would gain nothing."""
+    """Its backward begins at once; slices of one sequence that were kept in part would gain
+    nothing.
+    """
     slicing = Slicing(along, ((0.5, 0.5), (0.5, 0.5)))
     schedule = terapipe(2, slicing)
     pipe, _, x, y = pipeline(schedule, recompute="except_last", samples=12)
@@ -323,7 +338,9 @@ def test_recompute_except_last_spares_all_slices_of_the_last_micro_batch(along):
     [p for p in PROGRAMS if p[3] == 3 and "seq" not in p[0]],
 )
 def test_forward_and_eval_batch_equal_the_plain_model(name, schedule, way, micro_batches):
-    """Outputs are put together along tokens, then samples; what slices hand on is dropped with the last of them."""
+    """Outputs are put together along tokens, then samples; what slices hand on is dropped with the
+    last of them.
+    """
     pipe, model, x, y = pipeline(schedule)
     found = pipe.forward(x)
     evaluated = pipe.eval_batch(x, y)
@@ -337,7 +354,9 @@ def test_forward_and_eval_batch_equal_the_plain_model(name, schedule, way, micro
 
 
 def test_batches_of_changing_size_follow_one_another():
-    """Fewer samples fill fewer micro-batches; sequences of another length are cut by the same shares."""
+    """Fewer samples fill fewer micro-batches; sequences of another length are cut by the same
+    shares.
+    """
     schedule = seq1f1b(2, slicing_of("2", 3))
     pipe, model, x, y = pipeline(schedule, samples=16)
     plain = PlainSlices(model, CASES["gpt"].loss)
@@ -423,7 +442,9 @@ class Forgets(nn.Linear):
 
 @pytest.mark.parametrize("wrong", [Later, Forgets])
 def test_the_self_check_finds_a_layer_that_is_other_on_slices_than_on_the_whole(wrong):
-    """A mark is a promise, and a past can be forgotten: both train without a word, and something else."""
+    """A mark is a promise, and a past can be forgotten: both train without a word, and something
+    else.
+    """
     model = nn.Sequential(nn.Embedding(11, 8), wrong(8, 8), nn.Linear(8, 11))
     x, y = CASES["gpt"].data(6)
     pipe = ps.Pipeline(

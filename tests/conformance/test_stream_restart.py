@@ -1,4 +1,6 @@
-"""A stream that is interrupted goes on exactly: by checkpoints, evaluation, flushes, short batches, and those who stop asking."""
+"""A stream that is interrupted goes on exactly: by checkpoints, evaluation, flushes, short batches,
+and those who stop asking.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,40 @@ from penstock.errors import RunError
 from penstock.runtime.launch import launch
 
 #: One case of every rule, three stages deep (WPipe: six), with optimizers that keep something.
-EVERY = {case.rule: case for case in (
-    Case("stash", 3, 1, "momentum", updates=12), Case("vertical-sync", 3, 2, "adam", updates=12),
-    Case("double-buffer", 3, 4, "adam", schedule="2bw", updates=12), Case("none", 3, 1, "adam", updates=12),
-    Case("spectrain", 3, 1, "momentum", updates=12), Case("xpipe", 3, 2, "adam", schedule="xpipe", updates=12),
-    Case("pipeoptim", 3, 1, "sgd", updates=12), Case("pipemare", 3, 1, "momentum", options={"annealing": 8.0}, updates=12),
-    Case("wpipe", 3, 4, "momentum", schedule="wpipe", updates=12),
-    Case("avgpipe", 3, 2, "momentum", schedule="avgpipe", making={"pipelines": 3}, reference={"pipelines": 3}, updates=14),
-    Case("hetpipe", 2, 1, "momentum", schedule="hetpipe", making={"virtual_workers": 2, "in_flight": 3, "distance": 1},
-         reference={"virtual_workers": 2, "in_flight": 3, "distance": 1}, updates=19),
-)}  # fmt: skip
+EVERY = {
+    case.rule: case
+    for case in (
+        Case("stash", 3, 1, "momentum", updates=12),
+        Case("vertical-sync", 3, 2, "adam", updates=12),
+        Case("double-buffer", 3, 4, "adam", schedule="2bw", updates=12),
+        Case("none", 3, 1, "adam", updates=12),
+        Case("spectrain", 3, 1, "momentum", updates=12),
+        Case("xpipe", 3, 2, "adam", schedule="xpipe", updates=12),
+        Case("pipeoptim", 3, 1, "sgd", updates=12),
+        Case("pipemare", 3, 1, "momentum", options={"annealing": 8.0}, updates=12),
+        Case("wpipe", 3, 4, "momentum", schedule="wpipe", updates=12),
+        Case(
+            "avgpipe",
+            3,
+            2,
+            "momentum",
+            schedule="avgpipe",
+            making={"pipelines": 3},
+            reference={"pipelines": 3},
+            updates=14,
+        ),
+        Case(
+            "hetpipe",
+            2,
+            1,
+            "momentum",
+            schedule="hetpipe",
+            making={"virtual_workers": 2, "in_flight": 3, "distance": 1},
+            reference={"virtual_workers": 2, "in_flight": 3, "distance": 1},
+            updates=19,
+        ),
+    )
+}
 STASH = EVERY["stash"]
 every_rule = pytest.mark.parametrize("case", EVERY.values(), ids=list(EVERY))
 
@@ -53,7 +79,9 @@ def assert_equal(found, expected):
 
 @every_rule
 def test_a_checkpoint_taken_in_mid_stream_resumes_to_the_bit_in_a_new_pipeline(case, tmp_path):
-    """It drains first, so all that a run has is in it: weights, optimizers, and what the rule keeps besides."""
+    """It drains first, so all that a run has is in it: weights, optimizers, and what the rule keeps
+    besides.
+    """
     losses, state, fed, _ = interrupted(case, lambda pipe: pipe.save(tmp_path), 5)
     assert 5 <= fed < case.updates
     other = case.pipeline()
@@ -65,14 +93,18 @@ def test_a_checkpoint_taken_in_mid_stream_resumes_to_the_bit_in_a_new_pipeline(c
 
 @every_rule
 def test_a_drain_in_mid_stream_is_that_of_the_papers_equation_counted_anew(case):
-    """After it the first batches find nothing stale, as at the very beginning; optimizers and corrections go on."""
+    """After it the first batches find nothing stale, as at the very beginning; optimizers and
+    corrections go on.
+    """
     losses, state, fed, _ = interrupted(case, lambda pipe: pipe.flush(), 4)
     assert_same((losses, state), case.expected(drains=[fed]), case)
 
 
 @every_rule
 def test_evaluation_in_mid_stream_sees_the_newest_weights_and_does_no_more_than_drain(case):
-    """It must not leave a prediction, a copy or an old version in the weights, nor take one for the model."""
+    """It must not leave a prediction, a copy or an old version in the weights, nor take one for the
+    model.
+    """
     x, y = case.batches()[0]
     look = lambda pipe: (  # noqa: E731
         pipe.eval_batch(x, y),
@@ -97,7 +129,9 @@ def test_evaluation_in_mid_stream_sees_the_newest_weights_and_does_no_more_than_
 def test_a_comparison_with_one_device_in_mid_stream_is_of_the_newest_weights_and_updates_nothing(
     case,
 ):
-    """Both run whole batches on one version: there is no staleness in a batch alone, and none may be left behind."""
+    """Both run whole batches on one version: there is no staleness in a batch alone, and none may
+    be left behind.
+    """
     x, y = case.batches()[0]
     losses, state, _, found = interrupted(case, lambda pipe: pipe.compare_with_one_device(x, y))
     assert max(found.gradients.values()) < 1e-12
@@ -107,7 +141,9 @@ def test_a_comparison_with_one_device_in_mid_stream_is_of_the_newest_weights_and
 
 @every_rule
 def test_who_stops_asking_loses_only_what_he_did_not_ask_for(case):
-    """Breaking out of the loop leaves batches under way; the next loop goes on with them, full as the pipeline is."""
+    """Breaking out of the loop leaves batches under way; the next loop goes on with them, full as
+    the pipeline is.
+    """
     pipe = case.pipeline()
     first = list(itertools.islice(pipe.train(iter(case.batches())), 4))
     fed = pipe.step
@@ -119,7 +155,9 @@ def test_who_stops_asking_loses_only_what_he_did_not_ask_for(case):
 
 
 def test_a_loss_comes_as_soon_as_its_batch_is_done_and_an_endless_loader_is_read_no_further_than_that():
-    """Three stages: when batch 0 has come back, two more are under way, and no list of batches is ever made."""
+    """Three stages: when batch 0 has come back, two more are under way, and no list of batches is
+    ever made.
+    """
     taken = []
 
     def endless():
@@ -151,7 +189,9 @@ def test_flushing_twice_is_flushing_once():
 
 @every_rule
 def test_train_batch_drains_after_every_batch(case):
-    """It returns the batch's own loss, so the batch has to be done. Where nothing is predicted, that is synchronous training."""
+    """It returns the batch's own loss, so the batch has to be done. Where nothing is predicted,
+    that is synchronous training.
+    """
     pipe = case.pipeline()
     losses = [pipe.train_batch(x, y) for x, y in case.batches()]
     found = losses, pipe.state_dict()
@@ -162,7 +202,9 @@ def test_train_batch_drains_after_every_batch(case):
 
 @every_rule
 def test_epochs_may_end_in_short_batches_and_be_of_any_length(case):
-    """The last batch is as long as it is, with fewer samples than micro-batches even; each epoch ends drained."""
+    """The last batch is as long as it is, with fewer samples than micro-batches even; each epoch
+    ends drained.
+    """
     sizes = [[8, 8, 8, 8, 3], [8], [], [1], [8, 5, 8], [8] * 7]
     batches = case.batches([size for epoch in sizes for size in epoch])
     pipe, losses, rest = case.pipeline(), [], iter(batches)
@@ -177,7 +219,9 @@ def test_epochs_may_end_in_short_batches_and_be_of_any_length(case):
 
 @every_rule
 def test_a_short_batch_in_mid_stream_is_like_any_other(case):
-    """Loaders over several files have them; the micro-batches that it lacks are left out of every program."""
+    """Loaders over several files have them; the micro-batches that it lacks are left out of every
+    program.
+    """
     batches = case.batches([8, 8, 8, 2, 8, 8, 1, 1, 8, 7, 8, 8])
     pipe = case.pipeline()
     assert_same((list(pipe.train(batches)), pipe.state_dict()), case.expected(batches), case)
@@ -213,7 +257,9 @@ def test_a_loader_that_fails_leaves_what_was_fed_to_be_finished():
 
 @every_rule
 def test_loading_in_mid_stream_drops_what_is_under_way(case, tmp_path):
-    """Its gradients would be of weights that are gone; what had been sent by then must not be taken for what comes later."""
+    """Its gradients would be of weights that are gone; what had been sent by then must not be taken
+    for what comes later.
+    """
     pipe = case.pipeline()
     pipe.save(tmp_path)
     list(itertools.islice(pipe.train(iter(case.batches())), 3))
@@ -273,7 +319,9 @@ def test_a_failed_op_in_mid_stream_is_named_and_the_pipeline_does_not_go_on_with
     ("ranks", "tried"), [(3, ["stash", "pipemare", "avgpipe"]), (4, ["hetpipe"])]
 )
 def test_a_checkpoint_of_processes_goes_on_there_and_in_threads_to_the_bit(ranks, tried, tmp_path):
-    """Every rank writes and reads what is its own; who carries the tensors makes no difference. It is also loaded in mid-stream."""
+    """Every rank writes and reads what is its own; who carries the tensors makes no difference. It
+    is also loaded in mid-stream.
+    """
     cases = [EVERY[rule] for rule in tried]
     folders = [Path(tmp_path, rule) for rule in tried]
     by_rank = launch(save_half_way, ranks, cases, folders, threads=1)

@@ -1,4 +1,6 @@
-"""Interchange: torch's own pipeline runtime plays our exported schedules, in both forms, and finds the gradients that we find."""
+"""Interchange: torch's own pipeline runtime plays our exported schedules, in both forms, and finds
+the gradients that we find.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ NAMES = [name for name, facts in ps.schedules().items() if not facts.needs_costs
 
 
 def sayable() -> dict[str, Schedule]:
-    """Every schedule of the catalogue that torch's actions can say, on two ranks and on four as far as it goes that small."""
+    """Every schedule of the catalogue that torch's actions can say, on two ranks and on four as far
+    as it goes that small.
+    """
     found: dict[str, Schedule] = {}
     for name in NAMES:
         for stages in (2, 4, 8):
@@ -42,7 +46,9 @@ def sayable() -> dict[str, Schedule]:
 
 
 def by_hand() -> dict[str, Schedule]:
-    """What the catalogue may happen not to have: other placements, overlaps, gradients in another order, another batch size."""
+    """What the catalogue may happen not to have: other placements, overlaps, gradients in another
+    order, another batch size.
+    """
     made = ps.schedule("zb-v", 4, MICRO_BATCHES)
     files = {
         "uneven": "0F0,1F0,0F1,1F1,3F0,3I0,3F1,3I1,3W1,3W0,1B0,0B0,1B1,0B1\n2F0,2F1,2B0,2B1",
@@ -71,7 +77,8 @@ def ours(schedule: Schedule) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         pipe.close()
 
 
-#: Sound ops, and files that torch plays, with other gradients and no error: what our writer and reader refuse.
+#: Sound ops, and files that torch plays, with other gradients and no error: what our writer and
+#: reader refuse.
 FAULTS = {
     "last stage out of order": (
         "0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1",
@@ -149,8 +156,11 @@ def test_what_we_refuse_torch_plays_with_other_gradients(theirs):
     """The reason for these two refusals: nothing fails there, training just goes wrong."""
     expected = ours(from_csv(FAULTS["receives out of order"][0]))[1]
     assert error(theirs["receives out of order", "compute_only"][1], expected) <= 1e-12
-    for key, form in [("last stage out of order", "compute_only"), ("last stage out of order", "compute_comms"),
-                      ("receives out of order", "compute_comms")]:  # fmt: skip
+    for key, form in [
+        ("last stage out of order", "compute_only"),
+        ("last stage out of order", "compute_comms"),
+        ("receives out of order", "compute_comms"),
+    ]:
         assert error(theirs[key, form][1], expected) > 0.01
     with pytest.raises(ScheduleError, match="torch keeps losses in the order of these forwards"):
         to_csv(from_csv(FAULTS["last stage out of order"][0]))

@@ -56,7 +56,9 @@ def pipeline(model, case, stages, optimizer=None, **options):
 def test_five_steps_of_an_optimizer_leave_the_weights_of_plain_training_to_the_bit(
     name, optimizer, stages
 ):
-    """Every stage has an optimizer of its own over its own parameters; together they are the one that plain training has."""
+    """Every stage has an optimizer of its own over its own parameters; together they are the one
+    that plain training has.
+    """
     case = CASES[name]
     model, _, _ = made(case)
     plain = PlainTraining(copy.deepcopy(model), case.loss)
@@ -70,7 +72,9 @@ def test_five_steps_of_an_optimizer_leave_the_weights_of_plain_training_to_the_b
 
 
 def test_gradients_can_be_looked_at_until_the_next_batch_begins():
-    """For clipping statistics, histograms, debugging; the next batch starts from none, so nothing adds up."""
+    """For clipping statistics, histograms, debugging; the next batch starts from none, so nothing
+    adds up.
+    """
     case = CASES["mlp"]
     model, _, _ = made(case)
     plain = PlainTraining(copy.deepcopy(model), case.loss)
@@ -128,7 +132,9 @@ def test_the_loss_is_one_float_that_holds_no_graph():
 
 
 def test_a_model_trains_in_place_when_its_weights_are_real():
-    """The user's own modules are the pipeline's: no second copy of the weights, and the trained model is at hand."""
+    """The user's own modules are the pipeline's: no second copy of the weights, and the trained
+    model is at hand.
+    """
     case = CASES["mlp"]
     model, x, y = made(case)
     pipe = pipeline(model, case, 3, OPTIMIZERS["adam"])
@@ -208,7 +214,9 @@ def test_a_model_from_the_meta_device_has_the_same_weights_under_every_cut():
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_training_depends_on_the_seed_and_not_on_the_global_random_state(stages):
-    """Two runs with one seed agree, whatever else the program draws; and the program's own draws do not change by training."""
+    """Two runs with one seed agree, whatever else the program draws; and the program's own draws do
+    not change by training.
+    """
     case = CASES["vgg"]
 
     def run(global_seed, seed):
@@ -242,8 +250,13 @@ def test_dropout_differs_between_steps_layers_and_micro_batches():
             return torch.ones_like(x) * self.gain
 
     layers = [Ones(), nn.Dropout(0.5), Ones(), nn.Dropout(0.5), Ones()]
-    pipe = ps.Pipeline(nn.Sequential(*layers), loss=lambda out, _: out.mean(), balance=[2, 2, 1], micro_batches=2,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        nn.Sequential(*layers),
+        loss=lambda out, _: out.mean(),
+        balance=[2, 2, 1],
+        micro_batches=2,
+        executor="threads",
+    )
     for _ in range(2):
         pipe.train_batch(torch.ones(2, 64), torch.ones(2, 64))
     masks = [
@@ -269,8 +282,13 @@ def test_a_loss_that_is_not_reduced_is_refused_before_anything_runs():
 def test_a_loss_that_is_not_one_number_is_refused_with_its_shape():
     """`reduction="none"` as a function's argument cannot be seen before it runs."""
     model, x, y = made(CASES["mlp"])
-    pipe = ps.Pipeline(model, loss=lambda out, y: functional.cross_entropy(out, y, reduction="none"), balance=[4, 3],
-                       micro_batches=2, executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=lambda out, y: functional.cross_entropy(out, y, reduction="none"),
+        balance=[4, 3],
+        micro_batches=2,
+        executor="threads",
+    )
     with pytest.raises(
         ps.PenstockError,
         match=r"failed in 1F0 of step 0: .*the loss must be one number.* this one is \(5,\)",

@@ -1,6 +1,8 @@
-"""The ways in which pipelines train silently wrong, each by its name: here they give one device's numbers, or refuse.
+"""The ways in which pipelines train silently wrong, each by its name: here they give one device's
+numbers, or refuse.
 
-The first six are those of torch.distributed.pipelining 2.13 (PEERS.md, 5.6), the others those that users report.
+The first six are those of torch.distributed.pipelining 2.13 (PEERS.md, 5.6), the others those that
+users report.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ def near(found, expected):
     ]
 
 
-# -- 1 ---------------------------------------------------------------------------------------------------------------------
+# -- 1
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", *SPLIT])
@@ -69,7 +72,8 @@ def test_two_batches_before_one_optimizer_step(schedule):
     assert near(dict(model.state_dict()), dict(plain.model.state_dict())) == []
 
 
-# -- 2 ---------------------------------------------------------------------------------------------------------------------
+# -- 2
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
@@ -87,7 +91,8 @@ def test_evaluation_between_batches_leaves_gradients_buffers_and_random_state(sc
     assert torch.equal(torch.get_rng_state(), before[2])
 
 
-# -- 3 ---------------------------------------------------------------------------------------------------------------------
+# -- 3
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_copies_with_split_backward():
@@ -98,19 +103,29 @@ def test_copies_with_split_backward():
     pipe.train_batch(x, y)
     plain.backward(x, y, 4)
     assert near(gradients(model), gradients(plain.model)) == []
-    held = [{f"{layer.name}.{name}": p for layer in stage.layers for name, p in layer.module.named_parameters()}
-            for stage in pipe._local_stages if stage.index == 1]  # fmt: skip
+    held = [
+        {
+            f"{layer.name}.{name}": p
+            for layer in stage.layers
+            for name, p in layer.module.named_parameters()
+        }
+        for stage in pipe._local_stages
+        if stage.index == 1
+    ]
     assert differences(*held) == []
 
 
-# -- 4 ---------------------------------------------------------------------------------------------------------------------
+# -- 4
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("frozen", [[0], [2], [0, 2], [0, 2, 4]])
 @pytest.mark.parametrize("schedule", ["1f1b", *SPLIT])
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_frozen_stages_with_split_backward(frozen, schedule, recompute):
-    """There a stage whose input wants no gradient gets none for its weights either, and the loss looks normal."""
+    """There a stage whose input wants no gradient gets none for its weights either, and the loss
+    looks normal.
+    """
     model, x, y = made(CASES["mlp"])
     for layer in frozen:
         model[layer].requires_grad_(False)
@@ -122,11 +137,14 @@ def test_frozen_stages_with_split_backward(frozen, schedule, recompute):
     assert len(gradients(model)) == 8 - 2 * len(frozen)
 
 
-# -- 5 ---------------------------------------------------------------------------------------------------------------------
+# -- 5
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_batch_norm_during_shape_inference():
-    """There shapes are found out by one more real forward, on whatever the memory held, at the first batch and after evaluations."""
+    """There shapes are found out by one more real forward, on whatever the memory held, at the
+    first batch and after evaluations.
+    """
     model, x, y = made(CASES["resnet"], 12)
     plain = PlainTraining(copy.deepcopy(model), CASES["resnet"].loss)
     pipe = pipeline(model, "resnet", stages=3)
@@ -177,7 +195,8 @@ def test_batch_norm_and_the_norm_of_gradients_over_real_processes():
     assert comparison.relative < 1e-5
 
 
-# -- 6 ---------------------------------------------------------------------------------------------------------------------
+# -- 6
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_tied_copies_stay_equal():
@@ -193,12 +212,15 @@ def test_tied_copies_stay_equal():
     assert torch.equal(first, last)
 
 
-# -- what users report -----------------------------------------------------------------------------------------------------
+# -- what users report
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", *SPLIT])
 def test_an_uneven_last_batch(schedule):
-    """Micro-batches of unequal sizes count by their samples, and a batch of fewer samples than micro-batches has fewer of them."""
+    """Micro-batches of unequal sizes count by their samples, and a batch of fewer samples than
+    micro-batches has fewer of them.
+    """
     model, x, y = made(CASES["mlp"], 11)
     for samples in (11, 7, 3, 1):
         plain = PlainTraining(copy.deepcopy(model), CASES["mlp"].loss)

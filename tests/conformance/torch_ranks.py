@@ -51,7 +51,9 @@ def batch(micro_batches: int) -> tuple[Tensor, Tensor]:
 
 
 def play(case: Case, form: str, group: dist.ProcessGroup) -> dict[str, Any]:
-    """One step of torch's runtime on this rank: the gradients of its stages by name, and the batch's loss where it is known."""
+    """One step of torch's runtime on this rank: the gradients of its stages by name, and the
+    batch's loss where it is known.
+    """
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
@@ -82,7 +84,9 @@ def play(case: Case, form: str, group: dist.ProcessGroup) -> dict[str, Any]:
 def play_all(
     cases: list[Case], forms: tuple[str, ...] = FORMATS
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Every case in every form, one process group per number of ranks; a rank that is not of a case's group passes it over."""
+    """Every case in every form, one process group per number of ranks; a rank that is not of a
+    case's group passes it over.
+    """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     try:
         groups = {

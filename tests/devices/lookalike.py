@@ -12,8 +12,8 @@ nothing is asynchronous. What it has in common with a GPU:
 What it does not have: streams, events, an allocator, kernels with numerics of their own.
 
 It changes torch for the whole process, and a process that has run a backward on it does not end by
-itself, as autograd's device thread cannot be joined: use it in a process of its own, which ends with
-`os._exit`. Works with torch 2.11 to 2.13, whose interface for this is experimental
+itself, as autograd's device thread cannot be joined: use it in a process of its own, which ends
+with `os._exit`. Works with torch 2.11 to 2.13, whose interface for this is experimental
 (torch.utils.backend_registration).
 """
 
@@ -264,7 +264,8 @@ def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
 
 
 def _swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange two tensors as `torch.utils.swap_tensors` does, also where there are weak references.
+    """Exchange two tensors as `torch.utils.swap_tensors` does, also where there are weak
+    references.
 
     `nn.Module.to` swaps what is moved to a device in Python. torch refuses that for tensors with
     weak references; these lead to the Python object, which stays the same here as with CUDA's

@@ -1,4 +1,6 @@
-"""What ranks run over the stand-in for NCCL: everything of one number of ranks in one launch, since each launch imports torch."""
+"""What ranks run over the stand-in for NCCL: everything of one number of ranks in one launch, since
+each launch imports torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from torch.nn import functional as F  # noqa: N812
 
 import penstock as ps
 
-#: Losses of this many batches are compared; the communicators are sealed and waits counted in the last.
+#: Losses of this many batches are compared; the communicators are sealed and waits counted in the
+#: last.
 BATCHES = 3
 
 #: Case to arguments of the Pipeline, by the number of ranks.
@@ -57,7 +60,9 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
 
 
 class AddRow(nn.Module):
-    """Passes on what it gets, with the place of the largest feature as int16, which NCCL does not have."""
+    """Passes on what it gets, with the place of the largest feature as int16, which NCCL does not
+    have.
+    """
 
     def forward(self, x):
         """Return the input and the places."""
@@ -181,7 +186,9 @@ def outcome(job: Any) -> Any:
 
 
 def train_all(ranks: int) -> dict[str, Any]:
-    """Every case of a number of ranks, one after another; of one that fails, its error. For 2 ranks, the other scenes as well."""
+    """Every case of a number of ranks, one after another; of one that fails, its error. For 2
+    ranks, the other scenes as well.
+    """
     install()
     seen = {}
     for name, case in CASES[ranks].items():
@@ -201,7 +208,9 @@ def train_all(ranks: int) -> dict[str, Any]:
 
 
 def train_near() -> dict[str, Any]:
-    """Copies of a stage on the device whose ranks talk through shared memory, as those that share one GPU do."""
+    """Copies of a stage on the device whose ranks talk through shared memory, as those that share
+    one GPU do.
+    """
     choose_transport("host memory")
     try:
         return train(CASES[2]["copies x 2"])

@@ -1,17 +1,23 @@
-"""What NCCL demands of its callers, enforced on CPUs: `install()` in every rank before it makes a Pipeline.
+"""What NCCL demands of its callers, enforced on CPUs: `install()` in every rank before it makes a
+Pipeline.
 
-Process groups with backend "nccl" become a `Communicator` between two ranks, whose messages go through the store:
+Process groups with backend "nccl" become a `Communicator` between two ranks, whose messages go
+through the store:
 
-- tensors are contiguous, on the device, and of a dtype that NCCL has; gloo takes none of the device's;
-- tags mean nothing: messages match in the order of the calls on both sides, and must agree in dtype and size;
-- all calls of a communicator run on one stream, one after another: two ranks that first send and then receive never finish, unless
-  both calls are in one group (`batch_isend_irecv`);
-- a communicator is connected when it is made with a device, else by its first transfer, where each side waits for the other;
+- tensors are contiguous, on the device, and of a dtype that NCCL has; gloo takes none of the
+  device's;
+- tags mean nothing: messages match in the order of the calls on both sides, and must agree in dtype
+  and size;
+- all calls of a communicator run on one stream, one after another: two ranks that first send and
+  then receive never finish, unless both calls are in one group (`batch_isend_irecv`);
+- a communicator is connected when it is made with a device, else by its first transfer, where each
+  side waits for the other;
 - a send is over when its receive is posted;
 - an abort ends all transfers, of which nobody hears: what was to be received is garbage (NaN here).
 
-What it does not have: asynchrony. `wait()` fills the tensor, so that the host stands where a stream would. `WAITS` counts waits that
-stop a host under NCCL ("host": those with a timeout) and waits of streams ("stream").
+What it does not have: asynchrony. `wait()` fills the tensor, so that the host stands where a stream
+would. `WAITS` counts waits that stop a host under NCCL ("host": those with a timeout) and waits of
+streams ("stream").
 """
 
 from __future__ import annotations
@@ -39,9 +45,16 @@ EAGER = [True]
 COMMUNICATORS: list[Communicator] = []
 
 _DTYPES = [
-    torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-]  # fmt: skip
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+]
 
 _SEALED = threading.Event()
 
@@ -243,7 +256,9 @@ def install() -> None:
         return irecv(tensor, src, group, tag=tag)
 
     def batch(ops: list[P2POp]) -> list[Any]:
-        """See `torch.distributed.batch_isend_irecv`: calls of one group have one place in the stream."""
+        """See `torch.distributed.batch_isend_irecv`: calls of one group have one place in the
+        stream.
+        """
         group = ops[0].group
         if not isinstance(group, Communicator):
             return [op.op(op.tensor, op.peer, op.group, op.tag) for op in ops]

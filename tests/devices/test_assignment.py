@@ -1,4 +1,6 @@
-"""Which device and transport ranks get: a table of the ways in which programs are started, and two laws."""
+"""Which device and transport ranks get: a table of the ways in which programs are started, and two
+laws.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +201,9 @@ TABLE = [
     ids=[row[0] for row in TABLE],
 )
 def test_ranks_get_their_devices_and_one_transport(ranks, devices, transport, words):
-    """Each row is a way of starting ranks that a rule by index, hostname or LOCAL_WORLD_SIZE takes for another."""
+    """Each row is a way of starting ranks that a rule by index, hostname or LOCAL_WORLD_SIZE takes
+    for another.
+    """
     assignments = assign_devices(ranks)
     assert [assignment.device for assignment in assignments] == devices
     assert {assignment.transport for assignment in assignments} == {transport}
@@ -210,7 +214,9 @@ def test_ranks_get_their_devices_and_one_transport(ranks, devices, transport, wo
 
 
 def test_an_accelerator_left_unused_without_a_word_of_the_caller_is_marked():
-    """That line is a warning; where the caller asks for the CPU, or nothing else is there, it is not."""
+    """That line is a warning; where the caller asks for the CPU, or nothing else is there, it is
+    not.
+    """
     cuda = torchrun("a", 2, 2)
     other = [replace(rank, accelerator="xpu") for rank in cuda]
     assert not any(assignment.complete for assignment in assign_devices(other))
@@ -316,7 +322,9 @@ def outcome(ranks):
 @settings(max_examples=400, deadline=None)
 @given(RANKS)
 def test_all_ranks_come_to_one_result_and_no_two_share_a_card_under_nccl(ranks):
-    """N10 and N11: what a rank gets by the facts as they arrive there is what every other rank computes for it."""
+    """N10 and N11: what a rank gets by the facts as they arrive there is what every other rank
+    computes for it.
+    """
     adapter = TypeAdapter(list[RankFacts])
     received = adapter.validate_json(adapter.dump_json(ranks))
     result = outcome(received)
@@ -342,7 +350,9 @@ def test_all_ranks_come_to_one_result_and_no_two_share_a_card_under_nccl(ranks):
 
 
 def meet(distinct):
-    """One rank's assignment by facts that travel between processes: cards of their own, or one card."""
+    """One rank's assignment by facts that travel between processes: cards of their own, or one
+    card.
+    """
     join()
     rank = int(dict(rank_facts().environment)["RANK"])
     stated = replace(
@@ -408,7 +418,9 @@ def test_slices_are_recognised_by_name_or_by_what_selects_them(index, name, visi
     ],
 )
 def test_in_one_process_cuda_is_the_current_card(asked, current, expected):
-    """A11: threads of ranks have a current card of their own, 0, so that the caller's is taken once, with its index."""
+    """A11: threads of ranks have a current card of their own, 0, so that the caller's is taken
+    once, with its index.
+    """
     assert choose_local_device(facts(cards(2), asked=asked), current) == expected
 
 

@@ -1,7 +1,8 @@
-"""What has to hold on a GPU. Skipped where there is none; none of these tests has been run on one yet.
+"""What has to hold on a GPU. Skipped where there is none; none of these tests has been run on one
+yet.
 
-References are computed on the same GPU: convolutions and matrix products differ between a GPU and a CPU in the last bits, and so do
-the numbers that dropout draws.
+References are computed on the same GPU: convolutions and matrix products differ between a GPU and a
+CPU in the last bits, and so do the numbers that dropout draws.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ pytestmark = [
 
 MICRO_BATCHES = 4
 
-#: Schedules that add up gradients in the order of micro-batches on every stage, so that they agree to the bit.
+#: Schedules that add up gradients in the order of micro-batches on every stage, so that they agree
+#: to the bit.
 EXACT = {
     "1f1b": {"schedule": "1f1b"},
     "gpipe": {"schedule": "gpipe"},
@@ -89,7 +91,9 @@ def pipeline(layers, device, **words):
 
 
 def accumulated(layers, x, y, steps, loss=functional.cross_entropy):
-    """Losses of one device that takes the same micro-batches one after the other; the layers are trained in place."""
+    """Losses of one device that takes the same micro-batches one after the other; the layers are
+    trained in place.
+    """
     model = nn.Sequential(*layers)
     optimizer = sgd(model.parameters())
     losses = []
@@ -154,7 +158,9 @@ def test_batch_norm_has_the_statistics_of_micro_batches(cuda):
 
 
 def test_a_gpt_on_the_gpu_trains_as_accumulation(cuda):
-    """Attention, layer norm and an embedding, whose backward adds by atomics unless it is told not to."""
+    """Attention, layer norm and an embedding, whose backward adds by atomics unless it is told not
+    to.
+    """
     torch.manual_seed(0)
     model = gpt(layers=2, width=32, heads=2, tokens=16, vocabulary=64).double().to(cuda)
     layers = [model.embedding, *model.blocks, model.norm, model.head]
@@ -169,7 +175,9 @@ def test_a_gpt_on_the_gpu_trains_as_accumulation(cuda):
 
 
 def test_recompute_draws_dropout_again_as_it_was(cuda):
-    """The GPU's generator is seeded by layer and micro-batch; a recompute that drew anew would train to other numbers."""
+    """The GPU's generator is seeded by layer and micro-batch; a recompute that drew anew would
+    train to other numbers.
+    """
     weights = []
     for recompute in ("never", "always"):
         layers = [layer.to(cuda) for layer in layers_of("dropout")]
@@ -183,7 +191,9 @@ def test_recompute_draws_dropout_again_as_it_was(cuda):
 
 
 def test_offload_brings_back_what_it_took_over_three_steps(cuda):
-    """From the second step on host memory is used again: a copy that came back too late or too early would show."""
+    """From the second step on host memory is used again: a copy that came back too late or too
+    early would show.
+    """
     weights = []
     for offload in (False, True):
         torch.manual_seed(0)
@@ -222,7 +232,9 @@ def test_an_overflow_skips_the_step_on_every_stage(cuda):
 
 
 def test_the_device_without_an_index_is_the_current_one(cuda):
-    """CUDA's current device belongs to a thread, and ranks are threads: they have to have the caller's."""
+    """CUDA's current device belongs to a thread, and ranks are threads: they have to have the
+    caller's.
+    """
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     with torch.cuda.device(last):
         layers = layers_of()
@@ -300,7 +312,9 @@ class Hungry(nn.Module):
 
 
 def test_out_of_memory_names_the_stage_and_the_op(cuda):
-    """Which stage is too large is what a user has to know; and after the error the pipeline goes on."""
+    """Which stage is too large is what a user has to know; and after the error the pipeline goes
+    on.
+    """
     layers = [nn.Linear(16, 32), nn.ReLU(), Hungry(), nn.ReLU(), nn.Linear(32, 10)]
     pipe = pipeline(layers, cuda)
     x, y = batch_on(cuda)

@@ -1,4 +1,6 @@
-"""Where receives stand in programs that are played over NCCL, whose posted receives are kernels on the device."""
+"""Where receives stand in programs that are played over NCCL, whose posted receives are kernels on
+the device.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def reached(made, crossings, rank: int, place: int) -> list[int]:
 
 
 def early_posts(made, lowered) -> int:
-    """How many receives wait for a message that is not sent before the receiving rank has played further ops."""
+    """How many receives wait for a message that is not sent before the receiving rank has played
+    further ops.
+    """
     crossings = crossings_of(made)
     makers = {(link, message): start for link, message, start, _ in messages(made)}
     early = 0
@@ -74,7 +78,9 @@ def early_posts(made, lowered) -> int:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_n5_no_receive_is_posted_before_the_last_op_that_its_message_depends_on(name):
-    """Its kernel would stand on the device until this rank goes on, and a cudaFree before that would never end."""
+    """Its kernel would stand on the device until this rank goes on, and a cudaFree before that
+    would never end.
+    """
     found = schedules_of(name)
     assert found, f"{name} has none of the sizes"
     for made in found:
@@ -84,7 +90,9 @@ def test_n5_no_receive_is_posted_before_the_last_op_that_its_message_depends_on(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_with_late_receives_finish_and_keep_the_order_of_their_links(name):
-    """A receive that is moved behind the op that needs it, or behind another of its link, would be worse than an early one."""
+    """A receive that is moved behind the op that needs it, or behind another of its link, would be
+    worse than an early one.
+    """
     for made in schedules_of(name):
         lowered = lower(made, AHEAD_ON_DEVICE, after_dependencies=True)
         verify_lowered(lowered, schedule=made)
@@ -125,7 +133,9 @@ def test_n6_few_receives_of_a_link_are_open_at_once(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_n7_a_rank_is_in_two_communicators_for_each_neighbour(name):
-    """Each takes hundreds of MB of the device. What copies of a stage exchange needs two more for each of these."""
+    """Each takes hundreds of MB of the device. What copies of a stage exchange needs two more for
+    each of these.
+    """
     for made in schedules_of(name):
         links = {link for link, *_ in messages(made)}
         links |= {link._replace(source=link.target, target=link.source) for link in links}

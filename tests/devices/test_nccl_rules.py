@@ -1,6 +1,8 @@
-"""Training over what NCCL demands, between processes without a GPU (see `nccl_like`): equal to the CPU, and by the rules.
+"""Training over what NCCL demands, between processes without a GPU (see `nccl_like`): equal to the
+CPU, and by the rules.
 
-N1 to N9 are the rules that must hold on several GPUs, and that CPUs can check. There is one launch for each number of ranks.
+N1 to N9 are the rules that must hold on several GPUs, and that CPUs can check. There is one launch
+for each number of ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def test_losses_are_on_the_device_of_the_rank_on_every_rank(ranks, name):
 
 
 def test_n1_communicators_that_connect_at_a_transfer_are_connected_in_the_constructor():
-    """Two ranks that first send to each other would wait for ever; every case runs with no communicator made after the constructor."""
+    """Two ranks that first send to each other would wait for ever; every case runs with no
+    communicator made after the constructor.
+    """
     expected = losses_on_cpu(CASES[2]["chimera"])
     for row in rows(2, "chimera, connected by transfers"):
         assert row["losses"] == expected
@@ -72,7 +76,9 @@ def test_n1_communicators_are_made_in_the_constructor(ranks, name):
 
 @every_case
 def test_n3_no_wait_for_a_message_stops_the_host(ranks, name):
-    """A wait with a timeout polls until the device has done all that was asked of it: the launch queue runs dry."""
+    """A wait with a timeout polls until the device has done all that was asked of it: the launch
+    queue runs dry.
+    """
     for row in rows(ranks, name):
         assert row["waits"].get("host", 0) == 0
         assert row["waits"]["stream"] > 0
@@ -80,7 +86,9 @@ def test_n3_no_wait_for_a_message_stops_the_host(ranks, name):
 
 @every_case
 def test_receive_buffers_are_not_copied_from_the_host(ranks, name):
-    """What is uploaded into them is garbage, and each upload stops the host. Norms alone pass through host memory."""
+    """What is uploaded into them is garbage, and each upload stops the host. Norms alone pass
+    through host memory.
+    """
     lines = [line for row in rows(ranks, name) for line in row["h2d"]]
     assert all("clipping" in name for line in lines if line.startswith("transport/"))
 
@@ -130,7 +138,9 @@ def test_n4_tensors_of_other_dtypes_cross_as_bytes():
 
 @every_case
 def test_n7_a_rank_has_two_communicators_for_each_rank_that_it_talks_to(ranks, name):
-    """Two more where both hold copies of a stage and exchange messages of a program. Norms of clipping take none."""
+    """Two more where both hold copies of a stage and exchange messages of a program. Norms of
+    clipping take none.
+    """
     for row in rows(ranks, name):
         assert row["communicators"] == (4 if name == "chimera" else 2) * row["peers"]
         if "clipping" in name:
@@ -151,7 +161,9 @@ def test_n9_a_rank_that_raises_at_an_op_lets_the_others_go_with_its_words(rank, 
 
 
 def test_n9_a_message_that_does_not_come_ends_the_run_at_the_deadline():
-    """No host stands at a wait under NCCL, so that the thread which watches the others keeps the deadline."""
+    """No host stands at a wait under NCCL, so that the thread which watches the others keeps the
+    deadline.
+    """
     first, second = (row["late"] for row in seen_by(2))
     words = "rank 1 waits for 0F0 from rank 0 to rank 1 since 1 s, which is over its deadline"
     assert second[0] == "DeadlineExceeded"

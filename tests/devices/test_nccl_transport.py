@@ -1,4 +1,6 @@
-"""Parts of the path over NCCL that need no ranks: which errors mean that a rank is lost, bytes, and the deadline of the device."""
+"""Parts of the path over NCCL that need no ranks: which errors mean that a rank is lost, bytes, and
+the deadline of the device.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_errors_of_links_mean_that_a_rank_is_lost(error, monkeypatch):
 
 @pytest.mark.parametrize("error", OF_THIS_RANK, ids=str)
 def test_errors_of_this_rank_keep_their_words(error, monkeypatch):
-    """`a rank is gone without a word` would hide from every rank that memory has run out on this one."""
+    """`a rank is gone without a word` would hide from every rank that memory has run out on this
+    one.
+    """
     assert not is_lost(error)
     raised = sending(error, monkeypatch)
     assert type(raised) is RunError
@@ -108,7 +112,9 @@ def test_a_wait_for_nccl_has_no_timeout_and_a_wait_for_gloo_has_one():
 
 
 def test_the_device_is_late_when_nothing_has_come_for_longer_than_the_deadline(monkeypatch):
-    """Each message that comes starts the clock anew: a long program may enqueue waits of many messages at once."""
+    """Each message that comes starts the clock anew: a long program may enqueue waits of many
+    messages at once.
+    """
     clock = [100.0]
     monkeypatch.setattr("penstock.transport.distributed.time.monotonic", lambda: clock[0])
     over = [False, False]

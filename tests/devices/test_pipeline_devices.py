@@ -1,4 +1,6 @@
-"""A Pipeline in processes and its devices: one line of the log for each rank, and one refusal for all."""
+"""A Pipeline in processes and its devices: one line of the log for each rank, and one refusal for
+all.
+"""
 
 from __future__ import annotations
 

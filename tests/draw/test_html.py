@@ -90,8 +90,10 @@ def test_an_empty_timeline_has_a_page():
 
 def test_the_data_of_the_figure_has_every_op_and_transfer():
     """What the script draws is what was simulated: start, end, kind, stage, number and bytes."""
-    shown = simulate_schedule(schedule("1f1b", stages=3, micro_batches=4),
-                              Costs(transfer=0.5, boundary_bytes=64, activation_bytes=1024))  # fmt: skip
+    shown = simulate_schedule(
+        schedule("1f1b", stages=3, micro_batches=4),
+        Costs(transfer=0.5, boundary_bytes=64, activation_bytes=1024),
+    )
     data = json.loads(DATA.search(html([shown]))[1])
     (panel,) = data["panels"]
     assert data["seconds"] == shown.makespan

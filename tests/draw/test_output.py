@@ -18,8 +18,16 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize(("name", "begins"), [("a.txt", "gpipe, simulated\nrank 0 |"), ("a.svg", "<svg "), ("A.SVG", "<svg "),
-                                              ("a.html", "<!DOCTYPE html>"), ("a.b.json", "{")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    [
+        ("a.txt", "gpipe, simulated\nrank 0 |"),
+        ("a.svg", "<svg "),
+        ("A.SVG", "<svg "),
+        ("a.html", "<!DOCTYPE html>"),
+        ("a.b.json", "{"),
+    ],
+)
 def test_the_suffix_chooses_the_format_and_the_file_holds_what_is_returned(tmp_path, name, begins):
     """One call serves a notebook and a build."""
     drawing = draw(MADE, tmp_path / name)

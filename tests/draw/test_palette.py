@@ -54,8 +54,11 @@ def lab(rgb):
 def test_any_two_kinds_stay_apart_for_every_sight(sight):
     """One man in twelve sees less red or green; the figure's whole message is its colours."""
     for one, other in combinations(Kind, 2):
-        apart = min(np.linalg.norm(lab(SIGHT[sight] @ linear(a)) - lab(SIGHT[sight] @ linear(b)))
-                    for a in FILLS[one] for b in FILLS[other])  # fmt: skip
+        apart = min(
+            np.linalg.norm(lab(SIGHT[sight] @ linear(a)) - lab(SIGHT[sight] @ linear(b)))
+            for a in FILLS[one]
+            for b in FILLS[other]
+        )
         assert apart >= LEAST[sight], (one, other, apart)
 
 

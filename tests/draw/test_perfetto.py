@@ -55,8 +55,16 @@ def test_ops_are_slices_in_microseconds_on_the_process_of_their_rank():
     found = entries(timeline())
     ops = [entry for entry in of(found, "X") if entry["tid"] == 1]
     assert Counter(entry["cat"] for entry in ops) == {"F": 12, "B": 12, "U": 3}
-    assert {"name": "2F0", "cat": "F", "ph": "X", "ts": 4000.0, "dur": 2000.0, "pid": 3, "tid": 1,
-            "args": {"stage": 2, "micro_batch": 0}} in ops  # fmt: skip
+    assert {
+        "name": "2F0",
+        "cat": "F",
+        "ph": "X",
+        "ts": 4000.0,
+        "dur": 2000.0,
+        "pid": 3,
+        "tid": 1,
+        "args": {"stage": 2, "micro_batch": 0},
+    } in ops
     names = {
         entry["pid"]: entry["args"]["name"]
         for entry in of(found, "M")
@@ -88,7 +96,9 @@ def test_every_link_has_a_named_thread_of_its_own():
 
 
 def test_arrows_pair_up_and_lie_within_the_slices_that_they_join():
-    """A flow that is not inside a slice is dropped; one with half its pair is an error in the viewer."""
+    """A flow that is not inside a slice is dropped; one with half its pair is an error in the
+    viewer.
+    """
     found = entries(timeline(transfer=0.0005))
     starts, ends = ({entry["id"]: entry for entry in of(found, phase)} for phase in "sf")
     assert len(starts) == len(of(found, "s")) == 16
@@ -96,8 +106,12 @@ def test_arrows_pair_up_and_lie_within_the_slices_that_they_join():
     slices = of(found, "X")
 
     def slice_at(entry):
-        (there,) = [s for s in slices if (s["pid"], s["tid"]) == (entry["pid"], entry["tid"])
-                    and s["ts"] < entry["ts"] < s["ts"] + s["dur"]]  # fmt: skip
+        (there,) = [
+            s
+            for s in slices
+            if (s["pid"], s["tid"]) == (entry["pid"], entry["tid"])
+            and s["ts"] < entry["ts"] < s["ts"] + s["dur"]
+        ]
         return there["name"]
 
     joined = {(slice_at(starts[number]), slice_at(ends[number])) for number in starts}

@@ -14,14 +14,24 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
 
-@pytest.mark.parametrize(("name", "stages", "size", "meaning"), [
-    ("pipedream", 3, 2, "shades: batches in turn"), ("avgpipe", 2, 3, "shades: batches in turn"),
-    ("hetpipe", 2, 2, "shades: batches in turn"), ("pipedream", 3, 1, ""), ("1f1b", 3, 4, ""), ("gpipe", 1, 4, ""),
-    ("wpipe", 4, 2, "shades: a rank's stages in turn"), ("interleaved", 4, 4, "shades: a rank's stages in turn"),
-    ("chimera", 4, 4, "shades: the ways down and up the ranks"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "stages", "size", "meaning"),
+    [
+        ("pipedream", 3, 2, "shades: batches in turn"),
+        ("avgpipe", 2, 3, "shades: batches in turn"),
+        ("hetpipe", 2, 2, "shades: batches in turn"),
+        ("pipedream", 3, 1, ""),
+        ("1f1b", 3, 4, ""),
+        ("gpipe", 1, 4, ""),
+        ("wpipe", 4, 2, "shades: a rank's stages in turn"),
+        ("interleaved", 4, 4, "shades: a rank's stages in turn"),
+        ("chimera", 4, 4, "shades: the ways down and up the ranks"),
+    ],
+)
 def test_the_legend_says_what_shades_mean(name, stages, size, meaning):
-    """Stages first, where a rank has several; batches where they are more than their numbers; and else there is one shade."""
+    """Stages first, where a rank has several; batches where they are more than their numbers; and
+    else there is one shade.
+    """
     made = schedule(name, stages, size)
     assert Shades.of(unit_timeline(made)).meaning == meaning
     for form in ("svg", "html"):
@@ -34,7 +44,9 @@ def test_the_legend_says_what_shades_mean(name, stages, size, meaning):
     "source", [unit_timeline, lambda made: simulate_schedule(made, Costs(transfer=0.1))]
 )
 def test_every_other_batch_of_a_stream_has_the_second_shade(source):
-    """By the U that takes its gradient: so too where copies have batches in turn, each shaded in its own."""
+    """By the U that takes its gradient: so too where copies have batches in turn, each shaded in
+    its own.
+    """
     shades = Shades.of(source(schedule("pipedream", 2, 2, batches=4)))
     assert [shades.odd(0, Op.parse(f"0F{n}")) for n in range(8)] == [False, False, True, True] * 2
     assert [shades.odd(1, Op.parse(f"1B{n}")) for n in range(8)] == [False, False, True, True] * 2

@@ -32,8 +32,12 @@ def parsed(drawing):
 
 
 def boxes(root):
-    return [rect for group in root.iter(f"{NAMESPACE}g") if "box" in group.get("class", "").split()
-            for rect in group.findall(f"{NAMESPACE}rect")]  # fmt: skip
+    return [
+        rect
+        for group in root.iter(f"{NAMESPACE}g")
+        if "box" in group.get("class", "").split()
+        for rect in group.findall(f"{NAMESPACE}rect")
+    ]
 
 
 def texts(root, rank):
@@ -45,7 +49,9 @@ def texts(root, rank):
 
 
 def words(root):
-    """Every text with its left and right edge and baseline, by DejaVu Sans's width of digits, and of its points and spaces."""
+    """Every text with its left and right edge and baseline, by DejaVu Sans's width of digits, and
+    of its points and spaces.
+    """
     sizes = dict(
         re.findall(r"\.penstock \.(\w)\{font-size:([\d.]+)px", root.find(f"{NAMESPACE}style").text)
     )
@@ -93,8 +99,11 @@ def test_every_schedule_has_one_box_per_op_and_all_words_inside(
     assert_words_inside(root)
     # A mark for an op of no time may stand out by half its width of 2.
     left, right = lane_ends(root)
-    assert all(left - 1 <= float(box.get("x")) and float(box.get("x")) + float(box.get("width")) <= right + 1.01
-               for box in boxes(root))  # fmt: skip
+    assert all(
+        left - 1 <= float(box.get("x"))
+        and float(box.get("x")) + float(box.get("width")) <= right + 1.01
+        for box in boxes(root)
+    )
 
 
 def lane_ends(root):
@@ -135,8 +144,12 @@ def test_stage_numbers_appear_only_on_ranks_of_several_stages():
 def test_transfers_are_drawn_from_lane_to_lane_when_they_take_time():
     """Where a bubble comes from the link and not from the schedule, the figure has to show it."""
     root = parsed(svg([timeline("gpipe", 3, 2, transfer=0.5)]))
-    arrows = [path.find(f"{NAMESPACE}title").text for group in root.iter(f"{NAMESPACE}g")
-              if group.get("class", "").split()[:1] == ["t"] for path in group]  # fmt: skip
+    arrows = [
+        path.find(f"{NAMESPACE}title").text
+        for group in root.iter(f"{NAMESPACE}g")
+        if group.get("class", "").split()[:1] == ["t"]
+        for path in group
+    ]
     assert len(arrows) == 8
     assert "0F0 to rank 1: 0.5 at 1" in arrows
     assert "sent" not in svg([timeline("gpipe", 3, 2)])
@@ -240,7 +253,9 @@ def test_evictions_and_loads_are_marks_of_their_own_colours():
 
 
 def test_what_a_rank_holds_stands_below_its_lane_on_one_scale():
-    """Time is half of a schedule's price; the fullest rank must look fullest, in every timeline of the figure."""
+    """Time is half of a schedule's price; the fullest rank must look fullest, in every timeline of
+    the figure.
+    """
     one, other = (
         timeline(name, 3, 4, activation_bytes=1024, weight_bytes=1024) for name in ("1f1b", "gpipe")
     )
@@ -250,8 +265,11 @@ def test_what_a_rank_holds_stands_below_its_lane_on_one_scale():
         for path in root.iter(f"{NAMESPACE}path")
         if path.get("class") == "held" and path.find(f"{NAMESPACE}title") is not None
     ]
-    tall = [max(map(float, re.findall(r"V([\d.]+)", path.get("d")))) - min(map(float, re.findall(r"V([\d.]+)", path.get("d"))))
-            for path in paths]  # fmt: skip
+    tall = [
+        max(map(float, re.findall(r"V([\d.]+)", path.get("d"))))
+        - min(map(float, re.findall(r"V([\d.]+)", path.get("d"))))
+        for path in paths
+    ]
     assert tall == pytest.approx(
         [tall[-1] * share for share in (4 / 5, 3 / 5, 2 / 5, 1, 1, 1)], abs=0.02
     )

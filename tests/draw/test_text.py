@@ -33,7 +33,9 @@ def golden(picture):
 
 
 def test_gpipe_is_drawn_as_the_paper_draws_it():
-    """All forwards, then all backwards, each twice as wide: whoever knows figure 2c must know it again here."""
+    """All forwards, then all backwards, each twice as wide: whoever knows figure 2c must know it
+    again here.
+    """
     assert text([timeline("gpipe", 3, 4)], width=100) == golden("""
         gpipe, simulated
         rank 0 |F0░░░F1░░░F2░░░F3░░░······························B0▓▓▓▓▓▓▓▓B1▓▓▓▓▓▓▓▓B2▓▓▓▓▓▓▓▓B3▓▓▓▓▓▓▓▓|
@@ -78,8 +80,13 @@ def test_units_other_than_one_line_up_as_well():
     assert "time    0 ms      5 ms      10 ms" in drawing
 
 
-@given(st.sampled_from(["gpipe", "1f1b", "naive"]), st.integers(1, 6), st.integers(1, 12), st.integers(20, 140),
-       st.booleans())  # fmt: skip
+@given(
+    st.sampled_from(["gpipe", "1f1b", "naive"]),
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.integers(20, 140),
+    st.booleans(),
+)
 @settings(deadline=None, max_examples=60)
 def test_every_drawing_has_one_row_per_rank_of_equal_length_within_the_width(
     name, stages, micro_batches, width, measured
@@ -104,7 +111,9 @@ def test_idle_columns_say_the_bubble_ratio():
 
 
 def test_thousands_of_ops_in_eighty_columns_keep_their_mix():
-    """Were every column given to its most frequent kind, the forwards would vanish behind the longer backwards."""
+    """Were every column given to its most frequent kind, the forwards would vanish behind the
+    longer backwards.
+    """
     made = timeline("1f1b", 4, 1000)
     middle = rows(text([made], 80))[0][20:-10]
     assert 0.6 < middle.count(FILL[Kind.B]) / len(middle) < 0.73

@@ -1,4 +1,6 @@
-"""The GPU benchmark on a machine without one: every section runs, and a section that goes wrong costs itself and no other."""
+"""The GPU benchmark on a machine without one: every section runs, and a section that goes wrong
+costs itself and no other.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,18 @@ ROOT = Path(__file__).parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
 RUN = GPU / "run.py"
 
-KEYS = {"schema", "kit", "device", "smoke", "limit_s", "machine", "seconds", "ended", "sections", "expected"}  # fmt: skip
+KEYS = {
+    "schema",
+    "kit",
+    "device",
+    "smoke",
+    "limit_s",
+    "machine",
+    "seconds",
+    "ended",
+    "sections",
+    "expected",
+}
 
 GOOD = """
 def measure(section):
@@ -137,7 +150,9 @@ def test_results_have_the_schema(kit, smoke):
 
 
 def test_no_row_with_small_sizes_is_wrong_or_failed(smoke):
-    """A figure of a system that trains something else is no figure; peers that are not installed are skipped."""
+    """A figure of a system that trains something else is no figure; peers that are not installed
+    are skipped.
+    """
     rows = {
         f"{part['name']}: {row['row']}": row.get("note")
         for part in smoke.results["sections"]
@@ -226,7 +241,9 @@ def test_a_number_that_is_none_is_kept_as_a_word(faults):
 def test_sections_are_chosen_and_left_out_by_name(tmp_path):
     """A run that repeats what was mended."""
     folder = write(tmp_path / "sections", one=GOOD, two=GOOD, three=GOOD)
-    done, results = run(tmp_path, "--smoke", "--sections-from", folder, "--only", "one,two", "--skip", "two")  # fmt: skip
+    done, results = run(
+        tmp_path, "--smoke", "--sections-from", folder, "--only", "one,two", "--skip", "two"
+    )
     assert [part["name"] for part in results["sections"]] == ["one"]
     assert done.returncode == 0
 
@@ -272,7 +289,15 @@ def measure(section):
     threading.Event().wait()
 """
     folder = write(tmp_path / "sections", a_good=GOOD, b_waits=waiting, c_good=GOOD)
-    command = [sys.executable, str(RUN), "--out", str(tmp_path), "--smoke", "--sections-from", str(folder)]  # fmt: skip
+    command = [
+        sys.executable,
+        str(RUN),
+        "--out",
+        str(tmp_path),
+        "--smoke",
+        "--sections-from",
+        str(folder),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     readable, _, _ = select.select([reader], [], [], 120)
     os.close(reader)
@@ -285,7 +310,11 @@ def measure(section):
     assert results["ended"] == "interrupted"
     assert parts["a_good"]["status"] == "passed"
     assert parts["b_waits"]["rows"] == [{"row": "before", "status": "measured", "value": 1}]
-    assert parts["c_good"] | {"seconds": 0} == parts["c_good"] | {"status": "skipped", "error": "interrupted", "seconds": 0}  # fmt: skip
+    assert parts["c_good"] | {"seconds": 0} == parts["c_good"] | {
+        "status": "skipped",
+        "error": "interrupted",
+        "seconds": 0,
+    }
     assert "interrupted" in output
 
 
@@ -314,15 +343,19 @@ def test_a_card_has_its_own_column_and_an_unknown_one_none(kit):
     rows = [{"row": "launch", "status": "measured", "eager_op_us": 6.0}]
     sections = [kit.results.SectionResult("facts", "passed", rows=rows)]
     by_card = {
-        name: {row["row"]: row for row in kit.expected.compare(sections, name)}["facts: launch: eager_op_us"]
+        name: {row["row"]: row for row in kit.expected.compare(sections, name)}[
+            "facts: launch: eager_op_us"
+        ]
         for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100", None)
-    }  # fmt: skip
+    }
     verdicts = [row["verdict"] for row in by_card.values()]
     assert verdicts == ["as expected", "as expected", "missing", "missing"]
 
 
 def test_every_prediction_names_a_section_and_both_cards(kit):
-    """A prediction of a row that no section writes would be missing for ever, and nobody would see why."""
+    """A prediction of a row that no section writes would be missing for ever, and nobody would see
+    why.
+    """
     content = json.loads((GPU / "expected.json").read_text())
     names = {entry.name for entry in kit.run.SECTIONS}
     for row in content["rows"]:
@@ -353,5 +386,7 @@ def test_the_parent_does_not_start_cuda():
         f"import sys; sys.path.insert(0, {str(GPU)!r}); sys.argv = ['run.py'];"
         "import run, torch; assert not torch.cuda.is_initialized()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr

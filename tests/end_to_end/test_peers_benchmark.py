@@ -1,4 +1,5 @@
-"""The comparison with peers: whoever is compared trains as plain training does, and leaves no process behind.
+"""The comparison with peers: whoever is compared trains as plain training does, and leaves no
+process behind.
 
 Peers that need an environment of their own are checked by the benchmark itself, at every run.
 """
@@ -15,8 +16,17 @@ from types import SimpleNamespace
 import pytest
 
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
-SYSTEMS = ("penstock 1f1b", "penstock gpipe", "torch 1f1b", "torch interleaved", "ddp", "ddp accumulated",
-           "plain, 1 thread", "floor: gloo", "floor: shared memory")  # fmt: skip
+SYSTEMS = (
+    "penstock 1f1b",
+    "penstock gpipe",
+    "torch 1f1b",
+    "torch interleaved",
+    "ddp",
+    "ddp accumulated",
+    "plain, 1 thread",
+    "floor: gloo",
+    "floor: shared memory",
+)
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +123,15 @@ def test_a_peer_that_is_not_installed_is_a_note_and_no_error(peers, bench, tmp_p
 
 
 def test_the_bound_is_the_busiest_rank_and_what_it_cannot_but_wait_for(peers):
-    """Worked out by hand for two stages, and for four stages on two cores, where all work on all cores is more."""
+    """Worked out by hand for two stages, and for four stages on two cores, where all work on all
+    cores is more.
+    """
     bound = peers.measuring.bound_s
     assert (
         bound([(4.0, 8.0, 1.0), (1.0, 2.0, 0.5)], micro_batches=4, cores=2) == 13.0
     )  # the first stage never waits
-    # The last works 12 s. Before its next: gradient back 2, update 1, forward 1; its own update of 0.5 fits into that.
+    # The last works 12 s. Before its next: gradient back 2, update 1, forward 1; its own update of
+    # 0.5 fits into that.
     assert bound([(4.0, 8.0, 1.0), (4.0, 8.0, 0.5)], micro_batches=4, cores=2) == 12.0 + 3.0 + 1.0
     assert bound([(1.0, 1.0, 1.0)] * 4, micro_batches=100, cores=2) == 6.0
 

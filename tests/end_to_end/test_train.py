@@ -18,8 +18,30 @@ from penstock.profile.profile import Profile
 from penstock.training.config import load
 from penstock.training.task import make_task
 
-TRAIN = (sys.executable, "-m", "penstock", "train", "--model", "mlp", "--data", "digits", "--image", "8", "--channels", "1",
-         "--batch", "128", "--lr", "0.1", "--stages", "2", "--micro-batches", "4", "--baseline-steps", "0")  # fmt: skip
+TRAIN = (
+    sys.executable,
+    "-m",
+    "penstock",
+    "train",
+    "--model",
+    "mlp",
+    "--data",
+    "digits",
+    "--image",
+    "8",
+    "--channels",
+    "1",
+    "--batch",
+    "128",
+    "--lr",
+    "0.1",
+    "--stages",
+    "2",
+    "--micro-batches",
+    "4",
+    "--baseline-steps",
+    "0",
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +70,9 @@ def profile(tmp_path_factory):
 
 
 def test_a_run_trains_and_leaves_everything_in_its_folder(tmp_path):
-    """Whoever comes back the next day finds what was asked, planned, predicted, measured and learned."""
+    """Whoever comes back the next day finds what was asked, planned, predicted, measured and
+    learned.
+    """
     ran = subprocess.run(
         [*TRAIN, "--epochs", "8", "--baseline-steps", "2", "--json"],
         cwd=tmp_path,
@@ -95,7 +119,9 @@ def test_a_run_trains_and_leaves_everything_in_its_folder(tmp_path):
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, profile):
-    """A checkpoint has everything: weights, momentum, the place in the data. It is taken up under another cut here."""
+    """A checkpoint has everything: weights, momentum, the place in the data. It is taken up under
+    another cut here.
+    """
     common = [*TRAIN, "--profile", str(profile), "--epochs", "2"]
     first = [*common, "--schedule", "1f1b"]  # where a stage has copies, sums have another order
     subprocess.run([*first, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
@@ -132,8 +158,22 @@ def test_clipping_mixed_precision_and_accumulation_are_flags(tmp_path, profile):
         "--limit-steps",
         "5",
     ]
-    ran = subprocess.run([*TRAIN, "--profile", str(profile), "--schedule", "1f1b", "--out", str(tmp_path), *flags, "--json"],
-                         capture_output=True, text=True, check=False)  # fmt: skip
+    ran = subprocess.run(
+        [
+            *TRAIN,
+            "--profile",
+            str(profile),
+            "--schedule",
+            "1f1b",
+            "--out",
+            str(tmp_path),
+            *flags,
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["steps"] == 5
     config = load(tmp_path / "config.yaml", {})
@@ -148,7 +188,9 @@ def test_clipping_mixed_precision_and_accumulation_are_flags(tmp_path, profile):
 
 
 def _started(tmp_path, profile):
-    """A run that would go on for ever, once its first epoch is over; and the processes of its ranks."""
+    """A run that would go on for ever, once its first epoch is over; and the processes of its
+    ranks.
+    """
     command = [
         *TRAIN,
         "--epochs",
@@ -214,12 +256,15 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_word(tmp_path, profile):
     assert "Traceback" not in ran.stderr
 
 
-#: The cut is said, for what an asynchronous run learns depends on it, and a planner may choose another one the next time.
+#: The cut is said, for what an asynchronous run learns depends on it, and a planner may choose
+#: another one the next time.
 STREAM = [*TRAIN, "--weights", "stash", "--schedule", "pipedream", "--partition", "6,9"]
 
 
 def test_an_asynchronous_run_trains_as_a_stream_and_says_what_it_kept(tmp_path, profile):
-    """Losses in order, one line for each; epochs end drained; versions and memory beside what was predicted."""
+    """Losses in order, one line for each; epochs end drained; versions and memory beside what was
+    predicted.
+    """
     words = [
         *STREAM,
         "--profile",
@@ -263,7 +308,9 @@ def test_an_asynchronous_run_trains_as_a_stream_and_says_what_it_kept(tmp_path, 
 
 
 def test_an_asynchronous_run_resumes_where_it_stopped(tmp_path, profile):
-    """Also in the middle of an epoch: whoever stops there drains, and goes on as one who drained there."""
+    """Also in the middle of an epoch: whoever stops there drains, and goes on as one who drained
+    there.
+    """
     common = [*STREAM, "--profile", str(profile), "--epochs", "2"]
     subprocess.run([*common, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
     part = str(tmp_path / "part")
@@ -289,7 +336,9 @@ def test_an_asynchronous_run_resumes_where_it_stopped(tmp_path, profile):
 
 
 def test_the_self_check_of_a_new_run_changes_nothing_and_says_what_it_found(tmp_path, profile):
-    """Weights, random numbers and the order of the data are those without it; going on from a checkpoint needs none."""
+    """Weights, random numbers and the order of the data are those without it; going on from a
+    checkpoint needs none.
+    """
     outcomes = []
     for words in ([], ["--no-self-check"]):
         ran = subprocess.run(

@@ -101,7 +101,9 @@ def test_what_is_left_out_is_told(plan_of):
 @pytest.mark.parametrize("name", ["autopipe", "seq1f1b"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_slices_are_a_matter_of_the_schedule_and_left_out_with_it(plan_of, name, replicas):
-    """The same gradients come of whole micro-batches; where the form is the schedule itself, they are refused."""
+    """The same gradients come of whole micro-batches; where the form is the schedule itself, they
+    are refused.
+    """
     made = plan_of(schedule(name, 4, 8, replicas=replicas), LINEAR)
     for library in ("torchgpipe", "deepspeed", "megatron"):
         assert f"not this plan's {name}" in exported(made, library).left_out[0]

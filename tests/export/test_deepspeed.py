@@ -12,7 +12,9 @@ LINEAR = (3, 4, 5, 3)
 
 
 class Planned:
-    """What DeepSpeed's PipelineModule does with `parts`, on one rank: half-open ranges of layers (module.py, `_set_bounds`)."""
+    """What DeepSpeed's PipelineModule does with `parts`, on one rank: half-open ranges of layers
+    (module.py, `_set_bounds`).
+    """
 
     def __init__(self, parts: list[int], stage: int) -> None:
         self._local_start, self._local_stop = parts[stage], parts[stage + 1]
@@ -67,7 +69,9 @@ def test_recomputation_is_told_as_an_interval(plan_of):
 
 
 def test_deepspeed_itself_gives_every_rank_the_plans_layers(plan_of):
-    """By its own topology and bounds, where it is installed; a whole PipelineModule wants a process group and a compiler."""
+    """By its own topology and bounds, where it is installed; a whole PipelineModule wants a process
+    group and a compiler.
+    """
     pytest.importorskip("deepspeed")
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import ProcessTopology

@@ -10,8 +10,9 @@ from penstock.schedule.catalogue import schedule
 
 
 def parsed(layout: str) -> list[str]:
-    """The letters of every stage, by the documented grammar: `x*n` repeats a letter, `(…)*n` a group with its bars, no group stands in
-    another, commas are ornament, and anything else is an error.
+    """The letters of every stage, by the documented grammar: `x*n` repeats a letter, `(…)*n` a
+    group with its bars, no group stands in another, commas are ornament, and anything else is an
+    error.
     """
     text, place = layout.replace(",", ""), 0
 
@@ -66,7 +67,9 @@ def test_the_parser_reads_the_documented_examples():
     last=st.integers(0, 9),
 )
 def test_the_layout_says_the_lengths_of_the_plan(plan_of, inner, first, last):
-    """Any cut between decoder layers; the outer stages may have none, as where the embedding stands alone."""
+    """Any cut between decoder layers; the outer stages may have none, as where the embedding stands
+    alone.
+    """
     blocks = [first, *inner, last]
     if not sum(blocks):
         return
@@ -101,7 +104,9 @@ def test_several_stages_on_a_rank_stand_in_a_loop(plan_of):
 
 
 def test_parts_of_blocks_count_as_their_block(plan_of):
-    """A chain may have attention and MLP as layers of their own; a cut between them is none of Megatron's."""
+    """A chain may have attention and MLP as layers of their own; a cut between them is none of
+    Megatron's.
+    """
     names = (
         "embedding",
         *(f"blocks.{i}.{part}" for i in range(4) for part in ("attention", "mlp")),

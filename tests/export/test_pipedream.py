@@ -14,7 +14,9 @@ from penstock.schedule.catalogue import schedule
 @settings(max_examples=40, deadline=None)
 @given(replicas=st.sampled_from([(1, 1, 1, 1), (3, 1), (2, 1, 1), (2, 2), (4, 2, 1), (1, 1)]))
 def test_depths_are_those_that_pipedreams_runtime_would_choose(plan_of, replicas):
-    """w = floor((R - 1 - the ranks before) / k): the warm-up of every stage, and of weights one version more."""
+    """w = floor((R - 1 - the ranks before) / k): the warm-up of every stage, and of weights one
+    version more.
+    """
     every = {1: 1, 2: 2, 3: 3, 4: 4}[max(replicas)]
     made = schedule(
         "pipedream", len(replicas), every, **({} if max(replicas) == 1 else {"replicas": replicas})

@@ -55,7 +55,9 @@ def test_one_of_several_pipelines_is_the_schedule_that_was_copied(plan_of, name,
 
 
 def test_every_stage_on_two_ranks_is_two_pipelines(plan_of):
-    """Micro-batch n stays with ranks n mod 2 of every stage: the same as two pipelines, but for the ranks' numbers."""
+    """Micro-batch n stays with ranks n mod 2 of every stage: the same as two pipelines, but for the
+    ranks' numbers.
+    """
     found = pipelines_of(plan_of(schedule("1f1b", 2, 8, replicas=(2, 2)), (4, 4), LAYERS))
     assert found.ranks == ((0, 2), (1, 3))
     assert found.placement == ((0,), (1,))
@@ -94,8 +96,16 @@ def test_other_copies_are_no_pipelines_side_by_side(plan_of, made):
     """Exported as such, they would do other work."""
     found = plan_of(made, even(made), LAYERS)
     assert pipelines_of(found) is None
-    assert why_not_pipelines(found).startswith(("chimera has 2", "dualpipe has 2", "gems has 2", "its stages have", "1f1b has 2",
-                                                "pipedream is asynchronous"))  # fmt: skip
+    assert why_not_pipelines(found).startswith(
+        (
+            "chimera has 2",
+            "dualpipe has 2",
+            "gems has 2",
+            "its stages have",
+            "1f1b has 2",
+            "pipedream is asynchronous",
+        )
+    )
 
 
 def test_long_rows_of_devices_are_shortened():

@@ -1,4 +1,6 @@
-"""Plans that run some layers again: said where a library can say it, refused with the layers where not."""
+"""Plans that run some layers again: said where a library can say it, refused with the layers where
+not.
+"""
 
 import json
 

@@ -17,7 +17,9 @@ NAMES = tuple(map(str, range(7)))
 
 
 def test_torchs_splitter_makes_the_plans_stages(plan_of):
-    """`split_spec` is by names; the stages that torch traces must have the plan's layers, and compute the model."""
+    """`split_spec` is by names; the stages that torch traces must have the plan's layers, and
+    compute the model.
+    """
     from torch.distributed.pipelining import SplitPoint, pipeline
 
     made = plan_of(schedule("1f1b", 3, 4), (2, 4, 1), NAMES)
@@ -57,7 +59,9 @@ def test_torchs_splitter_makes_the_plans_stages(plan_of):
 def test_torch_trains_from_the_folder_alone_and_finds_our_gradients(
     plan_of, tmp_path, made, lengths
 ):
-    """Two real ranks build their stages by the names, load the schedule, and take a step: that is all that a user has."""
+    """Two real ranks build their stages by the names, load the schedule, and take a step: that is
+    all that a user has.
+    """
     export(plan_of(made, lengths, NAMES), "torch", tmp_path / "plan")
     found: dict = {}
     for rank in launch(play, 2, tmp_path / "plan", threads=1):

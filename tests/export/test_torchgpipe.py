@@ -34,7 +34,9 @@ def test_stages_that_share_a_device_are_told_by_devices(plan_of):
 
 
 def test_pipelines_side_by_side_are_a_process_each(plan_of):
-    """DistributedDataParallel around it has the rest; the number of micro-batches is one pipeline's."""
+    """DistributedDataParallel around it has the rest; the number of micro-batches is one
+    pipeline's.
+    """
     found = exported(plan_of(schedule("gpipe", 4, 8, replicas=2), LINEAR), "torchgpipe")
     assert "devices=[0, 1, 2, 3], chunks=4" in found.use
     assert any(note.startswith("2 pipelines: a process for each") for note in found.left_out)
@@ -47,7 +49,9 @@ def test_pipelines_side_by_side_are_a_process_each(plan_of):
 def test_the_library_takes_the_balance_and_finds_the_models_output_and_gradients(
     plan_of, library, front_door
 ):
-    """Loaded by the peer itself, where it is installed: all on one CPU, which is what `devices` repeats."""
+    """Loaded by the peer itself, where it is installed: all on one CPU, which is what `devices`
+    repeats.
+    """
     module, name = front_door
     pytest.importorskip(module)
     names = tuple(map(str, range(5)))

@@ -18,7 +18,9 @@ LINEAR = (4, 4, 4, 3)
 
 
 def test_names_are_modules_of_the_model_in_its_order(plan_of):
-    """torchtitan deletes from each stage's copy of the model what is not named: an unknown name would leave a hole."""
+    """torchtitan deletes from each stage's copy of the model what is not named: an unknown name
+    would leave a hole.
+    """
     gpt = model("gpt", layers=12, width=8, heads=2, vocabulary=8, tokens=4)
     names = tuple(layer.name for layer in chain(gpt))
     parts = json.loads(export(plan_of(schedule("1f1b", 4, 8), LINEAR, names), "torchtitan"))
@@ -76,7 +78,9 @@ def test_what_the_csv_cannot_say_is_refused(plan_of):
 
 
 class Tolerant(nn.Module):
-    """A model as torchtitan wants it: layers in a ModuleDict, and a forward that passes over what its stage has not got."""
+    """A model as torchtitan wants it: layers in a ModuleDict, and a forward that passes over what
+    its stage has not got.
+    """
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,6 @@
-"""What a rank runs under torch's pipeline runtime, from an exported folder alone. Loaded by name in every rank."""
+"""What a rank runs under torch's pipeline runtime, from an exported folder alone. Loaded by name in
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ WIDTH, CLASSES = 6, 3
 
 
 def small_model() -> nn.Sequential:
-    """Seven layers, always with the same weights, in double precision: the order of additions hardly shows."""
+    """Seven layers, always with the same weights, in double precision: the order of additions
+    hardly shows.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         parts = [
@@ -66,8 +70,11 @@ def play(folder: Path) -> dict[str, Tensor]:
         )
         runtime._load_csv(str(folder / facts["schedule"]))
         runtime.step(*((x,) if 0 in own else ()), **({"target": y} if total - 1 in own else {}))
-        return {f"{name}.{key}": parameter.grad / count for stage in own
-                for name, module in zip(names[stage], modules[stage], strict=True)
-                for key, parameter in module.named_parameters()}  # fmt: skip
+        return {
+            f"{name}.{key}": parameter.grad / count
+            for stage in own
+            for name, module in zip(names[stage], modules[stage], strict=True)
+            for key, parameter in module.named_parameters()
+        }
     finally:
         dist.destroy_process_group()

@@ -19,7 +19,9 @@ def module_with(**tensors):
 
 
 def test_copies_stand_in_the_buffers_places_and_the_buffers_come_back():
-    """What happens to the copies is nobody's business afterwards; the buffers are the same objects as before."""
+    """What happens to the copies is nobody's business afterwards; the buffers are the same objects
+    as before.
+    """
     module = module_with(mean=torch.zeros(2), none=None)
     held = Buffers([module])
     own = module.mean
@@ -69,7 +71,9 @@ def test_a_buffer_that_two_modules_share_is_one_copy():
 
 
 def test_large_buffers_are_copied_only_while_they_change(monkeypatch):
-    """A mask of a thousand tokens squared in every micro-batch in flight would cost what recomputation is to save."""
+    """A mask of a thousand tokens squared in every micro-batch in flight would cost what
+    recomputation is to save.
+    """
     monkeypatch.setattr(buffers, "_LARGE_BYTES", 100)
     module = module_with(mask=torch.zeros(100), queue=torch.zeros(100), small=torch.zeros(2))
     held = Buffers([module])

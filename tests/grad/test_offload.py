@@ -1,4 +1,6 @@
-"""What waits in host memory. There is no GPU here: the CPU stands for a device with a memory of its own."""
+"""What waits in host memory. There is no GPU here: the CPU stands for a device with a memory of its
+own.
+"""
 
 from __future__ import annotations
 

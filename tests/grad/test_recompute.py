@@ -61,7 +61,9 @@ class Add(nn.Module):
 
 
 class Counted(nn.Module):
-    """Its result depends on how often it has run, which a buffer counts, and it replaces another of its buffers each time."""
+    """Its result depends on how often it has run, which a buffer counts, and it replaces another of
+    its buffers each time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +217,9 @@ def same(a: Result, b: Result) -> None:
     st.booleans(),
 )
 def test_a_step_leaves_what_it_leaves_when_nothing_runs_again(data, kinds, split, wants_grad):
-    """Outputs, gradients of inputs and weights, and buffers: for all layers, any of them, whole backwards and those in two parts."""
+    """Outputs, gradients of inputs and weights, and buffers: for all layers, any of them, whole
+    backwards and those in two parts.
+    """
     plain = layers_of(kinds)
     again = copy.deepcopy(plain)
     indices = [layer.index for layer in plain]
@@ -240,7 +244,9 @@ def test_a_step_leaves_what_it_leaves_when_nothing_runs_again(data, kinds, split
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "in two parts"])
 def test_a_segment_runs_again_once_whatever_the_backward(split):
-    """A backward in two parts walks over the graph several times; torch's checkpoint would run again each time."""
+    """A backward in two parts walks over the graph several times; torch's checkpoint would run
+    again each time.
+    """
     layers = layers_of(["conv", "norm", "tanh", "conv", "tanh", "conv"])
     calls: list[int] = []
 
@@ -283,7 +289,9 @@ def kept_bytes(layers: list[Layer], recomputed: set[int], starts: set[int] = fro
 
 
 def test_a_segment_keeps_its_input_and_no_more():
-    """Hooks around the whole, such as those that count or hand activations away, find what is kept and nothing else."""
+    """Hooks around the whole, such as those that count or hand activations away, find what is kept
+    and nothing else.
+    """
     layers = layers_of(["tanh", "tanh", "tanh", "tanh"])
     size = 8 * torch.Size(SHAPE).numel()
     assert kept_bytes(layers, set()) == 4 * size
@@ -331,9 +339,11 @@ class Exp(nn.Module):
     ("recomputed", "starts", "kept", "most"),
     [
         (set(), set(), 8, 8),
-        # The last result belongs to the caller. The whole segment comes back, its first forward's last result is still there.
+        # The last result belongs to the caller. The whole segment comes back, its first forward's
+        # last result is still there.
         (set(range(8)), set(), 1, 9),
-        # Inputs of three segments; then each comes back alone, and lets go of an input that nobody saves.
+        # Inputs of three segments; then each comes back alone, and lets go of an input that nobody
+        # saves.
         (set(range(8)), {2, 4, 6}, 4, 5),
         # Two segments of three between two that are kept: their inputs are kept anyway, or given.
         ({1, 2, 3, 5, 6, 7}, set(), 3, 6),
@@ -341,7 +351,9 @@ class Exp(nn.Module):
 )
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "in two parts"])
 def test_what_came_back_goes_with_its_segment(monkeypatch, recomputed, starts, kept, most, split):
-    """The peak is what is kept and the largest segment, not all; of a backward in two parts all, which its second part needs."""
+    """The peak is what is kept and the largest segment, not all; of a backward in two parts all,
+    which its second part needs.
+    """
     monkeypatch.setattr(Watched, "made", [])
     monkeypatch.setattr(Watched, "most", 0)
     layers = [Layer(index, Exp()) for index in range(8)]
@@ -430,7 +442,9 @@ def test_what_is_changed_in_place_after_it_was_saved_is_refused_as_torch_does():
 
 
 def test_an_input_that_somebody_changes_later_is_refused():
-    """A layer behind changes what the segment was given, through another name: the second forward would see it."""
+    """A layer behind changes what the segment was given, through another name: the second forward
+    would see it.
+    """
     layers = [Layer(0, nn.Tanh()), Layer(1, nn.Tanh())]
     x = torch.randn(3, requires_grad=True) * 1
     made = Recomputing(layers, {0, 1})
@@ -454,7 +468,9 @@ def test_a_layer_that_walks_over_its_own_graph_is_refused():
 
 @pytest.mark.parametrize("inside", [False, True], ids=["forward alone", "backward too"])
 def test_mixed_precision_is_the_forwards_own(inside):
-    """A backward runs outside of autocast, or in a region of another precision; the second forward is as the first."""
+    """A backward runs outside of autocast, or in a region of another precision; the second forward
+    is as the first.
+    """
     found = []
     for recomputed in (set(), {0, 1, 2}):
         torch.manual_seed(0)

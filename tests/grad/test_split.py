@@ -1,4 +1,6 @@
-"""The backward in two parts gives what the whole backward gives, to the bit, and does little of it twice."""
+"""The backward in two parts gives what the whole backward gives, to the bit, and does little of it
+twice.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Run:
 
     @classmethod
     def of(cls, module, forward, inputs, keep=None):
-        """A forward of a copy of `module`, so that nothing is shared between runs; `keep` says which roots have a gradient."""
+        """A forward of a copy of `module`, so that nothing is shared between runs; `keep` says
+        which roots have a gradient.
+        """
         module = copy.deepcopy(module)
         leaves = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
         torch.manual_seed(7)
@@ -112,7 +116,8 @@ def call(module, *inputs):
     return module(*inputs)
 
 
-# -- layers ---------------------------------------------------------------------------------------------------------------
+# -- layers
+# ---------------------------------------------------------------------------------------------------------------
 
 SMALL = {
     "gpt": {"layers": 2, "width": 16, "heads": 2, "tokens": 6, "vocabulary": 11, "dropout": 0.1},
@@ -124,7 +129,9 @@ OTHERS = {"gnmt", "gnmt16", "unet"}
 
 @functools.cache
 def layers_of_the_zoo():
-    """Every layer of every small model that differs from all others in what it prints, with a name and its own real input."""
+    """Every layer of every small model that differs from all others in what it prints, with a name
+    and its own real input.
+    """
     found = {}
     for name in sorted(models().keys() - OTHERS):
         traced = chain(model(name, device="meta", **SMALL.get(name, {"classes": 3, "image": 32})))
@@ -171,32 +178,60 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[..., 
     "group norm": (lambda: nn.GroupNorm(2, 4), (2, 4, 3, 3), call),
     "RMS norm": (lambda: nn.RMSNorm(4), (2, 3, 4), call),
     "PReLU": (lambda: nn.PReLU(4), (3, 4), call),
-    "embedding beside a path": (lambda: nn.Embedding(5, 4), (3, 4), lambda m, x: x * m(torch.tensor([1, 4, 1]))),
-    "sparse embedding": (lambda: nn.Embedding(5, 4, sparse=True), (3, 4), lambda m, x: x * m(torch.tensor([1, 4, 1]))),
-    "attention": (lambda: nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True), (2, 3, 4), lambda m, x: m(x, x, x)),
-    "fused attention": (lambda: nn.Linear(4, 12), (2, 5, 4),
-                        lambda m, x: functional.scaled_dot_product_attention(*m(x).unsqueeze(1).chunk(3, -1), is_causal=True)),
-    "transformer layer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), (2, 3, 4), call),
+    "embedding beside a path": (
+        lambda: nn.Embedding(5, 4),
+        (3, 4),
+        lambda m, x: x * m(torch.tensor([1, 4, 1])),
+    ),
+    "sparse embedding": (
+        lambda: nn.Embedding(5, 4, sparse=True),
+        (3, 4),
+        lambda m, x: x * m(torch.tensor([1, 4, 1])),
+    ),
+    "attention": (
+        lambda: nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True),
+        (2, 3, 4),
+        lambda m, x: m(x, x, x),
+    ),
+    "fused attention": (
+        lambda: nn.Linear(4, 12),
+        (2, 5, 4),
+        lambda m, x: functional.scaled_dot_product_attention(
+            *m(x).unsqueeze(1).chunk(3, -1), is_causal=True
+        ),
+    ),
+    "transformer layer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
+        (2, 3, 4),
+        call,
+    ),
     "LSTM": (lambda: nn.LSTM(4, 5, 2, batch_first=True), (2, 3, 4), lambda m, x: m(x)[0]),
-    "LSTM with its states": (lambda: nn.LSTM(4, 5, batch_first=True), (2, 3, 4), lambda m, x: (m(x)[0], *m(x)[1])),
+    "LSTM with its states": (
+        lambda: nn.LSTM(4, 5, batch_first=True),
+        (2, 3, 4),
+        lambda m, x: (m(x)[0], *m(x)[1]),
+    ),
     "GRU both ways": (lambda: nn.GRU(4, 5, bidirectional=True), (3, 2, 4), lambda m, x: m(x)[0]),
     "LSTM cell": (lambda: nn.LSTMCell(4, 4), (2, 4), lambda m, x: m(x)),
     "weight norm": (lambda: weight_norm(nn.Linear(4, 3)), (2, 4), call),
     "spectral norm": (lambda: spectral_norm(nn.Linear(4, 3)), (2, 4), call),
     "no weights": (lambda: nn.Sequential(nn.Tanh(), nn.Dropout(0.3)), (3, 4), call),
     "identity": (nn.Identity, (3, 4), call),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_split_equals_whole_on_layers_of_torch(name):
-    """Every kind of node has its own way to lead to weights: transposes, expansions, norms of weights, fused kernels."""
+    """Every kind of node has its own way to lead to weights: transposes, expansions, norms of
+    weights, fused kernels.
+    """
     make, shape, forward = LAYERS[name]
     torch.manual_seed(0)
     assert_split_equals_whole(make(), forward, [random(*shape)])
 
 
-# -- graphs ---------------------------------------------------------------------------------------------------------------
+# -- graphs
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def in_place(m, x):
@@ -280,21 +315,36 @@ GRAPHS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_split_equals_whole_on_graphs_of_all_kinds(name):
-    """Users write whatever autograd allows inside a layer. Hooks on activations once took effect twice."""
+    """Users write whatever autograd allows inside a layer. Hooks on activations once took effect
+    twice.
+    """
     torch.manual_seed(0)
     assert_split_equals_whole(Pair(), GRAPHS[name], [random(6, 4)])
 
 
-@pytest.mark.parametrize("forward", [
-    lambda m, x: m.a(m.a(x).relu()),
-    lambda m, x: m.a(m.b(m.a(m.b(x)))),
-    lambda m, x: m.a(x) + m.a(2 * x),
-    lambda m, x: (m.a(x), m.a(x.exp())),
-    lambda m, x: functional.linear(m.a(x), m.a.weight.t(), m.b.bias),
-    lambda m, x: m.a(x) + m.a(torch.ones(6, 4)),
-], ids=["in series", "by turns", "side by side", "in two outputs", "and transposed", "on and off the path"])  # fmt: skip
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m.a(m.a(x).relu()),
+        lambda m, x: m.a(m.b(m.a(m.b(x)))),
+        lambda m, x: m.a(x) + m.a(2 * x),
+        lambda m, x: (m.a(x), m.a(x.exp())),
+        lambda m, x: functional.linear(m.a(x), m.a.weight.t(), m.b.bias),
+        lambda m, x: m.a(x) + m.a(torch.ones(6, 4)),
+    ],
+    ids=[
+        "in series",
+        "by turns",
+        "side by side",
+        "in two outputs",
+        "and transposed",
+        "on and off the path",
+    ],
+)
 def test_a_weight_used_twice_gets_the_sum_of_both_uses(forward):
-    """Tied layers lie in one stage; the order of the sum may differ, so equality is to float tolerance."""
+    """Tied layers lie in one stage; the order of the sum may differ, so equality is to float
+    tolerance.
+    """
     torch.manual_seed(0)
     module = Pair()
     whole, parts = (Run.of(module, forward, [random(6, 4)]) for _ in range(2))
@@ -306,10 +356,19 @@ def test_a_weight_used_twice_gets_the_sum_of_both_uses(forward):
 
 
 @pytest.mark.parametrize("keep", [(True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("forward", [lambda m, x: (m.a(x), m.b(x)), lambda m, x: (m.a(x), m.b(x).sum()),
-                                     lambda m, x: (h := m.a(x), m.b(h))], ids=["apart", "a scalar", "in a row"])  # fmt: skip
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: (m.a(x), m.b(x)),
+        lambda m, x: (m.a(x), m.b(x).sum()),
+        lambda m, x: (h := m.a(x), m.b(h)),
+    ],
+    ids=["apart", "a scalar", "in a row"],
+)
 def test_outputs_that_nobody_used_have_no_part_in_the_backward(forward, keep):
-    """The next stage sends None for them. A scalar among them was once taken for a loss, with a gradient of 1."""
+    """The next stage sends None for them. A scalar among them was once taken for a loss, with a
+    gradient of 1.
+    """
     assert_split_equals_whole(Pair(), forward, [random(3, 4)], keep)
 
 
@@ -352,8 +411,15 @@ def test_without_inputs_that_want_gradients_all_work_is_left_for_the_weights():
     assert all(same(grad, whole.weight_grads()[name]) for name, grad in run.weight_grads().items())
 
 
-@pytest.mark.parametrize("frozen", [("a.weight",), ("a.bias", "b.bias"), ("b.weight", "b.bias"),
-                                    ("a.weight", "a.bias", "b.weight", "b.bias")])  # fmt: skip
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ("a.weight",),
+        ("a.bias", "b.bias"),
+        ("b.weight", "b.bias"),
+        ("a.weight", "a.bias", "b.weight", "b.bias"),
+    ],
+)
 def test_frozen_weights_get_no_gradient(frozen):
     """Fine-tuning trains some layers; the path goes through the others all the same."""
     module = Pair()
@@ -371,7 +437,9 @@ def test_the_input_part_leaves_all_weights_alone():
 
 
 def test_micro_batches_add_up_whatever_stands_between_their_two_parts():
-    """Zero-bubble schedules do W where there is room: behind the forward and I of later micro-batches, and out of order."""
+    """Zero-bubble schedules do W where there is room: behind the forward and I of later
+    micro-batches, and out of order.
+    """
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2))
     twin = copy.deepcopy(module)
@@ -393,7 +461,9 @@ def test_micro_batches_add_up_whatever_stands_between_their_two_parts():
 
 
 def test_hooks_on_weights_run_once():
-    """Gradient clipping and sharding libraries hook the weights themselves; as often as in a whole backward, that is once."""
+    """Gradient clipping and sharding libraries hook the weights themselves; as often as in a whole
+    backward, that is once.
+    """
     calls = []
 
     def forward(m, x):
@@ -414,14 +484,17 @@ def test_hooks_of_modules_take_effect_once():
 
 
 def test_gradients_share_no_memory_with_each_other_or_with_what_arrived():
-    """`zero_` or an in-place clip of one gradient must change no other, nor what another rank still sends."""
+    """`zero_` or an in-place clip of one gradient must change no other, nor what another rank still
+    sends.
+    """
     run = Run.of(Pair(), lambda m, x: x + m.a.bias + m.b.bias + m.a.weight, [random(4, 4)])
     run.split()
     made = [grad for grad in (*run.weight_grads().values(), run.grads[0]) if grad is not None]
     assert len({grad.untyped_storage().data_ptr() for grad in made}) == len(made) == 4
 
 
-# -- work and memory ------------------------------------------------------------------------------------------------------
+# -- work and memory
+# ------------------------------------------------------------------------------------------------------
 
 
 class Counted(torch.autograd.Function):
@@ -441,7 +514,9 @@ class Counted(torch.autograd.Function):
 
 
 def test_no_node_between_weights_runs_twice():
-    """What I has done, W does not do again; otherwise a split backward would cost up to twice a whole one."""
+    """What I has done, W does not do again; otherwise a split backward would cost up to twice a
+    whole one.
+    """
     calls: dict[str, int] = {}
 
     def forward(m, x):
@@ -473,7 +548,9 @@ def test_what_leads_to_weights_alone_runs_in_the_weight_part_alone():
 
 
 def test_the_input_part_leaves_the_weight_gradients_of_a_layer_undone():
-    """That is the point of the split: a linear layer's I is one product of matrices, its W the other."""
+    """That is the point of the split: a linear layer's I is one product of matrices, its W the
+    other.
+    """
 
     def products(job):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -508,14 +585,23 @@ class Holding(torch.autograd.Function):
         return grad, None
 
 
-@pytest.mark.parametrize("forward", [
-    lambda m, x, made: Holding.apply(m.b(Holding.apply(m.a(x), made)), made),
-    lambda m, x, made: Holding.apply(m.a(Holding.apply(m.a(x), made)), made),
-    lambda m, x, made: (Holding.apply(m.a(x), made), Holding.apply(m.b(torch.ones(2, 4)), made)),
-], ids=["in series", "used twice", "off the path"])  # fmt: skip
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x, made: Holding.apply(m.b(Holding.apply(m.a(x), made)), made),
+        lambda m, x, made: Holding.apply(m.a(Holding.apply(m.a(x), made)), made),
+        lambda m, x, made: (
+            Holding.apply(m.a(x), made),
+            Holding.apply(m.b(torch.ones(2, 4)), made),
+        ),
+    ],
+    ids=["in series", "used twice", "off the path"],
+)
 @pytest.mark.parametrize("finished", [True, False], ids=["after W", "W never came"])
 def test_nothing_keeps_the_graph_once_the_weight_part_is_done_or_dropped(forward, finished):
-    """Activations are most of the memory; they must go by themselves, not when the garbage collector next comes by."""
+    """Activations are most of the memory; they must go by themselves, not when the garbage
+    collector next comes by.
+    """
     made: list[weakref.ref[Holder]] = []
     gc.collect()
     gc.disable()

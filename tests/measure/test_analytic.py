@@ -14,13 +14,15 @@ from penstock.measure.counts import count
 from penstock.profile.roofline import Efficiency, roofline
 from penstock.zoo.catalogue import model
 
-#: Forward milliseconds of VGG-19 on a V100, batch 32 (DAPPLE; LITERATURE 11.7): convolutions with their ReLUs, pools, linear maps. The
+#: Forward milliseconds of VGG-19 on a V100, batch 32 (DAPPLE; LITERATURE 11.7): convolutions with
+#: their ReLUs, pools, linear maps. The
 #: backward is told as twice that, of every layer.
 VGG19_MS = [
     3.4, 7.2, 0.65, 3.4, 5.0, 0.3, 2.3, 3.55, 3.55, 3.55, 0.165, 1.71, 2.9, 2.88, 2.86, 0.1, 0.965, 0.965, 0.96, 0.965, 0.03,
     0.45, 0.1, 0.05,
 ]  # fmt: skip
-#: Forward and backward milliseconds of LSTM(1024, 1024) layers, by batch and steps: PipeDream's GNMT-8 and GNMT-16, DAPPLE's GNMT-16.
+#: Forward and backward milliseconds of LSTM(1024, 1024) layers, by batch and steps: PipeDream's
+#: GNMT-8 and GNMT-16, DAPPLE's GNMT-16.
 LSTM_MS = {(32, 48): (2.49, 4.20), (128, 25): (6.9, 13.6), (64, 35): (3.44, 6.51)}
 
 
@@ -30,7 +32,9 @@ def images(side=224):
 
 
 def merged(profile, phase, samples):
-    """Seconds by the paper's layers: what has no weights goes to what stands before it, but for pools."""
+    """Seconds by the paper's layers: what has no weights goes to what stands before it, but for
+    pools.
+    """
     found = []
     for layer in profile:
         name = layer.name.partition(".")[2]
@@ -42,7 +46,9 @@ def merged(profile, phase, samples):
 
 
 def test_vgg19_on_a_v100_takes_about_what_dapple_measured():
-    """Stated: the whole within a tenth, convolution layers but the first within a quarter, all forwards within a factor of 2."""
+    """Stated: the whole within a tenth, convolution layers but the first within a quarter, all
+    forwards within a factor of 2.
+    """
     made = ps.analytic(model("vgg19", device="meta"), images(), "V100", batch=32)
     forward, backward = merged(made, "forward", 32), merged(made, "backward", 32)
     assert sum(forward) == pytest.approx(48.0e-3, rel=0.1)
@@ -101,8 +107,11 @@ def test_a_profile_that_was_measured_there_sets_the_efficiencies(tmp_path):
     measured.save(tmp_path / "there.json")
     for given in (measured, tmp_path / "there.json"):
         found = ps.analytic(made, torch.empty(64, 64), own, calibrate=given)
-        ratios = [a / b for size in found.sizes for a, b in
-                  zip(found.step_seconds(size), measured.step_seconds(size), strict=True)]  # fmt: skip
+        ratios = [
+            a / b
+            for size in found.sizes
+            for a, b in zip(found.step_seconds(size), measured.step_seconds(size), strict=True)
+        ]
         assert statistics.median(ratios) == pytest.approx(1, rel=0.03)
         assert found.machine["efficiency"] == "a profile on mine"
 

@@ -44,7 +44,9 @@ class Work(nn.Module):
 
 
 def test_ranks_on_unlike_devices_do_not_make_one_profile():
-    """Layers 0 to 2 of one device and 3 to 5 of another are the profile of none: here rank 1 takes twenty times as long."""
+    """Layers 0 to 2 of one device and 3 to 5 of another are the profile of none: here rank 1 takes
+    twenty times as long.
+    """
 
     def measured():
         times = 100 if os.environ["RANK"] == "1" else 5
@@ -62,22 +64,29 @@ def test_ranks_on_unlike_devices_do_not_make_one_profile():
         assert "ps.plan({'cpu-0': one, 'cpu-1': other}, …)" in told
 
 
-@pytest.mark.parametrize(("ranks", "pair"), [
-    ([("a", "cpu", 1.0), ("a", "cpu", 1.4)], None),
-    ([("a", "cpu", 1.0), ("b", "cpu", 1.2)], None),
-    ([("a", "cpu", 1.0), ("b", "cpu", 1.4)], (0, 1)),
-    ([("a", "cpu", 3.0), ("a", "cpu", 1.0)], (1, 0)),
-    ([("a", "V100", 1.0), ("a", "A100", 1.0)], (0, 1)),
-    ([("a", "cpu", 1e-5), ("b", "cpu", 1e-4)], None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "pair"),
+    [
+        ([("a", "cpu", 1.0), ("a", "cpu", 1.4)], None),
+        ([("a", "cpu", 1.0), ("b", "cpu", 1.2)], None),
+        ([("a", "cpu", 1.0), ("b", "cpu", 1.4)], (0, 1)),
+        ([("a", "cpu", 3.0), ("a", "cpu", 1.0)], (1, 0)),
+        ([("a", "V100", 1.0), ("a", "A100", 1.0)], (0, 1)),
+        ([("a", "cpu", 1e-5), ("b", "cpu", 1e-4)], None),
+    ],
+)
 def test_kinds_of_devices_are_told_by_name_and_speed(ranks, pair):
-    """Ranks of one host share its cores, so that they may differ by more; what takes microseconds tells nothing."""
+    """Ranks of one host share its cores, so that they may differ by more; what takes microseconds
+    tells nothing.
+    """
     speeds = [RankSpeed(host, device, device, seconds) for host, device, seconds in ranks]
     assert unlike(speeds) == pair
 
 
 def test_hosts_that_are_not_equally_fast_have_devices_of_different_names():
-    """A plan needs a profile for each of them; hosts alike share a name, and the only kind keeps its own."""
+    """A plan needs a profile for each of them; hosts alike share a name, and the only kind keeps
+    its own.
+    """
     devices = [Device(name, 10) for name in ("cpu", "cpu", "cpu", "V100")]
     named = named_by_kind(devices, [1e9, 3e9, 1.1e9, 5e9])
     assert [device.name for device in named] == ["cpu-0", "cpu-1", "cpu-0", "V100"]

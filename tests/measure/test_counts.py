@@ -1,4 +1,6 @@
-"""Counting without computing: bytes are those that measuring finds, operations those of the formulas, and no memory is taken."""
+"""Counting without computing: bytes are those that measuring finds, operations those of the
+formulas, and no memory is taken.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,15 @@ from penstock.zoo.gpt import gpt_loss
 
 PHASES = ("forward", "backward", "input_grad", "weight_grad")
 BYTES = (
-    "name", "kind", "parameters", "parameter_bytes", "buffer_bytes", "output_bytes_per_sample", "entry_bytes_per_sample",
+    "name",
+    "kind",
+    "parameters",
+    "parameter_bytes",
+    "buffer_bytes",
+    "output_bytes_per_sample",
+    "entry_bytes_per_sample",
     "activation_bytes_per_sample",
-)  # fmt: skip
+)
 SMALL = {
     "vgg11_bn": ({"image": 32, "width": 4, "classes": 5}, torch.zeros(4, 3, 32, 32)),
     "resnet18": ({"image": 32, "classes": 5}, torch.zeros(4, 3, 32, 32)),
@@ -41,7 +49,9 @@ def ops(works):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_counted_bytes_and_names_are_those_of_a_measured_profile(name):
-    """A plan made for hardware that is elsewhere must fit the run here: same fingerprint, same bytes."""
+    """A plan made for hardware that is elsewhere must fit the run here: same fingerprint, same
+    bytes.
+    """
     options, example = SMALL[name]
     made = model(name, **options)
     counted, measured = (
@@ -61,7 +71,9 @@ def test_counted_bytes_and_names_are_those_of_a_measured_profile(name):
 
 
 def test_a_loss_counts_with_the_last_layer():
-    """Of a large vocabulary it keeps more than all blocks; what leaves the model is still the model's."""
+    """Of a large vocabulary it keeps more than all blocks; what leaves the model is still the
+    model's.
+    """
     options, example = SMALL["gpt"]
     made, settings = model("gpt", **options), {"loss": gpt_loss, "targets": example}
     plain, counted = count(made, example), count(made, example, **settings)
@@ -89,7 +101,9 @@ def test_a_linear_map_is_three_products_and_the_bytes_of_their_operands():
 
 
 def test_a_convolution_is_counted_kernel_by_kernel():
-    """Gradients of input and weight are as many operations each as the forward; the bias goes over the output again."""
+    """Gradients of input and weight are as many operations each as the forward; the bias goes over
+    the output again.
+    """
     counted = count(
         nn.Sequential(nn.ReLU(), nn.Conv2d(3, 5, 3, padding=1)), torch.zeros(2, 3, 8, 8)
     )
@@ -111,10 +125,13 @@ def test_a_convolution_is_counted_kernel_by_kernel():
 @pytest.mark.parametrize(
     ("layer", "family"),
     [
-        (nn.Conv2d(4, 4, 3), "convolution_3x3"), (nn.Conv2d(4, 4, 3, stride=2), "convolution"), (nn.Conv2d(4, 4, 1), "convolution"),
-        (nn.Conv2d(4, 4, 3, dilation=2), "convolution"), (nn.Conv2d(4, 4, 3, groups=4), "grouped_convolution"),
+        (nn.Conv2d(4, 4, 3), "convolution_3x3"),
+        (nn.Conv2d(4, 4, 3, stride=2), "convolution"),
+        (nn.Conv2d(4, 4, 1), "convolution"),
+        (nn.Conv2d(4, 4, 3, dilation=2), "convolution"),
+        (nn.Conv2d(4, 4, 3, groups=4), "grouped_convolution"),
     ],
-)  # fmt: skip
+)
 def test_convolutions_are_told_apart_by_what_can_be_done_about_them(layer, family):
     """Winograd's way is for 3 x 3 of stride 1; groups leave nothing to fill a device with."""
     counted = count(nn.Sequential(nn.ReLU(), layer), torch.zeros(2, 4, 9, 9))
@@ -167,7 +184,9 @@ def test_the_first_layer_of_a_chain_needs_no_input_gradient():
 
 
 def test_a_model_of_175_billion_parameters_is_counted_without_memory():
-    """GPT-3 by the usual formula: 24 b t w² (1 + t / 6w) operations a block forward, 6 n (and the head) in all."""
+    """GPT-3 by the usual formula: 24 b t w² (1 + t / 6w) operations a block forward, 6 n (and the
+    head) in all.
+    """
     width, tokens = 12_288, 2048
     made = model(
         "gpt", device="meta", layers=96, width=width, heads=96, tokens=tokens, vocabulary=50_257

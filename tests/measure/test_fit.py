@@ -29,7 +29,9 @@ def test_times_of_a_true_link_give_that_link(latency_s, bandwidth):
 @given(st.lists(st.floats(1e-7, 1e3), min_size=len(SIZES), max_size=len(SIZES)))
 @settings(deadline=None, max_examples=200)
 def test_noise_never_makes_a_link_that_is_none(times):
-    """A large message may by chance come sooner than a small one; a plan must not divide by 0 or less."""
+    """A large message may by chance come sooner than a small one; a plan must not divide by 0 or
+    less.
+    """
     found = fit(SIZES, times)
     assert 0 <= found.latency_s < math.inf
     assert 0 < found.bandwidth_bytes_per_s < math.inf
@@ -47,7 +49,9 @@ def test_noise_of_a_fifth_moves_no_prediction_by_more(noise):
 
 
 def test_too_long_and_too_short_weigh_the_same():
-    """Of two times that are far apart it takes the geometric mean; squares relative to the measured time would take the shorter."""
+    """Of two times that are far apart it takes the geometric mean; squares relative to the measured
+    time would take the shorter.
+    """
     found = fit([1000, 2000, 2000], [1.0, 4.0, 1.0])
     assert found.latency_s + 2000 / found.bandwidth_bytes_per_s == pytest.approx(2.0, rel=1e-3)
 

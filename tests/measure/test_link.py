@@ -15,7 +15,9 @@ from penstock.runtime.processes import join
 
 
 def test_a_link_is_the_same_seen_from_both_ends():
-    """Both ranks plan for themselves, and must make the same plan; what came is what was sent, or it raises."""
+    """Both ranks plan for themselves, and must make the same plan; what came is what was sent, or
+    it raises.
+    """
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:
         first, second = launch(_measure, 2, threads=1)

@@ -1,4 +1,6 @@
-"""Layers are timed where they stand, in the order in which a rank runs them. No test looks at a clock."""
+"""Layers are timed where they stand, in the order in which a rank runs them. No test looks at a
+clock.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def passes_of(modules, inner=False):
 
 
 def test_a_pass_goes_forward_through_all_layers_and_then_back_through_all():
-    """As a rank does; a layer that is repeated by itself finds its input and its weights in the cache."""
+    """As a rank does; a layer that is repeated by itself finds its input and its weights in the
+    cache.
+    """
     seen = []
     found = passes_of([Ticking(i, seen) for i in range(3)])
     found.run(torch.ones(2, 4), 1)
@@ -75,8 +79,14 @@ def test_the_loss_counts_with_the_last_layer_and_its_output_is_still_the_layers(
     plain = profile(
         nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)), torch.ones(6, 4), sizes=(6,), repeats=1
     )
-    with_loss = profile(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)), torch.ones(6, 4), sizes=(3, 6), repeats=1,
-                        loss=nn.functional.mse_loss, targets=torch.zeros(6, 8))  # fmt: skip
+    with_loss = profile(
+        nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)),
+        torch.ones(6, 4),
+        sizes=(3, 6),
+        repeats=1,
+        loss=nn.functional.mse_loss,
+        targets=torch.zeros(6, 8),
+    )
     assert [layer.output_bytes_per_sample for layer in with_loss] == [
         layer.output_bytes_per_sample for layer in plain
     ]
@@ -103,7 +113,9 @@ def test_the_call_of_a_backward_is_not_counted_for_every_layer(monkeypatch):
 
 
 def test_measuring_updates_leaves_the_values_as_they_are():
-    """Copies are measured, but in sequence: a layer that has been moved would be another one for what is measured later."""
+    """Copies are measured, but in sequence: a layer that has been moved would be another one for
+    what is measured later.
+    """
     layers = [nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4)]
     before = [parameter.detach().clone() for layer in layers for parameter in layer.parameters()]
     found = measure_update(layers, CPU)
@@ -123,7 +135,9 @@ def test_updates_of_nothing_take_nothing_but_the_call():
 
 
 def test_the_parts_of_a_model_count_by_their_bytes():
-    """A rank with the small tensors of the first layers would else make the large ones of the last as dear."""
+    """A rank with the small tensors of the first layers would else make the large ones of the last
+    as dear.
+    """
     parts = [
         UpdateSeconds(1.0, 10.0, 1.0, 100),
         UpdateSeconds(2.0, 1.0, 3.0, 900),

@@ -1,4 +1,6 @@
-"""Measuring a model: what is counted is exact, what is timed is there, and nothing of the user's is touched. No test looks at a clock."""
+"""Measuring a model: what is counted is exact, what is timed is there, and nothing of the user's is
+touched. No test looks at a clock.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from penstock.zoo.catalogue import model
 
 PHASES = ("forward", "backward", "input_grad", "weight_grad")
 
-#: What layers of `Watched` saw: their label, their input, the number of threads. Copies of a module share it.
+#: What layers of `Watched` saw: their label, their input, the number of threads. Copies of a module
+#: share it.
 SEEN: list[tuple[str, object, int]] = []
 
 
@@ -86,7 +89,8 @@ def split_inputs(monkeypatch):
     return asked
 
 
-# -- what is counted ------------------------------------------------------------------------------------------------------
+# -- what is counted
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_names_kinds_and_counts_are_those_of_the_layers():
@@ -107,7 +111,9 @@ def test_names_kinds_and_counts_are_those_of_the_layers():
 
 
 def test_every_phase_has_a_time_and_a_spread_at_every_size():
-    """Also those that do nothing: a ReLU has no weight gradient, and takes its some microseconds to find out."""
+    """Also those that do nothing: a ReLU has no weight gradient, and takes its some microseconds to
+    find out.
+    """
     found = quick(perceptron(), torch.ones(3, 4), sizes=(6, 2, 2), repeats=3)
     for layer in found:
         for phase in PHASES:
@@ -149,7 +155,8 @@ CHAINS = {
     "in place": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)), (4,), [16, 32, 0]),
     "dropout of nothing": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.Tanh()), (4,), [16, 0, 32]),
     "no weights": (lambda: nn.Sequential(nn.Flatten(), nn.Identity()), (4,), [0, 0]),
-    # input; result and, for the 2 samples together, 2 numbers per channel; result; int64 places of the maxima
+    # input; result and, for the 2 samples together, 2 numbers per channel; result; int64 places of
+    # the maxima
     "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)), (3, 4, 4),
                     [3 * 16 * FLOAT, 8 * 16 * FLOAT + 2 * 8 * FLOAT / 2, 8 * 16 * FLOAT, 8 * 4 * 8]),
     # the view has the storage of what it is a view of
@@ -160,7 +167,9 @@ CHAINS = {
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_activation_bytes_are_those_worked_out_by_hand(name):
-    """Memory limits decide plans; each storage counts once, at the first layer whose backward needs it."""
+    """Memory limits decide plans; each storage counts once, at the first layer whose backward needs
+    it.
+    """
     make, shape, expected = CHAINS[name]
     made = make()
     dtype = next((parameter.dtype for parameter in made.parameters()), torch.float32)
@@ -194,7 +203,9 @@ def vgg_bytes(traced, samples):
 
 
 def test_activation_bytes_of_vgg_are_right_layer_by_layer():
-    """A model on meta with every common kind of layer. One run, which could not be repeated, had 0 for its dropouts."""
+    """A model on meta with every common kind of layer. One run, which could not be repeated, had 0
+    for its dropouts.
+    """
     traced = chain(model("vgg11_bn", device="meta", image=32, classes=10))
     found = quick(traced, torch.rand(2, 3, 32, 32))
     expected = vgg_bytes(traced, 2)
@@ -204,7 +215,9 @@ def test_activation_bytes_of_vgg_are_right_layer_by_layer():
 
 
 def test_every_count_of_activation_bytes_is_the_same_again():
-    """Storages are told apart by address, and addresses are given again once their storage is freed."""
+    """Storages are told apart by address, and addresses are given again once their storage is
+    freed.
+    """
     made = nn.Sequential(
         *(part for _ in range(12) for part in (nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh()))
     )
@@ -214,7 +227,9 @@ def test_every_count_of_activation_bytes_is_the_same_again():
 
 
 def test_a_stage_keeps_its_input_where_that_counts_elsewhere_or_nowhere():
-    """Cut behind a ReLU, both stages keep what it made: one of the two was left out, 9 % of ResNet-18's memory in 4 stages."""
+    """Cut behind a ReLU, both stages keep what it made: one of the two was left out, 9 % of
+    ResNet-18's memory in 4 stages.
+    """
     found = quick(
         nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2), nn.Identity(), nn.Tanh()),
         torch.ones(2, 4),
@@ -229,12 +244,15 @@ def test_a_stage_keeps_its_input_where_that_counts_elsewhere_or_nowhere():
     ]
 
 
-# -- how it is measured ---------------------------------------------------------------------------------------------------
+# -- how it is measured
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_sizes_are_a_batch_in_1_4_and_16_parts():
-    """What plans will use, without being told; a batch is as large as the example unless said. Of 2 samples at least, where
-    there are as many: batch norm over one value has nothing to normalise, and torch refuses it."""
+    """What plans will use, without being told; a batch is as large as the example unless said. Of 2
+    samples at least, where there are as many: batch norm over one value has nothing to normalise,
+    and torch refuses it.
+    """
     made = nn.Sequential(nn.Tanh())
     assert quick(made, torch.ones(2, 4), sizes=None, batch=32).sizes == (2, 8, 32)
     found = quick(made, torch.ones(3, 4), sizes=None)
@@ -271,12 +289,21 @@ class Block(nn.Sequential):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("make", [
-    lambda: nn.ReLU(inplace=True), lambda: nn.Dropout(0.5, inplace=True), Add,
-    lambda: Block(nn.Conv1d(1, 1, 1), nn.ReLU(inplace=True)), lambda: Block(Add(), nn.Conv1d(1, 1, 1)),
-], ids=["ReLU", "dropout", "in silence", "inside a block", "at a block's beginning"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.ReLU(inplace=True),
+        lambda: nn.Dropout(0.5, inplace=True),
+        Add,
+        lambda: Block(nn.Conv1d(1, 1, 1), nn.ReLU(inplace=True)),
+        lambda: Block(Add(), nn.Conv1d(1, 1, 1)),
+    ],
+    ids=["ReLU", "dropout", "in silence", "inside a block", "at a block's beginning"],
+)
 def test_layers_that_work_in_place_are_measured_like_others(make, split_inputs):
-    """Autograd forbids it on a leaf; their input gradients, of whole blocks even, were once left out of the backward."""
+    """Autograd forbids it on a leaf; their input gradients, of whole blocks even, were once left
+    out of the backward.
+    """
     found = quick(nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 4)), torch.ones(2, 1, 4))
     assert split_inputs == [1, 1, 0] * (
         len(split_inputs) // 3
@@ -286,7 +313,9 @@ def test_layers_that_work_in_place_are_measured_like_others(make, split_inputs):
 
 
 def test_a_layer_that_works_in_place_gets_the_same_input_every_time():
-    """Repeats that fed on their own results would soon measure infinities, or zeros that are faster."""
+    """Repeats that fed on their own results would soon measure infinities, or zeros that are
+    faster.
+    """
     quick(
         nn.Sequential(nn.Linear(2, 2), Watched("given"), Add(), Watched("made")),
         torch.ones(2, 2),
@@ -356,7 +385,9 @@ def test_a_model_of_tokens_is_measured_from_end_to_end(split_inputs):
     ids=["real", "meta"],
 )
 def test_the_model_is_left_as_it_was(make):
-    """Somebody measures a model that is half trained, and goes on; also in evaluation mode, and with gradients in it."""
+    """Somebody measures a model that is half trained, and goes on; also in evaluation mode, and
+    with gradients in it.
+    """
     made = make().eval()
     if not next(made.parameters()).is_meta:
         made(torch.ones(1, 4)).sum().backward()
@@ -441,13 +472,16 @@ def test_a_measured_profile_comes_back_from_its_file_as_it_was(tmp_path):
     assert Profile.load(tmp_path / "p.json") == found
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"batch": 0}, r"^batch 0, sizes \[2\], repeats 1 and threads None must be 1 or more$"),
-    ({"batch": -3, "sizes": None}, r"^batch -3, sizes "),
-    ({"sizes": (0, 2)}, r"^batch 2, sizes \[0, 2\], repeats 1"),
-    ({"repeats": 0}, r"repeats 0 and threads None must be 1 or more$"),
-    ({"threads": 0}, r"repeats 1 and threads 0 must be 1 or more$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch": 0}, r"^batch 0, sizes \[2\], repeats 1 and threads None must be 1 or more$"),
+        ({"batch": -3, "sizes": None}, r"^batch -3, sizes "),
+        ({"sizes": (0, 2)}, r"^batch 2, sizes \[0, 2\], repeats 1"),
+        ({"repeats": 0}, r"repeats 0 and threads None must be 1 or more$"),
+        ({"threads": 0}, r"repeats 1 and threads 0 must be 1 or more$"),
+    ],
+)
 def test_settings_below_1_are_refused(settings, message):
     """0 once passed for 'as many as the example has'."""
     with pytest.raises(SettingError, match=message):
@@ -480,7 +514,9 @@ class Skipping(nn.Module):
 
 
 def test_a_traced_model_is_measured_and_counted_by_what_crosses_its_boundaries():
-    """Planner and runtime must mean the same bytes: two values of 6 numbers cross the first boundary, one the second, and no mask."""
+    """Planner and runtime must mean the same bytes: two values of 6 numbers cross the first
+    boundary, one the second, and no mask.
+    """
     inputs = torch.randn(4, 4), torch.zeros(4, 1, dtype=torch.bool)
     traced = chain(Skipping(), inputs)
     measured = profile(traced, inputs, sizes=[2, 4], repeats=1)

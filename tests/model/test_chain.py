@@ -16,7 +16,8 @@ def facts(name, *shape, trainable=True):
     return TensorFacts(name, shape, "float32", 4, trainable)
 
 
-#: An embedding whose weight the head uses again, and a norm in between that lists its own weight twice.
+#: An embedding whose weight the head uses again, and a norm in between that lists its own weight
+#: twice.
 TIED = Chain(
     (
         Layer("embed", "Embedding", ("embed",), ("embed.weight",)),
@@ -25,9 +26,15 @@ TIED = Chain(
         Layer("head", "Linear", ("head",), ("embed.weight",), ("mask",)),
         Layer("last", "Linear", ("last",), (), ("mask",)),
     ),
-    (facts("embed.weight", 10, 3), facts("norm.weight", 3), facts("norm.mean", 3, trainable=False), facts("body.weight", 3, 3),
-     facts("body.bias"), facts("mask", 7, trainable=False)),
-)  # fmt: skip
+    (
+        facts("embed.weight", 10, 3),
+        facts("norm.weight", 3),
+        facts("norm.mean", 3, trainable=False),
+        facts("body.weight", 3, 3),
+        facts("body.bias"),
+        facts("mask", 7, trainable=False),
+    ),
+)
 
 
 def test_a_chain_is_a_sequence_of_its_layers():
@@ -73,13 +80,19 @@ def test_stage_bounds_join_end_to_end(lengths):
     )
 
 
-@pytest.mark.parametrize(("lengths", "message"), [
-    ([2, 2], r"stage lengths \[2, 2\] sum to 4 and must be positive and sum to 5, the number of layers"),
-    ([3, 3], r"stage lengths \[3, 3\] sum to 6"),
-    ([5, 0], r"stage lengths \[5, 0\] sum to 5 and must be positive"),
-    ([6, -1], r"stage lengths \[6, -1\] sum to 5 and must be positive"),
-    ([], r"stage lengths \[\] sum to 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (
+            [2, 2],
+            r"stage lengths \[2, 2\] sum to 4 and must be positive and sum to 5, the number of layers",
+        ),
+        ([3, 3], r"stage lengths \[3, 3\] sum to 6"),
+        ([5, 0], r"stage lengths \[5, 0\] sum to 5 and must be positive"),
+        ([6, -1], r"stage lengths \[6, -1\] sum to 5 and must be positive"),
+        ([], r"stage lengths \[\] sum to 0"),
+    ],
+)
 def test_lengths_that_do_not_make_the_chain_are_refused(lengths, message):
     """A layer left out would be a model that trains without it."""
     with pytest.raises(ChainError, match=message):
@@ -91,13 +104,20 @@ def test_a_cut_may_go_between_tied_layers():
     assert TIED.stage_bounds([2, 3]) == [(0, 2), (2, 5)]
 
 
-@pytest.mark.parametrize("change", [
-    lambda chain: replace(chain, layers=chain.layers[::-1]),
-    lambda chain: replace(chain, layers=(replace(chain[0], name="other"), *chain.layers[1:])),
-    lambda chain: replace(chain, layers=(replace(chain[0], kind="Linear"), *chain.layers[1:])),
-    lambda chain: replace(chain, tensors=(replace(chain.tensors[0], shape=(3, 10)), *chain.tensors[1:])),
-    lambda chain: replace(chain, tensors=(replace(chain.tensors[0], dtype="float16"), *chain.tensors[1:])),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda chain: replace(chain, layers=chain.layers[::-1]),
+        lambda chain: replace(chain, layers=(replace(chain[0], name="other"), *chain.layers[1:])),
+        lambda chain: replace(chain, layers=(replace(chain[0], kind="Linear"), *chain.layers[1:])),
+        lambda chain: replace(
+            chain, tensors=(replace(chain.tensors[0], shape=(3, 10)), *chain.tensors[1:])
+        ),
+        lambda chain: replace(
+            chain, tensors=(replace(chain.tensors[0], dtype="float16"), *chain.tensors[1:])
+        ),
+    ],
+)
 def test_the_fingerprint_differs_when_the_model_does(change):
     """Plans and profiles made for another model are recognised by it."""
     assert change(TIED).fingerprint != TIED.fingerprint

@@ -1,7 +1,8 @@
 """A stage alone in a stream: the order of its ops, what they read, and two ways to run them.
 
-`play` runs a module under a StageWeights, as a rank does. `literal` is the other way: slow, with a new module for every micro-batch,
-explicit weights everywhere and optimizers written out as their papers have them. Both return losses and the newest weights.
+`play` runs a module under a StageWeights, as a rank does. `literal` is the other way: slow, with a
+new module for every micro-batch, explicit weights everywhere and optimizers written out as their
+papers have them. Both return losses and the newest weights.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def updates_before(ops, kind: str) -> dict[int, int]:
 
 @dataclass
 class Line:
-    """Where a stage stands in its pipeline, and the rule: `read` has what F and B of a micro-batch read, given its place."""
+    """Where a stage stands in its pipeline, and the rule: `read` has what F and B of a micro-batch
+    read, given its place.
+    """
 
     stage: int
     stages: int
@@ -75,10 +78,22 @@ class Line:
         self._reads = []
         for n in range(m * far):
             b = n // m
-            self._reads.append(self.read(SimpleNamespace(
-                stage=self.stage, stages=self.stages, batch=b, micro_batch=n % m, micro_batches=m,
-                at_forward=own(b, forward[n]), at_backward=own(b, backward[n]), at_first_stage=own(b, first[n]),
-                batch_at_forward=own(b, forward[b * m]), batch_at_backward=own(b, backward[b * m]))))  # fmt: skip
+            self._reads.append(
+                self.read(
+                    SimpleNamespace(
+                        stage=self.stage,
+                        stages=self.stages,
+                        batch=b,
+                        micro_batch=n % m,
+                        micro_batches=m,
+                        at_forward=own(b, forward[n]),
+                        at_backward=own(b, backward[n]),
+                        at_first_stage=own(b, first[n]),
+                        batch_at_forward=own(b, forward[b * m]),
+                        batch_at_backward=own(b, backward[b * m]),
+                    )
+                )
+            )
 
     def use(self, number: int) -> Use:
         """As `uses(schedule, rule).at` gives it."""
@@ -104,15 +119,29 @@ RULES = {
     "avgpipe": lambda at: Reads(at.at_forward, at.at_backward),
     "pipemare": lambda at: Reads(at.at_forward, at.at_backward),
     "hetpipe": lambda at: Reads(at.at_forward, at.at_forward),
-    "spectrain": lambda at: Reads(at.at_forward, at.at_backward, at.stage // 2 + at.stages - at.stage - 1, at.stage // 2),
-    "xpipe": lambda at: Reads(at.batch_at_forward, at.batch_at_backward,
-                              round((at.stages + at.micro_batches - at.stage / 2 - 2) / at.micro_batches),
-                              round((at.micro_batches + at.stage // 2 - 1) / at.micro_batches)),
-    "pipeoptim": lambda at: Reads(at.at_forward, at.at_backward,
-                                  max(0, math.ceil((at.stages - 1 - at.stage - at.micro_batch) / at.micro_batches)), 0),
-}  # fmt: skip
-ARITHMETIC = {"none": "newest", "pipemare": "corrected", "avgpipe": "averaged", "hetpipe": "waves",
-              **dict.fromkeys(("spectrain", "xpipe", "pipeoptim"), "predicted")}  # fmt: skip
+    "spectrain": lambda at: Reads(
+        at.at_forward, at.at_backward, at.stage // 2 + at.stages - at.stage - 1, at.stage // 2
+    ),
+    "xpipe": lambda at: Reads(
+        at.batch_at_forward,
+        at.batch_at_backward,
+        round((at.stages + at.micro_batches - at.stage / 2 - 2) / at.micro_batches),
+        round((at.micro_batches + at.stage // 2 - 1) / at.micro_batches),
+    ),
+    "pipeoptim": lambda at: Reads(
+        at.at_forward,
+        at.at_backward,
+        max(0, math.ceil((at.stages - 1 - at.stage - at.micro_batch) / at.micro_batches)),
+        0,
+    ),
+}
+ARITHMETIC = {
+    "none": "newest",
+    "pipemare": "corrected",
+    "avgpipe": "averaged",
+    "hetpipe": "waves",
+    **dict.fromkeys(("spectrain", "xpipe", "pipeoptim"), "predicted"),
+}
 EXTRA = {
     "spectrain": 1.0,
     "pipeoptim": 1.0,
@@ -131,8 +160,14 @@ DEFAULTS = {"pipemare": {"decay": 0.135, "annealing": 100.0, "lockstep": 0.0}}
 
 def rule_called(name: str, **facts) -> WeightRule:
     """A rule as the weights room has it, made by hand: these tests hold without that room's files."""
-    facts = {"arithmetic": ARITHMETIC.get(name, "versions"), "optimizers": OPTIMIZERS.get(name, ()),
-             "extra": EXTRA.get(name, 0.0), "options": DEFAULTS.get(name, {}), "because": "its paper has no other", **facts}  # fmt: skip
+    facts = {
+        "arithmetic": ARITHMETIC.get(name, "versions"),
+        "optimizers": OPTIMIZERS.get(name, ()),
+        "extra": EXTRA.get(name, 0.0),
+        "options": DEFAULTS.get(name, {}),
+        "because": "its paper has no other",
+        **facts,
+    }
     return WeightRule(
         name,
         reads=lambda place: Reads(place.at_forward, place.at_backward),
@@ -184,7 +219,8 @@ def play(
 ) -> list[torch.Tensor]:
     """Run ops as a rank does.
 
-    `data(n)` are input and target; `on_backward(n, grads)` sees what each backward adds; `graphs` are in flight.
+    `data(n)` are input and target; `on_backward(n, grads)` sees what each backward adds; `graphs`
+    are in flight.
     """
     graphs, losses = {} if graphs is None else graphs, []
     for kind, number in ops:
@@ -217,7 +253,9 @@ def play(
 
 
 def gradient(module: nn.Module, forward, backward, inputs, targets, loss):
-    """Loss and gradients of a new copy of the module whose weights change in place between its forward and its backward."""
+    """Loss and gradients of a new copy of the module whose weights change in place between its
+    forward and its backward.
+    """
     alone = copy.deepcopy(module)
     for parameter, value in zip(alone.parameters(), forward, strict=True):
         parameter.data = value.clone()
@@ -262,7 +300,9 @@ class Sgd:
 
 
 class Adam:
-    """m ← β₁ m + (1-β₁) g, v ← β₂ v + (1-β₂) g², w ← w - lr m̂ / (√v̂ + ε); decoupled decay first: w ← (1 - lr λ) w."""
+    """m ← β₁ m + (1-β₁) g, v ← β₂ v + (1-β₂) g², w ← w - lr m̂ / (√v̂ + ε); decoupled decay first:
+    w ← (1 - lr λ) w.
+    """
 
     def __init__(self, lr, betas=(0.9, 0.999), eps=1e-8, decoupled=0.0):
         self.lr, self.betas, self.eps, self.decoupled, self.t = lr, betas, eps, decoupled, 0
@@ -344,7 +384,9 @@ PAIRS = {
 
 
 def literal(module, line: Line, data, loss, optimizer, forward=None, backward=None):
-    """The stream by explicit weights. `forward(versions, number, optimizer)` are the weights that an F reads, given all so far."""
+    """The stream by explicit weights. `forward(versions, number, optimizer)` are the weights that
+    an F reads, given all so far.
+    """
     stored = [values_of(module)]
     as_read = lambda side: lambda versions, n, _: versions[getattr(line.use(n).reads, side)]  # noqa: E731
     forward, backward = forward or as_read("forward"), backward or as_read("backward")

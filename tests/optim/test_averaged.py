@@ -70,7 +70,9 @@ def test_a_stream_does_what_the_published_equations_say(lab, place, pipelines, p
 
 
 def test_gradients_of_batches_that_overlap_do_not_mix(lab):
-    """With several micro-batches per batch the next copy's backwards may begin before this copy's update."""
+    """With several micro-batches per batch the next copy's backwards may begin before this copy's
+    update.
+    """
     module = nn.Linear(2, 2).double()
     line = lab.line_of("avgpipe", 0, 1, 2, batches=4, pipelines=2)
     weights = lab.make(lab.site_of(module, line, "avgpipe", lab.PAIRS["sgd"][0]))

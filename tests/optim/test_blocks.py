@@ -62,7 +62,9 @@ def test_strides_and_empty_tensors_are_kept():
 
 
 def test_pointing_is_not_a_change_to_autograd_but_graphs_that_saved_a_parameter_whole_see_it():
-    """The rule that all of versions.py rests on: views in a graph keep the old memory, the parameter itself has the new."""
+    """The rule that all of versions.py rests on: views in a graph keep the old memory, the
+    parameter itself has the new.
+    """
     weight = nn.Parameter(torch.full((2, 2), 2.0))
     inputs = torch.ones(2, 2, requires_grad=True)
     version = weight._version

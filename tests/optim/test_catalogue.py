@@ -14,9 +14,21 @@ from penstock.optim.catalogue import ARITHMETIC, kind_of
 from penstock.schedule.stream import Waves
 
 #: Every rule with an optimizer that it goes with; some where the resumed state is of another kind.
-EVERY = [("none", "momentum"), ("stash", "adam"), ("vertical-sync", "momentum"), ("double-buffer", "adamw"), ("spectrain", "momentum"),
-         ("xpipe", "adam"), ("pipeoptim", "sgd with decay"), ("pipeoptim", "adamw"), ("pipeoptim", "rmsprop"), ("pipemare", "adam"),
-         ("avgpipe", "adam"), ("avgpipe", "momentum"), ("hetpipe", "adam")]  # fmt: skip
+EVERY = [
+    ("none", "momentum"),
+    ("stash", "adam"),
+    ("vertical-sync", "momentum"),
+    ("double-buffer", "adamw"),
+    ("spectrain", "momentum"),
+    ("xpipe", "adam"),
+    ("pipeoptim", "sgd with decay"),
+    ("pipeoptim", "adamw"),
+    ("pipeoptim", "rmsprop"),
+    ("pipemare", "adam"),
+    ("avgpipe", "adam"),
+    ("avgpipe", "momentum"),
+    ("hetpipe", "adam"),
+]
 
 
 class Alone:
@@ -47,7 +59,9 @@ def made(lab, module, rule, pair, stage=0):
 
 @pytest.mark.parametrize(("rule", "pair"), EVERY)
 def test_a_run_that_is_saved_at_a_drain_and_loaded_elsewhere_goes_on_to_the_bit(lab, rule, pair):
-    """Checkpoints are taken in mid-stream, after a drain: the stream after it must not tell whether the run was stopped there."""
+    """Checkpoints are taken in mid-stream, after a drain: the stream after it must not tell whether
+    the run was stopped there.
+    """
     module = lab.mlp()
     weights, line, optimizer = made(lab, module, rule, pair)
     lab.play(module, weights, line.ops, lab.vectors, lab.squares)
@@ -101,8 +115,9 @@ def test_a_checkpoint_of_another_rule_has_nothing_for_it_and_it_begins_anew(lab,
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize(("rule", "pair"), EVERY)
 def test_no_more_is_held_than_the_rule_says(lab, rule, pair, stage):
-    """Plans are made with versions and `extra`: an upper bound that is too low is worse than none. What a prediction from gradients
-    keeps of them comes on top, and room for the roots of a few weights.
+    """Plans are made with versions and `extra`: an upper bound that is too low is worse than none.
+    What a prediction from gradients keeps of them comes on top, and room for the roots of a few
+    weights.
     """
     module = lab.mlp()
     weights, line, _ = made(lab, module, rule, pair, stage)

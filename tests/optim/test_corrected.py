@@ -78,7 +78,9 @@ def test_options_are_the_papers(lab, options):
 
 
 def test_in_lock_step_the_delay_is_the_papers(lab):
-    """τ = (2 (P - i) + 1) / N, i from 1: for its machine, which runs a forward and a backward at once."""
+    """τ = (2 (P - i) + 1) / N, i from 1: for its machine, which runs a forward and a backward at
+    once.
+    """
     for stage in range(3):
         line = lab.line_of("pipemare", stage, 3, 2, batches=6)
         module = lab.mlp()
@@ -154,11 +156,18 @@ def test_without_a_delay_there_is_nothing_to_correct_and_nothing_to_hold(lab):
     assert (weights.versions, dict(weights.state()), weights.facts()) == (1, {}, {"updates": 6})
 
 
-@pytest.mark.parametrize(("options", "facts", "message"), [
-    ({"decay": 0.0}, {}, r"'pipemare': decay is above 0 and below 1, not 0; the paper's is 0.135"),
-    ({"decay": 1.0}, {}, r"decay is above 0 and below 1, not 1"),
-    ({"lockstep": 1.0}, {"stages": 0}, r"lockstep=1 needs to know how many stages there are"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "facts", "message"),
+    [
+        (
+            {"decay": 0.0},
+            {},
+            r"'pipemare': decay is above 0 and below 1, not 0; the paper's is 0.135",
+        ),
+        ({"decay": 1.0}, {}, r"decay is above 0 and below 1, not 1"),
+        ({"lockstep": 1.0}, {"stages": 0}, r"lockstep=1 needs to know how many stages there are"),
+    ],
+)
 def test_an_option_that_makes_no_sense_is_refused(lab, options, facts, message):
     """A decay of 1 would never learn a trend, and one of 0 has no logarithm."""
     from dataclasses import replace

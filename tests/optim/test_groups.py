@@ -25,7 +25,9 @@ def by_kind(name, parameter):
 
 
 def test_parameters_with_the_same_options_are_one_group_in_order_of_appearance():
-    """The whole model is asked, on every rank, so that all have the same groups; groups of frozen parameters come last."""
+    """The whole model is asked, on every rank, so that all have the same groups; groups of frozen
+    parameters come last.
+    """
     groups = Groups.of(by_kind, named().items())
     assert groups.options == ({"lr": 0.5}, {"weight_decay": 0.0}, {"lr": 0.25})
     assert groups.place == {"a.weight": 0, "a.bias": 1, "b.bias": 1, "b.weight": 2}

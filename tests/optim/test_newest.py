@@ -13,7 +13,8 @@ from penstock.weights.catalogue import weight_rule
 
 
 def test_gradients_are_those_of_old_activations_and_the_newest_weights(lab):
-    """The chain rule written out with NumPy: relu's and linear's inputs as the forward left them, matrices as they are now.
+    """The chain rule written out with NumPy: relu's and linear's inputs as the forward left them,
+    matrices as they are now.
 
     This is what `none` means, and what its convergence suffers from.
     """
@@ -48,17 +49,41 @@ def test_gradients_are_those_of_old_activations_and_the_newest_weights(lab):
     assert lab.close(lab.values_of(module), list(map(torch.from_numpy, matrices)))
 
 
-@pytest.mark.parametrize("factory", [lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-                                     lambda ps: torch.optim.Adam(ps, lr=0.01, foreach=True),
-                                     lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True)], ids=["sgd", "foreach", "fused"])  # fmt: skip
-@pytest.mark.parametrize("make", [
-    lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 4)),
-    lambda: nn.Sequential(nn.Flatten(), nn.Unflatten(1, (16, 8)), nn.GRU(8, 4, batch_first=True), First(), nn.LayerNorm(4))],
-    ids=["convolutions", "recurrent"])  # fmt: skip
+@pytest.mark.parametrize(
+    "factory",
+    [
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+        lambda ps: torch.optim.Adam(ps, lr=0.01, foreach=True),
+        lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
+    ],
+    ids=["sgd", "foreach", "fused"],
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Flatten(),
+            nn.Linear(144, 4),
+        ),
+        lambda: nn.Sequential(
+            nn.Flatten(),
+            nn.Unflatten(1, (16, 8)),
+            nn.GRU(8, 4, batch_first=True),
+            First(),
+            nn.LayerNorm(4),
+        ),
+    ],
+    ids=["convolutions", "recurrent"],
+)
 def test_a_graph_in_flight_finds_weights_as_a_change_in_place_under_plain_pytorch_leaves_them(
     lab, make, factory
 ):
-    """Some layers save the weight, some a view of it, some what they have made of it: to each its own, as in plain PyTorch."""
+    """Some layers save the weight, some a view of it, some what they have made of it: to each its
+    own, as in plain PyTorch.
+    """
     torch.manual_seed(0)
     module = make()
     plain = copy.deepcopy(module)
@@ -115,7 +140,9 @@ def test_there_is_one_version_and_no_copy(lab):
 
 
 def test_with_a_flush_gradients_can_be_looked_at_until_the_next_batch_begins(lab):
-    """Synchronous training is plain training, in this, too: norms and logs are read between batches."""
+    """Synchronous training is plain training, in this, too: norms and logs are read between
+    batches.
+    """
     module = lab.mlp()
     line = lab.line_of("none", stage=0, stages=1, micro_batches=2, batches=2)
     site = lab.site_of(module, line, "flush", lab.PAIRS["momentum"][0], rule=weight_rule("flush"))

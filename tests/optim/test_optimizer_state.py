@@ -18,8 +18,15 @@ def parameters():
     return made
 
 
-@pytest.mark.parametrize("make", [lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), torch.optim.Adam, torch.optim.Adagrad,
-                                  lambda ps: torch.optim.AdamW(ps, fused=True)])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+        torch.optim.Adam,
+        torch.optim.Adagrad,
+        lambda ps: torch.optim.AdamW(ps, fused=True),
+    ],
+)
 def test_what_is_loaded_goes_on_as_what_was_saved(make):
     """Moments and counters, parameter by parameter; where there was none there is none."""
     one, two = parameters(), parameters()

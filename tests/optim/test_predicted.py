@@ -76,7 +76,9 @@ def test_spectrain_moves_weights_by_momentum_before_both_passes(lab, place):
 
 
 def test_spectrain_with_dampening_is_the_papers_exponential_average(lab):
-    """v = γ v + (1 - γ) g. torch's first v is g itself: the paper's begins at (1 - γ) g, which fades."""
+    """v = γ v + (1 - γ) g. torch's first v is g itself: the paper's begins at (1 - γ) g, which
+    fades.
+    """
 
     class Paper(lab.Sgd):
         def step(self, weights, grads, scale=1.0):
@@ -104,7 +106,9 @@ def test_spectrain_with_dampening_is_the_papers_exponential_average(lab):
     ("pair", "extra"), [("adam", 3.0), ("adamw", 3.0), ("adam", 1.0), ("adam", 2.0)]
 )
 def test_xpipe_predicts_once_for_all_micro_batches_of_a_batch(lab, place, pair, extra):
-    """The bellwether's prediction is read by the others even when an update has come between, which it does not take part in."""
+    """The bellwether's prediction is read by the others even when an update has come between, which
+    it does not take part in.
+    """
     sides = [lambda line, side=side: bellwether(line, side) for side in ("forward", "backward")]
     agree(lab, "xpipe", place, pair, *sides, rule=lab.rule_called("xpipe", extra=extra))
 
@@ -120,7 +124,9 @@ def test_pipeoptim_predicts_with_the_optimizers_own_formula_before_forwards_only
 
 @pytest.mark.parametrize("rule", ["spectrain", "pipeoptim"])
 def test_layers_that_save_their_weights_as_they_are_find_what_the_backward_reads(lab, rule):
-    """Convolutions and norms save the parameter, linear layers a view of it, weight norm what it has made of two."""
+    """Convolutions and norms save the parameter, linear layers a view of it, weight norm what it
+    has made of two.
+    """
     torch.manual_seed(0)
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 4))
     module = nn.Sequential(
@@ -130,12 +136,22 @@ def test_layers_that_save_their_weights_as_they_are_find_what_the_backward_reads
         torch.randn(3, 2, 6, 6, generator=torch.Generator().manual_seed(n), dtype=torch.float64),
         torch.ones(1),
     )
-    agree(lab, rule, (2, 4, 1) if rule == "spectrain" else (0, 4, 2), "momentum", moved("forward"), moved("backward"),
-          module=module, data=data)  # fmt: skip
+    agree(
+        lab,
+        rule,
+        (2, 4, 1) if rule == "spectrain" else (0, 4, 2),
+        "momentum",
+        moved("forward"),
+        moved("backward"),
+        module=module,
+        data=data,
+    )
 
 
 def test_a_forward_that_reads_ahead_reads_what_the_next_updates_make_if_gradients_stay(lab):
-    """The formula's purpose: with one and the same gradient for ever, plain gradient descent is foreseen exactly."""
+    """The formula's purpose: with one and the same gradient for ever, plain gradient descent is
+    foreseen exactly.
+    """
     module = nn.Linear(3, 2).double()
     line = lab.Line(0, 1, 1, 8, lambda at: Reads(at.at_forward, at.at_backward, 3, 0))
     weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS["sgd"][0]))
@@ -157,7 +173,9 @@ def test_a_forward_that_reads_ahead_reads_what_the_next_updates_make_if_gradient
     [{"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}, {"maximize": True}],
 )
 def test_every_way_to_run_adam_is_foreseen(lab, options):
-    """Single, for each, fused: they keep the same state; the square is the largest so far with amsgrad."""
+    """Single, for each, fused: they keep the same state; the square is the largest so far with
+    amsgrad.
+    """
     module = lab.mlp()
     line = lab.line_of("pipeoptim", 0, 2, 1, 6)
     factory = lambda ps: torch.optim.Adam(ps, lr=0.01, **options)  # noqa: E731
@@ -214,7 +232,9 @@ def test_what_has_had_no_gradient_stays_where_it_is(lab):
 
 
 def test_a_stage_that_predicts_nothing_takes_no_more_memory_than_its_weights(lab):
-    """PipeOptim's last stage reads the newest in both passes: its working storage is the weights themselves."""
+    """PipeOptim's last stage reads the newest in both passes: its working storage is the weights
+    themselves.
+    """
     held = []
     for stage in range(4):
         module = lab.mlp()
@@ -229,7 +249,9 @@ def test_a_stage_that_predicts_nothing_takes_no_more_memory_than_its_weights(lab
 
 
 def test_a_w_that_comes_after_a_later_update_than_its_i_reads_the_newest(lab):
-    """Deferred weight gradients may wait for longer than an update; what the I read cannot be made any more."""
+    """Deferred weight gradients may wait for longer than an update; what the I read cannot be made
+    any more.
+    """
     module = nn.Linear(2, 2)
     line = lab.line_of("pipeoptim", 0, 2, 1, 6)
     weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS["momentum"][0]))

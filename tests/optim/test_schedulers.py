@@ -40,7 +40,9 @@ def test_all_move_as_one():
 
 
 def test_a_state_goes_into_optimizers_that_have_other_groups():
-    """A factory of the user's own may make groups by what a stage has: what is by group then stays the stage's."""
+    """A factory of the user's own may make groups by what a stage has: what is by group then stays
+    the stage's.
+    """
     held = optimizers(2)
     found = Schedulers(lambda optimizer: MultiStepLR(optimizer, [2, 3], gamma=0.5), held)
     stepped(found, held, 3)

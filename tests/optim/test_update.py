@@ -44,7 +44,9 @@ def test_gradients_stay_after_a_step_until_the_next_batch_begins():
 
 
 def test_a_batch_that_begins_before_any_update_finds_the_gradients_there():
-    """Asynchronous schedules update in the middle, and users may have put a gradient there themselves."""
+    """Asynchronous schedules update in the middle, and users may have put a gradient there
+    themselves.
+    """
     held = parameters(1)
     update = Update.make(held, sgd)
     update.begin()
@@ -81,7 +83,9 @@ def test_without_an_optimizer_gradients_add_up_and_nothing_moves():
 
 
 def test_the_optimizer_gets_all_parameters_in_a_list_and_frozen_ones_too():
-    """As with model.parameters(): what is thawed later is in it; a generator would be empty at its second reading."""
+    """As with model.parameters(): what is thawed later is in it; a generator would be empty at its
+    second reading.
+    """
     held = parameters(1, 2, 3)
     held[1].requires_grad_(False)
     held[1].grad = None
@@ -100,7 +104,9 @@ def test_the_optimizer_gets_all_parameters_in_a_list_and_frozen_ones_too():
 
 
 def test_a_thawed_parameter_is_trained_in_its_place_and_a_frozen_one_keeps_its_gradient():
-    """The order decides in which order norms are added up; what has a gradient is stepped, as torch's optimizers do."""
+    """The order decides in which order norms are added up; what has a gradient is stepped, as
+    torch's optimizers do.
+    """
     held = parameters(1, 2, 3)
     held[1].requires_grad_(False)
     update = Update.make(held, sgd)
@@ -129,7 +135,9 @@ def test_a_stage_without_parameters_has_no_optimizer():
 
 
 def test_a_factory_may_leave_parameters_out_or_all_of_a_stage():
-    """`[p for p in params if p.ndim > 1]` is a choice that plain PyTorch has, too; their gradients are dropped like others."""
+    """`[p for p in params if p.ndim > 1]` is a choice that plain PyTorch has, too; their gradients
+    are dropped like others.
+    """
     held = parameters(1, 2)
     some = Update.make(held, lambda params: sgd(params[:1]))
     some.step()
@@ -207,7 +215,9 @@ def test_an_optimizer_in_place_of_a_factory_is_refused_with_the_lambda_to_write(
 
 @pytest.mark.parametrize(("made", "kind"), [(None, "NoneType"), (SGD, "type"), ([], "list")])
 def test_what_is_no_optimizer_is_refused_with_its_kind(made, kind):
-    """`optimizer=lambda params: SGD` forgets the call, and would fail at the first update, on every rank."""
+    """`optimizer=lambda params: SGD` forgets the call, and would fail at the first update, on every
+    rank.
+    """
     message = f"^optimizer= is a function from parameters to a torch.optim.Optimizer; this one returned {kind}$"
     with pytest.raises(SettingError, match=message):
         Update.make(parameters(1), lambda _: made)
@@ -231,7 +241,9 @@ def test_any_optimizer_of_torchs_keeps_its_state_from_step_to_step(make):
 
 
 def test_an_advance_steps_behind_autograds_back_and_drops_the_gradients():
-    """In mid-stream graphs are in flight that have saved the weights; who calls it answers for what they find there."""
+    """In mid-stream graphs are in flight that have saved the weights; who calls it answers for what
+    they find there.
+    """
     held = parameters(1, 2)
     update = Update.make(held, sgd)
     graph = held[0] * held[1]

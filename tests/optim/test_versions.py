@@ -1,4 +1,6 @@
-"""Versions: backwards find the weights that they read as they were, whatever has been updated since."""
+"""Versions: backwards find the weights that they read as they were, whatever has been updated
+since.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from penstock.weights.reads import Reads
 
 
 class Tied(nn.Module):
-    """One weight in two places, a frozen parameter, one that only odd micro-batches reach, and one that nothing does."""
+    """One weight in two places, a frozen parameter, one that only odd micro-batches reach, and one
+    that nothing does.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,14 +92,37 @@ def sequences(number):
 
 
 MODULES = {
-    "convolutions": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-                                           nn.Conv2d(4, 4, 3, bias=False), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 4)), images),
-    "attention": (lambda: nn.Sequential(nn.Embedding(11, 6), nn.TransformerEncoderLayer(6, 2, 12, dropout=0, batch_first=True),
-                                        nn.LayerNorm(6), nn.Linear(6, 6)), tokens),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(4, 4, 3, bias=False),
+            nn.GroupNorm(2, 4),
+            nn.Flatten(),
+            nn.Linear(16, 4),
+        ),
+        images,
+    ),
+    "attention": (
+        lambda: nn.Sequential(
+            nn.Embedding(11, 6),
+            nn.TransformerEncoderLayer(6, 2, 12, dropout=0, batch_first=True),
+            nn.LayerNorm(6),
+            nn.Linear(6, 6),
+        ),
+        tokens,
+    ),
     "tied, frozen, unused": (Tied, rows),
     "recurrent": (Recurrent, sequences),
-    "weight norm": (lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), nn.PReLU(), Bilinear()), rows),
-}  # fmt: skip
+    "weight norm": (
+        lambda: nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), nn.PReLU(), Bilinear()
+        ),
+        rows,
+    ),
+}
 FACTORIES = {
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.01),
     "momentum, foreach": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=True),
@@ -108,7 +135,9 @@ FACTORIES = {
 
 
 def stashed(module, line, data, factory):
-    """Stashing with copies of the whole module: gradients by micro-batch, losses, and the newest weights."""
+    """Stashing with copies of the whole module: gradients by micro-batch, losses, and the newest
+    weights.
+    """
     newest = copy.deepcopy(module)
     optimizer = factory(list(newest.parameters()))
     versions, graphs, losses, grads, latest = [copy.deepcopy(newest)], {}, [], {}, newest
@@ -146,7 +175,9 @@ def stashed(module, line, data, factory):
 def test_a_backward_gives_bit_for_bit_the_gradients_of_the_version_that_its_forward_read(
     lab, name, factory
 ):
-    """Updates come between a forward and its backward, and no graph in flight may notice: layers save weights in many ways."""
+    """Updates come between a forward and its backward, and no graph in flight may notice: layers
+    save weights in many ways.
+    """
     make, data = MODULES[name]
     torch.manual_seed(0)
     module = make()
@@ -192,7 +223,9 @@ def test_a_stream_does_what_the_published_equation_says(
     ("stash", 4, 1, [4, 3, 2, 1]), ("stash", 4, 3, [2, 2, 2, 1]), ("double-buffer", 4, 4, [2, 2, 2, 2]),
     ("vertical-sync", 4, 1, [4, 4, 4, 4])])  # fmt: skip
 def test_as_many_versions_are_kept_as_are_read(lab, rule, stages, micro_batches, kept):
-    """The paper's memory: p - s versions at stage s with a stash, two with a double buffer; never a spare one for the update."""
+    """The paper's memory: p - s versions at stage s with a stash, two with a double buffer; never a
+    spare one for the update.
+    """
     found, bytes_held = [], []
     for stage in range(stages):
         module = lab.mlp()
@@ -242,7 +275,9 @@ def test_a_stage_that_never_updates_holds_one_version(lab):
 
 
 def test_versions_keep_the_layout_that_recurrent_layers_want(lab):
-    """cuDNN takes weights in one piece; apart from each other it copies them together at every forward, and warns."""
+    """cuDNN takes weights in one piece; apart from each other it copies them together at every
+    forward, and warns.
+    """
     module = Recurrent()
     parameters = list(module.parameters())
 
@@ -280,7 +315,9 @@ def test_strides_of_weights_stay(lab):
 
 
 def test_a_layer_may_move_its_weights_in_its_forward(lab):
-    """Models call `flatten_parameters` there: the next update has to find version and parameter together again."""
+    """Models call `flatten_parameters` there: the next update has to find version and parameter
+    together again.
+    """
 
     class Moving(nn.Linear):
         def forward(self, x):
@@ -301,12 +338,20 @@ def test_a_layer_may_move_its_weights_in_its_forward(lab):
     assert all(map(torch.equal, moving.parameters(), still.parameters()))
 
 
-@pytest.mark.parametrize("make", [lambda lab: (lab.mlp(), lab.vectors), lambda lab: (MODULES["convolutions"][0]().double(), None)],
-                         ids=["linear", "convolutions"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda lab: (lab.mlp(), lab.vectors),
+        lambda lab: (MODULES["convolutions"][0]().double(), None),
+    ],
+    ids=["linear", "convolutions"],
+)
 def test_a_rule_whose_backward_reads_another_version_than_its_forward_finds_it_in_all_that_was_saved(
     lab, make
 ):
-    """A user's rule may cap how old weights get. Linear layers save a view of the weight, convolutions the parameter itself."""
+    """A user's rule may cap how old weights get. Linear layers save a view of the weight,
+    convolutions the parameter itself.
+    """
     module, data = make(lab)
     data = data or (lambda n: tuple(each.double() for each in images(n)))
     for part in module.modules():

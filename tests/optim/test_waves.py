@@ -107,7 +107,9 @@ class Literal:
 
 
 def reference(waves, copies):
-    """HetPipe's rule, wave by wave: all copies run a wave, then each adds the others' sums of D waves before."""
+    """HetPipe's rule, wave by wave: all copies run a wave, then each adds the others' sums of D
+    waves before.
+    """
     handed = []
     while not all(copy.ended for copy in copies):
         wave = len(handed)
@@ -155,8 +157,10 @@ def test_streams_do_what_the_published_rule_says(lab, batches, length, distance,
     ]
     reference(waves, plain)
     ends = exchanges(count)
-    copies = [lab.make(lab.site_of(module, line, "hetpipe", factory, waves=waves, exchange=end))
-              for module, line, end in zip(modules, lines, ends, strict=True)]  # fmt: skip
+    copies = [
+        lab.make(lab.site_of(module, line, "hetpipe", factory, waves=waves, exchange=end))
+        for module, line, end in zip(modules, lines, ends, strict=True)
+    ]
     losses = [[] for _ in batches]
 
     def job(c):
@@ -170,19 +174,26 @@ def test_streams_do_what_the_published_rule_says(lab, batches, length, distance,
         assert lab.close(losses[c], plain[c].losses)
         assert lab.close(lab.values_of(modules[c]), plain[c].newest)
         assert lab.close(lab.values_of(modules[c]), lab.values_of(modules[0]))
-    # Whatever one hands on, all take in: a message that nobody waits for would be found by the next stream.
+    # Whatever one hands on, all take in: a message that nobody waits for would be found by the next
+    # stream.
     assert len({tuple(end.log) for end in ends}) == 1
     assert all(row.empty() for end in ends for row in end.queues[end.mine])
 
 
 def test_a_drain_begins_the_count_of_waves_anew(lab):
-    """Two streams of three batches each are not one of six: the wave under way at the drain ends there."""
+    """Two streams of three batches each are not one of six: the wave under way at the drain ends
+    there.
+    """
     waves = Waves(2, 0)
     ends = exchanges(2)
     modules = [lab.mlp(), lab.mlp()]
     lines = lines_of(lab, 0, 2, (3, 3))
-    copies = [lab.make(lab.site_of(module, line, "hetpipe", lab.PAIRS["sgd"][0], waves=waves, exchange=end))
-              for module, line, end in zip(modules, lines, ends, strict=True)]  # fmt: skip
+    copies = [
+        lab.make(
+            lab.site_of(module, line, "hetpipe", lab.PAIRS["sgd"][0], waves=waves, exchange=end)
+        )
+        for module, line, end in zip(modules, lines, ends, strict=True)
+    ]
 
     def job(c):
         for _ in range(2):
@@ -200,8 +211,14 @@ def test_versions_are_stashed_inside_a_copy_and_one_more_is_where_the_wave_began
     ends = exchanges(2)
     modules = [lab.mlp(), lab.mlp()]
     lines = lines_of(lab, 0, 3, (9, 9))
-    copies = [lab.make(lab.site_of(module, line, "hetpipe", lab.PAIRS["momentum"][0], waves=waves, exchange=end))
-              for module, line, end in zip(modules, lines, ends, strict=True)]  # fmt: skip
+    copies = [
+        lab.make(
+            lab.site_of(
+                module, line, "hetpipe", lab.PAIRS["momentum"][0], waves=waves, exchange=end
+            )
+        )
+        for module, line, end in zip(modules, lines, ends, strict=True)
+    ]
     together(
         [
             lambda c=c: lab.play(modules[c], copies[c], lines[c].ops, lab.vectors, lab.squares)
@@ -216,12 +233,25 @@ def test_versions_are_stashed_inside_a_copy_and_one_more_is_where_the_wave_began
 def test_a_weight_that_only_the_others_have_trained_is_taken_in_without_changing_older_versions(
     lab,
 ):
-    """Versions share what a copy has not touched itself; the sum of the others must not reach into the past."""
+    """Versions share what a copy has not touched itself; the sum of the others must not reach into
+    the past.
+    """
     ends = exchanges(2)
     modules = [nn.ParameterList([torch.zeros(2), torch.zeros(2)]) for _ in range(2)]
     line = lab.line_of("hetpipe", 0, 3, 1, 9)
-    copies = [lab.make(lab.site_of(module, line, "hetpipe", lambda ps: torch.optim.SGD(ps, lr=1.0), waves=Waves(1, 0), exchange=end))
-              for module, end in zip(modules, ends, strict=True)]  # fmt: skip
+    copies = [
+        lab.make(
+            lab.site_of(
+                module,
+                line,
+                "hetpipe",
+                lambda ps: torch.optim.SGD(ps, lr=1.0),
+                waves=Waves(1, 0),
+                exchange=end,
+            )
+        )
+        for module, end in zip(modules, ends, strict=True)
+    ]
 
     def job(c):
         for number in range(3):

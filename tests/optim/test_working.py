@@ -60,7 +60,9 @@ def test_every_change_begins_at_the_newest_version():
 
 @pytest.mark.parametrize("soon", [True, False])
 def test_what_is_kept_can_be_had_after_an_update_as_it_was(soon):
-    """XPipe's later micro-batches read what the first has predicted, of weights that are gone by then."""
+    """XPipe's later micro-batches read what the first has predicted, of weights that are gone by
+    then.
+    """
     parameter, working = made()
     working.show("ahead", plus(10))
     working.keep("forward", "ahead", plus(10), soon=soon)

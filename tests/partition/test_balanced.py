@@ -25,7 +25,9 @@ def stage_sums(weights, lengths):
     ([1] * 8 + [20], 3, [0, 4, 8, 9]),
 ])  # fmt: skip
 def test_bounds_are_those_of_deepspeed(weights, stages, bounds):
-    """LITERATURE 2.3: run with DeepSpeed's own function; the first shows that ties go to the shortest last stage."""
+    """LITERATURE 2.3: run with DeepSpeed's own function; the first shows that ties go to the
+    shortest last stage.
+    """
     assert [0, *accumulate(partition_balanced(weights, stages))] == bounds
 
 
@@ -40,7 +42,9 @@ def test_vgg_is_cut_as_deepspeed_cuts_it(vgg, stages, lengths):
 @settings(deadline=None, max_examples=150)
 @given(st.lists(COST, min_size=1, max_size=9))
 def test_two_stages_are_as_even_as_they_can_be(weights):
-    """With two stages the state before the last is a single one, so nothing better can have been dropped."""
+    """With two stages the state before the last is a single one, so nothing better can have been
+    dropped.
+    """
     if len(weights) > 1:
         first, second = stage_sums(weights, partition_balanced(weights, 2))
         assert abs(first - second) == min(
@@ -51,7 +55,9 @@ def test_two_stages_are_as_even_as_they_can_be(weights):
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_the_last_cut_is_the_best_for_the_cut_before_it(data):
-    """Each answer ends with a stage that no other stage could replace: the one property the heuristic has at any size."""
+    """Each answer ends with a stage that no other stage could replace: the one property the
+    heuristic has at any size.
+    """
     weights = data.draw(st.lists(COST, min_size=2, max_size=9))
     stages = data.draw(st.integers(2, len(weights)))
     sums = stage_sums(weights, partition_balanced(weights, stages))

@@ -13,10 +13,13 @@ from penstock.partition.block import block_partition
 COST = st.one_of(st.just(0), st.sampled_from([0.5, 1, 3]), st.integers(0, 1000), st.floats(0, 1))
 
 
-@pytest.mark.parametrize(("costs", "stages", "lengths"), [
-    ([1] * 10, 4, [2, 2, 2, 4]),
-    ([1] * 8 + [20], 3, [3, 3, 3]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("costs", "stages", "lengths"),
+    [
+        ([1] * 10, 4, [2, 2, 2, 4]),
+        ([1] * 8 + [20], 3, [3, 3, 3]),
+    ],
+)
 def test_lengths_are_those_of_torchgpipe(costs, stages, lengths):
     """LITERATURE 2.1 (a): run with torchgpipe's own `solve`; both show how soon it is content."""
     assert block_partition(costs, stages) == lengths
@@ -36,7 +39,9 @@ def test_vgg_is_cut_as_torchgpipe_cuts_it(vgg, stages, lengths):
     ([181, 331, 356, 527, 958, 918, 156], 4, [3, 1, 1, 2]),
 ])  # fmt: skip
 def test_of_several_lightest_stages_the_first_takes_as_in_torchgpipe(costs, stages, lengths):
-    """The paper's rule, the closest, answers 2 3 3, 2 2 1 and 2 2 1 2 here; who compares libraries wants torchgpipe's cut."""
+    """The paper's rule, the closest, answers 2 3 3, 2 2 1 and 2 2 1 2 here; who compares libraries
+    wants torchgpipe's cut.
+    """
     assert block_partition(costs, stages) == lengths
 
 
@@ -44,7 +49,9 @@ def test_of_several_lightest_stages_the_first_takes_as_in_torchgpipe(costs, stag
     ("costs", "stages"), [([0, 0, 0, 0, 1, 1], 5), ([0, 0, 0, 1, 1], 4), ([1, 1, 3, 3], 3)]
 )
 def test_where_torchgpipe_hangs_or_empties_a_stage_the_papers_rule_takes_over(costs, stages):
-    """torchgpipe never returns from the first, answers 4 1 -1 1 to the second and 3 0 1 to the third."""
+    """torchgpipe never returns from the first, answers 4 1 -1 1 to the second and 3 0 1 to the
+    third.
+    """
     lengths = block_partition(costs, stages)
     assert sum(lengths) == len(costs)
     assert min(lengths) >= 1
@@ -57,7 +64,9 @@ def test_equal_costs_keep_the_even_start(cost):
 
 
 def test_sums_that_differ_only_by_rounding_do_not_swap_for_ever():
-    """0.1 + 0.2 + 0.3 is not 0.3 + 0.2 + 0.1 in floats; summed exactly, the order of layers cannot matter."""
+    """0.1 + 0.2 + 0.3 is not 0.3 + 0.2 + 0.1 in floats; summed exactly, the order of layers cannot
+    matter.
+    """
     costs = [0.1, 0.2, 0.3, 1.0, 0.7, 0.3, 0.2, 0.1, 1.1, 0.0] * 20
     assert sum(block_partition(costs, 7)) == 200
 
@@ -73,7 +82,9 @@ def test_costs_of_any_magnitude_are_summed():
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_no_stage_exceeds_the_lightest_by_more_than_the_spread_of_costs(data):
-    """The theorem: with the cheapest cost taken off, heaviest <= lightest + dearest, and it is reached for every input."""
+    """The theorem: with the cheapest cost taken off, heaviest <= lightest + dearest, and it is
+    reached for every input.
+    """
     costs = data.draw(st.lists(COST, min_size=1, max_size=20))
     lengths = block_partition(costs, data.draw(st.integers(1, len(costs))))
     low = min(costs)

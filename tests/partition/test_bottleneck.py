@@ -74,7 +74,9 @@ def cases(draw, cost):
 
 
 def packed(costs, stages):
-    """The least bottleneck by another road: bisect over whole numbers, packing stages greedily. Costs are ints above 0."""
+    """The least bottleneck by another road: bisect over whole numbers, packing stages greedily.
+    Costs are ints above 0.
+    """
 
     def fits(limit):
         used, load = 1, 0
@@ -95,7 +97,9 @@ def packed(costs, stages):
 @settings(deadline=None, max_examples=250)
 @given(case=cases(WHOLE))
 def test_no_cut_is_better_and_none_as_good_has_more_slack(case, overlap):
-    """Whole numbers are exact in floats, so the bottleneck and the sum of squares must be met to the last unit."""
+    """Whole numbers are exact in floats, so the bottleneck and the sum of squares must be met to
+    the last unit.
+    """
     costs, stages, transfer = case
     lengths = minimax(costs, stages, transfer, overlap)
     assert len(lengths) == stages
@@ -114,7 +118,9 @@ def test_no_cut_is_better_and_none_as_good_has_more_slack(case, overlap):
 @settings(deadline=None, max_examples=250)
 @given(case=cases(REAL))
 def test_no_cut_is_better_for_real_costs_either(case, overlap):
-    """Sums of floats in another order differ in their last digits, those of very unlike costs in more; it must not matter."""
+    """Sums of floats in another order differ in their last digits, those of very unlike costs in
+    more; it must not matter.
+    """
     costs, stages, transfer = case
     lengths = minimax(costs, stages, transfer, overlap)
     least = min(worst(costs, cut, transfer, overlap) for cut in every_cut(len(costs), stages))
@@ -131,12 +137,21 @@ def test_vgg_reaches_the_optimum_of_the_table(vgg, stages, lengths, bottleneck):
     assert slowest(costs, lengths) == pytest.approx(bottleneck, abs=1e-9)
 
 
-@pytest.mark.parametrize(("algorithm", "stages", "bottleneck"), [
-    (block_partition, 2, 77.4), (block_partition, 4, 43.95), (block_partition, 8, 31.8),
-    (partition_balanced, 2, 77.4), (partition_balanced, 4, 39.885), (partition_balanced, 8, 22.545),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("algorithm", "stages", "bottleneck"),
+    [
+        (block_partition, 2, 77.4),
+        (block_partition, 4, 43.95),
+        (block_partition, 8, 31.8),
+        (partition_balanced, 2, 77.4),
+        (partition_balanced, 4, 39.885),
+        (partition_balanced, 8, 22.545),
+    ],
+)
 def test_the_libraries_bottlenecks_are_those_of_the_table(vgg, algorithm, stages, bottleneck):
-    """What we claim to be faster than: torchgpipe by 1.10 at 4 stages and 1.41 at 8, DeepSpeed not at all on this model."""
+    """What we claim to be faster than: torchgpipe by 1.10 at 4 stages and 1.41 at 8, DeepSpeed not
+    at all on this model.
+    """
     costs = vgg.step_seconds(32)
     assert slowest(costs, algorithm(costs, stages)) == pytest.approx(bottleneck, abs=1e-9)
 
@@ -188,12 +203,16 @@ def test_overlapping_transfers_cost_nothing_up_to_the_bottleneck_and_others_do()
     ([1, 1, 1], 2, [1, 2]),
 ])  # fmt: skip
 def test_among_optimal_cuts_the_even_one_is_chosen(costs, stages, lengths):
-    """Stages below the bottleneck should have slack, not just be legal; without any costs, even counts are the best guess."""
+    """Stages below the bottleneck should have slack, not just be legal; without any costs, even
+    counts are the best guess.
+    """
     assert minimax(costs, stages) == lengths
 
 
 def test_costs_at_the_edge_of_floats_are_no_trouble():
-    """A bottleneck of the smallest float beside a forbidden transfer once overflowed in the tie-break."""
+    """A bottleneck of the smallest float beside a forbidden transfer once overflowed in the
+    tie-break.
+    """
     assert minimax([0.0, 5e-324], 1, [0.1], overlap=False) == [2]
     assert minimax([9e306, 1e306], 2, [9e306], overlap=False) == [1, 1]
 

@@ -18,7 +18,9 @@ def test_without_a_limit_it_is_the_exact_cut(make_profile):
 
 @pytest.mark.parametrize("states", [0, 1, 2])
 def test_weights_gradients_optimizer_and_activations_are_counted(make_profile, states):
-    """4 bytes per parameter, (2 + states) times, and the activations of as many micro-batches as 1F1B has in flight."""
+    """4 bytes per parameter, (2 + states) times, and the activations of as many micro-batches as
+    1F1B has in flight.
+    """
     profile = make_profile(
         [1.0] * 8, parameters=[10, 1, 1, 1, 1, 1, 1, 10], output_bytes=[3.0] * 8, sizes=(4,)
     )

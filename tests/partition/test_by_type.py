@@ -22,7 +22,9 @@ def profile(make_profile):
     "by", ["type:conv", "type:CONV", "type:^Conv", "type:.*(conv)", "type:nv(2d|T)"]
 )
 def test_layers_match_anywhere_in_the_class_name_in_any_case(profile, by):
-    """DeepSpeed searches, it does not compare whole names; three convolutions are then one for each stage."""
+    """DeepSpeed searches, it does not compare whole names; three convolutions are then one for each
+    stage.
+    """
     lengths = partition(profile, 3, by)
     ends = [sum(lengths[: stage + 1]) for stage in range(3)]
     counts = [

@@ -25,7 +25,9 @@ every_method = pytest.mark.parametrize("by", METHODS)
 
 @st.composite
 def models(draw):
-    """Arguments of make_profile and a number of stages: zeros, ties and a layer that dwarfs the others come often."""
+    """Arguments of make_profile and a number of stages: zeros, ties and a layer that dwarfs the
+    others come often.
+    """
     count = draw(st.integers(1, 14))
     cost = st.one_of(st.just(0.0), st.sampled_from([0.1, 0.5, 1.0, 1000.0]), st.floats(0, 1))
 
@@ -34,8 +36,13 @@ def models(draw):
 
     kinds = each(st.sampled_from(["Conv2d", "Linear"]))
     kinds[draw(st.integers(0, count - 1))] = "Conv2d"
-    return {"forward": each(cost), "backward": each(cost), "kinds": kinds, "parameters": each(st.integers(0, 9)),
-            "output_bytes": each(cost)}, draw(st.integers(1, count))  # fmt: skip
+    return {
+        "forward": each(cost),
+        "backward": each(cost),
+        "kinds": kinds,
+        "parameters": each(st.integers(0, 9)),
+        "output_bytes": each(cost),
+    }, draw(st.integers(1, count))
 
 
 def test_the_list_of_methods_is_what_these_tests_cover():
@@ -53,7 +60,9 @@ def test_every_method_says_where_it_is_from(by):
 @settings(deadline=None, max_examples=60)
 @given(model=models())
 def test_every_method_gives_each_stage_a_layer_and_each_layer_a_stage(make_profile, by, model):
-    """The law that all above this room build on; ties and zeros are where torchgpipe's own code breaks it."""
+    """The law that all above this room build on; ties and zeros are where torchgpipe's own code
+    breaks it.
+    """
     profile, stages = make_profile(**model[0]), model[1]
     lengths = partition(profile, stages, by)
     assert len(lengths) == stages
@@ -103,7 +112,9 @@ def test_fewer_than_one_stage_is_refused(make_profile, by, stages):
 
 @every_method
 def test_a_model_without_layers_is_refused(make_profile, by):
-    """An empty profile has no sizes and no kinds either; the message must still be about the layers."""
+    """An empty profile has no sizes and no kinds either; the message must still be about the
+    layers.
+    """
     with pytest.raises(PartitionError, match="cannot make 1 stages from 0 layers"):
         partition(make_profile([]), 1, by)
 

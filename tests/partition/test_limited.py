@@ -85,7 +85,9 @@ def fits(case, lengths):
 @settings(deadline=None, max_examples=300)
 @given(case=chains())
 def test_no_cut_that_fits_is_better_and_none_is_missed(case, overlap):
-    """The planner believes "None" to mean that no cut fits, and else that no other has a faster slowest stage or link."""
+    """The planner believes "None" to mean that no cut fits, and else that no other has a faster
+    slowest stage or link.
+    """
     found = limited(*case.values(), overlap=overlap)
     cuts = [cut for cut in every_cut(len(case["kept"]), len(case["limits"])) if fits(case, cut)]
     if found is None:
@@ -100,7 +102,9 @@ def test_no_cut_that_fits_is_better_and_none_is_missed(case, overlap):
 @settings(deadline=None, max_examples=200)
 @given(case=chains(st.integers(0, 5)))
 def test_among_equals_the_rest_has_the_most_slack(case, overlap):
-    """Whole numbers, so that ties are common and sums exact: the sum of squares decides, and counts of layers after that."""
+    """Whole numbers, so that ties are common and sums exact: the sum of squares decides, and counts
+    of layers after that.
+    """
     found = limited(*case.values(), overlap=overlap)
     if found is None:
         return
@@ -152,7 +156,9 @@ def test_without_limits_and_for_like_ranks_it_is_minimax(costs, overlap, data):
 
 
 def test_a_thousand_layers_on_64_unlike_ranks_are_as_good_as_by_bisection():
-    """Beyond brute force: whole costs, and a greedy packing that is exact because each rank takes all that it can."""
+    """Beyond brute force: whole costs, and a greedy packing that is exact because each rank takes
+    all that it can.
+    """
     rng = np.random.default_rng(3)
     costs, speed, bytes_ = (
         rng.integers(1, 100, 1000),

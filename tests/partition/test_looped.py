@@ -1,4 +1,6 @@
-"""Several stages per rank: the cut against every other there is, for interleaved placements and for the V."""
+"""Several stages per rank: the cut against every other there is, for interleaved placements and for
+the V.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,14 @@ def chains(draw, stages_of):
     if draw(st.booleans()):
         options["transfer"] = draw(st.lists(REAL, min_size=layers - 1, max_size=layers - 1))
     if draw(st.booleans()):
-        options |= {"holds": rows(st.integers(0, 9)), "kept": rows(st.integers(0, 9)),
-                    "in_flight": draw(st.lists(st.sampled_from([0, 1, 2.5]), min_size=stages, max_size=stages)),
-                    "limits": draw(st.lists(st.integers(0, 60), min_size=ranks, max_size=ranks))}  # fmt: skip
+        options |= {
+            "holds": rows(st.integers(0, 9)),
+            "kept": rows(st.integers(0, 9)),
+            "in_flight": draw(
+                st.lists(st.sampled_from([0, 1, 2.5]), min_size=stages, max_size=stages)
+            ),
+            "limits": draw(st.lists(st.integers(0, 60), min_size=ranks, max_size=ranks)),
+        }
     options["slack"] = draw(st.sampled_from([0.0, 0.0, 0.2]))
     return shape, rows(REAL), options
 
@@ -123,7 +130,9 @@ def check(found, case, ranks_of, exact=True):
 @settings(deadline=None, max_examples=80)
 @given(case=chains(V))
 def test_no_v_has_a_faster_busiest_rank_and_none_as_fast_a_smaller_largest_stage(case):
-    """Unlike ranks, links, and memory of both stages together included; what is said not to fit must not."""
+    """Unlike ranks, links, and memory of both stages together included; what is said not to fit
+    must not.
+    """
     check(folded(case[1], case[0][0], **case[2]), case, V[case[0]])
 
 
@@ -141,7 +150,9 @@ def test_no_loop_of_few_layers_has_a_faster_busiest_rank(case):
 @settings(deadline=None, max_examples=60)
 @given(case=chains(LOOPS))
 def test_the_search_is_no_better_than_possible_and_never_below_its_bound(case):
-    """The same chains without trying all cuts: nothing that does not fit, and a lower bound that is one."""
+    """The same chains without trying all cuts: nothing that does not fit, and a lower bound that is
+    one.
+    """
     shape, seconds, options = case
     ranks_of = LOOPS[shape]
     with pytest.MonkeyPatch.context() as patch:
@@ -163,7 +174,9 @@ def test_the_search_is_no_better_than_possible_and_never_below_its_bound(case):
 
 
 def test_what_the_search_misses_it_misses_by_little():
-    """Where all cuts can still be tried, on random chains: few layers per stage are the hardest case."""
+    """Where all cuts can still be tried, on random chains: few layers per stage are the hardest
+    case.
+    """
     ratios = []
     for seed in range(12):
         costs = np.random.default_rng(seed).random(17)

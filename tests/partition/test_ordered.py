@@ -41,14 +41,19 @@ def chains(draw):
     if draw(st.booleans()):
         options["transfer"] = each(REAL, layers - 1)
     if draw(st.booleans()):
-        options |= {"holds": each(st.integers(0, 9), layers), "kept": [each(st.integers(0, 9), layers) for _ in range(kinds)],
-                    "in_flight": each(st.sampled_from([0, 1, 2.5]), stages),
-                    "limits_of_kind": each(st.integers(0, 50), kinds)}  # fmt: skip
+        options |= {
+            "holds": each(st.integers(0, 9), layers),
+            "kept": [each(st.integers(0, 9), layers) for _ in range(kinds)],
+            "in_flight": each(st.sampled_from([0, 1, 2.5]), stages),
+            "limits_of_kind": each(st.integers(0, 50), kinds),
+        }
     return [each(REAL, layers) for _ in range(kinds)], counts, stages, options
 
 
 def slowest(case, lengths, kinds):
-    """The slowest stage or link; infinite if a stage does not fit or there are too few ranks of a kind."""
+    """The slowest stage or link; infinite if a stage does not fit or there are too few ranks of a
+    kind.
+    """
     seconds, counts, _, options = case
     worst, edges = 0.0, np.cumsum([0, *lengths]).tolist()
     if any(kinds.count(kind) > count for kind, count in enumerate(counts)):
@@ -103,7 +108,9 @@ def test_no_order_and_no_cut_have_a_faster_slowest_stage(case):
 @settings(deadline=None, max_examples=80)
 @given(case=chains())
 def test_the_larger_searches_give_what_fits_and_are_no_better_than_possible(pairs, case):
-    """They may miss a cut whose next stage would be a single layer that is too much for its rank, but never break a limit."""
+    """They may miss a cut whose next stage would be a single layer that is too much for its rank,
+    but never break a limit.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ordered, "PAIRS", 0)
         patch.setattr(ordered, "STATES", 10**9 if pairs == "furthest" else 0)

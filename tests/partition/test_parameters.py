@@ -13,7 +13,9 @@ def test_parameters_are_what_is_balanced(make_profile):
 
 
 def test_a_model_without_parameters_is_still_cut(make_profile):
-    """All weights 0 is a tie everywhere; DeepSpeed's rule for ties then makes every stage but the first a single layer."""
+    """All weights 0 is a tie everywhere; DeepSpeed's rule for ties then makes every stage but the
+    first a single layer.
+    """
     assert (
         partition(make_profile([1] * 5, parameters=[0] * 5), 3, "parameters")
         == partition_balanced([0] * 5, 3)

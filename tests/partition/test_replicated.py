@@ -92,7 +92,9 @@ def allowed(table, limits):
 @settings(deadline=None, max_examples=150)
 @given(problem=problems())
 def test_no_way_to_cut_and_copy_has_a_faster_slowest_stage(problem):
-    """The table may hold anything: more ranks need not be faster, as where gradients must be added up."""
+    """The table may hold anything: more ranks need not be faster, as where gradients must be added
+    up.
+    """
     table, boundary, limits = problem
     links = [0.0, *(boundary or [0.0] * table.shape[0])]
 
@@ -179,8 +181,21 @@ def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
         return True
 
     ways = [way for way in every_way(layers, ranks) if fits(way)]
-    found = replicated(work, weights, outputs, ranks, 4.0, micro_batches=count, latency_s=latency, exactly=exactly,
-                       sync_bandwidth_bytes_per_s=2.0, overlap=overlap, holds=holds, kept=kept, limit=limit)  # fmt: skip
+    found = replicated(
+        work,
+        weights,
+        outputs,
+        ranks,
+        4.0,
+        micro_batches=count,
+        latency_s=latency,
+        exactly=exactly,
+        sync_bandwidth_bytes_per_s=2.0,
+        overlap=overlap,
+        holds=holds,
+        kept=kept,
+        limit=limit,
+    )
     if found is None:
         assert not ways
         return
@@ -189,7 +204,9 @@ def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
 
 
 def test_ranks_left_over_go_where_the_work_is():
-    """Four ranks would do for the bottleneck of the last layer; the others halve the first stage and go on from there."""
+    """Four ranks would do for the bottleneck of the last layer; the others halve the first stage
+    and go on from there.
+    """
     table = table_of(
         lambda first, end, copies: sum([8, 4][first:end]) / copies + 9 * (end - first - 1),
         layers=2,
@@ -201,7 +218,9 @@ def test_ranks_left_over_go_where_the_work_is():
 
 
 def test_ranks_that_no_stage_can_take_are_found_work_at_the_least_loss():
-    """The cut with the fastest slowest stage takes 2 ranks and no third: then another cut must, if all ranks are to work."""
+    """The cut with the fastest slowest stage takes 2 ranks and no third: then another cut must, if
+    all ranks are to work.
+    """
     table = np.full((3, 3, 4), np.inf)
     table[0, 1, 1] = table[1, 2, 1] = 1.0
     table[0, 2, 3] = 5.0
@@ -210,7 +229,9 @@ def test_ranks_that_no_stage_can_take_are_found_work_at_the_least_loss():
 
 
 def test_a_hundred_layers_on_64_ranks_are_no_worse_than_their_bound():
-    """Beyond brute force: without any cost of copies, the bottleneck is as good as all on all, and no sum is below it."""
+    """Beyond brute force: without any cost of copies, the bottleneck is as good as all on all, and
+    no sum is below it.
+    """
     work = np.random.default_rng(2).random(100)
     done = np.concatenate(([0.0], np.cumsum(work)))
     table = (done - done[:, None])[:, :, None] / np.maximum(np.arange(65), 1)
@@ -222,7 +243,9 @@ def test_a_hundred_layers_on_64_ranks_are_no_worse_than_their_bound():
 
 
 def test_memory_counts_the_micro_batches_of_all_ranks_after():
-    """1F1B keeps four micro-batches on the first of four ranks, but two on each of two: the faster cut needs twice the memory."""
+    """1F1B keeps four micro-batches on the first of four ranks, but two on each of two: the faster
+    cut needs twice the memory.
+    """
     costs = [1, 3], [0, 0], [0], 4, 1.0
     assert replicated(*costs, stages=2) == [(1, 1), (1, 3)]
     assert replicated(*costs, stages=2, kept=[10, 1], limit=20) == [(1, 2), (1, 2)]

@@ -13,7 +13,9 @@ from penstock.partition.steps import least_bottleneck, least_sum, spans
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("longest", [2, 4, 6])
 def test_the_least_maximum_and_the_least_sum_are_those_of_all_ways(seed, longest):
-    """Tables of their own for every stage, with steps that cannot be, and no step longer than a table is wide."""
+    """Tables of their own for every stage, with steps that cannot be, and no step longer than a
+    table is wide.
+    """
     rng = np.random.default_rng(seed)
     ends, starts, possible = spans(6, longest)
     tables = [

@@ -22,8 +22,20 @@ def plan(made: Schedule = schedule("1f1b", 2, 4), lengths: tuple[int, ...] = (2,
             "gpipe", 2, 8, "never", lengths, 0.4, 4 * 2**30, "needs 4.0 GiB, has 2.0 GiB on rank 1"
         ),
     )
-    return Plan("abc", ("stem", "body", "head"), lengths, made.name, made.lines, made.micro_batches, 16, "local:2", 4,
-                Prediction(0.5, 0.2, peaks, 32.0, 0.9), made.options, candidates=candidates)  # fmt: skip
+    return Plan(
+        "abc",
+        ("stem", "body", "head"),
+        lengths,
+        made.name,
+        made.lines,
+        made.micro_batches,
+        16,
+        "local:2",
+        4,
+        Prediction(0.5, 0.2, peaks, 32.0, 0.9),
+        made.options,
+        candidates=candidates,
+    )
 
 
 def stream_plan(made: Schedule = schedule("pipedream", 2, 1), **changes) -> Plan:
@@ -95,12 +107,27 @@ def test_the_schedule_is_read_back_whole():
         ({"colour": "red"}, "is no plan: at colour: Unexpected"),
         ({"batch": "many"}, "is no plan: at batch"),
         ({"recompute": "sometimes"}, "is no plan: at recompute"),
-        ({"recomputed": [0]}, 'recomputed and segment_starts say which layers recompute="selective" runs again, and recompute is .never'),
-        ({"recompute": "selective", "recomputed": [1, 0]}, r"recomputed \[1, 0\] must be different ones of the 3 layers, ascending"),
-        ({"recompute": "selective", "recomputed": [0, 3]}, r"recomputed \[0, 3\] must be different ones of the 3 layers"),
-        ({"recompute": "selective", "recomputed": [1, 1]}, r"recomputed \[1, 1\] must be different ones"),
+        (
+            {"recomputed": [0]},
+            'recomputed and segment_starts say which layers recompute="selective" runs again, and recompute is .never',
+        ),
+        (
+            {"recompute": "selective", "recomputed": [1, 0]},
+            r"recomputed \[1, 0\] must be different ones of the 3 layers, ascending",
+        ),
+        (
+            {"recompute": "selective", "recomputed": [0, 3]},
+            r"recomputed \[0, 3\] must be different ones of the 3 layers",
+        ),
+        (
+            {"recompute": "selective", "recomputed": [1, 1]},
+            r"recomputed \[1, 1\] must be different ones",
+        ),
         ({"recompute": "selective", "recomputed": ["a"]}, "is no plan: at recomputed.0"),
-        ({"recompute": "selective", "recomputed": [0, 1], "segment_starts": [2]}, r"segment_starts \[2\] must be different ones of recomputed"),
+        (
+            {"recompute": "selective", "recomputed": [0, 1], "segment_starts": [2]},
+            r"segment_starts \[2\] must be different ones of recomputed",
+        ),
         ({"lengths": [2, 2]}, r"stage lengths \[2, 2\] must be positive and sum to the 3 layers"),
         ({"lengths": [3, 0]}, r"stage lengths \[3, 0\] must be positive"),
         ({"lengths": [1, 1, 1]}, "the programs have 2 stages, the lengths 3"),
@@ -109,20 +136,39 @@ def test_the_schedule_is_read_back_whole():
         ({"programs": ["0F0 0X0"]}, "'0X0' is not an op"),
         ({"weights": "stach"}, "no weight rule called 'stach'. Did you mean 'stash'"),
         ({"weights": "stash"}, "weight rule 'stash' does not go with 1f1b, which is synchronous"),
-        ({"weights_options": [["decay", 0.5]]}, "weight rule 'flush' has no option decay: it takes none"),
+        (
+            {"weights_options": [["decay", 0.5]]},
+            "weight rule 'flush' has no option decay: it takes none",
+        ),
         ({"devices": [1]}, r"devices \[1\] must be 2 different ones of the cluster's 4"),
         ({"devices": [1, 1]}, r"devices \[1, 1\] must be 2 different ones of the cluster's 4"),
         ({"devices": [0, 4]}, r"devices \[0, 4\] must be 2 different ones of the cluster's 4"),
         ({"devices": [-1, 0]}, r"devices \[-1, 0\] must be 2 different ones"),
         ({"devices": ["first", 0]}, "is no plan: at devices.0"),
-        ({"objective": {"name": "time", "value": "little", "unit": "s"}}, "is no plan: at objective.value"),
+        (
+            {"objective": {"name": "time", "value": "little", "unit": "s"}},
+            "is no plan: at objective.value",
+        ),
         ({"remedies": [{"change": "more"}]}, "is no plan: at remedies.0.step_s"),
-        ({"synchronous": False}, "a synchronous plan has no stream, an asynchronous one has: synchronous is False, stream is None"),
+        (
+            {"synchronous": False},
+            "a synchronous plan has no stream, an asynchronous one has: synchronous is False, stream is None",
+        ),
         ({"stream": {"batches": 1}}, r"synchronous is True, stream is Stream\(batches=1"),
-        ({"predicted": {"step_s": 1, "bubble_ratio": 0, "peak_memory": [1], "samples_per_s": 1, "one_device_s": 1}},
-         "memory is predicted for 1 ranks, the programs are for 2"),
+        (
+            {
+                "predicted": {
+                    "step_s": 1,
+                    "bubble_ratio": 0,
+                    "peak_memory": [1],
+                    "samples_per_s": 1,
+                    "one_device_s": 1,
+                }
+            },
+            "memory is predicted for 1 ranks, the programs are for 2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_changed_file_is_refused_with_what_is_wrong(tmp_path, changes, message):
     """A plan is parsed, never trusted: what runs from it must be whole."""
     path = saved(tmp_path, **changes)
@@ -201,7 +247,9 @@ def test_a_plan_of_nothing_prints_too():
 
 
 def test_pairs_and_slices_are_kept(tmp_path):
-    """A program without them would be another one: ops that run as one, slices that number differently."""
+    """A program without them would be another one: ops that run as one, slices that number
+    differently.
+    """
     made = Schedule.parse("0F0 0F1&0B0 0F2 0B2 0B1 0U1", "sliced")
     made = replace(made, slicing=Slicing("samples", ((0.25, 0.75), (1.0,))))
     kept = replace(plan(made, (3,)), slicing=made.slicing)
@@ -283,8 +331,15 @@ def told() -> Plan:
     """A plan with all that a planner may tell of it."""
     predicted = Prediction(0.5, 0.2, (1000, 2000), 32.0, 0.9, 0.6, 0.4, ((("weights", 900), ("activations", 100)), (("weights", 2000),)),
                            (Traffic(0, 1, 2048), Traffic(1, 0, 1024)))  # fmt: skip
-    return replace(plan(), predicted=predicted, devices=(3, 1), torch_version="2.13.0+cpu", planner="dapple",
-                   objective=Objective("pipeline latency", 0.45, "s"), remedies=(Remedy("twice the bandwidth", 0.4),))  # fmt: skip
+    return replace(
+        plan(),
+        predicted=predicted,
+        devices=(3, 1),
+        torch_version="2.13.0+cpu",
+        planner="dapple",
+        objective=Objective("pipeline latency", 0.45, "s"),
+        remedies=(Remedy("twice the bandwidth", 0.4),),
+    )
 
 
 def test_all_that_a_planner_tells_comes_back_from_json(tmp_path):
@@ -294,7 +349,9 @@ def test_all_that_a_planner_tells_comes_back_from_json(tmp_path):
 
 
 def test_all_that_a_planner_tells_is_printed():
-    """Who made it and by what, how far from the best it can be, where it stands, what it holds and sends, and what would help."""
+    """Who made it and by what, how far from the best it can be, where it stands, what it holds and
+    sends, and what would help.
+    """
     text = str(told())
     for line in (
         "by planner dapple, which makes least its pipeline latency 450.0 ms",
@@ -320,7 +377,9 @@ def test_an_objective_prints_with_its_unit(value, unit, text):
 
 @pytest.mark.parametrize("here", ["2.13.1", "2.13.0+cu128", "2.13.0a0", ""])
 def test_a_torch_of_the_same_two_numbers_will_do(here):
-    """Builds and repairs change no times worth a new plan; where nobody says, nothing is known to differ."""
+    """Builds and repairs change no times worth a new plan; where nobody says, nothing is known to
+    differ.
+    """
     told().check_fits("abc", 2, here)
     plan().check_fits("abc", 2, here)
 

@@ -1,4 +1,6 @@
-"""Calibration: what made the timings is found again, whatever roof each op was at. No test looks at a clock."""
+"""Calibration: what made the timings is found again, whatever roof each op was at. No test looks at
+a clock.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,18 @@ from penstock.profile.counts import LayerCounts, ModelCounts, Work
 from penstock.profile.roofline import Efficiency, Roof, roofline
 
 DEVICE = Device("toy", 10**9, flops=(("float32", 1e12),), memory_bytes_per_s=1e11, launch_s=1e-5)
-TRUE = Efficiency(matrix=0.4, convolution=0.3, winograd=2.0, attention=0.2, recurrent=0.25, memory=0.6, launch=1.5, fill_s=2e-5,
-                  call_s=3e-5, source="made up")  # fmt: skip
+TRUE = Efficiency(
+    matrix=0.4,
+    convolution=0.3,
+    winograd=2.0,
+    attention=0.2,
+    recurrent=0.25,
+    memory=0.6,
+    launch=1.5,
+    fill_s=2e-5,
+    call_s=3e-5,
+    source="made up",
+)
 
 
 def layer(name, family, flops, moved, launches=(1, 1)):
@@ -35,8 +47,10 @@ def model():
     layers = []
     for number in range(6):
         flops, moved = 1e6 * 4.0**number, 1e7 / 4.0**number
-        layers += [layer(f"{family}{number}", family, flops, moved, (1 + number % 3, 1 + number % 4))
-                   for family in ("matrix", "convolution", "convolution_3x3", "attention", "recurrent")]  # fmt: skip
+        layers += [
+            layer(f"{family}{number}", family, flops, moved, (1 + number % 3, 1 + number % 4))
+            for family in ("matrix", "convolution", "convolution_3x3", "attention", "recurrent")
+        ]
     return ModelCounts(tuple(layers), "0123456789ab", 1.0, 1.0, 64)
 
 
@@ -64,15 +78,26 @@ def test_what_was_calibrated_on_one_model_predicts_another():
     """That is what it is for."""
     known = model()
     found = calibrated(known, roofline(known, DEVICE, efficiency=TRUE), DEVICE)
-    other = ModelCounts((layer("a", "matrix", 3e8, 2e6), layer("b", "convolution_3x3", 7e9, 5e6), layer("c", "recurrent", 1e7, 1e8)),
-                        "ba9876543210", 1.0, 1.0, 32)  # fmt: skip
+    other = ModelCounts(
+        (
+            layer("a", "matrix", 3e8, 2e6),
+            layer("b", "convolution_3x3", 7e9, 5e6),
+            layer("c", "recurrent", 1e7, 1e8),
+        ),
+        "ba9876543210",
+        1.0,
+        1.0,
+        32,
+    )
     ours, theirs = (roofline(other, DEVICE, efficiency=efficiency) for efficiency in (found, TRUE))
     for size in ours.sizes:
         assert ours.step_seconds(size) == pytest.approx(theirs.step_seconds(size), rel=0.02)
 
 
 def test_families_that_were_not_measured_are_as_much_worse_as_those_that_were():
-    """A slow machine is slow at everything; its LSTM layers are not as fast as a V100's because nobody timed one."""
+    """A slow machine is slow at everything; its LSTM layers are not as fast as a V100's because
+    nobody timed one.
+    """
     counts = ModelCounts(
         tuple(layer(f"m{n}", "matrix", 10.0 ** (8 + n), 1e4) for n in range(4)),
         "0123456789ab",

@@ -18,9 +18,18 @@ def timing(seconds: float) -> Timing:
 
 
 PROFILE = Profile(
-    tuple(LayerProfile(f"l{i}", "L", *map(timing, (1.0, 2.0, 3.0, 4.0)), 1, 4, 1, 5.0, 6.0) for i in range(2)), "f", 7.0, 8,
-    update_s_per_byte=1e-9, device="V", update_fixed_s=1e-3, accumulate_s_per_byte=1e-8,
-)  # fmt: skip
+    tuple(
+        LayerProfile(f"l{i}", "L", *map(timing, (1.0, 2.0, 3.0, 4.0)), 1, 4, 1, 5.0, 6.0)
+        for i in range(2)
+    ),
+    "f",
+    7.0,
+    8,
+    update_s_per_byte=1e-9,
+    device="V",
+    update_fixed_s=1e-3,
+    accumulate_s_per_byte=1e-8,
+)
 
 
 def device(name: str, tera: float | None = None) -> Device:
@@ -74,7 +83,9 @@ def test_devices_of_one_name_share_one_object():
 
 
 def test_of_one_profile_others_are_reckoned_by_their_peaks():
-    """Half the peak takes twice as long, wherever the profiled device stands; a profile that names none is of rank 0's."""
+    """Half the peak takes twice as long, wherever the profiled device stands; a profile that names
+    none is of rank 0's.
+    """
     on = cluster(device("P", 5), device("V", 10))
     slow, own = profiles_of(PROFILE, on)
     assert own is PROFILE

@@ -1,4 +1,6 @@
-"""Timing: what lies between and beyond the measured sizes. Profile: to JSON and back, trusting nothing."""
+"""Timing: what lies between and beyond the measured sizes. Profile: to JSON and back, trusting
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def timings(draw):
 )
 @settings(deadline=None, max_examples=100)
 def test_the_fit_of_affine_times_is_exact(sizes, fixed, per_sample):
-    """A fixed cost per call and a cost per sample is how devices behave; then the fit must find both."""
+    """A fixed cost per call and a cost per sample is how devices behave; then the fit must find
+    both.
+    """
     sizes = tuple(sorted(sizes))
     timing = Timing(sizes, tuple(fixed + per_sample * size for size in sizes))
     assert timing.fixed_s == pytest.approx(fixed, rel=1e-6, abs=1e-6 * timing.median_s[-1])
@@ -79,23 +83,28 @@ def test_times_that_fall_with_size_are_taken_as_all_fixed():
 
 
 def test_a_time_of_zero_does_not_make_the_larger_sizes_free():
-    """The weight gradient is a difference of two measurements, at small sizes often 0; one 0 once made the fit 0."""
+    """The weight gradient is a difference of two measurements, at small sizes often 0; one 0 once
+    made the fit 0.
+    """
     timing = Timing((1, 2, 4, 8), (0.0, 0.0, 0.004, 0.008))
     assert timing.per_sample_s == pytest.approx(0.001, rel=0.3)
     assert timing.at(16) == pytest.approx(0.016, rel=0.3)
     assert Timing((1, 2), (0.0, 0.0)).at(64) == 0.0
 
 
-@pytest.mark.parametrize(("timing", "message"), [
-    (Timing((), ()), r"here: sizes \[\] must be 1 or more and ascend"),
-    (Timing((0, 1), (1, 1)), r"here: sizes \[0, 1\] must be 1 or more"),
-    (Timing((2, 2), (1, 1)), r"here: sizes \[2, 2\] must be 1 or more and ascend"),
-    (Timing((4, 2), (1, 1)), r"here: sizes \[4, 2\] must be 1 or more and ascend"),
-    (Timing((1, 2), (1,)), r"here: needs 2 times of 0 s or more, one for each size"),
-    (Timing((1,), (-1,)), r"here: needs 1 times of 0 s or more"),
-    (Timing((1,), (float("nan"),)), r"here: needs 1 times of 0 s or more"),
-    (Timing((1,), (float("inf"),)), r"here: needs 1 times of 0 s or more"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("timing", "message"),
+    [
+        (Timing((), ()), r"here: sizes \[\] must be 1 or more and ascend"),
+        (Timing((0, 1), (1, 1)), r"here: sizes \[0, 1\] must be 1 or more"),
+        (Timing((2, 2), (1, 1)), r"here: sizes \[2, 2\] must be 1 or more and ascend"),
+        (Timing((4, 2), (1, 1)), r"here: sizes \[4, 2\] must be 1 or more and ascend"),
+        (Timing((1, 2), (1,)), r"here: needs 2 times of 0 s or more, one for each size"),
+        (Timing((1,), (-1,)), r"here: needs 1 times of 0 s or more"),
+        (Timing((1,), (float("nan"),)), r"here: needs 1 times of 0 s or more"),
+        (Timing((1,), (float("inf"),)), r"here: needs 1 times of 0 s or more"),
+    ],
+)
 def test_a_timing_that_cannot_be_is_refused(timing, message):
     """Interpolation over sizes that do not ascend gives nonsense without any error."""
     with pytest.raises(SettingError, match=message):
@@ -146,22 +155,55 @@ def _set(path, value):
     return change
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (_set(["schema"], 99), r"is no profile of schema 1: its schema is 99\. Make it anew with this version"),
-    (_set(["colour"], "red"), r"is no profile: at colour: "),
-    (_set(["layers", 0, "colour"], "red"), r"is no profile: at layers\.0\.colour: "),
-    (_set(["layers", 1, "forward", "unit"], "ms"), r"is no profile: at layers\.1\.forward\.unit: "),
-    (_set(["layers", 0, "forward", "median_s"], [1, None]), r"at layers\.0\.forward\.median_s\.1: "),
-    (_set(["layers", 0, "forward", "median_s"], [1, float("nan")]), r"is not JSON: NaN is not a finite number"),
-    (_set(["layers", 0, "forward", "spread_s"], [float("inf")]), r"is not JSON: Infinity is not a finite number"),
-    (_set(["layers", 0, "forward", "median_s"], [1]), r"layer stem: needs 2 times of 0 s or more, one for each size"),
-    (_set(["layers", 1, "backward", "median_s"], [1, -1]), r"layer head µ: needs 2 times of 0 s or more"),
-    (_set(["layers", 0, "weight_grad", "sizes"], [2, 1]), r"layer stem: sizes \[2, 1\] must be 1 or more and ascend"),
-    (_set(["layers", 0, "activation_bytes_per_sample"], -1.0), r"layer stem: activation_bytes_per_sample is -1\.0, and cannot be below 0"),
-    (_set(["layers", 0, "parameters"], -5), r"layer stem: parameters is -5, and cannot be below 0"),
-    (_set(["batch"], -128), r"batch is -128, and cannot be below 0"),
-    (_set(["layers"], {}), r"is no profile: at layers: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            _set(["schema"], 99),
+            r"is no profile of schema 1: its schema is 99\. Make it anew with this version",
+        ),
+        (_set(["colour"], "red"), r"is no profile: at colour: "),
+        (_set(["layers", 0, "colour"], "red"), r"is no profile: at layers\.0\.colour: "),
+        (
+            _set(["layers", 1, "forward", "unit"], "ms"),
+            r"is no profile: at layers\.1\.forward\.unit: ",
+        ),
+        (
+            _set(["layers", 0, "forward", "median_s"], [1, None]),
+            r"at layers\.0\.forward\.median_s\.1: ",
+        ),
+        (
+            _set(["layers", 0, "forward", "median_s"], [1, float("nan")]),
+            r"is not JSON: NaN is not a finite number",
+        ),
+        (
+            _set(["layers", 0, "forward", "spread_s"], [float("inf")]),
+            r"is not JSON: Infinity is not a finite number",
+        ),
+        (
+            _set(["layers", 0, "forward", "median_s"], [1]),
+            r"layer stem: needs 2 times of 0 s or more, one for each size",
+        ),
+        (
+            _set(["layers", 1, "backward", "median_s"], [1, -1]),
+            r"layer head µ: needs 2 times of 0 s or more",
+        ),
+        (
+            _set(["layers", 0, "weight_grad", "sizes"], [2, 1]),
+            r"layer stem: sizes \[2, 1\] must be 1 or more and ascend",
+        ),
+        (
+            _set(["layers", 0, "activation_bytes_per_sample"], -1.0),
+            r"layer stem: activation_bytes_per_sample is -1\.0, and cannot be below 0",
+        ),
+        (
+            _set(["layers", 0, "parameters"], -5),
+            r"layer stem: parameters is -5, and cannot be below 0",
+        ),
+        (_set(["batch"], -128), r"batch is -128, and cannot be below 0"),
+        (_set(["layers"], {}), r"is no profile: at layers: "),
+    ],
+)
 def test_a_changed_file_is_refused_with_the_place(tmp_path, change, message):
     """A profile comes from anywhere; a negative size in it would make a plan that looks splendid."""
     path = tmp_path / "p.json"

@@ -112,14 +112,17 @@ def test_sizes_are_the_batch_in_parts_by_powers_of_two(batch):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"device": Device("bare", 1)}, r"bare has no peak for float32 \(it has one for no dtype\)"),
+        (
+            {"device": Device("bare", 1)},
+            r"bare has no peak for float32 \(it has one for no dtype\)",
+        ),
         ({"device": replace(DEVICE, memory_bytes_per_s=None)}, "toy has no memory bandwidth"),
         ({"dtype": "bfloat16"}, r"no peak for bfloat16 \(it has one for float32, float16\)"),
         ({"dtype": "float3"}, "dtype 'float3' is not known"),
         ({"sizes": (0, 2)}, "must be 1 or more"),
         ({"batch": 0}, "must be 1 or more"),
     ],
-)  # fmt: skip
+)
 def test_what_a_device_or_a_call_lacks_is_refused_by_name(settings, words):
     """A zero would make every layer free."""
     device = settings.pop("device", DEVICE)

@@ -1,4 +1,6 @@
-"""Jobs of ranks that do not do the same. Each scenario's error is caught, and the next one begins with a pipeline of its own."""
+"""Jobs of ranks that do not do the same. Each scenario's error is caught, and the next one begins
+with a pipeline of its own.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def outcome(scenario, *arguments):
 
 
 def constructions():
-    """What every rank gets where their pipelines differ, and of one that works in between and afterwards."""
+    """What every rank gets where their pipelines differ, and of one that works in between and
+    afterwards.
+    """
     rank = int(os.environ["RANK"])
     other = {"schedule": "gpipe", "micro_batches": 4, "seed": 7, "boundary": "int8"} if rank else {}
     return {
@@ -74,7 +78,9 @@ def constructions():
 
 
 def batches():
-    """Other batches among the first ones, which leave the pipeline as it was, and habits of data parallelism."""
+    """Other batches among the first ones, which leave the pipeline as it was, and habits of data
+    parallelism.
+    """
     rank = int(os.environ["RANK"])
     pipe = pipeline()
     found = {"first": outcome(lambda: float(pipe.train_batch(X, Y)))}
@@ -106,7 +112,9 @@ def trained(**words):
 
 
 def later():
-    """What ranks find in the steady state, where nothing waits for a comparison; each time the pipeline is over."""
+    """What ranks find in the steady state, where nothing waits for a comparison; each time the
+    pipeline is over.
+    """
     rank = int(os.environ["RANK"])
 
     def content():

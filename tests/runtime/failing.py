@@ -1,4 +1,6 @@
-"""Layers that fail, hang or die on purpose. A module of its own, so that ranks in processes can load it by name quickly."""
+"""Layers that fail, hang or die on purpose. A module of its own, so that ranks in processes can
+load it by name quickly.
+"""
 
 from __future__ import annotations
 

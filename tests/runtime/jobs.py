@@ -1,4 +1,6 @@
-"""What ranks run in the tests, and what the same does in one process. Loaded by name in every rank: nothing heavy here."""
+"""What ranks run in the tests, and what the same does in one process. Loaded by name in every rank:
+nothing heavy here.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Plain(torch.optim.Optimizer):
-    """Momentum without torch's own constructor, which loads torch._dynamo: two seconds in every rank."""
+    """Momentum without torch's own constructor, which loads torch._dynamo: two seconds in every
+    rank.
+    """
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.param_groups = [{"params": params, "lr": 0.05}]
@@ -122,7 +126,9 @@ class Gather(nn.Module):
 
 
 def nested(programs: str, lengths: list[int], executor: str) -> dict[str, Any]:
-    """A model with nested boundaries and a frozen beginning, under a schedule given as text; recomputed in part."""
+    """A model with nested boundaries and a frozen beginning, under a schedule given as text;
+    recomputed in part.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(
@@ -136,8 +142,16 @@ def nested(programs: str, lengths: list[int], executor: str) -> dict[str, Any]:
         )
         x, y = torch.randn(12, 16), torch.randint(0, 5, (12,))
     model[0].requires_grad_(False)
-    pipe = ps.Pipeline(model, loss=functional.cross_entropy, balance=lengths, schedule=Schedule.parse(programs), optimizer=Plain,
-                       recompute="except_last", executor=executor, deadline_s=60)  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=functional.cross_entropy,
+        balance=lengths,
+        schedule=Schedule.parse(programs),
+        optimizer=Plain,
+        recompute="except_last",
+        executor=executor,
+        deadline_s=60,
+    )
     losses = [pipe.train_batch(x, y) for _ in range(3)]
     shorter = pipe.train_batch(x[:2], y[:2])
     state = pipe.state_dict()
@@ -146,7 +160,9 @@ def nested(programs: str, lengths: list[int], executor: str) -> dict[str, Any]:
 
 
 def trapped(what: str, kind: str = "F", at: int = 1, deadline_s: float = 300.0) -> Trap:
-    """Two ranks train; the layer at the beginning of rank 1 does `what` in the second of its forwards or backwards."""
+    """Two ranks train; the layer at the beginning of rank 1 does `what` in the second of its
+    forwards or backwards.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Trap(what, kind, at), nn.Linear(16, 4))
     pipe = ps.Pipeline(
@@ -158,15 +174,22 @@ def trapped(what: str, kind: str = "F", at: int = 1, deadline_s: float = 300.0) 
 
 
 def trapped_copy(what: str, deadline_s: float = 300.0) -> None:
-    """Two copies of one stage train; the one on rank 1 does `what` in its second backward, when the other has come to their U."""
+    """Two copies of one stage train; the one on rank 1 does `what` in its second backward, when the
+    other has come to their U.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(16, 16),
         Trap(what if os.environ["RANK"] == "1" else "pass", "B", 1),
         nn.Linear(16, 4),
     )
-    pipe = ps.Pipeline(model, loss=functional.cross_entropy, balance=[3], deadline_s=deadline_s, schedule=Schedule.parse(
-        "rank 0 | 0F0 0B0 0U1\nrank 1 | 0F1 0B1 0F2 0B2 0U1"))  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=functional.cross_entropy,
+        balance=[3],
+        deadline_s=deadline_s,
+        schedule=Schedule.parse("rank 0 | 0F0 0B0 0U1\nrank 1 | 0F1 0B1 0F2 0B2 0U1"),
+    )
     for _ in range(3):
         pipe.train_batch(torch.randn(9, 16), torch.arange(9) % 4)
 
@@ -174,8 +197,16 @@ def trapped_copy(what: str, deadline_s: float = 300.0) -> None:
 def _tiny(optimizer: Any = None, executor: str = "processes") -> ps.Pipeline:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    return ps.Pipeline(model, loss=functional.mse_loss, balance=[2, 1], schedule="1f1b", micro_batches=2,
-                       optimizer=optimizer or Plain, executor=executor, deadline_s=60)  # fmt: skip
+    return ps.Pipeline(
+        model,
+        loss=functional.mse_loss,
+        balance=[2, 1],
+        schedule="1f1b",
+        micro_batches=2,
+        optimizer=optimizer or Plain,
+        executor=executor,
+        deadline_s=60,
+    )
 
 
 def _tiny_batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,7 +229,9 @@ def zero(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def checkpoint_verdicts(folder: Path) -> dict[str, Any]:
-    """Save and load what must be refused, on two ranks; what they said, and whether they are what they were."""
+    """Save and load what must be refused, on two ranks; what they said, and whether they are what
+    they were.
+    """
     import torch.distributed as dist
 
     pipe = _tiny()

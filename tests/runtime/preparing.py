@@ -30,8 +30,15 @@ def made(model, example, **options):
 
 
 def pipeline(chain, **options):
-    return ps.Pipeline(chain, loss=functional.cross_entropy, optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-                       balance=[1, 1], schedule="1f1b", micro_batches=2, **options)  # fmt: skip
+    return ps.Pipeline(
+        chain,
+        loss=functional.cross_entropy,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        balance=[1, 1],
+        schedule="1f1b",
+        micro_batches=2,
+        **options,
+    )
 
 
 made.chain_of = lambda model: ps.chain(model, torch.zeros(4, 4))

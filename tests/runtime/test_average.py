@@ -15,11 +15,15 @@ X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.ones
 WAYS = {
     "ema": (lambda: {"decay": 0.9}, lambda: {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}),
     "mean": (lambda: {"decay": None}, dict),
-    "buffers": (lambda: {"decay": 0.5, "use_buffers": True},
-                lambda: {"multi_avg_fn": get_ema_multi_avg_fn(0.5), "use_buffers": True}),
-    "function": (lambda: {"avg_fn": lambda a, b, n: a + (b - a) / (n + 2)},
-                 lambda: {"avg_fn": lambda a, b, n: a + (b - a) / (n + 2)}),
-}  # fmt: skip
+    "buffers": (
+        lambda: {"decay": 0.5, "use_buffers": True},
+        lambda: {"multi_avg_fn": get_ema_multi_avg_fn(0.5), "use_buffers": True},
+    ),
+    "function": (
+        lambda: {"avg_fn": lambda a, b, n: a + (b - a) / (n + 2)},
+        lambda: {"avg_fn": lambda a, b, n: a + (b - a) / (n + 2)},
+    ),
+}
 
 
 class Head(nn.Module):

@@ -1,4 +1,6 @@
-"""Batches: cut into micro-batches of nearly equal size, put together again, and told apart by signature."""
+"""Batches: cut into micro-batches of nearly equal size, put together again, and told apart by
+signature.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def rows(samples, width=2):
     (37, 8, [5, 5, 5, 5, 5, 4, 4, 4]), (16, 4, [4, 4, 4, 4]), (3, 8, [1, 1, 1]), (1, 1, [1]), (5, 1, [5]), (7, 6, [2, 1, 1, 1, 1, 1]),
 ])  # fmt: skip
 def test_micro_batches_are_nearly_equal_larger_ones_first_and_never_empty(samples, parts, sizes):
-    """All ranks must cut alike, whether the batch divides or not; the last batch of an epoch may be smaller than the pipeline."""
+    """All ranks must cut alike, whether the batch divides or not; the last batch of an epoch may be
+    smaller than the pipeline.
+    """
     made = batch(rows(samples), torch.arange(samples), parts)
     assert [len(x) for x in made.inputs] == [len(y) for y in made.targets] == sizes
     assert made.micro_batches == len(sizes)
@@ -42,7 +46,9 @@ def test_micro_batches_are_nearly_equal_larger_ones_first_and_never_empty(sample
 @given(st.integers(1, 300), st.integers(1, 64))
 @settings(deadline=None, max_examples=150)
 def test_shares_are_those_of_the_samples_and_sum_to_1(samples, parts):
-    """The mean loss of a batch weighs samples; a share that went missing would shrink every gradient."""
+    """The mean loss of a batch weighs samples; a share that went missing would shrink every
+    gradient.
+    """
     made = batch(rows(samples), None, parts)
     sizes = [len(x) for x in made.inputs]
     assert sum(sizes) == samples
@@ -60,15 +66,24 @@ def nested(draw):
         lambda dtype: rows(9).to(dtype)
     )
     leaf = st.one_of(tensor, st.none(), st.integers(), st.text(max_size=3))
-    value = st.recursive(leaf, lambda inner: st.one_of(st.lists(inner, min_size=1, max_size=3), st.lists(inner, max_size=2).map(tuple),
-                                                       st.dictionaries(st.text(max_size=2), inner, max_size=3)), max_leaves=6)  # fmt: skip
+    value = st.recursive(
+        leaf,
+        lambda inner: st.one_of(
+            st.lists(inner, min_size=1, max_size=3),
+            st.lists(inner, max_size=2).map(tuple),
+            st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        ),
+        max_leaves=6,
+    )
     return draw(value)
 
 
 @given(nested(), st.integers(1, 12))
 @settings(deadline=None, max_examples=100)
 def test_what_was_cut_is_whole_again_when_joined(value, parts):
-    """Outputs of micro-batches come back to the user as one, nested as the model made them; constants once."""
+    """Outputs of micro-batches come back to the user as one, nested as the model made them;
+    constants once.
+    """
     pieces = cut(value, even_sizes(9, parts))
     assert len(pieces) == parts
     whole = join(pieces)
@@ -94,7 +109,9 @@ def test_a_batch_without_targets_has_none():
 
 
 def test_batches_of_one_form_have_one_signature():
-    """By it, receives are posted before the shapes have travelled: step, values and targets' shapes do not matter."""
+    """By it, receives are posted before the shapes have travelled: step, values and targets' shapes
+    do not matter.
+    """
     first = batch(rows(8), torch.arange(8), 4).signature
     assert batch(rows(8) + 1, torch.arange(8) * 2, 4, step=9).signature == first
     assert batch(rows(8) * 3, torch.ones(8, 3), 4).signature == first
@@ -102,7 +119,9 @@ def test_batches_of_one_form_have_one_signature():
 
 
 def test_whatever_changes_the_shapes_between_stages_changes_the_signature():
-    """Two batches with one signature and other shapes would be received into buffers that do not fit."""
+    """Two batches with one signature and other shapes would be received into buffers that do not
+    fit.
+    """
     y = torch.arange(8)
     signatures = [
         batch(rows(8), y, 4).signature,
@@ -132,16 +151,31 @@ def test_more_parts_than_samples_is_the_same_as_single_samples():
     )
 
 
-@pytest.mark.parametrize(("x", "y", "message"), [
-    (torch.ones(0, 3), None, r"^the inputs of a batch must be tensors with the same number of samples, at least 1, .*; these have \(0, 3\)$"),
-    (torch.tensor(1.0), None, r"these have \(\)$"),
-    ((torch.ones(2, 3), torch.ones(3, 3)), None, r"these have \(2, 3\), \(3, 3\)$"),
-    ((torch.ones(2, 3), torch.tensor(1.0)), None, r"these have \(2, 3\), \(\)$"),
-    ([1, 2, 3], None, r"^the inputs of a batch must be .* these have no tensors$"),
-    (torch.ones(4, 2), [1, 2, 3, 4], r"^the targets of a batch must be .* these have no tensors$"),
-    (torch.ones(4, 2), torch.ones(3), r"^a batch has 4 inputs and 3 targets$"),
-    (torch.ones(4, 2), (torch.ones(4), torch.ones(3)), r"^the targets of a batch must be .* these have \(4,\), \(3,\)$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (
+            torch.ones(0, 3),
+            None,
+            r"^the inputs of a batch must be tensors with the same number of samples, at least 1, .*; these have \(0, 3\)$",
+        ),
+        (torch.tensor(1.0), None, r"these have \(\)$"),
+        ((torch.ones(2, 3), torch.ones(3, 3)), None, r"these have \(2, 3\), \(3, 3\)$"),
+        ((torch.ones(2, 3), torch.tensor(1.0)), None, r"these have \(2, 3\), \(\)$"),
+        ([1, 2, 3], None, r"^the inputs of a batch must be .* these have no tensors$"),
+        (
+            torch.ones(4, 2),
+            [1, 2, 3, 4],
+            r"^the targets of a batch must be .* these have no tensors$",
+        ),
+        (torch.ones(4, 2), torch.ones(3), r"^a batch has 4 inputs and 3 targets$"),
+        (
+            torch.ones(4, 2),
+            (torch.ones(4), torch.ones(3)),
+            r"^the targets of a batch must be .* these have \(4,\), \(3,\)$",
+        ),
+    ],
+)
 def test_a_batch_that_cannot_be_cut_is_refused_with_its_shapes(x, y, message):
     """On every rank alike, before anything runs: a loader's short batch is the usual reason."""
     with pytest.raises(SettingError, match=message):
@@ -154,7 +188,9 @@ def test_samples_are_counted_over_all_tensors():
 
 
 def test_an_output_without_samples_cannot_be_joined():
-    """Of several micro-batches' numbers none is the batch's: their mean, sum or maximum is the model's own business."""
+    """Of several micro-batches' numbers none is the batch's: their mean, sum or maximum is the
+    model's own business.
+    """
     with pytest.raises(
         SettingError,
         match="the model's output has a tensor without a dimension: outputs of micro-batches are joined",
@@ -162,7 +198,8 @@ def test_an_output_without_samples_cannot_be_joined():
         join([(torch.ones(2), torch.tensor(1.0)), (torch.ones(2), torch.tensor(2.0))])
 
 
-# -- slices -----------------------------------------------------------------------------------------------------------
+# -- slices
+# -----------------------------------------------------------------------------------------------------------
 
 
 def sliced(x, y, slicing, **options):
@@ -204,7 +241,9 @@ def test_sizes_by_share_of_equals_make_the_first_larger(total, shares, sizes):
 
 
 def test_sequences_are_cut_within_their_micro_batches():
-    """Numbers go through: all slices of micro-batch 0 first. A slice's share is that of its tokens in its micro-batch's samples."""
+    """Numbers go through: all slices of micro-batch 0 first. A slice's share is that of its tokens
+    in its micro-batch's samples.
+    """
     x = text(5, 8)
     made = sliced(
         {"tokens": x, "name": "a"}, (x + 1,), Slicing("tokens", ((0.5, 0.25, 0.25), (1.0,)))
@@ -279,17 +318,38 @@ def test_ways_of_slicing_have_signatures_of_their_own():
     assert len({*signatures, batch(x, None, 1).signature, batch(x, None, 2).signature}) == 6
 
 
-@pytest.mark.parametrize(("x", "y", "message"), [
-    (text(4, 2), None, r"^sequences of 2 tokens cannot be cut into 3 slices: take a schedule with at most 2, or longer sequences$"),
-    (torch.ones(4), None, r"^the schedule cuts sequences, so the inputs of a batch must be tensors with the same number of tokens, .* these have \(4,\)$"),
-    (torch.ones(4, 0), None, r"second dimension; these have \(4, 0\)$"),
-    ((text(4, 8), torch.ones(4)), None, r"the inputs of a batch must be .* these have \(4, 8\), \(4,\)$"),
-    ((text(4, 8), torch.ones(4, 1)), None, r"these have \(4, 8\), \(4, 1\)$"),
-    (text(4, 8), torch.arange(4), r"the targets of a batch must be .* these have \(4,\)$"),
-    (text(4, 8), text(4, 7), r"^the schedule cuts sequences: the inputs have 8 tokens each, the targets 7, and must have as many$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (
+            text(4, 2),
+            None,
+            r"^sequences of 2 tokens cannot be cut into 3 slices: take a schedule with at most 2, or longer sequences$",
+        ),
+        (
+            torch.ones(4),
+            None,
+            r"^the schedule cuts sequences, so the inputs of a batch must be tensors with the same number of tokens, .* these have \(4,\)$",
+        ),
+        (torch.ones(4, 0), None, r"second dimension; these have \(4, 0\)$"),
+        (
+            (text(4, 8), torch.ones(4)),
+            None,
+            r"the inputs of a batch must be .* these have \(4, 8\), \(4,\)$",
+        ),
+        ((text(4, 8), torch.ones(4, 1)), None, r"these have \(4, 8\), \(4, 1\)$"),
+        (text(4, 8), torch.arange(4), r"the targets of a batch must be .* these have \(4,\)$"),
+        (
+            text(4, 8),
+            text(4, 7),
+            r"^the schedule cuts sequences: the inputs have 8 tokens each, the targets 7, and must have as many$",
+        ),
+    ],
+)
 def test_sequences_that_cannot_be_cut_are_refused_with_their_shapes(x, y, message):
-    """What has no tokens has no slices: nothing can be left whole, for its share of the loss would be counted several times."""
+    """What has no tokens has no slices: nothing can be left whole, for its share of the loss would
+    be counted several times.
+    """
     with pytest.raises(SettingError, match=message):
         sliced(x, y, Slicing("tokens", ((0.5, 0.25, 0.25),)))
 

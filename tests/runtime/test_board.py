@@ -1,4 +1,6 @@
-"""The board: where every rank is, and what went wrong first; between threads, and between processes by a store."""
+"""The board: where every rank is, and what went wrong first; between threads, and between processes
+by a store.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ SOON_S = 60
 
 @pytest.fixture
 def boards():
-    """Two ranks' views of one board in a store, and an event for each that is set when it hears of a failure."""
+    """Two ranks' views of one board in a store, and an event for each that is set when it hears of
+    a failure.
+    """
     store = HashStore()
     heard = [threading.Event(), threading.Event()]
     made = [StoreBoard(store, rank, 2, heard[rank].set) for rank in range(2)]

@@ -1,4 +1,6 @@
-"""Calls of all ranks, compared: here with a board that is a list, and the calls of two ranks in one process."""
+"""Calls of all ranks, compared: here with a board that is a list, and the calls of two ranks in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -86,12 +88,21 @@ def test_the_same_batches_are_no_difference():
 OTHERS = {
     "content": ((X + 1, Y), "different batches.*values 0, 1, 2, 3.*values 1, 2, 3, 4"),
     "labels": ((X, Y.flip(0)), "different batches.*0, 1, 2, 3 .*7, 6, 5, 4"),
-    "samples": ((X[:7], Y[:7]), r"x \(8, 4\) float32 and y \(8,\) int64 on rank 0.*x \(7, 4\) float32"),
+    "samples": (
+        (X[:7], Y[:7]),
+        r"x \(8, 4\) float32 and y \(8,\) int64 on rank 0.*x \(7, 4\) float32",
+    ),
     "dtype": ((X.double(), Y), r"x \(8, 4\) float32 .*x \(8, 4\) float64"),
     "nesting": (({"x": X}, Y), r"x \(8, 4\) float32 and.*dict"),
-    "mode": ((X, Y, "eval_batch"), "do not do the same.*train_batch with .* on rank 0.*eval_batch with"),
-    "update": ((X, Y, "train_batch without an update"), "train_batch without an update .* on rank 1"),
-}  # fmt: skip
+    "mode": (
+        (X, Y, "eval_batch"),
+        "do not do the same.*train_batch with .* on rank 0.*eval_batch with",
+    ),
+    "update": (
+        (X, Y, "train_batch without an update"),
+        "train_batch without an update .* on rank 1",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -159,7 +170,9 @@ def test_the_first_batches_are_compared_before_they_are_played():
 
 
 def test_without_check_data_ranks_may_have_batches_of_their_own():
-    """The first rank's targets and the last rank's inputs are never used; but methods and numbers of micro-batches count."""
+    """The first rank's targets and the last rank's inputs are never used; but methods and numbers
+    of micro-batches count.
+    """
     one, other = two_ranks()
     one.check_data = other.check_data = False
     batch, source = begun(one, X, torch.zeros(8)), begun(other, torch.zeros(8, 4), Y)

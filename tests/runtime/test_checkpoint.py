@@ -1,4 +1,6 @@
-"""Checkpoints: training goes on to the bit under any other cut, and what is no whole checkpoint of this model is refused."""
+"""Checkpoints: training goes on to the bit under any other cut, and what is no whole checkpoint of
+this model is refused.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,16 @@ def pipeline(name="vgg", lengths=2, schedule="1f1b", optimizer=SGD, *, model=Non
     model = model if model is not None else made(case)[0]
     if isinstance(lengths, int):
         lengths = lengths_of(len(layers_of(model)), lengths)
-    return ps.Pipeline(model, loss=case.loss, balance=lengths, schedule=schedule, micro_batches=4, optimizer=optimizer,
-                       executor="threads", **options)  # fmt: skip
+    return ps.Pipeline(
+        model,
+        loss=case.loss,
+        balance=lengths,
+        schedule=schedule,
+        micro_batches=4,
+        optimizer=optimizer,
+        executor="threads",
+        **options,
+    )
 
 
 def batch(name="vgg", number=0):
@@ -427,7 +437,9 @@ def test_optimizer_state_that_a_checkpoint_cannot_hold_is_refused_when_it_is_sav
 
 
 def test_tied_frozen_and_half_trained_parameters_come_back(tmp_path):
-    """A tied weight has two names and one state, a frozen one has none, and so has one that no gradient has reached."""
+    """A tied weight has two names and one state, a frozen one has none, and so has one that no
+    gradient has reached.
+    """
 
     def model():
         torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""Checkpoints are whole or refused: damaged and mixed files, state of another optimizer or scheduler, and what cannot be saved."""
+"""Checkpoints are whole or refused: damaged and mixed files, state of another optimizer or
+scheduler, and what cannot be saved.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,16 @@ def pipeline(optimizer=sgd, *, balance=(2, 1), schedule="1f1b", model=None, **op
     """A model of 23 weights in two stages."""
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    return ps.Pipeline(model, loss=nn.functional.mse_loss, balance=list(balance), schedule=schedule, micro_batches=2,
-                       optimizer=optimizer, executor="threads", **options)  # fmt: skip
+    return ps.Pipeline(
+        model,
+        loss=nn.functional.mse_loss,
+        balance=list(balance),
+        schedule=schedule,
+        micro_batches=2,
+        optimizer=optimizer,
+        executor="threads",
+        **options,
+    )
 
 
 def batch(number=0):
@@ -97,12 +107,15 @@ def refused_by(pipe, folder):
     return None
 
 
-# -- damage -------------------------------------------------------------------------------------------------------------------
+# -- damage
+# -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", [0x01, 0x80, 0xFF])
 def test_any_damaged_byte_is_refused_or_changes_nothing(tmp_path, change):
-    """Disks and cables turn bits; a weight with another exponent is found weeks later, in the results."""
+    """Disks and cables turn bits; a weight with another exponent is found weeks later, in the
+    results.
+    """
     whole = trained(optimizer=adam)
     whole.save(tmp_path)
     expected = everything(whole)
@@ -125,7 +138,9 @@ def test_any_damaged_byte_is_refused_or_changes_nothing(tmp_path, change):
 
 
 def test_a_run_that_has_loaded_does_not_depend_on_the_files_any_more(tmp_path):
-    """Moments that are a view of the file would change with it, and a file that becomes shorter would end the process."""
+    """Moments that are a view of the file would change with it, and a file that becomes shorter
+    would end the process.
+    """
     trained(optimizer=adam).save(tmp_path)
     pipe = pipeline(adam)
     pipe.load(tmp_path)
@@ -210,7 +225,9 @@ def test_a_folder_without_an_index_says_what_is_there(tmp_path):
 
 
 def test_a_checkpoint_outlasts_a_loss_of_power(tmp_path, monkeypatch):
-    """Files, and the names of files, are on the disk before the index is replaced, and the index before old files go."""
+    """Files, and the names of files, are on the disk before the index is replaced, and the index
+    before old files go.
+    """
     pipe = trained()
     pipe.save(tmp_path)
     old = set(tmp_path.iterdir())
@@ -230,7 +247,8 @@ def test_a_checkpoint_outlasts_a_loss_of_power(tmp_path, monkeypatch):
     assert sorted(happened) == [".partial", ".partial", "folder", "folder", "folder"]
 
 
-# -- values -------------------------------------------------------------------------------------------------------------------
+# -- values
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_weights_that_are_no_numbers_do_not_replace_a_good_checkpoint(tmp_path):
@@ -256,7 +274,9 @@ def test_weights_that_are_no_numbers_do_not_replace_a_good_checkpoint(tmp_path):
 
 
 def test_moments_that_are_no_numbers_are_refused_and_infinite_buffers_are_not(tmp_path):
-    """The next step would make weights of them. Masks are full of infinities, and NaN in a buffer is the model's affair."""
+    """The next step would make weights of them. Masks are full of infinities, and NaN in a buffer
+    is the model's affair.
+    """
 
     class Mask(nn.Module):
         def __init__(self):
@@ -281,8 +301,9 @@ def test_moments_that_are_no_numbers_are_refused_and_infinite_buffers_are_not(tm
 
 def test_a_model_of_another_dtype_is_refused_and_the_message_says_in_what_it_differs(tmp_path):
     """A copy would round every weight, and say nothing."""
-    trained(model=nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(),
-            steps=0).save(tmp_path)  # fmt: skip
+    trained(
+        model=nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), steps=0
+    ).save(tmp_path)
     assert_refused(
         tmp_path,
         r"another model: .*0\.weight is float64 \(4, 3\) in the checkpoint and float32 \(4, 3\) in the model",
@@ -311,7 +332,8 @@ def test_complex_weights_of_double_precision_come_back(tmp_path):
     )
 
 
-# -- optimizers ---------------------------------------------------------------------------------------------------------------
+# -- optimizers
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -445,16 +467,28 @@ class Quantised(SGD):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Lookahead, r"of Lookahead: it keeps tensors in its attribute 'slow', and not in Lookahead\.state"),
+        (
+            Lookahead,
+            r"of Lookahead: it keeps tensors in its attribute 'slow', and not in Lookahead\.state",
+        ),
         (Curvature, r"of Curvature: it keeps tensors in its attribute 'factors'"),
-        (Wrapper, r"of Wrapper: part of it lies in another optimizer, the Adam in its attribute 'base_optimizer'"),
+        (
+            Wrapper,
+            r"of Wrapper: part of it lies in another optimizer, the Adam in its attribute 'base_optimizer'",
+        ),
         (OwnStateDict, r"of OwnStateDict: its own state_dict\(\) has trust besides"),
-        (Counting, r"of Counting: Counting\.state has the key 'calls', which is no parameter of its groups"),
+        (
+            Counting,
+            r"of Counting: Counting\.state has the key 'calls', which is no parameter of its groups",
+        ),
         (ZeroRedundancyOptimizer, r"of a ZeroRedundancyOptimizer: it is divided over the ranks"),
-        (Quantised, r"of Quantised: it keeps a Sharded as 'scale'; a file can hold dense tensors of torch's own"),
+        (
+            Quantised,
+            r"of Quantised: it keeps a Sharded as 'scale'; a file can hold dense tensors of torch's own",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
-)  # fmt: skip
+)
 def test_an_optimizer_whose_state_cannot_be_written_is_refused_when_it_is_saved(
     tmp_path, kind, message
 ):
@@ -490,7 +524,8 @@ def test_gradients_that_wait_for_their_step_are_not_left_out_silently(tmp_path):
     assert differences(everything(other), everything(pipe)) == []
 
 
-# -- schedulers, scaler, weight rule ------------------------------------------------------------------------------------------
+# -- schedulers, scaler, weight rule
+# ------------------------------------------------------------------------------------------
 
 
 def with_scheduler(*makes, steps=2):
@@ -635,11 +670,13 @@ def test_what_a_weight_rule_keeps_is_refused_by_another_rule(tmp_path):
     assert other.step == 6
 
 
-# -- ranks in processes ---------------------------------------------------------------------------------------------------------
+# -- ranks in processes
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_in_processes_refuse_together_and_change_nothing(tmp_path):
-    """One damaged file, a rank that reads another checkpoint, an optimizer that is divided over ranks, and a disk that is not shared.
+    """One damaged file, a rank that reads another checkpoint, an optimizer that is divided over
+    ranks, and a disk that is not shared.
 
     Without one verdict a rank that finds nothing wrong has loaded already: a model of two steps.
     """

@@ -28,7 +28,9 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_changed_number_changes_the_checksum_of_every_dtype(dtype):
-    """NumPy knows neither bfloat16 nor float8, and a checksum that skipped them would find all batches equal."""
+    """NumPy knows neither bfloat16 nor float8, and a checksum that skipped them would find all
+    batches equal.
+    """
     one = torch.tensor([0, 1, 1, 0]).to(dtype)
     other = torch.tensor([0, 1, 0, 0]).to(dtype)
     assert checksum(one) == checksum(one.clone()) is not None

@@ -130,7 +130,9 @@ def test_a_comparison_prints_the_worst_of_each_kind_first():
 
 
 def test_a_difference_of_next_to_nothing_is_held_against_the_others_of_its_kind():
-    """Biases before a softmax have gradients of rounding errors alone: any other order of sums changes them by all they are."""
+    """Biases before a softmax have gradients of rounding errors alone: any other order of sums
+    changes them by all they are.
+    """
     found = Comparison(
         {"a": 1e-9, "b": 0.0}, {}, 0.0, {"a": 1e-9, "b": 1.0, "loss": 1.0}, {"output": 0.0}
     )

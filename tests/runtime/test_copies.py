@@ -1,4 +1,6 @@
-"""Copies of a stage: equal from the first batch on, their gradients added up in the order of the ranks."""
+"""Copies of a stage: equal from the first batch on, their gradients added up in the order of the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def _weights(stage):
 
 
 def test_gradients_that_no_update_used_add_up_once_over_two_batches():
-    """Without an optimizer gradients are the user's; what was added up before must not be added up again."""
+    """Without an optimizer gradients are the user's; what was added up before must not be added up
+    again.
+    """
     pipe, model, x, y = pipeline("mlp", BOTH_WAYS, [3, 4])
     pipe.train_batch(x, y)
     once = gradients(model)
@@ -77,7 +81,9 @@ def test_gradients_that_no_update_used_add_up_once_over_two_batches():
 
 
 def test_buffers_are_those_of_the_first_copy():
-    """Batch norm's statistics: what the first copy has seen, on all copies, as in DistributedDataParallel."""
+    """Batch norm's statistics: what the first copy has seen, on all copies, as in
+    DistributedDataParallel.
+    """
     pipe, model, x, y = pipeline("resnet", THREE, [9])
     plain = PlainTraining(copy.deepcopy(model), CASES["resnet"].loss)
     pipe.train_batch(x, y)
@@ -90,7 +96,9 @@ def test_buffers_are_those_of_the_first_copy():
 
 
 def test_a_copy_without_micro_batches_still_meets_the_others():
-    """A batch of one sample is one micro-batch: the other pipeline has nothing to do, and gets the same update."""
+    """A batch of one sample is one micro-batch: the other pipeline has nothing to do, and gets the
+    same update.
+    """
     pipe, model, x, y = pipeline("gpt", BOTH_WAYS, [2, 3], optimizer=sgd)
     plain = PlainTraining(copy.deepcopy(model), CASES["gpt"].loss)
     optimizer = sgd(list(plain.model.parameters()))

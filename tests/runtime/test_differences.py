@@ -58,24 +58,54 @@ def frozen():
 
 OTHERS = {
     "seed": ({"seed": 3}, "seed: 0 on rank 0; 3 on rank 1"),
-    "cut": ({"balance": [3, 2]}, r"cut: stages of \[2, 3\] layers on rank 0; stages of \[3, 2\] layers on rank 1"),
-    "schedule": ({"schedule": "gpipe"}, "schedule: 1f1b with 2 stages, 2 micro-batches on rank 0; gpipe with"),
+    "cut": (
+        {"balance": [3, 2]},
+        r"cut: stages of \[2, 3\] layers on rank 0; stages of \[3, 2\] layers on rank 1",
+    ),
+    "schedule": (
+        {"schedule": "gpipe"},
+        "schedule: 1f1b with 2 stages, 2 micro-batches on rank 0; gpipe with",
+    ),
     "micro-batches": ({"micro_batches": 4}, "with 2 stages, 4 micro-batches on rank 1"),
     "recompute": ({"recompute": "always"}, "recompute: 'never' on rank 0; 'always' on rank 1"),
     "layers": ({"recompute": [0]}, r"recomputed: \{\} on rank 0; \{0\} on rank 1"),
     "loss": ({"loss": shifted}, "loss: torch.nn.functional.mse_loss .*on rank 0; .*shifted.*0.5"),
-    "clipping": ({"options": Options(clip_grad_norm=1.0)}, "clip_grad_norm: None on rank 0; 1.0 on rank 1"),
-    "autocast": ({"options": Options(autocast=torch.bfloat16)}, "autocast: None on rank 0; torch.bfloat16 on rank 1"),
+    "clipping": (
+        {"options": Options(clip_grad_norm=1.0)},
+        "clip_grad_norm: None on rank 0; 1.0 on rank 1",
+    ),
+    "autocast": (
+        {"options": Options(autocast=torch.bfloat16)},
+        "autocast: None on rank 0; torch.bfloat16 on rank 1",
+    ),
     "accumulate": ({"options": Options(accumulate=2)}, "accumulate: 1 on rank 0; 2 on rank 1"),
-    "boundary": ({"options": Options(boundary="int8")}, "boundary: None on rank 0; 'int8' on rank 1"),
-    "weights": ({"network": model(1)}, "weights of layer '0': values with checksum .* on rank 0; values with checksum"),
-    "width": ({"network": model(width=9)}, r"parameter '0.weight': \(8, 4\), float32, trained on rank 0; \(9, 4\)"),
-    "dtype": ({"network": model(dtype=torch.float64)}, r"parameter '0.weight': .*float32.* on rank 0; .*float64"),
+    "boundary": (
+        {"options": Options(boundary="int8")},
+        "boundary: None on rank 0; 'int8' on rank 1",
+    ),
+    "weights": (
+        {"network": model(1)},
+        "weights of layer '0': values with checksum .* on rank 0; values with checksum",
+    ),
+    "width": (
+        {"network": model(width=9)},
+        r"parameter '0.weight': \(8, 4\), float32, trained on rank 0; \(9, 4\)",
+    ),
+    "dtype": (
+        {"network": model(dtype=torch.float64)},
+        r"parameter '0.weight': .*float32.* on rank 0; .*float64",
+    ),
     "dropout": ({"network": model(drop=0.5)}, r"module of layer 2: Dropout\(p=0.1.*Dropout\(p=0.5"),
     "mode": ({"network": model().eval()}, "module of layer 0: .* in evaluation mode on rank 1"),
-    "frozen": ({"network": frozen()}, "parameter '0.bias': .* trained on rank 0; .* not trained on rank 1"),
-    "number": ({"network": nn.Sequential(*model(), nn.Tanh()), "balance": [2, 4]}, "layers: 5 layers on rank 0; 6 layers on rank 1"),
-}  # fmt: skip
+    "frozen": (
+        {"network": frozen()},
+        "parameter '0.bias': .* trained on rank 0; .* not trained on rank 1",
+    ),
+    "number": (
+        {"network": nn.Sequential(*model(), nn.Tanh()), "balance": [2, 4]},
+        "layers: 5 layers on rank 0; 6 layers on rank 1",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -87,7 +117,9 @@ def test_another_model_or_setting_is_found_and_both_values_are_said(name):
 
 
 def test_equal_ranks_have_no_difference():
-    """Also with a loss and models that are other objects, and a function that holds the number of its rank."""
+    """Also with a loss and models that are other objects, and a function that holds the number of
+    its rank.
+    """
 
     def loss_of(rank):
         def loss(output, target):
@@ -122,7 +154,9 @@ def test_all_differences_are_said_at_once_by_ranks():
 
 
 def test_layers_on_the_meta_device_need_values_only_where_they_are_trained():
-    """A rank may spare the memory of layers that others train; but what it trains must be the same model."""
+    """A rank may spare the memory of layers that others train; but what it trains must be the same
+    model.
+    """
     whole = description()
     weights = whole.weights
     spared = [

@@ -1,4 +1,6 @@
-"""Ranks in processes that do not do the same: every rank has one message that says which rank differs in what."""
+"""Ranks in processes that do not do the same: every rank has one message that says which rank
+differs in what.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,14 @@ def loss_of_a_first_batch():
 def test_pipelines_that_differ_are_refused_on_every_rank_and_later_ones_work():
     """At construction: nothing has been computed, and nothing waits for a deadline."""
     ranks = ps.launch(disagreement.constructions, 2)
-    agree(ranks, "settings", "^RanksDiffer: ", "schedule: 1f1b with 2 stages, 2 micro-batches on rank 0; gpipe with 2 stages, 4",
-          "seed: 0 on rank 0; 7 on rank 1", "boundary: None on rank 0; 'int8' on rank 1")  # fmt: skip
+    agree(
+        ranks,
+        "settings",
+        "^RanksDiffer: ",
+        "schedule: 1f1b with 2 stages, 2 micro-batches on rank 0; gpipe with 2 stages, 4",
+        "seed: 0 on rank 0; 7 on rank 1",
+        "boundary: None on rank 0; 'int8' on rank 1",
+    )
     agree(
         ranks,
         "ranks",
@@ -72,8 +80,14 @@ def test_pipelines_that_differ_are_refused_on_every_rank_and_later_ones_work():
 def test_the_first_other_batch_is_refused_before_anything_is_updated():
     """A shuffling loader without a seed, a sampler of data parallelism, a part of a batch."""
     ranks = ps.launch(disagreement.batches, 2)
-    agree(ranks, "content", "^RanksDiffer: the ranks have different batches in call 2", "values 0, 0.03125.* on rank 0",
-          "values 0.03125, .* on rank 1", "seed the loader's shuffling")  # fmt: skip
+    agree(
+        ranks,
+        "content",
+        "^RanksDiffer: the ranks have different batches in call 2",
+        "values 0, 0.03125.* on rank 0",
+        "values 0.03125, .* on rank 1",
+        "seed the loader's shuffling",
+    )
     agree(ranks, "evaluation", r"eval_batch with x \(8, 4\).* on rank 0.*x \(7, 4\).* on rank 1")
     agree(
         ranks,
@@ -97,8 +111,12 @@ def test_later_differences_are_found_without_the_deadline():
         "has already been computed",
     )
     agree(ranks, "shapes", r"^RanksDiffer: .*x \(8, 4\) .* on rank 0.*x \(7, 4\) .* on rank 1")
-    agree(ranks, "loader", r"^RanksDiffer: .*call 25.*train_batch .* on rank 0.*the end of train\(\) on rank 1",
-          "the same number of batches")  # fmt: skip
+    agree(
+        ranks,
+        "loader",
+        r"^RanksDiffer: .*call 25.*train_batch .* on rank 0.*the end of train\(\) on rank 1",
+        "the same number of batches",
+    )
     agree(
         ranks, "one_rank", "^RanksDiffer: .*call 21.*state_dict on rank 0.*train_batch .* on rank 1"
     )
@@ -134,9 +152,15 @@ def test_a_model_that_other_ranks_have_trained_in_part_is_not_read_in_silence(mo
 def test_a_second_pipeline_over_a_trained_model_has_the_trained_weights_or_is_refused(
     model_readings,
 ):
-    """Under the same cut every rank goes on with its own layers; under another it would begin with old ones."""
-    agree(model_readings, "moved", "weights of layer '2': on rank 0, which is to train it, from before the training",
-          r"load_into\(model\) first")  # fmt: skip
+    """Under the same cut every rank goes on with its own layers; under another it would begin with
+    old ones.
+    """
+    agree(
+        model_readings,
+        "moved",
+        "weights of layer '2': on rank 0, which is to train it, from before the training",
+        r"load_into\(model\) first",
+    )
     for found in model_readings:
         assert isinstance(found["again"], float)
         assert "training of the model" in found["threads"]

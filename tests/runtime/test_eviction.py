@@ -30,8 +30,14 @@ def test_gradients_are_those_of_plain_training_to_the_bit(name, recompute):
     model, x, y = made(case)
     loss, parts = PlainTraining(copy.deepcopy(model), case.loss).backward_in_parts(x, y, 3)
     lengths = {"vgg": [7, 8], "resnet": [4, 5], "gpt": [2, 3], "mlp": [3, 4]}[name]
-    pipe = ps.Pipeline(model, loss=case.loss, balance=lengths, schedule=ps.Schedule.parse(PROGRAMS), recompute=recompute,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=case.loss,
+        balance=lengths,
+        schedule=ps.Schedule.parse(PROGRAMS),
+        recompute=recompute,
+        executor="threads",
+    )
     assert torch.equal(pipe.train_batch(x, y), loss)
     total = parts[0]
     for part in parts[1:]:
@@ -47,7 +53,9 @@ def saved_by(function, *inputs):
 
 
 def test_what_has_left_is_freed_and_asking_for_it_is_an_error():
-    """The point of evicting; a backward in between would be a schedule's mistake, and is told, not computed wrong."""
+    """The point of evicting; a backward in between would be a schedule's mistake, and is told, not
+    computed wrong.
+    """
     x = torch.randn(50, 50, requires_grad=True)
     out, saved = saved_by(lambda value: torch.sigmoid(value.exp()).sum(), x)
     kept = [weakref.ref(tensor.untyped_storage()) for tensor in saved._tensors]
@@ -67,8 +75,12 @@ def test_what_has_left_is_freed_and_asking_for_it_is_an_error():
     assert torch.equal(x.grad, other.grad)
 
 
-@given(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]),
-       st.lists(st.integers(1, 4), min_size=0, max_size=4), st.randoms(use_true_random=False), st.booleans())  # fmt: skip
+@given(
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]),
+    st.lists(st.integers(1, 4), min_size=0, max_size=4),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
 @settings(deadline=None, max_examples=100)
 def test_tensors_of_any_layout_come_back_equal(dtype, shape, random, gaps):
     """Strides are kept where memory is dense: kernels may add in another order for others."""

@@ -1,4 +1,6 @@
-"""launch: results by rank; and whatever ends a rank ends all, with one message that says which and why."""
+"""launch: results by rank; and whatever ends a rank ends all, with one message that says which and
+why.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from tests.runtime.jobs import trapped, trapped_copy
 from penstock.errors import RankDied, SettingError
 from penstock.runtime.launch import RankFailed, launch
 
-#: Far more than stopping takes on a busy machine, and far less than the deadline of 300 s that a rank would wait in vain.
+#: Far more than stopping takes on a busy machine, and far less than the deadline of 300 s that a
+#: rank would wait in vain.
 SOON_S = 60
 
 
@@ -44,7 +47,9 @@ def is_rank(process):
 
 @pytest.mark.parametrize(("kind", "op", "failed"), [("F", "1F1", "1F1"), ("B", "1B1", "1B1")])
 def test_a_layer_that_raises_ends_all_ranks_and_is_named(kind, op, failed):
-    """The other rank waits for what will never come: it hears of the failure, and its own message is not the one that is told."""
+    """The other rank waits for what will never come: it hears of the failure, and its own message
+    is not the one that is told.
+    """
     with pytest.raises(
         RankFailed,
         match=rf"^rank 1 \(stage 1\) failed in {failed} of step 0: ValueError: a planted failure",
@@ -65,7 +70,9 @@ def test_a_rank_that_is_killed_in_mid_batch_is_named_with_its_signal():
 
 
 def test_a_stuck_op_is_told_by_who_waits_for_it_and_what_the_other_is_at():
-    """Nothing fails when a layer hangs: only the deadline ends it, and only the board knows where everybody is."""
+    """Nothing fails when a layer hangs: only the deadline ends it, and only the board knows where
+    everybody is.
+    """
     message = r"^rank 0 waits for 1B1 since \d s, which is over its deadline\n  rank 1 is at 1F1 since \d s\n"
     with pytest.raises(RankFailed, match=message):
         launch(trapped, 2, "hang", "F", 1, 3.0)
@@ -124,7 +131,9 @@ def test_an_exception_in_the_users_code_between_batches_ends_all_and_is_told():
 
 
 def test_results_come_back_by_rank_or_it_is_said_why_not():
-    """A lambda over a local variable, which no ordinary pickle takes; then something that nothing can send."""
+    """A lambda over a local variable, which no ordinary pickle takes; then something that nothing
+    can send.
+    """
     offset = 10
 
     def job(factor):
@@ -209,7 +218,9 @@ def read_lines(process, count):
 
 
 def test_a_script_without_a_guard_launches_a_lambda_and_runs_once(tmp_path):
-    """multiprocessing would run the script again in every rank; notebooks and quick scripts have no guard."""
+    """multiprocessing would run the script again in every rank; notebooks and quick scripts have no
+    guard.
+    """
     process = start_script(tmp_path)
     out, err = process.communicate(timeout=SOON_S)
     lines = out.decode().splitlines()
@@ -220,7 +231,9 @@ def test_a_script_without_a_guard_launches_a_lambda_and_runs_once(tmp_path):
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_when_the_launcher_ends_no_rank_stays(sent, tmp_path):
-    """Ctrl-C, or a launcher that is killed without a chance to clean up: ranks without a master would hold the device for ever."""
+    """Ctrl-C, or a launcher that is killed without a chance to clean up: ranks without a master
+    would hold the device for ever.
+    """
     process = start_script(tmp_path, "wait")
     ranks = [psutil.Process(int(line)) for line in read_lines(process, 3)[1:]]
     assert all(is_rank(rank) for rank in ranks)

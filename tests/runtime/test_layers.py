@@ -1,4 +1,6 @@
-"""Layers of a stage as one: entries and exits, mixed precision, compiled code, layers that run again."""
+"""Layers of a stage as one: entries and exits, mixed precision, compiled code, layers that run
+again.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def test_layers_that_run_again_hold_less():
 
 
 def test_compiled_layers_give_the_same():
-    """Neighbours become one function; those that draw stay apart, so that their numbers are the same."""
+    """Neighbours become one function; those that draw stay apart, so that their numbers are the
+    same.
+    """
     x, y = data()
     plain, compiled = stage(layers()), stage(layers(), compile={"backend": "aot_eager"})
     assert trained(plain, x, y) == pytest.approx(trained(compiled, x, y), rel=1e-6)

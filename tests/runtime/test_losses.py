@@ -23,12 +23,19 @@ def model(seed=1):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(
-            nn.Embedding(CLASSES, 12), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, CLASSES)
-        )  # fmt: skip
+            nn.Embedding(CLASSES, 12),
+            nn.Linear(12, 12),
+            nn.Tanh(),
+            nn.Linear(12, 12),
+            nn.Tanh(),
+            nn.Linear(12, CLASSES),
+        )
 
 
 def batch(number=0):
-    """Seven samples whose padding is unevenly spread: of three micro-batches, of 3, 2 and 2, the second is padding alone."""
+    """Seven samples whose padding is unevenly spread: of three micro-batches, of 3, 2 and 2, the
+    second is padding alone.
+    """
     generator = torch.Generator().manual_seed(number)
     x, y = torch.randint(0, CLASSES, (2, SAMPLES, TOKENS), generator=generator)
     y[0, :3] = y[3:5] = y[6, number % 3] = -100
@@ -88,11 +95,13 @@ LOSSES = {
     "sum and count": sum_and_count,
     "sum": functools.partial(cross_entropy, reduction="sum"),
     "sum over a number": lambda output, target: cross_entropy(output, target, reduction="sum") / 9,
-    "sum over samples": lambda output, target: cross_entropy(output, target, reduction="sum") / len(target),
+    "sum over samples": lambda output, target: (
+        cross_entropy(output, target, reduction="sum") / len(target)
+    ),
     "mean": lambda output, target: (output - target.unsqueeze(-1)).square().mean(),
     "half a mean": lambda output, target: 0.5 * functional.mse_loss(output.sum(-1), target.float()),
     "sum over samples of means": lambda output, _: output.square().mean((1, 2)).sum(),
-}  # fmt: skip
+}
 
 
 def plain(loss, x, y, net=None):
@@ -230,7 +239,8 @@ def test_counts_of_nothing_are_refused():
         pipe.train_batch(x, torch.full_like(y, -100))
 
 
-# -- refused ---------------------------------------------------------------------------------------------------------------
+# -- refused
+# ---------------------------------------------------------------------------------------------------------------
 
 
 REFUSED = {
@@ -301,18 +311,28 @@ def test_a_loss_whose_values_add_up_but_whose_gradients_do_not_is_refused(name, 
 
 
 MIXED = {
-    "softmax over samples": lambda o, y: functional.cross_entropy(o[:, 0].T.log_softmax(-1).T, y[:, 0].clamp(0)),
-    "samples left out": lambda o, y: functional.cross_entropy(torch.narrow(o, -3, 0, len(o) - 1)[:, 0], y[1:, 0].clamp(0)),
-    "targets of other samples": lambda o, y: functional.cross_entropy(o[:, 0], y[:, 0].clamp(0).roll(1)),
-    "weights of the targets": lambda o, y: functional.cross_entropy(
-        o[:, 0], y[:, 0].clamp(0), weight=torch.bincount(y[:, 0].clamp(0), minlength=CLASSES).float()
+    "softmax over samples": lambda o, y: functional.cross_entropy(
+        o[:, 0].T.log_softmax(-1).T, y[:, 0].clamp(0)
     ),
-}  # fmt: skip
+    "samples left out": lambda o, y: functional.cross_entropy(
+        torch.narrow(o, -3, 0, len(o) - 1)[:, 0], y[1:, 0].clamp(0)
+    ),
+    "targets of other samples": lambda o, y: functional.cross_entropy(
+        o[:, 0], y[:, 0].clamp(0).roll(1)
+    ),
+    "weights of the targets": lambda o, y: functional.cross_entropy(
+        o[:, 0],
+        y[:, 0].clamp(0),
+        weight=torch.bincount(y[:, 0].clamp(0), minlength=CLASSES).float(),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_a_cross_entropy_in_which_samples_meet_is_not_taken_for_one_per_row(name, monkeypatch):
-    """The graph of each ends in the likelihood that the numeric test is left out for, where outputs are large."""
+    """The graph of each ends in the likelihood that the numeric test is left out for, where outputs
+    are large.
+    """
     monkeypatch.setattr("penstock.runtime.loss_weights._LARGE_OUTPUT", 0)
     with pytest.raises(StageFailed, match="is not made of"):
         train(pipeline(model(), MIXED[name], "gpipe"), 1)
@@ -320,7 +340,9 @@ def test_a_cross_entropy_in_which_samples_meet_is_not_taken_for_one_per_row(name
 
 @pytest.mark.parametrize("large", [False, True], ids=["tested", "by its graph"])
 def test_a_hook_that_rescales_the_gradient_of_the_output_is_refused(large, monkeypatch):
-    """By the norm over the whole batch, which no micro-batch has; the graph is that of a plain cross entropy."""
+    """By the norm over the whole batch, which no micro-batch has; the graph is that of a plain
+    cross entropy.
+    """
 
     def loss(output, target):
         output.register_hook(lambda grad: grad / grad.norm())
@@ -410,7 +432,8 @@ def test_a_loss_that_is_no_function_and_words_that_mean_nothing_are_refused():
         pipeline(model(), 3)
 
 
-# -- loss_weight -----------------------------------------------------------------------------------------------------------
+# -- loss_weight
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera", "seq1f1b"])
@@ -451,7 +474,8 @@ def test_a_weight_that_is_no_number_is_refused(weight):
         pipe.train_batch(*batch())
 
 
-# -- loss_on="batch" -------------------------------------------------------------------------------------------------------
+# -- loss_on="batch"
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
@@ -473,9 +497,14 @@ def test_a_whole_loss_with_a_scaler_and_accumulation():
     """The gradient that it begins with is scaled before it is cut."""
     net, other = model(), model()
     pipe = pipeline(
-        net, contrastive, "gpipe", loss_on="batch", accumulate=2, scaler={"init_scale": 64.0},
+        net,
+        contrastive,
+        "gpipe",
+        loss_on="batch",
+        accumulate=2,
+        scaler={"init_scale": 64.0},
         optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
-    )  # fmt: skip
+    )
     grads = [plain(contrastive, *batch(number), other)[1] for number in range(2)]
     for number in range(2):
         pipe.train_batch(*batch(number))
@@ -493,7 +522,8 @@ def test_schedules_that_go_back_too_early_for_a_whole_loss_are_refused(schedule)
         pipeline(model(), contrastive, schedule, loss_on="batch")
 
 
-# -- what the evaluations leave alone --------------------------------------------------------------------------------------
+# -- what the evaluations leave alone
+# --------------------------------------------------------------------------------------
 
 
 class Counting(nn.Module):
@@ -522,7 +552,9 @@ def test_a_loss_module_is_called_once_for_each_micro_batch():
 
 
 def test_a_loss_that_draws_has_the_same_numbers_in_every_run_and_leaves_the_generator_alone():
-    """What it draws depends on seed, step and micro-batch, also where ranks are threads beside each other."""
+    """What it draws depends on seed, step and micro-batch, also where ranks are threads beside each
+    other.
+    """
 
     def noisy(output, target):
         return functional.mse_loss(
@@ -619,9 +651,11 @@ def test_side_losses_are_weighed_by_samples_and_the_loss_by_what_counts(schedule
 def test_asynchronous_schedules_weigh_each_batch_by_itself():
     """Several batches are under way, each with weights of its own."""
     pipe = pipeline(
-        model(), cross_entropy, ps.schedule("pipedream-2bw", 3, 3),
+        model(),
+        cross_entropy,
+        ps.schedule("pipedream-2bw", 3, 3),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
-    )  # fmt: skip
+    )
     batches = [batch(number) for number in range(5)]
     found = [float(loss) for loss in pipe.train(batches)]
     assert found == pytest.approx([plain(cross_entropy, *each)[0] for each in batches], rel=1e-5)

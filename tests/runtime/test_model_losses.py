@@ -1,4 +1,6 @@
-"""Losses that models compute themselves, from labels among their inputs, against plain PyTorch on the undivided batch."""
+"""Losses that models compute themselves, from labels among their inputs, against plain PyTorch on
+the undivided batch.
+"""
 
 from __future__ import annotations
 
@@ -99,8 +101,14 @@ def check(model, plain, x, schedule, loss=its_own):
     expected = float(expected.detach())
     traced = ps.chain(model, x)
     count = len(traced)
-    pipe = ps.Pipeline(traced, loss=loss, balance=[count // 2, count - count // 2], schedule=schedule, micro_batches=3,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        traced,
+        loss=loss,
+        balance=[count // 2, count - count // 2],
+        schedule=schedule,
+        micro_batches=3,
+        executor="threads",
+    )
     labels = x["labels"]
     assert float(pipe.eval_batch(x, labels)) == pytest.approx(expected, rel=1e-5)
     for number in range(2):
@@ -133,8 +141,18 @@ def test_a_traced_models_own_loss_that_cannot_be_divided_is_refused(compute):
 def test_a_language_model_of_transformers_trains_as_on_one_device(more):
     """Labels of -100, uneven over the batch: version 0.1 was off by 192 % of the largest gradient."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=WORDS, n_positions=8, resid_pdrop=0.0,
-                                     embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)  # fmt: skip
+    config = transformers.GPT2Config(
+        n_layer=1,
+        n_embd=8,
+        n_head=2,
+        vocab_size=WORDS,
+        n_positions=8,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = transformers.GPT2LMHeadModel(config)
     known = batch()
     x = {"input_ids": known["ids"], "labels": known["labels"], **more}
@@ -183,14 +201,24 @@ def test_layers_by_hand_that_compute_their_loss_are_held_to_the_samples():
         assert found == pytest.approx(float(expected.detach()), rel=1e-5)
         torch.testing.assert_close(layers[1].head.weight.grad, plain[1].head.weight.grad)
     pipe = ps.Pipeline(
-        [First(), Last(tokens_that_count)], loss=its_own, balance=[1, 1], micro_batches=3, executor="threads"
-    )  # fmt: skip
+        [First(), Last(tokens_that_count)],
+        loss=its_own,
+        balance=[1, 1],
+        micro_batches=3,
+        executor="threads",
+    )
     with pytest.raises(StageFailed, match=r"is divided by .* was expected: .* Ways out"):
         pipe.train_batch(x, x["labels"])
     weighed = [First(), Last(tokens_that_count)]
     plain = copy.deepcopy(nn.Sequential(*weighed))
     plain(x)["loss"].backward()
-    pipe = ps.Pipeline(weighed, loss=its_own, balance=[1, 1], micro_batches=3, executor="threads",
-                       loss_weight=lambda labels: (labels != -100).sum())  # fmt: skip
+    pipe = ps.Pipeline(
+        weighed,
+        loss=its_own,
+        balance=[1, 1],
+        micro_batches=3,
+        executor="threads",
+        loss_weight=lambda labels: (labels != -100).sum(),
+    )
     pipe.train_batch(x, x["labels"])
     torch.testing.assert_close(weighed[1].head.weight.grad, plain[1].head.weight.grad)

@@ -14,7 +14,9 @@ from penstock.transport.same_host import SameHostTransport
 
 
 def trained(far: tuple[int, ...], schedule: str, balance: tuple[int, ...]):
-    """Losses, what carries messages here, and the weights, with some ranks that share no memory with others."""
+    """Losses, what carries messages here, and the weights, with some ranks that share no memory
+    with others.
+    """
     rank = int(os.environ["RANK"])
     connect = SameHostTransport.connect
     SameHostTransport.connect = lambda self, store, size, *, willing: connect(
@@ -25,8 +27,15 @@ def trained(far: tuple[int, ...], schedule: str, balance: tuple[int, ...]):
         net = nn.Sequential(
             nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)
         )
-        pipe = ps.Pipeline(net, balance=balance, schedule=schedule, micro_batches=4, loss=nn.functional.cross_entropy,
-                           optimizer=lambda p: torch.optim.SGD(p, lr=0.1), clip_grad_norm=1.0)  # fmt: skip
+        pipe = ps.Pipeline(
+            net,
+            balance=balance,
+            schedule=schedule,
+            micro_batches=4,
+            loss=nn.functional.cross_entropy,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            clip_grad_norm=1.0,
+        )
     finally:
         SameHostTransport.connect = connect
     x = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))

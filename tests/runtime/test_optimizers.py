@@ -1,4 +1,6 @@
-"""Optimizers and parameters: what plain PyTorch trains is trained to the same numbers, or refused before it is trained wrong."""
+"""Optimizers and parameters: what plain PyTorch trains is trained to the same numbers, or refused
+before it is trained wrong.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,8 @@ def same_state(found, expected):
                 assert ours == value
 
 
-# -- factories -------------------------------------------------------------------------------------------------------------
+# -- factories
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_over_all_of_the_model_or_one_for_all_stages_is_refused():
@@ -175,10 +178,13 @@ def test_a_factory_that_chooses_by_identity_is_refused_where_stages_have_copies(
 
     with pytest.raises(SettingError, match=r"for one copy of stage 1 than for another.* p\.ndim"):
         pipeline(made, optimizer=chosen, schedule="chimera")
-    pipeline(made, optimizer=lambda params: sgd([p for p in params if p.ndim > 1]), schedule="chimera")  # fmt: skip
+    pipeline(
+        made, optimizer=lambda params: sgd([p for p in params if p.ndim > 1]), schedule="chimera"
+    )
 
 
-# -- freezing and thawing --------------------------------------------------------------------------------------------------
+# -- freezing and thawing
+# --------------------------------------------------------------------------------------------------
 
 CHANGES = {
     "a layer thawed, one frozen": ((0,), (6,)),
@@ -250,7 +256,9 @@ def test_layers_of_a_model_on_the_meta_device_are_thawed_by_the_model_and_by_the
     with torch.device("meta"):
         made = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 4))
     made.requires_grad_(False)
-    pipe = ps.Pipeline(made, loss=functional.cross_entropy, optimizer=sgd, balance=[1, 1, 1], executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        made, loss=functional.cross_entropy, optimizer=sgd, balance=[1, 1, 1], executor="threads"
+    )
     x, y = batch()
     before = pipe.state_dict()
     made[2].requires_grad_(True)
@@ -299,7 +307,8 @@ def test_thawing_under_an_asynchronous_schedule_is_refused():
     list(pipe.train([batch(2)]))
 
 
-# -- losses with weights ---------------------------------------------------------------------------------------------------
+# -- losses with weights
+# ---------------------------------------------------------------------------------------------------
 
 
 class Margin(nn.Module):
@@ -426,7 +435,9 @@ def test_a_loss_that_turns_out_to_use_other_weights_is_refused_before_a_step(
     assert all(torch.equal(before[name], value) for name, value in made.state_dict().items())
 
 
-@pytest.mark.parametrize(("balance", "method"), [([2, 2, 2, 2], "with_own_penalty"), ([8], "with_penalty")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("balance", "method"), [([2, 2, 2, 2], "with_own_penalty"), ([8], "with_penalty")]
+)
 def test_a_penalty_on_the_weights_of_the_last_stage_is_trained(balance, method):
     """They are where the loss is."""
     made, plain = model(), model()
@@ -466,7 +477,8 @@ def test_a_layer_that_uses_another_stages_weight_in_secret_is_refused(options):
     assert furthest(made, plain) < 1e-12
 
 
-# -- clipping --------------------------------------------------------------------------------------------------------------
+# -- clipping
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
@@ -492,14 +504,18 @@ def test_clipping_by_value_and_other_norms_is_torchs_own(options, schedule, tied
             if "clip_grad_value" in options:
                 torch.nn.utils.clip_grad_value_(plain.parameters(), 0.01)
             else:
-                norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05, options["clip_norm_type"])  # fmt: skip
+                norm = torch.nn.utils.clip_grad_norm_(
+                    plain.parameters(), 0.05, options["clip_norm_type"]
+                )
                 assert pipe.grad_norm == pytest.approx(float(norm), rel=1e-12)
             optimizer.step()
             optimizer.zero_grad()
     assert furthest(made, plain) < 1e-12
 
 
-@pytest.mark.parametrize("options", [{"clip_grad_value": 0.01}, {"clip_grad_norm": 0.01, "clip_norm_type": INF}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{"clip_grad_value": 0.01}, {"clip_grad_norm": 0.01, "clip_norm_type": INF}]
+)
 def test_scaled_gradients_are_clipped_after_they_are_unscaled(options):
     """Else nearly all of them would be at the limit."""
     made, plain = model().float(), model().float()
@@ -529,8 +545,15 @@ def test_sparse_gradients_are_clipped_by_value():
     plain = copy.deepcopy(made)
     plain[0].sparse = False
     x, y = torch.randint(9, (8, 2), generator=torch.Generator().manual_seed(1)), batch()[1]
-    pipe = ps.Pipeline(made, loss=functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=1.0), balance=[1, 2],
-                       micro_batches=2, executor="threads", clip_grad_value=0.01)  # fmt: skip
+    pipe = ps.Pipeline(
+        made,
+        loss=functional.cross_entropy,
+        optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
+        balance=[1, 2],
+        micro_batches=2,
+        executor="threads",
+        clip_grad_value=0.01,
+    )
     pipe.train_batch(x, y)
     functional.cross_entropy(plain(x), y).backward()
     torch.nn.utils.clip_grad_value_(plain.parameters(), 0.01)
@@ -561,7 +584,8 @@ def test_clipping_that_makes_no_sense_is_refused(options, message):
         pipeline(model(), **options)
 
 
-# -- learning rates --------------------------------------------------------------------------------------------------------
+# -- learning rates
+# --------------------------------------------------------------------------------------------------------
 
 
 def no_decay(name, parameter):
@@ -571,7 +595,10 @@ def no_decay(name, parameter):
 
 def grouped(made):
     """The same groups in plain PyTorch, in order of appearance."""
-    rows = [p for p in made.parameters() if p.dim() > 1], [p for p in made.parameters() if p.dim() == 1]  # fmt: skip
+    rows = (
+        [p for p in made.parameters() if p.dim() > 1],
+        [p for p in made.parameters() if p.dim() == 1],
+    )
     return [{"params": rows[0]}, {"params": rows[1], "weight_decay": 0.0, "lr": 0.02}]
 
 
@@ -664,13 +691,20 @@ def test_a_scheduler_in_place_of_a_function_or_over_another_optimizer_is_refused
 
 
 def test_two_schedulers_on_a_rank_without_parameters_go_on_from_each_other():
-    """Each had a learning rate of its own there, and a rank of ReLUs another one than its neighbours."""
+    """Each had a learning rate of its own there, and a rank of ReLUs another one than its
+    neighbours.
+    """
     made = nn.Sequential(nn.Linear(6, 4), nn.Tanh()).double()
     pipe = pipeline(made, balance=[1, 1])
     first = pipe._made.optimizers()
     assert pipe._made.optimizers()[0] is first[0]
-    alone = ps.Pipeline(nn.Sequential(nn.Tanh(), nn.ReLU()), loss=lambda o, t: o.mean(), optimizer=torch.optim.SGD,
-                        balance=[1, 1], executor="threads")  # fmt: skip
+    alone = ps.Pipeline(
+        nn.Sequential(nn.Tanh(), nn.ReLU()),
+        loss=lambda o, t: o.mean(),
+        optimizer=torch.optim.SGD,
+        balance=[1, 1],
+        executor="threads",
+    )
     one = alone.scheduler(lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5))
     two = alone.scheduler(lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.1))
     one.step()
@@ -678,7 +712,8 @@ def test_two_schedulers_on_a_rank_without_parameters_go_on_from_each_other():
     assert alone.learning_rates == pytest.approx([0.001 * 0.5 * 0.1])
 
 
-# -- the state of plain PyTorch ----------------------------------------------------------------------------------------------
+# -- the state of plain PyTorch
+# ----------------------------------------------------------------------------------------------
 
 FACTORIES = {
     "sgd": sgd,
@@ -711,7 +746,9 @@ def test_the_optimizers_state_goes_to_plain_pytorch_and_back(name, groups, tied)
     for number in range(2, 4):
         plain_step(other, second, number)
         plain_step(plain, optimizer, number)
-    again = pipeline(model(tied, seed=5), optimizer=make, schedule="zb-h1", balance=[3, 1, 1, 3], **options)  # fmt: skip
+    again = pipeline(
+        model(tied, seed=5), optimizer=make, schedule="zb-h1", balance=[3, 1, 1, 3], **options
+    )
     again.load_state_dict(other.state_dict())
     state = second.state_dict()
     again.load_optimizer_state_dict(state)
@@ -780,7 +817,9 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
 
 
 def test_a_loaded_state_is_the_pipelines_own():
-    """Copies of a stage in one process would share the tensors, and the caller's would move with the training."""
+    """Copies of a stage in one process would share the tensors, and the caller's would move with
+    the training.
+    """
     pipe = pipeline(model(), schedule="chimera")
     pipe.train_batch(*batch())
     state = pipe.optimizer_state_dict()
@@ -801,7 +840,8 @@ def test_under_an_asynchronous_schedule_the_state_is_that_of_the_newest_weights(
     list(pipe.train([batch(4)]))
 
 
-# -- inputs and states of models ---------------------------------------------------------------------------------------------
+# -- inputs and states of models
+# ---------------------------------------------------------------------------------------------
 
 
 def test_inputs_and_targets_that_want_a_gradient_are_refused():

@@ -1,4 +1,6 @@
-"""Optimizers and parameters where ranks are processes, which reach each other through memory or only over the network."""
+"""Optimizers and parameters where ranks are processes, which reach each other through memory or
+only over the network.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from penstock.transport.same_host import SameHostTransport
 
 
 def trained(far: tuple[int, ...], schedule: str) -> dict[str, object]:
-    """Layers thawed and frozen, tied weights, other norms, learning rates by hand, and states there and back."""
+    """Layers thawed and frozen, tied weights, other norms, learning rates by hand, and states there
+    and back.
+    """
     rank = int(os.environ["RANK"])
     connect = SameHostTransport.connect
     SameHostTransport.connect = lambda self, store, size, *, willing: connect(
@@ -25,8 +29,17 @@ def trained(far: tuple[int, ...], schedule: str) -> dict[str, object]:
     for index in (0, 2):
         made[index].requires_grad_(False)
     try:
-        pipe = ps.Pipeline(made, balance=[3, 5], schedule=schedule, micro_batches=4, loss=functional.cross_entropy,
-                           optimizer=adamw, clip_grad_norm=0.05, clip_norm_type=1.0, deadline_s=60)  # fmt: skip
+        pipe = ps.Pipeline(
+            made,
+            balance=[3, 5],
+            schedule=schedule,
+            micro_batches=4,
+            loss=functional.cross_entropy,
+            optimizer=adamw,
+            clip_grad_norm=0.05,
+            clip_norm_type=1.0,
+            deadline_s=60,
+        )
     finally:
         SameHostTransport.connect = connect
     for number in range(3):
@@ -54,7 +67,9 @@ def trained(far: tuple[int, ...], schedule: str) -> dict[str, object]:
 
 @pytest.mark.parametrize(("schedule", "far"), [("1f1b", (1,)), ("chimera", ())])
 def test_processes_thaw_clip_and_keep_their_state_as_plain_pytorch(schedule, far):
-    """Messages of gradients and activations have another form after a layer was thawed, and are known by their form."""
+    """Messages of gradients and activations have another form after a layer was thawed, and are
+    known by their form.
+    """
     plain = model(tied=True)
     for index in (0, 2):
         plain[index].requires_grad_(False)

@@ -1,4 +1,6 @@
-"""What a Pipeline takes beyond its schedule: mixed precision, clipping, groups, schedulers, accumulation, compiled stages."""
+"""What a Pipeline takes beyond its schedule: mixed precision, clipping, groups, schedulers,
+accumulation, compiled stages.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,16 @@ def same(model, other):
     return [name for name, a, b in pairs if not torch.allclose(a, b, rtol=1e-5, atol=1e-6)]
 
 
-# -- clipping --------------------------------------------------------------------------------------------------------------
+# -- clipping
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("most", [0.05, 100.0])
 def test_clipping_is_torchs_own_to_the_bit_whatever_the_cut(stages, most):
-    """A norm per stage would clip each stage by another factor: another direction, which no error tells."""
+    """A norm per stage would clip each stage by another factor: another direction, which no error
+    tells.
+    """
     model, _, _ = made(CASE)
     plain = PlainTraining(copy.deepcopy(model), CASE.loss)
     optimizer = sgd(list(plain.model.parameters()))
@@ -70,7 +75,9 @@ def test_clipping_is_torchs_own_to_the_bit_whatever_the_cut(stages, most):
 
 
 def test_a_frozen_stage_and_copies_count_not_at_all_and_once():
-    """Copies of a stage have the same gradients: counted twice they would make the norm larger than it is."""
+    """Copies of a stage have the same gradients: counted twice they would make the norm larger than
+    it is.
+    """
     model, x, y = made(CASE, 12)
     model[0].requires_grad_(False)
     plain = copy.deepcopy(model)
@@ -105,13 +112,16 @@ def test_evaluation_and_the_self_check_leave_the_norm_alone():
     assert pipe.grad_norm == norm
 
 
-# -- mixed precision -------------------------------------------------------------------------------------------------------
+# -- mixed precision
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_autocast_trains_as_it_does_on_one_device(dtype, stages):
-    """Forward, loss and what crosses boundaries are in the low precision; weights and gradients in theirs."""
+    """Forward, loss and what crosses boundaries are in the low precision; weights and gradients in
+    theirs.
+    """
     model, _, _ = made(CASE)
     plain = PlainTraining(copy.deepcopy(model), CASE.loss)
     optimizer = sgd(list(plain.model.parameters()))
@@ -145,7 +155,9 @@ class Overflow(nn.Module):
 
 
 def overflowing(at):
-    """A model whose gradients are not finite in some batches, in the middle stage and those before it."""
+    """A model whose gradients are not finite in some batches, in the middle stage and those before
+    it.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), Overflow(at), nn.Linear(16, 5))
@@ -153,7 +165,9 @@ def overflowing(at):
 
 @pytest.mark.parametrize("lengths", [[4], [1, 1, 1, 1]])
 def test_steps_are_skipped_and_scales_move_as_with_torchs_scaler(lengths):
-    """The last stage's own gradients are finite: without a word from the others it would step alone."""
+    """The last stage's own gradients are finite: without a word from the others it would step
+    alone.
+    """
     options = {
         "init_scale": 1024.0,
         "growth_factor": 2.0,
@@ -163,8 +177,16 @@ def test_steps_are_skipped_and_scales_move_as_with_torchs_scaler(lengths):
     at = {1, 4, 5}
     model, plain = overflowing(at), overflowing(at)
     optimizer, scaler = sgd(list(plain.parameters())), torch.amp.GradScaler("cpu", **options)
-    pipe = ps.Pipeline(model, loss=CASE.loss, balance=lengths, micro_batches=4, optimizer=sgd, scaler=options, executor="threads",
-                       clip_grad_norm=0.1)  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=CASE.loss,
+        balance=lengths,
+        micro_batches=4,
+        optimizer=sgd,
+        scaler=options,
+        executor="threads",
+        clip_grad_norm=0.1,
+    )
     scales = []
     for number in range(8):
         x, y = batch(number, 8)
@@ -213,7 +235,8 @@ def test_float16_with_a_scaler_trains_as_on_one_device(tmp_path):
     assert other.loss_scale == pipe.loss_scale
 
 
-# -- groups and schedulers -------------------------------------------------------------------------------------------------
+# -- groups and schedulers
+# -------------------------------------------------------------------------------------------------
 
 
 def no_decay(name, parameter):
@@ -260,7 +283,9 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_over_parameter_groups_move_all_stages_as_one_optimizer(name, tmp_path):
-    """Every stage's optimizer has all groups, so a scheduler by group means the same on each; a checkpoint goes on under another cut."""
+    """Every stage's optimizer has all groups, so a scheduler by group means the same on each; a
+    checkpoint goes on under another cut.
+    """
     model, _, _ = made(CASE)
     plain = PlainTraining(copy.deepcopy(model), CASE.loss)
     optimizer = grouped(plain.model)
@@ -304,12 +329,15 @@ def test_a_rank_with_nothing_to_train_knows_the_learning_rate_too():
     assert scheduler.get_last_lr() == [0.025]
 
 
-# -- accumulation ----------------------------------------------------------------------------------------------------------
+# -- accumulation
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("extra", [{}, {"clip_grad_norm": 0.1}, {"scaler": {"init_scale": 8.0}}])
 def test_accumulating_over_batches_is_one_device_with_the_loss_divided(extra):
-    """Every third batch steps with the mean of three batches' gradients; what is left over steps when it is told to."""
+    """Every third batch steps with the mean of three batches' gradients; what is left over steps
+    when it is told to.
+    """
     model, _, _ = made(CASE)
     plain = PlainTraining(copy.deepcopy(model), lambda out, y: CASE.loss(out, y) / 3)
     optimizer = sgd(list(plain.model.parameters()))
@@ -331,7 +359,9 @@ def test_accumulating_over_batches_is_one_device_with_the_loss_divided(extra):
 
 
 def test_update_can_be_asked_for_or_left_out_batch_by_batch():
-    """`update=False` adds up and `update=True` steps: the sum that two backward calls give on one device."""
+    """`update=False` adds up and `update=True` steps: the sum that two backward calls give on one
+    device.
+    """
     model, _, _ = made(CASE)
     plain = PlainTraining(copy.deepcopy(model), CASE.loss)
     optimizer = sgd(list(plain.model.parameters()))
@@ -380,7 +410,8 @@ def test_an_optimizer_of_the_users_own_over_the_pipelines_parameters():
         pipe.update()
 
 
-# -- how stages compute ----------------------------------------------------------------------------------------------------
+# -- how stages compute
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mlp", "vgg"])
@@ -455,7 +486,8 @@ def test_layers_that_run_again_are_named_or_numbered():
     assert pipe.compare_with_one_device(x, y).relative < 1e-6
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------------
+# -- what is refused
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from penstock.runtime.launch import launch
 
 
 def job(folder, executor):
-    """Scaling, clipping, accumulation, groups, a scheduler, a frozen stage, copies, and a checkpoint in the middle."""
+    """Scaling, clipping, accumulation, groups, a scheduler, a frozen stage, copies, and a
+    checkpoint in the middle.
+    """
     both_ways = "rank 0 | 0F0 1F1 1B1 0F2 1F3 1B3 0B0 0B2 0U1 1U1\nrank 1 | 0F1 1F0 1B0 0F3 1F2 1B2 0B1 0B3 0U1 1U1"
     found = {}
     for name, schedule in (
@@ -26,9 +28,20 @@ def job(folder, executor):
         model[2].requires_grad_(False)
 
         def pipeline(model=model, schedule=schedule):
-            return ps.Pipeline(model, loss=CASES["mlp"].loss, optimizer=sgd, balance=[3, 4], schedule=schedule, executor=executor,
-                               scaler={"init_scale": 2.0**24, "growth_interval": 2}, clip_grad_norm=0.1, accumulate=2, deadline_s=60,
-                               autocast=torch.float16, parameter_groups=lambda name, p: {"weight_decay": 0.1 * (p.dim() > 1)})  # fmt: skip
+            return ps.Pipeline(
+                model,
+                loss=CASES["mlp"].loss,
+                optimizer=sgd,
+                balance=[3, 4],
+                schedule=schedule,
+                executor=executor,
+                scaler={"init_scale": 2.0**24, "growth_interval": 2},
+                clip_grad_norm=0.1,
+                accumulate=2,
+                deadline_s=60,
+                autocast=torch.float16,
+                parameter_groups=lambda name, p: {"weight_decay": 0.1 * (p.dim() > 1)},
+            )
 
         pipe = pipeline()
         scheduler = pipe.scheduler(lambda optimizer: StepLR(optimizer, 2, gamma=0.5))

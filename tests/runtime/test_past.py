@@ -1,4 +1,6 @@
-"""What layers may hand on from slice to slice, and what they may not do with it: exact in every case, or refused."""
+"""What layers may hand on from slice to slice, and what they may not do with it: exact in every
+case, or refused.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def check_exact(model, lengths, *, recompute="never", split=False):
 @every_backward
 @pytest.mark.parametrize("lengths", [[8], [3, 5], [1, 1, 2, 4]], ids=str)
 def test_any_nest_of_tensors_and_constants_can_be_handed_on(lengths, recompute, split):
-    """States, counts, masks, tables, tensors passed on as they came, parameters, what nobody reads; from each layer its own."""
+    """States, counts, masks, tables, tensors passed on as they came, parameters, what nobody reads;
+    from each layer its own.
+    """
     model = recurrent_model()
     if len(lengths) > 1:
         model[7] = Recurrent()  # a module in two stages is refused elsewhere
@@ -162,12 +166,27 @@ def write_into(value, past):
 
 
 WRONG = {
-    "one thing": (lambda value, past: value, r"forward_slice of layer 1 \(Keeps\) returned Tensor: it returns two things"),
-    "three things": (lambda value, past: (value, past, past), r"forward_slice of layer 1 \(Keeps\) returned tuple"),
-    "an object": (lambda value, past: (value, Grower()), r"the past of layer 1 \(Keeps\) has a Grower in it: make it of tensors"),
-    "in place": (write_into, r"the past of layer 1 was changed in place: its forward_slice must make new tensors \(torch\.cat\)"),
-    "what is changed later": (lambda value, past: (value, value), r"the past of layer 1 was changed in place: .* layers after it must not"),
-}  # fmt: skip
+    "one thing": (
+        lambda value, past: value,
+        r"forward_slice of layer 1 \(Keeps\) returned Tensor: it returns two things",
+    ),
+    "three things": (
+        lambda value, past: (value, past, past),
+        r"forward_slice of layer 1 \(Keeps\) returned tuple",
+    ),
+    "an object": (
+        lambda value, past: (value, Grower()),
+        r"the past of layer 1 \(Keeps\) has a Grower in it: make it of tensors",
+    ),
+    "in place": (
+        write_into,
+        r"the past of layer 1 was changed in place: its forward_slice must make new tensors \(torch\.cat\)",
+    ),
+    "what is changed later": (
+        lambda value, past: (value, value),
+        r"the past of layer 1 was changed in place: .* layers after it must not",
+    ),
+}
 
 
 @every_way
@@ -211,7 +230,9 @@ def test_gradients_of_what_was_found_go_back_by_slice():
 
 
 def test_keys_and_values_are_freed_as_soon_as_their_slices_backward_is_done():
-    """The memory promise of token slices: of a micro-batch that is done nothing stays, whatever its neighbours do."""
+    """The memory promise of token slices: of a micro-batch that is done nothing stays, whatever its
+    neighbours do.
+    """
     seen: list[tuple[int, weakref.ref[Tensor]]] = []
 
     def keep(value, past):
@@ -235,5 +256,6 @@ def test_keys_and_values_are_freed_as_soon_as_their_slices_backward_is_done():
 
     stage.backward = watched
     pipe.train_batch(X, Y)
-    # F0 F1 F2 B2, F3 B1, F4 B0, F5 B5, B4, B3: what each slice has left is gone once it has been backward itself
+    # F0 F1 F2 B2, F3 B1, F4 B0, F5 B5, B4, B3: what each slice has left is gone once it has been
+    # backward itself
     assert alive == [[4, 6], [4, 4], [4, 6], [4, 6], [4], []]

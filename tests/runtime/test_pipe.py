@@ -60,24 +60,56 @@ def test_partitions_are_sequentials_whose_layers_keep_their_names():
     )
     assert isinstance(pipe.partitions, nn.ModuleList)
     assert all(isinstance(partition, nn.Sequential) for partition in pipe.partitions)
-    assert list(pipe.state_dict()) == ["partitions.0.first.weight", "partitions.0.first.bias",
-                                       "partitions.1.second.weight", "partitions.1.second.bias"]  # fmt: skip
+    assert list(pipe.state_dict()) == [
+        "partitions.0.first.weight",
+        "partitions.0.first.bias",
+        "partitions.1.second.weight",
+        "partitions.1.second.bias",
+    ]
 
 
 @pytest.mark.parametrize(
     ("module", "settings", "kind", "says"),
     [
-        (nn.Linear(1, 1), {"balance": [1]}, TypeError, "module must be nn.Sequential to be partitioned, not Linear"),
+        (
+            nn.Linear(1, 1),
+            {"balance": [1]},
+            TypeError,
+            "module must be nn.Sequential to be partitioned, not Linear",
+        ),
         (nn.Sequential(nn.Tanh()), {}, ValueError, "balance is required: how many of the 1 layers"),
-        (nn.Sequential(nn.Tanh()), {"balance": [2]}, ValueError, r"different length \(module: 1, sum of balance: 2\)"),
-        (nn.Sequential(nn.Tanh()), {"balance": [1, 0]}, ValueError, r"must be positive integer \(balance: \[1, 0\]\)"),
-        (nn.Sequential(nn.Tanh()), {"balance": [1], "chunks": 0}, ValueError, "number of chunks must be positive integer, not 0"),
-        (nn.Sequential(nn.Tanh()), {"balance": [1], "checkpoint": "sometimes"}, ValueError,
-         "checkpoint is not one of 'always', 'except_last', or 'never'"),
-        (nn.Sequential(nn.Tanh(), nn.Tanh()), {"balance": [1, 1], "devices": ["cpu"]}, IndexError,
-         r"too few devices to hold given partitions \(devices: 1, partitions: 2\)"),
+        (
+            nn.Sequential(nn.Tanh()),
+            {"balance": [2]},
+            ValueError,
+            r"different length \(module: 1, sum of balance: 2\)",
+        ),
+        (
+            nn.Sequential(nn.Tanh()),
+            {"balance": [1, 0]},
+            ValueError,
+            r"must be positive integer \(balance: \[1, 0\]\)",
+        ),
+        (
+            nn.Sequential(nn.Tanh()),
+            {"balance": [1], "chunks": 0},
+            ValueError,
+            "number of chunks must be positive integer, not 0",
+        ),
+        (
+            nn.Sequential(nn.Tanh()),
+            {"balance": [1], "checkpoint": "sometimes"},
+            ValueError,
+            "checkpoint is not one of 'always', 'except_last', or 'never'",
+        ),
+        (
+            nn.Sequential(nn.Tanh(), nn.Tanh()),
+            {"balance": [1, 1], "devices": ["cpu"]},
+            IndexError,
+            r"too few devices to hold given partitions \(devices: 1, partitions: 2\)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_refused_by_the_peers_kinds_of_error(module, settings, kind, says):
     """Whoever catches the peers' errors catches these."""
     with pytest.raises(kind, match=says):
@@ -133,9 +165,18 @@ def force(pipe: Pipe, threads: bool | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "move", [lambda p: p.cuda(), lambda p: p.cpu(), lambda p: p.to("cuda"), lambda p: p.to(0), lambda p: p.to(torch.device("cpu")),
-             lambda p: p.to(device=0), lambda p: p.to(torch.rand(1)), lambda p: p.to(tensor=torch.rand(1))]
-)  # fmt: skip
+    "move",
+    [
+        lambda p: p.cuda(),
+        lambda p: p.cpu(),
+        lambda p: p.to("cuda"),
+        lambda p: p.to(0),
+        lambda p: p.to(torch.device("cpu")),
+        lambda p: p.to(device=0),
+        lambda p: p.to(torch.rand(1)),
+        lambda p: p.to(tensor=torch.rand(1)),
+    ],
+)
 def test_moving_is_denied(move):
     """Every partition has its own device."""
     with pytest.raises(TypeError, match="denied to move parameters and buffers"):

@@ -1,4 +1,6 @@
-"""`Pipe` in somebody's autograd graph: gradients as the plain model has them, whatever is asked of the graph."""
+"""`Pipe` in somebody's autograd graph: gradients as the plain model has them, whatever is asked of
+the graph.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Merge(nn.Module):
 
 
 def make_model() -> nn.Sequential:
-    """With a boundary of several tensors, and one layer whose activation works in place on what it is given."""
+    """With a boundary of several tensors, and one layer whose activation works in place on what it
+    is given.
+    """
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), Split(), Merge())
 
@@ -141,7 +145,9 @@ def test_a_second_backward_through_the_same_forward_is_refused():
 
 
 def test_a_gradient_of_a_gradient_is_refused():
-    """A gradient without a graph would let a penalty on it train nothing, as WGAN-GP's did; so for linear losses, too."""
+    """A gradient without a graph would let a penalty on it train nothing, as WGAN-GP's did; so for
+    linear losses, too.
+    """
     pipe = make_pipe("never")
     for loss in (loss_of, lambda output: output[0].sum()):
         with pytest.raises(RuntimeError, match="create_graph=True asks for gradients of gradients"):
@@ -260,7 +266,9 @@ def test_layers_that_recompute_by_themselves_do_so_inside():
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_mixed_precision_of_the_caller_holds_in_all_threads_and_in_the_recompute(mode, threads):
-    """Weights' copies made without a graph must not serve a micro-batch with one: gradients would be lost."""
+    """Weights' copies made without a graph must not serve a micro-batch with one: gradients would
+    be lost.
+    """
     torch.manual_seed(1)
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(6, 4)
     with torch.autocast("cpu", torch.bfloat16):
@@ -283,7 +291,9 @@ def test_mixed_precision_of_the_caller_holds_in_all_threads_and_in_the_recompute
 
 
 def test_one_gradient_for_two_weights_is_not_added_into_itself():
-    """Autograd may return one tensor for two weights that are added: sums need tensors of their own."""
+    """Autograd may return one tensor for two weights that are added: sums need tensors of their
+    own.
+    """
 
     class Both(nn.Module):
         def __init__(self) -> None:

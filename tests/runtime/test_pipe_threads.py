@@ -1,4 +1,6 @@
-"""Who plays the partitions of a `Pipe`: threads, or one; failures; and random numbers, the same with both."""
+"""Who plays the partitions of a `Pipe`: threads, or one; failures; and random numbers, the same
+with both.
+"""
 
 from __future__ import annotations
 
@@ -205,7 +207,9 @@ def test_two_pipes_work_side_by_side_in_threads_of_the_callers():
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 @pytest.mark.parametrize("make", [lambda: nn.Dropout(0.3), Dropping])
 def test_dropout_is_the_same_by_seed_with_threads_or_none_and_at_the_recompute(make, mode):
-    """`x.grad` is non-zero exactly where the output is: forward and recompute have dropped the same."""
+    """`x.grad` is non-zero exactly where the output is: forward and recompute have dropped the
+    same.
+    """
     found = []
     for threads in (None, True, False):
         x = torch.ones(6, 50, requires_grad=True)
@@ -228,7 +232,9 @@ def test_dropout_is_the_same_by_seed_with_threads_or_none_and_at_the_recompute(m
 
 
 def test_dropout_does_not_depend_on_the_balance_and_differs_from_forward_to_forward():
-    """It depends on the layer and the micro-batch, never on the cut; and two forwards are two draws."""
+    """It depends on the layer and the micro-batch, never on the cut; and two forwards are two
+    draws.
+    """
     found = []
     for balance in ([3], [1, 2], [2, 1]):
         pipe = Pipe(

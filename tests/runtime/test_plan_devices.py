@@ -1,4 +1,6 @@
-"""A run obeys the devices of its plan: rank r of the run is device r of the cluster, and plays what the plan has for that device."""
+"""A run obeys the devices of its plan: rank r of the run is device r of the cluster, and plays what
+the plan has for that device.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,21 @@ def plan_of(schedule="1f1b", lengths=(3, 2), ranks=2, **options):
         return Timing((1, 8), (seconds, 8 * seconds))
 
     layers = tuple(
-        LayerProfile(layer.name, layer.kind, timing(1e-3), timing(2e-3), timing(1e-3), timing(1e-3),
-                     weights.parameters, weights.parameter_bytes, 0, 16.0, 16.0)
+        LayerProfile(
+            layer.name,
+            layer.kind,
+            timing(1e-3),
+            timing(2e-3),
+            timing(1e-3),
+            timing(1e-3),
+            weights.parameters,
+            weights.parameter_bytes,
+            0,
+            16.0,
+            16.0,
+        )
         for layer, weights in zip(made.layers, made.description.weights, strict=True)
-    )  # fmt: skip
+    )
     profile = Profile(layers, made.fingerprint, 16.0, 8)
     request = PlanRequest(profile, ps.cluster(f"{ranks}xV100-NVLink"), 8)
     return scored(request, Proposal(lengths, schedule, 4, **options))
@@ -64,7 +77,9 @@ def gradients(pipe):
     ],
 )
 def test_every_rank_plays_the_program_of_its_device(schedule, lengths, devices):
-    """Losses, gradients, outputs and timeline are those of the plan with its ranks in order, each on another rank."""
+    """Losses, gradients, outputs and timeline are those of the plan with its ranks in order, each
+    on another rank.
+    """
     plain = plan_of(schedule, lengths, len(devices))
     moved = replace(plain, devices=devices)
     x, y = data()
@@ -132,7 +147,9 @@ def _stage_of_rank():
 
 
 def test_processes_obey_the_devices():
-    """Process 1 is device 1, which the plan gives the first stage; and a plan for devices 1 and 3 does not say which processes these are."""
+    """Process 1 is device 1, which the plan gives the first stage; and a plan for devices 1 and 3
+    does not say which processes these are.
+    """
     found = ps.launch(_stage_of_rank, ranks=2)
     assert [(rank, stages) for rank, stages, *_ in found] == [(0, [1]), (1, [0])]
     loss = float(pipeline(plan_of()).train_batch(*data()))

@@ -1,4 +1,6 @@
-"""Graphs of traced models are made before a batch begins, on all ranks alike, and not in the middle of it."""
+"""Graphs of traced models are made before a batch begins, on all ranks alike, and not in the middle
+of it.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_a_form_whose_layers_differ_is_refused_before_any_op_runs():
 
 
 def test_processes_trace_at_construction_and_go_by_the_users_model():
-    """A chain that is sent leaves its graphs behind; model and chain that are sent together stay one."""
+    """A chain that is sent leaves its graphs behind; model and chain that are sent together stay
+    one.
+    """
     torch.manual_seed(0)
     model = Small()
     expected = plain_losses(model)

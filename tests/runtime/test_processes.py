@@ -1,4 +1,5 @@
-"""Ranks as processes: the same numbers as ranks in threads, to the bit, whatever is done with the pipeline.
+"""Ranks as processes: the same numbers as ranks in threads, to the bit, whatever is done with the
+pipeline.
 
 Every launch takes some seconds, most of them torch's import, so each one makes many claims.
 """
@@ -49,7 +50,9 @@ def check_equal(by_rank, expected):
 
 
 def test_two_ranks_do_all_that_threads_do_and_checkpoints_pass_between_them(tmp_path):
-    """Losses, outputs, weights, timelines, checkpoints: who carries the tensors makes no difference."""
+    """Losses, outputs, weights, timelines, checkpoints: who carries the tensors makes no
+    difference.
+    """
     options = {
         "balance": [6, 9],
         "schedule": "1f1b",
@@ -62,8 +65,15 @@ def test_two_ranks_do_all_that_threads_do_and_checkpoints_pass_between_them(tmp_
     expected = everything("vgg", options, tmp_path / "alone", "threads")
     check_equal(by_rank, expected)
     assert torch.equal(expected["loss after loading"], expected["loss before loading"])
-    pipe = ps.Pipeline(CASES["vgg"].make(), loss=CASES["vgg"].loss, optimizer=sgd, balance=[15], micro_batches=4, seed=4,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        CASES["vgg"].make(),
+        loss=CASES["vgg"].loss,
+        optimizer=sgd,
+        balance=[15],
+        micro_batches=4,
+        seed=4,
+        executor="threads",
+    )
     pipe.load(tmp_path / "ckpt")  # of the processes
     assert differences(pipe.state_dict(), expected["state"]) == []
     with torch.random.fork_rng():
@@ -78,7 +88,8 @@ COPIES = """rank 0 | 0F0 1F1 1B1 0F2 1F3 1B3 0B0 0B2 0U1 1U1
 rank 1 | 0F1 1F0 1B0 0F3 1F2 1B2 0B1 0B3 0U1 1U1
 rank 2 | 0F4 1F5 1B5 0F6 1F7 1B7 0B4 0B6 0U1 1U1
 rank 3 | 0F5 1F4 1B4 0F7 1F6 1B6 0B5 0B7 0U1 1U1"""
-#: Stage 0 hands micro-batches 2 and 3 to the rank of stage 3, stage 1 micro-batch 1 to that of stage 2.
+#: Stage 0 hands micro-batches 2 and 3 to the rank of stage 3, stage 1 micro-batch 1 to that of
+#: stage 2.
 EVICT = """rank 0 | 0F0 0F1 0F2 0E2 0F3 0E3 0B0 0B1 0L2 0B2 0L3 0B3 0U1
 rank 1 | 1F0 1F1 1E1 1F2 1F3 1B0 1L1 1B1 1B2 1B3 1U1
 rank 2 | 2F0 1E1 2F1 2B0 1L1 2F2 2B1 2F3 2B2 2B3 2U1
@@ -112,8 +123,9 @@ def four_ranks(tmp_path, executor):
 
 
 def test_four_ranks_agree_under_any_schedule_with_nested_boundaries_and_several_pipelines(tmp_path):
-    """Batch norm's buffers, integer tensors, None, frozen stages, split backwards, stages that share a rank, ranks without any,
-    stages on four ranks, activations that are handed to another rank, slices of sequences.
+    """Batch norm's buffers, integer tensors, None, frozen stages, split backwards, stages that
+    share a rank, ranks without any, stages on four ranks, activations that are handed to another
+    rank, slices of sequences.
     """
     by_rank = launch(four_ranks, 4, tmp_path, "processes", threads=1)
     (tmp_path / "alone").mkdir()

@@ -175,18 +175,26 @@ def data():
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize(("middle", "told"), [
-    (Centred, "buffer 1.centre is changed by a forward and read by the next"),
-    (Replaced, "buffer 1.centre is changed by a forward and read by the next"),
-    (Counted, "buffer 1.count is changed by a forward and read by the next"),
-    (Called, "1.calls is changed by every forward"),
-    (Queued, "1.queue is changed by every forward"),
-    (Clamped, "weight 1.inner.weight is changed by the forward itself"),
-    (ReadBackwards, "buffer 1.centre is changed by a forward and read by the next"),
-    (lambda: hooked(counting_hook), "the hook counting_hook.<locals>.hook of 1: state is changed by every forward"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("middle", "told"),
+    [
+        (Centred, "buffer 1.centre is changed by a forward and read by the next"),
+        (Replaced, "buffer 1.centre is changed by a forward and read by the next"),
+        (Counted, "buffer 1.count is changed by a forward and read by the next"),
+        (Called, "1.calls is changed by every forward"),
+        (Queued, "1.queue is changed by every forward"),
+        (Clamped, "weight 1.inner.weight is changed by the forward itself"),
+        (ReadBackwards, "buffer 1.centre is changed by a forward and read by the next"),
+        (
+            lambda: hooked(counting_hook),
+            "the hook counting_hook.<locals>.hook of 1: state is changed by every forward",
+        ),
+    ],
+)
 def test_state_that_forwards_move_and_read_is_refused_before_the_update(middle, told, recompute):
-    """Each copy would see the state that its own micro-batches have left, and train to other numbers."""
+    """Each copy would see the state that its own micro-batches have left, and train to other
+    numbers.
+    """
     model = model_of(middle())
     before = {name: value.clone() for name, value in model[0].state_dict().items()}
     pipe = pipeline(model, recompute=recompute)
@@ -211,7 +219,9 @@ def test_state_that_forwards_move_and_read_is_refused_before_the_update(middle, 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*")
 def test_state_that_is_only_written_may_have_copies(middle, recompute):
-    """Running statistics, logs, caches and hooks without state do not change what is trained: two steps equal plain training."""
+    """Running statistics, logs, caches and hooks without state do not change what is trained: two
+    steps equal plain training.
+    """
     model = model_of(middle())
     start = [parameter.detach().clone() for parameter in model.parameters()]
     x, y = data()
@@ -233,7 +243,9 @@ def test_state_that_is_only_written_may_have_copies(middle, recompute):
 
 
 def test_a_buffer_that_begins_to_move_later_is_refused():
-    """The first micro-batch shows what moves; what begins to move afterwards is seen by its version."""
+    """The first micro-batch shows what moves; what begins to move afterwards is seen by its
+    version.
+    """
 
     class Late(Centred):
         moves = False
@@ -279,13 +291,22 @@ def with_backward_hook():
 
 
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*")
-@pytest.mark.parametrize(("middle", "told"), [
-    (clipped, r"weight has a gradient hook \(register_hook\)"),
-    (clipped_afterwards, r"weight has a gradient hook \(register_post_accumulate_grad_hook\)"),
-    (with_backward_hook, r"hook \(register_full_backward_hook\) changes variables of its own"),
-    (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), "spectral_norm of weight moves its power iteration"),
-    (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), "spectral_norm of weight moves"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("middle", "told"),
+    [
+        (clipped, r"weight has a gradient hook \(register_hook\)"),
+        (clipped_afterwards, r"weight has a gradient hook \(register_post_accumulate_grad_hook\)"),
+        (with_backward_hook, r"hook \(register_full_backward_hook\) changes variables of its own"),
+        (
+            lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+            "spectral_norm of weight moves its power iteration",
+        ),
+        (
+            lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+            "spectral_norm of weight moves",
+        ),
+    ],
+)
 def test_hooks_and_spectral_norms_are_refused_at_construction(middle, told):
     """What can be seen without running is refused before ranks start, with the stage and the layer."""
     with pytest.raises(SettingError, match=told) as caught:
@@ -366,7 +387,9 @@ def test_a_hook_on_a_weight_without_memory_is_refused():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_a_hook_that_steps_its_weight_needs_one_micro_batch(schedule):
-    """Forwards of later micro-batches have run with the weight as it was: one process would run them with the new one."""
+    """Forwards of later micro-batches have run with the weight as it was: one process would run
+    them with the new one.
+    """
 
     def model():
         layer = nn.Linear(4, 4)
@@ -449,7 +472,9 @@ def test_sparse_gradients_of_copies_add_up_to_those_of_plain_training(optimizer)
 
 
 def test_sparse_gradients_of_a_traced_model_are_refused_in_copies():
-    """A traced layer does not say which of its weights have sparse gradients; the first forward does."""
+    """A traced layer does not say which of its weights have sparse gradients; the first forward
+    does.
+    """
 
     class Bag(nn.Module):
         def __init__(self):

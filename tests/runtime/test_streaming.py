@@ -1,4 +1,6 @@
-"""Streams on the runtime: what is fed, shown, counted, and what happens when an op fails in the middle."""
+"""Streams on the runtime: what is fed, shown, counted, and what happens when an op fails in the
+middle.
+"""
 
 from __future__ import annotations
 
@@ -185,7 +187,9 @@ def test_evaluating_in_mid_stream_leaves_updates_on():
     [("pipedream", {}), ("avgpipe", {}), ("hetpipe", {}), ("2bw", {"micro_batches": 4})],
 )
 def test_outside_the_stream_the_model_is_the_one_that_a_checkpoint_has(name, options, tmp_path):
-    """Whatever copies and versions a rule works with; of AvgPipe it is the reference model, which no batch reads."""
+    """Whatever copies and versions a rule works with; of AvgPipe it is the reference model, which
+    no batch reads.
+    """
     pipe = pipeline(name, **options)
     list(pipe.train(batches(7)))
     x, y = batches(1)[0]
@@ -198,8 +202,8 @@ def test_outside_the_stream_the_model_is_the_one_that_a_checkpoint_has(name, opt
 
 @pytest.mark.parametrize("replicas", [2, (2, 1, 1)])
 def test_copies_of_a_stage_that_meet_stream_and_are_saved_once(replicas, tmp_path):
-    """PipeDream's stages on several ranks: gradients add up at every U. Two pipelines of one micro-batch each read what one pipeline
-    reads that has the whole batch as one.
+    """PipeDream's stages on several ranks: gradients add up at every U. Two pipelines of one
+    micro-batch each read what one pipeline reads that has the whole batch as one.
     """
     pipe, alike = (
         pipeline(ps.schedule("pipedream", 3, 2, replicas=replicas), micro_batches=None),

@@ -72,7 +72,9 @@ FAILURES = [  # stages, stage, kind, at, recompute, the op that fails
 def test_an_op_that_raises_is_named_with_rank_stage_step_and_cause(
     stages, stage, kind, at, recompute, op
 ):
-    """Where it failed is the whole diagnosis; the layer's own error is chained. A forward that runs again does so in a backward."""
+    """Where it failed is the whole diagnosis; the layer's own error is chained. A forward that runs
+    again does so in a backward.
+    """
     pipe = with_trap(stage, Trap("raise", kind, at), recompute=recompute, stages=stages)
     message = (
         rf"^rank {stage} \(stage {stage}\) failed in {op} of step 0: ValueError: a planted failure$"
@@ -94,7 +96,9 @@ def test_an_op_that_raises_is_named_with_rank_stage_step_and_cause(
 @pytest.mark.parametrize("what", ["raise", "exit"])
 @pytest.mark.parametrize(("kind", "stages"), [("F", 1), ("F", 3), ("B", 3)])
 def test_after_a_failed_batch_nothing_is_kept_and_the_next_is_exact(kind, stages, what, optimizer):
-    """In a notebook one mends the layer and goes on: half a batch's gradients must not be in the next update."""
+    """In a notebook one mends the layer and goes on: half a batch's gradients must not be in the
+    next update.
+    """
     trap = Trap(what, kind, at=2)
     stage = stages - 1
     pipe = with_trap(stage, trap, optimizer, stages)
@@ -115,8 +119,10 @@ def test_after_a_failed_batch_nothing_is_kept_and_the_next_is_exact(kind, stages
     trap.armed = False
     assert torch.equal(pipe.train_batch(X, Y), fresh.train_batch(X, Y))
     assert left_in(pipe) == []
-    found, expected = ({k: p.grad for p, k in zip(s.update.parameters, "wb", strict=True)} for s in
-                       (pipe._local_stages[-1], fresh._local_stages[-1]))  # fmt: skip
+    found, expected = (
+        {k: p.grad for p, k in zip(s.update.parameters, "wb", strict=True)}
+        for s in (pipe._local_stages[-1], fresh._local_stages[-1])
+    )
     assert differences(found, expected) == []
     assert len(pipe.timeline().events) == stages * 9
 
@@ -145,7 +151,9 @@ def test_two_failures_at_once_are_told_by_the_first(monkeypatch):
 
 
 def test_every_rank_makes_its_device_the_current_one_of_its_thread():
-    """CUDA's current device is of a thread: without this, a rank on cuda:1 would launch what has no device on cuda:0."""
+    """CUDA's current device is of a thread: without this, a rank on cuda:1 would launch what has no
+    device on cuda:0.
+    """
     entered = []
 
     def enter(device):
@@ -174,12 +182,19 @@ def test_a_card_that_is_not_visible_is_refused_before_anything_starts():
     """torch's own error would come from the first layer that is moved."""
     index = torch.accelerator.device_count() if torch.cuda.is_available() else 0
     with pytest.raises(SettingError, match=rf"device='cuda:{index}' is asked for"):
-        ps.Pipeline(nn.Sequential(nn.Linear(16, 4)), loss=functional.cross_entropy, balance=[1],
-                    executor="threads", device=f"cuda:{index}")  # fmt: skip
+        ps.Pipeline(
+            nn.Sequential(nn.Linear(16, 4)),
+            loss=functional.cross_entropy,
+            balance=[1],
+            executor="threads",
+            device=f"cuda:{index}",
+        )
 
 
 def test_a_rank_that_waits_too_long_says_for_what_and_what_the_others_are_at(monkeypatch):
-    """A stuck op cannot be stopped in a thread; the caller is told within the deadline and may go on without this pipeline."""
+    """A stuck op cannot be stopped in a thread; the caller is told within the deadline and may go
+    on without this pipeline.
+    """
     monkeypatch.setattr(threads, "_GRACE_S", 0.2)
     monkeypatch.setattr("penstock.runtime.draws.may_draw", lambda module: False)
     others = set(rank_threads())
@@ -201,13 +216,22 @@ def test_a_rank_that_waits_too_long_says_for_what_and_what_the_others_are_at(mon
 
 
 def test_layers_that_wait_for_each_others_random_numbers_are_let_go_too(monkeypatch):
-    """A layer that may draw holds the random generators: while it hangs, the others stand still inside their own ops."""
+    """A layer that may draw holds the random generators: while it hangs, the others stand still
+    inside their own ops.
+    """
     monkeypatch.setattr(threads, "_GRACE_S", 0.2)
     others = set(rank_threads())
     trap = Trap("hang", "F", at=1)
     model = nn.Sequential(nn.Dropout(0.1), nn.Linear(16, 4), trap)
-    pipe = ps.Pipeline(model, loss=functional.cross_entropy, balance=[2, 1], micro_batches=4, schedule="gpipe", deadline_s=0.5,
-                       executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=functional.cross_entropy,
+        balance=[2, 1],
+        micro_batches=4,
+        schedule="gpipe",
+        deadline_s=0.5,
+        executor="threads",
+    )
     with pytest.raises(
         DeadlineExceeded, match=r"rank \d waits for .* since 1 s, which is over its deadline"
     ) as error:
@@ -219,7 +243,9 @@ def test_layers_that_wait_for_each_others_random_numbers_are_let_go_too(monkeypa
 
 
 def test_an_interrupt_stops_the_ranks_and_the_pipeline_can_go_on(monkeypatch):
-    """Ctrl-C in a notebook, in the middle of a batch: the ranks' threads must not go on behind the caller's back."""
+    """Ctrl-C in a notebook, in the middle of a batch: the ranks' threads must not go on behind the
+    caller's back.
+    """
     pipe = with_trap(0, Trap(kind="never"))
     waited = threads.wait
     calls = []
@@ -321,8 +347,13 @@ def test_what_cannot_cross_a_boundary_is_named():
         def forward(self, value):
             return value["x"]
 
-    pipe = ps.Pipeline(nn.Sequential(nn.Linear(16, 4), Strange(), Back()), loss=functional.cross_entropy, balance=[2, 1],
-                       micro_batches=2, executor="threads")  # fmt: skip
+    pipe = ps.Pipeline(
+        nn.Sequential(nn.Linear(16, 4), Strange(), Back()),
+        loss=functional.cross_entropy,
+        balance=[2, 1],
+        micro_batches=2,
+        executor="threads",
+    )
     with pytest.raises(
         RunError,
         match=r"^rank 0 \(stage 0\) failed in 0F0 of step 0: Unflattenable: a set cannot cross a stage boundary",
@@ -352,7 +383,9 @@ def test_peers_of_a_failed_rank_tell_its_reason():
 
 
 def test_gradients_of_a_failed_batch_are_dropped_on_stages_that_had_finished():
-    """The last stage ends its program before the first: without an optimizer its gradients would stay, and be added to."""
+    """The last stage ends its program before the first: without an optimizer its gradients would
+    stay, and be added to.
+    """
     model = nn.Sequential(nn.Linear(16, 16), Trap("raise", "B", at=3), nn.Linear(16, 4))
     pipe = ps.Pipeline(
         model, loss=functional.cross_entropy, balance=[2, 1], micro_batches=4, executor="threads"

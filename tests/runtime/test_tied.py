@@ -35,7 +35,9 @@ class Head(nn.Module):
 
 
 def tied_model(*, dropout=0.0, second=True):
-    """An embedding that is the head's table, and two linear maps further in that share a weight the other way round."""
+    """An embedding that is the head's table, and two linear maps further in that share a weight the
+    other way round.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(1)
         embed = nn.Embedding(13, 8)
@@ -102,7 +104,9 @@ def pipeline(model, lengths, **options):
 
 @pytest.mark.parametrize("schedule", sorted(one_of_each(4)))
 def test_training_with_tied_weights_is_that_of_one_device_under_every_schedule(schedule):
-    """The gradients of all uses add up; split backwards, several stages of a rank and copies of stages included."""
+    """The gradients of all uses add up; split backwards, several stages of a rank and copies of
+    stages included.
+    """
     made = one_of_each(4)[schedule]
     if not made.synchronous or made.slicing is not None or made.stages > 9:
         pytest.skip(
@@ -120,7 +124,9 @@ def test_training_with_tied_weights_is_that_of_one_device_under_every_schedule(s
 
 
 def test_tied_copies_stay_equal():
-    """Trap: in torch.distributed.pipelining the copies of a tied weight are never brought together, and drift apart."""
+    """Trap: in torch.distributed.pipelining the copies of a tied weight are never brought together,
+    and drift apart.
+    """
     model = tied_model()
     pipe = pipeline(model, [3, 3, 3], optimizer=ADAM["adam"])
     for number in range(4):
@@ -282,7 +288,9 @@ def test_a_tied_model_from_the_meta_device_begins_alike_under_every_cut():
 
 
 def test_an_asynchronous_schedule_refuses_tied_weights_over_stages():
-    """Its stages update at different times: there is no batch whose gradients could be added up before both have stepped."""
+    """Its stages update at different times: there is no batch whose gradients could be added up
+    before both have stepped.
+    """
     with pytest.raises(
         ChainError,
         match=r"0\.weight is used by layers 0, 8, which this cut puts into stages 0, 1\. .*untie them",

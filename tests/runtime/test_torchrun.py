@@ -1,4 +1,6 @@
-"""Under torchrun: a Pipeline in a plain script, and a failing rank that ends the run with a word on where."""
+"""Under torchrun: a Pipeline in a plain script, and a failing rank that ends the run with a word on
+where.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ if sys.argv[1] == "fail":
     trapped("raise", "B")
 found = everything("mlp", {"balance": [3, 4], "micro_batches": 4}, None, "processes")
 if found["state"]:
-    print("found", json.dumps([float(loss) for loss in found["losses"]]), flush=True)
+    print("found " + json.dumps([float(loss) for loss in found["losses"]]), flush=True)
 """
 
 SOON_S = 120
@@ -75,14 +77,18 @@ def test_a_script_under_torchrun_trains_as_threads_do(tmp_path):
 
 
 def test_a_failing_rank_ends_the_run_and_names_rank_stage_and_op(tmp_path):
-    """torchrun tells which process ended first; what happened there must stand in its own last words."""
+    """torchrun tells which process ended first; what happened there must stand in its own last
+    words.
+    """
     done = torchrun(tmp_path, "fail")
     assert done.returncode != 0
     assert "rank 1 (stage 1) failed in 1B1 of step 0: ValueError: a planted failure" in done.stderr
 
 
 def test_one_rank_alone_needs_neither_torchrun_nor_launch(monkeypatch):
-    """A pipeline of one stage is plain training with the same calls: the smallest first run there is."""
+    """A pipeline of one stage is plain training with the same calls: the smallest first run there
+    is.
+    """
     monkeypatch.delenv("RANK", raising=False)
     assert not started()
     pipe = ps.Pipeline(

@@ -1,7 +1,8 @@
 """Random schedules that are sound by construction: what a user may write, and no family would.
 
-Ops are put down one by one, each when all it needs is down already, so there is an order of the whole that every program
-follows. U of a stage goes to all its copies at once. Stages may share a rank, have copies, and split some of their backwards.
+Ops are put down one by one, each when all it needs is down already, so there is an order of the
+whole that every program follows. U of a stage goes to all its copies at once. Stages may share a
+rank, have copies, and split some of their backwards.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def build_custom(
         if waiting and rng.random() < 0.3:
             builder.update(waiting.pop(rng.randrange(len(waiting))))
             continue
-        # Mostly the deepest op first (few in flight), mostly the shallowest (many), or anything between.
+        # Mostly the deepest op first (few in flight), mostly the shallowest (many), or anything
+        # between.
         ready.sort(key=lambda op: (op.kind is Kind.F, op.micro_batch, op.stage))
         op = ready[0] if rng.random() < eager else rng.choice(ready)
         builder.place(op)
@@ -93,7 +95,9 @@ def build_custom(
 
 
 def custom_schedules(synchronous: bool | None = None, most: int = 5) -> st.SearchStrategy[Schedule]:
-    """Sound schedules of up to `most` stages, ranks and micro-batches; of both kinds unless `synchronous` says which."""
+    """Sound schedules of up to `most` stages, ranks and micro-batches; of both kinds unless
+    `synchronous` says which.
+    """
     return st.builds(
         build_custom,
         seed=st.integers(0, 2**32),
@@ -105,7 +109,9 @@ def custom_schedules(synchronous: bool | None = None, most: int = 5) -> st.Searc
 
 
 class _StreamBuilder(_Builder):
-    """The same for a stream: batch t is on copy t mod `copies` of every stage, each copy on ranks of its own."""
+    """The same for a stream: batch t is on copy t mod `copies` of every stage, each copy on ranks
+    of its own.
+    """
 
     def __init__(
         self, rng: random.Random, stages: int, ranks: int, stream: Stream, size: int
@@ -119,7 +125,9 @@ class _StreamBuilder(_Builder):
         self.updated: set[tuple[int, Op]] = set()
 
     def in_turn(self, op: Op) -> bool:
-        """Whether the batch before a gradient's on its copy has had its update; and of a forward that of a wave before."""
+        """Whether the batch before a gradient's on its copy has had its update; and of a forward
+        that of a wave before.
+        """
         waves, place = self.stream.waves, op.micro_batch // self.size // self.copies
         behind = 0 if op.kind is not Kind.F else waves.length - 1 if waves else place
         host = self.hosts[op.stage][op.micro_batch // self.size % self.copies]
@@ -129,8 +137,12 @@ class _StreamBuilder(_Builder):
         """The updates that could stand next, with the ranks on which they must."""
         found = []
         for stage, hosts in enumerate(self.hosts):
-            due = [(rank, Op(Kind.U, stage, batch // self.copies + 1)) for batch in range(self.stream.batches)
-                   for rank in [hosts[batch % self.copies]] if self.finished(stage, batch)]  # fmt: skip
+            due = [
+                (rank, Op(Kind.U, stage, batch // self.copies + 1))
+                for batch in range(self.stream.batches)
+                for rank in [hosts[batch % self.copies]]
+                if self.finished(stage, batch)
+            ]
             for rank, update in (place for place in due if place not in self.updated):
                 met = met_by(update, self.stream)
                 if met == update and all((host, update) in due for host in hosts):
@@ -150,7 +162,9 @@ class _StreamBuilder(_Builder):
 
 
 def build_stream(seed: int, stages: int, ranks: int, size: int, waves: bool) -> Schedule:
-    """A sound stream of a few batches of `size` micro-batches, with copies if it has waves; in general it repeats nothing."""
+    """A sound stream of a few batches of `size` micro-batches, with copies if it has waves; in
+    general it repeats nothing.
+    """
     rng = random.Random(seed)
     stream = Stream(
         rng.randint(1, 5),
@@ -175,7 +189,9 @@ def build_stream(seed: int, stages: int, ranks: int, size: int, waves: bool) -> 
 
 
 def custom_streams(waves: bool | None = None, most: int = 3) -> st.SearchStrategy[Schedule]:
-    """Sound streams of up to `most` stages, ranks per copy and micro-batches per batch; of both kinds unless `waves` says which."""
+    """Sound streams of up to `most` stages, ranks per copy and micro-batches per batch; of both
+    kinds unless `waves` says which.
+    """
     numbers = st.integers(1, most)
     return st.builds(
         build_stream,

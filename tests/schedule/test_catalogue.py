@@ -81,18 +81,27 @@ def test_the_schedule_remembers_its_name_and_options():
 
 
 def test_replicas_are_one_of_the_options():
-    """A plan stores name, numbers and options, and no programs; one replica is what there is anyway."""
+    """A plan stores name, numbers and options, and no programs; one replica is what there is
+    anyway.
+    """
     made = schedule("gpipe", 2, 4, replicas=[2, 1], backward_order="reverse")
     assert made.options == (("replicas", (2, 1)), ("backward_order", "reverse"))
     assert schedule(made.name, made.stages, made.micro_batches, **dict(made.options)) == made
     assert schedule("gpipe", 2, 4, replicas=1) == schedule("gpipe", 2, 4)
 
 
-@pytest.mark.parametrize(("name", "options"), [
-    ("chimera", {"concatenation": "doubling"}), ("autopipe", {"sliced": 3}), ("bpipe", {"ratio": 1}), ("terapipe", {"slices": 3}),
-    ("seq1f1b", {"slice_shares": [0.75, 0.25]}), ("1f1b", {"warm_up": [8, 2, 1, 1], "replicas": [2, 1, 1, 1]}),
-    ("interleaved", {"chunks": 2, "replicas": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("chimera", {"concatenation": "doubling"}),
+        ("autopipe", {"sliced": 3}),
+        ("bpipe", {"ratio": 1}),
+        ("terapipe", {"slices": 3}),
+        ("seq1f1b", {"slice_shares": [0.75, 0.25]}),
+        ("1f1b", {"warm_up": [8, 2, 1, 1], "replicas": [2, 1, 1, 1]}),
+        ("interleaved", {"chunks": 2, "replicas": 2}),
+    ],
+)
 def test_name_numbers_and_options_make_the_same_schedule_again(name, options):
     """What `options` is there for."""
     made = schedule(name, 4, 8, **options)

@@ -24,7 +24,9 @@ def without_updates(made):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "naive"])
 def test_a_family_comes_back_from_csv_as_it_was(name):
-    """Updates are left out and put back right after the last backward, where the families have them."""
+    """Updates are left out and put back right after the last backward, where the families have
+    them.
+    """
     made = schedule(name, 3, 5)
     assert from_csv(to_csv(made), name) == made
 
@@ -79,7 +81,9 @@ def test_torchs_own_text_of_an_action_is_ours():
 
 
 def test_a_pair_is_torchs_overlap_with_the_forward_first_and_comes_back_as_a_pair():
-    """What a user registers for OVERLAP_F_B takes the first half for the forward; whichever stands first here, both start at once."""
+    """What a user registers for OVERLAP_F_B takes the first half for the forward; whichever stands
+    first here, both start at once.
+    """
     from torch.distributed.pipelining.schedules import OVERLAP_F_B, _Action
 
     made = Schedule.parse("0F0 0F1 0F2&0B0 0B1 0B2 0U1\n1F0 1B0&1F1 1F2&1I1 1W1 1B2 1U1", "csv")
@@ -109,38 +113,57 @@ def test_the_update_stands_after_the_last_weight_gradient():
 
 
 def test_ranks_without_ops_keep_their_place():
-    """A blank line at the end of a file is lost to every reader, so an idle rank is written as one idle slot."""
+    """A blank line at the end of a file is lost to every reader, so an idle rank is written as one
+    idle slot.
+    """
     made = Schedule.parse("rank 0 |\nrank 1 | 0F0 0B0 0U1\nrank 2 |")
     assert from_csv(to_csv(made), "custom") == made
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("0F0,2BW0", r"row 1, column 2: '2BW0' is of the dialect of torch 2\.4, in which BW was the whole backward"),
-    ("0F0\n1F0,0F0garbage", r"row 2, column 2: '0F0garbage' is no action of torch's: write stage, kind, micro-batch"),
-    ("0F0,0F", r"row 1, column 2: '0F' is no action of torch's"),
-    ("0F0,0SEND_F", r"row 1, column 2: '0SEND_F' is no action of torch's"),
-    ("0F0,0SEND_W0", r"row 1, column 2: '0SEND_W0' is no action of torch's"),
-    ("0F0,0UNSHARD0", r"row 1, column 2: '0UNSHARD0' is no action of torch's"),
-    ("0F0,0B0,0U1", r"row 1, column 3: '0U1' is no action of torch's"),
-    ("0F0,0E0", r"row 1, column 2: '0E0' is no action of torch's"),
-    ("0F0;0B0", r"row 1, column 1: '0F0;0B0' is no action of torch's"),
-    ("(0F0)OVERLAP_F_B", r"row 1, column 1: '\(0F0\)OVERLAP_F_B' is no action"),
-    ("(0F0;0F1)OVERLAP_F_B", r"row 1, column 1: '.*' overlaps no forward with a backward: write \(0F3;1B2\)OVERLAP_F_B"),
-    ("(0F0;0B1;0W0)OVERLAP_F_B", r"row 1, column 1: .* is no action"),
-    ("(0F0;0SEND_F0)OVERLAP_F_B", r"row 1, column 1: .* overlaps no forward with a backward"),
-    ("(0F1;0B0)", r"row 1, column 1: '\(0F1;0B0\)' is no action"),
-    ("\ufeff0F0", r"row 1, column 1: '\\ufeff0F0' is no action"),
-    ("0F0,0B0\n\n1F0,1B0", r"row 2 is blank: take it out, or write \"\" for a rank without ops"),
-    ('0F0,"0B0\n1F0"', r"row 1, column 2: '0B0\\n1F0' is no action"),
-    ("", "the CSV has no ops"),
-    ("\n\n", "the CSV has no ops"),
-    (" , ,\n,", "the CSV has no ops"),
-    ("0UNSHARD,0SEND_F0", "the CSV has no ops"),
-    ("0F0," + "9" * 200_000, "this is no CSV: field larger than field limit"),
-    (f"0F{'9' * 5000}", r"row 1, column 1: '0F9+' … \(5002 characters\) is no action"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "0F0,2BW0",
+            r"row 1, column 2: '2BW0' is of the dialect of torch 2\.4, in which BW was the whole backward",
+        ),
+        (
+            "0F0\n1F0,0F0garbage",
+            r"row 2, column 2: '0F0garbage' is no action of torch's: write stage, kind, micro-batch",
+        ),
+        ("0F0,0F", r"row 1, column 2: '0F' is no action of torch's"),
+        ("0F0,0SEND_F", r"row 1, column 2: '0SEND_F' is no action of torch's"),
+        ("0F0,0SEND_W0", r"row 1, column 2: '0SEND_W0' is no action of torch's"),
+        ("0F0,0UNSHARD0", r"row 1, column 2: '0UNSHARD0' is no action of torch's"),
+        ("0F0,0B0,0U1", r"row 1, column 3: '0U1' is no action of torch's"),
+        ("0F0,0E0", r"row 1, column 2: '0E0' is no action of torch's"),
+        ("0F0;0B0", r"row 1, column 1: '0F0;0B0' is no action of torch's"),
+        ("(0F0)OVERLAP_F_B", r"row 1, column 1: '\(0F0\)OVERLAP_F_B' is no action"),
+        (
+            "(0F0;0F1)OVERLAP_F_B",
+            r"row 1, column 1: '.*' overlaps no forward with a backward: write \(0F3;1B2\)OVERLAP_F_B",
+        ),
+        ("(0F0;0B1;0W0)OVERLAP_F_B", r"row 1, column 1: .* is no action"),
+        ("(0F0;0SEND_F0)OVERLAP_F_B", r"row 1, column 1: .* overlaps no forward with a backward"),
+        ("(0F1;0B0)", r"row 1, column 1: '\(0F1;0B0\)' is no action"),
+        ("\ufeff0F0", r"row 1, column 1: '\\ufeff0F0' is no action"),
+        (
+            "0F0,0B0\n\n1F0,1B0",
+            r"row 2 is blank: take it out, or write \"\" for a rank without ops",
+        ),
+        ('0F0,"0B0\n1F0"', r"row 1, column 2: '0B0\\n1F0' is no action"),
+        ("", "the CSV has no ops"),
+        ("\n\n", "the CSV has no ops"),
+        (" , ,\n,", "the CSV has no ops"),
+        ("0UNSHARD,0SEND_F0", "the CSV has no ops"),
+        ("0F0," + "9" * 200_000, "this is no CSV: field larger than field limit"),
+        (f"0F{'9' * 5000}", r"row 1, column 1: '0F9+' … \(5002 characters\) is no action"),
+    ],
+)
 def test_what_is_no_action_is_refused_with_its_place(text, message):
-    """torch's own reader takes `2BW0` for `2B` and forgives trailing words; the run then does something else."""
+    """torch's own reader takes `2BW0` for `2B` and forgives trailing words; the run then does
+    something else.
+    """
     with pytest.raises(FileError, match=message) as caught:
         from_csv(text)
     assert len(str(caught.value)) < 400
@@ -164,23 +187,59 @@ def test_ten_megabytes_of_nonsense_are_one_short_message(content):
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize(("made", "message"), [
-    (Schedule.parse("0F0 0B0 0U1", "mine", synchronous=False),
-     "mine is asynchronous: torch's CSV has no optimizer step and no weight versions"),
-    (schedule("pipedream", 2, 4), "pipedream is asynchronous: torch's CSV has no optimizer step and no weight versions, and is of one batch"),
-    (Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0U1", "copies"),
-     "stage 0 has copies on ranks 0, 1: torch's CSV has each stage on one rank"),
-    (Schedule.parse("0F0 0E0 0L0 0B0 0U1\n0E0 0L0", "handing"),
-     "0E0 on rank 0 hands activations to another rank: torch's CSV has no action for it"),
-    (Schedule(Schedule.parse("0F0 0F1 0B1 0B0 0U1").programs, "cut", slicing=Slicing("tokens", ((0.5, 0.5),))),
-     "cut cuts micro-batches along tokens: torch's CSV has whole micro-batches, all of one size, and no order between parts"),
-    (Schedule(Schedule.parse("0F0 0F1 0B1 0B0 0U1").programs, "cut", slicing=Slicing("samples", ((0.5, 0.5),))),
-     "cut cuts micro-batches along samples: torch's CSV has whole micro-batches"),
-    (Schedule.parse("0F0&0F1 0B0 0B1 0U1"), "0F0&0F1 run as one: torch's OVERLAP_F_B is of a forward and the backward"),
-    (Schedule.parse("0F0 0F1&0B0&0F2 0B1 0B2 0U1"), "share an op with another pair: torch's OVERLAP_F_B is of two ops"),
-    (Schedule.parse("0F0 0F1 0B0 0B1 0U1\n1F0 1F1 1B0 1B1 1U1".replace("F1", "Fx").replace("F0", "F1").replace("Fx", "F0")),
-     "the last stage runs 1F1 before 1F0: torch keeps losses in the order of these forwards"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            Schedule.parse("0F0 0B0 0U1", "mine", synchronous=False),
+            "mine is asynchronous: torch's CSV has no optimizer step and no weight versions",
+        ),
+        (
+            schedule("pipedream", 2, 4),
+            "pipedream is asynchronous: torch's CSV has no optimizer step and no weight versions, and is of one batch",
+        ),
+        (
+            Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0U1", "copies"),
+            "stage 0 has copies on ranks 0, 1: torch's CSV has each stage on one rank",
+        ),
+        (
+            Schedule.parse("0F0 0E0 0L0 0B0 0U1\n0E0 0L0", "handing"),
+            "0E0 on rank 0 hands activations to another rank: torch's CSV has no action for it",
+        ),
+        (
+            Schedule(
+                Schedule.parse("0F0 0F1 0B1 0B0 0U1").programs,
+                "cut",
+                slicing=Slicing("tokens", ((0.5, 0.5),)),
+            ),
+            "cut cuts micro-batches along tokens: torch's CSV has whole micro-batches, all of one size, and no order between parts",
+        ),
+        (
+            Schedule(
+                Schedule.parse("0F0 0F1 0B1 0B0 0U1").programs,
+                "cut",
+                slicing=Slicing("samples", ((0.5, 0.5),)),
+            ),
+            "cut cuts micro-batches along samples: torch's CSV has whole micro-batches",
+        ),
+        (
+            Schedule.parse("0F0&0F1 0B0 0B1 0U1"),
+            "0F0&0F1 run as one: torch's OVERLAP_F_B is of a forward and the backward",
+        ),
+        (
+            Schedule.parse("0F0 0F1&0B0&0F2 0B1 0B2 0U1"),
+            "share an op with another pair: torch's OVERLAP_F_B is of two ops",
+        ),
+        (
+            Schedule.parse(
+                "0F0 0F1 0B0 0B1 0U1\n1F0 1F1 1B0 1B1 1U1".replace("F1", "Fx")
+                .replace("F0", "F1")
+                .replace("Fx", "F0")
+            ),
+            "the last stage runs 1F1 before 1F0: torch keeps losses in the order of these forwards",
+        ),
+    ],
+)
 @pytest.mark.parametrize("communication", [False, True])
 def test_what_torch_cannot_say_is_refused_by_name(made, message, communication):
     """An export that loads and means something else is worse than none."""

@@ -1,4 +1,6 @@
-"""CSV with communication: an order that cannot deadlock, checked when it is read, and torch's own files pass."""
+"""CSV with communication: an order that cannot deadlock, checked when it is read, and torch's own
+files pass.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def between_ranks(text):
 
 
 def check(made):
-    """Written and read back, the schedule is the same, and its transfers are those that it needs, in one order on both sides."""
+    """Written and read back, the schedule is the same, and its transfers are those that it needs,
+    in one order on both sides.
+    """
     text = to_csv(made, communication=True)
     assert from_csv(text, made.name) == replace(made, options=())
     back, lowered = parse_csv(text, made.name)
@@ -62,7 +66,9 @@ def check(made):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_two_ranks_have_their_messages_in_one_order_and_need_no_buffer(name):
-    """NCCL queues a pair of ranks' sends and receives together, and a send may wait for its receive: other orders stand still."""
+    """NCCL queues a pair of ranks' sends and receives together, and a send may wait for its
+    receive: other orders stand still.
+    """
     for made in sayable(name):
         check(made)
 
@@ -93,7 +99,9 @@ def test_the_cells_are_torchs_and_stand_where_its_executor_needs_them():
 
 
 def test_an_update_stands_where_gradients_are_reduced():
-    """A file that says where is taken at its word; one that does not has them after the last backward."""
+    """A file that says where is taken at its word; one that does not has them after the last
+    backward.
+    """
     rows = "0F0,1F0,1B0{},0B0{}"
     assert (
         str(from_csv(rows.format(",1REDUCE_GRAD", ",0REDUCE_GRAD")))
@@ -154,10 +162,18 @@ def test_a_transfer_for_a_stage_that_nobody_holds_is_refused():
 
 
 NUMBER = st.integers(0, 2).map(str)
-ACTION = st.builds(str.__add__, NUMBER, st.one_of(
-    st.builds(str.__add__, st.sampled_from(["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]), NUMBER),
-    st.sampled_from(["UNSHARD", "RESHARD", "REDUCE_GRAD"]),
-))  # fmt: skip
+ACTION = st.builds(
+    str.__add__,
+    NUMBER,
+    st.one_of(
+        st.builds(
+            str.__add__,
+            st.sampled_from(["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]),
+            NUMBER,
+        ),
+        st.sampled_from(["UNSHARD", "RESHARD", "REDUCE_GRAD"]),
+    ),
+)
 OVERLAP = st.builds("({}F{};{}B{})OVERLAP_F_B".format, NUMBER, NUMBER, NUMBER, NUMBER)
 ROW = st.lists(
     st.one_of(ACTION, ACTION, ACTION, OVERLAP, st.sampled_from(["", " ", "0U1"])),
@@ -181,7 +197,9 @@ def test_whatever_actions_stand_in_a_file_reading_and_proving_it_ends_in_our_err
 @given(custom_schedules(synchronous=True), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=150)
 def test_a_file_whose_cells_were_moved_is_sound_or_refused_and_if_sound_it_finishes(made, rng):
-    """Played cell by cell with channels that keep their order: what passes must end, with every op's own message."""
+    """Played cell by cell with channels that keep their order: what passes must end, with every
+    op's own message.
+    """
     if why_not(made) is not None or not all(made.stages_of_rank):
         return
     rows = [row.split(",") for row in to_csv(made, communication=True).splitlines()]
@@ -198,7 +216,9 @@ def test_a_file_whose_cells_were_moved_is_sound_or_refused_and_if_sound_it_finis
 
 
 def plays(lowered):
-    """Whether every rank comes to its end, with each receive's message the one that it is for, and no gradient lost: by playing."""
+    """Whether every rank comes to its end, with each receive's message the one that it is for, and
+    no gradient lost: by playing.
+    """
     programs, at = lowered.programs, [0] * len(lowered.programs)
     stages = 1 + max(op.stage for row in programs for op in row if isinstance(op, Op))
     channels, posted, done, arrived = (
@@ -236,8 +256,12 @@ def plays(lowered):
         if not moved:
             break
     ended = all(place == len(program) for place, program in zip(at, programs, strict=True))
-    late = any(op.kind in (Kind.B, Kind.W) and op in row[row.index(Op(Kind.U, op.stage, 1)) :]
-               for row in programs for op in row if isinstance(op, Op))  # fmt: skip
+    late = any(
+        op.kind in (Kind.B, Kind.W) and op in row[row.index(Op(Kind.U, op.stage, 1)) :]
+        for row in programs
+        for op in row
+        if isinstance(op, Op)
+    )
     return (
         ended and not late and all(channels[link] == messages for link, messages in posted.items())
     )
@@ -313,10 +337,14 @@ def test_torchs_own_dualpipe_v_with_its_overlaps_is_read_sound_and_written_as_it
 
 
 def test_torchs_deferred_receives_are_found_out_of_order_on_v_shapes():
-    """torch 2.13 with `defer_pp_recv=True`: a gradient is received where an activation was sent. With a V, ranks exchange both
-    kinds in both directions, and its pass keeps the order of neither; ZB-V's gradients came out 20 times too large.
+    """torch 2.13 with `defer_pp_recv=True`: a gradient is received where an activation was sent.
+    With a V, ranks exchange both kinds in both directions, and its pass keeps the order of neither;
+    ZB-V's gradients came out 20 times too large.
     """
     text = torch_lowered(to_csv(schedule("zb-v", 4, 4)), 4, 4, defer=True)
-    with pytest.raises(ScheduleError, match=r"\[receive order\] message 3 from rank 0 to rank 1 is sent as 0SEND_F2 and received "
-                                            r"as 2RECV_B0"):  # fmt: skip
+    with pytest.raises(
+        ScheduleError,
+        match=r"\[receive order\] message 3 from rank 0 to rank 1 is sent as 0SEND_F2 and received "
+        r"as 2RECV_B0",
+    ):
         from_csv(text)

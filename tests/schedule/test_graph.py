@@ -20,11 +20,13 @@ from penstock.schedule.stream import Stream, Waves
 
 
 def plays_through(programs, depth, waves=None):
-    """Whether lowered programs finish when a send blocks while `depth` messages of its link are not yet taken.
+    """Whether lowered programs finish when a send blocks while `depth` messages of its link are not
+    yet taken.
 
-    Plays them for real: a queue per link, ranks advanced one action at a time until none can move. Depth 0 hands a message
-    over only while the receiver stands at its receive. U is a meeting of all ranks that have that U; with waves only that at the
-    end of one, or it waits until the others are past theirs of so many waves before.
+    Plays them for real: a queue per link, ranks advanced one action at a time until none can move.
+    Depth 0 hands a message over only while the receiver stands at its receive. U is a meeting of
+    all ranks that have that U; with waves only that at the end of one, or it waits until the others
+    are past theirs of so many waves before.
     """
     at = [0] * len(programs)
     queues = defaultdict(deque)
@@ -87,7 +89,9 @@ def plays_through(programs, depth, waves=None):
 @given(custom_schedules() | custom_streams())
 @settings(deadline=None, max_examples=250)
 def test_channel_depth_is_the_least_with_which_blocking_channels_play_through(made):
-    """A depth too small hangs the user of another library; one too large refuses a schedule that would run."""
+    """A depth too small hangs the user of another library; one too large refuses a schedule that
+    would run.
+    """
     programs = lower(made, ahead=0).programs
     waves = made.stream.waves if made.stream else None
     least = next(depth for depth in range(200) if plays_through(programs, depth, waves))
@@ -106,7 +110,9 @@ def test_channel_depth_of_a_family_agrees_with_blocking_channels(name, stages, m
 
 
 def test_one_f_one_b_needs_room_for_a_message_and_gpipe_none():
-    """In 1F1B two neighbours send to each other at once: with rendezvous both would stand in their send for ever."""
+    """In 1F1B two neighbours send to each other at once: with rendezvous both would stand in their
+    send for ever.
+    """
     assert channel_depth(schedule("gpipe", 4, 8)) == 0
     assert channel_depth(schedule("1f1b", 4, 8)) == 1
 
@@ -120,7 +126,9 @@ def test_a_schedule_without_transfers_needs_no_channel():
 @given(custom_schedules(), st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_the_order_of_a_sound_schedule_has_everything_after_what_it_waits_for(made, overlap):
-    """Times are longest paths along this order: one node too early and its times are wrong without any error."""
+    """Times are longest paths along this order: one node too early and its times are wrong without
+    any error.
+    """
     graph = build(made, overlap)
     order, stuck = graph.order()
     place = {node: i for i, node in enumerate(order)}
@@ -133,12 +141,15 @@ def test_the_order_of_a_sound_schedule_has_everything_after_what_it_waits_for(ma
     )
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("0B0", r"rank 0: 0B0 needs 0F0, which no rank runs"),
-    ("1F0", r"rank 0: 1F0 needs 0F0, which no rank runs"),
-    ("0F0 1F0 0B0", r"rank 0: 0B0 needs 1B0 or 1I0, which no rank runs"),
-    ("0F0\n1F0\n0W0", r"rank 2: 0W0 needs 0I0, which no rank runs"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0B0", r"rank 0: 0B0 needs 0F0, which no rank runs"),
+        ("1F0", r"rank 0: 1F0 needs 0F0, which no rank runs"),
+        ("0F0 1F0 0B0", r"rank 0: 0B0 needs 1B0 or 1I0, which no rank runs"),
+        ("0F0\n1F0\n0W0", r"rank 2: 0W0 needs 0I0, which no rank runs"),
+    ],
+)
 def test_an_op_whose_predecessor_nobody_runs_is_refused(text, message):
     """It once started at second 0 as if it needed nothing, and the makespan looked splendid."""
     with pytest.raises(ScheduleError, match=message):
@@ -149,12 +160,21 @@ def test_a_node_is_known_by_its_rank_and_op_and_a_transfer_by_those_that_made_it
     """Messages about a cycle name them; the first transfer stands right after the last op."""
     graph = build(Schedule.parse("0F0 0B0 0U1\n1F0 1B0 1U1"))
     assert [(rank, str(op)) for rank, op in map(graph.work, range(len(graph.waits_for)))] == [
-        (0, "0F0"), (0, "0B0"), (0, "0U1"), (1, "1F0"), (1, "1B0"), (1, "1U1"), (0, "0F0"), (1, "1B0"),
-    ]  # fmt: skip
+        (0, "0F0"),
+        (0, "0B0"),
+        (0, "0U1"),
+        (1, "1F0"),
+        (1, "1B0"),
+        (1, "1U1"),
+        (0, "0F0"),
+        (1, "1B0"),
+    ]
 
 
 def test_copies_of_a_stage_start_their_update_together():
-    """U synchronises gradients: it cannot end on one rank before the other's last gradient exists, which it once did."""
+    """U synchronises gradients: it cannot end on one rank before the other's last gradient exists,
+    which it once did.
+    """
     made = Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0F2 0B2 0U1")
     line = Timeline.of(build(made).events(lambda rank, op: 1.0, lambda link, message: 0.0), 2, 1)
     assert [(e.rank, e.start, e.end) for e in line.compute if e.op.kind is Kind.U] == [
@@ -176,11 +196,16 @@ def test_copies_of_two_stages_that_update_in_opposite_orders_wait_for_each_other
 
 
 def test_the_last_send_of_a_program_keeps_nobody_waiting():
-    """overlap=False delays the sender's next op; after its last there is none, and the next rank's first is not it."""
+    """overlap=False delays the sender's next op; after its last there is none, and the next rank's
+    first is not it.
+    """
     made = Schedule.parse("0F0 0F1\n1F0 1F1")
     assert build(made, overlap=False).order()[1] == []
-    starts = {event[1]: event[2] for event in build(made, overlap=False).events(lambda rank, op: 1.0, lambda link, m: 2.0)
-              if event[5] is None}  # fmt: skip
+    starts = {
+        event[1]: event[2]
+        for event in build(made, overlap=False).events(lambda rank, op: 1.0, lambda link, m: 2.0)
+        if event[5] is None
+    }
     assert starts == {
         Op.parse("0F0"): 0,
         Op.parse("0F1"): 3,
@@ -192,8 +217,11 @@ def test_the_last_send_of_a_program_keeps_nobody_waiting():
 def test_a_sender_that_stands_still_delays_its_own_next_op():
     """overlap=False: as with blocking sends, the transfer is the sender's time."""
     made = Schedule.parse("0F0 0F1 0B0 0B1 0U1\n1F0 1F1 1B0 1B1 1U1")
-    first = {event[1]: event[2] for event in build(made, overlap=False).events(lambda rank, op: 1.0, lambda link, m: 2.0)
-             if event[5] is None}  # fmt: skip
+    first = {
+        event[1]: event[2]
+        for event in build(made, overlap=False).events(lambda rank, op: 1.0, lambda link, m: 2.0)
+        if event[5] is None
+    }
     assert first[Op.parse("0F1")] == 3.0
     second = {
         event[1]: event[2]
@@ -206,7 +234,9 @@ def test_a_sender_that_stands_still_delays_its_own_next_op():
 @given(custom_streams())
 @settings(deadline=None, max_examples=60)
 def test_streams_finish(made):
-    """Every U a meeting of its own, or none, or a wait for an earlier one: none of it may hang what is sound."""
+    """Every U a meeting of its own, or none, or a wait for an earlier one: none of it may hang what
+    is sound.
+    """
     for overlap in (True, False):
         assert build(made, overlap).order()[1] == []
 
@@ -220,13 +250,22 @@ def waits_of(made, rank, op):
     )
 
 
-@pytest.mark.parametrize(("length", "distance", "expected"), [
-    (1, 0, [["1 0B1"], ["1 0B3"], ["1 0B5"], ["1 0B7"]]), (2, 0, [[], ["1 0B3"], [], ["1 0B7"]]),
-    (1, 1, [[], ["1 0U1"], ["1 0U2"], ["1 0U3"]]), (2, 1, [[], [], [], ["1 0U2"]]), (1, 2, [[], [], ["1 0U1"], ["1 0U2"]]),
-    (3, 0, [[], [], ["1 0B5"], []]), (5, 0, [[], [], [], []]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("length", "distance", "expected"),
+    [
+        (1, 0, [["1 0B1"], ["1 0B3"], ["1 0B5"], ["1 0B7"]]),
+        (2, 0, [[], ["1 0B3"], [], ["1 0B7"]]),
+        (1, 1, [[], ["1 0U1"], ["1 0U2"], ["1 0U3"]]),
+        (2, 1, [[], [], [], ["1 0U2"]]),
+        (1, 2, [[], [], ["1 0U1"], ["1 0U2"]]),
+        (3, 0, [[], [], ["1 0B5"], []]),
+        (5, 0, [[], [], [], []]),
+    ],
+)
 def test_copies_that_have_waves_wait_for_each_other_only_at_their_ends(length, distance, expected):
-    """HetPipe by hand: the last U of a wave meets the others' or waits for that of so many waves before, and all else goes on."""
+    """HetPipe by hand: the last U of a wave meets the others' or waits for that of so many waves
+    before, and all else goes on.
+    """
     rows = (
         "0F0 0B0 0U1 0F2 0B2 0U2 0F4 0B4 0U3 0F6 0B6 0U4",
         "0F1 0B1 0U1 0F3 0B3 0U2 0F5 0B5 0U3 0F7 0B7 0U4",

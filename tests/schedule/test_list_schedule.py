@@ -15,7 +15,9 @@ from penstock.verify.verify import verify
 
 
 def line_block(ranks, wait):
-    """One stage on every rank: F goes up slot by slot, I comes down, `wait` slots later than it could."""
+    """One stage on every rank: F goes up slot by slot, I comes down, `wait` slots later than it
+    could.
+    """
     return [
         {(Kind.F, rank): rank, (Kind.I, rank): 2 * ranks + wait - 1 - rank} for rank in range(ranks)
     ]

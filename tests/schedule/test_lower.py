@@ -1,4 +1,6 @@
-"""Transfers added to programs: complete, matched in order, early enough, and never more than asked for."""
+"""Transfers added to programs: complete, matched in order, early enough, and never more than asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ SCHEDULES = st.one_of(
 
 
 def crossings(made):
-    """Every value that changes ranks, from the words of the design: {(kind, stage, micro-batch): (from, to)}."""
+    """Every value that changes ranks, from the words of the design: {(kind, stage, micro-batch):
+    (from, to)}.
+    """
     home = {
         (op.stage, op.micro_batch): rank
         for rank, program in enumerate(made.programs)
@@ -54,7 +58,9 @@ def transfers_by_link(lowered, direction):
 @given(SCHEDULES, st.integers(0, 4))
 @settings(deadline=None, max_examples=120)
 def test_every_value_that_changes_ranks_is_sent_once_and_received_once_in_one_order(made, ahead):
-    """Backends without tags match by order alone; a value between stages of one rank is not sent at all."""
+    """Backends without tags match by order alone; a value between stages of one rank is not sent at
+    all.
+    """
     lowered = lower(made, ahead)
     sent, received = (
         transfers_by_link(lowered, direction) for direction in (Direction.SEND, Direction.RECV)
@@ -115,17 +121,23 @@ def test_a_receive_is_posted_ahead_of_its_op_and_earlier_only_for_the_order_of_i
 
 
 def test_a_receive_that_another_would_overtake_is_posted_with_it():
-    """Rank 1 needs micro-batch 1 first though 0 was sent first: receive 0 must be posted before it, or it takes 1's bytes."""
+    """Rank 1 needs micro-batch 1 first though 0 was sent first: receive 0 must be posted before it,
+    or it takes 1's bytes.
+    """
     made = Schedule.parse("0F0 0F1 0B1 0B0 0U1\n1F1 1B1 1F0 1B0 1U1")
-    assert str(lower(made, ahead=0)) == ("rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B1 0RECV_B0 0B0 0U1\n"
-                                         "rank 1 | 1RECV_F0 1RECV_F1 1F1 1B1 1SEND_B1 1F0 1B0 1SEND_B0 1U1")  # fmt: skip
+    assert str(lower(made, ahead=0)) == (
+        "rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B1 0RECV_B0 0B0 0U1\n"
+        "rank 1 | 1RECV_F0 1RECV_F1 1F1 1B1 1SEND_B1 1F0 1B0 1SEND_B0 1U1"
+    )
 
 
 def test_a_receive_is_posted_one_op_early_unless_told_otherwise():
     """The transfer then runs beside the op before; the first op has nothing before it."""
     assert str(lower(schedule("gpipe", 2, 2)).programs[1][3]) == "1F1"
-    assert str(lower(schedule("gpipe", 2, 2))) == ("rank 0 | 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0U1\n"
-                                                   "rank 1 | 1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1U1")  # fmt: skip
+    assert str(lower(schedule("gpipe", 2, 2))) == (
+        "rank 0 | 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0U1\n"
+        "rank 1 | 1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1U1"
+    )
 
 
 def test_stages_of_one_rank_exchange_nothing():
@@ -149,6 +161,8 @@ def test_messages_say_who_makes_and_who_takes():
     [("0F0 0B0\n1F1", "0F0"), ("0F0\n1F0 1B0", "1B0"), ("0F0\n1F0 1B0\n0B0", "1B0")],
 )
 def test_a_value_that_nobody_takes_is_refused_by_name(text, maker):
-    """Sent into the void it would block the link for all that follow; also when the taker is away from its activations."""
+    """Sent into the void it would block the link for all that follow; also when the taker is away
+    from its activations.
+    """
     with pytest.raises(ScheduleError, match=rf"nobody takes what {maker} makes for stage"):
         lower(Schedule.parse(text))

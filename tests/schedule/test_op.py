@@ -23,7 +23,9 @@ OPS = st.builds(Op, st.sampled_from(list(Kind)), st.integers(0, 10**9), st.integ
 @given(st.lists(st.lists(OPS, max_size=8), max_size=6), st.booleans())
 @settings(deadline=None, max_examples=100)
 def test_reading_back_a_printed_schedule_gives_the_same_schedule(programs, synchronous):
-    """Messages, golden files and the command line all use this one text; ranks without ops must survive it too."""
+    """Messages, golden files and the command line all use this one text; ranks without ops must
+    survive it too.
+    """
     made = Schedule(tuple(map(tuple, programs)), "any", synchronous)
     assert Schedule.parse(str(made), "any", synchronous) == made
 
@@ -36,10 +38,30 @@ def test_an_op_prints_as_torch_spells_it_and_reads_back(op):
     assert Op.parse(f" {op} ") == op
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2BW0", "0F0garbage", "2f0", "-1F0", "2F-1", "2 F0", "2.0F0", "\u0662F\u0660",
-                                  "1SEND_F0", "(0F0;1B0)OVERLAP_F_B", f"0F{'9' * 5000}"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "F0",
+        "2F",
+        "2X0",
+        "2BW0",
+        "0F0garbage",
+        "2f0",
+        "-1F0",
+        "2F-1",
+        "2 F0",
+        "2.0F0",
+        "\u0662F\u0660",
+        "1SEND_F0",
+        "(0F0;1B0)OVERLAP_F_B",
+        f"0F{'9' * 5000}",
+    ],
+)
 def test_text_that_is_no_op_is_refused_with_the_text_and_the_form(text):
-    """Files come from outside: torch's pattern lets `2BW0` and trailing words pass, and int() has errors of its own."""
+    """Files come from outside: torch's pattern lets `2BW0` and trailing words pass, and int() has
+    errors of its own.
+    """
     with pytest.raises(
         ScheduleError,
         match=r"is not an op: write stage, one of F B I W U E L, micro-batch, such as '2F0'",
@@ -129,7 +151,9 @@ def _made(name, stages, micro_batches):
 
 @pytest.mark.parametrize("name", sorted(schedules()))
 def test_every_prefix_of_every_schedule_is_sound(name):
-    """A batch too small for all micro-batches still has to run to its end; where batches overlap, alone."""
+    """A batch too small for all micro-batches still has to run to its end; where batches overlap,
+    alone.
+    """
     tried = 0
     for stages in (1, 2, 3, 4, 6):
         for micro_batches in (1, 2, 4, 8, 12):
@@ -148,7 +172,9 @@ def test_every_prefix_of_every_schedule_is_sound(name):
 
 @pytest.mark.parametrize("name", sorted(schedules()))
 def test_forwards_alone_of_every_schedule_run_to_their_end(name):
-    """Evaluation plays the same programs without the backwards; nothing may wait for what was taken out."""
+    """Evaluation plays the same programs without the backwards; nothing may wait for what was taken
+    out.
+    """
     tried = 0
     for stages in (1, 2, 3, 4, 6):
         for micro_batches in (1, 2, 4, 8):

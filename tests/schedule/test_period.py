@@ -1,4 +1,6 @@
-"""How streams repeat themselves: any number of batches from a few, and what does not repeat is refused."""
+"""How streams repeat themselves: any number of batches from a few, and what does not repeat is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ STREAMS = [
     for name, facts in schedules().items()
     if not facts.synchronous and not facts.needs_costs
 ]
-OPTIONS = [("pipedream", {"replicas": 2}), ("avgpipe", {"pipelines": 3}), ("hetpipe", {"virtual_workers": 3, "in_flight": 2}),
-           ("hetpipe", {"virtual_workers": 4, "in_flight": 9, "distance": 2})]  # fmt: skip
+OPTIONS = [
+    ("pipedream", {"replicas": 2}),
+    ("avgpipe", {"pipelines": 3}),
+    ("hetpipe", {"virtual_workers": 3, "in_flight": 2}),
+    ("hetpipe", {"virtual_workers": 4, "in_flight": 9, "distance": 2}),
+]
 
 
 def made_with(name, stages, size, **options):
@@ -77,10 +83,16 @@ def test_fewer_and_more_batches_come_to_the_same_from_any_that_are_enough(
     assert longer.micro_batches == other.micro_batches == size
 
 
-@pytest.mark.parametrize(("name", "stages", "size", "batches", "loop"), [
-    ("pipedream", 4, 1, 1, "0F3 0B0 0U1"), ("2bw", 2, 3, 1, "0F1 0B0 0F2 0B1 0F3 0B2 0U1"), ("avgpipe", 1, 2, 1, "0F0 0B0 0F1 0B1 0U1"),
-    ("hetpipe", 2, 1, 2, "0F2 0B0 0U1"), ("wpipe", 2, 1, 1, "1F0 1B0 1U1 0F1 0B0 0U1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "stages", "size", "batches", "loop"),
+    [
+        ("pipedream", 4, 1, 1, "0F3 0B0 0U1"),
+        ("2bw", 2, 3, 1, "0F1 0B0 0F2 0B1 0F3 0B2 0U1"),
+        ("avgpipe", 1, 2, 1, "0F0 0B0 0F1 0B1 0U1"),
+        ("hetpipe", 2, 1, 2, "0F2 0B0 0U1"),
+        ("wpipe", 2, 1, 1, "1F0 1B0 1U1 0F1 0B0 0U1"),
+    ],
+)
 def test_the_loop_is_as_short_as_it_can_be(name, stages, size, batches, loop):
     """Runs and memory tables are made loop by loop."""
     period = period_of(schedule(name, stages, size))
@@ -106,11 +118,21 @@ def test_an_update_belongs_to_the_batch_of_the_gradient_before_it():
     assert [batch for _, batch in with_batches(program, 2)] == [1] * 5 + [3] * 5
 
 
-@pytest.mark.parametrize(("head", "loop"), [("", "0F0 0B0 0U1"), ("0F0", "0F1 0B0 0U1"), ("0F0 0F1", "0F3 0F2 0I0 0I1 0W0 0W1 0U1"),
-                                            ("0F0 1F0 0F1", "1F1 1B0 1U1 0F2 0B0 0U1"), ("", "0F0 0F1 0B0 0U1 0B1 0U2")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("head", "loop"),
+    [
+        ("", "0F0 0B0 0U1"),
+        ("0F0", "0F1 0B0 0U1"),
+        ("0F0 0F1", "0F3 0F2 0I0 0I1 0W0 0W1 0U1"),
+        ("0F0 1F0 0F1", "1F1 1B0 1U1 0F2 0B0 0U1"),
+        ("", "0F0 0F1 0B0 0U1 0B1 0U2"),
+    ],
+)
 @pytest.mark.parametrize("twice", [False, True])
 def test_hand_written_streams_are_found_to_repeat(head, loop, twice):
-    """No family makes them: split backwards, forwards out of order, a loop of two batches, a rank without ops."""
+    """No family makes them: split backwards, forwards out of order, a loop of two batches, a rank
+    without ops.
+    """
     ops, numbers = (
         list(map(Op.parse, loop.split())),
         max(int(word[2:]) for word in loop.split() if word[1] == "F"),
@@ -147,9 +169,14 @@ def test_hand_written_streams_are_found_to_repeat(head, loop, twice):
 
 
 def test_what_repeats_only_once_is_not_known_to_repeat():
-    """Two batches that look alike say little of the third; so many are asked for that one loop follows another."""
-    with pytest.raises(ScheduleError, match="pipedream does not repeat itself from batch to batch within its 4 batches, so it cannot go on "
-                                            "for ever: give programs of more batches, in which the same order comes twice"):  # fmt: skip
+    """Two batches that look alike say little of the third; so many are asked for that one loop
+    follows another.
+    """
+    with pytest.raises(
+        ScheduleError,
+        match="pipedream does not repeat itself from batch to batch within its 4 batches, so it cannot go on "
+        "for ever: give programs of more batches, in which the same order comes twice",
+    ):
         period_of(schedule("pipedream", 4, 1, batches=4))
     assert prolonged(schedule("pipedream", 4, 1, batches=4), 2) == schedule(
         "pipedream", 4, 1, batches=2
@@ -158,7 +185,9 @@ def test_what_repeats_only_once_is_not_known_to_repeat():
 
 @pytest.mark.parametrize("place", [30, 33, 35, 38])
 def test_one_op_out_of_turn_is_found_wherever_it_stands(place):
-    """A loop that holds nearly everywhere would make a run that nobody has checked. (Where two loops follow, it is in the head.)"""
+    """A loop that holds nearly everywhere would make a run that nobody has checked. (Where two
+    loops follow, it is in the head.)
+    """
     made = schedule("pipedream", 1, 2, batches=8)
     program = list(made.programs[0])
     program[place], program[place + 1] = program[place + 1], program[place]
@@ -185,8 +214,10 @@ def test_only_streams_of_plain_ops_go_on():
         prolonged(schedule("1f1b", 2, 2), 2)
     assert prolonged(schedule("1f1b", 2, 2), 1) == schedule("1f1b", 2, 2)
     made = schedule("pipedream", 1, 1)
-    for other in (replace(made, pairs=frozenset({(Op.parse("0F1"), Op.parse("0B0"))})),
-                  replace(made, slicing=Slicing.even("tokens", 1, made.slices))):  # fmt: skip
+    for other in (
+        replace(made, pairs=frozenset({(Op.parse("0F1"), Op.parse("0B0"))})),
+        replace(made, slicing=Slicing.even("tokens", 1, made.slices)),
+    ):
         with pytest.raises(
             ScheduleError,
             match="pipedream pairs ops or cuts micro-batches further: only a stream of plain ops can go on",

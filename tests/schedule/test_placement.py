@@ -26,7 +26,9 @@ def test_the_drawing_at_the_top_of_the_file_is_right():
 @given(st.integers(1, 9), st.integers(1, 6))
 @settings(deadline=None, max_examples=40)
 def test_every_rank_holds_as_many_stages_and_a_step_goes_to_a_neighbour_or_nowhere(ranks, each):
-    """A ring also steps from the last rank to the first, a zigzag never: its turns are what saves the hops."""
+    """A ring also steps from the last rank to the first, a zigzag never: its turns are what saves
+    the hops.
+    """
     for placement, far in (
         (ring(ranks * each, ranks), {1, 1 - ranks}),
         (zigzag(ranks * each, ranks), {-1, 0, 1}),
@@ -38,8 +40,11 @@ def test_every_rank_holds_as_many_stages_and_a_step_goes_to_a_neighbour_or_nowhe
 def test_stages_that_cannot_be_dealt_out_evenly_are_refused_with_the_nearest_that_can():
     """The reader has to change one number, and may not know which."""
     assert ranks_for("mine", 12, "waves", 2, each=2) == 3
-    with pytest.raises(ScheduleError, match="mine with waves=2 holds 4 stages on every rank, so it takes a multiple of 4 stages, "
-                       "not 6: say 4 or 8, or other waves"):  # fmt: skip
+    with pytest.raises(
+        ScheduleError,
+        match="mine with waves=2 holds 4 stages on every rank, so it takes a multiple of 4 stages, "
+        "not 6: say 4 or 8, or other waves",
+    ):
         ranks_for("mine", 6, "waves", 2, each=2)
     with pytest.raises(ScheduleError, match="not 2: say 3, or other chunks"):
         ranks_for("mine", 2, "chunks", 3)

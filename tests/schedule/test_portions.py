@@ -25,8 +25,11 @@ def streams(draw):
     options = {}
     if name == "hetpipe":
         stages = draw(st.integers(1, 3))
-        options = {"virtual_workers": draw(st.integers(2, 3)), "distance": draw(st.integers(0, 2)),
-                   "in_flight": draw(st.integers(1, 4))}  # fmt: skip
+        options = {
+            "virtual_workers": draw(st.integers(2, 3)),
+            "distance": draw(st.integers(0, 2)),
+            "in_flight": draw(st.integers(1, 4)),
+        }
     elif name == "wpipe":
         stages = 2 * draw(st.integers(1, 3))
         micro_batches += max(1, stages - 2)
@@ -47,7 +50,9 @@ def played(portions, ranks, batches):
 @given(streams(), st.integers(1, 25))
 @settings(deadline=None, max_examples=60)
 def test_portions_make_up_the_lowered_programs_of_any_number_of_batches(made, batches):
-    """The run does not know how many come; whatever comes, every op runs once, in its place, with its transfers."""
+    """The run does not know how many come; whatever comes, every op runs once, in its place, with
+    its transfers.
+    """
     whole = prolonged(made, batches)
     for rank, row in enumerate(played(Portions(made, ahead=2), made.ranks, batches)):
         assert tuple(action for action in row if isinstance(action, Op)) == whole.programs[rank]
@@ -60,8 +65,11 @@ def test_a_portion_names_no_batch_that_has_not_come(made, batch):
     """Its inputs are not there, and even its shapes are unknown."""
     portions, size = Portions(made, ahead=2), made.micro_batches
     for rank in range(made.ranks):
-        numbers = [action.micro_batch if isinstance(action, Op) else action.message.micro_batch
-                   for action in portions.fed(rank, batch) if not (isinstance(action, Op) and action.kind is Kind.U)]  # fmt: skip
+        numbers = [
+            action.micro_batch if isinstance(action, Op) else action.message.micro_batch
+            for action in portions.fed(rank, batch)
+            if not (isinstance(action, Op) and action.kind is Kind.U)
+        ]
         assert all(number < (batch + 1) * size for number in numbers)
 
 

@@ -1,4 +1,6 @@
-"""Copies of pipelines and of stages: where micro-batches go, that all stays sound, and that time goes down."""
+"""Copies of pipelines and of stages: where micro-batches go, that all stays sound, and that time
+goes down.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ NAMES = sorted(set(schedules()) - {"hetpipe"})
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_can_stand_there_several_times(name):
-    """Data parallelism on top of any: sound, every micro-batch once, m mod R on pipeline m mod R, and made again by its options."""
+    """Data parallelism on top of any: sound, every micro-batch once, m mod R on pipeline m mod R,
+    and made again by its options.
+    """
     tried = 0
     for stages, micro_batches, replicas in (
         (2, 8, 2),
@@ -99,8 +103,11 @@ def test_slices_pairs_and_evictions_are_renumbered():
         for rank, program in enumerate(handed.programs)
     }
     assert {rank: words for rank, words in evicted.items() if words} == {
-        0: ["0E4", "0L4"], 3: ["0E4", "0L4"], 4: ["0E5", "0L5"], 7: ["0E5", "0L5"],
-    }  # fmt: skip
+        0: ["0E4", "0L4"],
+        3: ["0E4", "0L4"],
+        4: ["0E5", "0L5"],
+        7: ["0E5", "0L5"],
+    }
 
 
 def test_in_one_stage_it_is_plain_data_parallelism():
@@ -115,7 +122,9 @@ def test_in_one_stage_it_is_plain_data_parallelism():
     ((1, 1, 1, 1), (3, 2, 1, 0)), ((3, 1), (1, 0)), ((2, 1, 1), (1, 1, 0)), ((15, 1), (1, 0)), ((2, 2), (1, 0)),
 ])  # fmt: skip
 def test_the_start_up_of_replicated_stages_is_pipedreams(replicas, ahead):
-    """LITERATURE 3.1, from PipeDream's own code: forwards of a rank before it begins to alternate, forward first."""
+    """LITERATURE 3.1, from PipeDream's own code: forwards of a rank before it begins to alternate,
+    forward first.
+    """
     made = schedule("1f1b", len(replicas), 32, replicas=replicas)
     verify(made)
     assert start_up(replicas) == tuple(
@@ -149,7 +158,9 @@ def test_unevenly_replicated_stages_are_sound_and_take_micro_batches_in_turn(rep
 
 
 def test_a_slow_stage_on_more_ranks_is_no_longer_in_the_way():
-    """What it is for: 3 ranks for a stage of three times the work are all busy but for start and end."""
+    """What it is for: 3 ranks for a stage of three times the work are all busy but for start and
+    end.
+    """
     made = schedule("1f1b", 2, 24, replicas=(3, 1))
 
     def seconds(_, op):
@@ -162,7 +173,9 @@ def test_a_slow_stage_on_more_ranks_is_no_longer_in_the_way():
 
 
 def test_the_start_up_is_cut_where_a_stage_gets_no_more():
-    """Seven ranks after one: their own rule would have them wait for micro-batches that the first holds back."""
+    """Seven ranks after one: their own rule would have them wait for micro-batches that the first
+    holds back.
+    """
     assert start_up((1, 7, 2)) == (10, 10, 2)
     verify(schedule("1f1b", 3, 20, replicas=(1, 7, 2)))
 
@@ -173,29 +186,46 @@ def test_a_warm_up_that_is_given_counts_for_a_stages_ranks_together():
     assert str(made).splitlines()[0] == "rank 0 | 0F0 0B0 0F2 0B2 0F4 0B4 0U1"
 
 
-@pytest.mark.parametrize(("replicas", "message"), [
-    (0, "1f1b needs at least 1 of replicas and got 0"),
-    (True, "1f1b needs at least 1 of replicas and got True"),
-    ("2", "1f1b needs at least 1 of replicas and got '2'"),
-    (1.5, "1f1b needs at least 1 of replicas and got 1.5"),
-    ((2, 0), "1f1b needs at least 1 of replicas and got 0"),
-    ((2,), "1f1b in 2 stages takes one number of replicas, or 2, one per stage, not 1"),
-    (5, "1f1b with replicas=5 needs 5 micro-batches or more, one for each, and got 4"),
-    ((5, 1), "stage 0 has 5 replicas, but there are only 4 micro-batches: every replica needs one"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("replicas", "message"),
+    [
+        (0, "1f1b needs at least 1 of replicas and got 0"),
+        (True, "1f1b needs at least 1 of replicas and got True"),
+        ("2", "1f1b needs at least 1 of replicas and got '2'"),
+        (1.5, "1f1b needs at least 1 of replicas and got 1.5"),
+        ((2, 0), "1f1b needs at least 1 of replicas and got 0"),
+        ((2,), "1f1b in 2 stages takes one number of replicas, or 2, one per stage, not 1"),
+        (5, "1f1b with replicas=5 needs 5 micro-batches or more, one for each, and got 4"),
+        (
+            (5, 1),
+            "stage 0 has 5 replicas, but there are only 4 micro-batches: every replica needs one",
+        ),
+    ],
+)
 def test_replicas_that_cannot_be_are_refused(replicas, message):
     """Each says what would do."""
     with pytest.raises(ScheduleError, match=message):
         schedule("1f1b", 2, 4, replicas=replicas)
 
 
-@pytest.mark.parametrize(("name", "stages", "message"), [
-    ("interleaved", 4, "several stages on a rank, or copies: only replicas for all stages alike go with it, such as replicas=2"),
-    ("chimera", 4, "chimera has several stages on a rank, or copies"),
-    ("seq1f1b", 4, "seq1f1b cuts, pairs or hands on micro-batches: only replicas for all stages alike go with it"),
-    ("fbp-as", 4, "fbp-as cuts, pairs or hands on micro-batches"),
-    ("bpipe", 4, "bpipe cuts, pairs or hands on micro-batches"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "stages", "message"),
+    [
+        (
+            "interleaved",
+            4,
+            "several stages on a rank, or copies: only replicas for all stages alike go with it, such as replicas=2",
+        ),
+        ("chimera", 4, "chimera has several stages on a rank, or copies"),
+        (
+            "seq1f1b",
+            4,
+            "seq1f1b cuts, pairs or hands on micro-batches: only replicas for all stages alike go with it",
+        ),
+        ("fbp-as", 4, "fbp-as cuts, pairs or hands on micro-batches"),
+        ("bpipe", 4, "bpipe cuts, pairs or hands on micro-batches"),
+    ],
+)
 def test_uneven_replicas_of_other_forms_are_refused(name, stages, message):
     """Micro-batches in turn would tear pairs apart, or a rank's stages."""
     with pytest.raises(ScheduleError, match=message):
@@ -221,18 +251,32 @@ def test_handmade_schedules_can_be_replicated_too():
 @pytest.mark.parametrize("replicas", [2, (2, 1)])
 def test_copies_that_do_not_add_up_their_gradients_have_no_replicas(replicas):
     """Replicas share every batch, virtual workers share none."""
-    with pytest.raises(ScheduleError, match="hetpipe has copies of its own, which do not add up their gradients: it takes no replicas, "
-                                            "but more virtual workers"):  # fmt: skip
+    with pytest.raises(
+        ScheduleError,
+        match="hetpipe has copies of its own, which do not add up their gradients: it takes no replicas, "
+        "but more virtual workers",
+    ):
         schedule("hetpipe", 2, 4, replicas=replicas)
 
 
-@pytest.mark.parametrize(("replicas", "message"), [
-    (2, r"pipedream goes on from batch to batch, so with replicas=2 .*: 3 is no multiple of 2"),
-    ((1, 2), r"pipedream goes on from batch to batch, so every replica of a stage needs .*: stage 1 has 2 replicas, but 3 is no multiple of 2"),
-    ((1, 4), r"stage 1 has 4 replicas, but there are only 3 micro-batches: every replica needs one"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("replicas", "message"),
+    [
+        (2, r"pipedream goes on from batch to batch, so with replicas=2 .*: 3 is no multiple of 2"),
+        (
+            (1, 2),
+            r"pipedream goes on from batch to batch, so every replica of a stage needs .*: stage 1 has 2 replicas, but 3 is no multiple of 2",
+        ),
+        (
+            (1, 4),
+            r"stage 1 has 4 replicas, but there are only 3 micro-batches: every replica needs one",
+        ),
+    ],
+)
 def test_replicas_that_do_not_divide_the_batches_of_a_stream_are_refused(replicas, message):
-    """Their turns would shift from batch to batch, and one of them would have a batch with no gradient, or with fewer."""
+    """Their turns would shift from batch to batch, and one of them would have a batch with no
+    gradient, or with fewer.
+    """
     with pytest.raises(ScheduleError, match=message):
         schedule("pipedream", 2, 3, replicas=replicas)
 
@@ -242,7 +286,9 @@ def test_replicas_that_do_not_divide_the_batches_of_a_stream_are_refused(replica
 def test_replicas_of_a_streams_stages_update_with_every_batch_right_after_their_own_gradients(
     replicas, rounds
 ):
-    """PipeDream's 1F1B-RR goes on from batch to batch; what a copy reads next is as new as it can be, and they meet at every U."""
+    """PipeDream's 1F1B-RR goes on from batch to batch; what a copy reads next is as new as it can
+    be, and they meet at every U.
+    """
     size = rounds * 6
     made = schedule("pipedream", len(replicas), size, replicas=replicas)
     verify(made)

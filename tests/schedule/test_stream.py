@@ -13,10 +13,14 @@ from penstock.schedule.updates import met_by
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, "2", True, None])
-@pytest.mark.parametrize(("word", "make"), [
-    ("batches", Stream), ("pipelines", lambda number: Stream(1, pipelines=number)),
-    ("wave length", lambda number: Stream(1, waves=Waves(number))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("word", "make"),
+    [
+        ("batches", Stream),
+        ("pipelines", lambda number: Stream(1, pipelines=number)),
+        ("wave length", lambda number: Stream(1, waves=Waves(number))),
+    ],
+)
 def test_numbers_that_count_nothing_are_refused(word, make, wrong):
     """A stream of no batches would have no programs, and a wave of no updates no end."""
     with pytest.raises(ScheduleError, match=f"a stream's {word} is 1 or more, not {wrong!r}"):
@@ -32,7 +36,9 @@ def test_a_distance_may_be_none_but_not_below():
 
 @given(st.integers(1, 6), st.integers(0, 5), st.integers(1, 60))
 def test_the_last_update_of_a_wave_waits_for_that_of_an_earlier_wave(length, distance, version):
-    """Park et al. 2020: a virtual worker may be D waves ahead of the slowest, and inside a wave nobody waits."""
+    """Park et al. 2020: a virtual worker may be D waves ahead of the slowest, and inside a wave
+    nobody waits.
+    """
     awaited = Waves(length, distance).awaited(version)
     wave = version / length  # waves done with this update
     if wave == int(wave) > distance:
@@ -42,7 +48,9 @@ def test_the_last_update_of_a_wave_waits_for_that_of_an_earlier_wave(length, dis
 
 
 def test_without_waves_every_update_meets_that_of_the_other_copies():
-    """Gradients are added up; with waves they are not, and who waits for whom depends on the version."""
+    """Gradients are added up; with waves they are not, and who waits for whom depends on the
+    version.
+    """
     update = Op.parse("3U4")
     assert (
         met_by(update, None)

@@ -1,4 +1,6 @@
-"""The pen of ranks with two stages: it counts micro-batches, pairs W with its I, and leaves out what is not there."""
+"""The pen of ranks with two stages: it counts micro-batches, pairs W with its I, and leaves out
+what is not there.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def written(*lines, micro_batches=9, **numbers):
 
 
 def test_each_way_counts_its_own_micro_batches():
-    """F, backwards and W of a stage come in the order of the micro-batches, so only the kinds are left to write."""
+    """F, backwards and W of a stage come in the order of the micro-batches, so only the kinds are
+    left to write.
+    """
     assert written((2, "F0 F1"), (1, "I0")) == "1F0 4F0 1F1 4F1 1I0"
 
 

@@ -41,7 +41,9 @@ def test_any_schedule_without_copies_is_sound_with_its_updates_put_back(made):
 @given(st.integers(1, 5), st.integers(1, 3), st.floats(0, 9))
 @settings(deadline=None, max_examples=20)
 def test_early_updates_cost_no_time_even_where_they_are_long(name, ranks, rounds, seconds):
-    """They stand between other stages' backwards, which wait for other ranks anyway: the reason why they may stand there."""
+    """They stand between other stages' backwards, which wait for other ranks anyway: the reason why
+    they may stand there.
+    """
     made = schedule(name, 2 * ranks, rounds * ranks)
     late = [
         [op for op in row if op.kind is not Kind.U] + [op for op in row if op.kind is Kind.U]
@@ -59,9 +61,17 @@ def test_early_updates_cost_no_time_even_where_they_are_long(name, ranks, rounds
 def test_in_a_stream_every_batch_has_its_update_right_after_its_last_gradient(
     batches, size, stages, rng
 ):
-    """Whatever the order of a rank's stages and of the gradients in a batch; versions count each stage's batches."""
-    rows = {stage: [n for batch in range(batches) for n in rng.sample(range(batch * size, (batch + 1) * size), size)]
-            for stage in range(stages)}  # fmt: skip
+    """Whatever the order of a rank's stages and of the gradients in a batch; versions count each
+    stage's batches.
+    """
+    rows = {
+        stage: [
+            n
+            for batch in range(batches)
+            for n in rng.sample(range(batch * size, (batch + 1) * size), size)
+        ]
+        for stage in range(stages)
+    }
     order = [stage for stage in range(stages) for _ in rows[stage]]
     rng.shuffle(order)
     ops = [Op(Kind.F, stage, n) for stage in rows for n in rows[stage]]

@@ -7,7 +7,9 @@ from penstock.profile.profile import LayerProfile, Profile, Timing
 
 @pytest.fixture(scope="session")
 def profile_of():
-    """A profile from seconds per sample and layer, backward twice forward; fixed cost, bytes and sizes by keyword."""
+    """A profile from seconds per sample and layer, backward twice forward; fixed cost, bytes and
+    sizes by keyword.
+    """
 
     def make(seconds, fixed=0.0, *, activation=100.0, output=10.0, parameters=1000, batch=16):
         def timing(per_sample):

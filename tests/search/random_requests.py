@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.profile.profile import LayerProfile, Profile, Timing
 
-#: Peaks by which one profile is paced for two kinds of devices: the second takes as long and a half.
+#: Peaks by which one profile is paced for two kinds of devices: the second takes as long and a
+#: half.
 FAST, SLOW = (("float32", 3e12),), (("float32", 2e12),)
 
 
@@ -22,7 +23,9 @@ def timing(fixed_s: float, per_sample_s: float) -> Timing:
 
 @st.composite
 def profiles(draw: Callable, least: int = 2, most: int = 8, simple: bool = True) -> Profile:
-    """Random layers; if not simple, backwards that do not go with forwards, so that splitting one may pay at one layer only."""
+    """Random layers; if not simple, backwards that do not go with forwards, so that splitting one
+    may pay at one layer only.
+    """
     seconds = st.floats(1e-5, 1e-2)
     fixed = draw(st.sampled_from([0.0, 1e-3]))
 
@@ -31,8 +34,16 @@ def profiles(draw: Callable, least: int = 2, most: int = 8, simple: bool = True)
         parts = (2 * own, own, own) if simple else (draw(seconds), draw(seconds), draw(seconds))
         lines = [timing(fixed * part / own, part) for part in (own, *parts)]
         parameters = draw(st.sampled_from([0, 100, 10_000]))
-        return LayerProfile(f"l{i}", "L", *lines, parameters, parameters, draw(st.sampled_from([0, 8])),
-                            draw(st.sampled_from([0.0, 100.0])), draw(st.sampled_from([1.0, 100.0, 10_000.0])))  # fmt: skip
+        return LayerProfile(
+            f"l{i}",
+            "L",
+            *lines,
+            parameters,
+            parameters,
+            draw(st.sampled_from([0, 8])),
+            draw(st.sampled_from([0.0, 100.0])),
+            draw(st.sampled_from([1.0, 100.0, 10_000.0])),
+        )
 
     layers = tuple(layer(i) for i in range(draw(st.integers(least, most))))
     return Profile(layers, "abc", 10.0, 16, update_s_per_byte=draw(st.sampled_from([0.0, 1e-7])))
@@ -77,10 +88,15 @@ def unlike(draw: Callable, profile: Profile) -> dict[str, Profile]:
         return replace(line, median_s=tuple(pace * each for each in line.median_s))
 
     layers = tuple(
-        replace(each, forward=paced(each.forward, pace), backward=paced(each.backward, pace),
-                input_grad=paced(each.input_grad, pace), weight_grad=paced(each.weight_grad, pace))
+        replace(
+            each,
+            forward=paced(each.forward, pace),
+            backward=paced(each.backward, pace),
+            input_grad=paced(each.input_grad, pace),
+            weight_grad=paced(each.weight_grad, pace),
+        )
         for each, pace in zip(profile, paces, strict=True)
-    )  # fmt: skip
+    )
     return {"fast": profile, "slow": replace(profile, layers=layers)}
 
 

@@ -32,12 +32,20 @@ def cluster_of(ranks, latency_s=0.0, bandwidth=1e12, memory=10**12):
 
 
 def every_way(profile, cluster, batch, names=BASIC, recompute=("never",)):
-    """The slow, obvious way: simulate everything. Yields schedule, M, recompute, lengths and timeline."""
+    """The slow, obvious way: simulate everything. Yields schedule, M, recompute, lengths and
+    timeline.
+    """
     link = cluster.between
     for stages in range(1, min(cluster.ranks, len(profile)) + 1):
         for m in (m for m in MICRO_BATCHES if m <= batch):
-            lengths = partition(profile, stages, by="bottleneck", micro_batch=batch / m, latency_s=link.latency_s,
-                                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s)  # fmt: skip
+            lengths = partition(
+                profile,
+                stages,
+                by="bottleneck",
+                micro_batch=batch / m,
+                latency_s=link.latency_s,
+                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+            )
             costs = stage_costs(profile, lengths, batch / m, cluster, micro_batches=m)
             for name in names:
                 try:
@@ -65,7 +73,9 @@ links = st.tuples(st.floats(0, 1e-2), st.floats(1e2, 1e6))
 )
 @given(st.tuples(layers, st.floats(0, 1e-2)), st.integers(1, 4), st.integers(1, 16), links)
 def test_auto_finds_the_best_of_full_enumeration(profile_of, model, ranks, batch, link):
-    """Bounds may skip only what cannot win; cuts that simulation advises may be better than all of these."""
+    """Bounds may skip only what cannot win; cuts that simulation advises may be better than all of
+    these.
+    """
     profile, cluster = profile_of(*model), cluster_of(ranks, *link)
     found = plan(profile, cluster, batch, schedules=BASIC, budget_s=1000)
     ways = list(every_way(profile, cluster, batch))
@@ -119,8 +129,16 @@ def test_to_run_some_layers_again_is_never_slower_than_all(profile_of, seconds, 
 
     def step_s(recompute):
         try:
-            return plan(profile, cluster, 16, schedules="1f1b", recompute=recompute, memory_limit=limit, budget_s=1000,
-                        max_replicas=1).predicted.step_s  # fmt: skip
+            return plan(
+                profile,
+                cluster,
+                16,
+                schedules="1f1b",
+                recompute=recompute,
+                memory_limit=limit,
+                budget_s=1000,
+                max_replicas=1,
+            ).predicted.step_s
         except PlanError:
             return float("inf")
 
@@ -128,7 +146,9 @@ def test_to_run_some_layers_again_is_never_slower_than_all(profile_of, seconds, 
 
 
 def test_where_all_had_to_run_again_only_what_must_does_now(profile_of):
-    """A limit that nothing but "always" fitted: the same cut with some of its layers is faster, and with none does not fit."""
+    """A limit that nothing but "always" fitted: the same cut with some of its layers is faster, and
+    with none does not fit.
+    """
     profile, cluster = (
         profile_of([1.0] * 8, parameters=0, activation=300.0, output=10.0),
         cluster_of(2),
@@ -187,7 +207,9 @@ def test_free_links_make_it_data_parallel(profile_of):
 
 
 def test_slow_layers_stand_on_several_ranks_and_heavy_ones_on_one(profile_of):
-    """As PipeDream and DAPPLE cut VGG: convolutions in copies, and the layers with all the weights once."""
+    """As PipeDream and DAPPLE cut VGG: convolutions in copies, and the layers with all the weights
+    once.
+    """
     profile = profile_of([1.0] * 6 + [0.1, 0.1], parameters=[10] * 6 + [10**10] * 2)
     found = plan(profile, cluster_of(4, 1e-3, 1e8), 48, max_replicas=None)
     assert tuple(map(len, found.schedule.ranks_of_stage)) == (3, 1)
@@ -351,14 +373,22 @@ STREAMS = ("pipedream", "2bw", "wpipe", "1f1b")
 )
 @given(st.tuples(layers, st.floats(0, 1e-2)), st.integers(1, 3), st.integers(1, 16), links)
 def test_auto_finds_the_best_stream_by_its_steady_state(profile_of, model, ranks, batch, link):
-    """Bounds may skip only what cannot win: streams among each other, and beside schedules that drain."""
+    """Bounds may skip only what cannot win: streams among each other, and beside schedules that
+    drain.
+    """
     profile, cluster = profile_of(*model), cluster_of(ranks, *link)
     found = plan(profile, cluster, batch, schedules=STREAMS, budget_s=1000)
     seconds = []
     for stages in range(1, len(profile) + 1):
         for m in (m for m in MICRO_BATCHES if m <= batch):
-            lengths = partition(profile, stages, by="bottleneck", micro_batch=batch / m, latency_s=cluster.between.latency_s,
-                                bandwidth_bytes_per_s=cluster.between.bandwidth_bytes_per_s)  # fmt: skip
+            lengths = partition(
+                profile,
+                stages,
+                by="bottleneck",
+                micro_batch=batch / m,
+                latency_s=cluster.between.latency_s,
+                bandwidth_bytes_per_s=cluster.between.bandwidth_bytes_per_s,
+            )
             for name in STREAMS:
                 try:
                     made = schedule(name, stages, m)

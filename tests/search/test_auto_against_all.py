@@ -37,7 +37,9 @@ def cluster_of(ranks, latency_s=0.0, bandwidth=1e12, memory=10**12):
     st.sampled_from([{}, {}, {"max_replicas": 1}, {"asynchronous": True}]),
 )
 def test_auto_is_never_slower_than_any_planner_of_the_literature(profile, on, batch, options):
-    """On models and clusters that nobody has seen; and every plan is whole, fits, and predicts what simulating it gives."""
+    """On models and clusters that nobody has seen; and every plan is whole, fits, and predicts what
+    simulating it gives.
+    """
     found = compare(profile, on, batch, budget_s=1000, **options)
     (auto,) = (each for each in found if each.planner == "auto")
     if auto.plan is None:
@@ -96,10 +98,13 @@ def test_auto_is_as_fast_as_the_best_of_all_cuts_schedules_micro_batches_and_cop
     request = PlanRequest(profile, on, batch)
     ways = [
         Proposal(lengths, name, m, (("replicas", copies),))
-        for copies in range(1, ranks + 1) for stages in range(1, min(len(profile), ranks // copies) + 1)
-        for lengths in every_cut(len(profile), stages) for name in names
-        for m in MICRO_BATCHES if copies <= m <= batch
-    ]  # fmt: skip
+        for copies in range(1, ranks + 1)
+        for stages in range(1, min(len(profile), ranks // copies) + 1)
+        for lengths in every_cut(len(profile), stages)
+        for name in names
+        for m in MICRO_BATCHES
+        if copies <= m <= batch
+    ]
     fits = [
         found.step_s
         for found in (weigh(lay_out(request, way))[-1] for way in ways)
@@ -123,12 +128,23 @@ def test_what_only_other_planners_find_within_memory_is_found(profile_of):
 
 @pytest.mark.parametrize(
     "options",
-    [{"stages": 2}, {"micro_batches": 3}, {"partition": (1, 3)}, {"partition": "uniform", "stages": 2}, {"max_replicas": 1}, {"recompute": "always"},
-     {"schedules": ("gpipe",)}, {"schedules": ("pipedream",), "stages": 2}, {"weights": "stash"}],
+    [
+        {"stages": 2},
+        {"micro_batches": 3},
+        {"partition": (1, 3)},
+        {"partition": "uniform", "stages": 2},
+        {"max_replicas": 1},
+        {"recompute": "always"},
+        {"schedules": ("gpipe",)},
+        {"schedules": ("pipedream",), "stages": 2},
+        {"weights": "stash"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_was_asked_is_kept_whoever_proposes(profile_of, options):
-    """Other planners have habits of their own: where they do not keep to the request, their plans do not count."""
+    """Other planners have habits of their own: where they do not keep to the request, their plans
+    do not count.
+    """
     found = plan(
         profile_of([1.0, 3.0, 1.0, 2.0], fixed=0.1),
         cluster_of(4),
@@ -148,8 +164,20 @@ def test_what_was_asked_is_kept_whoever_proposes(profile_of, options):
 
 
 def test_a_named_stream_s_own_planner_counts(profile_of):
-    """Naming an asynchronous schedule is asking for it: what PipeDream's planner proposes with it is weighed."""
+    """Naming an asynchronous schedule is asking for it: what PipeDream's planner proposes with it
+    is weighed.
+    """
     profile, on = profile_of([1.0, 3.0, 1.0, 2.0, 1.0]), cluster_of(4, 1e-3, 1e4)
-    (auto, own) = (search(profile, on, 12, planner=name, schedules=("pipedream",), asynchronous=flag, budget_s=1000)
-                   for name, flag in (("auto", False), ("pipedream", True)))  # fmt: skip
+    (auto, own) = (
+        search(
+            profile,
+            on,
+            12,
+            planner=name,
+            schedules=("pipedream",),
+            asynchronous=flag,
+            budget_s=1000,
+        )
+        for name, flag in (("auto", False), ("pipedream", True))
+    )
     assert auto.predicted.step_s <= own.predicted.step_s * (1 + CLOSE)

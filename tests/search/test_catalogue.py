@@ -21,10 +21,22 @@ def test_every_planner_makes_a_whole_plan_and_names_its_source(profile_of, name)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "flush", "schedules": "pipedream"}, "weight rule 'flush' does not go with pipedream, which is asynchronous"),
-        ({"weights": "stash", "schedules": ["pipedream", "1f1b"]}, "weight rule 'stash' does not go with 1f1b, which is synchronous"),
-        ({"weights": "double-buffer", "stages": 2, "micro_batches": 1}, "2bw in 2 stages keeps two versions"),
-        ({"weights": "spectrain", "stages": 2, "micro_batches": 2}, "weight rule 'spectrain' has distances for batches of one"),
+        (
+            {"weights": "flush", "schedules": "pipedream"},
+            "weight rule 'flush' does not go with pipedream, which is asynchronous",
+        ),
+        (
+            {"weights": "stash", "schedules": ["pipedream", "1f1b"]},
+            "weight rule 'stash' does not go with 1f1b, which is synchronous",
+        ),
+        (
+            {"weights": "double-buffer", "stages": 2, "micro_batches": 1},
+            "2bw in 2 stages keeps two versions",
+        ),
+        (
+            {"weights": "spectrain", "stages": 2, "micro_batches": 2},
+            "weight rule 'spectrain' has distances for batches of one",
+        ),
         ({"max_replicas": 0}, "max_replicas is 0; it must be a whole number of 1 or more"),
         ({"batch": 0}, "batch is 0; it must be a whole number of 1 or more"),
         ({"batch": 2.5}, "batch is 2.5; it must be a whole number"),
@@ -33,11 +45,17 @@ def test_every_planner_makes_a_whole_plan_and_names_its_source(profile_of, name)
         ({"micro_batches": 9}, "micro_batches is 9, but there are only 8 samples in the batch"),
         ({"memory_limit": 0}, "memory_limit is 0; it must be"),
         ({"budget_s": -1}, "budget_s is -1; it must be 0 s or more"),
-        ({"recompute": "sometimes"}, "recompute is 'sometimes'; it must be one of auto, never, except_last, always"),
+        (
+            {"recompute": "sometimes"},
+            "recompute is 'sometimes'; it must be one of auto, never, except_last, always",
+        ),
         ({"schedules": []}, "schedules is empty"),
-        ({"schedules": "1f1b", "stages": 3}, "no schedule can be made for these numbers\n  1f1b in 3 stages needs 3 ranks, local:2 has 2"),
+        (
+            {"schedules": "1f1b", "stages": 3},
+            "no schedule can be made for these numbers\n  1f1b in 3 stages needs 3 ranks, local:2 has 2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_planned_is_refused_with_the_number(profile_of, options, message):
     """All before the search begins, in words of the arguments."""
     asked = {"batch": 8, **options}

@@ -36,14 +36,17 @@ def a_plan(request, **options):
     )
 
 
-@pytest.mark.parametrize(("asked", "told"), [
-    ({"stages": 1}, "stages: 2 in the plan, 1 asked for"),
-    ({"micro_batches": 8}, "micro_batches: 4 in the plan, 8 asked for"),
-    ({"by": (1, 3)}, r"partition: \(2, 2\) in the plan, \(1, 3\) asked for"),
-    ({"recompute": "always"}, "recompute: 'never' in the plan, 'always' asked for"),
-    ({"schedules": ("gpipe", "zb-h1")}, "schedules: 1f1b in the plan, gpipe, zb-h1 asked for"),
-    ({"memory_limit": 10}, "memory: rank 0 needs .*, and may hold 10 B on device 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"stages": 1}, "stages: 2 in the plan, 1 asked for"),
+        ({"micro_batches": 8}, "micro_batches: 4 in the plan, 8 asked for"),
+        ({"by": (1, 3)}, r"partition: \(2, 2\) in the plan, \(1, 3\) asked for"),
+        ({"recompute": "always"}, "recompute: 'never' in the plan, 'always' asked for"),
+        ({"schedules": ("gpipe", "zb-h1")}, "schedules: 1f1b in the plan, gpipe, zb-h1 asked for"),
+        ({"memory_limit": 10}, "memory: rank 0 needs .*, and may hold 10 B on device 0"),
+    ],
+)
 def test_a_plan_that_is_not_what_was_asked_is_refused(request_of, asked, told):
     """Each field by itself, with the planner's name and both values."""
     made = a_plan(request_of())

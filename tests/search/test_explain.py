@@ -25,8 +25,11 @@ def test_traffic_is_what_each_pair_of_ranks_sends_in_a_step(profile_of):
     """16 samples of 10 bytes forward, as many of gradients back."""
     found = scored(PlanRequest(profile_of([1.0] * 4), FOUR, 16), Proposal((2, 1, 1), "1f1b", 4))
     assert [(each.from_rank, each.to_rank, each.bytes) for each in found.predicted.traffic] == [
-        (0, 1, 160), (1, 0, 160), (1, 2, 160), (2, 1, 160)
-    ]  # fmt: skip
+        (0, 1, 160),
+        (1, 0, 160),
+        (1, 2, 160),
+        (2, 1, 160),
+    ]
 
 
 def test_traffic_of_a_stream_is_a_batch_s(profile_of):

@@ -19,8 +19,12 @@ def on(ranks: int, memory: int = 10**12) -> Cluster:
 
 def way_of(request, **wanted):
     """The one way with these numbers."""
-    (found,) = (way for way in Space(request, shapes(request)).ways
-                if all(getattr(way, name, None) == value for name, value in wanted.items()) and way.shape.pipelines == 1)  # fmt: skip
+    (found,) = (
+        way
+        for way in Space(request, shapes(request)).ways
+        if all(getattr(way, name, None) == value for name, value in wanted.items())
+        and way.shape.pipelines == 1
+    )
     return found
 
 
@@ -59,7 +63,9 @@ def test_of_several_pipelines_one_is_weighed_first_and_all_only_if_that_may_win(
 
 
 def test_an_odd_sample_that_only_some_pipelines_get_is_made_room_for(profile_of):
-    """Of 5 samples in 4 micro-batches one has 2. The pipeline that stands for both would do with 1.25 in each, and not recompute."""
+    """Of 5 samples in 4 micro-batches one has 2. The pipeline that stands for both would do with
+    1.25 in each, and not recompute.
+    """
     profile = profile_of([1.0], activation=1000.0, parameters=0)
     hunt = Hunt(PlanRequest(profile, on(2, memory=3000), 5, ("gpipe",)))
     found = hunt.weigh(Proposal((1,), "gpipe", 4, (("replicas", 2),)))
@@ -69,7 +75,9 @@ def test_an_odd_sample_that_only_some_pipelines_get_is_made_room_for(profile_of)
 
 
 def test_a_way_that_does_not_fit_is_cut_again_within_memory(profile_of):
-    """Even times are uneven bytes here: 1 + 3 layers hold 9,000 bytes of weights on one rank, 2 + 2 no more than 6,000."""
+    """Even times are uneven bytes here: 1 + 3 layers hold 9,000 bytes of weights on one rank, 2 + 2
+    no more than 6,000.
+    """
     profile = profile_of([8.0, 1.0, 1.0, 1.0], activation=1.0, parameters=[10, 1000, 1000, 1000])
     request = PlanRequest(profile, on(2, memory=6100), 4, ("gpipe",), recompute="never")
     hunt = Hunt(request)
@@ -126,7 +134,9 @@ def test_a_search_ends_by_its_work_but_not_before_something_fits(profile_of):
     ids=["1f1b", "gpipe", "copies", "split backwards", "slices"],
 )
 def test_micro_batches_in_flight_are_counted_per_stage_and_rank(made, expected):
-    """What memory has to hold at once, until the last part of a backward; slices count by their share."""
+    """What memory has to hold at once, until the last part of a backward; slices count by their
+    share.
+    """
     assert in_flight_of(made) == expected
 
 

@@ -54,7 +54,9 @@ NAMES = ("1f1b", "gpipe", "zb-h1", "naive", "interleaved")
 def test_of_pipelines_alike_one_takes_as_long_as_all(
     data, profile, link, name, ranks, pipelines, batch
 ):
-    """So that one of a hundred is simulated, not all. Memory too, where all micro-batches are alike."""
+    """So that one of a hundred is simulated, not all. Memory too, where all micro-batches are
+    alike.
+    """
     micro_batches = data.draw(st.integers(1, batch))
     per_rank = 2 if name == "interleaved" else 1
     if ranks * per_rank > len(profile):
@@ -236,7 +238,9 @@ def test_times_count_as_equal_only_within_a_thousandth(ways):
 
 
 def test_a_table_has_the_first_of_each_kind_and_copies_count_as_they_are(ways, profile_of):
-    """Two pipelines and one pipeline of which each stage has two ranks are told apart from one of one."""
+    """Two pipelines and one pipeline of which each stage has two ranks are told apart from one of
+    one.
+    """
     assert first_of_kind(ways.values()) == [ways["gpipe", 8], ways["1f1b", 8]]
     request = PlanRequest(profile_of([1.0] * 4), one_node(*(Device("d", 10**9),) * 4), 8)
     for replicas, copies in ((2, 2), ((2, 1), (2, 1)), ((2, 2), 2), (1, 1)):

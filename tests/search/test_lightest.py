@@ -44,7 +44,9 @@ def held(layers: Layers, segments: list[tuple[int, int]]) -> tuple[float, float,
 
 @st.composite
 def random_layers(draw) -> Layers:
-    """Up to six layers of up to three stages; seconds are whole numbers of ticks, so that the least is exact."""
+    """Up to six layers of up to three stages; seconds are whole numbers of ticks, so that the least
+    is exact.
+    """
     count = draw(st.integers(1, 6))
     small = st.integers(0, 9)
     rows = [draw(st.lists(small, min_size=count, max_size=count)) for _ in range(4)]
@@ -82,7 +84,9 @@ def test_the_choice_takes_the_least_of_all_that_fit(layers, room, weight):
 
 
 def test_layers_alike_are_cut_where_little_comes_back():
-    """Twelve blocks that each save 17 times what they are given: one at a time comes back, and as few run again as fit."""
+    """Twelve blocks that each save 17 times what they are given: one at a time comes back, and as
+    few run again as fit.
+    """
     layers = Layers(
         [1.0] * 12,
         [17.0] * 12,
@@ -99,7 +103,9 @@ def test_layers_alike_are_cut_where_little_comes_back():
 
 
 def test_a_hundred_layers_of_different_seconds_are_within_the_rounding():
-    """Half a tick for each layer, of the best of a sum that is known: all layers keep as much as they take."""
+    """Half a tick for each layer, of the best of a sum that is known: all layers keep as much as
+    they take.
+    """
     numbers = np.random.default_rng(0).uniform(1, 10, 100)
     layers = Layers(
         numbers.tolist(),

@@ -32,10 +32,15 @@ def test_the_same_cut_gets_programs_of_its_own(profile_of):
     found, request = proposals(
         profile_of, PLAIN, Proposal((1, 3), "gpipe", 8, devices=(3, 1), recompute="always")
     )
-    assert [(each.schedule, each.lengths, each.micro_batches, each.devices, each.recompute) for each in found] == [
-        ("zb-auto", (2, 2), 4, (), "never"), ("zb-1p", (2, 2), 4, (), "never"),
-        ("zb-auto", (1, 3), 8, (3, 1), "always"), ("zb-1p", (1, 3), 8, (3, 1), "always"),
-    ]  # fmt: skip
+    assert [
+        (each.schedule, each.lengths, each.micro_batches, each.devices, each.recompute)
+        for each in found
+    ] == [
+        ("zb-auto", (2, 2), 4, (), "never"),
+        ("zb-1p", (2, 2), 4, (), "never"),
+        ("zb-auto", (1, 3), 8, (3, 1), "always"),
+        ("zb-1p", (1, 3), 8, (3, 1), "always"),
+    ]
     hunt = Hunt(request)
     assert all(hunt.weigh(each, force=True) for each in found)
 

@@ -20,16 +20,32 @@ def weights():
     return [nn.Parameter(torch.zeros(64, 64))]
 
 
-@pytest.mark.parametrize(("optimizer", "name", "states"), [
-    ("sgd", "SGD", 0), ("momentum", "SGD", 1), ("Adam", "Adam", 2), ("adamw", "AdamW", 2), ("adagrad", "Adagrad", 1), (2, "", 2),
-    (0.5, "", 0.5),
-    (SGD(weights(), lr=1), "SGD", 0), (SGD(weights(), lr=1, momentum=0.9), "SGD", 1), (ADAM(weights()), "Adam", 2),
-    (ADAM(weights(), amsgrad=True), "Adam", 3), (RMSPROP(weights(), centered=True, momentum=0.9), "RMSprop", 3),
-    (ADAM, "Adam", 2), (partial(SGD, lr=1, momentum=0.5), "SGD", 1), (lambda weights: torch.optim.NAdam(weights, lr=1.0), "NAdam", 2),
-    (torch.optim.SparseAdam, "SparseAdam", 2), (torch.optim.Adafactor, "Adafactor", 0.01),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("optimizer", "name", "states"),
+    [
+        ("sgd", "SGD", 0),
+        ("momentum", "SGD", 1),
+        ("Adam", "Adam", 2),
+        ("adamw", "AdamW", 2),
+        ("adagrad", "Adagrad", 1),
+        (2, "", 2),
+        (0.5, "", 0.5),
+        (SGD(weights(), lr=1), "SGD", 0),
+        (SGD(weights(), lr=1, momentum=0.9), "SGD", 1),
+        (ADAM(weights()), "Adam", 2),
+        (ADAM(weights(), amsgrad=True), "Adam", 3),
+        (RMSPROP(weights(), centered=True, momentum=0.9), "RMSprop", 3),
+        (ADAM, "Adam", 2),
+        (partial(SGD, lr=1, momentum=0.5), "SGD", 1),
+        (lambda weights: torch.optim.NAdam(weights, lr=1.0), "NAdam", 2),
+        (torch.optim.SparseAdam, "SparseAdam", 2),
+        (torch.optim.Adafactor, "Adafactor", 0.01),
+    ],
+)
 def test_names_numbers_optimizers_and_factories_say_how_much_is_kept(optimizer, name, states):
-    """SGD keeps nothing, with momentum one number, Adam two, and each of torch's options that keeps more one more."""
+    """SGD keeps nothing, with momentum one number, Adam two, and each of torch's options that keeps
+    more one more.
+    """
     assert optimizer_kind(optimizer) == OptimizerKind(name, states)
 
 
@@ -46,7 +62,9 @@ class Keeping(torch.optim.Optimizer):
 
 
 def test_an_optimizer_of_one_s_own_is_measured():
-    """What makes it can be tried on a parameter of its own; one that has stepped holds what it keeps; one that has not is not known."""
+    """What makes it can be tried on a parameter of its own; one that has stepped holds what it
+    keeps; one that has not is not known.
+    """
     assert optimizer_kind(Keeping) == OptimizerKind("Keeping", 5)
     stepped = Keeping(weights())
     with pytest.raises(SettingError, match="how much memory Keeping takes is not known before it"):
@@ -55,13 +73,16 @@ def test_an_optimizer_of_one_s_own_is_measured():
     assert optimizer_kind(stepped) == OptimizerKind("Keeping", 5)
 
 
-@pytest.mark.parametrize(("optimizer", "told"), [
-    ("adm", "'adm' takes is not known. Did you mean 'adam'"),
-    (-1, "optimizer=-1 is how many numbers it keeps for each parameter: 0 or more"),
-    (True, "a number of states, an optimizer or a function that makes one, not bool"),
-    (lambda parameters: 3, "could not make and step an optimizer"),
-    (torch.optim.LBFGS, "could not make and step an optimizer over one parameter"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        ("adm", "'adm' takes is not known. Did you mean 'adam'"),
+        (-1, "optimizer=-1 is how many numbers it keeps for each parameter: 0 or more"),
+        (True, "a number of states, an optimizer or a function that makes one, not bool"),
+        (lambda parameters: 3, "could not make and step an optimizer"),
+        (torch.optim.LBFGS, "could not make and step an optimizer over one parameter"),
+    ],
+)
 def test_what_is_not_known_is_refused(optimizer, told):
     """A guess would be memory that is not there."""
     with pytest.raises(SettingError, match=told):

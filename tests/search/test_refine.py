@@ -48,12 +48,19 @@ def test_no_boundary_moved_by_one_layer_makes_it_faster(
 
 
 def test_one_micro_batch_is_cut_for_its_links_alone(profile_of):
-    """Nothing overlaps then: the boundary with the least to send is best, however uneven the stages."""
+    """Nothing overlaps then: the boundary with the least to send is best, however uneven the
+    stages.
+    """
     profile = profile_of([1.0, 1.0, 1.0, 1.0], output=[1.0, 500.0, 100.0, 0.0])
     hunt = Hunt(PlanRequest(profile, on(2, Link(0.0, 100.0)), 1, budget_s=1000))
     found = refined(hunt, hunt.weigh(Proposal((2, 2), "1f1b", 1)))
-    every = {lengths: weigh(lay_out(hunt.request, Proposal(lengths, "1f1b", 1)))[-1].step_s
-             for lengths in (tuple(b - a for a, b in pairwise((0, *inner, 4))) for inner in combinations(range(1, 4), 1))}  # fmt: skip
+    every = {
+        lengths: weigh(lay_out(hunt.request, Proposal(lengths, "1f1b", 1)))[-1].step_s
+        for lengths in (
+            tuple(b - a for a, b in pairwise((0, *inner, 4)))
+            for inner in combinations(range(1, 4), 1)
+        )
+    }
     assert found.laid.proposal.lengths == min(every, key=lambda lengths: every[lengths]) == (1, 3)
 
 

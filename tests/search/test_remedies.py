@@ -75,7 +75,9 @@ def test_each_told_change_gives_the_step_that_it_says(profile_of):
 
 
 def test_the_busiest_rank_s_device_is_the_one_that_is_made_faster(profile_of):
-    """Where the plan stands on other devices than the first, its own numbering is told, and the right device is changed."""
+    """Where the plan stands on other devices than the first, its own numbering is told, and the
+    right device is changed.
+    """
     fast = tuple(Device("d", 10**9, flops=FAST) for _ in range(3))
     on = Cluster("c", fast, 3, Link(0.0, 1e12), Link(0.0, 1e12))
     request = PlanRequest(profile_of([1.0, 9.0]), on, 8)

@@ -20,7 +20,8 @@ from penstock.verify.verify import verify
 def test_every_style_makes_sound_programs_and_knows_how_long_they_take(style, p, m, data):
     """The style is chosen by these seconds, so they must be those that the simulator finds.
 
-    Hops take no longer than the shortest op, or messages would queue for a link, which the heuristic does not count.
+    Hops take no longer than the shortest op, or messages would queue for a link, which the
+    heuristic does not count.
     """
 
     def row(count, least=1, most=9):

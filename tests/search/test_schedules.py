@@ -50,7 +50,9 @@ def test_a_schedule_of_the_zoo_is_what_the_zoo_makes(name):
 
 
 def test_replicas_go_through_the_door():
-    """Data parallelism is an option of every schedule of the zoo; those made to measure refuse it by name."""
+    """Data parallelism is an option of every schedule of the zoo; those made to measure refuse it
+    by name.
+    """
     assert schedule("1f1b", 2, 4, replicas=(2, 1)) == zoo.schedule("1f1b", 2, 4, replicas=(2, 1))
     with pytest.raises(
         ScheduleError,

@@ -1,4 +1,6 @@
-"""Layers that run again so that a way fits: what simulation says of them, and of every other choice."""
+"""Layers that run again so that a way fits: what simulation says of them, and of every other
+choice.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ FREE = Link(0.0, 1e12)
 
 @st.composite
 def profiles(draw, least: int, most: int) -> Profile:
-    """Layers that keep and hand on anything, with seconds of few different sizes, so that rounding loses nothing."""
+    """Layers that keep and hand on anything, with seconds of few different sizes, so that rounding
+    loses nothing.
+    """
 
     def layer(i: int) -> LayerProfile:
         own = draw(st.sampled_from([1.0, 2.0, 3.0]))
@@ -79,7 +83,9 @@ SINGLE = ("1f1b", "gpipe", "zb-h1", "eager-1f1b")
     st.data(), st.integers(1, 3), st.sampled_from(SINGLE), st.integers(1, 4), st.floats(0.1, 1.0)
 )
 def test_no_other_layers_would_do_for_less(data, ranks, name, micro_batches, share):
-    """On every rank, of all choices whose simulated memory fits, none takes less; where none fits, none is said to."""
+    """On every rank, of all choices whose simulated memory fits, none takes less; where none fits,
+    none is said to.
+    """
     profile = data.draw(profiles(ranks, 5))
     lengths = data.draw(cuts(len(profile), ranks))
     proposal = Proposal(lengths, name, micro_batches)
@@ -116,7 +122,9 @@ def test_no_other_layers_would_do_for_less(data, ranks, name, micro_batches, sha
     st.floats(0.2, 1.0),
 )
 def test_ranks_of_several_stages_or_copies_fit_where_it_says_so(data, name, share):
-    """What is found is no more than all layers in one segment each would need, and less is run again where that is enough."""
+    """What is found is no more than all layers in one segment each would need, and less is run
+    again where that is enough.
+    """
     stages = 2 if name == "chimera" else 4
     name = "breadth-first" if name == "looped" else name
     profile = data.draw(profiles(stages, 6))

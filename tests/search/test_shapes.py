@@ -45,7 +45,9 @@ def test_of_few_equal_devices_every_number_of_pipelines_and_ranks_is_there(profi
 
 
 def test_pipelines_stand_along_nodes_and_across_them(profile_of):
-    """Inside a node messages are quick; across nodes the copies' gradients are: which counts more depends on the model."""
+    """Inside a node messages are quick; across nodes the copies' gradients are: which counts more
+    depends on the model.
+    """
     found = shapes(PlanRequest(profile_of([1.0] * 4), cluster("2x2xV100-NVLink-25GbE"), 16))
     assert {shape.devices for shape in found if (shape.pipelines, shape.ranks) == (2, 2)} == {
         (0, 1, 2, 3),
@@ -70,9 +72,11 @@ def test_each_pipeline_has_its_share_of_both_kinds(profile_of):
         if len(shape.devices) == 4
     ]
     assert {(shape.pipelines, *map(tuple, kinds_of(shape, on))) for shape in found} == {
-        (1, ("fast", "fast", "slow", "slow")), (1, ("slow", "slow", "fast", "fast")),
-        (2, ("fast", "slow"), ("fast", "slow")), (2, ("slow", "fast"), ("slow", "fast")),
-    }  # fmt: skip
+        (1, ("fast", "fast", "slow", "slow")),
+        (1, ("slow", "slow", "fast", "fast")),
+        (2, ("fast", "slow"), ("fast", "slow")),
+        (2, ("slow", "fast"), ("slow", "fast")),
+    }
 
 
 def test_mixed_pipelines_have_no_more_ranks_than_there_are_layers(profile_of):

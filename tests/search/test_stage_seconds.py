@@ -49,8 +49,13 @@ def test_every_default_is_that_of_the_simulator(
 
 def test_costs_may_differ_by_micro_batch_and_links_be_given_by_bandwidth():
     """Micro-batches of unequal size are the usual case: the last of a batch is short."""
-    costs = Costs(forward=lambda stage, m: 1 + stage + 10 * m, input_grad=[[1, 2], [3, 4]], latency=0.5, bandwidth=10,
-                  boundary_bytes=[20])  # fmt: skip
+    costs = Costs(
+        forward=lambda stage, m: 1 + stage + 10 * m,
+        input_grad=[[1, 2], [3, 4]],
+        latency=0.5,
+        bandwidth=10,
+        boundary_bytes=[20],
+    )
     found = StageSeconds.of(spread_forward(costs, 2, 2), 2)
     assert found.forward == ((1, 11), (2, 12))
     assert found.input_grad == ((1, 2), (3, 4))

@@ -41,7 +41,9 @@ def test_proposals_can_be_made_and_keep_what_was_asked(profile, ranks, link, bat
 @settings(max_examples=30, deadline=None)
 @given(profiles(2, 4), st.integers(3, 4), links(), st.sampled_from([2, 3]))
 def test_the_slowest_stage_is_the_fastest_possible(profile, ranks, link, stages):
-    """Against all cuts and all copies, by the same measure worked out here; unless all have as many copies, or some rank is left over."""
+    """Against all cuts and all copies, by the same measure worked out here; unless all have as many
+    copies, or some rank is left over.
+    """
     if stages > len(profile):
         return
     request = PlanRequest(
@@ -70,9 +72,11 @@ def test_the_slowest_stage_is_the_fastest_possible(profile, ranks, link, stages)
 
     every = [
         slowest(lengths, copies)
-        for lengths in product(range(1, len(profile) + 1), repeat=stages) if sum(lengths) == len(profile)
-        for copies in product(range(1, ranks + 1), repeat=stages) if sum(copies) == ranks
-    ]  # fmt: skip
+        for lengths in product(range(1, len(profile) + 1), repeat=stages)
+        if sum(lengths) == len(profile)
+        for copies in product(range(1, ranks + 1), repeat=stages)
+        if sum(copies) == ranks
+    ]
     (proposal,) = found
     assert slowest(proposal.lengths, proposal.replicas) == pytest.approx(min(every, default=inf))
 
@@ -93,7 +97,9 @@ def test_fewer_copies_than_the_best_has_are_tried_where_no_more_are_allowed(prof
 
 
 def test_every_copy_in_a_stream_gets_as_many_micro_batches(profile_of):
-    """A stream goes on from batch to batch, so that what is left over would fall to another copy each time."""
+    """A stream goes on from batch to batch, so that what is left over would fall to another copy
+    each time.
+    """
     request = PlanRequest(
         profile_of([4.0] * 4 + [0.1] * 2, parameters=[10] * 4 + [10**9] * 2),
         on(5, Link(0.0, 1e9)),

@@ -28,7 +28,9 @@ def ways(request):
 @settings(max_examples=80, deadline=None)
 @given(st.data(), st.sampled_from(list(schedules())), st.integers(1, 4), st.integers(1, 8))
 def test_no_step_is_shorter_than_its_lower_bound(data, name, stages, micro_batches):
-    """A bound that is too high would skip the winner. Of streams, that of a batch in the steady state."""
+    """A bound that is too high would skip the winner. Of streams, that of a batch in the steady
+    state.
+    """
     try:
         made = schedule(name, stages, micro_batches)
     except ScheduleError:
@@ -39,7 +41,9 @@ def test_no_step_is_shorter_than_its_lower_bound(data, name, stages, micro_batch
 
 
 def test_the_bound_of_a_stream_is_the_work_of_its_busiest_rank():
-    """Nobody fills or drains it: 2 (1 + 3) on stage 1. Of two virtual workers each has every other batch."""
+    """Nobody fills or drains it: 2 (1 + 3) on stage 1. Of two virtual workers each has every other
+    batch.
+    """
     costs = Costs([1, 1], [2, 3], [1, 1], [1, 2])
     assert least_s(schedule("pipedream", 2, 2), costs) == 8
     assert least_s(schedule("hetpipe", 2, 2), costs) == 4
@@ -148,7 +152,9 @@ def test_no_cut_of_a_way_is_faster_than_its_bound(data, profile, on, batch, asyn
 
 
 def test_devices_that_are_each_faster_at_some_layers_are_bound_by_the_faster_of_each(profile_of):
-    """1 s a layer where each stands on its own device, 10 on the other: the sums alone would say 11."""
+    """1 s a layer where each stands on its own device, 10 on the other: the sums alone would say
+    11.
+    """
     given = {"a": profile_of([1.0, 10.0]), "b": profile_of([10.0, 1.0])}
     link = Link(0.0, 1e12)
     on = Cluster("c", (Device("a", 10**9), Device("b", 10**9)), 2, link, link)
@@ -161,7 +167,9 @@ def test_devices_that_are_each_faster_at_some_layers_are_bound_by_the_faster_of_
 
 
 def test_the_bound_of_even_stages_is_sharp(profile_of):
-    """Otherwise nothing would be pruned: 4 stages of 3 s and 16 micro-batches take 57; shares of the work that no layers allow, 51.1."""
+    """Otherwise nothing would be pruned: 4 stages of 3 s and 16 micro-batches take 57; shares of
+    the work that no layers allow, 51.1.
+    """
     (way,) = (
         way
         for way in ways(

@@ -1,4 +1,5 @@
-"""A slow simulator that shares no code with Penstock's, and random schedules with all that a schedule can say.
+"""A slow simulator that shares no code with Penstock's, and random schedules with all that a
+schedule can say.
 
 Written from the words of DESIGN.md and of `simulate_schedule`: lists, dictionaries and `min`.
 """
@@ -21,7 +22,9 @@ from penstock.verify.verify import verify
 
 @dataclass
 class Slow:
-    """One run: `seconds(rank, index)` of an op, `hop(op)` of its message; fills `times` and `moves`."""
+    """One run: `seconds(rank, index)` of an op, `hop(op)` of its message; fills `times` and
+    `moves`.
+    """
 
     schedule: Schedule
     seconds: object
@@ -112,8 +115,12 @@ class Slow:
         """What an op makes: values that stay, and (name, rank) of the one that leaves."""
         letter, stage, m = op
         owner = self.home.get((stage, m))
-        stays = {"F": [("F", stage, m)], "B": [("grad", stage, m)], "I": [("grad", stage, m)],
-                 "U": [("wave", rank, stage, m)]}.get(letter, [])  # fmt: skip
+        stays = {
+            "F": [("F", stage, m)],
+            "B": [("grad", stage, m)],
+            "I": [("grad", stage, m)],
+            "U": [("wave", rank, stage, m)],
+        }.get(letter, [])
         if letter == "F" and stage < self.top:
             return stays, (("up", stage + 1, m), self.home[stage + 1, m])
         if letter in "BI" and stage > 0:
@@ -136,7 +143,9 @@ class Slow:
         }[self.links]
 
     def run(self):
-        """Start what can be started; then take up the op that ends next; until nothing is under way."""
+        """Start what can be started; then take up the op that ends next; until nothing is under
+        way.
+        """
         known, free, medium_free = {}, [0.0] * len(self.programs), {}
         at, under_way, waiting_for = [0] * len(self.programs), [], {}
         while True:
@@ -199,7 +208,9 @@ class Slow:
 
 
 def rich_schedule(seed: int, size: int, cut: str) -> Schedule:
-    """A sound schedule with pairs, evictions and slices put into a random one, as many as it bears; or a random stream."""
+    """A sound schedule with pairs, evictions and slices put into a random one, as many as it bears;
+    or a random stream.
+    """
     rng = random.Random(seed)
     stages, ranks, micro_batches = (rng.randint(1, size) for _ in range(3))
     if cut in ("stream", "waves"):
@@ -239,10 +250,16 @@ def slicing_of(rng, along, left):
 
 
 def causal(rng, stages, ranks, slicing):
-    """A random order of the ops of sliced sequences: forwards in the order of the tokens, backwards against it."""
+    """A random order of the ops of sliced sequences: forwards in the order of the tokens, backwards
+    against it.
+    """
     home = [rng.randrange(ranks) for _ in range(stages)]
-    left = [Op(kind, stage, n) for stage in range(stages) for n in range(len(slicing.share))
-            for kind in rng.choice([(Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)])]  # fmt: skip
+    left = [
+        Op(kind, stage, n)
+        for stage in range(stages)
+        for n in range(len(slicing.share))
+        for kind in rng.choice([(Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)])
+    ]
     programs, done = [[] for _ in range(ranks)], set()
     while left:
         ready = [
@@ -258,7 +275,9 @@ def causal(rng, stages, ranks, slicing):
 
 
 def evicted(rng, made):
-    """With one micro-batch of one stage sent away after its forward, and brought back before its backward."""
+    """With one micro-batch of one stage sent away after its forward, and brought back before its
+    backward.
+    """
     (stage, m), owner = rng.choice(sorted(made.placement.items()))
     programs = [list(program) for program in made.programs]
     own = programs[owner]

@@ -11,11 +11,32 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
 
-@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "3", "abc", [1, -1], [1, float("nan")], (1, "2"), ["x"], [None],
-                                 [[1, -2]], [[[1]]], 10**400, [10**400], 1j, {"a": 1}])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        -1,
+        float("nan"),
+        float("inf"),
+        "3",
+        "abc",
+        [1, -1],
+        [1, float("nan")],
+        (1, "2"),
+        ["x"],
+        [None],
+        [[1, -2]],
+        [[[1]]],
+        10**400,
+        [10**400],
+        1j,
+        {"a": 1},
+    ],
+)
 @pytest.mark.parametrize("name", ["forward", "transfer", "activation_bytes"])
 def test_what_is_no_finite_amount_is_refused_by_name(name, bad):
-    """Text of digits inside a list was once taken for a number, and other text escaped as Python's own error."""
+    """Text of digits inside a list was once taken for a number, and other text escaped as Python's
+    own error.
+    """
     with pytest.raises(
         SettingError, match=rf"costs: {name} has .*; seconds and bytes are finite and not below 0"
     ):
@@ -48,8 +69,12 @@ def test_numbers_may_stand_per_micro_batch_as_a_list_an_array_or_a_function():
     """Sequences have long and short micro-batches; three ways of saying so are one cost."""
     made = schedule("1f1b", 2, 3)
     table = [[1, 2, 3], [4, 5, 6]]
-    ways = [Costs(forward=table), Costs(forward=np.array(table)), Costs(forward=lambda stage, m: table[stage][m]),
-            Costs(forward=[np.array([1, 2, 3]), (4, 5, 6)])]  # fmt: skip
+    ways = [
+        Costs(forward=table),
+        Costs(forward=np.array(table)),
+        Costs(forward=lambda stage, m: table[stage][m]),
+        Costs(forward=[np.array([1, 2, 3]), (4, 5, 6)]),
+    ]
     lines = [simulate_schedule(made, costs) for costs in ways]
     assert {line.makespan for line in lines} == {1 + (4 + 8) + (5 + 10) + (6 + 12) + 6}
     assert lines[0].busy == (18, 45)
@@ -57,23 +82,60 @@ def test_numbers_may_stand_per_micro_batch_as_a_list_an_array_or_a_function():
     assert mixed.makespan == 2 + 4 + 5 + 6
 
 
-@pytest.mark.parametrize(("costs", "message"), [
-    ({"forward": [[1, 2], [1, 2, 3]]}, "costs: forward of stage 0 has 2 entries, the schedule has 3 micro-batches"),
-    ({"transfer": [[1]]}, "costs: transfer of stage 0 has 1 entries, the schedule has 3 micro-batches"),
-    ({"forward": lambda stage, m: -m}, "costs: forward of stage 0, micro-batch 1 has -1; seconds and bytes are finite"),
-    ({"weight_bytes": [[1, 2, 3], 1]}, r"costs: weight_bytes has \[1, 2, 3\]; it is of a stage, not of a micro-batch"),
-    ({"update": lambda stage, m: 1}, "costs: update has <function .*; seconds and bytes are finite"),
-    ({"links": "triplex"}, "costs: links are one of duplex, half-duplex, shared, not 'triplex'"),
-    ({"transfer": 1, "latency": 1}, "costs: transfer says what a message takes, and so does latency: give one of the two"),
-    ({"bandwidth": 1}, "costs: bandwidth says nothing without boundary_bytes"),
-    ({"bandwidth": 0, "boundary_bytes": 1}, "costs: bandwidth is 0 bytes/s somewhere: nothing would ever arrive"),
-    ({"optimizer_bytes": 1}, "costs: optimizer_bytes says nothing without weight_bytes, of which it is a part"),
-    ({"activation_bytes_after_input_grad": 1}, "costs: activation_bytes_after_input_grad says nothing without activation_bytes"),
-    ({"activation_bytes_after_input_grad": 3, "activation_bytes": [3, 2]},
-     "costs: stage 1 keeps 3 activation_bytes_after_input_grad, more than its 2 activation_bytes"),
-    ({"weight_bytes": 8, "gradient_bytes": 5, "optimizer_bytes": [3, 4]},
-     "costs: gradient_bytes and optimizer_bytes of stage 1 add up to more than its 8 weight_bytes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (
+            {"forward": [[1, 2], [1, 2, 3]]},
+            "costs: forward of stage 0 has 2 entries, the schedule has 3 micro-batches",
+        ),
+        (
+            {"transfer": [[1]]},
+            "costs: transfer of stage 0 has 1 entries, the schedule has 3 micro-batches",
+        ),
+        (
+            {"forward": lambda stage, m: -m},
+            "costs: forward of stage 0, micro-batch 1 has -1; seconds and bytes are finite",
+        ),
+        (
+            {"weight_bytes": [[1, 2, 3], 1]},
+            r"costs: weight_bytes has \[1, 2, 3\]; it is of a stage, not of a micro-batch",
+        ),
+        (
+            {"update": lambda stage, m: 1},
+            "costs: update has <function .*; seconds and bytes are finite",
+        ),
+        (
+            {"links": "triplex"},
+            "costs: links are one of duplex, half-duplex, shared, not 'triplex'",
+        ),
+        (
+            {"transfer": 1, "latency": 1},
+            "costs: transfer says what a message takes, and so does latency: give one of the two",
+        ),
+        ({"bandwidth": 1}, "costs: bandwidth says nothing without boundary_bytes"),
+        (
+            {"bandwidth": 0, "boundary_bytes": 1},
+            "costs: bandwidth is 0 bytes/s somewhere: nothing would ever arrive",
+        ),
+        (
+            {"optimizer_bytes": 1},
+            "costs: optimizer_bytes says nothing without weight_bytes, of which it is a part",
+        ),
+        (
+            {"activation_bytes_after_input_grad": 1},
+            "costs: activation_bytes_after_input_grad says nothing without activation_bytes",
+        ),
+        (
+            {"activation_bytes_after_input_grad": 3, "activation_bytes": [3, 2]},
+            "costs: stage 1 keeps 3 activation_bytes_after_input_grad, more than its 2 activation_bytes",
+        ),
+        (
+            {"weight_bytes": 8, "gradient_bytes": 5, "optimizer_bytes": [3, 4]},
+            "costs: gradient_bytes and optimizer_bytes of stage 1 add up to more than its 8 weight_bytes",
+        ),
+    ],
+)
 def test_costs_that_contradict_themselves_or_the_schedule_are_refused(costs, message):
     """One message, with the field's name and the numbers."""
     with pytest.raises(SettingError, match=message):

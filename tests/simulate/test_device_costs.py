@@ -34,7 +34,9 @@ def of_op(costs: Costs, phase: str, stage: int, micro_batch: int) -> float:
 
 
 def slow_seconds(profile, phase: str, lengths, stage: int, samples: float) -> float:
-    """Layer by layer; the first stage has no gradient of its input to work out, and does all of its backward in one."""
+    """Layer by layer; the first stage has no gradient of its input to work out, and does all of its
+    backward in one.
+    """
     if stage == 0 and phase == "input_grad":
         return 0.0
     start = sum(lengths[:stage])
@@ -124,7 +126,9 @@ def test_copies_on_unlike_devices_have_seconds_by_micro_batch_and_the_slowest_s_
 
 @pytest.mark.parametrize("paces", [(1.0, 3.0), (3.0, 1.0)])
 def test_slices_take_what_their_own_device_takes(profile_of, paces):
-    """Each half of a micro-batch costs what a micro-batch of half the size does, on the device of its stage."""
+    """Each half of a micro-batch costs what a micro-batch of half the size does, on the device of
+    its stage.
+    """
     profile = profile_of([1.0, 2.0], fixed=0.5)
     devices = [paced(profile, pace) for pace in paces]
     halves = schedule("autopipe", 2, 2, sliced=2)

@@ -29,7 +29,9 @@ def python(code: str) -> str:
 
 @pytest.mark.parametrize("links", LINKS)
 def test_plain_and_compiled_loops_agree_to_the_bit(links, monkeypatch):
-    """They are one source; were one to add in another order, a timeline would depend on what ran before it."""
+    """They are one source; were one to add in another order, a timeline would depend on what ran
+    before it.
+    """
     pytest.importorskip("numba")
     load_compiled()
 
@@ -52,9 +54,13 @@ def test_plain_and_compiled_loops_agree_to_the_bit(links, monkeypatch):
 
 
 def test_one_small_schedule_loads_no_numba():
-    """The command line answers at once: Numba takes longer to load than a hundred thousand ops take without it."""
-    code = ("import sys; from penstock.schedule.catalogue import schedule; from penstock.simulate.front import simulate\n"
-            "simulate(schedule('1f1b', 8, 32)).makespan; print('numba' in sys.modules)")  # fmt: skip
+    """The command line answers at once: Numba takes longer to load than a hundred thousand ops take
+    without it.
+    """
+    code = (
+        "import sys; from penstock.schedule.catalogue import schedule; from penstock.simulate.front import simulate\n"
+        "simulate(schedule('1f1b', 8, 32)).makespan; print('numba' in sys.modules)"
+    )
     assert python(code) == "False"
 
 
@@ -80,7 +86,9 @@ print(simulate(made, costs).makespan, *simulate_many(made, [costs] * 2).makespan
 
 
 def test_who_comes_back_often_gets_compiled_loops(monkeypatch):
-    """A planner that simulates one schedule a thousand times should not pay the plain price a thousand times."""
+    """A planner that simulates one schedule a thousand times should not pay the plain price a
+    thousand times.
+    """
     asked = []
     monkeypatch.setattr(engine, "_COMPILED", "not loaded yet")
     monkeypatch.setattr(engine, "load_compiled", lambda: asked.append(True))

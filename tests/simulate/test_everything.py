@@ -22,7 +22,9 @@ AMOUNTS = st.integers(0, 12).map(lambda quarters: quarters / 4)
 
 @st.composite
 def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
-    """Costs of every kind, each by stage or by micro-batch, as a list or as a function; activations hold what was received."""
+    """Costs of every kind, each by stage or by micro-batch, as a list or as a function; activations
+    hold what was received.
+    """
 
     def field(count, amounts=amounts):
         shape = draw(st.sampled_from(["stage", "stage", "micro-batch", "function"]))
@@ -36,15 +38,32 @@ def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
 
     boundaries = made.stages - 1
     by_size = draw(st.booleans())
-    given = {"latency": field(boundaries), "bandwidth": field(boundaries, amounts.map(lambda x: x + 1)),
-             "transfer_back": some(boundaries)} if by_size else \
-        {"transfer": field(boundaries), "transfer_back": field(boundaries)}  # fmt: skip
+    given = (
+        {
+            "latency": field(boundaries),
+            "bandwidth": field(boundaries, amounts.map(lambda x: x + 1)),
+            "transfer_back": some(boundaries),
+        }
+        if by_size
+        else {"transfer": field(boundaries), "transfer_back": field(boundaries)}
+    )
     per_stage = st.lists(amounts, min_size=made.stages, max_size=made.stages)
-    return Costs(forward=field(made.stages), backward=field(made.stages), input_grad=field(made.stages),
-                 weight_grad=field(made.stages), update=draw(per_stage), evict=field(made.stages), pair=some(made.stages),
-                 boundary_bytes=field(boundaries), activation_bytes=field(made.stages, amounts.map(lambda x: x + 8)),
-                 input_bytes=field(made.stages, amounts.map(lambda x: x + 4)), weight_bytes=draw(per_stage), links=draw(st.sampled_from(links)),
-                 weight_versions=None if made.stream is None else 1.0, **given)  # fmt: skip
+    return Costs(
+        forward=field(made.stages),
+        backward=field(made.stages),
+        input_grad=field(made.stages),
+        weight_grad=field(made.stages),
+        update=draw(per_stage),
+        evict=field(made.stages),
+        pair=some(made.stages),
+        boundary_bytes=field(boundaries),
+        activation_bytes=field(made.stages, amounts.map(lambda x: x + 8)),
+        input_bytes=field(made.stages, amounts.map(lambda x: x + 4)),
+        weight_bytes=draw(per_stage),
+        links=draw(st.sampled_from(links)),
+        weight_versions=None if made.stream is None else 1.0,
+        **given,
+    )
 
 
 def at(value, stage, m):
@@ -144,7 +163,9 @@ def cases(draw, **options):
 @given(cases())
 @settings(deadline=None, max_examples=100)
 def test_every_start_and_end_agrees_with_the_slow_simulator(case):
-    """Copies, pairs, slices, evictions, costs by micro-batch and links of every sort, all in one: where features meet, they break."""
+    """Copies, pairs, slices, evictions, costs by micro-batch and links of every sort, all in one:
+    where features meet, they break.
+    """
     made, costs, overlap, recompute = case
     prices = Prices(made, costs, recompute)
     slow = Slow(made, prices.seconds, prices.hop, overlap, costs.links)
@@ -172,7 +193,9 @@ def test_busy_time_is_the_union_of_a_rank_s_ops(case):
 
 
 def held_by(made, costs, prices, line):
-    """(rank, holder, from, to, bytes) of all that is held, from the words at the top of `memory.py`."""
+    """(rank, holder, from, to, bytes) of all that is held, from the words at the top of
+    `memory.py`.
+    """
     end_of = line.makespan + 1
     spans = {(e.rank, e.op): (e.start, e.end) for e in line.compute}
     moves = {
@@ -236,7 +259,9 @@ def held_by(made, costs, prices, line):
 @given(cases(amounts=AMOUNTS.map(lambda x: x + 0.25)), st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_memory_over_time_agrees_with_sums_of_what_is_held(case, known):
-    """Against the plainest way there is: a list of who holds what from when to when, added up at every moment between two."""
+    """Against the plainest way there is: a list of who holds what from when to when, added up at
+    every moment between two.
+    """
     made, costs, overlap, recompute = case
     if known:
         costs = replace(costs, activation_bytes_after_input_grad=0.5)
@@ -268,14 +293,21 @@ def test_a_pair_waits_for_what_either_needs_and_both_end_together():
     made = Schedule.parse("rank 0 | 0F0 0F1&0B0 0B1 0U1")
     line = simulate_schedule(made, Costs(forward=1, backward=2))
     assert [(str(e.op), e.start, e.end) for e in line.events] == [
-        ("0F0", 0, 1), ("0F1", 1, 4), ("0B0", 1, 4), ("0B1", 4, 6), ("0U1", 6, 6)]  # fmt: skip
+        ("0F0", 0, 1),
+        ("0F1", 1, 4),
+        ("0B0", 1, 4),
+        ("0B1", 4, 6),
+        ("0U1", 6, 6),
+    ]
     assert line.busy == (6,)
     assert line.bubble_ratio == 0
     assert simulate_schedule(made, Costs(forward=1, backward=2, pair=2.5)).makespan == 1 + 2.5 + 2
 
 
 def test_an_eviction_moves_the_activations_and_takes_no_time_of_the_rank():
-    """BPipe by hand: 0F0's 10 bytes go at second 1, arrive at 3; they leave rank 1 at once and are back at 5."""
+    """BPipe by hand: 0F0's 10 bytes go at second 1, arrive at 3; they leave rank 1 at once and are
+    back at 5.
+    """
     line = simulate_schedule(
         Schedule.parse("0F0 0E0 0F1 0B1 0L0 0B0 0U1\n0E0 0L0"), Costs(activation_bytes=10, evict=2)
     )
@@ -293,7 +325,9 @@ def test_an_eviction_moves_the_activations_and_takes_no_time_of_the_rank():
 
 
 def test_slices_take_their_share():
-    """A quarter of a micro-batch takes a quarter of its seconds and keeps a quarter of its bytes; latency is not cut."""
+    """A quarter of a micro-batch takes a quarter of its seconds and keeps a quarter of its bytes;
+    latency is not cut.
+    """
     plain = Schedule.parse("0F0 0F1 0B1 0B0 0U1\n1F0 1F1 1B1 1B0 1U1")
     made = replace(plain, slicing=Slicing("tokens", ((0.25, 0.75),)))
     costs = Costs(

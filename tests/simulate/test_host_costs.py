@@ -23,12 +23,25 @@ def timing(seconds: float) -> Timing:
 
 
 def a_profile(**more: float) -> Profile:
-    """Four layers alike: 1 s forward, 3 s backward of which 1 for the input, 10 bytes of weights, 100 bytes out."""
+    """Four layers alike: 1 s forward, 3 s backward of which 1 for the input, 10 bytes of weights,
+    100 bytes out.
+    """
     layers = [
-        LayerProfile(f"l{i}", "Linear", timing(1), timing(3), timing(1), timing(2), parameters=1, parameter_bytes=10,
-                     buffer_bytes=0, activation_bytes_per_sample=1, output_bytes_per_sample=100)
+        LayerProfile(
+            f"l{i}",
+            "Linear",
+            timing(1),
+            timing(3),
+            timing(1),
+            timing(2),
+            parameters=1,
+            parameter_bytes=10,
+            buffer_bytes=0,
+            activation_bytes_per_sample=1,
+            output_bytes_per_sample=100,
+        )
         for i in range(4)
-    ]  # fmt: skip
+    ]
     return Profile(tuple(layers), "f", 7.0, 8, **more)  # type: ignore[arg-type]
 
 
@@ -50,7 +63,9 @@ def costs(
 
 
 def test_the_first_stage_leaves_all_of_its_backward_to_w():
-    """Nobody wants a gradient of the data. I took 0.3 ms where 33 were predicted, and W 63 where 36 were."""
+    """Nobody wants a gradient of the data. I took 0.3 ms where 33 were predicted, and W 63 where 36
+    were.
+    """
     found = stage_seconds(a_profile(), [1, 3], 2)
     assert found["input_grad"] == [0, 6]
     assert found["weight_grad"] == [6, 12]
@@ -99,6 +114,26 @@ def test_an_update_has_a_cost_of_its_own_where_there_is_something_to_update():
     """0.26 ms a step here, whatever the size."""
     profile = a_profile(update_fixed_s=5.0, update_s_per_byte=1.0)
     assert update_seconds(profile, [1, 3]) == [15, 35]
-    bare = Profile(tuple(LayerProfile(layer.name, layer.kind, layer.forward, layer.backward, layer.input_grad, layer.weight_grad,
-                                      0, 0, 0, 1, 100) for layer in profile), "f", 7.0, 8, update_fixed_s=5.0)  # fmt: skip
+    bare = Profile(
+        tuple(
+            LayerProfile(
+                layer.name,
+                layer.kind,
+                layer.forward,
+                layer.backward,
+                layer.input_grad,
+                layer.weight_grad,
+                0,
+                0,
+                0,
+                1,
+                100,
+            )
+            for layer in profile
+        ),
+        "f",
+        7.0,
+        8,
+        update_fixed_s=5.0,
+    )
     assert update_seconds(bare, [1, 3]) == [0, 0]

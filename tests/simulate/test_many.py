@@ -39,7 +39,9 @@ def cases(draw):
 
 @pytest.mark.parametrize("in_lanes", [False, True])
 def test_many_at_once_say_what_each_says_alone(in_lanes, monkeypatch):
-    """Whatever their forms, and whether the lanes are used or not: a planner must not decide otherwise for being fast."""
+    """Whatever their forms, and whether the lanes are used or not: a planner must not decide
+    otherwise for being fast.
+    """
     monkeypatch.setattr(many, "WORTH_LOADING", 0 if in_lanes else 10**9)
 
     @given(cases())
@@ -63,7 +65,9 @@ def test_many_at_once_say_what_each_says_alone(in_lanes, monkeypatch):
 @pytest.mark.parametrize("count", [1, 7, 64, 130])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "dualpipe-v"])
 def test_arrays_and_lists_of_costs_agree_to_the_bit(name, count):
-    """Arrays skip the making of a thousand Costs; the numbers are the same, also where the last chunk is not full."""
+    """Arrays skip the making of a thousand Costs; the numbers are the same, also where the last
+    chunk is not full.
+    """
     made = schedule(name, 4, 8)
     rng = np.random.default_rng(count)
     forward, hop = rng.random((count, made.stages)), rng.random((count, made.stages - 1, 8))
@@ -86,7 +90,9 @@ def test_arrays_and_lists_of_costs_agree_to_the_bit(name, count):
 
 
 def test_memory_of_many_follows_each_vector_s_bytes():
-    """Twice the bytes, twice the peak; boundary buffers depend on the times and are counted like a timeline's."""
+    """Twice the bytes, twice the peak; boundary buffers depend on the times and are counted like a
+    timeline's.
+    """
     made = schedule("1f1b", 3, 6)
     sizes = np.array([[1.0, 2, 3], [2, 4, 6]]) * 100
     plain = simulate_many(made, {"activation_bytes": sizes})
@@ -102,15 +108,27 @@ def test_memory_of_many_follows_each_vector_s_bytes():
     assert (crossing.peak_memory > plain.peak_memory).all()
 
 
-@pytest.mark.parametrize(("costs", "message"), [
-    ([], "simulate_many needs at least one Costs"),
-    ({"forwards": [1]}, "there is no 'forwards'; there are forward, backward"),
-    ({"forward": [[1, 2]]}, r"forward has shape \(1, 2\); it is \(vectors\), \(vectors, 3\) or \(vectors, 3, 4\)"),
-    ({"forward": [1, 2], "backward": [1, 2, 3]}, "backward has 3 vectors, the fields before it have 2"),
-    ({"forward": [1, -2.0]}, "forward has .*-2.0.*; seconds and bytes are finite and not below 0"),
-    ({"links": "slow"}, "links are one of duplex, half-duplex, shared, not 'slow'"),
-    ({"transfer": [1], "latency": [1]}, "transfer says what a message takes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ([], "simulate_many needs at least one Costs"),
+        ({"forwards": [1]}, "there is no 'forwards'; there are forward, backward"),
+        (
+            {"forward": [[1, 2]]},
+            r"forward has shape \(1, 2\); it is \(vectors\), \(vectors, 3\) or \(vectors, 3, 4\)",
+        ),
+        (
+            {"forward": [1, 2], "backward": [1, 2, 3]},
+            "backward has 3 vectors, the fields before it have 2",
+        ),
+        (
+            {"forward": [1, -2.0]},
+            "forward has .*-2.0.*; seconds and bytes are finite and not below 0",
+        ),
+        ({"links": "slow"}, "links are one of duplex, half-duplex, shared, not 'slow'"),
+        ({"transfer": [1], "latency": [1]}, "transfer says what a message takes"),
+    ],
+)
 def test_arrays_that_do_not_fit_are_refused_by_name(costs, message):
     """Broadcasting would take many a wrong shape without a word."""
     with pytest.raises(SettingError, match=message):

@@ -1,4 +1,6 @@
-"""Peak memory by hand: weights, activations from F to the end of the backward, and what recompute keeps."""
+"""Peak memory by hand: weights, activations from F to the end of the backward, and what recompute
+keeps.
+"""
 
 from __future__ import annotations
 
@@ -80,9 +82,14 @@ def test_either_kind_of_bytes_alone_is_counted():
     assert peak_memory(made, Costs(activation_bytes=3), "always") == (3, 3)
 
 
-@pytest.mark.parametrize(("recompute", "expected"), [
-    ("never", [False, False, False]), ("except_last", [True, True, False]), ("always", [True, True, True]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("recompute", "expected"),
+    [
+        ("never", [False, False, False]),
+        ("except_last", [True, True, False]),
+        ("always", [True, True, True]),
+    ],
+)
 def test_recompute_of_three_micro_batches(recompute, expected):
     """torchgpipe's three words for `checkpoint`."""
     assert [recomputes(recompute, m, 3) for m in range(3)] == expected

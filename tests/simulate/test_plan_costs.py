@@ -32,9 +32,19 @@ def timing(seconds: float) -> Timing:
 def layer(i: int) -> LayerProfile:
     """Layer i takes i + 1 s forward per sample; its sizes tell it apart in every sum."""
     unit = float(i + 1)
-    return LayerProfile(f"l{i}", "Linear", timing(unit), timing(2 * unit), timing(0.5 * unit), timing(1.5 * unit), parameters=1,
-                        parameter_bytes=100 * (i + 1), buffer_bytes=i, activation_bytes_per_sample=10 * unit,
-                        output_bytes_per_sample=1000 * unit)  # fmt: skip
+    return LayerProfile(
+        f"l{i}",
+        "Linear",
+        timing(unit),
+        timing(2 * unit),
+        timing(0.5 * unit),
+        timing(1.5 * unit),
+        parameters=1,
+        parameter_bytes=100 * (i + 1),
+        buffer_bytes=i,
+        activation_bytes_per_sample=10 * unit,
+        output_bytes_per_sample=1000 * unit,
+    )
 
 
 PROFILE = Profile(tuple(map(layer, range(4))), "f", input_bytes_per_sample=7.0, batch=8)
@@ -103,7 +113,9 @@ def test_transfers_follow_the_placement_of_the_schedule():
 
 
 def test_each_micro_batch_takes_the_link_between_its_own_copies():
-    """The first stays on its node, the second goes to the other one; where all take the same way, one number says so."""
+    """The first stays on its node, the second goes to the other one; where all take the same way,
+    one number says so.
+    """
     costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=2)
     both_ways = Schedule.parse(
         "rank 0 | 0F0 1F1 0B0 1B1 0U1 1U1\nrank 1 | 1F0 1B0 1U1\nrank 2 | 0F1 0B1 0U1"
@@ -118,7 +130,9 @@ def test_each_micro_batch_takes_the_link_between_its_own_copies():
 
 
 def test_a_plan_stands_on_the_devices_that_it_names():
-    """Ranks 0 and 2 are on different nodes: two messages of 22 s each way, one after the other, then cost more than the stages."""
+    """Ranks 0 and 2 are on different nodes: two messages of 22 s each way, one after the other,
+    then cost more than the stages.
+    """
     near, far = (
         simulate_plan(replace(a_plan(), devices=devices), PROFILE, FOUR).makespan
         for devices in ((1, 0), (0, 2))
@@ -150,7 +164,9 @@ def test_a_plan_s_stages_take_what_their_devices_take():
 
 
 def test_copies_of_a_whole_model_meet_over_the_link_between_nodes():
-    """Of four ranks on two nodes: three rounds and three, a quarter of the gradients each, over the slower link."""
+    """Of four ranks on two nodes: three rounds and three, a quarter of the gradients each, over the
+    slower link.
+    """
     assert meeting_seconds((0, 1), 4000, FOUR) == LINK.transfer_seconds(4000)
     assert meeting_seconds((0, 2), 4000, FOUR) == SLOW.transfer_seconds(4000)
     assert meeting_seconds(range(4), 4000, FOUR) == 6 * SLOW.transfer_seconds(1000)
@@ -191,7 +207,9 @@ def test_copies_on_cpus_send_take_and_add_by_the_same_cores():
 
 
 def test_copies_that_meet_once_in_a_wave_take_their_share_of_that_at_every_update():
-    """HetPipe's virtual workers: 0 and 1 on one node, 2 and 3 on the other, so that copies meet over the slow link."""
+    """HetPipe's virtual workers: 0 and 1 on one node, 2 and 3 on the other, so that copies meet
+    over the slow link.
+    """
     made = schedule("hetpipe", 2, 1)
     costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=1)
     placed = place_costs(costs, made, FOUR)
@@ -257,8 +275,18 @@ def test_a_schedule_of_more_ranks_than_the_cluster_is_refused():
 def a_plan() -> Plan:
     """GPipe in two stages, two micro-batches of 1 sample."""
     made = schedule("gpipe", 2, 2)
-    return Plan("f", ("l0", "l1", "l2", "l3"), (2, 2), "gpipe", made.lines, 2, 2, "four", 4,
-                Prediction(1.0, 0.0, (0, 0), 1.0, 1.0))  # fmt: skip
+    return Plan(
+        "f",
+        ("l0", "l1", "l2", "l3"),
+        (2, 2),
+        "gpipe",
+        made.lines,
+        2,
+        2,
+        "four",
+        4,
+        Prediction(1.0, 0.0, (0, 0), 1.0, 1.0),
+    )
 
 
 def test_simulating_a_plan_gives_the_time_worked_out_by_hand():
@@ -280,8 +308,16 @@ def test_a_plan_simulates_with_its_own_recompute():
 def test_an_asynchronous_plan_simulates_with_its_own_weight_rule():
     """All of its batches, and the memory that the rule takes."""
     made = schedule("pipedream", 2, 1)
-    plan = replace(a_plan(), schedule_name="pipedream", programs=made.lines, micro_batches=1, batch=1, synchronous=False,
-                   stream=made.stream, weights="stash")  # fmt: skip
+    plan = replace(
+        a_plan(),
+        schedule_name="pipedream",
+        programs=made.lines,
+        micro_batches=1,
+        batch=1,
+        synchronous=False,
+        stream=made.stream,
+        weights="stash",
+    )
     stash, none = (
         simulate_plan(replace(plan, weights=name), PROFILE, FOUR) for name in ("stash", "none")
     )

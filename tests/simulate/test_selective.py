@@ -21,7 +21,8 @@ from penstock.simulate.selective import LayerBytes, with_selection
 from penstock.simulate.simulate import peak_memory, simulate_schedule
 from penstock.weights.catalogue import weight_rule
 
-#: A micro-batch keeps 10 bytes, 4 of them with selective recompute; of the other 6 at most 5 come back at once.
+#: A micro-batch keeps 10 bytes, 4 of them with selective recompute; of the other 6 at most 5 come
+#: back at once.
 COSTS = Costs(
     forward=4,
     backward=8,
@@ -112,7 +113,9 @@ def profile_of(rows: list[tuple[float, float, float]], given: float = 7.0) -> Pr
 
 
 def test_what_a_stage_keeps_is_added_up_layer_by_layer():
-    """A kept layer behind a segment keeps its input too, where that counted before; a segment keeps its own."""
+    """A kept layer behind a segment keeps its input too, where that counted before; a segment keeps
+    its own.
+    """
     sizes = LayerBytes.of(profile_of([(10, 1, 100), (20, 2, 200), (30, 3, 300), (40, 4, 400)]))
     assert sizes.held(0, 4, Selection()) == (1 + 10 + 20 + 30 + 40, 0)
     assert sizes.held(1, 4, Selection()) == (2 + 20 + 30 + 40, 0)

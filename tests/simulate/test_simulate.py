@@ -21,9 +21,10 @@ from penstock.verify.verify import verify
 def reference(programs, seconds, hop, overlap):
     """Start and end of every op and transfer, from the words of DESIGN.md alone.
 
-    Each rank runs its list in order; an op starts when the rank is free and its inputs have arrived. A finished op hands its
-    value to the link to the other rank, which carries one message at a time, in the order of sending. Ranks are visited
-    until nobody can go on. `seconds(letter, stage, m)`; `hop(stage below the boundary, up?)`.
+    Each rank runs its list in order; an op starts when the rank is free and its inputs have
+    arrived. A finished op hands its value to the link to the other rank, which carries one message
+    at a time, in the order of sending. Ranks are visited until nobody can go on. `seconds(letter,
+    stage, m)`; `hop(stage below the boundary, up?)`.
     """
     rows = [[(str(op.kind), op.stage, op.micro_batch) for op in program] for program in programs]
     home = {
@@ -88,8 +89,15 @@ def cases(draw, schedules):
     made = draw(schedules)
     per_stage = st.lists(SECONDS, min_size=made.stages, max_size=made.stages)
     per_boundary = st.lists(SECONDS, min_size=made.stages - 1, max_size=made.stages - 1)
-    costs = Costs(forward=draw(per_stage), backward=draw(per_stage), input_grad=draw(per_stage), weight_grad=draw(per_stage),
-                  update=draw(per_stage), transfer=draw(per_boundary), transfer_back=draw(per_boundary))  # fmt: skip
+    costs = Costs(
+        forward=draw(per_stage),
+        backward=draw(per_stage),
+        input_grad=draw(per_stage),
+        weight_grad=draw(per_stage),
+        update=draw(per_stage),
+        transfer=draw(per_boundary),
+        transfer_back=draw(per_boundary),
+    )
     return made, costs
 
 
@@ -105,7 +113,9 @@ FAMILIES = st.builds(
 )
 @settings(deadline=None, max_examples=300)
 def test_every_start_and_end_agrees_with_the_reference(case, overlap, recompute):
-    """Two simulators by two roads: a longest path over a graph, and ranks that step until they are done."""
+    """Two simulators by two roads: a longest path over a graph, and ranks that step until they are
+    done.
+    """
     made, costs = case
     names = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad", "U": "update"}
 
@@ -133,7 +143,9 @@ def test_every_start_and_end_agrees_with_the_reference(case, overlap, recompute)
 @given(cases(custom_schedules()), st.integers(0, 4))
 @settings(deadline=None, max_examples=60)
 def test_waiting_for_sends_never_makes_a_step_shorter(case, slower):
-    """Longer ops, longer hops and no overlap can only delay, since programs fix the order: no Graham anomaly."""
+    """Longer ops, longer hops and no overlap can only delay, since programs fix the order: no
+    Graham anomaly.
+    """
     made, costs = case
     makespan = simulate_schedule(made, costs).makespan
     assert simulate_schedule(made, costs, overlap=False).makespan >= makespan
@@ -166,7 +178,9 @@ def test_the_two_directions_of_a_pair_of_ranks_do_not_share_a_link():
 
 
 def test_transfers_carry_the_bytes_of_their_boundary():
-    """Drawings and planners sum traffic from the events; both directions of boundary s carry its bytes."""
+    """Drawings and planners sum traffic from the events; both directions of boundary s carry its
+    bytes.
+    """
     line = simulate_schedule(schedule("gpipe", 3, 1), Costs(boundary_bytes=[10, 20.4]))
     moves = {(str(e.op), e.to_rank): e.bytes for e in line.events if e.to_rank is not None}
     assert moves == {("0F0", 1): 10, ("1F0", 2): 20, ("2B0", 1): 20, ("1B0", 0): 10}
@@ -212,14 +226,23 @@ def test_costs_without_a_forward_are_refused():
         simulate_schedule(schedule("gpipe", 2, 2), Costs(forward=None))
 
 
-@pytest.mark.parametrize(("costs", "message"), [
-    (Costs(forward=[1, 2]), "costs: forward has 2 entries, the schedule needs 3"),
-    (Costs(transfer=[1, 2, 3]), "costs: transfer has 3 entries, the schedule needs 2"),
-    (Costs(transfer_back=[1]), "costs: transfer_back has 1 entries, the schedule needs 2"),
-    (Costs(weight_grad=[]), "costs: weight_grad has 0 entries, the schedule needs 3"),
-    (Costs(activation_bytes=[1, 2]), "costs: activation_bytes has 2 entries, the schedule needs 3"),
-    (Costs(boundary_bytes=[1, 2, 3]), "costs: boundary_bytes has 3 entries, the schedule needs 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (Costs(forward=[1, 2]), "costs: forward has 2 entries, the schedule needs 3"),
+        (Costs(transfer=[1, 2, 3]), "costs: transfer has 3 entries, the schedule needs 2"),
+        (Costs(transfer_back=[1]), "costs: transfer_back has 1 entries, the schedule needs 2"),
+        (Costs(weight_grad=[]), "costs: weight_grad has 0 entries, the schedule needs 3"),
+        (
+            Costs(activation_bytes=[1, 2]),
+            "costs: activation_bytes has 2 entries, the schedule needs 3",
+        ),
+        (
+            Costs(boundary_bytes=[1, 2, 3]),
+            "costs: boundary_bytes has 3 entries, the schedule needs 2",
+        ),
+    ],
+)
 def test_costs_for_another_number_of_stages_are_refused(costs, message):
     """A list that is one short would give every later stage its neighbour's costs."""
     with pytest.raises(SettingError, match=message):

@@ -27,7 +27,9 @@ def test_equal_stages_on_free_links_take_their_own_work_and_an_update(stages, mi
 
 
 def test_the_slowest_stage_is_the_pace():
-    """Stage 1 works 2 + 3 seconds for each of 2 micro-batches, and 1 to update; the others wait for it."""
+    """Stage 1 works 2 + 3 seconds for each of 2 micro-batches, and 1 to update; the others wait for
+    it.
+    """
     found = steady(
         schedule("pipedream", 3, 2), Costs(forward=[1, 2, 1], backward=[2, 3, 2], update=[0, 1, 0])
     )
@@ -35,9 +37,14 @@ def test_the_slowest_stage_is_the_pace():
     assert found.bubble_ratio == pytest.approx(1 - (6 + 11 + 6) / 33)
 
 
-@pytest.mark.parametrize(("stages", "hop", "expected"), [(2, 0.5, 3.5), (2, 1.25, 4.25), (4, 0.5, 3.75), (8, 0.5, 3.875), (40, 0.5, 3.975)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stages", "hop", "expected"),
+    [(2, 0.5, 3.5), (2, 1.25, 4.25), (4, 0.5, 3.75), (8, 0.5, 3.875), (40, 0.5, 3.975)],
+)
 def test_hops_slow_it_down_by_a_round_trip_shared_among_those_in_flight(stages, hop, expected):
-    """p micro-batches go round in p (f + b) + 2 (p - 1) c seconds; in which order they come, only a whole pattern shows."""
+    """p micro-batches go round in p (f + b) + 2 (p - 1) c seconds; in which order they come, only a
+    whole pattern shows.
+    """
     found = steady(schedule("pipedream", stages, 1), Costs(forward=1, backward=2, transfer=hop))
     assert found.seconds_per_batch == pytest.approx(expected, rel=1e-12)
 
@@ -97,7 +104,9 @@ def test_the_timeline_has_whole_batches_and_nothing_else():
 @settings(max_examples=20, deadline=None)
 @given(st.data(), st.sampled_from(STREAMS), st.integers(1, 4), st.integers(1, 8))
 def test_it_is_what_a_long_stream_takes(data, name, stages, micro_batches):
-    """However stages and hops differ: the long way round, by batches that lie far apart, says the same."""
+    """However stages and hops differ: the long way round, by batches that lie far apart, says the
+    same.
+    """
     try:
         made = schedule(name, stages, micro_batches)
     except ScheduleError:

@@ -22,9 +22,20 @@ from penstock.simulate.structure import structure
 SECONDS = st.integers(0, 12).map(lambda quarters: quarters / 4)
 
 
-@given(custom_streams() | st.builds(
-    schedule, st.just("hetpipe"), st.integers(1, 3), st.integers(1, 2), virtual_workers=st.integers(1, 5), in_flight=st.integers(1, 4),
-    distance=st.integers(0, 2), batches=st.integers(1, 17)), st.data())  # fmt: skip
+@given(
+    custom_streams()
+    | st.builds(
+        schedule,
+        st.just("hetpipe"),
+        st.integers(1, 3),
+        st.integers(1, 2),
+        virtual_workers=st.integers(1, 5),
+        in_flight=st.integers(1, 4),
+        distance=st.integers(0, 2),
+        batches=st.integers(1, 17),
+    ),
+    st.data(),
+)
 @settings(deadline=None, max_examples=80)
 def test_the_arrays_and_the_graph_agree_on_every_start_and_end(made, data):
     """Two forms of one rule: who waits for whose U is decided in one place, and read by both."""
@@ -32,8 +43,14 @@ def test_the_arrays_and_the_graph_agree_on_every_start_and_end(made, data):
         kind: data.draw(st.lists(SECONDS, min_size=made.stages, max_size=made.stages))
         for kind in ("F", "B", "I", "W", "U")
     }
-    costs = Costs(forward=seconds["F"], backward=seconds["B"], input_grad=seconds["I"], weight_grad=seconds["W"], update=seconds["U"],
-                  transfer=0.5)  # fmt: skip
+    costs = Costs(
+        forward=seconds["F"],
+        backward=seconds["B"],
+        input_grad=seconds["I"],
+        weight_grad=seconds["W"],
+        update=seconds["U"],
+        transfer=0.5,
+    )
     line = simulate_schedule(made, costs)
     rows = build(made).events(lambda _, op: seconds[op.kind.value][op.stage], lambda *_: 0.5)
     assert {event[:4] for event in line.events if event.to_rank is None} == {
@@ -84,7 +101,9 @@ def waves(length, distance, text):
 def test_a_fast_copy_runs_ahead_of_a_slow_one_by_as_many_waves_as_it_may(
     length, distance, fast, slow
 ):
-    """By hand: batches of 1.5 and 3.5 s. With D = 0 the fast one waits for the slow one's same wave, else for the end of an earlier."""
+    """By hand: batches of 1.5 and 3.5 s. With D = 0 the fast one waits for the slow one's same
+    wave, else for the end of an earlier.
+    """
     rows = "0F0 0B0 0U1 0F2 0B2 0U2 0F4 0B4 0U3\n0F1 0B1 0U1 0F3 0B3 0U2 0F5 0B5 0U3"
     assert waves(length, distance, rows) == [fast, slow]
 
@@ -104,7 +123,9 @@ def test_copies_that_wait_in_a_circle_are_found():
 
 @pytest.mark.parametrize("recompute", ["except_last", "always"])
 def test_the_last_micro_batch_of_every_batch_is_the_last(recompute):
-    """As at runtime: its backward may come right after its forward, where there is nothing to be saved."""
+    """As at runtime: its backward may come right after its forward, where there is nothing to be
+    saved.
+    """
     made = schedule("pipedream", 1, 3, batches=4)
     line = simulate_schedule(made, Costs(forward=1, backward=2), recompute=recompute)
     lengths = [event.end - event.start for event in line.compute if event.op.kind is Kind.B]

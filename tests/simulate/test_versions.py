@@ -17,7 +17,9 @@ BYTES = Costs(
 
 
 def test_every_version_that_stash_keeps_is_counted():
-    """Weights are 50 of the 100 bytes; stage s keeps p - s versions of them and as many micro-batches."""
+    """Weights are 50 of the 100 bytes; stage s keeps p - s versions of them and as many
+    micro-batches.
+    """
     made = schedule("pipedream", 3, 1)
     assert simulate_schedule(made, BYTES).peak_memory == (50 + 150 + 3, 50 + 100 + 2, 50 + 50 + 1)
     assert peak_memory(made, BYTES) == (203, 152, 101)
@@ -67,8 +69,13 @@ def test_many_costs_at_once_count_the_same():
         made = schedule(name, 2, 4, **options)
         alone = simulate_schedule(made, BYTES).peak_memory
         assert simulate_many(made, [BYTES, BYTES]).peak_memory.tolist() == [list(alone)] * 2
-        arrays = {"forward": np.ones(2), "weight_bytes": [100.0, 100.0], "gradient_bytes": 25.0, "optimizer_bytes": 25.0,
-                  "activation_bytes": 1.0}  # fmt: skip
+        arrays = {
+            "forward": np.ones(2),
+            "weight_bytes": [100.0, 100.0],
+            "gradient_bytes": 25.0,
+            "optimizer_bytes": 25.0,
+            "activation_bytes": 1.0,
+        }
         assert simulate_many(made, arrays).peak_memory.tolist() == [list(alone)] * 2
 
 

@@ -16,7 +16,9 @@ from penstock.study.record import Notebook
 
 @pytest.fixture
 def learning(monkeypatch, run):
-    """Stand in for training: the seeds that were run, and what they make; seed 7 fails, seed 9 is interrupted."""
+    """Stand in for training: the seeds that were run, and what they make; seed 7 fails, seed 9 is
+    interrupted.
+    """
     begun: list[int] = []
 
     def learn(case):

@@ -19,7 +19,9 @@ def cases():
 
 
 def test_rules_begin_with_the_same_weights_and_batches(cases):
-    """The first batch's loss is the same, since no rule has changed anything yet; a later one is not."""
+    """The first batch's loss is the same, since no rule has changed anything yet; a later one is
+    not.
+    """
     with one_thread():
         flush, stash = (learn(cases[rule]) for rule in ("flush", "stash"))
     assert len(flush.losses) == len(stash.losses) == 5

@@ -78,15 +78,18 @@ def test_keys_differ_where_anything_differs():
     assert found[0].key == cases_of(rules=("stash", "none"))[0].key
 
 
-@pytest.mark.parametrize(("settings", "words"), [
-    ({"depths": (0,)}, "depth 0: there is at least 1"),
-    ({"depths": ()}, "at least one task and one depth"),
-    ({"seeds": 0}, "seeds 0"),
-    ({"epochs": -1.0}, "epochs -1: it must be above 0"),
-    ({"lr_scale": 0.0}, "lr-scale 0: it must be above 0"),
-    ({"optimizer": "lion"}, "optimizer is one of sgd, adam, adamw, not 'lion'"),
-    ({"micro_batches": "most"}, "micro-batches is 'least' or 'stages', not 'most'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"depths": (0,)}, "depth 0: there is at least 1"),
+        ({"depths": ()}, "at least one task and one depth"),
+        ({"seeds": 0}, "seeds 0"),
+        ({"epochs": -1.0}, "epochs -1: it must be above 0"),
+        ({"lr_scale": 0.0}, "lr-scale 0: it must be above 0"),
+        ({"optimizer": "lion"}, "optimizer is one of sgd, adam, adamw, not 'lion'"),
+        ({"micro_batches": "most"}, "micro-batches is 'least' or 'stages', not 'most'"),
+    ],
+)
 def test_what_makes_no_sense_is_refused_before_anything_runs(settings, words):
     """Half an hour later would be late."""
     with pytest.raises(SettingError, match=words):

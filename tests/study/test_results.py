@@ -51,7 +51,9 @@ def test_a_speed_up_counts_simulated_seconds_and_batches(results):
 
 
 def test_flush_is_timed_at_its_fastest(results):
-    """With one micro-batch it would stand still most of the time, and everything would look fast beside it."""
+    """With one micro-batch it would stand still most of the time, and everything would look fast
+    beside it.
+    """
     group = Group("digits", "sgd", "stash", 2, 1)
     fastest = results.fastest[group]
     assert fastest == Group("digits", "sgd", "flush", 2, 2)

@@ -10,13 +10,19 @@ from penstock.study.verdict import Fate, Standing, fate, judge
 FLUSH = (0.96, 0.97, 0.98)
 
 
-@pytest.mark.parametrize(("accuracies", "standing"), [
-    ((0.955, 0.97, 0.97), Standing.HOLDS),
-    ((0.90, 0.91, 0.92), Standing.LOSES),
-    ((0.995, 1.0, 1.0), Standing.GAINS),
-    ((0.95, 0.955, 0.959), Standing.HOLDS),  # all below flush's, but the means no further apart than flush's own runs
-    ((0.80, 0.95, 0.97), Standing.UNCLEAR),  # a mean far below, but one run among flush's
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("accuracies", "standing"),
+    [
+        ((0.955, 0.97, 0.97), Standing.HOLDS),
+        ((0.90, 0.91, 0.92), Standing.LOSES),
+        ((0.995, 1.0, 1.0), Standing.GAINS),
+        (
+            (0.95, 0.955, 0.959),
+            Standing.HOLDS,
+        ),  # all below flush's, but the means no further apart than flush's own runs
+        ((0.80, 0.95, 0.97), Standing.UNCLEAR),  # a mean far below, but one run among flush's
+    ],
+)
 def test_a_rule_loses_only_beyond_the_spread_over_seeds(runs, accuracies, standing):
     """Three seeds differ by themselves; what they differ by is no finding."""
     assert judge(runs("flush", FLUSH), runs("stash", accuracies), ACCURACY).standing is standing
@@ -85,7 +91,9 @@ def test_one_seed_shows_a_difference_and_says_nothing_of_it(runs):
 
 
 def test_a_rule_whose_own_seeds_scatter_is_not_called_as_good_as_flush(runs):
-    """One run of three that went badly may be luck or the rule: nobody can tell, and the words must not."""
+    """One run of three that went badly may be luck or the rule: nobody can tell, and the words must
+    not.
+    """
     verdict = judge(runs("flush", FLUSH), runs("hetpipe", (0.80, 0.97, 0.96)), ACCURACY)
     assert verdict.standing is Standing.UNCLEAR
     assert verdict.words.endswith("from 80.0 % to 97.0 %")

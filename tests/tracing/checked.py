@@ -1,4 +1,6 @@
-"""Models that check values. Not in a test's own file: pytest writes the asserts there in its own way."""
+"""Models that check values. Not in a test's own file: pytest writes the asserts there in its own
+way.
+"""
 
 from __future__ import annotations
 

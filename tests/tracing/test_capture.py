@@ -79,13 +79,19 @@ class Opaque(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Looks, r"Looks cannot be traced: .*test_capture\.py:\d+, in forward: `if inner\.sum\(\) > 0:`: what it does next depends on.*model\.stem"),
-        (Hooked, r"Hooked cannot be traced: .*`inner\.register_hook.*it calls register_hook on a tensor"),
+        (
+            Looks,
+            r"Looks cannot be traced: .*test_capture\.py:\d+, in forward: `if inner\.sum\(\) > 0:`: what it does next depends on.*model\.stem",
+        ),
+        (
+            Hooked,
+            r"Hooked cannot be traced: .*`inner\.register_hook.*it calls register_hook on a tensor",
+        ),
         (Growing, r"the model changes seen as it runs, a tensor that is no buffer"),
         (Longer, r"Longer cannot be traced: it gives its buffer 'seen' another shape"),
         (Opaque, r"Opaque cannot be traced: it returns a object, which is no nesting of tensors"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_traced_is_refused_with_its_line_and_what_to_do(kind, message):
     """An error of torch.export has a hundred lines, none of which is the user's."""
     with pytest.raises(ChainError, match=message):

@@ -15,7 +15,8 @@ from penstock.model.chain import TensorFacts
 from penstock.tracing.chain import chain
 from penstock.zoo.catalogue import model, models
 
-#: Nested Sequentials: a number n of 1 or 2 is a Linear of width 4 with or without bias, 0 a ReLU, a list a Sequential of its own.
+#: Nested Sequentials: a number n of 1 or 2 is a Linear of width 4 with or without bias, 0 a ReLU, a
+#: list a Sequential of its own.
 TREES = st.recursive(st.integers(0, 2), lambda inner: st.lists(inner, max_size=4), max_leaves=12)
 
 
@@ -36,7 +37,9 @@ def leaves(tree):
 def test_nested_sequentials_are_flattened_in_the_order_of_running_under_the_names_of_the_state_dict(
     tree,
 ):
-    """Checkpoints of the whole model and of the pipeline must have the same keys, and the layers one after another are the model."""
+    """Checkpoints of the whole model and of the pipeline must have the same keys, and the layers
+    one after another are the model.
+    """
     whole = built(tree)
     traced = chain(whole)
     assert len(traced) == leaves(tree)
@@ -72,7 +75,9 @@ def test_every_model_of_the_zoo_is_a_chain_that_accounts_for_all_its_tensors(nam
 
 
 def test_a_layers_kind_modules_and_tensors_are_described():
-    """Partitioners cut by kind, hooks are found by module name, and memory is counted in bytes of each tensor."""
+    """Partitioners cut by kind, hooks are found by module name, and memory is counted in bytes of
+    each tensor.
+    """
     block = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3).half())
     block[0].bias.requires_grad_(False)
     traced = chain(nn.Sequential(OrderedDict(body=block)))
@@ -144,7 +149,9 @@ def test_a_weight_shared_by_different_modules_is_tied_under_the_first_name():
 
 
 def test_a_tensor_shared_inside_one_layer_ties_no_layers():
-    """A block is never cut, so what it shares with itself concerns nobody; its state still has both names."""
+    """A block is never cut, so what it shares with itself concerns nobody; its state still has both
+    names.
+    """
 
     class Twins(nn.Module):
         def __init__(self):
@@ -185,13 +192,34 @@ def patched():
     return made
 
 
-@pytest.mark.parametrize("make", [
-    lambda: Residual(nn.Linear(2, 2), nn.ReLU()),
-    *(lambda kind=kind: hooked(kind) for kind in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")),
-    patched,
-], ids=["own forward", "forward hook", "forward pre-hook", "backward hook", "backward pre-hook", "patched forward"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Residual(nn.Linear(2, 2), nn.ReLU()),
+        *(
+            lambda kind=kind: hooked(kind)
+            for kind in (
+                "forward_hook",
+                "forward_pre_hook",
+                "full_backward_hook",
+                "full_backward_pre_hook",
+            )
+        ),
+        patched,
+    ],
+    ids=[
+        "own forward",
+        "forward hook",
+        "forward pre-hook",
+        "backward hook",
+        "backward pre-hook",
+        "patched forward",
+    ],
+)
 def test_a_sequential_that_does_more_than_run_its_parts_is_one_layer(make):
-    """Cut open, its skip or its hook would silently be lost; alone it cannot be cut, and the message says what to do."""
+    """Cut open, its skip or its hook would silently be lost; alone it cannot be cut, and the
+    message says what to do.
+    """
     traced = chain(nn.Sequential(nn.Linear(2, 2), make(), nn.ReLU()))
     assert [layer.name for layer in traced] == ["0", "1", "2"]
     assert traced[1].parameters == ("1.0.weight", "1.0.bias")
@@ -209,7 +237,9 @@ def test_a_subclass_of_sequential_that_only_has_another_name_is_flattened():
 
 
 def test_a_list_of_modules_is_named_as_a_sequential_of_them():
-    """`ps.chain([model.stem, *model.blocks])` must give names under which a checkpoint can be read anywhere."""
+    """`ps.chain([model.stem, *model.blocks])` must give names under which a checkpoint can be read
+    anywhere.
+    """
     parts = [
         nn.Linear(2, 2),
         nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 3))),
@@ -226,19 +256,34 @@ def test_a_list_of_modules_is_named_as_a_sequential_of_them():
     )
 
 
-@pytest.mark.parametrize(("wrong", "message"), [
-    (nn.Sequential(), r"^the model has no layers$"),
-    ([], r"^the model has no layers$"),
-    (nn.Sequential(nn.Sequential(), nn.Sequential()), r"^the model has no layers$"),
-    (nn.Linear(2, 2), r"^Linear is not an nn\.Sequential, so where it may be cut is not known\. Let it be traced on an example of its inputs: ps\.chain\(model, example\); or give its layers in order: ps\.chain\(\["),
-    (nn.ModuleList([nn.ReLU()]), r"^ModuleList is not an nn\.Sequential"),
-    ([nn.ReLU(), torch.relu], r"^a chain is made of nn\.Module objects, not builtin_function_or_method$"),
-    ([nn.ReLU(), None], r"^a chain is made of nn\.Module objects, not NoneType$"),
-    ("vgg11", r"^a chain is made of nn\.Module objects, not str$"),
-    (torch.relu, r"^a chain is made of a model or a list of modules, not builtin_function_or_method$"),
-    (7, r"^a chain is made of a model or a list of modules, not int$"),
-    (nn.Sequential(nn.ReLU(), nn.LazyLinear(3)), r"^1\.weight has no shape yet: run the model once on an example before"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (nn.Sequential(), r"^the model has no layers$"),
+        ([], r"^the model has no layers$"),
+        (nn.Sequential(nn.Sequential(), nn.Sequential()), r"^the model has no layers$"),
+        (
+            nn.Linear(2, 2),
+            r"^Linear is not an nn\.Sequential, so where it may be cut is not known\. Let it be traced on an example of its inputs: ps\.chain\(model, example\); or give its layers in order: ps\.chain\(\[",
+        ),
+        (nn.ModuleList([nn.ReLU()]), r"^ModuleList is not an nn\.Sequential"),
+        (
+            [nn.ReLU(), torch.relu],
+            r"^a chain is made of nn\.Module objects, not builtin_function_or_method$",
+        ),
+        ([nn.ReLU(), None], r"^a chain is made of nn\.Module objects, not NoneType$"),
+        ("vgg11", r"^a chain is made of nn\.Module objects, not str$"),
+        (
+            torch.relu,
+            r"^a chain is made of a model or a list of modules, not builtin_function_or_method$",
+        ),
+        (7, r"^a chain is made of a model or a list of modules, not int$"),
+        (
+            nn.Sequential(nn.ReLU(), nn.LazyLinear(3)),
+            r"^1\.weight has no shape yet: run the model once on an example before",
+        ),
+    ],
+)
 def test_what_is_no_chain_is_refused_with_what_it_is(wrong, message):
     """Most models are not Sequentials when they first come here, and the way on is one line."""
     with pytest.raises(ChainError, match=message):
@@ -246,7 +291,9 @@ def test_what_is_no_chain_is_refused_with_what_it_is(wrong, message):
 
 
 def test_the_fingerprint_depends_on_names_kinds_and_shapes_and_not_on_values():
-    """A plan is refused for another model, and must not be for the same one after an hour of training, or on meta."""
+    """A plan is refused for another model, and must not be for the same one after an hour of
+    training, or on meta.
+    """
 
     def of(width=4, name="a", kind=nn.ReLU, dtype=torch.float32, device="cpu"):
         with torch.device(device):

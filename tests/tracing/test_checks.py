@@ -13,14 +13,29 @@ from penstock.errors import ChainError, RunError
 from penstock.runtime.pipeline import Pipeline
 from penstock.tracing.chain import chain
 
-CHECKS = [checked.by_comparison, checked.by_or, checked.by_else, checked.by_item, checked.by_name, checked.by_bool, checked.by_and,
-          checked.by_chain, checked.by_torch]  # fmt: skip
+CHECKS = [
+    checked.by_comparison,
+    checked.by_or,
+    checked.by_else,
+    checked.by_item,
+    checked.by_name,
+    checked.by_bool,
+    checked.by_and,
+    checked.by_chain,
+    checked.by_torch,
+]
 
 
 def pipeline(model, example):
-    return Pipeline(chain(model, example), loss=lambda found, target: functional.cross_entropy(found.flatten(0, 1), target.flatten()),
-                    optimizer=lambda params: torch.optim.SGD(params, lr=0.1), balance=[1, 1], schedule="1f1b", micro_batches=2,
-                    executor="threads")  # fmt: skip
+    return Pipeline(
+        chain(model, example),
+        loss=lambda found, target: functional.cross_entropy(found.flatten(0, 1), target.flatten()),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        balance=[1, 1],
+        schedule="1f1b",
+        micro_batches=2,
+        executor="threads",
+    )
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -64,15 +79,24 @@ def speech(kind, config):
     ("kind", "config"), [("Wav2Vec2ForCTC", "Wav2Vec2Config"), ("HubertForCTC", "HubertConfig")]
 )
 def test_ctc_models_with_labels_train_as_plain_pytorch(kind, config):
-    """They check the range of labels, take as many labels as there are, and have a loss whose sizes follow the lengths."""
+    """They check the range of labels, take as many labels as there are, and have a loss whose sizes
+    follow the lengths.
+    """
     torch.manual_seed(0)
     model = speech(kind, config).train()
     plain = copy.deepcopy(model)
     x, y = torch.randn(4, 60), torch.randint(1, 12, (4, 5))
     y[1, 3:] = -100
     traced = chain(model, {"input_values": x, "labels": y})
-    pipe = Pipeline(traced, loss=lambda found, _: found["loss"], optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-                    balance=[5, len(traced) - 5], schedule="1f1b", micro_batches=2, executor="threads")  # fmt: skip
+    pipe = Pipeline(
+        traced,
+        loss=lambda found, _: found["loss"],
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        balance=[5, len(traced) - 5],
+        schedule="1f1b",
+        micro_batches=2,
+        executor="threads",
+    )
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
         y[0, 4] = -100  # another number of labels than the example's

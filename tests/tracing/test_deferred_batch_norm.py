@@ -20,7 +20,9 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def tilted(samples: int, *shape: int) -> torch.Tensor:
-    """Numbers whose channels differ in scale and whose samples differ in mean, far from zero: squares summed would lose them."""
+    """Numbers whose channels differ in scale and whose samples differ in mean, far from zero:
+    squares summed would lose them.
+    """
     x = torch.randn(samples, 3, *shape)
     scale = torch.tensor([1.0, 10.0, 100.0]).view(3, *[1] * len(shape))
     return x * scale + 1000 * torch.arange(samples, dtype=torch.float32).view(
@@ -154,8 +156,16 @@ def test_in_a_pipeline_running_statistics_are_those_of_plain_training_on_the_bat
     torch.manual_seed(1)
     plain = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     model = convert(copy.deepcopy(plain), 4)
-    pipe = ps.Pipeline(model, loss=nn.functional.mse_loss, balance=[1, 2], schedule="1f1b", micro_batches=4, recompute=recompute,
-                       executor="threads", device="cpu")  # fmt: skip
+    pipe = ps.Pipeline(
+        model,
+        loss=nn.functional.mse_loss,
+        balance=[1, 2],
+        schedule="1f1b",
+        micro_batches=4,
+        recompute=recompute,
+        executor="threads",
+        device="cpu",
+    )
     for _ in range(2):
         x, y = torch.randn(12, 4), torch.randn(12, 2)
         pipe.train_batch(x, y)

@@ -50,7 +50,10 @@ def helper():
         (lambda part: float(part.rng.random()), r"rng \(Generator\)"),
         (lambda part: part.nested["twister"][0].random(), r"nested\.twister\.0 \(Random\)"),
         (lambda _: random.Random().random(), r"a generator without a seed"),
-        (lambda _: float(np.random.default_rng().random()), r"random bits from the operating system"),
+        (
+            lambda _: float(np.random.default_rng().random()),
+            r"random bits from the operating system",
+        ),
         (lambda _: os.urandom(1)[0] / 255, r"random bits from the operating system"),
         (lambda _: uuid.uuid4().int % 2, r"random bits from the operating system"),
         (lambda _: time.time(), r"it reads the clock"),
@@ -58,9 +61,11 @@ def helper():
         (lambda _: torch.rand((), generator=torch.Generator()), r"a torch\.Generator of its own"),
         (lambda _: torch.manual_seed(0).initial_seed(), r"sets the state of torch's generator"),
     ],
-)  # fmt: skip
+)
 def test_what_a_trace_would_draw_once_for_ever_is_refused_with_its_line(draw, source):
-    """A layer dropped by `random.random()` while the model is traced would be dropped in every batch."""
+    """A layer dropped by `random.random()` while the model is traced would be dropped in every
+    batch.
+    """
     with pytest.raises(
         ChainError, match=rf"Drawing cannot be traced: \S*test_draws\.py:\d+.*{source}"
     ):
@@ -92,8 +97,19 @@ def test_a_refused_draw_leaves_the_generators_as_they_were():
 def test_masks_of_transformers_by_numpy_are_refused_and_named():
     """SpecAugment as Wav2Vec2 has it would mask the same frames in every batch."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.Wav2Vec2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, conv_dim=(8, 8),
-                                         conv_stride=(2, 2), conv_kernel=(3, 3), num_conv_pos_embeddings=4, layerdrop=0.0,
-                                         num_conv_pos_embedding_groups=2, mask_time_prob=0.5, mask_time_length=2)  # fmt: skip
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        conv_dim=(8, 8),
+        conv_stride=(2, 2),
+        conv_kernel=(3, 3),
+        num_conv_pos_embeddings=4,
+        layerdrop=0.0,
+        num_conv_pos_embedding_groups=2,
+        mask_time_prob=0.5,
+        mask_time_length=2,
+    )
     with pytest.raises(ChainError, match=r"_compute_mask_indices: .*from `numpy\.random`"):
         chain(transformers.Wav2Vec2Model(config), torch.randn(2, 60))

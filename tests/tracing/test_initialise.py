@@ -1,4 +1,6 @@
-"""First values of a traced model on the meta device: by its own ways to draw them, or refused by name."""
+"""First values of a traced model on the meta device: by its own ways to draw them, or refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ def test_a_tensor_that_nothing_gives_a_value_is_refused_by_name():
 
 
 def test_a_table_of_the_constructor_that_no_layer_holds_is_refused_by_name_too():
-    """It is made again on every rank of the inputs and itself, and on the meta device it has no values."""
+    """It is made again on every rank of the inputs and itself, and on the meta device it has no
+    values.
+    """
 
     class Alone(nn.Module):
         def __init__(self):

@@ -1,4 +1,6 @@
-"""Weights from a seed and a place in the chain: the same whatever the cut, and nothing of the user's own is touched."""
+"""Weights from a seed and a place in the chain: the same whatever the cut, and nothing of the
+user's own is touched.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ SMALL = nn.Sequential(
 @given(st.sets(st.integers(1, 6)), st.integers(0, 2**40))
 @settings(deadline=None, max_examples=40)
 def test_every_cut_gives_every_layer_the_same_weights(cuts, seed):
-    """Whoever compares two plans must start both from the same model; ranks materialise only what they hold."""
+    """Whoever compares two plans must start both from the same model; ranks materialise only what
+    they hold.
+    """
     traced = chain(SMALL)
     whole = materialise(traced, range(7), CPU, seed)
     bounds = [0, *sorted(cuts), 7]
@@ -77,9 +81,18 @@ def test_layers_in_another_order_or_alone_have_the_same_weights():
 
 def test_weights_are_those_of_plain_construction_under_the_layers_own_seed():
     """Initialisation is torch's own and the model's own; only the stream of random numbers is ours."""
-    makers = [lambda: nn.Conv2d(3, 4, 3), lambda: nn.MultiheadAttention(8, 2), lambda: nn.LSTM(3, 4, 2),
-              lambda: nn.TransformerEncoderLayer(8, 2, 16), lambda: nn.Embedding(5, 3, padding_idx=1), lambda: nn.Bilinear(2, 3, 4),
-              lambda: nn.BatchNorm2d(3), lambda: nn.GroupNorm(1, 3), lambda: nn.PReLU(3), lambda: nn.GRUCell(2, 3)]  # fmt: skip
+    makers = [
+        lambda: nn.Conv2d(3, 4, 3),
+        lambda: nn.MultiheadAttention(8, 2),
+        lambda: nn.LSTM(3, 4, 2),
+        lambda: nn.TransformerEncoderLayer(8, 2, 16),
+        lambda: nn.Embedding(5, 3, padding_idx=1),
+        lambda: nn.Bilinear(2, 3, 4),
+        lambda: nn.BatchNorm2d(3),
+        lambda: nn.GroupNorm(1, 3),
+        lambda: nn.PReLU(3),
+        lambda: nn.GRUCell(2, 3),
+    ]
     with torch.device("meta"):
         traced = chain([make() for make in makers])
     for index, (module, make) in enumerate(
@@ -90,7 +103,9 @@ def test_weights_are_those_of_plain_construction_under_the_layers_own_seed():
 
 
 def test_other_seeds_and_other_places_give_other_weights():
-    """Two equal layers that start equal would learn the same, and a study over seeds needs different ones."""
+    """Two equal layers that start equal would learn the same, and a study over seeds needs
+    different ones.
+    """
     with torch.device("meta"):
         traced = chain([nn.Linear(4, 4) for _ in range(20)])
     made = [
@@ -120,7 +135,9 @@ def test_real_layers_are_the_users_own_and_keep_their_weights():
 
 
 def test_a_real_layer_beside_one_on_meta_is_still_the_users_own():
-    """A pretrained body under a new head: once everything beside the head was copied, and the user's weights were not trained."""
+    """A pretrained body under a new head: once everything beside the head was copied, and the
+    user's weights were not trained.
+    """
     body, head = nn.Linear(2, 2), nn.Linear(2, 3, device="meta")
     made, fresh = materialise(chain([body, head]), [0, 1], CPU, 0)
     assert made is body
@@ -129,7 +146,9 @@ def test_a_real_layer_beside_one_on_meta_is_still_the_users_own():
 
 
 def test_a_real_weight_inside_a_layer_on_meta_keeps_its_values():
-    """Drawing a layer's new bias must not draw its given weight anew, nor put it into another tensor."""
+    """Drawing a layer's new bias must not draw its given weight anew, nor put it into another
+    tensor.
+    """
     layer = nn.Linear(3, 3, device="meta")
     given_weight = nn.Parameter(torch.eye(3))
     layer.weight = given_weight
@@ -166,11 +185,20 @@ class Masked(nn.Module):
         self.register_buffer("mask", torch.ones(2, 2).tril(), persistent=False)
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (Scale, r"^0\.inner \(Scale\) is on the meta device and has weights of its own, but no reset_parameters\(\) to initialise them\. Give"),
-    (Masked, r"^0\.inner \(Masked\) is on the meta device"),
-    (lambda: weight_norm(nn.Linear(2, 2)), r"^0\.inner\.parametrizations\.weight \(ParametrizationList\) is on the meta device"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            Scale,
+            r"^0\.inner \(Scale\) is on the meta device and has weights of its own, but no reset_parameters\(\) to initialise them\. Give",
+        ),
+        (Masked, r"^0\.inner \(Masked\) is on the meta device"),
+        (
+            lambda: weight_norm(nn.Linear(2, 2)),
+            r"^0\.inner\.parametrizations\.weight \(ParametrizationList\) is on the meta device",
+        ),
+    ],
+)
 def test_a_module_that_cannot_draw_its_weights_is_named(make, message):
     """Memory that nobody filled would be trained on without a word. A real one needs no drawing."""
 
@@ -189,7 +217,9 @@ def test_a_module_that_cannot_draw_its_weights_is_named(make, message):
 
 
 def test_a_shared_weight_stays_one_tensor_with_the_first_layers_values():
-    """Otherwise embedding and head part ways at the first step; the head's own bias is drawn, and must not draw the weight again."""
+    """Otherwise embedding and head part ways at the first step; the head's own bias is drawn, and
+    must not draw the weight again.
+    """
     with torch.device("meta"):
         embedding, head = nn.Embedding(5, 4), nn.Linear(4, 5)
     head.weight = embedding.weight
@@ -264,13 +294,22 @@ def test_frozen_parameters_and_dtypes_stay():
     assert made.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("make", "run"), [
-    (lambda: nn.MultiheadAttention(4, 2, batch_first=True), lambda layer, x: layer(x, x, x)[0]),
-    (lambda: nn.LSTM(4, 4, 2, batch_first=True), lambda layer, x: layer(x)[0]),
-    (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), lambda layer, x: layer(x)),
-], ids=["attention", "LSTM", "transformer"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "run"),
+    [
+        (lambda: nn.MultiheadAttention(4, 2, batch_first=True), lambda layer, x: layer(x, x, x)[0]),
+        (lambda: nn.LSTM(4, 4, 2, batch_first=True), lambda layer, x: layer(x)[0]),
+        (
+            lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+            lambda layer, x: layer(x),
+        ),
+    ],
+    ids=["attention", "LSTM", "transformer"],
+)
 def test_modules_that_keep_their_weights_in_odd_places_run_after_it(make, run):
-    """Attention calls its reset `_reset_parameters`, and an LSTM has a second list of its weights, which would stay on meta."""
+    """Attention calls its reset `_reset_parameters`, and an LSTM has a second list of its weights,
+    which would stay on meta.
+    """
     with torch.device("meta"):
         traced = chain([make()])
     (layer,) = materialise(traced, [0], CPU, 0)

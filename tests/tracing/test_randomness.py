@@ -1,4 +1,6 @@
-"""Who may draw random numbers, held against who does; streams that do not meet; generators left as they were."""
+"""Who may draw random numbers, held against who does; streams that do not meet; generators left as
+they were.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,28 @@ FLOATS = [
     for shape in ((4,), (4, 4), (4, 4, 4), (4, 4, 4, 4), (4, 8, 8))
 ]
 INDICES = [torch.tensor([0, 1, 2, 3]), torch.tensor([[0, 1], [2, 3]])]
-INPUTS = [*((x,) for x in [*FLOATS, *INDICES]), *((x, x) for x in FLOATS), *((x, INDICES[0]) for x in FLOATS),
-          *((x, x, x) for x in FLOATS)]  # fmt: skip
+INPUTS = [
+    *((x,) for x in [*FLOATS, *INDICES]),
+    *((x, x) for x in FLOATS),
+    *((x, INDICES[0]) for x in FLOATS),
+    *((x, x, x) for x in FLOATS),
+]
 
 #: Classes of torch.nn that draw in training with arguments as above.
-DRAWS = {"AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "FeatureAlphaDropout", "FractionalMaxPool2d",
-         "FractionalMaxPool3d", "RReLU", "Transformer", "TransformerDecoderLayer", "TransformerEncoderLayer"}  # fmt: skip
+DRAWS = {
+    "AlphaDropout",
+    "Dropout",
+    "Dropout1d",
+    "Dropout2d",
+    "Dropout3d",
+    "FeatureAlphaDropout",
+    "FractionalMaxPool2d",
+    "FractionalMaxPool3d",
+    "RReLU",
+    "Transformer",
+    "TransformerDecoderLayer",
+    "TransformerEncoderLayer",
+}
 #: Classes that draw when told to, and are seeded for nothing when not.
 COULD_DRAW = {
     "GRU",
@@ -47,7 +65,9 @@ COULD_DRAW = {
 
 
 def classes():
-    """Every module class of torch.nn, but those whose weights have no shape yet: `chain` refuses these."""
+    """Every module class of torch.nn, but those whose weights have no shape yet: `chain` refuses
+    these.
+    """
     found = [getattr(nn, name) for name in dir(nn) if not name.startswith("Lazy")]
     return [kind for kind in found if isinstance(kind, type) and issubclass(kind, nn.Module)]
 
@@ -60,7 +80,9 @@ def draws(module, *inputs):
 
 
 def tried(kind):
-    """A module of `kind` and whether it draws, for the first arguments and inputs that it runs on; None if there are none."""
+    """A module of `kind` and whether it draws, for the first arguments and inputs that it runs on;
+    None if there are none.
+    """
     for arguments in ARGUMENTS:
         with contextlib.suppress(Exception):
             module = kind(*arguments)
@@ -72,7 +94,9 @@ def tried(kind):
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_module_of_torch_that_draws_is_known_to():
-    """One that drew unseeded would make results depend on the cut; one that is seeded for nothing costs 10 µs."""
+    """One that drew unseeded would make results depend on the cut; one that is seeded for nothing
+    costs 10 µs.
+    """
     found = {kind.__name__: result for kind in classes() if (result := tried(kind)) is not None}
     assert len(found) > 110
     drew = {name for name, (_, changed) in found.items() if changed}
@@ -82,15 +106,22 @@ def test_every_module_of_torch_that_draws_is_known_to():
     assert seeded - drew - COULD_DRAW == set()
 
 
-@pytest.mark.parametrize(("module", "inputs"), [
-    (nn.LSTM(4, 4, 2, dropout=0.5), (FLOATS[1],)),
-    (nn.GRU(4, 4, 2, dropout=0.5), (FLOATS[1],)),
-    (nn.RNN(4, 4, 2, dropout=0.5), (FLOATS[1],)),
-    (nn.MultiheadAttention(4, 2, dropout=0.5), (FLOATS[1],) * 3),
-    (nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2), (FLOATS[1],)),
-    (nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8), 2), (FLOATS[1],) * 2),
-    (nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.RReLU())), (FLOATS[0],)),
-], ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("module", "inputs"),
+    [
+        (nn.LSTM(4, 4, 2, dropout=0.5), (FLOATS[1],)),
+        (nn.GRU(4, 4, 2, dropout=0.5), (FLOATS[1],)),
+        (nn.RNN(4, 4, 2, dropout=0.5), (FLOATS[1],)),
+        (nn.MultiheadAttention(4, 2, dropout=0.5), (FLOATS[1],) * 3),
+        (
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2),
+            (FLOATS[1],),
+        ),
+        (nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8), 2), (FLOATS[1],) * 2),
+        (nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.RReLU())), (FLOATS[0],)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
 def test_modules_that_draw_when_told_to_are_known_to(module, inputs):
     """Dropout hides in arguments and deep inside containers."""
     assert draws(module, *inputs)
@@ -173,19 +204,24 @@ def with_forward():
     return made
 
 
-@pytest.mark.parametrize(("make", "x"), [
-    (Noisy, FLOATS[0]),
-    (lambda: NoisyLinear(4, 4), FLOATS[0]),
-    (lambda: NoisyKernel(4, 4, 1), FLOATS[2]),
-    (lambda: NoisyCall(4, 4), FLOATS[0]),
-    (NoisyReLU, FLOATS[0]),
-    (lambda: with_hook("register_forward_hook"), FLOATS[0]),
-    (lambda: with_hook("register_forward_pre_hook"), FLOATS[0]),
-    (with_forward, FLOATS[0]),
-    (lambda: nn.Sequential(nn.ReLU(), Noisy()), FLOATS[0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        (Noisy, FLOATS[0]),
+        (lambda: NoisyLinear(4, 4), FLOATS[0]),
+        (lambda: NoisyKernel(4, 4, 1), FLOATS[2]),
+        (lambda: NoisyCall(4, 4), FLOATS[0]),
+        (NoisyReLU, FLOATS[0]),
+        (lambda: with_hook("register_forward_hook"), FLOATS[0]),
+        (lambda: with_hook("register_forward_pre_hook"), FLOATS[0]),
+        (with_forward, FLOATS[0]),
+        (lambda: nn.Sequential(nn.ReLU(), Noisy()), FLOATS[0]),
+    ],
+)
 def test_whatever_the_user_wrote_may_draw(make, x):
-    """A forward, a hook, or something that torch's own forward calls: a hook on a Linear was once overlooked."""
+    """A forward, a hook, or something that torch's own forward calls: a hook on a Linear was once
+    overlooked.
+    """
     assert draws(make(), x)
     assert may_draw(make())
 
@@ -239,7 +275,9 @@ def test_models_of_the_zoo_are_seeded_where_they_drop_and_at_blocks_of_their_own
 
 
 def test_no_two_streams_of_a_large_grid_have_one_seed():
-    """Equal seeds at two places are equal dropout masks: 20 seeds x 25 steps x 20 layers x 20 micro-batches, and initial weights."""
+    """Equal seeds at two places are equal dropout masks: 20 seeds x 25 steps x 20 layers x 20
+    micro-batches, and initial weights.
+    """
     grid = [
         *itertools.product(range(20), range(25), range(20), range(20)),
         *itertools.product(range(200), [-1], range(50)),
@@ -248,7 +286,9 @@ def test_no_two_streams_of_a_large_grid_have_one_seed():
 
 
 def test_a_seed_depends_on_order_length_and_sign_and_fits_a_generator():
-    """(layer 1, micro-batch 2) is not (layer 2, micro-batch 1); torch takes 64 bits, and Python numbers have no end."""
+    """(layer 1, micro-batch 2) is not (layer 2, micro-batch 1); torch takes 64 bits, and Python
+    numbers have no end.
+    """
     lists = [
         (),
         (0,),
@@ -269,7 +309,9 @@ def test_a_seed_depends_on_order_length_and_sign_and_fits_a_generator():
 
 
 def test_streams_of_neighbours_do_not_look_alike():
-    """Neighbouring micro-batches must not drop the same units: half of all masks agree, as for independent ones."""
+    """Neighbouring micro-batches must not drop the same units: half of all masks agree, as for
+    independent ones.
+    """
     masks = []
     with drawing(CPU):
         for micro_batch in range(40):
@@ -281,7 +323,9 @@ def test_streams_of_neighbours_do_not_look_alike():
 
 
 def test_a_seed_of_today_is_the_seed_of_tomorrow():
-    """Checkpoints go on with the streams they began: a change of the mixing is a change of results, and is to be seen here."""
+    """Checkpoints go on with the streams they began: a change of the mixing is a change of results,
+    and is to be seen here.
+    """
     seeds = [stream_seed(0, 0, 0, 0), stream_seed(7, -1, 3), stream_seed(1, 2, 3, 4)]
     assert seeds == [6995351751500849132, 851888593897650774, 4482757422154957270]
 
@@ -317,7 +361,9 @@ def test_the_same_seed_gives_the_same_numbers_whatever_was_drawn_before():
 
 
 def test_threads_draw_one_after_another_and_may_nest():
-    """Ranks that are threads share torch's generator: between seeding and drawing, nobody else may come."""
+    """Ranks that are threads share torch's generator: between seeding and drawing, nobody else may
+    come.
+    """
     drawn = {}
 
     def rank(number):

@@ -1,4 +1,6 @@
-"""Forwards that change attributes: refused where the next call reads them, let through where they are caches or outputs."""
+"""Forwards that change attributes: refused where the next call reads them, let through where they
+are caches or outputs.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ def counts_in_a_tensor(self, x):
     return x + self.last
 
 
-@pytest.mark.parametrize("work", [counts, counts_samples, counts_inside, collects, averages, initialises, counts_in_a_tensor])  # fmt: skip
+@pytest.mark.parametrize(
+    "work",
+    [counts, counts_samples, counts_inside, collects, averages, initialises, counts_in_a_tensor],
+)
 def test_what_goes_from_one_call_to_the_next_in_an_attribute_is_refused(work):
     """In a trace every batch would be the first one."""
     with pytest.raises(
@@ -95,7 +100,9 @@ def caches_the_size(self, x):
 
 @pytest.mark.parametrize("work", [remembers, caches, caches_by_size, caches_the_size])
 def test_caches_of_tables_and_what_is_written_before_it_is_read_are_traced(work):
-    """Masks and positions that are made once for each length; the auxiliary loss of a layer that its parent reads."""
+    """Masks and positions that are made once for each length; the auxiliary loss of a layer that
+    its parent reads.
+    """
     torch.manual_seed(0)
     model = Keeping(work)
     traced = chain(model, torch.randn(6, 4))

@@ -198,8 +198,19 @@ def test_one_name_twice_is_two_skips_in_two_namespaces():
     one, other = Namespace(), Namespace()
     assert one != other
     assert copy.deepcopy(one) == one
-    verify_skippables(nn.Sequential(*(declared(**{kind: ["a"]}).isolate(space)
-                                      for kind, space in (("stashes", one), ("stashes", other), ("pops", one), ("pops", other)))))  # fmt: skip
+    verify_skippables(
+        nn.Sequential(
+            *(
+                declared(**{kind: ["a"]}).isolate(space)
+                for kind, space in (
+                    ("stashes", one),
+                    ("stashes", other),
+                    ("pops", one),
+                    ("pops", other),
+                )
+            )
+        )
+    )
     with pytest.raises(ValueError, match="has no skip 'b' to isolate; it has 'a'"):
         declared(pops=["a"]).isolate(one, only=["b"])
 
@@ -255,7 +266,9 @@ def yielding(_, x):
     ],
 )
 def test_a_forward_that_does_not_do_what_was_declared_is_told_so(body, declares, kind, says):
-    """The layout is static; a forward that goes another way would leave a skip behind, or wait for one."""
+    """The layout is static; a forward that goes another way would leave a skip behind, or wait for
+    one.
+    """
     layer = running(body, **declares)
     waiting = dict.fromkeys(layer.poppable(), torch.ones(1))
     with waiting_skips(waiting), pytest.raises(kind, match=says):
@@ -278,7 +291,9 @@ def test_without_skippables_the_layers_of_a_chain_are_left_as_they_are():
 
 
 def test_in_a_chain_skips_travel_and_names_stay():
-    """What crosses between layers is the value and the skips that are under way; parameters have the model's own names."""
+    """What crosses between layers is the value and the skips that are under way; parameters have
+    the model's own names.
+    """
     model, x = unet(), torch.randn(6, 4)
     named = [(f"body.{name}", layer) for name, layer in model.named_children()]
     carried = carrying(named)
@@ -300,8 +315,16 @@ def test_a_pipeline_trains_a_model_with_skips_as_one_device_does(balance, recomp
     expected = torch.autograd.grad(
         functional.mse_loss(plainly(model, x), y), list(model.parameters())
     )
-    pipe = ps.Pipeline([layer for _, layer in carrying(list(model.named_children()))], loss=functional.mse_loss, balance=balance,
-                       schedule="1f1b", micro_batches=4, recompute=recompute, executor="threads", device="cpu")  # fmt: skip
+    pipe = ps.Pipeline(
+        [layer for _, layer in carrying(list(model.named_children()))],
+        loss=functional.mse_loss,
+        balance=balance,
+        schedule="1f1b",
+        micro_batches=4,
+        recompute=recompute,
+        executor="threads",
+        device="cpu",
+    )
     pipe.train_batch(x, y)
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
     pipe.close()

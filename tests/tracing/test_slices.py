@@ -1,4 +1,6 @@
-"""Which layers may work on slices of sequences: those known to, those that say so, and nobody else without a word."""
+"""Which layers may work on slices of sequences: those known to, those that say so, and nobody else
+without a word.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,47 @@ from penstock.zoo.layers import NormalEmbedding, NormalLinear
 SLICED = terapipe(1, Slicing.even("tokens", 2, 1))
 
 PER_TOKEN = [
-    nn.Linear(8, 8), nn.Linear(8, 3), nn.LayerNorm(8), nn.RMSNorm(8), nn.Dropout(0.5), nn.GELU(), nn.ReLU(inplace=True), nn.SiLU(),
-    nn.Tanh(), nn.Identity(), nn.PReLU(), nn.Softmax(dim=-1), nn.LogSoftmax(dim=-1), nn.GLU(), nn.Hardtanh(), nn.Softplus(),
-    NormalLinear(8, 8, std=0.1), nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Dropout(0.1))),
+    nn.Linear(8, 8),
+    nn.Linear(8, 3),
+    nn.LayerNorm(8),
+    nn.RMSNorm(8),
+    nn.Dropout(0.5),
+    nn.GELU(),
+    nn.ReLU(inplace=True),
+    nn.SiLU(),
+    nn.Tanh(),
+    nn.Identity(),
+    nn.PReLU(),
+    nn.Softmax(dim=-1),
+    nn.LogSoftmax(dim=-1),
+    nn.GLU(),
+    nn.Hardtanh(),
+    nn.Softplus(),
+    NormalLinear(8, 8, std=0.1),
+    nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Dropout(0.1))),
     nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
-]  # fmt: skip
+]
 NOT_PER_TOKEN = [
-    nn.BatchNorm1d(6), nn.GroupNorm(2, 6), nn.InstanceNorm1d(6), nn.Conv1d(6, 6, 3), nn.LSTM(8, 8), nn.MultiheadAttention(8, 2),
-    nn.TransformerEncoderLayer(8, 2), nn.LayerNorm([6, 8]), nn.PReLU(6), nn.Softmax(dim=1), nn.GLU(dim=1), nn.Flatten(),
-    nn.Dropout1d(0.5), nn.MaxPool1d(2), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(6)), nn.ModuleList([nn.Linear(8, 8)]),
-    nn.Embedding(9, 8, max_norm=1.0), nn.Embedding(9, 8, scale_grad_by_freq=True), nn.Softmax(),
-]  # fmt: skip
+    nn.BatchNorm1d(6),
+    nn.GroupNorm(2, 6),
+    nn.InstanceNorm1d(6),
+    nn.Conv1d(6, 6, 3),
+    nn.LSTM(8, 8),
+    nn.MultiheadAttention(8, 2),
+    nn.TransformerEncoderLayer(8, 2),
+    nn.LayerNorm([6, 8]),
+    nn.PReLU(6),
+    nn.Softmax(dim=1),
+    nn.GLU(dim=1),
+    nn.Flatten(),
+    nn.Dropout1d(0.5),
+    nn.MaxPool1d(2),
+    nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(6)),
+    nn.ModuleList([nn.Linear(8, 8)]),
+    nn.Embedding(9, 8, max_norm=1.0),
+    nn.Embedding(9, 8, scale_grad_by_freq=True),
+    nn.Softmax(),
+]
 
 
 def named(modules):
@@ -141,7 +173,9 @@ def test_a_schedule_that_cuts_no_sequences_takes_any_model():
 
 
 def test_what_is_not_causal_is_refused_by_name_with_what_to_do():
-    """Before anything is trained: a batch norm over half a sequence learns quietly, and something else."""
+    """Before anything is trained: a batch norm over half a sequence learns quietly, and something
+    else.
+    """
     model = nn.Sequential(
         nn.Embedding(9, 8),
         Own(),
@@ -150,8 +184,11 @@ def test_what_is_not_causal_is_refused_by_name_with_what_to_do():
         nn.LSTM(8, 8),
         nn.TransformerEncoderLayer(8, 2),
     )
-    with pytest.raises(SettingError, match=r"terapipe by hand cuts sequences into slices, over which this model is not known to be "
-                       r"causal:") as error:  # fmt: skip
+    with pytest.raises(
+        SettingError,
+        match=r"terapipe by hand cuts sequences into slices, over which this model is not known to be "
+        r"causal:",
+    ) as error:
         check_slices(chain(model), SLICED)
     lines = str(error.value).split("\n  ")
     assert lines[1:] == [

@@ -1,4 +1,6 @@
-"""Models whose forward is written as their authors liked, against plain training of the same model, untouched."""
+"""Models whose forward is written as their authors liked, against plain training of the same model,
+untouched.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,9 @@ class Translator(nn.Module):
 
 
 class Statistics(nn.Module):
-    """Buffers changed in place and replaced, parameters of its own, a tensor many layers use, and one cut off from its gradient."""
+    """Buffers changed in place and replaced, parameters of its own, a tensor many layers use, and
+    one cut off from its gradient.
+    """
 
     def __init__(self):
         super().__init__()
@@ -183,7 +187,9 @@ class Rounded(nn.Module):
 
 
 class Shared(nn.Module):
-    """One module called three times, a view changed in place, and a plain tensor changed before a cut."""
+    """One module called three times, a view changed in place, and a plain tensor changed before a
+    cut.
+    """
 
     def __init__(self):
         super().__init__()
@@ -309,7 +315,9 @@ def loss(output, _target):
 
 @every_model
 def test_a_traced_chain_gives_the_models_outputs_gradients_buffers_and_state(name):
-    """With all cuts there are, for batches and lengths other than the example's, in training and in evaluation."""
+    """With all cuts there are, for batches and lengths other than the example's, in training and in
+    evaluation.
+    """
     model, plain, inputs = made(name)
     traced = chain(model, inputs(3, 6))
     held = {}
@@ -339,12 +347,20 @@ def test_a_traced_chain_gives_the_models_outputs_gradients_buffers_and_state(nam
 
 @pytest.mark.parametrize("name", ["unet", "resnet", "rounded", "statistics"])
 def test_a_pipeline_of_three_stages_trains_a_traced_model_as_plain_training_does(name):
-    """Long skips, tied weights, masks and statistics, over real boundaries, and in place in the user's own model."""
+    """Long skips, tied weights, masks and statistics, over real boundaries, and in place in the
+    user's own model.
+    """
     model, plain, inputs = made(name)
     traced = chain(model, inputs(4, 6))
     third = len(traced) // 3
-    pipe = Pipeline(traced, loss=loss, balance=[third, third, len(traced) - 2 * third], schedule="1f1b", micro_batches=2,
-                    executor="threads")  # fmt: skip
+    pipe = Pipeline(
+        traced,
+        loss=loss,
+        balance=[third, third, len(traced) - 2 * third],
+        schedule="1f1b",
+        micro_batches=2,
+        executor="threads",
+    )
     given = inputs(4, 6)
     found = pipe.train_batch(given, torch.zeros(4))
     total = 0.0
@@ -367,7 +383,9 @@ def test_a_pipeline_of_three_stages_trains_a_traced_model_as_plain_training_does
 
 
 def test_layers_are_the_modules_with_weights_in_the_order_of_running_under_their_own_names():
-    """The finest chain: what stands around a module goes with it, and nothing without weights is a layer."""
+    """The finest chain: what stands around a module goes with it, and nothing without weights is a
+    layer.
+    """
     model, _, inputs = made("unet")
     traced = chain(model, inputs(2, 0))
     assert [layer.name for layer in traced] == [
@@ -398,7 +416,9 @@ def test_what_a_skip_carries_crosses_only_the_boundaries_between_its_ends():
 
 
 class Late(nn.Module):
-    """Inputs, and what is made of them, that the first layers have no use for; and a head tied to the embedding."""
+    """Inputs, and what is made of them, that the first layers have no use for; and a head tied to
+    the embedding.
+    """
 
     def __init__(self):
         super().__init__()
@@ -420,7 +440,9 @@ class Late(nn.Module):
 
 
 def test_inputs_used_late_and_what_is_made_of_inputs_alone_never_cross():
-    """Every rank has the batch: masks, tables and labels are made, or are there, where they are used."""
+    """Every rank has the batch: masks, tables and labels are made, or are there, where they are
+    used.
+    """
     model, given = Late(), (tokens(2, 6), tokens(2, 6))
     traced = chain(model, given)
     value = given

@@ -40,8 +40,16 @@ def masked(samples, length):
 
 
 def gpt2():
-    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=31, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0,
-                                     attn_pdrop=0.0)  # fmt: skip
+    config = transformers.GPT2Config(
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        vocab_size=31,
+        n_positions=16,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     return transformers.GPT2LMHeadModel(config), ids
 
 
@@ -67,8 +75,16 @@ def t5():
     def inputs(samples, length):
         return {"input_ids": ids(samples, length), "labels": ids(samples, length - 1)}
 
-    config = transformers.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, vocab_size=31, decoder_start_token_id=0,
-                                   dropout_rate=0.0)  # fmt: skip
+    config = transformers.T5Config(
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=1,
+        num_heads=2,
+        vocab_size=31,
+        decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )
     return transformers.T5ForConditionalGeneration(config), inputs
 
 
@@ -121,12 +137,20 @@ def part_of(inputs, first, last):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_transformers_in_three_stages_is_the_model(name):
-    """Outputs with their own classes, gradients, and the state's names and values; with other lengths and samples than the example's."""
+    """Outputs with their own classes, gradients, and the state's names and values; with other
+    lengths and samples than the example's.
+    """
     model, plain, inputs = made(name)
     traced = chain(model, inputs(3, 7))
     third = len(traced) // 3
-    pipe = Pipeline(traced, loss=loss, balance=[third, third, len(traced) - 2 * third], schedule="1f1b", micro_batches=2,
-                    executor="threads")  # fmt: skip
+    pipe = Pipeline(
+        traced,
+        loss=loss,
+        balance=[third, third, len(traced) - 2 * third],
+        schedule="1f1b",
+        micro_batches=2,
+        executor="threads",
+    )
     for samples, length in ((6, 7), (4, 5)):
         given = inputs(samples, length)
         model.zero_grad()
@@ -157,7 +181,9 @@ def test_a_model_of_transformers_in_three_stages_is_the_model(name):
 
 
 def test_a_model_on_the_meta_device_gets_its_weights_as_its_library_draws_them():
-    """Tables that the constructor makes, and no state has, must be right; and every layer draws the same, whoever holds it."""
+    """Tables that the constructor makes, and no state has, must be right; and every layer draws the
+    same, whoever holds it.
+    """
     with torch.device("meta"):
         model = llama()[0]
     given = masked(2, 6)
@@ -185,7 +211,9 @@ def test_a_model_on_the_meta_device_gets_its_weights_as_its_library_draws_them()
 
 
 def test_keys_and_values_for_generation_are_refused_by_their_class():
-    """They would travel to the end of the pipeline; nobody who trains wants that, and who asks for it is told."""
+    """They would travel to the end of the pipeline; nobody who trains wants that, and who asks for
+    it is told.
+    """
     model, _, inputs = made("gpt2")
     with pytest.raises(
         ChainError, match=r"GPT2LMHeadModel cannot be traced.*it returns a DynamicCache"

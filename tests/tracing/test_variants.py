@@ -1,4 +1,6 @@
-"""Graphs of one model: found by form and shape, made when there is none, and made anew in another process."""
+"""Graphs of one model: found by form and shape, made when there is none, and made anew in another
+process.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def through(traced, inputs):
 
 
 def test_another_form_or_shape_has_its_own_graph_and_the_same_has_the_same():
-    """What the example fixes must not be taken for all batches; and tracing takes seconds, so it is done once."""
+    """What the example fixes must not be taken for all batches; and tracing takes seconds, so it is
+    done once.
+    """
     torch.manual_seed(0)
     model = Choosing()
     traced = chain(model, torch.randn(3, 6, 4))

@@ -1,4 +1,6 @@
-"""A model whose Python state changes after it was traced: traced anew, or refused; against a plain loop that does the same."""
+"""A model whose Python state changes after it was traced: traced anew, or refused; against a plain
+loop that does the same.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,16 @@ class Changing(nn.Module):
 
 
 def made(model, schedule="1f1b", **options):
-    return Pipeline(chain(model, torch.randn(4, 4)), loss=functional.cross_entropy, optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-                    balance=[2, 2], schedule=schedule, micro_batches=2, executor="threads", **options)  # fmt: skip
+    return Pipeline(
+        chain(model, torch.randn(4, 4)),
+        loss=functional.cross_entropy,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        balance=[2, 2],
+        schedule=schedule,
+        micro_batches=2,
+        executor="threads",
+        **options,
+    )
 
 
 def plain_step(model, optimizer, x, y):
@@ -51,7 +61,9 @@ def plain_step(model, optimizer, x, y):
 
 
 def steps(change, counts=3):
-    """The largest difference in the state after steps, between which a change is made, from plain training."""
+    """The largest difference in the state after steps, between which a change is made, from plain
+    training.
+    """
     torch.manual_seed(0)
     model = Changing()
     plain = copy.deepcopy(model)
@@ -81,11 +93,24 @@ def steps(change, counts=3):
         lambda model, _: model.first.requires_grad_(False),
         lambda model, step: setattr(model, "epoch", step),
     ],
-    ids=["number", "mode of a part", "mode", "list", "tensor in place", "tensor", "hook", "forward", "class attribute",
-         "frozen", "not read"],
-)  # fmt: skip
+    ids=[
+        "number",
+        "mode of a part",
+        "mode",
+        "list",
+        "tensor in place",
+        "tensor",
+        "hook",
+        "forward",
+        "class attribute",
+        "frozen",
+        "not read",
+    ],
+)
 def test_what_is_changed_between_batches_counts_from_the_next_one(change):
-    """A temperature that is annealed, batch norm that is frozen, a hook: plain PyTorch goes by them at once."""
+    """A temperature that is annealed, batch norm that is frozen, a hook: plain PyTorch goes by them
+    at once.
+    """
     assert steps(change) < 1e-6
 
 
@@ -119,15 +144,37 @@ def test_dropout_switched_on_later_draws_as_if_it_had_been_on_from_the_start():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: setattr(model, "last", nn.Linear(8, 3)), r"submodules of the model are others \(`last`\)"),
-        (lambda model: setattr(model.last, "bias", nn.Parameter(torch.zeros(3))), r"parameters of last are others \(`bias`\)"),
-        (lambda model: setattr(model.norm, "running_mean", torch.ones(8)), r"buffers of norm are others \(`running_mean`\)"),
-        (lambda model: model.middle.register_full_backward_hook(lambda *_: None), r"backward hooks of middle are others"),
-        (lambda model: setattr(model, "forward", lambda x: model.last(model.middle(model.first(x)))
-                               if model.drop.register_buffer("late", torch.ones(1)) is None else x), r"buffers of drop"),
+        (
+            lambda model: setattr(model, "last", nn.Linear(8, 3)),
+            r"submodules of the model are others \(`last`\)",
+        ),
+        (
+            lambda model: setattr(model.last, "bias", nn.Parameter(torch.zeros(3))),
+            r"parameters of last are others \(`bias`\)",
+        ),
+        (
+            lambda model: setattr(model.norm, "running_mean", torch.ones(8)),
+            r"buffers of norm are others \(`running_mean`\)",
+        ),
+        (
+            lambda model: model.middle.register_full_backward_hook(lambda *_: None),
+            r"backward hooks of middle are others",
+        ),
+        (
+            lambda model: setattr(
+                model,
+                "forward",
+                lambda x: (
+                    model.last(model.middle(model.first(x)))
+                    if model.drop.register_buffer("late", torch.ones(1)) is None
+                    else x
+                ),
+            ),
+            r"buffers of drop",
+        ),
     ],
     ids=["submodule", "parameter", "buffer", "backward hook", "buffer of its own"],
-)  # fmt: skip
+)
 def test_tensors_and_modules_that_the_layers_do_not_hold_are_refused(change, message):
     """The optimizer has the old ones: a new head would never be trained."""
     torch.manual_seed(0)
@@ -198,8 +245,14 @@ def test_layers_that_run_in_another_order_after_a_change_are_refused_with_the_ch
             return self.one(self.other(x)) if self.swapped else self.other(self.one(x))
 
     model = Either()
-    pipe = Pipeline(chain(model, torch.randn(4, 4)), loss=functional.mse_loss, balance=[1, 1], schedule="1f1b", micro_batches=2,
-                    executor="threads")  # fmt: skip
+    pipe = Pipeline(
+        chain(model, torch.randn(4, 4)),
+        loss=functional.mse_loss,
+        balance=[1, 1],
+        schedule="1f1b",
+        micro_batches=2,
+        executor="threads",
+    )
     x = torch.randn(4, 4)
     pipe.train_batch(x, x)
     model.swapped = True

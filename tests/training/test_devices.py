@@ -1,4 +1,6 @@
-"""What a run computes on: a function of its settings and of the visible cards. No card is needed here."""
+"""What a run computes on: a function of its settings and of the visible cards. No card is needed
+here.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,9 @@ def test_a_difference_from_the_same_micro_batches_is_refused_whatever_the_cause(
 
 
 def test_a_difference_from_the_undivided_batch_needs_a_cause():
-    """Batch normalisation is one; without any the loss or the model is not what micro-batches take it for."""
+    """Batch normalisation is one; without any the loss or the model is not what micro-batches take
+    it for.
+    """
     line, fault = _verdict(compared(0.0, 0.3, ("batch normalisation",)), TrainConfig())
     assert fault == ""
     assert line.endswith("the undivided batch differs: batch normalisation")

@@ -66,10 +66,12 @@ def test_data_at_hand_for_an_unknown_model_is_refused_with_what_there_is():
 @pytest.mark.parametrize(
     ("model", "data", "words"),
     [
-        ("vgg11", "text", "takes images"), ("gpt", "digits", "takes tokens"), ("gpt", "reversed", "take --data text"),
+        ("vgg11", "text", "takes images"),
+        ("gpt", "digits", "takes tokens"),
+        ("gpt", "reversed", "take --data text"),
         ("gnmt", "text", "takes pairs of sequences of tokens, but data text is tokens"),
     ],
-)  # fmt: skip
+)
 def test_a_model_and_data_of_different_kinds_are_refused(model, data, words):
     """Shapes would complain much later, and about something else."""
     with pytest.raises(SettingError, match=words):

@@ -1,4 +1,6 @@
-"""Two ends of the same-host transport in one process, and one in another that sends back what it gets."""
+"""Two ends of the same-host transport in one process, and one in another that sends back what it
+gets.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,12 @@ from penstock.transport.same_host import SameHostTransport
 from penstock.transport.transport import TransportLost
 
 
-def joined(count: int = 2, deadline_s: float = 60.0, unwilling: tuple[int, ...] = (),
-           device: torch.device | None = None) -> list[SameHostTransport]:  # fmt: skip
+def joined(
+    count: int = 2,
+    deadline_s: float = 60.0,
+    unwilling: tuple[int, ...] = (),
+    device: torch.device | None = None,
+) -> list[SameHostTransport]:
     """So many ranks of one process, connected with one another."""
     store, ends = (
         HashStore(),
@@ -51,7 +57,9 @@ def backward(micro_batch: int, stage: int = 1) -> Message:
 
 @contextlib.contextmanager
 def echo(folder: Path) -> Iterator[tuple[SameHostTransport, subprocess.Popen[bytes]]]:
-    """This process's end, rank 0, and the process of rank 1, which is killed at the end if it still lives."""
+    """This process's end, rank 0, and the process of rank 1, which is killed at the end if it still
+    lives.
+    """
     end = SameHostTransport(0, 60.0)
     process = subprocess.Popen([sys.executable, __file__, str(folder / "store")])
     try:
@@ -64,7 +72,9 @@ def echo(folder: Path) -> Iterator[tuple[SameHostTransport, subprocess.Popen[byt
 
 
 def _send_back(path: str) -> None:
-    """Rank 1: gives every activation back as a gradient, with twice its floats, until the run is stopped."""
+    """Rank 1: gives every activation back as a gradient, with twice its floats, until the run is
+    stopped.
+    """
     torch.set_num_threads(1)
     end = SameHostTransport(1, 600.0)
     end.connect(FileStore(path, 2), 2)

@@ -23,7 +23,9 @@ def arena():
 
 
 def test_what_one_writes_the_other_reads():
-    """The same memory, opened by its number in another process's table of files; this one's own here."""
+    """The same memory, opened by its number in another process's table of files; this one's own
+    here.
+    """
     mine = Segment.make(4096)
     other = Segment.open(os.getpid(), mine.fd)
     mine.words[8] = 2**63
@@ -72,7 +74,9 @@ def test_a_place_names_the_segment_and_where_in_it(arena):
 
 
 def test_a_smaller_message_takes_a_larger_slot_that_is_free_up_to_four_times_its_size(arena):
-    """Sequences of many lengths would else each keep memory; but one of a few bytes does not hold one of many."""
+    """Sequences of many lengths would else each keep memory; but one of a few bytes does not hold
+    one of many.
+    """
     large = arena.take(arena.pool(4096))
     large.free()
     assert arena.take(arena.pool(1024)) is large

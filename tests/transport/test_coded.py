@@ -46,8 +46,14 @@ def test_overflow_is_still_seen_on_the_other_side(bad):
 @pytest.mark.parametrize("code", ["bfloat16", "int8"])
 def test_everything_else_arrives_as_it_was(code):
     """Masks, numbers, small tensors, constants, and the nesting."""
-    value = {"x": torch.randn(4, 100), "mask": torch.rand(4, 100) > 0.5, "ids": torch.arange(999), "few": torch.randn(3), "depth": 2,
-             "none": None}  # fmt: skip
+    value = {
+        "x": torch.randn(4, 100),
+        "mask": torch.rand(4, 100) > 0.5,
+        "ids": torch.arange(999),
+        "few": torch.randn(3),
+        "depth": 2,
+        "none": None,
+    }
     value["x"].requires_grad_(True)
     back = decoded(coded(Payload.of(value), code))
     assert back.wants_grad == Payload.of(value).wants_grad
@@ -59,7 +65,9 @@ def test_everything_else_arrives_as_it_was(code):
 
 
 def test_what_a_gradient_has_lost_comes_with_the_next():
-    """So the sum over micro-batches is off by what one message has lost, and not by as much for each."""
+    """So the sum over micro-batches is off by what one message has lost, and not by as much for
+    each.
+    """
     exchange = Exchange()
     ends = [CodedTransport(MemoryTransport(rank, exchange, 5.0), "int8") for rank in (0, 1)]
     grads = [torch.randn(8, 64, generator=torch.Generator().manual_seed(n)) for n in range(50)]

@@ -1,4 +1,6 @@
-"""Transport over torch.distributed, between two real processes. They are started once, and play all scenes one after another."""
+"""Transport over torch.distributed, between two real processes. They are started once, and play all
+scenes one after another.
+"""
 
 from __future__ import annotations
 
@@ -78,26 +80,42 @@ def outcome(job):
         return type(error).__name__, str(error)
 
 
-# -- scenes, in this order ------------------------------------------------------------------------------------------------
+# -- scenes, in this order
+# ------------------------------------------------------------------------------------------------
 
 
 def all_sorts():
     """A nested value with every kind of tensor that may cross."""
     counted = torch.arange(12)
     return {
-        "dtypes": [counted.to(dtype) for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64,
-                                                   torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)],
+        "dtypes": [
+            counted.to(dtype)
+            for dtype in (
+                torch.float32,
+                torch.float64,
+                torch.float16,
+                torch.bfloat16,
+                torch.complex64,
+                torch.int64,
+                torch.int32,
+                torch.int16,
+                torch.int8,
+                torch.uint8,
+            )
+        ],
         "flags": counted > 5,
         "empty": (torch.empty(0), torch.empty(3, 0, 2, dtype=torch.int64)),
         "no dimensions": [torch.tensor(2.5), torch.tensor(7), torch.tensor(True)],
         "transposed": counted.reshape(3, 4).t().float().requires_grad_(),
         "every second": counted[::2],
         "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
-        "channels last": torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        "channels last": torch.arange(24.0)
+        .reshape(1, 2, 3, 4)
+        .to(memory_format=torch.channels_last),
         "conjugated": torch.view_as_complex(torch.arange(6.0).reshape(3, 2)).conj(),
         "negated": torch.view_as_complex(torch.arange(6.0).reshape(3, 2)).conj().imag,
         "constants": (None, True, 3, 0.1, "text"),
-    }  # fmt: skip
+    }
 
 
 @scene
@@ -118,7 +136,9 @@ def values_of_all_sorts(transport, rank):
 
 @scene
 def waits_in_another_order(transport, rank):
-    """Three batches of three messages; the receiver posts in the order of the sends and waits from the last to the first."""
+    """Three batches of three messages; the receiver posts in the order of the sends and waits from
+    the last to the first.
+    """
     seen = []
     for batch in range(3):
         if rank == 0:
@@ -141,7 +161,9 @@ def waits_in_another_order(transport, rank):
 
 @scene
 def a_new_signature_between_known_ones(transport, rank):
-    """A last, smaller batch of an epoch: its shapes are learnt while receives of known shapes are posted around it."""
+    """A last, smaller batch of an epoch: its shapes are learnt while receives of known shapes are
+    posted around it.
+    """
     batches = [
         ("order", 0, (1,)),
         ("small", 0, (2, 2)),
@@ -184,7 +206,9 @@ def both_directions_at_once(transport, rank):
 
 @scene
 def kinds_and_stages(transport, rank):
-    """An activation and a gradient of one stage and micro-batch, and those of another stage, under way together."""
+    """An activation and a gradient of one stage and micro-batch, and those of another stage, under
+    way together.
+    """
     messages = [Message(kind, stage, 5) for kind in (Kind.F, Kind.B) for stage in (1, 2)]
     if rank == 0:
         for number, message in enumerate(messages):
@@ -263,7 +287,9 @@ def a_message_that_is_never_sent(transport, rank):
 
 @scene
 def the_run_is_stopped(transport, rank):
-    """Rank 1 waits for a message of known shape, and rank 0 closes the links; last of all, since nothing goes after it."""
+    """Rank 1 waits for a message of known shape, and rank 0 closes the links; last of all, since
+    nothing goes after it.
+    """
     if rank == 1:
         arrival = transport.post(0, forward(0), "order.0")
         transport.wire.store.set("waits", "yes")
@@ -278,11 +304,14 @@ def the_run_is_stopped(transport, rank):
     return [outcome(job)[0] for job in late]
 
 
-# -- claims ---------------------------------------------------------------------------------------------------------------
+# -- claims
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_values_of_all_sorts_arrive_to_the_bit(report):
-    """Whatever a layer may return: flags, tokens, half precision, nothing at all, views that are stored otherwise than they read."""
+    """Whatever a layer may return: flags, tokens, half precision, nothing at all, views that are
+    stored otherwise than they read.
+    """
     left, (same, form, constants, keys) = report["values_of_all_sorts"]
     assert left == 0
     assert [place for place, equal in enumerate(same) if not equal] == []
@@ -292,7 +321,9 @@ def test_values_of_all_sorts_arrive_to_the_bit(report):
 
 
 def test_shapes_are_learnt_once_and_receives_posted_ahead_from_then_on(report):
-    """Posted ahead, a receive overlaps with the op before it; that is what the header's journey buys."""
+    """Posted ahead, a receive overlaps with the op before it; that is what the header's journey
+    buys.
+    """
     _, batches = report["waits_in_another_order"]
     assert [known for known, _ in batches] == [[False] * 3, [True] * 3, [True] * 3]
 
@@ -305,13 +336,17 @@ def test_waits_need_not_come_in_the_order_of_the_sends(report):
 
 
 def test_batches_of_another_shape_find_their_place_between_known_ones(report):
-    """On backends that match in order, a receive posted too early would take another message's bytes."""
+    """On backends that match in order, a receive posted too early would take another message's
+    bytes.
+    """
     _, seen = report["a_new_signature_between_known_ones"]
     assert seen == [([1], 0.0), ([2, 2], 1.0), ([2], 2.0), ([3, 1], 3.0), ([2, 2], 4.0)]
 
 
 def test_large_tensors_in_both_directions_at_once_do_not_wait_for_each_other(report):
-    """A send that waited for its receive would stop two ranks that send to each other, as 1F1B does all the time."""
+    """A send that waited for its receive would stop two ranks that send to each other, as 1F1B does
+    all the time.
+    """
     first, second = report["both_directions_at_once"]
     assert first == [(2**20, [10.0 + m]) for m in range(4)]
     assert second == [(2**20, [float(m)]) for m in range(4)]
@@ -420,7 +455,9 @@ def test_a_stream_lets_go_of_what_nothing_answers():
 
 
 def test_an_activation_is_held_no_longer_than_until_its_gradient_is_back():
-    """A copy of every boundary tensor of a batch, kept to its end, would be memory that nobody planned for."""
+    """A copy of every boundary tensor of a batch, kept to its end, would be memory that nobody
+    planned for.
+    """
     waited = []
     wire = SimpleNamespace(wait=waited.append)
     transport = DistributedTransport(wire=wire)

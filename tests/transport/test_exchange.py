@@ -19,7 +19,9 @@ KIND = dict[int, tuple[str, list[float], Device]]
 
 
 def facts(rank):
-    """Of one rank: of other lengths in JSON than the others', with seconds that are not exact in decimal."""
+    """Of one rank: of other lengths in JSON than the others', with seconds that are not exact in
+    decimal.
+    """
     seconds = [math.pi / (number + 3) for number in range(rank)]
     return {
         rank: ("é" * rank, seconds, Device(f"number {rank}", 1024, flops=(("float32", math.e),)))

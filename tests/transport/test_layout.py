@@ -98,7 +98,9 @@ def test_what_differs_in_anything_but_its_numbers_lies_differently(other):
     torch.ones(3, 2, dtype=torch.complex64).t().conj(),
 ])  # fmt: skip
 def test_a_tensor_comes_out_of_a_slot_with_the_strides_that_it_had(slot, tensor):
-    """Kernels are chosen by strides, and others round otherwise; what an expanded tensor repeats lies there once."""
+    """Kernels are chosen by strides, and others round otherwise; what an expanded tensor repeats
+    lies there once.
+    """
     layout = layout_of(tensor)
     layout.put(slot, [tensor])
     (found,) = layout.take(slot, None).tensors

@@ -49,8 +49,14 @@ def test_messages_are_told_apart_by_sender_receiver_kind_stage_and_micro_batch()
     right.send(1, FIRST, payload(3), "s")
     right.send(1, BACK, payload(4), "s")
     middle.send(0, FIRST, payload(5), "s")
-    waits = [(middle, 2, BACK, 4), (middle, 0, SECOND, 1), (left, 1, FIRST, 5), (middle, 2, FIRST, 3), (right, 0, FIRST, 2),
-             (middle, 0, FIRST, 0)]  # fmt: skip
+    waits = [
+        (middle, 2, BACK, 4),
+        (middle, 0, SECOND, 1),
+        (left, 1, FIRST, 5),
+        (middle, 2, FIRST, 3),
+        (right, 0, FIRST, 2),
+        (middle, 0, FIRST, 0),
+    ]
     for end, peer, message, number in waits:
         assert end.post(peer, message, "s").wait().value().item() == number
 
@@ -113,7 +119,9 @@ def test_reopening_forgets_the_failure_and_what_was_on_its_way():
 
 
 def test_the_same_message_twice_arrives_twice_in_order():
-    """One of two copies may be an update ahead: its next gradients must not take the place of those that nobody has taken yet."""
+    """One of two copies may be an update ahead: its next gradients must not take the place of those
+    that nobody has taken yet.
+    """
     exchange, message = Exchange(), Message(Kind.U, 0, 0)
     for number in (1.0, 2.0):
         exchange.put((0, 1, message), Payload.of([torch.tensor(number)], (False,)))

@@ -19,8 +19,17 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.transport.payload import Header, Payload, TensorForm
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.int32, torch.uint8,
-          torch.bool]  # fmt: skip
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
 
 
 @st.composite
@@ -51,7 +60,9 @@ VALUES = st.recursive(
 
 
 def alike(first, second, identical):
-    """Whether two values nest alike, with keys in the same order, and hold the same; `identical` asks for the tensors themselves."""
+    """Whether two values nest alike, with keys in the same order, and hold the same; `identical`
+    asks for the tensors themselves.
+    """
     if isinstance(first, Tensor):
         same = (
             first is second
@@ -82,13 +93,19 @@ def test_a_value_that_was_flattened_nests_as_before(value):
 @given(VALUES)
 @settings(deadline=None, max_examples=150)
 def test_a_header_and_the_tensors_make_the_whole_value(value):
-    """Between processes only these travel: structure, keys, constants and who wants a gradient are in the JSON."""
+    """Between processes only these travel: structure, keys, constants and who wants a gradient are
+    in the JSON.
+    """
     payload = Payload.of(value)
     text = payload.header()
     header = Header.parse(text)
     json.loads(text)
-    assert header.forms == [TensorForm(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
-                            for tensor in payload.tensors]  # fmt: skip
+    assert header.forms == [
+        TensorForm(
+            tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+        )
+        for tensor in payload.tensors
+    ]
     for form, tensor in zip(header.forms, payload.tensors, strict=True):
         empty = form.empty()
         assert (empty.shape, empty.dtype, empty.device.type) == (tensor.shape, tensor.dtype, "cpu")
@@ -119,7 +136,9 @@ def test_a_bare_tensor_is_itself():
 
 
 def test_who_wants_a_gradient_can_be_said():
-    """A forward without a graph makes tensors that require none, though gradients must come back for them."""
+    """A forward without a graph makes tensors that require none, though gradients must come back
+    for them.
+    """
     assert Payload.of(torch.ones(2), (True,)).wants_grad == (True,)
     value = (torch.ones(2), {"a": torch.ones(3), "b": 7})
     assert Payload.of(value, (False, True)).wants_grad == (False, True)
@@ -130,7 +149,9 @@ def test_who_wants_a_gradient_can_be_said():
 
 @pytest.mark.parametrize("missing", [(), (0,), (1,), (0, 2), (0, 1, 2)])
 def test_a_list_of_gradients_keeps_its_gaps(missing):
-    """The receiver matches gradients to outputs by place; a gap that closed would shift all after it."""
+    """The receiver matches gradients to outputs by place; a gap that closed would shift all after
+    it.
+    """
     gradients = [None if i in missing else torch.full((i + 1,), float(i)) for i in range(3)]
     payload = Payload.flat(gradients)
     assert payload.wants_grad == (False,) * (3 - len(missing))
@@ -141,7 +162,9 @@ def test_a_list_of_gradients_keeps_its_gaps(missing):
 
 
 def test_the_form_tells_shapes_dtypes_nesting_and_constants_apart_and_not_contents():
-    """The sender compares forms of batches, to say when what it once told the receiver holds no more."""
+    """The sender compares forms of batches, to say when what it once told the receiver holds no
+    more.
+    """
 
     def form(value, wants=None):
         return Payload.of(value, wants).form()
@@ -192,13 +215,37 @@ def sent(value):
     return Header.parse(payload.header()).filled(payload.tensors).value()
 
 
-@pytest.mark.parametrize("value", [
-    Record(ONE), (ONE, [Record(ONE)]), Point(ONE, ONE.clone()), [Point(ONE, ONE)], (ONE, Colour.RED), (ONE, b"bytes"), (ONE, 1j),
-    (ONE, torch.float32), (ONE, torch.Size([2, 3])), (ONE, slice(1, None, 2)), (ONE, np.float32(0.1)), (ONE, np.int64(7)),
-    {(1, 2): ONE}, [{"a": {(1,): ONE}}], {torch.float32: ONE}, {Colour.RED: ONE, 1: 2, "1": 3},
-    defaultdict(list, a=ONE), UserDict(a=ONE), (ONE, ...), (ONE, range(3)), (ONE, int), (ONE, torch.channels_last), 2**80, -0.0,
-    (ONE, torch.device("cpu")), {"penstock.type": "os:system", "fields": {}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        Record(ONE),
+        (ONE, [Record(ONE)]),
+        Point(ONE, ONE.clone()),
+        [Point(ONE, ONE)],
+        (ONE, Colour.RED),
+        (ONE, b"bytes"),
+        (ONE, 1j),
+        (ONE, torch.float32),
+        (ONE, torch.Size([2, 3])),
+        (ONE, slice(1, None, 2)),
+        (ONE, np.float32(0.1)),
+        (ONE, np.int64(7)),
+        {(1, 2): ONE},
+        [{"a": {(1,): ONE}}],
+        {torch.float32: ONE},
+        {Colour.RED: ONE, 1: 2, "1": 3},
+        defaultdict(list, a=ONE),
+        UserDict(a=ONE),
+        (ONE, ...),
+        (ONE, range(3)),
+        (ONE, int),
+        (ONE, torch.channels_last),
+        2**80,
+        -0.0,
+        (ONE, torch.device("cpu")),
+        {"penstock.type": "os:system", "fields": {}},
+    ],
+)
 def test_constants_and_records_of_many_kinds_arrive_as_they_were(value):
     """Version 0.1 refused them, or let them arrive as something else."""
     found = sent(value)
@@ -251,15 +298,33 @@ class Handle:
         pass
 
 
-@pytest.mark.parametrize(("value", "message"), [
-    ((ONE, {ONE}), r"^a set cannot cross a stage boundary, because there may be tensors in it.*\(at \[1\]\)$"),
-    ({"a": [iter([ONE])]}, r"^a list_iterator cannot cross.*\(at \['a'\]\[0\]\)$"),
-    (Record(Handle(ONE)), r"^a Handle cannot cross.*pass the tensors themselves.*\(at \.x\)$"),
-    ((ONE, ONE.expand(2, 1).to_sparse_csr()), r"^a tensor of layout torch.sparse_csr cannot cross.*to_sparse_coo\(\) \(at \[1\]\)$"),
-    (torch.quantize_per_tensor(ONE, 0.1, 0, torch.qint8), r"^a quantized tensor cannot cross.*dequantize"),
-    (torch.nested.nested_tensor([ONE, ONE], layout=torch.jagged), r"^a NestedTensor cannot cross.*subclass of Tensor"),
-    (ONE.as_subclass(type("Image", (Tensor,), {})), r"^a Image cannot cross a stage boundary, because it is a subclass of Tensor"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            (ONE, {ONE}),
+            r"^a set cannot cross a stage boundary, because there may be tensors in it.*\(at \[1\]\)$",
+        ),
+        ({"a": [iter([ONE])]}, r"^a list_iterator cannot cross.*\(at \['a'\]\[0\]\)$"),
+        (Record(Handle(ONE)), r"^a Handle cannot cross.*pass the tensors themselves.*\(at \.x\)$"),
+        (
+            (ONE, ONE.expand(2, 1).to_sparse_csr()),
+            r"^a tensor of layout torch.sparse_csr cannot cross.*to_sparse_coo\(\) \(at \[1\]\)$",
+        ),
+        (
+            torch.quantize_per_tensor(ONE, 0.1, 0, torch.qint8),
+            r"^a quantized tensor cannot cross.*dequantize",
+        ),
+        (
+            torch.nested.nested_tensor([ONE, ONE], layout=torch.jagged),
+            r"^a NestedTensor cannot cross.*subclass of Tensor",
+        ),
+        (
+            ONE.as_subclass(type("Image", (Tensor,), {})),
+            r"^a Image cannot cross a stage boundary, because it is a subclass of Tensor",
+        ),
+    ],
+)
 @pytest.mark.filterwarnings(
     "ignore:Sparse CSR", "ignore:.*quantize_per_tensor", "ignore:The PyTorch API of nested"
 )
@@ -269,12 +334,21 @@ def test_what_may_hide_a_gradient_is_refused_at_the_sender_with_its_place(value,
         Payload.of(value)
 
 
-@pytest.mark.parametrize(("value", "message"), [
-    ((ONE, len), r"^a builtin_function_or_method cannot cross a stage boundary between processes.*Give what it is made of"),
-    ((ONE, np.ones(2)), r"^a ndarray cannot cross.*torch.from_numpy"),
-    ((ONE, object()), r"^an object cannot cross a stage boundary between processes"),
-    (defaultdict(lambda: 3, a=ONE), r"^a defaultdict cannot cross a stage boundary between processes with .*lambda"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            (ONE, len),
+            r"^a builtin_function_or_method cannot cross a stage boundary between processes.*Give what it is made of",
+        ),
+        ((ONE, np.ones(2)), r"^a ndarray cannot cross.*torch.from_numpy"),
+        ((ONE, object()), r"^an object cannot cross a stage boundary between processes"),
+        (
+            defaultdict(lambda: 3, a=ONE),
+            r"^a defaultdict cannot cross a stage boundary between processes with .*lambda",
+        ),
+    ],
+)
 def test_what_holds_no_tensor_passes_within_a_process_and_is_refused_between_them(value, message):
     """Plain PyTorch passes the object itself; so does a rank that is a thread."""
     payload = Payload.of(value)
@@ -283,20 +357,59 @@ def test_what_holds_no_tensor_passes_within_a_process_and_is_refused_between_the
         payload.header()
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"version": 1}, "of version 1 and not 2: all ranks need the same version"),
-    ({"structure": {"kind": "object", "class": "antigravity:Unknown", "context": [], "children": []}},
-     "a Unknown of antigravity crosses a stage boundary, and this rank does not find that class"),
-    ({"structure": {"kind": "object", "class": "subprocess:Popen", "context": [], "children": []}}, "another kind of thing"),
-    ({"structure": {"kind": "object", "class": "os:system", "context": [], "children": []}}, "does not find that class"),
-    ({"structure": {"kind": "call", "class": "os:system"}}, "no structure of a value"),
-    ({"leaves": [{"constant": {"call": ["os", "system"]}}]}, "no constant of a known kind"),
-    ({"leaves": [{"shape": [], "dtype": "load", "wants_grad": False, "stride": None}]}, "torch.load in it, which is no dtype"),
-    ({"structure": {"kind": "default", "class": None, "context": [{"tuple": []}, {"tuple": []}, {"class": "subprocess:Popen"}],
-                    "children": []}}, "a defaultdict cannot cross a stage boundary between processes with .*Popen"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 1}, "of version 1 and not 2: all ranks need the same version"),
+        (
+            {
+                "structure": {
+                    "kind": "object",
+                    "class": "antigravity:Unknown",
+                    "context": [],
+                    "children": [],
+                }
+            },
+            "a Unknown of antigravity crosses a stage boundary, and this rank does not find that class",
+        ),
+        (
+            {
+                "structure": {
+                    "kind": "object",
+                    "class": "subprocess:Popen",
+                    "context": [],
+                    "children": [],
+                }
+            },
+            "another kind of thing",
+        ),
+        (
+            {"structure": {"kind": "object", "class": "os:system", "context": [], "children": []}},
+            "does not find that class",
+        ),
+        ({"structure": {"kind": "call", "class": "os:system"}}, "no structure of a value"),
+        ({"leaves": [{"constant": {"call": ["os", "system"]}}]}, "no constant of a known kind"),
+        (
+            {"leaves": [{"shape": [], "dtype": "load", "wants_grad": False, "stride": None}]},
+            "torch.load in it, which is no dtype",
+        ),
+        (
+            {
+                "structure": {
+                    "kind": "default",
+                    "class": None,
+                    "context": [{"tuple": []}, {"tuple": []}, {"class": "subprocess:Popen"}],
+                    "children": [],
+                }
+            },
+            "a defaultdict cannot cross a stage boundary between processes with .*Popen",
+        ),
+    ],
+)
 def test_a_header_is_read_strictly(change, message):
-    """Headers come from other processes: they make plain values and classes that are here, and call nothing."""
+    """Headers come from other processes: they make plain values and classes that are here, and call
+    nothing.
+    """
     header = {"version": 2, "structure": "*", "leaves": [], "shared": []} | change
     with pytest.raises(RunError, match=message):
         Header.parse(json.dumps(header))

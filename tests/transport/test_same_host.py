@@ -23,8 +23,19 @@ from penstock.transport.payload import Payload
 from penstock.transport.same_host import SameHostTransport
 from penstock.transport.transport import TransportLost, TransportTimeout
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.int32, torch.int16,
-          torch.int8, torch.uint8, torch.bool)  # fmt: skip
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
 
 
 @pytest.fixture
@@ -39,7 +50,9 @@ def ends():
 
 @pytest.fixture(scope="module")
 def other_process(tmp_path_factory):
-    """This end of a link to another process, which sends everything back, and how many messages that was."""
+    """This end of a link to another process, which sends everything back, and how many messages
+    that was.
+    """
     with echo(tmp_path_factory.mktemp("echo")) as (end, _):
         yield end, [0]
 
@@ -103,7 +116,9 @@ VALUES = st.one_of(
 
 
 def test_values_of_all_sorts_arrive_as_they_were(ends):
-    """Every dtype, empty tensors, none of any dimensions, views of all kinds, and what is no tensor."""
+    """Every dtype, empty tensors, none of any dimensions, views of all kinds, and what is no
+    tensor.
+    """
     counted = torch.arange(12)
     value = {
         "dtypes": [counted.to(dtype) for dtype in DTYPES],
@@ -135,7 +150,9 @@ def test_what_arrives_is_the_receivers_own(ends):
 
 
 def test_channels_last_stays_so(ends):
-    """Convolutions are quicker on it: one that became contiguous on the way would be turned at every boundary."""
+    """Convolutions are quicker on it: one that became contiguous on the way would be turned at
+    every boundary.
+    """
     image = torch.arange(48.0).reshape(2, 2, 3, 4).to(memory_format=torch.channels_last)
     volume = torch.arange(96.0).reshape(2, 2, 2, 3, 4).to(memory_format=torch.channels_last_3d)
     found = passed(ends, (image, volume, image.contiguous())).value()
@@ -170,7 +187,9 @@ def test_the_same_message_twice_arrives_twice_in_order(ends):
 
 
 def test_messages_are_told_apart_by_kind_stage_and_micro_batch(ends):
-    """Everything under way between two ranks is on one link; micro-batches of a stream count on for ever."""
+    """Everything under way between two ranks is on one link; micro-batches of a stream count on for
+    ever.
+    """
     messages = [
         Message(kind, stage, number)
         for kind in Kind
@@ -198,7 +217,9 @@ def test_more_messages_than_a_block_holds_wait_for_their_receiver(ends):
 
 
 def test_more_forms_than_are_kept_are_all_understood(ends):
-    """Shapes that depend on the data may never come again: both sides forget the old, and may learn them anew."""
+    """Shapes that depend on the data may never come again: both sides forget the old, and may learn
+    them anew.
+    """
     for number in [*range(1100), 3, 1099, 5]:
         assert passed(ends, [torch.tensor([1.0]), number]).value()[1] == number
     assert len(ends[0]._peers[1].outgoing._layouts) < 200
@@ -257,7 +278,9 @@ def test_want_of_memory_is_an_error_that_says_so(ends, monkeypatch):
 )
 @given(st.lists(st.tuples(st.integers(0, 3), st.one_of(st.none(), VALUES)), max_size=40))
 def test_any_sequence_of_sends_and_waits_is_a_queue_per_name(ends, script):
-    """Against a dictionary of lists: (name, value) sends, (name, None) takes, and what is left is taken at the end."""
+    """Against a dictionary of lists: (name, value) sends, (name, None) takes, and what is left is
+    taken at the end.
+    """
     model: dict[int, list[Payload]] = {}
 
     def take(name):
@@ -283,7 +306,9 @@ def test_any_sequence_of_sends_and_waits_is_a_queue_per_name(ends, script):
 @example([1, 100_000, 1, 100_000])
 @given(st.lists(st.integers(0, 100_000), min_size=1, max_size=30))
 def test_memory_is_what_was_in_flight(ends, lengths):
-    """With one message in flight at a time, every length used again and again takes no more than it did once."""
+    """With one message in flight at a time, every length used again and again takes no more than it
+    did once.
+    """
     arena = ends[0]._peers[1].outgoing.arena
     for length in [1] * 600 + lengths:  # some of the first need blocks of entries as well
         passed(ends, torch.ones(length, dtype=torch.uint8))
@@ -334,7 +359,9 @@ def test_who_waits_is_let_go_when_anybody_stops_the_run(monkeypatch, stopped):
 
 
 def test_a_run_that_was_stopped_stays_so(ends):
-    """Its programs have been left in the middle: nothing that is under way can be told from what would come."""
+    """Its programs have been left in the middle: nothing that is under way can be told from what
+    would come.
+    """
     ends[0].send(1, forward(0), Payload.of(torch.ones(1)), "")
     ends[0].abort()
     for _ in range(2):
@@ -350,7 +377,9 @@ def test_a_run_that_was_stopped_stays_so(ends):
 
 @pytest.mark.parametrize("deadline_s", [0.0, 0.001, 0.12])
 def test_what_does_not_come_in_time_is_said(deadline_s):
-    """The message says who was waited for and for how long; another message that came meanwhile is kept."""
+    """The message says who was waited for and for how long; another message that came meanwhile is
+    kept.
+    """
     ends = joined(deadline_s=deadline_s)
     ends[0].send(1, forward(1), Payload.of(torch.ones(1)), "")
     with pytest.raises(
@@ -361,7 +390,9 @@ def test_what_does_not_come_in_time_is_said(deadline_s):
 
 
 def test_who_closes_waits_until_what_he_has_sent_can_outlive_him(ends, monkeypatch):
-    """A rank may end right after its last message, which lies in memory that its receiver has not opened yet."""
+    """A rank may end right after its last message, which lies in memory that its receiver has not
+    opened yet.
+    """
     monkeypatch.setattr(same_host, "_LINGER_S", 3600.0)
     ends[0].send(1, forward(0), Payload.of(torch.full((2,), 5.0)), "")
     thread = threading.Thread(target=ends[0].close)
@@ -415,7 +446,9 @@ def test_nobody_is_reachable_who_does_not_want_to_be():
 
 
 def test_nobody_is_reachable_whose_memory_cannot_be_opened(monkeypatch):
-    """As between two users, or where /proc is not there. Here rank 1 can open nobody's, while the others can open its."""
+    """As between two users, or where /proc is not there. Here rank 1 can open nobody's, while the
+    others can open its.
+    """
     real = SameHostTransport._opened
     monkeypatch.setattr(
         SameHostTransport,
@@ -427,7 +460,9 @@ def test_nobody_is_reachable_whose_memory_cannot_be_opened(monkeypatch):
 
 @pytest.mark.parametrize("differs", ["host", "nonce", "pid", "door"])
 def test_a_process_that_only_looks_like_a_peer_is_not_taken_for_it(monkeypatch, differs):
-    """Numbers of processes mean something else in another container, and another machine has its own."""
+    """Numbers of processes mean something else in another container, and another machine has its
+    own.
+    """
     real = same_host._told
     wrong = {"host": "another", "nonce": "0" * 32, "pid": 2**22 + 1, "door": 0}
 
@@ -445,7 +480,9 @@ def test_a_process_that_only_looks_like_a_peer_is_not_taken_for_it(monkeypatch, 
 
 @pytest.mark.parametrize("lack", ["system", "machine", "memory"])
 def test_a_machine_that_cannot_is_reachable_for_nobody(monkeypatch, lack):
-    """Other processors show stores in other orders than they were made; other systems have no such memory."""
+    """Other processors show stores in other orders than they were made; other systems have no such
+    memory.
+    """
 
     def refused(*_):
         raise OSError(1, "Operation not permitted")
@@ -488,7 +525,9 @@ def test_another_process_gets_and_gives_the_same(other_process, values):
 
 
 def test_another_process_misses_no_bell(other_process, monkeypatch):
-    """Thousands of times both go to sleep just as the other is about to wake them; nobody looks by himself."""
+    """Thousands of times both go to sleep just as the other is about to wake them; nobody looks by
+    himself.
+    """
     monkeypatch.setattr(same_host, "_SLICE_S", 3600.0)
     end, counted = other_process
     monkeypatch.setattr(end, "spin_s", 0.0)
@@ -519,7 +558,9 @@ def test_a_process_that_is_killed_is_missed_before_the_deadline(tmp_path, monkey
 
 
 def test_messages_that_look_like_entries_are_not_taken_for_them(ends):
-    """Memory of a message must never become a block of entries: its numbers could be those that the receiver waits for."""
+    """Memory of a message must never become a block of entries: its numbers could be those that the
+    receiver waits for.
+    """
     lane = ends[0]._peers[1].outgoing
     passed(
         ends, torch.zeros(8 * 128, dtype=torch.int64)
@@ -537,7 +578,9 @@ def test_messages_that_look_like_entries_are_not_taken_for_them(ends):
 
 
 def test_tensors_arrive_on_the_receivers_device():
-    """Ranks on GPUs without links of their own pass through host memory. Here the device without any memory stands for one."""
+    """Ranks on GPUs without links of their own pass through host memory. Here the device without
+    any memory stands for one.
+    """
     ends = joined(device=torch.device("meta"))
     assert passed(ends, [torch.ones(3), None]).tensors[0].is_meta
     for end in ends:

@@ -25,8 +25,9 @@ def lowered_from(text):
 @given(custom_schedules(synchronous=True), st.integers(0, 3))
 @settings(deadline=None, max_examples=100)
 def test_what_lower_adds_to_any_sound_schedule_passes(made, ahead):
-    """The runtime plays this very form: a verifier that refused it would be wrong, or the runtime would. Receives that wait for
-    nothing need no deeper channels than those that wait where they stand.
+    """The runtime plays this very form: a verifier that refused it would be wrong, or the runtime
+    would. Receives that wait for nothing need no deeper channels than those that wait where they
+    stand.
     """
     report = verify_lowered(lower(made, ahead))
     alone = verify(made)
@@ -80,7 +81,9 @@ def test_a_transfer_that_lacks_or_stands_twice_or_elsewhere_is_found_whatever_th
 @given(custom_schedules(synchronous=True), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=150)
 def test_two_receives_of_one_link_in_each_others_places_are_found_whatever_the_schedule(made, rng):
-    """Messages have no names on the way: each receive would get the other's numbers, and nobody would notice."""
+    """Messages have no names on the way: each receive would get the other's numbers, and nobody
+    would notice.
+    """
     programs = [
         list(program)
         for program in lower(made, ahead=made.micro_batches * made.stages * 3).programs
@@ -122,28 +125,86 @@ def test_a_sound_file_passes_with_the_depth_of_its_own_transfers():
     )  # each would wait for the other to come to its receive
 
 
-@pytest.mark.parametrize(("old", "new", "finding", "message"), [
-    ("1RECV_F0 1F0 1RECV_F1 1F1", "1RECV_F1 1RECV_F0 1F0 1F1", ("receive order", 1, "1RECV_F1"),
-     (r"message 1 from rank 0 to rank 1 is sent as 0SEND_F0 and received as 1RECV_F1: between two ranks messages are received in "
-     r"the order in which they are sent, and 1RECV_F1 would get the numbers of 0SEND_F0")),
-    ("1B0 1SEND_B0 1B1 1SEND_B1", "1B0 1B1 1SEND_B1 1SEND_B0", ("receive order", 0, "0RECV_B0"),
-     "message 1 from rank 1 to rank 0 is sent as 1SEND_B1 and received as 0RECV_B0"),
-    ("0SEND_F1 ", "", ("one transfer", 0, "0SEND_F1"), "0SEND_F1 is missing on rank 0: 1F1 on rank 1 would wait for it for ever"),
-    ("1RECV_F1 ", "", ("one transfer", 1, "1RECV_F1"), "1RECV_F1 is missing on rank 1: 1F1 needs it from rank 0"),
-    ("1RECV_F1 1F1", "1F1 1RECV_F1", ("one transfer", 1, "1RECV_F1"), "1RECV_F1 on rank 1 comes after 1F1, which needs it"),
-    ("0F1 0SEND_F1", "0SEND_F1 0F1", ("one transfer", 0, "0SEND_F1"), "0SEND_F1 on rank 0 stands before 0F1, which makes its value"),
-    ("0F0 0SEND_F0", "0F0 0SEND_F0 0SEND_F0", ("one transfer", 0, "0SEND_F0"), "0SEND_F0 stands 2 times, on ranks 0, 0"),
-    ("0RECV_B0 0B0", "0B0", ("one transfer", 0, "0RECV_B0"), "0RECV_B0 is missing on rank 0: 0B0 needs it from rank 1"),
-    ("0F0 0SEND_F0", "0RECV_F0 0F0 0SEND_F0", ("one transfer", 0, "0RECV_F0"),
-     "0RECV_F0 on rank 0 receives what no op makes or no op takes: F of micro-batch 0 from stage -1 to 0"),
-    ("1F1 1B0", "1F1 1SEND_F1 1B0", ("one transfer", 1, "1SEND_F1"), "1SEND_F1 on rank 1 sends what no op makes or no op takes"),
-    ("0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0", "0F1 0RECV_B0 0B0 0SEND_F0 0SEND_F1", ("no cycle", 0, "0B0"),
-     "rank 0 cannot start 0B0: it needs 1SEND_B0 on rank 1"),
-    ("0B1", "", ("one backward", 0, "0B1"), "0B1 is missing for 0F1 on rank 0"),
-    ("1F1 1B0", "1B0", ("one forward", None, "1F1"), "1F1 is missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "finding", "message"),
+    [
+        (
+            "1RECV_F0 1F0 1RECV_F1 1F1",
+            "1RECV_F1 1RECV_F0 1F0 1F1",
+            ("receive order", 1, "1RECV_F1"),
+            (
+                r"message 1 from rank 0 to rank 1 is sent as 0SEND_F0 and received as 1RECV_F1: between two ranks messages are received in "
+                r"the order in which they are sent, and 1RECV_F1 would get the numbers of 0SEND_F0"
+            ),
+        ),
+        (
+            "1B0 1SEND_B0 1B1 1SEND_B1",
+            "1B0 1B1 1SEND_B1 1SEND_B0",
+            ("receive order", 0, "0RECV_B0"),
+            "message 1 from rank 1 to rank 0 is sent as 1SEND_B1 and received as 0RECV_B0",
+        ),
+        (
+            "0SEND_F1 ",
+            "",
+            ("one transfer", 0, "0SEND_F1"),
+            "0SEND_F1 is missing on rank 0: 1F1 on rank 1 would wait for it for ever",
+        ),
+        (
+            "1RECV_F1 ",
+            "",
+            ("one transfer", 1, "1RECV_F1"),
+            "1RECV_F1 is missing on rank 1: 1F1 needs it from rank 0",
+        ),
+        (
+            "1RECV_F1 1F1",
+            "1F1 1RECV_F1",
+            ("one transfer", 1, "1RECV_F1"),
+            "1RECV_F1 on rank 1 comes after 1F1, which needs it",
+        ),
+        (
+            "0F1 0SEND_F1",
+            "0SEND_F1 0F1",
+            ("one transfer", 0, "0SEND_F1"),
+            "0SEND_F1 on rank 0 stands before 0F1, which makes its value",
+        ),
+        (
+            "0F0 0SEND_F0",
+            "0F0 0SEND_F0 0SEND_F0",
+            ("one transfer", 0, "0SEND_F0"),
+            "0SEND_F0 stands 2 times, on ranks 0, 0",
+        ),
+        (
+            "0RECV_B0 0B0",
+            "0B0",
+            ("one transfer", 0, "0RECV_B0"),
+            "0RECV_B0 is missing on rank 0: 0B0 needs it from rank 1",
+        ),
+        (
+            "0F0 0SEND_F0",
+            "0RECV_F0 0F0 0SEND_F0",
+            ("one transfer", 0, "0RECV_F0"),
+            "0RECV_F0 on rank 0 receives what no op makes or no op takes: F of micro-batch 0 from stage -1 to 0",
+        ),
+        (
+            "1F1 1B0",
+            "1F1 1SEND_F1 1B0",
+            ("one transfer", 1, "1SEND_F1"),
+            "1SEND_F1 on rank 1 sends what no op makes or no op takes",
+        ),
+        (
+            "0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0",
+            "0F1 0RECV_B0 0B0 0SEND_F0 0SEND_F1",
+            ("no cycle", 0, "0B0"),
+            "rank 0 cannot start 0B0: it needs 1SEND_B0 on rank 1",
+        ),
+        ("0B1", "", ("one backward", 0, "0B1"), "0B1 is missing for 0F1 on rank 0"),
+        ("1F1 1B0", "1B0", ("one forward", None, "1F1"), "1F1 is missing"),
+    ],
+)
 def test_a_planted_fault_is_found_and_named(old, new, finding, message):
-    """Rule, rank and transfer are the whole diagnosis; torch plays most of these files, with wrong numbers or for ever."""
+    """Rule, rank and transfer are the whole diagnosis; torch plays most of these files, with wrong
+    numbers or for ever.
+    """
     assert old in SOUND
     made, lowered = lowered_from(SOUND.replace(old, new, 1))
     with pytest.raises(ScheduleError, match=message) as caught:

@@ -42,8 +42,14 @@ def test_any_stream_that_is_sound_by_construction_passes(made):
 @settings(deadline=None, max_examples=60)
 def test_a_gradient_and_an_update_in_each_others_places_are_found(made, rng):
     """The gradient would be in another batch's update; by number of updates alone nothing is wrong."""
-    places = [(rank, i) for rank, program in enumerate(made.programs) for i, op in enumerate(program[:-1])
-              if op.kind in (Kind.B, Kind.W) and program[i + 1].kind is Kind.U and program[i + 1].stage == op.stage]  # fmt: skip
+    places = [
+        (rank, i)
+        for rank, program in enumerate(made.programs)
+        for i, op in enumerate(program[:-1])
+        if op.kind in (Kind.B, Kind.W)
+        and program[i + 1].kind is Kind.U
+        and program[i + 1].stage == op.stage
+    ]
     if not places:
         return
     rank, i = rng.choice(places)
@@ -55,18 +61,51 @@ def test_a_gradient_and_an_update_in_each_others_places_are_found(made, rng):
     assert {rule for rule, _, _ in found} <= {"update", "no cycle"}
 
 
-@pytest.mark.parametrize(("text", "batches", "finding", "message"), [
-    ("0F0 0F1 0B0 0B1 0U1 0F2 0F3 0B2 0U2 0B3 0U3", 2, ("update", "0B3", 0),
-     r"0B3 on rank 0 comes after the U of stage 0 for its batch 1: a batch has one update"),
-    ("0F0 0F1 0F2 0F3 0B0 0B2 0U1 0B1 0B3 0U2", 2, ("update", "0B2", 0),
-     r"0B2 on rank 0 is of batch 1, and batch 0 has had no U of stage 0 yet: its update would take both"),
-    ("0F0 0B0 0F1 0B1 0U1", 2, ("update", "0B1", 0), r"0B1 on rank 0 is of batch 1, and batch 0 has had no U"),
-    ("0F0 0B0 0U1 0U2 0F1 0B1 0U3", 2, ("update", "0U2", 0), r"0U2 on rank 0 has no gradient before it"),
-    ("0F0 0B0 0U1 0F1 0B1 0U2 0F2 0B2 0U3", 2, ("stream", None, None), r"3 micro-batches are not 2 batches of equally many"),
-    ("0F0 0B0 0U1 0F1 0B1 0U2", 3, ("stream", None, None), r"2 micro-batches are not 3 batches of equally many"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "batches", "finding", "message"),
+    [
+        (
+            "0F0 0F1 0B0 0B1 0U1 0F2 0F3 0B2 0U2 0B3 0U3",
+            2,
+            ("update", "0B3", 0),
+            r"0B3 on rank 0 comes after the U of stage 0 for its batch 1: a batch has one update",
+        ),
+        (
+            "0F0 0F1 0F2 0F3 0B0 0B2 0U1 0B1 0B3 0U2",
+            2,
+            ("update", "0B2", 0),
+            r"0B2 on rank 0 is of batch 1, and batch 0 has had no U of stage 0 yet: its update would take both",
+        ),
+        (
+            "0F0 0B0 0F1 0B1 0U1",
+            2,
+            ("update", "0B1", 0),
+            r"0B1 on rank 0 is of batch 1, and batch 0 has had no U",
+        ),
+        (
+            "0F0 0B0 0U1 0U2 0F1 0B1 0U3",
+            2,
+            ("update", "0U2", 0),
+            r"0U2 on rank 0 has no gradient before it",
+        ),
+        (
+            "0F0 0B0 0U1 0F1 0B1 0U2 0F2 0B2 0U3",
+            2,
+            ("stream", None, None),
+            r"3 micro-batches are not 2 batches of equally many",
+        ),
+        (
+            "0F0 0B0 0U1 0F1 0B1 0U2",
+            3,
+            ("stream", None, None),
+            r"2 micro-batches are not 3 batches of equally many",
+        ),
+    ],
+)
 def test_a_batch_without_one_update_of_its_own_is_found_and_named(text, batches, finding, message):
-    """An update that takes two batches, or half of one, is another training than what was asked for."""
+    """An update that takes two batches, or half of one, is another training than what was asked
+    for.
+    """
     with pytest.raises(ScheduleError, match=message) as caught:
         verify(stream(text, batches))
     assert finding in [(f.rule, f.op, f.rank) for f in caught.value.findings]
@@ -93,7 +132,9 @@ def test_copies_with_waves_have_whole_batches_in_turn():
 
 
 def test_with_waves_the_last_update_may_lack_on_some_copies_and_no_other():
-    """A stream may end after any batch: virtual workers whose turn does not come again have one less."""
+    """A stream may end after any batch: virtual workers whose turn does not come again have one
+    less.
+    """
     for batches in (7, 8, 9, 10):
         assert (
             verify(schedule("hetpipe", 2, 1, virtual_workers=3, batches=batches)).weights

@@ -70,39 +70,102 @@ def test_any_schedule_that_lacks_an_op_or_has_one_twice_is_refused_by_its_name(m
     assert caught.value.findings[0].op == str(op)
 
 
-@pytest.mark.parametrize(("text", "finding", "message"), [
-    # an op too few
-    ("0F0 0F1 0B1 0U1\n1F0 1B0 1F1 1B1 1U1", ("one backward", "0B0", 0), r"\[one backward\] 0B0 is missing for 0F0 on rank 0"),
-    ("0F0 0B0 0B1 0U1\n1F0 1B0 1F1 1B1 1U1", ("one forward", "0F1", None), r"0F1 is missing: every stage runs every micro-batch"),
-    ("0F0 0F1 0B0 0B1 0U1\n1F0 1B0 1U1", ("one forward", "1F1", None), r"1F1 is missing: every stage runs every micro-batch"),
-    ("0F0 0W0 0U1", ("one backward", "0I0", 0), r"0I0 is missing for 0F0 on rank 0"),
-    ("0F0 0I0 0U1", ("one backward", "0W0", 0), r"0W0 is missing for 0F0 on rank 0"),
-    ("0F0 0B0 0U1\n1B0 1U1", ("one forward", "1F0", None), r"1F0 is missing"),
-    ("0U1", ("one forward", None, None), r"the schedule has no forward at all"),
-    ("", ("one forward", None, None), r"the schedule has no forward at all"),
-    # an op too many
-    ("0F0 0F0 0B0 0U1", ("once", "0F0", 0), r"\[once\] 0F0 stands 2 times, on ranks 0, 0"),
-    ("0F0 0B0 0U1\n0F0 0B0 0U1", ("once", "0F0", 1), r"0B0 stands 2 times, on ranks 0, 1"),
-    ("0F0 0B0 0I0 0W0 0U1", ("one backward", "0B0", 0), r"stage 0 has both 0B0 and 0I0 or 0W0"),
-    ("0F0 0B0 0W0 0U1", ("one backward", "0B0", 0), r"stage 0 has both 0B0 and 0I0 or 0W0"),
-    # an op elsewhere
-    ("0F0 0U1\n0B0 0U1", ("one rank", "0B0", 1), r"0B0 stands on rank 1, but 0F0 on rank 0 holds its activations"),
-    ("0F0 0I0 0U1\n0W0 0U1", ("one rank", "0W0", 1), r"0W0 stands on rank 1, but 0F0 on rank 0"),
-    # an op too early
-    ("0B0 0F0 0U1", ("no cycle", "0B0", 0), r"\[no cycle\] rank 0 cannot start 0B0: it needs 0F0 on rank 0"),
-    ("0F0 0W0 0I0 0U1", ("no cycle", "0W0", 0), r"rank 0 cannot start 0W0: it needs 0I0 on rank 0"),
-    ("1F0 0F0 1B0 0B0 0U1 1U1", ("no cycle", "1F0", 0), r"rank 0 cannot start 1F0: it needs 0F0 on rank 0"),
-    # updates
-    ("0F0 0B0", ("update", "0U1", 0), r"\[update\] stage 0 has no U on rank 0: its weights would never change"),
-    ("0F0 0U1 0B0", ("update", "0B0", 0), r"0B0 on rank 0 comes after the last U of stage 0: its gradient would be lost"),
-    ("0F0 0I0 0U1 0W0", ("update", "0W0", 0), r"0W0 on rank 0 comes after the last U of stage 0"),
-    ("0F0 0B0 0U1 0F1 0B1 0U2", ("update", "0U2", 0), r"stage 0 updates 2 times on rank 0, a synchronous schedule once"),
-    ("0F0 0B0 0U2", ("update", "0U2", 0), r"0U2 on rank 0 is update 1 of stage 0: versions count 1, 2, 3"),
-    ("0F0 0B0 0U0", ("update", "0U0", 0), r"0U0 on rank 0 is update 1 of stage 0"),
-    # numbers
-    ("0F0 0B0 0F2 0B2 0U1", ("one forward", "0F1", None), r"micro-batch 1 has no op at all, but micro-batch 2 has"),
-    ("1F0 1B0 1U1", ("one forward", "0F0", None), r"stage 0 has no op at all, but stage 1 has: they count from 0 without gaps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "finding", "message"),
+    [
+        # an op too few
+        (
+            "0F0 0F1 0B1 0U1\n1F0 1B0 1F1 1B1 1U1",
+            ("one backward", "0B0", 0),
+            r"\[one backward\] 0B0 is missing for 0F0 on rank 0",
+        ),
+        (
+            "0F0 0B0 0B1 0U1\n1F0 1B0 1F1 1B1 1U1",
+            ("one forward", "0F1", None),
+            r"0F1 is missing: every stage runs every micro-batch",
+        ),
+        (
+            "0F0 0F1 0B0 0B1 0U1\n1F0 1B0 1U1",
+            ("one forward", "1F1", None),
+            r"1F1 is missing: every stage runs every micro-batch",
+        ),
+        ("0F0 0W0 0U1", ("one backward", "0I0", 0), r"0I0 is missing for 0F0 on rank 0"),
+        ("0F0 0I0 0U1", ("one backward", "0W0", 0), r"0W0 is missing for 0F0 on rank 0"),
+        ("0F0 0B0 0U1\n1B0 1U1", ("one forward", "1F0", None), r"1F0 is missing"),
+        ("0U1", ("one forward", None, None), r"the schedule has no forward at all"),
+        ("", ("one forward", None, None), r"the schedule has no forward at all"),
+        # an op too many
+        ("0F0 0F0 0B0 0U1", ("once", "0F0", 0), r"\[once\] 0F0 stands 2 times, on ranks 0, 0"),
+        ("0F0 0B0 0U1\n0F0 0B0 0U1", ("once", "0F0", 1), r"0B0 stands 2 times, on ranks 0, 1"),
+        ("0F0 0B0 0I0 0W0 0U1", ("one backward", "0B0", 0), r"stage 0 has both 0B0 and 0I0 or 0W0"),
+        ("0F0 0B0 0W0 0U1", ("one backward", "0B0", 0), r"stage 0 has both 0B0 and 0I0 or 0W0"),
+        # an op elsewhere
+        (
+            "0F0 0U1\n0B0 0U1",
+            ("one rank", "0B0", 1),
+            r"0B0 stands on rank 1, but 0F0 on rank 0 holds its activations",
+        ),
+        (
+            "0F0 0I0 0U1\n0W0 0U1",
+            ("one rank", "0W0", 1),
+            r"0W0 stands on rank 1, but 0F0 on rank 0",
+        ),
+        # an op too early
+        (
+            "0B0 0F0 0U1",
+            ("no cycle", "0B0", 0),
+            r"\[no cycle\] rank 0 cannot start 0B0: it needs 0F0 on rank 0",
+        ),
+        (
+            "0F0 0W0 0I0 0U1",
+            ("no cycle", "0W0", 0),
+            r"rank 0 cannot start 0W0: it needs 0I0 on rank 0",
+        ),
+        (
+            "1F0 0F0 1B0 0B0 0U1 1U1",
+            ("no cycle", "1F0", 0),
+            r"rank 0 cannot start 1F0: it needs 0F0 on rank 0",
+        ),
+        # updates
+        (
+            "0F0 0B0",
+            ("update", "0U1", 0),
+            r"\[update\] stage 0 has no U on rank 0: its weights would never change",
+        ),
+        (
+            "0F0 0U1 0B0",
+            ("update", "0B0", 0),
+            r"0B0 on rank 0 comes after the last U of stage 0: its gradient would be lost",
+        ),
+        (
+            "0F0 0I0 0U1 0W0",
+            ("update", "0W0", 0),
+            r"0W0 on rank 0 comes after the last U of stage 0",
+        ),
+        (
+            "0F0 0B0 0U1 0F1 0B1 0U2",
+            ("update", "0U2", 0),
+            r"stage 0 updates 2 times on rank 0, a synchronous schedule once",
+        ),
+        (
+            "0F0 0B0 0U2",
+            ("update", "0U2", 0),
+            r"0U2 on rank 0 is update 1 of stage 0: versions count 1, 2, 3",
+        ),
+        ("0F0 0B0 0U0", ("update", "0U0", 0), r"0U0 on rank 0 is update 1 of stage 0"),
+        # numbers
+        (
+            "0F0 0B0 0F2 0B2 0U1",
+            ("one forward", "0F1", None),
+            r"micro-batch 1 has no op at all, but micro-batch 2 has",
+        ),
+        (
+            "1F0 1B0 1U1",
+            ("one forward", "0F0", None),
+            r"stage 0 has no op at all, but stage 1 has: they count from 0 without gaps",
+        ),
+    ],
+)
 def test_a_planted_fault_is_found_and_named(text, finding, message):
     """Rule, op and rank are the whole diagnosis; tools read the fields, people the text."""
     with pytest.raises(ScheduleError, match=message) as caught:
@@ -110,11 +173,14 @@ def test_a_planted_fault_is_found_and_named(text, finding, message):
     assert finding in [(f.rule, f.op, f.rank) for f in caught.value.findings]
 
 
-@pytest.mark.parametrize(("text", "finding"), [
-    ("0F0 0B0 0U1 0F1 0B1 0U1", ("update", "0U1", 0)),
-    ("0F0 0B0 0U1 0F1 0B1 0U3", ("update", "0U3", 0)),
-    ("0F0 0B0 0U2 0F1 0B1 0U1", ("update", "0U2", 0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "finding"),
+    [
+        ("0F0 0B0 0U1 0F1 0B1 0U1", ("update", "0U1", 0)),
+        ("0F0 0B0 0U1 0F1 0B1 0U3", ("update", "0U3", 0)),
+        ("0F0 0B0 0U2 0F1 0B1 0U1", ("update", "0U2", 0)),
+    ],
+)
 def test_versions_that_do_not_count_up_are_refused_in_an_asynchronous_schedule(text, finding):
     """Weight rules index their copies by version: a gap or a repeat would read the wrong weights."""
     found, _ = findings_of(text, synchronous=False)
@@ -210,14 +276,19 @@ def test_negative_numbers_are_refused():
         )
 
 
-@pytest.mark.parametrize(("text", "op"), [
-    ("0F0 0B0 0F999999999999 0B999999999999 0U1", "0F1"),
-    ("0F0 0B0 0U1 999999999999F0 999999999999B0 999999999999U1", "1F0"),
-    ("0F0 0B0 0U999999999999", "0U999999999999"),
-    ("0F0 0B999999999999 0U1", "0F1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "op"),
+    [
+        ("0F0 0B0 0F999999999999 0B999999999999 0U1", "0F1"),
+        ("0F0 0B0 0U1 999999999999F0 999999999999B0 999999999999U1", "1F0"),
+        ("0F0 0B0 0U999999999999", "0U999999999999"),
+        ("0F0 0B999999999999 0U1", "0F1"),
+    ],
+)
 def test_a_huge_number_with_a_gap_below_it_is_one_finding_at_once(text, op):
-    """A stray digit in a file must not keep the verifier busy, or its memory full, for a trillion micro-batches."""
+    """A stray digit in a file must not keep the verifier busy, or its memory full, for a trillion
+    micro-batches.
+    """
     found, _ = findings_of(text)
     assert op in [name for _, name, _ in found]
     assert len(found) < 5
@@ -251,7 +322,9 @@ def test_a_synchronous_schedule_has_no_staleness():
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("batches", [6, 9])
 def test_staleness_of_pipedream_is_p_minus_1_minus_s(stages, batches):
-    """Harlap et al. 2019: warm-up of p - s forwards, then backward, update, forward; start-up batches are less stale."""
+    """Harlap et al. 2019: warm-up of p - s forwards, then backward, update, forward; start-up
+    batches are less stale.
+    """
     rows, means = [], []
     for stage in range(stages):
         ahead = stages - stage

@@ -1,4 +1,6 @@
-"""Verify on copies, evictions and loads, pairs and slices: what is sound passes, and every planted fault is found and named."""
+"""Verify on copies, evictions and loads, pairs and slices: what is sound passes, and every planted
+fault is found and named.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_a_copy_without_an_update_is_refused():
 )
 @settings(deadline=None, max_examples=40)
 def test_copies_that_come_to_two_meetings_in_two_orders_are_refused(numbers, rng):
-    """On one rank of two that share two stages, the meetings are put the other way round, at the end of the program."""
+    """On one rank of two that share two stages, the meetings are put the other way round, at the
+    end of the program.
+    """
     made = schedule(*numbers)
     shared = [rank for rank in range(made.ranks) if len(made.stages_of_rank[rank]) == 2]
     rank = rng.choice(shared)
@@ -106,28 +110,83 @@ def test_what_a_partner_takes_in_counts_against_its_limit():
     assert "rank 1 holds 3 micro-batches in flight" in message
 
 
-@pytest.mark.parametrize(("rank", "change", "finding", "message"), [
-    # a half too few
-    (3, lambda row: row.replace(" 0E2", ""), ("evict and load", "0E2", 0), r"0E2 stands on ranks 0: it stands on two, that of 0F2 \(0\) and"),
-    (0, lambda row: row.replace(" 0E2", ""), ("evict and load", "0E2", 3), r"0E2 stands on ranks 3"),
-    (3, lambda row: row.replace(" 0L5", ""), ("evict and load", "0L5", 0), r"0L5 stands on ranks 0"),
-    (0, lambda row: row.replace(" 0L5", ""), ("evict and load", "0L5", 3), r"0L5 stands on ranks 3"),
-    # a half too many
-    (3, lambda row: row.replace("0E2", "0E2 0E2"), ("evict and load", "0E2", 3), r"0E2 stands twice on rank 3"),
-    (1, lambda row: row.replace("1F2", "1F2 0E2"), ("evict and load", "0E2", 0), r"0E2 stands on ranks 0, 1, 3"),
-    # of nothing that is there
-    (1, lambda row: row.replace("1F2", "1F2 0E9"), ("evict and load", "0E9", 1), r"that of 0F9 \(none\) and a partner"),
-    # out of turn on the owner
-    (0, lambda row: row.replace("0F2 0E2", "0E2 0F2"), ("evict and load", "0E2", 0),
-     r"rank 0 runs 0E2 0F2 0L2 0B2: the order is 0F2 0E2 0L2 0B2"),
-    (0, lambda row: row.replace("0L2 0B2", "0B2 0L2"), ("evict and load", "0E2", 0), r"rank 0 runs 0F2 0E2 0B2 0L2"),
-    # out of turn on the partner
-    (3, lambda row: row.replace("0E2", "X").replace("0L2", "0E2").replace("X", "0L2"), ("evict and load", "0L2", 3),
-     r"rank 3 gives 0L2 back before it takes 0E2 in"),
-    # a circle: the partner waits for an eviction that comes after what waits for the partner
-    (3, lambda row: row.replace(" 0E5", "").replace("3F1", "0E5 3F1"), ("no cycle", "0E5", 3),
-     r"rank 3 cannot start 0E5: it needs 0E5 on rank 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rank", "change", "finding", "message"),
+    [
+        # a half too few
+        (
+            3,
+            lambda row: row.replace(" 0E2", ""),
+            ("evict and load", "0E2", 0),
+            r"0E2 stands on ranks 0: it stands on two, that of 0F2 \(0\) and",
+        ),
+        (
+            0,
+            lambda row: row.replace(" 0E2", ""),
+            ("evict and load", "0E2", 3),
+            r"0E2 stands on ranks 3",
+        ),
+        (
+            3,
+            lambda row: row.replace(" 0L5", ""),
+            ("evict and load", "0L5", 0),
+            r"0L5 stands on ranks 0",
+        ),
+        (
+            0,
+            lambda row: row.replace(" 0L5", ""),
+            ("evict and load", "0L5", 3),
+            r"0L5 stands on ranks 3",
+        ),
+        # a half too many
+        (
+            3,
+            lambda row: row.replace("0E2", "0E2 0E2"),
+            ("evict and load", "0E2", 3),
+            r"0E2 stands twice on rank 3",
+        ),
+        (
+            1,
+            lambda row: row.replace("1F2", "1F2 0E2"),
+            ("evict and load", "0E2", 0),
+            r"0E2 stands on ranks 0, 1, 3",
+        ),
+        # of nothing that is there
+        (
+            1,
+            lambda row: row.replace("1F2", "1F2 0E9"),
+            ("evict and load", "0E9", 1),
+            r"that of 0F9 \(none\) and a partner",
+        ),
+        # out of turn on the owner
+        (
+            0,
+            lambda row: row.replace("0F2 0E2", "0E2 0F2"),
+            ("evict and load", "0E2", 0),
+            r"rank 0 runs 0E2 0F2 0L2 0B2: the order is 0F2 0E2 0L2 0B2",
+        ),
+        (
+            0,
+            lambda row: row.replace("0L2 0B2", "0B2 0L2"),
+            ("evict and load", "0E2", 0),
+            r"rank 0 runs 0F2 0E2 0B2 0L2",
+        ),
+        # out of turn on the partner
+        (
+            3,
+            lambda row: row.replace("0E2", "X").replace("0L2", "0E2").replace("X", "0L2"),
+            ("evict and load", "0L2", 3),
+            r"rank 3 gives 0L2 back before it takes 0E2 in",
+        ),
+        # a circle: the partner waits for an eviction that comes after what waits for the partner
+        (
+            3,
+            lambda row: row.replace(" 0E5", "").replace("3F1", "0E5 3F1"),
+            ("no cycle", "0E5", 3),
+            r"rank 3 cannot start 0E5: it needs 0E5 on rank 0",
+        ),
+    ],
+)
 def test_a_planted_fault_of_eviction_is_found_and_named(rank, change, finding, message):
     """Halves, order, partner: each fault would hang one rank or free what is still needed."""
     made = changed(rank, change)
@@ -166,12 +225,31 @@ def test_any_eviction_or_load_that_is_taken_out_is_missed(rng):
 # Pairs
 
 
-@pytest.mark.parametrize(("text", "finding", "message"), [
-    ("0F0 0F1&0B0 0B1 0U1\n1F0&1B0 1F1 1B1 1U1", ("pair", "1B0", None), r"1F0&1B0 cannot run as one: 1B0 needs 1F0"),
-    ("0F0 0F1&0B0&0F2 0B1 0B2 0U1", ("pair", "0F1", None), r"an op of compute runs with one other, no more"),
-    ("0F0 0B0&0U1", ("pair", "0B0", None), r"0B0&0U1: an op of compute runs with one other, no more"),
-    ("0F0&1F0 1B0 0B0 0U1 1U1", ("pair", "1F0", None), r"0F0&1F0 cannot run as one: 1F0 needs 0F0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "finding", "message"),
+    [
+        (
+            "0F0 0F1&0B0 0B1 0U1\n1F0&1B0 1F1 1B1 1U1",
+            ("pair", "1B0", None),
+            r"1F0&1B0 cannot run as one: 1B0 needs 1F0",
+        ),
+        (
+            "0F0 0F1&0B0&0F2 0B1 0B2 0U1",
+            ("pair", "0F1", None),
+            r"an op of compute runs with one other, no more",
+        ),
+        (
+            "0F0 0B0&0U1",
+            ("pair", "0B0", None),
+            r"0B0&0U1: an op of compute runs with one other, no more",
+        ),
+        (
+            "0F0&1F0 1B0 0B0 0U1 1U1",
+            ("pair", "1F0", None),
+            r"0F0&1F0 cannot run as one: 1F0 needs 0F0",
+        ),
+    ],
+)
 def test_a_pair_that_cannot_run_as_one_is_refused(text, finding, message):
     """A compound begins when all is there that either needs."""
     with pytest.raises(ScheduleError, match=message) as caught:
@@ -239,13 +317,18 @@ def test_more_or_fewer_slices_than_the_programs_have_are_refused():
         assert f"forwards number 4 slices, the micro-batches are cut into {2 * slices}" in message
 
 
-@pytest.mark.parametrize(("text", "finding"), [
-    ("0F1 0F0 0B1 0B0 0U1", ("no cycle", "0F1", 0)),
-    ("0F0 0F1 0B0 0B1 0U1", ("no cycle", "0B0", 0)),
-    ("0F0 0B0 0F1 0B1 0U1", ("no cycle", "0B0", 0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "finding"),
+    [
+        ("0F1 0F0 0B1 0B0 0U1", ("no cycle", "0F1", 0)),
+        ("0F0 0F1 0B0 0B1 0U1", ("no cycle", "0B0", 0)),
+        ("0F0 0B0 0F1 0B1 0U1", ("no cycle", "0B0", 0)),
+    ],
+)
 def test_slices_of_sequences_out_of_turn_are_refused(text, finding):
-    """Forward needs the tokens before, backward the gradients of the tokens after; slices of samples need nothing."""
+    """Forward needs the tokens before, backward the gradients of the tokens after; slices of
+    samples need nothing.
+    """
     made = Schedule.parse(text)
     found, message = refused(replace(made, slicing=Slicing.even("tokens", 2, 1)))
     assert finding in found

@@ -70,16 +70,44 @@ def test_the_door_hands_the_rule_on_with_and_without_transfers():
         ps.verify(lower(schedule("1f1b", 2, 2), ahead=1), weights="stash")
 
 
-@pytest.mark.parametrize(("name", "micro_batches", "weights", "message"), [
-    ("1f1b", 4, "stash", r"\[weights\] weight rule 'stash' does not go with 1f1b, which is synchronous"),
-    ("2bw", 4, "flush", r"\[weights\] weight rule 'flush' does not go with 2bw, which is asynchronous"),
-    ("pipedream", 2, "double-buffer", r"\[weights\] weight rule 'double-buffer' needs at least as many micro-batches"),
-    ("pipedream", 4, "spectrain", r"\[weights\] weight rule 'spectrain' has distances for batches of one micro-batch"),
-    ("pipedream", 4, "avgpipe", r"\[weights\] weight rule 'avgpipe' averages several copies"),
-    ("pipedream", 4, "hetpipe", r"\[weights\] weight rule 'hetpipe' is for copies of stages"),
-    ("pipedream", 1, "wpipe", r"\[weights\] weight rule 'wpipe' has no gradient more than 1 update old"),
-    ("avgpipe", 4, "vertical-sync", r"\[weights\] avgpipe has 2 copies of the weights"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "weights", "message"),
+    [
+        (
+            "1f1b",
+            4,
+            "stash",
+            r"\[weights\] weight rule 'stash' does not go with 1f1b, which is synchronous",
+        ),
+        (
+            "2bw",
+            4,
+            "flush",
+            r"\[weights\] weight rule 'flush' does not go with 2bw, which is asynchronous",
+        ),
+        (
+            "pipedream",
+            2,
+            "double-buffer",
+            r"\[weights\] weight rule 'double-buffer' needs at least as many micro-batches",
+        ),
+        (
+            "pipedream",
+            4,
+            "spectrain",
+            r"\[weights\] weight rule 'spectrain' has distances for batches of one micro-batch",
+        ),
+        ("pipedream", 4, "avgpipe", r"\[weights\] weight rule 'avgpipe' averages several copies"),
+        ("pipedream", 4, "hetpipe", r"\[weights\] weight rule 'hetpipe' is for copies of stages"),
+        (
+            "pipedream",
+            1,
+            "wpipe",
+            r"\[weights\] weight rule 'wpipe' has no gradient more than 1 update old",
+        ),
+        ("avgpipe", 4, "vertical-sync", r"\[weights\] avgpipe has 2 copies of the weights"),
+    ],
+)
 def test_a_rule_that_does_not_go_with_the_schedule_is_a_finding(
     name, micro_batches, weights, message
 ):

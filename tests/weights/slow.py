@@ -1,4 +1,6 @@
-"""Versions counted slowly, from the words: for every op the program is read again from its beginning. And random streams."""
+"""Versions counted slowly, from the words: for every op the program is read again from its
+beginning. And random streams.
+"""
 
 from __future__ import annotations
 
@@ -52,21 +54,40 @@ def places(schedule: Schedule) -> dict[tuple[int, int], Place]:
                 continue
             _, stage, number = op
             batch = batch_of(schedule, program, i)
-            mates = [j for j, other in enumerate(program)
-                     if other.kind is Kind.F and other.stage == stage and batch_of(schedule, program, j) == batch]  # fmt: skip
-            backs = [j for j, other in enumerate(program)
-                     if other.kind in (Kind.B, Kind.I) and other.stage == stage and batch_of(schedule, program, j) == batch]  # fmt: skip
+            mates = [
+                j
+                for j, other in enumerate(program)
+                if other.kind is Kind.F
+                and other.stage == stage
+                and batch_of(schedule, program, j) == batch
+            ]
+            backs = [
+                j
+                for j, other in enumerate(program)
+                if other.kind in (Kind.B, Kind.I)
+                and other.stage == stage
+                and batch_of(schedule, program, j) == batch
+            ]
             (own,) = [j for j in backs if program[j].micro_batch == number]
             found[stage, number] = Place(
-                stage, schedule.stages, batch, mates.index(i), len(mates), newest(schedule, program, i),
-                newest(schedule, program, own), newest(schedule, program, mates[0]), newest(schedule, program, backs[0]),
+                stage,
+                schedule.stages,
+                batch,
+                mates.index(i),
+                len(mates),
+                newest(schedule, program, i),
+                newest(schedule, program, own),
+                newest(schedule, program, mates[0]),
+                newest(schedule, program, backs[0]),
                 first[number],
-            )  # fmt: skip
+            )
     return found
 
 
 def ages(schedule: Schedule, reads: dict[tuple[int, int], Reads]) -> list[list[int]]:
-    """Per stage and in the order of the micro-batches, updates between what a forward reads and its gradient."""
+    """Per stage and in the order of the micro-batches, updates between what a forward reads and its
+    gradient.
+    """
     found = {}
     for program in schedule.programs:
         for i, (kind, stage, number) in enumerate(program):
@@ -78,7 +99,9 @@ def ages(schedule: Schedule, reads: dict[tuple[int, int], Reads]) -> list[list[i
 
 
 def kept(schedule: Schedule, reads: dict[tuple[int, int], Reads]) -> tuple[int, ...]:
-    """Per stage, the most versions on a rank at once: what is in flight reads, the next F and all after it, and the newest."""
+    """Per stage, the most versions on a rank at once: what is in flight reads, the next F and all
+    after it, and the newest.
+    """
     most = [0] * schedule.stages
     for program in schedule.programs:
         for i, op in enumerate(program):
@@ -105,14 +128,19 @@ def kept(schedule: Schedule, reads: dict[tuple[int, int], Reads]) -> tuple[int, 
                     if j > i and program[j].kind is Kind.F
                 ]
                 needed = {version for read in flying for version in (read.forward, read.backward)}
-                there |= {(copy[1], version) for version in range(last + 1)
-                          if version == last or version in needed or (to_come and version >= to_come[0])}  # fmt: skip
+                there |= {
+                    (copy[1], version)
+                    for version in range(last + 1)
+                    if version == last or version in needed or (to_come and version >= to_come[0])
+                }
             most[op.stage] = max(most[op.stage], len(there))
     return tuple(most)
 
 
 class _Builder:
-    """A stream under construction: ops are put down one by one, each when all that it needs is down."""
+    """A stream under construction: ops are put down one by one, each when all that it needs is
+    down.
+    """
 
     def __init__(
         self, seed: int, stages: int, micro_batches: int, batches: int, pipelines: int
@@ -177,8 +205,14 @@ class _Builder:
 
 
 def streams(pipelines: int = 1) -> st.SearchStrategy[Schedule]:
-    """Sound streams of a few stages, ranks, micro-batches and batches, in orders that no family has."""
+    """Sound streams of a few stages, ranks, micro-batches and batches, in orders that no family
+    has.
+    """
     return st.builds(
-        lambda *args: _Builder(*args).made(), st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5),
+        lambda *args: _Builder(*args).made(),
+        st.integers(0, 2**32),
+        st.integers(1, 4),
+        st.integers(1, 3),
+        st.integers(1, 5),
         st.integers(1, pipelines),
-    )  # fmt: skip
+    )

@@ -55,7 +55,9 @@ def test_other_rules_are_refused_where_copies_take_turns():
 
 
 def test_an_update_between_forward_and_backward_is_refused():
-    """Two copies are too few for this order; the third batch begins before the first has been taken in."""
+    """Two copies are too few for this order; the third batch begins before the first has been taken
+    in.
+    """
     text = "0F0 0F1 0F2 0B0 0U1 0B1 0U2 0B2 0U3"
     made = Schedule(
         Schedule.parse(text).programs,

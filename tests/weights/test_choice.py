@@ -43,16 +43,58 @@ def test_rules_of_both_kinds_are_listed_apart():
 @pytest.mark.parametrize(
     ("name", "micro_batches", "weights", "options", "error", "message"),
     [
-        ("1f1b", 4, "stash", {}, PlanError, "'stash' does not go with 1f1b, which is synchronous, .* Those that do: flush"),
-        ("pipedream", 4, "flush", {}, PlanError, "'flush' does not go with pipedream, which is asynchronous, .*: avgpipe, double"),
-        ("pipedream", 1, "double-buffer", {}, ScheduleError, "at least as many micro-batches in a batch as there are stages"),
-        ("pipedream", 4, "spectrain", {}, ScheduleError, "distances for batches of one micro-batch"),
+        (
+            "1f1b",
+            4,
+            "stash",
+            {},
+            PlanError,
+            "'stash' does not go with 1f1b, which is synchronous, .* Those that do: flush",
+        ),
+        (
+            "pipedream",
+            4,
+            "flush",
+            {},
+            PlanError,
+            "'flush' does not go with pipedream, which is asynchronous, .*: avgpipe, double",
+        ),
+        (
+            "pipedream",
+            1,
+            "double-buffer",
+            {},
+            ScheduleError,
+            "at least as many micro-batches in a batch as there are stages",
+        ),
+        (
+            "pipedream",
+            4,
+            "spectrain",
+            {},
+            ScheduleError,
+            "distances for batches of one micro-batch",
+        ),
         ("pipedream", 4, "avgpipe", {}, ScheduleError, "take the schedule 'avgpipe'"),
         ("avgpipe", 4, "stash", {}, ScheduleError, "copies of the weights that take turns"),
-        ("pipedream", 4, "pipemare", {"decoy": 1.0}, SettingError, "no option decoy: it takes decay, annealing"),
-        ("pipedream", 4, "stach", {}, UnknownName, r"no weight rule called 'stach'\. Did you mean 'stash'"),
+        (
+            "pipedream",
+            4,
+            "pipemare",
+            {"decoy": 1.0},
+            SettingError,
+            "no option decoy: it takes decay, annealing",
+        ),
+        (
+            "pipedream",
+            4,
+            "stach",
+            {},
+            UnknownName,
+            r"no weight rule called 'stach'\. Did you mean 'stash'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_rule_that_does_not_go_with_a_schedule_is_refused_with_the_reason(
     name, micro_batches, weights, options, error, message
 ):

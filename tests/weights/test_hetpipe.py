@@ -24,7 +24,9 @@ RULE = weight_rule("hetpipe")
 def test_a_batch_lacks_no_more_than_the_papers_two_bounds(
     stages, in_flight, distance, virtual_workers
 ):
-    """s_local = Nm - 1 of its own, (D + 1)(s_local + 1) + s_local - 1 of any other's; on the first stage, when it is full, just that."""
+    """s_local = Nm - 1 of its own, (D + 1)(s_local + 1) + s_local - 1 of any other's; on the first
+    stage, when it is full, just that.
+    """
     made = schedule(
         "hetpipe",
         stages,
@@ -44,10 +46,20 @@ def test_a_batch_lacks_no_more_than_the_papers_two_bounds(
     assert RULE.extra == 1.0
 
 
-@pytest.mark.parametrize(("stages", "micro_batches", "options"), [
-    (3, 1, {}), (2, 1, {"distance": 2}), (2, 2, {"virtual_workers": 3, "distance": 1}), (3, 1, {"in_flight": 5}), (1, 1, {"in_flight": 2})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "options"),
+    [
+        (3, 1, {}),
+        (2, 1, {"distance": 2}),
+        (2, 2, {"virtual_workers": 3, "distance": 1}),
+        (3, 1, {"in_flight": 5}),
+        (1, 1, {"in_flight": 2}),
+    ],
+)
 def test_what_is_lacking_is_that_of_a_count_in_sets_of_batches(stages, micro_batches, options):
-    """Every copy has the set of (virtual worker, batch) that its weights contain, and hands on what is its own wave by wave."""
+    """Every copy has the set of (virtual worker, batch) that its weights contain, and hands on what
+    is its own wave by wave.
+    """
     made = schedule("hetpipe", stages, micro_batches, batches=60, **options)
     waves, copies = made.stream.waves, len(made.ranks_of_stage[0])
     for stage in range(stages):
@@ -79,7 +91,9 @@ def test_what_is_lacking_is_that_of_a_count_in_sets_of_batches(stages, micro_bat
 
 
 def test_a_short_stream_tells_the_bound_of_the_long_one():
-    """Waves are taken in from the (D + 1)-th on; the programs that show the order need not last so long."""
+    """Waves are taken in from the (D + 1)-th on; the programs that show the order need not last so
+    long.
+    """
     short, long = (schedule("hetpipe", 2, 1, distance=8, batches=batches) for batches in (12, 100))
     assert verify(short).staleness_across == verify(long).staleness_across == (18, 17)
 

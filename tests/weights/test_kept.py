@@ -20,14 +20,21 @@ def held(text, rule, size=1, pipelines=1):
     return versions_held(rows, found, reads, rule, pipelines)
 
 
-@pytest.mark.parametrize(("text", "rule", "versions"), [
-    ("0F0 0B0 0U1 0F1 0B1 0U2", "stash", 1),  # nothing is in flight at an update
-    ("0F0 0F1 0B0 0U1 0B1 0U2", "stash", 2),  # 1 has read version 0 and needs it still
-    ("0F0 0F1 0F2 0B0 0U1 0B1 0U2 0B2 0U3", "stash", 2),  # 1 and 2 share version 0
-    ("0F0 0F1 0B0 0U1 0F2 0B1 0U2 0B2 0U3", "stash", 2),  # 0 goes when 1 has come back
-    ("0F0 0F1 0B0 0U1 0F2 0B1 0U2 0B2 0U3", "none", 1),
-    ("0F0 0B0 0U1 0F1 0B1 0U2 0F2 0B2 0U3", "double-buffer", 2),  # the next F reads the version before the newest
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "rule", "versions"),
+    [
+        ("0F0 0B0 0U1 0F1 0B1 0U2", "stash", 1),  # nothing is in flight at an update
+        ("0F0 0F1 0B0 0U1 0B1 0U2", "stash", 2),  # 1 has read version 0 and needs it still
+        ("0F0 0F1 0F2 0B0 0U1 0B1 0U2 0B2 0U3", "stash", 2),  # 1 and 2 share version 0
+        ("0F0 0F1 0B0 0U1 0F2 0B1 0U2 0B2 0U3", "stash", 2),  # 0 goes when 1 has come back
+        ("0F0 0F1 0B0 0U1 0F2 0B1 0U2 0B2 0U3", "none", 1),
+        (
+            "0F0 0B0 0U1 0F1 0B1 0U2 0F2 0B2 0U3",
+            "double-buffer",
+            2,
+        ),  # the next F reads the version before the newest
+    ],
+)
 def test_a_version_is_kept_while_something_in_flight_or_to_come_reads_it(text, rule, versions):
     """Counted by hand."""
     assert held(text, weight_rule(rule)) == ([versions], [])

@@ -1,4 +1,6 @@
-"""pipemare: reads as if there were no rule; what it corrects, and by how much, comes from the program."""
+"""pipemare: reads as if there were no rule; what it corrects, and by how much, comes from the
+program.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def test_it_reads_what_no_rule_reads(stages, micro_batches):
 
 
 def test_the_delay_to_correct_is_the_mean_staleness_of_the_program():
-    """(p - 1 - s) at one micro-batch per batch; not the paper's (2 (P - i) + 1) / N, of a machine that runs F and B at once."""
+    """(p - 1 - s) at one micro-batch per batch; not the paper's (2 (P - i) + 1) / N, of a machine
+    that runs F and B at once.
+    """
     found = uses(schedule("pipedream", 4, 1), RULE)
     assert [found.staleness(stage) for stage in range(4)] == [3, 2, 1, 0]
 

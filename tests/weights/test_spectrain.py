@@ -27,7 +27,9 @@ def test_distances_at_four_stages_are_those_of_the_paper():
 
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_distances_count_the_updates_until_the_batch_has_come_back_to_the_first_stage(stages):
-    """The paper's reason, on a timeline: U of a stage from the start of F (or B) to the end of B on stage 0, but for the batch's own."""
+    """The paper's reason, on a timeline: U of a stage from the start of F (or B) to the end of B on
+    stage 0, but for the batch's own.
+    """
     made = schedule("pipedream", stages, 1, batches=24)
     timeline = simulate_schedule(made, Costs(forward=1, backward=1))
     at = {event.op: (event.start, event.end) for event in timeline.events if event.to_rank is None}

@@ -24,7 +24,9 @@ def test_stage_s_keeps_p_minus_s_versions_and_is_p_minus_1_minus_s_updates_late(
 @pytest.mark.parametrize("stages", range(2, 9))
 @pytest.mark.parametrize("micro_batches", range(1, 9))
 def test_the_version_gap_is_that_of_the_general_formula(stages, micro_batches):
-    """LITERATURE 5: micro-batch j of batch t reads t - min(t, max(0, ceil((p - 1 - s - j) / m))); versions follow from it."""
+    """LITERATURE 5: micro-batch j of batch t reads t - min(t, max(0, ceil((p - 1 - s - j) / m)));
+    versions follow from it.
+    """
     made = schedule("pipedream", stages, micro_batches)
     found = uses(made, weight_rule("stash"))
     for stage in range(stages):
@@ -51,7 +53,9 @@ def test_from_p_minus_1_micro_batches_on_nothing_is_more_than_one_update_late(st
 
 
 def test_replicas_of_a_stage_keep_what_their_own_part_of_the_batches_needs():
-    """Two ranks take turns with micro-batches, and meet at every U; as many versions as updates pass one of them."""
+    """Two ranks take turns with micro-batches, and meet at every U; as many versions as updates
+    pass one of them.
+    """
     report = verify(schedule("pipedream", 3, 2, replicas=[2, 1, 1]))
     assert report.staleness_max[2] == 0
     assert report.versions == tuple(age + 1 for age in report.staleness_max)

@@ -1,4 +1,6 @@
-"""Uses: what every micro-batch reads, for ever; held against a slow count that reads the programs again for every op."""
+"""Uses: what every micro-batch reads, for ever; held against a slow count that reads the programs
+again for every op.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from penstock.weights.choice import rule_of
 from penstock.weights.reads import Reads
 from penstock.weights.uses import readings, staleness, uses, versions_kept
 
-#: Streams of all kinds: plain, with many micro-batches, copies that meet, copies of weights in turns, waves.
+#: Streams of all kinds: plain, with many micro-batches, copies that meet, copies of weights in
+#: turns, waves.
 STREAMS = [
     ("pipedream", 4, 1, {}), ("pipedream", 3, 2, {}), ("pipedream", 2, 5, {}), ("pipedream", 1, 1, {}),
     ("pipedream", 3, 4, {"replicas": [2, 1, 1]}), ("pipedream", 2, 4, {"replicas": 2}), ("pipedream", 3, 2, {"warm_up": [5, 3, 1]}),
@@ -35,7 +38,9 @@ def rule_that_reads(reads, **facts):
 @every_stream
 @pytest.mark.parametrize("weights", [None, "vertical-sync", "xpipe"])
 def test_uses_for_ever_are_those_of_a_long_program(name, stages, micro_batches, options, weights):
-    """A run of thousands of batches asks for every one of them; a table of a few has to answer for all."""
+    """A run of thousands of batches asks for every one of them; a table of a few has to answer for
+    all.
+    """
     made = schedule(name, stages, micro_batches, **options)
     rule = rule_of(made) if weights is None else weight_rule(weights)
     found = uses(made, rule)
@@ -54,8 +59,13 @@ def following(made, stage, number):
     """The number of the next F on the same copy of a stage's weights, on the same rank."""
     program = made.programs[made.placement[stage, number]]
     turn, size = made.stream.pipelines, made.micro_batches
-    own = [op.micro_batch for op in program if op.kind == "F" and op.stage == stage
-           and op.micro_batch // size % turn == number // size % turn]  # fmt: skip
+    own = [
+        op.micro_batch
+        for op in program
+        if op.kind == "F"
+        and op.stage == stage
+        and op.micro_batch // size % turn == number // size % turn
+    ]
     index = own.index(number) + 1
     return own[index] if index < len(own) else None
 
@@ -64,7 +74,9 @@ def following(made, stage, number):
 def test_staleness_and_versions_are_those_of_a_long_program_however_short_the_given_one(
     name, stages, micro_batches, options
 ):
-    """The programs show the order; start and end of a few batches are not what a run of thousands is like."""
+    """The programs show the order; start and end of a few batches are not what a run of thousands
+    is like.
+    """
     made = schedule(name, stages, micro_batches, **options)
     rule = rule_of(made)
     period, found = uses(made, rule).batches * micro_batches, readings(made, rule)
@@ -154,7 +166,9 @@ def same_versions(made, found, reads):
 @given(slow.streams())
 @settings(deadline=None, max_examples=40)
 def test_any_stream_under_vertical_sync_reads_one_version_on_all_stages_or_is_refused(made):
-    """An update that stands late may lack when the version of the first stage is asked for; then it is said which."""
+    """An update that stands late may lack when the version of the first stage is asked for; then it
+    is said which.
+    """
     places = slow.places(made)
     rule = weight_rule("vertical-sync")
     reads = {key: rule.reads(place) for key, place in places.items()}
@@ -163,8 +177,15 @@ def test_any_stream_under_vertical_sync_reads_one_version_on_all_stages_or_is_re
         for (stage, number), place in places.items()
         if reads[stage, number].forward > place.at_forward
     }
-    rows = [[reads[op.stage, op.micro_batch].forward for op in program if (op.kind, op.stage) == ("F", stage)]
-            for program in made.programs for stage in range(made.stages)]  # fmt: skip
+    rows = [
+        [
+            reads[op.stage, op.micro_batch].forward
+            for op in program
+            if (op.kind, op.stage) == ("F", stage)
+        ]
+        for program in made.programs
+        for stage in range(made.stages)
+    ]
     if late:
         with pytest.raises(ScheduleError, match=r"another update has to come before it") as caught:
             readings(made, rule)
@@ -285,7 +306,9 @@ def test_a_backward_cannot_read_what_was_let_go_before_its_forward_or_comes_afte
 
 
 def test_what_has_one_version_reads_older_ones_only_as_predictions_that_were_made_of_them():
-    """A prediction is kept from the batch's first micro-batch; the weights that it was made of are not."""
+    """A prediction is kept from the batch's first micro-batch; the weights that it was made of are
+    not.
+    """
     made = schedule("pipedream", 4, 4)
     kept = rule_that_reads(
         lambda p: Reads(p.batch_at_forward, p.at_backward, forward_ahead=1), one_version=True

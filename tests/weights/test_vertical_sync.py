@@ -14,7 +14,9 @@ from penstock.weights.uses import uses
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 def test_all_stages_are_p_minus_1_updates_late_and_keep_p_versions(stages):
-    """LITERATURE 3.1: the option's price is that the last stage keeps as many versions as the first."""
+    """LITERATURE 3.1: the option's price is that the last stage keeps as many versions as the
+    first.
+    """
     report = verify(schedule("pipedream", stages, 1), weights="vertical-sync")
     assert report.staleness_max == (stages - 1,) * stages
     assert report.versions == (stages,) * stages
@@ -22,7 +24,9 @@ def test_all_stages_are_p_minus_1_updates_late_and_keep_p_versions(stages):
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (4, 2), (5, 3), (4, 4), (3, 7)])
 def test_a_micro_batch_reads_the_same_version_everywhere(stages, micro_batches):
-    """That is all that it is for: gradients of one function, on weights that once stood side by side."""
+    """That is all that it is for: gradients of one function, on weights that once stood side by
+    side.
+    """
     made = schedule("pipedream", stages, micro_batches)
     found = uses(made, weight_rule("vertical-sync"))
     for number in (*range(40), *range(10**6, 10**6 + 10)):

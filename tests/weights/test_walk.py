@@ -37,8 +37,18 @@ def test_a_split_backward_begins_with_i_and_has_its_gradient_with_w():
 
 def test_a_place_some_periods_later_has_versions_moved_on_and_all_else_as_it_was():
     """So a few places answer for all."""
-    place = Place(1, 4, batch=7, micro_batch=0, micro_batches=2, at_forward=5, at_backward=7, batch_at_forward=5,
-                  batch_at_backward=7, at_first_stage=4)  # fmt: skip
+    place = Place(
+        1,
+        4,
+        batch=7,
+        micro_batch=0,
+        micro_batches=2,
+        at_forward=5,
+        at_backward=7,
+        batch_at_forward=5,
+        batch_at_backward=7,
+        at_first_stage=4,
+    )
     assert place.later(batches=6, updates=3, updates_of_first_stage=2) == Place(
         1, 4, 13, 0, 2, 8, 10, 8, 10, 6
     )

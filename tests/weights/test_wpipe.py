@@ -1,4 +1,6 @@
-"""wpipe: stashing in an order in which one half of the stages is one update late and the other none."""
+"""wpipe: stashing in an order in which one half of the stages is one update late and the other
+none.
+"""
 
 from __future__ import annotations
 

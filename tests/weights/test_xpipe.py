@@ -15,7 +15,9 @@ RULE = weight_rule("xpipe")
 @pytest.mark.parametrize(("stages", "micro_batches", "distances"), [
     (4, 1, [3, 2, 2, 2]), (4, 2, [2, 2, 2, 1]), (4, 4, [2, 1, 1, 1]), (8, 8, [2, 2, 2, 2, 2, 1, 1, 1])])  # fmt: skip
 def test_forward_distances_are_those_of_the_table(stages, micro_batches, distances):
-    """LITERATURE 5.2, rounded as Python does, half to even: (4 + 1 - 1/2 - 2) / 1 = 2.5 is 2, not 3."""
+    """LITERATURE 5.2, rounded as Python does, half to even: (4 + 1 - 1/2 - 2) / 1 = 2.5 is 2, not
+    3.
+    """
     found = uses(schedule("xpipe", stages, micro_batches), RULE)
     assert [found.at(stage, 0).reads.forward_ahead for stage in range(stages)] == distances
 
@@ -30,7 +32,9 @@ def test_backward_distances_are_those_of_the_formula(stages, micro_batches, dist
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(4, 1), (4, 3), (4, 4), (6, 4), (3, 8)])
 def test_all_of_a_batch_reads_what_its_bellwether_found(stages, micro_batches):
-    """One prediction per batch and pass; an update that comes between its micro-batches does not change it."""
+    """One prediction per batch and pass; an update that comes between its micro-batches does not
+    change it.
+    """
     made = schedule("xpipe", stages, micro_batches)
     found = uses(made, RULE)
     for stage in range(stages):

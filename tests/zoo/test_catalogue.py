@@ -1,4 +1,6 @@
-"""What every model of the catalogue keeps, whatever its family: new models are adopted by themselves, at their entry in SMALL."""
+"""What every model of the catalogue keeps, whatever its family: new models are adopted by
+themselves, at their entry in SMALL.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from penstock.errors import SettingError, UnknownName
 from penstock.zoo.catalogue import model, models
 from penstock.zoo.gpt import gpt_loss
 
-#: Published parameter counts at 1,000 classes and 224 pixels; those of gpt and mlp are worked out by hand from their formulas, those
-#: of gnmt are the sums of PipeDream's profiles of GNMT-8 and GNMT-16 with their vocabulary of 32,320; that of unet is the one that
+#: Published parameter counts at 1,000 classes and 224 pixels; those of gpt and mlp are worked out
+#: by hand from their formulas, those
+#: of gnmt are the sums of PipeDream's profiles of GNMT-8 and GNMT-16 with their vocabulary of
+#: 32,320; that of unet is the one that
 #: PyTorch's implementations of the paper with padding and batch norm have at 2 classes.
 PUBLISHED = {
     "gnmt": 193_765_952,
@@ -127,7 +131,9 @@ def test_submodules_that_own_tensors_can_reset_them(name):
 
 @every_model
 def test_materialising_layer_by_layer_gives_the_weights_of_plain_construction(name):
-    """Whatever is drawn or set anywhere else than in `reset_parameters` would be lost on a rank that starts from meta."""
+    """Whatever is drawn or set anywhere else than in `reset_parameters` would be lost on a rank
+    that starts from meta.
+    """
     torch.manual_seed(0)
     plain = model(name, device="cpu", **SMALL[name])
     later = model(name, device="meta", **SMALL[name]).to_empty(device="cpu")
@@ -142,7 +148,9 @@ def test_materialising_layer_by_layer_gives_the_weights_of_plain_construction(na
 
 @every_model
 def test_one_step_gives_every_parameter_a_gradient(name):
-    """A parameter without a gradient is dead weight that a stage would send and store; one batch also shows the output's shape."""
+    """A parameter without a gradient is dead weight that a stage would send and store; one batch
+    also shows the output's shape.
+    """
     torch.manual_seed(0)
     made = model(name, **SMALL[name])
     inputs, targets = batch_for(name, samples=2)
@@ -157,7 +165,8 @@ def test_one_step_gives_every_parameter_a_gradient(name):
         for path, gradient in gradients.items()
         if gradient is None or not gradient.isfinite().all()
     ] == []
-    # Biases before a normalisation and of attention keys have no effect, so their gradients may be 0; matrices' may not.
+    # Biases before a normalisation and of attention keys have no effect, so their gradients may be
+    # 0; matrices' may not.
     assert [
         path for path, gradient in gradients.items() if gradient.dim() > 1 and not gradient.any()
     ] == []
@@ -224,7 +233,9 @@ def test_senseless_value_is_refused_with_the_option_and_the_value(name, option, 
 
 @pytest.mark.parametrize("device", ["gpuu", "cuda:first", 1.5])
 def test_unknown_device_is_refused_with_examples(device):
-    """Torch's own message is a list of twenty back-ends, or of call signatures; it stays in the chain of causes."""
+    """Torch's own message is a list of twenty back-ends, or of call signatures; it stays in the
+    chain of causes.
+    """
     with pytest.raises(
         SettingError,
         match=rf"torch knows no device {device!r}; write for example 'cpu', 'cuda:0' or 'meta'",

@@ -10,11 +10,21 @@ from penstock.tracing.chain import chain
 from penstock.tracing.materialise import materialise
 from penstock.zoo.catalogue import model
 
-#: Bytes of parameters in PipeDream's profile of GNMT-8 (profiler/translation/profiles/gnmt/graph.txt), in the order of our layers.
+#: Bytes of parameters in PipeDream's profile of GNMT-8
+#: (profiler/translation/profiles/gnmt/graph.txt), in the order of our layers.
 PIPEDREAM = [
-    132_382_720, 67_174_400, 50_364_416, 33_587_200, 33_587_200, 132_382_720, 41_979_904, 50_364_416, 50_364_416, 50_364_416,
+    132_382_720,
+    67_174_400,
+    50_364_416,
+    33_587_200,
+    33_587_200,
+    132_382_720,
+    41_979_904,
+    50_364_416,
+    50_364_416,
+    50_364_416,
     132_512_000,
-]  # fmt: skip
+]
 
 
 def small(layers=6, **options):
@@ -35,8 +45,13 @@ def test_every_layer_has_as_many_parameters_as_in_pipedreams_profile():
 def test_layers_are_named_and_counted_as_stated():
     """Half of the LSTM layers read, half write."""
     names = [layer.name for layer in chain(model("gnmt16", device="meta"))]
-    assert names == ["source_embedding", *(f"encoder.lstm{i}" for i in range(1, 9)), "target_embedding",
-                     *(f"decoder.lstm{i}" for i in range(1, 9)), "classifier"]  # fmt: skip
+    assert names == [
+        "source_embedding",
+        *(f"encoder.lstm{i}" for i in range(1, 9)),
+        "target_embedding",
+        *(f"decoder.lstm{i}" for i in range(1, 9)),
+        "classifier",
+    ]
 
 
 def test_boundaries_carry_what_later_layers_need_and_nothing_else():
@@ -75,7 +90,9 @@ def test_a_token_is_told_without_those_that_follow_it():
 
 
 def test_with_and_without_gradients_it_gives_the_same_bits():
-    """What is recomputed is run once in each way; oneDNN's two kernels for LSTMs differ in the last bit."""
+    """What is recomputed is run once in each way; oneDNN's two kernels for LSTMs differ in the last
+    bit.
+    """
     made, tokens = small(hidden=16).train(), torch.randint(0, 7, (3, 2, 5))
     for dropout in (module for module in made.modules() if isinstance(module, torch.nn.Dropout)):
         dropout.p = 0.0

@@ -75,7 +75,9 @@ def in_slices(made, tokens, lengths):
     st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda lengths: sum(lengths) <= 8)
 )
 def test_slices_of_a_sequence_give_what_the_whole_gives(lengths):
-    """Keys, values and positions of earlier tokens are handed on; cut anywhere, the logits and gradients stay."""
+    """Keys, values and positions of earlier tokens are handed on; cut anywhere, the logits and
+    gradients stay.
+    """
     torch.manual_seed(0)
     made = model("gpt", **TINY)
     tokens = torch.randint(0, 13, (2, sum(lengths)))
@@ -160,7 +162,9 @@ def test_loss_scores_every_token_with_its_own_target():
 
 
 def test_gpt_learns_a_batch_in_a_few_steps():
-    """Initial weights of 0.02 give a start near ln(vocabulary), and the gradient finds its way down."""
+    """Initial weights of 0.02 give a start near ln(vocabulary), and the gradient finds its way
+    down.
+    """
     torch.manual_seed(0)
     made = model("gpt", **TINY)
     tokens = torch.randint(0, 13, (4, 9))

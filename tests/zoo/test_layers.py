@@ -1,4 +1,6 @@
-"""Layers that draw their own weights: from the stated distribution, at construction and at every reset."""
+"""Layers that draw their own weights: from the stated distribution, at construction and at every
+reset.
+"""
 
 from __future__ import annotations
 

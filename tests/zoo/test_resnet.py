@@ -44,7 +44,9 @@ def test_blocks_are_named_after_the_papers_groups():
 
 
 def test_only_the_first_block_of_a_group_projects_its_skip():
-    """Where shapes agree the skip is the input itself: no parameters, no work. ResNet-18's first group changes no shape."""
+    """Where shapes agree the skip is the input itself: no parameters, no work. ResNet-18's first
+    group changes no shape.
+    """
     blocks = model("resnet18", device="meta").blocks.named_children()
     assert [name for name, block in blocks if block.skip is not None] == [
         "conv3_1",

@@ -56,7 +56,9 @@ def test_batch_norm_stands_between_convolution_and_relu():
     [("vgg11", 29), ("vgg13", 33), ("vgg16", 39), ("vgg19", 45), ("vgg16_bn", 52)],
 )
 def test_every_operation_is_a_layer_of_its_own(name, layers):
-    """The finer the layers, the more even the cuts; dropout 0 keeps the count, so that one plan fits both."""
+    """The finer the layers, the more even the cuts; dropout 0 keeps the count, so that one plan
+    fits both.
+    """
     for dropout in (0.5, 0.0):
         made = model(name, device="meta", dropout=dropout)
         assert len(made.features) + len(made.classifier) == layers
@@ -72,9 +74,11 @@ def test_full_size_image_runs_through_all_shapes():
 
 @pytest.mark.parametrize(("name", "steps"), [("vgg11_bn", 5), ("vgg11", 20)])
 def test_vgg11_at_32_pixels_learns_more_than_its_last_bias(name, steps):
-    """Four samples of four classes: without a signal from the image, no weights reach a loss below ln 4.
+    """Four samples of four classes: without a signal from the image, no weights reach a loss below
+    ln 4.
 
-    The plain net starts with logits near 0 and takes a dozen steps to leave the plateau; with torch's default weights it stays.
+    The plain net starts with logits near 0 and takes a dozen steps to leave the plateau; with
+    torch's default weights it stays.
     """
     torch.manual_seed(0)
     made = model(name, image=32, classes=4, dropout=0.0)

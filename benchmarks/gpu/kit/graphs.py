@@ -1,4 +1,6 @@
-"""Steps captured as CUDA graphs by plain PyTorch: what graphs of a pipeline have to be held against."""
+"""Steps captured as CUDA graphs by plain PyTorch: what graphs of a pipeline have to be held
+against.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Captured(System):
 
 
 def micro_batch(cell: Cell, device: torch.device) -> System:
-    """Forward and backward of one micro-batch, replayed for each of them; the optimizer runs eagerly."""
+    """Forward and backward of one micro-batch, replayed for each of them; the optimizer runs
+    eagerly.
+    """
     model = cell.first_model().to(device)
     x, y = cell.first_batch(device)
     count = cell.micro_batches
@@ -92,7 +96,9 @@ def whole_step(cell: Cell, device: torch.device) -> System:
 
 
 def _make_gradients(model: torch.nn.Module) -> None:
-    """Gradients that a captured backward adds to: their memory has to be there before it is captured."""
+    """Gradients that a captured backward adds to: their memory has to be there before it is
+    captured.
+    """
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -1,4 +1,6 @@
-"""What the run was made on. Each function here runs in a process of its own, since it may start CUDA."""
+"""What the run was made on. Each function here runs in a process of its own, since it may start
+CUDA.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Sections as processes: each in a session of its own, with a limit, killed by its group's id when it is over.
+"""Sections as processes: each in a session of its own, with a limit, killed by its group's id when
+it is over.
 
-Processes are forked from one that has torch loaded and CUDA not initialised, so that no section loads torch again.
+Processes are forked from one that has torch loaded and CUDA not initialised, so that no section
+loads torch again.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class End:
-    """How a process ended. `status`: its exit status, negative for a signal, None when it was killed at its limit."""
+    """How a process ended. `status`: its exit status, negative for a signal, None when it was
+    killed at its limit.
+    """
 
     status: int | None
     seconds: float
@@ -114,7 +118,8 @@ def fork(work: Callable[[], None], log: Path, limit_s: float) -> End:
             _signal(pid, signal.SIGUSR1)
             _wait(pid, time.monotonic() + STACKS_S)
     finally:
-        # Also after a section that ended by itself: what it has left running would take the device from the next one.
+        # Also after a section that ended by itself: what it has left running would take the device
+        # from the next one.
         _kill(pid)
     return End(status, time.monotonic() - started)
 
@@ -171,7 +176,9 @@ def _kill(pid: int) -> None:
 
 
 def _kill_before_session(pid: int) -> None:
-    """End a child of ours that has no group of its own yet. One that was waited for has no such id any more."""
+    """End a child of ours that has no group of its own yet. One that was waited for has no such id
+    any more.
+    """
     try:
         ended, _ = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -181,7 +188,9 @@ def _kill_before_session(pid: int) -> None:
 
 
 def ask(work: Callable[[], object], folder: Path, name: str, limit_s: float) -> object:
-    """What `work` returns in a process of its own, through JSON; None if it fails or takes too long."""
+    """What `work` returns in a process of its own, through JSON; None if it fails or takes too
+    long.
+    """
     answer = folder / f"{name}.json"
     answer.unlink(missing_ok=True)
 

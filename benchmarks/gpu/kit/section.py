@@ -61,7 +61,8 @@ class Section:
         return row
 
     def require_right(self) -> None:
-        """End as failed if a row is wrong or could not be measured: for sections that are about what is right.
+        """End as failed if a row is wrong or could not be measured: for sections that are about
+        what is right.
 
         Raises:
             RuntimeError: naming these rows.
@@ -112,7 +113,9 @@ class Section:
             torch.cuda.synchronize(self.device)
 
     def free(self) -> None:
-        """Give memory that nothing uses back to the device. An exception's traceback may have held it in a cycle."""
+        """Give memory that nothing uses back to the device. An exception's traceback may have held
+        it in a cycle.
+        """
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()

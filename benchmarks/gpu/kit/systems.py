@@ -1,4 +1,6 @@
-"""Ways to take a training step of a cell on one device: plain PyTorch, Penstock, torchgpipe, torch's own pipelining."""
+"""Ways to take a training step of a cell on one device: plain PyTorch, Penstock, torchgpipe,
+torch's own pipelining.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class System:
         parameters: by their names in the plain model.
         step: both, as one call.
         close: lets go of threads.
-        own_peak_bytes: the pipeline's own account of the last step, summed over ranks, where it has one.
+        own_peak_bytes: the pipeline's own account of the last step, summed over ranks, where it has
+        one.
     """
 
     gather: Callable[[], object]
@@ -220,7 +223,8 @@ def _module(cell: Cell, device: torch.device, pipe: nn.Module, names: list[str])
 def torch_pipelining(cell: Cell, device: torch.device) -> System:
     """torch.distributed.pipelining, all stages in this process, breadth first.
 
-    The first connection between neighbours is left out: a process that is its own neighbour cannot connect to itself.
+    The first connection between neighbours is left out: a process that is its own neighbour cannot
+    connect to itself.
     """
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, ScheduleLoopedBFS

@@ -23,8 +23,9 @@ def measure_cell(
 ) -> None:
     """Write a row for each system of a cell, `prefix` in front of its name.
 
-    A system that cannot be made, or whose gradients are not those of plain training, has a row that says so. The reference for
-    gradients is plain training of the whole batch, in the same precision.
+    A system that cannot be made, or whose gradients are not those of plain training, has a row that
+    says so. The reference for gradients is plain training of the whole batch, in the same
+    precision.
     """
     cell.allow_tf32()
     device = section.device

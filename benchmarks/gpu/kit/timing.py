@@ -17,7 +17,8 @@ Step = Callable[[], object]
 ROUNDS = 7
 #: Steps before those that count: allocators, autotuning and compilers are quiet then.
 WARM = 3
-#: A round of a system takes about so long, and counts at least `LEAST_STEPS` steps: 21 over all rounds.
+#: A round of a system takes about so long, and counts at least `LEAST_STEPS` steps: 21 over all
+#: rounds.
 ROUND_S = 0.08
 LEAST_STEPS, MOST_STEPS = 3, 30
 
@@ -142,7 +143,9 @@ def columns(series: Series, reference: Series | None) -> dict[str, Any]:
 def seconds_of(
     work: Step, device: torch.device, *, times: int = 20, rounds: int = 3, warm: int = 3
 ) -> float:
-    """Seconds of one call, the median of rounds of `times` calls, device's time where there is a GPU."""
+    """Seconds of one call, the median of rounds of `times` calls, device's time where there is a
+    GPU.
+    """
     for _ in range(warm):
         work()
     found = [time_steps(work, times, device) for _ in range(rounds)]

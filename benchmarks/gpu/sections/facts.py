@@ -17,9 +17,16 @@ def measure(section: Section) -> None:
     section.attempt("host overhead", lambda: _host(section))
     _products(section)
     if section.needs_gpu(
-        "memory", "launch", "event", "pinned h2d", "pinned d2h", "pageable h2d", "pageable d2h",
-        "copy on the device", "launch by graph",
-    ):  # fmt: skip
+        "memory",
+        "launch",
+        "event",
+        "pinned h2d",
+        "pinned d2h",
+        "pageable h2d",
+        "pageable d2h",
+        "copy on the device",
+        "launch by graph",
+    ):
         section.attempt("memory", lambda: _memory(section))
         section.attempt("launch", lambda: _launch(section))
         section.attempt("event", lambda: _event(section))
@@ -60,7 +67,9 @@ def _times(section: Section) -> int:
 
 
 def _launch(section: Section) -> dict[str, object]:
-    """Host's time per launch, the device being far behind or not: the larger of the two is what training pays."""
+    """Host's time per launch, the device being far behind or not: the larger of the two is what
+    training pays.
+    """
     value = torch.zeros(1, device=section.device)
     leaf = torch.zeros(1, device=section.device, requires_grad=True)
     times = _times(section)

@@ -1,4 +1,5 @@
-"""Does a step take what the plan said, and as much memory? Predicted before the run, four stages as threads on one device.
+"""Does a step take what the plan said, and as much memory? Predicted before the run, four stages as
+threads on one device.
 
 Stages that share a device take turns, so that a step is predicted as the sum of all ranks' work.
 """
@@ -24,7 +25,9 @@ from penstock.search.score import scored
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one configuration: seconds of a step, and bytes by the plan's own account, summed over ranks."""
+    """Of one configuration: seconds of a step, and bytes by the plan's own account, summed over
+    ranks.
+    """
 
     cell: Cell
     recompute: str

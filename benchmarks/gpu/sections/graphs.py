@@ -30,7 +30,8 @@ def measure(section: Section) -> None:
             continue
         measure_cell(section, cell, SYSTEMS)
         section.free()
-    # Last: torch.compile takes what is left, and with several micro-batches in flight it may refuse.
+    # Last: torch.compile takes what is left, and with several micro-batches in flight it may
+    # refuse.
     if section.on_gpu and section.seconds_left() > 15:
         reduced = {"plain": plain, "compile reduce-overhead": compile_reduce_overhead}
         measure_cell(section, cells[0], reduced, prefix="compiled: ")

@@ -1,4 +1,6 @@
-"""The largest GPT that trains on this card: predicted from two small ones, then run at a size that fits and at one that does not."""
+"""The largest GPT that trains on this card: predicted from two small ones, then run at a size that
+fits and at one that does not.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def _cell(way: Way, blocks: int, *, smoke: bool) -> Cell:
 
 
 def wide_gpt(blocks: int) -> torch.nn.Sequential:
-    """Blocks of width 4096: 0.2 billion parameters each. Made on the GPU, where initial weights take no time."""
+    """Blocks of width 4096: 0.2 billion parameters each. Made on the GPU, where initial weights
+    take no time.
+    """
     from penstock.zoo.catalogue import model
 
     with torch.device("cuda"):
@@ -82,7 +86,9 @@ def _peak(section: Section, way: Way, blocks: int) -> float:
 
 
 def _bisected(section: Section, way: Way) -> dict[str, object]:
-    """A line through two small runs, and one run on either side of where it meets the card's memory."""
+    """A line through two small runs, and one run on either side of where it meets the card's
+    memory.
+    """
     small = [_peak(section, way, blocks) for blocks in SMALL]
     per_block = (small[1] - small[0]) / (SMALL[1] - SMALL[0])
     fixed = small[0] - per_block * SMALL[0]

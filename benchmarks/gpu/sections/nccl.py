@@ -1,4 +1,6 @@
-"""NCCL with one rank: what a communicator costs; and that two ranks on one card are refused with words."""
+"""NCCL with one rank: what a communicator costs; and that two ranks on one card are refused with
+words.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Activations that wait in host memory: what a step takes, and how much of the copies hides behind computing."""
+"""Activations that wait in host memory: what a step takes, and how much of the copies hides behind
+computing.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def _peak(section: Section, system: System) -> dict[str, object]:
 
 
 def saved_bytes(cell: Cell, device: torch.device) -> int:
-    """Bytes that a batch's backward keeps, weights and what is too small to move left out; shared memory counts once."""
+    """Bytes that a batch's backward keeps, weights and what is too small to move left out; shared
+    memory counts once.
+    """
     model = cell.first_model().to(device)
     x, y = cell.first_batch(device)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

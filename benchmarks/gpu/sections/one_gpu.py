@@ -1,4 +1,6 @@
-"""A training step on one GPU: plain PyTorch, Penstock, torchgpipe, torch's own pipelining, at the same work."""
+"""A training step on one GPU: plain PyTorch, Penstock, torchgpipe, torch's own pipelining, at the
+same work.
+"""
 
 from __future__ import annotations
 

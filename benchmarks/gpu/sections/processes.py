@@ -1,4 +1,5 @@
-"""Several ranks as processes on one device: messages, a training step, and what happens when one is killed.
+"""Several ranks as processes on one device: messages, a training step, and what happens when one is
+killed.
 
 This process does not start CUDA: ranks do.
 """
@@ -32,7 +33,9 @@ GONE_S = 5.0
 
 
 def measure(section: Section) -> None:
-    """Rows for messages through shared memory, for steps on 2 and 4 ranks, and for a rank that is killed."""
+    """Rows for messages through shared memory, for steps on 2 and 4 ranks, and for a rank that is
+    killed.
+    """
     device, smoke = str(section.device), section.smoke
     sizes = dict(list(SIZES.items())[:2]) if smoke else SIZES
     section.attempt("gpt2 1f1b, 2 processes", lambda: _two(section, sizes), least_s=8)
@@ -49,7 +52,9 @@ def measure(section: Section) -> None:
 
 
 def _two(section: Section, sizes: dict[str, int]) -> dict[str, object]:
-    """Messages and steps of the same two processes: a row for each message, and the values of the steps."""
+    """Messages and steps of the same two processes: a row for each message, and the values of the
+    steps.
+    """
     found = ps.launch(_both, 2, sizes, str(section.device), section.smoke, threads=1)
     for name, seconds in found[0][0].items():
         speed = sizes[name] / seconds / 1e9
@@ -67,7 +72,9 @@ def _both(
 
 
 def _messages(sizes: dict[str, int], device: str) -> dict[str, float]:
-    """In each of two ranks: median seconds of one way, by size. Every message is made on the device and read there."""
+    """In each of two ranks: median seconds of one way, by size. Every message is made on the device
+    and read there.
+    """
     join()
     rank = dist.get_rank()
     place = torch.device(device)
@@ -160,7 +167,9 @@ def _ratio(section: Section) -> None:
 
 
 def _die(device: str, smoke: bool, died: str) -> None:
-    """Rank 1 kills itself between two steps, having said when; rank 0 is left in the middle of its next one."""
+    """Rank 1 kills itself between two steps, having said when; rank 0 is left in the middle of its
+    next one.
+    """
     pipe, x, y = _pipe(device, 2, smoke=smoke)
     pipe.train_batch(x, y)
     if dist.get_rank() == 1:

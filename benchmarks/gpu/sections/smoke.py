@@ -1,4 +1,6 @@
-"""Is it right? Penstock, ranks as threads on the device, against plain training on the same device, in float64 or float32."""
+"""Is it right? Penstock, ranks as threads on the device, against plain training on the same device,
+in float64 or float32.
+"""
 
 from __future__ import annotations
 
@@ -184,5 +186,9 @@ def _scaler(device: torch.device) -> dict[str, object]:
     losses = [float(pipe.train_batch(x.to(device), y.to(device))) for _ in range(40)]
     pipe.close()
     good = skipped and losses[-1] < losses[0]
-    return {"status": "measured" if good else "wrong", "skipped": skipped,
-            "first_loss": losses[0], "last_loss": losses[-1]}  # fmt: skip
+    return {
+        "status": "measured" if good else "wrong",
+        "skipped": skipped,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    }

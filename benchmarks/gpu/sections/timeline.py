@@ -1,4 +1,6 @@
-"""Seconds of ops as Penstock's clock has them, beside the kernels' as torch.profiler has them; one trace for Perfetto."""
+"""Seconds of ops as Penstock's clock has them, beside the kernels' as torch.profiler has them; one
+trace for Perfetto.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def _trace(section: Section) -> dict[str, object]:
         "file_KiB": file.stat().st_size / 1024,
     }
     if section.on_gpu:
-        # Stages share one stream, so an op's seconds have those of another thread's kernels in them: the union is compared.
+        # Stages share one stream, so an op's seconds have those of another thread's kernels in
+        # them: the union is compared.
         kernels_us = sum(
             event.self_device_time_total
             for event in found.key_averages()
@@ -73,7 +76,9 @@ def _trace(section: Section) -> dict[str, object]:
 
 
 def _waits(section: Section) -> dict[str, object]:
-    """How often a steady step makes the host wait for the device, by torch's own count, beside plain accumulation."""
+    """How often a steady step makes the host wait for the device, by torch's own count, beside
+    plain accumulation.
+    """
     cell = gpt2(smoke=section.smoke)
     counts: dict[str, object] = {}
     makers: dict[str, Make] = {"penstock": pipeline, "plain": plain_accumulate}

@@ -1,7 +1,8 @@
-"""The ops of every rank and nothing else: no messages, no waiting. What a step cannot be faster than is reckoned from their times.
+"""The ops of every rank and nothing else: no messages, no waiting. What a step cannot be faster
+than is reckoned from their times.
 
-One rank after the other (`alone`), and all at once, as many as there are cores (`together`): cores share memory, and in company
-each is slower.
+One rank after the other (`alone`), and all at once, as many as there are cores (`together`): cores
+share memory, and in company each is slower.
 """
 
 from __future__ import annotations

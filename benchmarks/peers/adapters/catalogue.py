@@ -33,8 +33,10 @@ class System:
         make: called in every rank; returns what takes one step.
         imports: modules that are loaded before any rank begins, so that they count for nobody.
         packages: what pip installs for it, beside torch; none for those that need nothing else.
-        processes: "ranks"; "plan", as many as Penstock's own plan takes; or one process: "alone" with one thread, "threads" with one
-            for each rank, though not more than cores, or "one", which is the same where layers are large enough to be shared.
+        processes: "ranks"; "plan", as many as Penstock's own plan takes; or one process: "alone"
+        with one thread, "threads" with one
+            for each rank, though not more than cores, or "one", which is the same where layers are
+            large enough to be shared.
         refuses: why it does not take a cell, or None.
         variables: of its processes' environment.
     """
@@ -62,7 +64,8 @@ class System:
         return min(cell.stages, len(os.sched_getaffinity(0))) if several else 1
 
 
-#: Workloads that one thread does sooner than several: teams of threads wait for each other longer than a layer takes.
+#: Workloads that one thread does sooner than several: teams of threads wait for each other longer
+#: than a layer takes.
 SMALL = ("mlp",)
 
 SYSTEMS: dict[str, System] = {}

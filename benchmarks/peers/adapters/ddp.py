@@ -1,4 +1,6 @@
-"""torch's DistributedDataParallel on as many ranks: every rank has the whole model and its share of the batch."""
+"""torch's DistributedDataParallel on as many ranks: every rank has the whole model and its share of
+the batch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ IMPORTS = ("torch", "torch.nn.parallel", "torch.distributed")
 
 
 def make(job: Job, accumulate: bool) -> Step:
-    """The whole share at once; or, with accumulation, in micro-batches of the pipelines' size, and gradients exchanged after the last."""
+    """The whole share at once; or, with accumulation, in micro-batches of the pipelines' size, and
+    gradients exchanged after the last.
+    """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 

@@ -1,6 +1,7 @@
 """DeepSpeed's PipelineModule: 1F1B over gloo. Custom cuts take a subclass of it.
 
-Its compiled all-reduce for CPUs is left out: every rank would build it when it begins, and pipelines send from one to one.
+Its compiled all-reduce for CPUs is left out: every rank would build it when it begins, and
+pipelines send from one to one.
 """
 
 from __future__ import annotations
@@ -24,8 +25,13 @@ PACKAGES = (
 )
 
 
-@register("deepspeed 1f1b", peer="deepspeed", imports=("torch", "deepspeed", "deepspeed.pipe"), packages=PACKAGES,
-          variables=(("DS_ACCELERATOR", "cpu"),))  # fmt: skip
+@register(
+    "deepspeed 1f1b",
+    peer="deepspeed",
+    imports=("torch", "deepspeed", "deepspeed.pipe"),
+    packages=PACKAGES,
+    variables=(("DS_ACCELERATOR", "cpu"),),
+)
 def make(job: Job) -> Step:
     """Layers are made where they are held; the engine makes the steps of the optimizer."""
     import deepspeed

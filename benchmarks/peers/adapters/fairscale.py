@@ -1,4 +1,6 @@
-"""FairScale's Pipe: torchgpipe's successor, and like it in one process, with as many threads of torch as others have ranks (one on the MLP)."""
+"""FairScale's Pipe: torchgpipe's successor, and like it in one process, with as many threads of
+torch as others have ranks (one on the MLP).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,13 @@ def make(job: Job, checkpoint: str) -> Step:
     from fairscale.nn import Pipe
 
     lengths = job.spec.cuts.lengths
-    pipe = Pipe(nn.Sequential(*job.layers()), list(lengths), devices=["cpu"] * len(lengths), chunks=job.cell.micro_batches,
-                checkpoint=checkpoint)  # fmt: skip
+    pipe = Pipe(
+        nn.Sequential(*job.layers()),
+        list(lengths),
+        devices=["cpu"] * len(lengths),
+        chunks=job.cell.micro_batches,
+        checkpoint=checkpoint,
+    )
     optimizer = job.optimizer(pipe.parameters())
     x, y = job.batch()
 
@@ -29,5 +36,10 @@ def make(job: Job, checkpoint: str) -> Step:
 
 
 for _checkpoint in ("never", "always"):
-    register(f"fairscale {_checkpoint}", peer="fairscale", imports=("torch", "fairscale.nn"), packages=("fairscale==0.4.13",),
-             processes="one")(partial(make, checkpoint=_checkpoint))  # fmt: skip
+    register(
+        f"fairscale {_checkpoint}",
+        peer="fairscale",
+        imports=("torch", "fairscale.nn"),
+        packages=("fairscale==0.4.13",),
+        processes="one",
+    )(partial(make, checkpoint=_checkpoint))

@@ -1,7 +1,9 @@
-"""GPipe by hand, twice: what gloo allows, and what shared memory on one host allows. No checks, no names, no errors.
+"""GPipe by hand, twice: what gloo allows, and what shared memory on one host allows. No checks, no
+names, no errors.
 
-Both know everything beforehand: forms, order, places. A message lies where the other side uses it; there is one place per
-micro-batch and direction, free again because nobody begins a step before its neighbours have taken what it sent in the last.
+Both know everything beforehand: forms, order, places. A message lies where the other side uses it;
+there is one place per micro-batch and direction, free again because nobody begins a step before its
+neighbours have taken what it sent in the last.
 """
 
 from __future__ import annotations
@@ -113,9 +115,11 @@ SPINS = 400
 
 
 class Shared:
-    """A page of numbers and a place per micro-batch, mapped by both sides. The number says which step the place is of.
+    """A page of numbers and a place per micro-batch, mapped by both sides. The number says which
+    step the place is of.
 
-    A writer fills the place and then sets the number: in this order for others on x86, which is all that this is for.
+    A writer fills the place and then sets the number: in this order for others on x86, which is all
+    that this is for.
     """
 
     def __init__(self, folder: str, mine: int, other: int, form: Tensor, count: int) -> None:

@@ -18,8 +18,14 @@ def make(job: Job, schedule: str) -> Step:
     import penstock as ps
 
     join(job)
-    pipe = ps.Pipeline(nn.Sequential(*job.layers()), loss=job.loss, optimizer=job.optimizer, balance=job.spec.cuts.lengths,
-                       schedule=schedule, micro_batches=job.cell.micro_batches)  # fmt: skip
+    pipe = ps.Pipeline(
+        nn.Sequential(*job.layers()),
+        loss=job.loss,
+        optimizer=job.optimizer,
+        balance=job.spec.cuts.lengths,
+        schedule=schedule,
+        micro_batches=job.cell.micro_batches,
+    )
     x, y = job.batch()
     return lambda: pipe.train_batch(x, y)
 
@@ -37,7 +43,9 @@ def _no_plan(cell: Cell, cuts: Cuts) -> str | None:
 
 @register("penstock auto", peer="penstock", imports=IMPORTS, processes="plan", refuses=_no_plan)
 def auto(job: Job) -> Step:
-    """The plan that the planner found for this host: its own cut, schedule and number of micro-batches."""
+    """The plan that the planner found for this host: its own cut, schedule and number of
+    micro-batches.
+    """
     import penstock as ps
 
     if job.spec.ranks > 1:

@@ -1,4 +1,6 @@
-"""Plain training of the whole batch in one process: with one thread, and with as many as there are ranks, or cores."""
+"""Plain training of the whole batch in one process: with one thread, and with as many as there are
+ranks, or cores.
+"""
 
 from __future__ import annotations
 

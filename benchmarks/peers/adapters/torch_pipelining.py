@@ -1,4 +1,5 @@
-"""torch.distributed.pipelining, with its best settings: stages made by hand, forms of boundaries said beforehand.
+"""torch.distributed.pipelining, with its best settings: stages made by hand, forms of boundaries
+said beforehand.
 
 So nothing is run to infer them, outputs are not gathered, and losses are not kept.
 """
@@ -75,8 +76,14 @@ def _stage(job: Job, part: nn.Sequential, index: int, lengths: tuple[int, ...]) 
         known = torch.empty_like(job.boundary(at, lengths), device="cpu")
         return known.requires_grad_() if at > 0 else known
 
-    return PipelineStage(part, index, len(lengths), torch.device("cpu"), input_args=(example(index),),
-                         output_args=(example(index + 1),))  # fmt: skip
+    return PipelineStage(
+        part,
+        index,
+        len(lengths),
+        torch.device("cpu"),
+        input_args=(example(index),),
+        output_args=(example(index + 1),),
+    )
 
 
 register("torch 1f1b", peer="torch", imports=IMPORTS, refuses=_too_few)(

@@ -1,6 +1,8 @@
-"""torchgpipe: one process, which gets as many threads of torch as others have ranks (one on the MLP, which is faster).
+"""torchgpipe: one process, which gets as many threads of torch as others have ranks (one on the
+MLP, which is faster).
 
-On CPUs it has one thread of its own for all stages, and autograd has one: stages do not overlap, whatever the number of devices.
+On CPUs it has one thread of its own for all stages, and autograd has one: stages do not overlap,
+whatever the number of devices.
 """
 
 from __future__ import annotations
@@ -18,8 +20,13 @@ def make(job: Job, checkpoint: str) -> Step:
     from torchgpipe import GPipe
 
     lengths = job.spec.cuts.lengths
-    pipe = GPipe(nn.Sequential(*job.layers()), list(lengths), devices=["cpu"] * len(lengths), chunks=job.cell.micro_batches,
-                 checkpoint=checkpoint)  # fmt: skip
+    pipe = GPipe(
+        nn.Sequential(*job.layers()),
+        list(lengths),
+        devices=["cpu"] * len(lengths),
+        chunks=job.cell.micro_batches,
+        checkpoint=checkpoint,
+    )
     optimizer = job.optimizer(pipe.parameters())
     x, y = job.batch()
 
@@ -32,5 +39,10 @@ def make(job: Job, checkpoint: str) -> Step:
 
 
 for _checkpoint in ("never", "always"):
-    register(f"torchgpipe {_checkpoint}", peer="torchgpipe", imports=("torch", "torchgpipe"), packages=("torchgpipe==0.0.7",),
-             processes="one")(partial(make, checkpoint=_checkpoint))  # fmt: skip
+    register(
+        f"torchgpipe {_checkpoint}",
+        peer="torchgpipe",
+        imports=("torch", "torchgpipe"),
+        packages=("torchgpipe==0.0.7",),
+        processes="one",
+    )(partial(make, checkpoint=_checkpoint))

@@ -1,8 +1,10 @@
-"""All schedules for the same model on the same ranks, so that their figures can be held against each other.
+"""All schedules for the same model on the same ranks, so that their figures can be held against
+each other.
 
-A rank has F = 1, B = 2, I = W = 1 for a micro-batch, whatever share of the model it holds: where a schedule puts v stages on each
-of S ranks there are v S stages, and each costs a v-th. What is in flight is counted likewise, in micro-batches through all that a
-rank holds. Transfers and updates are free. An asynchronous schedule is held against the others by one batch once it is full.
+A rank has F = 1, B = 2, I = W = 1 for a micro-batch, whatever share of the model it holds: where a
+schedule puts v stages on each of S ranks there are v S stages, and each costs a v-th. What is in
+flight is counted likewise, in micro-batches through all that a rank holds. Transfers and updates
+are free. An asynchronous schedule is held against the others by one batch once it is full.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ _MOST_PER_RANK = 4
 
 @dataclass(frozen=True)
 class Compared:
-    """One schedule's figures. `in_flight`: micro-batches on the fullest rank. `weights`: copies of the model on all ranks, in all
-    versions. `makespan` is of one batch; of an asynchronous schedule that and the bubble are those of the steady state.
+    """One schedule's figures. `in_flight`: micro-batches on the fullest rank. `weights`: copies of
+    the model on all ranks, in all versions. `makespan` is of one batch; of an asynchronous schedule
+    that and the bubble are those of the steady state.
     """
 
     name: str
@@ -45,7 +48,8 @@ class Compared:
 
 
 def fitted(name: str, ranks: int, micro_batches: int) -> Schedule:
-    """The schedule called `name` on so many ranks, with as many stages on each as it takes; or with as many copies of each stage.
+    """The schedule called `name` on so many ranks, with as many stages on each as it takes; or with
+    as many copies of each stage.
 
     Raises:
         UnknownName: no schedule has that name.
@@ -74,12 +78,18 @@ def fitted(name: str, ranks: int, micro_batches: int) -> Schedule:
             and more.ranks == ranks
         ):
             raise refusal
-    raise next((each for each in found if isinstance(each, ScheduleError)),
-               ScheduleError(f"{name} cannot be put on {ranks} ranks with 1 to {_MOST_PER_RANK} stages each"))  # fmt: skip
+    raise next(
+        (each for each in found if isinstance(each, ScheduleError)),
+        ScheduleError(
+            f"{name} cannot be put on {ranks} ranks with 1 to {_MOST_PER_RANK} stages each"
+        ),
+    )
 
 
 def compare(ranks: int, micro_batches: int) -> tuple[list[Compared], dict[str, str]]:
-    """Every schedule of the zoo, and why those are left out that do not take these numbers or need costs to be made."""
+    """Every schedule of the zoo, and why those are left out that do not take these numbers or need
+    costs to be made.
+    """
     from penstock.search.schedules import schedules
 
     found, refused = [], {}

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def doctor(json: Json = False) -> None:
-    """Report Python, torch, backends, devices, optional parts, whether each card runs a kernel, and whether two processes can talk
-    (exit status 1 if not).
+    """Report Python, torch, backends, devices, optional parts, whether each card runs a kernel, and
+    whether two processes can talk (exit status 1 if not).
 
     Example: penstock doctor
     """

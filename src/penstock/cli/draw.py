@@ -40,9 +40,11 @@ _OF_A_STAGE = (
 )
 Against = Annotated[
     list[str] | None,
-    typer.Option(help="Another schedule below it, for the same model on as many ranks: where it puts v stages on one, each costs "
-                 "a v-th. Again for more."),
-]  # fmt: skip
+    typer.Option(
+        help="Another schedule below it, for the same model on as many ranks: where it puts v stages on one, each costs "
+        "a v-th. Again for more."
+    ),
+]
 
 
 def draw(
@@ -81,8 +83,16 @@ def draw(
     from penstock.verify.verify import verify
     from penstock.weights.choice import rule_of
 
-    flags = {"forward": forward, "backward": backward, "input_grad": input_grad, "weight_grad": weight_grad, "update": update,
-             "transfer": transfer, "activation_bytes": activation_bytes, "weight_bytes": weight_bytes}  # fmt: skip
+    flags = {
+        "forward": forward,
+        "backward": backward,
+        "input_grad": input_grad,
+        "weight_grad": weight_grad,
+        "update": update,
+        "transfer": transfer,
+        "activation_bytes": activation_bytes,
+        "weight_bytes": weight_bytes,
+    }
     costs = options.costs_given(flags, "duplex")
     name = options.for_weights(schedule, csv, weights)
     made = options.the_schedule(name, stages, micro_batches, csv, option, costs)
@@ -104,7 +114,9 @@ def draw(
 
 
 def _shared(costs: Costs, first: Schedule, other: Schedule) -> Costs:
-    """The first schedule's costs for the same model in another number of stages; those given per stage cannot be shared out."""
+    """The first schedule's costs for the same model in another number of stages; those given per
+    stage cannot be shared out.
+    """
     share = first.stages / other.stages
     parts: dict[str, Any] = {
         name: share * value

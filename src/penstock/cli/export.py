@@ -43,7 +43,8 @@ def export(
         ),
     ] = False,
 ) -> None:
-    """Write a plan for another library, or a schedule for torch.distributed.pipelining; or say why it cannot run it.
+    """Write a plan for another library, or a schedule for torch.distributed.pipelining; or say why
+    it cannot run it.
 
     Example: penstock export plan.json --as megatron
 
@@ -86,7 +87,9 @@ def export(
 
 
 def _export_plan(path: Path, library: str | None, to: Path | None) -> None:
-    """Print or write the plan in the library's form; how it is used, and what it leaves out, goes to standard error."""
+    """Print or write the plan in the library's form; how it is used, and what it leaves out, goes
+    to standard error.
+    """
     from penstock.export.catalogue import EXPORTERS, exported
     from penstock.plan.plan import Plan
     from penstock.verify.verify import verify

@@ -32,7 +32,9 @@ app = typer.Typer(
 
 
 def _spoken(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb with its errors said in one message, and an exit status that tells wrong words (2) from failed work (1)."""
+    """The verb with its errors said in one message, and an exit status that tells wrong words (2)
+    from failed work (1).
+    """
 
     @functools.wraps(verb)
     def run(*args: object, **kwargs: object) -> None:
@@ -65,7 +67,9 @@ for _verb in (
 
 
 def status(arguments: list[str]) -> int:
-    """Run one command and return its exit status: 0, 1 when the work failed, 2 when the words are off, 130 after Ctrl-C."""
+    """Run one command and return its exit status: 0, 1 when the work failed, 2 when the words are
+    off, 130 after Ctrl-C.
+    """
     try:
         app(arguments)
     except SystemExit as stop:

@@ -85,13 +85,19 @@ Recompute = Annotated[
 _LONG = 32
 
 
-def the_schedule(name: str | None, stages: int | None, micro_batches: int | None, csv: Path | None,
-                 option: list[str] | None = None, costs: Costs | None = None) -> Schedule:  # fmt: skip
+def the_schedule(
+    name: str | None,
+    stages: int | None,
+    micro_batches: int | None,
+    csv: Path | None,
+    option: list[str] | None = None,
+    costs: Costs | None = None,
+) -> Schedule:
     """The schedule that the flags name; `costs` are for schedules that are made to measure.
 
     Raises:
-        SettingError: both or neither of a name and a file are given, or the number of stages is missing.
-        ScheduleError: the schedule does not take these numbers or options.
+        SettingError: both or neither of a name and a file are given, or the number of stages is
+        missing. ScheduleError: the schedule does not take these numbers or options.
     """
     if csv is not None:
         if name or stages or micro_batches or option:
@@ -179,7 +185,8 @@ def numbers(
 
 
 def costs_given(flags: Mapping[str, str | None], links: str) -> Costs:
-    """The costs that the flags give, by the names of Costs' fields; those that end in `_bytes`, and bandwidth, are in bytes.
+    """The costs that the flags give, by the names of Costs' fields; those that end in `_bytes`, and
+    bandwidth, are in bytes.
 
     Raises:
         SettingError: a text is no quantity, or the flags do not go together.
@@ -239,11 +246,14 @@ def timeline_facts(timeline: Timeline) -> dict[str, object]:
     }
 
 
-def stream_facts(made: Schedule, rule: WeightRule, costs: Costs, recompute: str, overlap: bool) -> dict[str, object]:  # fmt: skip
-    """What a schedule takes for a batch once it is full, and what that does to the weights, as JSON has it.
+def stream_facts(
+    made: Schedule, rule: WeightRule, costs: Costs, recompute: str, overlap: bool
+) -> dict[str, object]:
+    """What a schedule takes for a batch once it is full, and what that does to the weights, as JSON
+    has it.
 
-    `seconds_per_batch` and `steady_bubble_ratio` of a synchronous schedule are those of its one batch; of a stream that does not
-    repeat itself they are None.
+    `seconds_per_batch` and `steady_bubble_ratio` of a synchronous schedule are those of its one
+    batch; of a stream that does not repeat itself they are None.
     """
     from penstock.errors import ScheduleError
     from penstock.simulate.steady import steady

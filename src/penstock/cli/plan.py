@@ -81,10 +81,17 @@ def plan(
     costs, samples = _profiles(profile)
     target = describe(cluster)
     asked: dict[str, Any] = {
-        "schedules": None if schedule is None else [schedule], "stages": stages, "micro_batches": micro_batches,
-        "max_replicas": max_replicas, "memory_limit": memory_limit, "recompute": recompute, "asynchronous": asynchronous,
-        "weights": weights, "weights_options": options.numbers_named("weights-option", weights_option), "budget_s": budget,
-    }  # fmt: skip
+        "schedules": None if schedule is None else [schedule],
+        "stages": stages,
+        "micro_batches": micro_batches,
+        "max_replicas": max_replicas,
+        "memory_limit": memory_limit,
+        "recompute": recompute,
+        "asynchronous": asynchronous,
+        "weights": weights,
+        "weights_options": options.numbers_named("weights-option", weights_option),
+        "budget_s": budget,
+    }
     size = samples if batch is None else batch
     every = ask_all(costs, target, size, **asked) if compare else ()
     found = _best(every) if compare else search(costs, target, size, planner=planner, **asked)
@@ -104,7 +111,9 @@ def plan(
 
 
 def _profiles(paths: list[Path]) -> tuple[Profiles, int]:
-    """One profile, or several by the name of their device; and the samples of the first one's batch."""
+    """One profile, or several by the name of their device; and the samples of the first one's
+    batch.
+    """
     from penstock.profile.profile import Profile
 
     found = [Profile.load(path) for path in paths]
@@ -157,12 +166,21 @@ def _table(every: tuple[Compared, ...]) -> str:
         copies = (
             str(own.replicas) if isinstance(own.replicas, int) else ",".join(map(str, own.replicas))
         )
-        rows.append((
-            each.planner, made.schedule_name, str(made.stages), copies, str(made.micro_batches), made.recompute,
-            format_seconds(made.predicted.step_s), f"{made.predicted.step_s / best:.2f}x" if best else "",
-            format_bytes(max(made.predicted.peak_memory)), format_seconds(each.seconds),
-            own.why if made.objective is None else f"{own.why}; {made.objective}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                each.planner,
+                made.schedule_name,
+                str(made.stages),
+                copies,
+                str(made.micro_batches),
+                made.recompute,
+                format_seconds(made.predicted.step_s),
+                f"{made.predicted.step_s / best:.2f}x" if best else "",
+                format_bytes(max(made.predicted.peak_memory)),
+                format_seconds(each.seconds),
+                own.why if made.objective is None else f"{own.why}; {made.objective}",
+            )
+        )
     head = (
         "planner",
         "schedule",

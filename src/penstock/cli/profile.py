@@ -62,7 +62,8 @@ def profile(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Time every layer of a model and count its bytes; or reckon for a device that is not here; or time a cluster.
+    """Time every layer of a model and count its bytes; or reckon for a device that is not here; or
+    time a cluster.
 
     Example: penstock profile --model vgg11_bn --batch 64 --out profile.json
 
@@ -84,8 +85,15 @@ def profile(
         raise SettingError(
             f"--sizes {sizes}: write whole numbers with commas, such as 4,16,64"
         ) from error
-    config = TrainConfig(model=model, model_options=named_values("model-option", model_option), data=data or fitting_data(model),
-                         image=image, channels=channels, tokens=tokens, batch=batch)  # fmt: skip
+    config = TrainConfig(
+        model=model,
+        model_options=named_values("model-option", model_option),
+        data=data or fitting_data(model),
+        image=image,
+        channels=channels,
+        tokens=tokens,
+        batch=batch,
+    )
     if on is not None:
         if device is not None:
             raise SettingError(
@@ -149,14 +157,16 @@ def _show(found: Profile, title: str, *, json: bool) -> None:
     size = found.sizes[-1]
     rows = [
         (
-            layer.name, layer.kind,
+            layer.name,
+            layer.kind,
             *(format_seconds(layer.seconds(phase, size)) for phase in PHASES),
             format_seconds(layer.forward.fixed_s + layer.backward.fixed_s),
-            format_bytes(layer.parameter_bytes), format_bytes(layer.activation_bytes_per_sample),
+            format_bytes(layer.parameter_bytes),
+            format_bytes(layer.activation_bytes_per_sample),
             format_bytes(layer.output_bytes_per_sample),
         )
         for layer in found
-    ]  # fmt: skip
+    ]
     print(f"{title}; times for {size} samples, bytes for one")
     print(
         options.table(

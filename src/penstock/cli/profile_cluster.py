@@ -34,7 +34,8 @@ _SHOWN = (64, 2**16, 2**20, 2**24, 2**26)
 def profile_cluster(
     context: typer.Context, spec: str, threads: int, repeats: int, out: Path | None, *, json: bool
 ) -> None:
-    """Measure `local:N` in processes started for it, or `here`, from within ranks that torchrun started; print and write it.
+    """Measure `local:N` in processes started for it, or `here`, from within ranks that torchrun
+    started; print and write it.
 
     Raises:
         SettingError: the words are neither, or flags of a model's profile stand with them.
@@ -86,8 +87,10 @@ def _of_a_model(context: typer.Context) -> None:
     ]
     other = [f"--{name.replace('_', '-')}" for name in given if name not in _OURS]
     if other:
-        raise SettingError(f"{', '.join(other)}: that is of a model's profile, and --cluster measures machines. Run `penstock profile` "
-                           "once with each")  # fmt: skip
+        raise SettingError(
+            f"{', '.join(other)}: that is of a model's profile, and --cluster measures machines. Run `penstock profile` "
+            "once with each"
+        )
 
 
 def _busy() -> str | None:
@@ -111,14 +114,18 @@ def _ranks(spec: str) -> int | None:
         from penstock.runtime.processes import started
 
         if not started():
-            raise SettingError("--cluster here measures the ranks that torchrun started, and this process is alone: start it with "
-                               "torchrun --nproc-per-node N -m penstock profile --cluster here, or measure local:N")  # fmt: skip
+            raise SettingError(
+                "--cluster here measures the ranks that torchrun started, and this process is alone: start it with "
+                "torchrun --nproc-per-node N -m penstock profile --cluster here, or measure local:N"
+            )
         return None
     match = re.fullmatch(r"local:(\d{1,6})", spec)
     if match is None:
-        raise SettingError(f"--cluster {spec}: what can be measured is local:N, N processes on this host, or `here`, the ranks that "
-                           "torchrun started. A cluster that is not here is described, in a word or a file, for `penstock plan --cluster`; a "
-                           "model is profiled for its devices by --on")  # fmt: skip
+        raise SettingError(
+            f"--cluster {spec}: what can be measured is local:N, N processes on this host, or `here`, the ranks that "
+            "torchrun started. A cluster that is not here is described, in a word or a file, for `penstock plan --cluster`; a "
+            "model is profiled for its devices by --on"
+        )
     if not 1 <= int(match[1]) <= _MOST:
         raise SettingError(f"--cluster {spec}: 1 to {_MOST} processes can be measured on a host")
     return int(match[1])
@@ -236,12 +243,16 @@ def _links(found: ClusterFound) -> str:
     )
     rows = [
         (
-            f"{pair.a}-{pair.b}", *(format_seconds(pair.times.fresh_s[i]) for i in shown), format_seconds(pair.fit.latency_s),
-            f"{pair.fit.bandwidth_bytes_per_s / 1e9:.3g}", f"{pair.fit.mean_error:.0%}", f"{pair.fit.worst_error:.0%}",
+            f"{pair.a}-{pair.b}",
+            *(format_seconds(pair.times.fresh_s[i]) for i in shown),
+            format_seconds(pair.fit.latency_s),
+            f"{pair.fit.bandwidth_bytes_per_s / 1e9:.3g}",
+            f"{pair.fit.mean_error:.0%}",
+            f"{pair.fit.worst_error:.0%}",
             f"x {pair.times.both_ways:.2f}",
         )
         for pair in found.pairs
-    ]  # fmt: skip
+    ]
     used = [statistics.median(pair.times.used_s[i] for pair in found.pairs) for i in shown]
     rows.append(("used", *map(format_seconds, used), *[""] * 5))
     return (

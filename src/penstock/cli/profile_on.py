@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A model and the device to reckon for. `data`: the data set whose shapes the model gets; None: `--image` or `--tokens` alone."""
+    """A model and the device to reckon for. `data`: the data set whose shapes the model gets; None:
+    `--image` or `--tokens` alone.
+    """
 
     config: TrainConfig
     data: str | None
@@ -32,13 +34,21 @@ def profile_on(wanted: Wanted) -> Profile:
     """The profile by operation counts and a roofline; nothing is timed.
 
     Raises:
-        UnknownName, SettingError, FileError, ClusterError: model, device or the profile to calibrate with cannot be had.
+        UnknownName, SettingError, FileError, ClusterError: model, device or the profile to
+        calibrate with cannot be had.
     """
     from penstock.measure.analytic import analytic
 
     made, example = _model(wanted)
-    return analytic(made, example, device_called(wanted.device), batch=wanted.config.batch, sizes=wanted.sizes, dtype=wanted.dtype,
-                    calibrate=wanted.calibrate)  # fmt: skip
+    return analytic(
+        made,
+        example,
+        device_called(wanted.device),
+        batch=wanted.config.batch,
+        sizes=wanted.sizes,
+        dtype=wanted.dtype,
+        calibrate=wanted.calibrate,
+    )
 
 
 def device_called(name: str) -> Device:

@@ -119,8 +119,10 @@ def _draw(
     from penstock.draw.gallery import Exhibit, Show, gallery
 
     left_out = _left_out(refused)
-    before = (f"Every schedule of Penstock on {ranks} ranks with {micro_batches} micro-batches, simulated. {_EXPLAINED}",
-              f"Made by: penstock schedules --stages {ranks} --micro-batches {micro_batches} --gallery {folder.name}")  # fmt: skip
+    before = (
+        f"Every schedule of Penstock on {ranks} ranks with {micro_batches} micro-batches, simulated. {_EXPLAINED}",
+        f"Made by: penstock schedules --stages {ranks} --micro-batches {micro_batches} --gallery {folder.name}",
+    )
     show = Show(
         f"Schedules on {ranks} ranks",
         before,

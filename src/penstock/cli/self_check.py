@@ -23,9 +23,15 @@ class Wanted:
     json: bool
 
 
-def held_against_one_device(made: Schedule | None, plan: Path | None, settings: Mapping[str, Any], words: Mapping[str, Any],
-                            wanted: Wanted) -> bool:  # fmt: skip
-    """Run a batch of a model on ranks and on one device, print how they differ, and say whether they agree.
+def held_against_one_device(
+    made: Schedule | None,
+    plan: Path | None,
+    settings: Mapping[str, Any],
+    words: Mapping[str, Any],
+    wanted: Wanted,
+) -> bool:
+    """Run a batch of a model on ranks and on one device, print how they differ, and say whether
+    they agree.
 
     Args:
         made: the schedule, unless there is a plan.
@@ -50,8 +56,15 @@ def held_against_one_device(made: Schedule | None, plan: Path | None, settings: 
     found = asked.run(threads=wanted.threads)
     agrees = found.relative <= wanted.tolerance
     if wanted.json:
-        options.print_json({"agrees": agrees, "relative": found.relative, "tolerance": wanted.tolerance, "ranks": asked.ranks,
-                            **asdict(found)})  # fmt: skip
+        options.print_json(
+            {
+                "agrees": agrees,
+                "relative": found.relative,
+                "tolerance": wanted.tolerance,
+                "ranks": asked.ranks,
+                **asdict(found),
+            }
+        )
         return agrees
     print(found)
     verdict = "as one device does" if agrees else "NOT as one device does"

@@ -93,21 +93,38 @@ def simulate(
     draw: Annotated[bool, typer.Option("--draw", help="Draw the timeline too.")] = False,
     json: Json = False,
 ) -> None:
-    """Simulate a schedule: makespan, bubble, busy shares, micro-batches in flight, memory. Of one that goes on from batch to batch,
-    also what a batch takes once it is full, and which versions of the weights it keeps.
+    """Simulate a schedule: makespan, bubble, busy shares, micro-batches in flight, memory. Of one
+    that goes on from batch to batch, also what a batch takes once it is full, and which versions of
+    the weights it keeps.
 
-    Example: penstock simulate --schedule 1f1b --stages 4 --micro-batches 8 --forward 1 --backward 2 --json
+    Example: penstock simulate --schedule 1f1b --stages 4 --micro-batches 8 --forward 1 --backward 2
+    --json
     """
     from penstock.simulate.simulate import simulate_schedule
     from penstock.simulate.versions import with_versions
     from penstock.verify.verify import verify
     from penstock.weights.choice import rule_of
 
-    flags = {"forward": forward, "backward": backward, "input_grad": input_grad, "weight_grad": weight_grad, "update": update,
-             "pair": pair, "evict": evict, "transfer": transfer, "transfer_back": transfer_back, "latency": latency,
-             "bandwidth": bandwidth, "boundary_bytes": boundary_bytes, "activation_bytes": activation_bytes,
-             "input_bytes": input_bytes, "weight_bytes": weight_bytes, "again": again, "kept_bytes": kept_bytes,
-             "again_bytes": again_bytes}  # fmt: skip
+    flags = {
+        "forward": forward,
+        "backward": backward,
+        "input_grad": input_grad,
+        "weight_grad": weight_grad,
+        "update": update,
+        "pair": pair,
+        "evict": evict,
+        "transfer": transfer,
+        "transfer_back": transfer_back,
+        "latency": latency,
+        "bandwidth": bandwidth,
+        "boundary_bytes": boundary_bytes,
+        "activation_bytes": activation_bytes,
+        "input_bytes": input_bytes,
+        "weight_bytes": weight_bytes,
+        "again": again,
+        "kept_bytes": kept_bytes,
+        "again_bytes": again_bytes,
+    }
     costs = options.costs_given(flags, links)
     name = options.for_weights(schedule, csv, weights)
     whole = options.the_schedule(name, stages, micro_batches, csv, option, costs)
@@ -126,8 +143,10 @@ def simulate(
         print(draw_timeline(timeline, width=options.columns(), colour=options.colour()))
         return
     parts = f"{made.micro_batches} micro-batch{'es' * (made.micro_batches != 1)}"
-    print(f"{made.name}: {made.stages} stages on {made.ranks} ranks, {parts}"
-          + (f" a batch, {made.batches} batches shown" if made.stream else ""))  # fmt: skip
+    print(
+        f"{made.name}: {made.stages} stages on {made.ranks} ranks, {parts}"
+        + (f" a batch, {made.batches} batches shown" if made.stream else "")
+    )
     _print_figures(timeline)
     if made.stream:
         _print_stream(stream)

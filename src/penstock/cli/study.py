@@ -71,11 +71,13 @@ def study(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Train the same model on the same batches under every weight rule, and say which rules lose accuracy, and when.
+    """Train the same model on the same batches under every weight rule, and say which rules lose
+    accuracy, and when.
 
     Records are kept as they come: after an interrupt the same command goes on where it stopped.
 
-    Example: penstock study convergence --tasks digits --rules stash,none,pipemare --depths 2,8 --seeds 3
+    Example: penstock study convergence --tasks digits --rules stash,none,pipemare --depths 2,8
+    --seeds 3
     """
     if question not in QUESTIONS:
         raise SettingError(

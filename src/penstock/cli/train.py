@@ -122,9 +122,11 @@ def train(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Train a model through a pipeline on this machine: measured, planned, drawn, and compared with the prediction.
+    """Train a model through a pipeline on this machine: measured, planned, drawn, and compared with
+    the prediction.
 
-    Example: penstock train --model vgg11_bn --data digits --stages 2 --schedule 1f1b --micro-batches 4 --epochs 3
+    Example: penstock train --model vgg11_bn --data digits --stages 2 --schedule 1f1b
+    --micro-batches 4 --epochs 3
     """
     flags = {
         name: value
@@ -139,8 +141,10 @@ def train(
     if weights_option:
         changes["weights_options"] = options.numbers_named("weights-option", weights_option)
     if "RANK" in os.environ:
-        raise SettingError("penstock train starts its own ranks: call it without torchrun. For several hosts, write a script "
-                           "with ps.Pipeline and start that with torchrun")  # fmt: skip
+        raise SettingError(
+            "penstock train starts its own ranks: call it without torchrun. For several hosts, write a script "
+            "with ps.Pipeline and start that with torchrun"
+        )
     settings, changed = _settings(config, changes)
     from penstock.draw.compare import draw_pair
     from penstock.draw.draw import draw
@@ -169,8 +173,10 @@ def train(
     )
     if outcome.one_thread_step_s is not None:
         plain = "with one thread" if outcome.device == "cpu" else f"on {outcome.device}"
-        say(f"{outcome.speed_up:.2f} times as fast as one process {plain} "
-            f"({format_seconds(outcome.one_thread_step_s)} a step, median of {settings.baseline_steps})")  # fmt: skip
+        say(
+            f"{outcome.speed_up:.2f} times as fast as one process {plain} "
+            f"({format_seconds(outcome.one_thread_step_s)} a step, median of {settings.baseline_steps})"
+        )
     say(f"everything is in {outcome.folder}")
 
 

@@ -57,7 +57,8 @@ def verify(
 ) -> None:
     """Prove a schedule sound, or say all that is wrong with it (exit status 1).
 
-    With --train, run a batch of a model under it too, and hold gradients, buffers, outputs and loss against plain training.
+    With --train, run a batch of a model under it too, and hold gradients, buffers, outputs and loss
+    against plain training.
 
     Example: penstock verify --csv my_schedule.csv
 
@@ -65,12 +66,21 @@ def verify(
     """
     if train is not None:
         if plan is None:
-            made = options.the_schedule(schedule or (None if csv else "1f1b"), stages or (None if csv else 2),
-                                        micro_batches or (None if csv else 4), csv, option)  # fmt: skip
+            made = options.the_schedule(
+                schedule or (None if csv else "1f1b"),
+                stages or (None if csv else 2),
+                micro_batches or (None if csv else 4),
+                csv,
+                option,
+            )
         else:
             made = None
-        settings = {"model": train, "model_options": options.named_values("model-option", model_option), "batch": batch,
-                    "autocast": autocast}  # fmt: skip
+        settings = {
+            "model": train,
+            "model_options": options.named_values("model-option", model_option),
+            "batch": batch,
+            "autocast": autocast,
+        }
         words = {"recompute": recompute, "weights": weights}
         agrees = held_against_one_device(
             made, plan, settings, words, Wanted(tolerance, threads, json)

@@ -1,4 +1,6 @@
-"""`cluster`: the devices a plan is for and the links between them, described in a word, or in a YAML file."""
+"""`cluster`: the devices a plan is for and the links between them, described in a word, or in a
+YAML file.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,16 @@ def cluster(spec: str | Path | int) -> Cluster:
         spec: one of
 
             - `"local:2"` or `2`: this host's memory, split over 2 CPU ranks
-            - `"8xA100-NVLink"`, `"4xV100-10GbE"`: devices and the link between them: a bus joins those of one node, a network
-              nodes of one device each
-            - `"2x8xV100-NVLink-25GbE"`: nodes, devices in each, the link inside a node, the link between nodes
-            - `"4xV100+4xP100-PCIe3-25GbE"`: the same for mixed devices: a node of each kind, or as many as a number before says
+            - `"8xA100-NVLink"`, `"4xV100-10GbE"`: devices and the link between them: a bus joins
+              those of one node, a network nodes of one device each
+            - `"2x8xV100-NVLink-25GbE"`: nodes, devices in each, the link inside a node, the link
+              between nodes
+            - `"4xV100+4xP100-PCIe3-25GbE"`: the same for mixed devices: a node of each kind, or as
+              many as a number before says
             - `"PipeDream-A"`: a paper's cluster (all names are in presets.yaml)
-            - the path of a YAML file. Presets and own values mix; no key but these is known; `inside` may be left out where
-              nodes have one device, `between` where there is one node:
+            - the path of a YAML file. Presets and own values mix; no key but these is known;
+              `inside` may be left out where nodes have one device, `between` where there is one
+              node:
 
               ```yaml
               name: lab
@@ -49,7 +54,8 @@ def cluster(spec: str | Path | int) -> Cluster:
       between nodes   50.0 us + 3.125 GB/s (datasheet: line rate; latency assumed)
 
     Raises:
-        ClusterError: nothing of this name is known, the file cannot be read, or says something else.
+        ClusterError: nothing of this name is known, the file cannot be read, or says something
+        else.
     """
     if isinstance(spec, Path):
         return read_cluster(spec)

@@ -11,24 +11,27 @@ from penstock.units import format_bytes, format_seconds
 
 Kind = Literal["cpu", "gpu", "fpga"]
 
-#: Number formats that a peak may be given for, by torch's names; `tf32` is what NVIDIA's tensor cores make of float32.
+#: Number formats that a peak may be given for, by torch's names; `tf32` is what NVIDIA's tensor
+#: cores make of float32.
 DTYPES: Final = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "int8")
 
 
 @final
 @dataclass(frozen=True)
 class Device:
-    """What one rank runs on. What is not known is left out: a plan from a measured profile needs the memory alone.
+    """What one rank runs on. What is not known is left out: a plan from a measured profile needs
+    the memory alone.
 
     Attributes:
         name: a preset's, or one's own.
         memory_bytes: what the rank may hold.
         kind: "cpu", "gpu" or "fpga".
-        flops: peak FLOP/s (a multiply and an add are two) by dtype, one of `DTYPES`; dense, no sparsity.
-        memory_bytes_per_s: peak bandwidth of the memory.
-        launch_s: what every op costs before it computes anything: a kernel's launch, and the framework's own work.
-        on_chip_bytes: an FPGA's memory on the chip; weights that fit there cost no bandwidth.
-        together: seconds of work while all devices of the node are busy over seconds alone; above 1 where they share a host's
+        flops: peak FLOP/s (a multiply and an add are two) by dtype, one of `DTYPES`; dense, no
+        sparsity. memory_bytes_per_s: peak bandwidth of the memory. launch_s: what every op costs
+        before it computes anything: a kernel's launch, and the framework's own work. on_chip_bytes:
+        an FPGA's memory on the chip; weights that fit there cost no bandwidth. together: seconds of
+        work while all devices of the node are busy over seconds alone; above 1 where they share a
+        host's
             cores or memory.
         source: where the figures are from.
 
@@ -114,13 +117,15 @@ class Device:
 @final
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks: a message of n bytes takes `latency_s + n / bandwidth_bytes_per_s`.
+    """One direction between two ranks: a message of n bytes takes `latency_s + n /
+    bandwidth_bytes_per_s`.
 
     Attributes:
         latency_s: seconds of a message of no bytes.
         bandwidth_bytes_per_s: of one message alone, in one direction.
         source: how far to trust it: "assumed", "measured", or "datasheet …".
-        shared: all ranks that it joins use one medium, one message at a time, whoever sends it to whom.
+        shared: all ranks that it joins use one medium, one message at a time, whoever sends it to
+        whom.
 
     Raises:
         ClusterError: the latency is below 0 or the bandwidth not above it.

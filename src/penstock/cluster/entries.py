@@ -44,7 +44,8 @@ _LINK: Final[dict[str, tuple[str, Callable[[object], Any]]]] = {
 }
 LINK_KEYS: Final = tuple(_LINK)
 
-#: DSP slices that a multiply and an add take together: one in 16 bits; five in float32, three to multiply and two to add.
+#: DSP slices that a multiply and an add take together: one in 16 bits; five in float32, three to
+#: multiply and two to add.
 _SLICES: Final = {"float16": 1, "float32": 5}
 
 
@@ -52,7 +53,8 @@ def device_of(fields: Fields, name: str, base: Device | None) -> Device:
     """The device of an entry.
 
     Raises:
-        ClusterError: the memory is missing and there is no base, or a value is refused; the message begins with the place.
+        ClusterError: the memory is missing and there is no base, or a value is refused; the message
+        begins with the place.
     """
     found = {
         field: fields.read(key, parse) for key, (field, parse) in _DEVICE.items() if key in fields
@@ -66,8 +68,10 @@ def device_of(fields: Fields, name: str, base: Device | None) -> Device:
             fields.read("dsp", parse_count), fields.read("clock", parse_clock)
         )
     if base is None and "memory_bytes" not in found:
-        raise ClusterError(f"{fields.where}: the key 'memory' is missing: {name!r} with {' and '.join(map(repr, fields.values))} is a device "
-                           "of your own; or take a preset's figures and change some, with 'like'")  # fmt: skip
+        raise ClusterError(
+            f"{fields.where}: the key 'memory' is missing: {name!r} with {' and '.join(map(repr, fields.values))} is a device "
+            "of your own; or take a preset's figures and change some, with 'like'"
+        )
     try:
         return Device(name, **found) if base is None else replace(base, name=name, **found)
     except ClusterError as error:
@@ -75,7 +79,8 @@ def device_of(fields: Fields, name: str, base: Device | None) -> Device:
 
 
 def _peaks_of_slices(dsp: int, clock: float) -> tuple[tuple[str, float], ...]:
-    """What an FPGA computes at most with so many DSP slices: each makes one multiply-add of 16 bits in a cycle.
+    """What an FPGA computes at most with so many DSP slices: each makes one multiply-add of 16 bits
+    in a cycle.
 
     Source: Zhang et al., FPGA 2015, for the five slices of a multiply-add in float32.
     """
@@ -86,7 +91,8 @@ def link_of(fields: Fields, base: Link | None) -> Link:
     """The link of an entry.
 
     Raises:
-        ClusterError: latency or bandwidth is missing and there is no base, or a value is refused; the message begins with the place.
+        ClusterError: latency or bandwidth is missing and there is no base, or a value is refused;
+        the message begins with the place.
     """
     needed = ("latency", "bandwidth") if base is None else ()
     found = {

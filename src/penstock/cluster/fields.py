@@ -23,7 +23,8 @@ UNLIMITED = "unlimited"
 _PREFIX = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15,
            "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}  # fmt: skip
 _NUMBER = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)"
-# Networks are sold in bits and buses in bytes, so that one letter's case is a factor of 8: no unit is guessed.
+# Networks are sold in bits and buses in bytes, so that one letter's case is a factor of 8: no unit
+# is guessed.
 _BANDWIDTH = re.compile(rf"\s*{_NUMBER}\s*([kKMGT]i?|)(bit|b|B)/s\s*")
 _FLOPS = re.compile(rf"\s*{_NUMBER}\s*([kMGTP]?)(?:FLOP/s|FLOPS|FLOPs|OP/s)\s*")
 _CLOCK = re.compile(rf"\s*{_NUMBER}\s*([kMG]?)Hz\s*")
@@ -37,13 +38,15 @@ _SHORT = {
 
 
 def parse_bandwidth(text: object) -> float:
-    """Bytes per second from `"10 Gb/s"` or `"10 Gbit/s"` (bits), from `"1.25 GB/s"` (bytes), or `"unlimited"`.
+    """Bytes per second from `"10 Gb/s"` or `"10 Gbit/s"` (bits), from `"1.25 GB/s"` (bytes), or
+    `"unlimited"`.
 
     >>> parse_bandwidth("10 Gb/s"), parse_bandwidth("1.25 GB/s"), parse_bandwidth("1 MiB/s")
     (1250000000.0, 1250000000.0, 1048576.0)
 
     Raises:
-        SettingError: it is not of that form. A bare number is refused too, since it does not say of what.
+        SettingError: it is not of that form. A bare number is refused too, since it does not say of
+        what.
     """
     if text == UNLIMITED:
         return math.inf
@@ -71,7 +74,8 @@ def parse_flops(text: object) -> float:
 
 
 def parse_peaks(value: object) -> tuple[tuple[str, float], ...]:
-    """Peaks by dtype from `{float32: 15.7 TFLOP/s, float16: 125 TFLOP/s}`; fp32, bf16 and such are understood.
+    """Peaks by dtype from `{float32: 15.7 TFLOP/s, float16: 125 TFLOP/s}`; fp32, bf16 and such are
+    understood.
 
     Raises:
         SettingError: it is not of that form, or a dtype is not known.

@@ -24,15 +24,15 @@ class Cluster:
     Attributes:
         name: for people.
         devices: by rank.
-        devices_per_node: ranks fill node after node with so many; where `node_of` says otherwise, the most on one node.
-        inside: joins two ranks of one node, where `insides` has no other for it.
-        between: joins two ranks of different nodes.
-        node_of: the node of every rank; () where ranks fill node after node.
-        insides: (node, its inside link), for the nodes that have another than `inside`.
-        source: where the description is from.
+        devices_per_node: ranks fill node after node with so many; where `node_of` says otherwise,
+        the most on one node. inside: joins two ranks of one node, where `insides` has no other for
+        it. between: joins two ranks of different nodes. node_of: the node of every rank; () where
+        ranks fill node after node. insides: (node, its inside link), for the nodes that have
+        another than `inside`. source: where the description is from.
 
     Raises:
-        ClusterError: there is no device, or less than one per node; or the nodes do not go with the ranks.
+        ClusterError: there is no device, or less than one per node; or the nodes do not go with the
+        ranks.
     """
 
     name: str
@@ -168,7 +168,8 @@ class Cluster:
         return self._inside_of.get(node, self.inside)
 
     def on(self, ranks: Sequence[int]) -> Cluster:
-        """The cluster of these ranks alone: its rank i is `ranks[i]`, which keeps its device, its node and its links.
+        """The cluster of these ranks alone: its rank i is `ranks[i]`, which keeps its device, its
+        node and its links.
 
         Nodes are numbered anew, in the order in which they are met.
 
@@ -205,7 +206,9 @@ class Cluster:
         return 0.0 if a == b else link.transfer_seconds(count)
 
     def with_links(self, inside: Link | None = None, between: Link | None = None) -> Cluster:
-        """The same devices with other links, for instance measured ones; `inside` then holds in every node."""
+        """The same devices with other links, for instance measured ones; `inside` then holds in
+        every node.
+        """
         insides = self.insides if inside is None else ()
         return replace(
             self, inside=inside or self.inside, between=between or self.between, insides=insides

@@ -55,7 +55,8 @@ class Presets:
         return self.devices[spelled(name, self.devices, "device")]
 
     def link_name(self, name: str, device: str) -> str:
-        """The table's name for a link that joins devices called `device`: `"NVLink"` is the generation that these have.
+        """The table's name for a link that joins devices called `device`: `"NVLink"` is the
+        generation that these have.
 
         Raises:
             UnknownName: there is none.

@@ -1,8 +1,8 @@
 """From a description, as a YAML file or presets.yaml has it, to a Cluster.
 
-Besides the form that `cluster` shows, nodes that differ may be listed. A device or link may be `like` a preset but for what it says;
-what is not known of a device is left out. `node_of: [0, 1, 0, ...]` gives the node of every rank, where ranks do not fill node after
-node.
+Besides the form that `cluster` shows, nodes that differ may be listed. A device or link may be
+`like` a preset but for what it says; what is not known of a device is left out. `node_of: [0, 1, 0,
+...]` gives the node of every rank, where ranks do not fill node after node.
 
 ```yaml
 name: mixed
@@ -16,9 +16,9 @@ nodes:
 between: 25GbE
 ```
 
-A device's keys: name, like, count, memory, kind (cpu, gpu, fpga), flops by dtype or dsp and clock, memory_bandwidth, launch (what an op
-costs before it computes), on_chip, together (seconds while all are busy over seconds alone), source. A link's: like, latency,
-bandwidth, shared, source.
+A device's keys: name, like, count, memory, kind (cpu, gpu, fpga), flops by dtype or dsp and clock,
+memory_bandwidth, launch (what an op costs before it computes), on_chip, together (seconds while all
+are busy over seconds alone), source. A link's: like, latency, bandwidth, shared, source.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ _MIXED = ("name", "nodes", "node_of", "inside", "between", "source")
 
 
 class _Strict(yaml.SafeLoader):
-    """A loader that refuses a key that stands twice: YAML itself would take the last one and say nothing."""
+    """A loader that refuses a key that stands twice: YAML itself would take the last one and say
+    nothing.
+    """
 
 
 def _mapping(loader: _Strict, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -65,7 +67,8 @@ def read_cluster(path: Path) -> Cluster:
     """The cluster that a YAML file describes.
 
     Raises:
-        ClusterError: the file cannot be read, or says something else; the message names file and key.
+        ClusterError: the file cannot be read, or says something else; the message names file and
+        key.
     """
     try:
         found = yaml.load(path.read_text(encoding="utf-8"), _Strict)  # noqa: S506 - a SafeLoader
@@ -113,8 +116,14 @@ class _Reader:
                     f"{self.where}: the key {key!r} is missing: {len(devices)} devices, {per_node} on a node, need it"
                 )
         only = next(iter(links.values()), LOOPBACK)  # one device alone: nothing is ever sent
-        return Cluster(name, tuple(devices), per_node, links.get("inside", only), links.get("between", only),
-                       source=fields.read("source", parse_text, ""))  # fmt: skip
+        return Cluster(
+            name,
+            tuple(devices),
+            per_node,
+            links.get("inside", only),
+            links.get("between", only),
+            source=fields.read("source", parse_text, ""),
+        )
 
     def mixed(self, fields: Fields) -> Cluster:
         """Nodes of their own: each has its devices and its inside link."""
@@ -144,8 +153,16 @@ class _Reader:
         insides = tuple(
             (number, link) for number, (_, link) in enumerate(nodes) if link is not None
         )
-        return Cluster(name, tuple(next(left[node]) for node in node_of), 1, inside, between, node_of, insides,
-                       fields.read("source", parse_text, ""))  # fmt: skip
+        return Cluster(
+            name,
+            tuple(next(left[node]) for node in node_of),
+            1,
+            inside,
+            between,
+            node_of,
+            insides,
+            fields.read("source", parse_text, ""),
+        )
 
     def nodes(
         self, row: object, where: str, cluster: Fields
@@ -200,7 +217,9 @@ class _Reader:
         return devices
 
     def device(self, row: object, where: str) -> list[Device]:
-        """The devices of one entry: a preset's name, `{name, count}` of a preset, or one of the user's own, perhaps like a preset."""
+        """The devices of one entry: a preset's name, `{name, count}` of a preset, or one of the
+        user's own, perhaps like a preset.
+        """
         if isinstance(row, str):
             row = {"name": row}
         fields = Fields.of(row, where, ("name", "like", "count", *DEVICE_KEYS))

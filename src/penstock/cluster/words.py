@@ -31,11 +31,15 @@ def from_words(spec: str, presets: Presets) -> Cluster | None:
         raise ClusterError(f"{spec!r}: a cluster has 1 to {MOST} devices")
     numbered = any(one.nodes is not None for one in groups)
     if match[3] is None and numbered:
-        raise ClusterError(f"{spec!r}: nodes of several devices need both links, inside and between, as in "
-                           "'2x8xV100-NVLink-25GbE'; one link goes with one number, as in '8xV100-NVLink'")  # fmt: skip
+        raise ClusterError(
+            f"{spec!r}: nodes of several devices need both links, inside and between, as in "
+            "'2x8xV100-NVLink-25GbE'; one link goes with one number, as in '8xV100-NVLink'"
+        )
     if match[3] is not None and not numbered and len(groups) == 1:
-        raise ClusterError(f"{spec!r}: two links go with two numbers, nodes and devices in each, as in "
-                           "'2x8xV100-NVLink-25GbE'; one link goes with one number, as in '8xV100-NVLink'")  # fmt: skip
+        raise ClusterError(
+            f"{spec!r}: two links go with two numbers, nodes and devices in each, as in "
+            "'2x8xV100-NVLink-25GbE'; one link goes with one number, as in '8xV100-NVLink'"
+        )
     try:
         return _joined(spec, groups, match[2], match[3], presets)
     except UnknownName as error:
@@ -64,7 +68,9 @@ class _Group:
 def _joined(
     spec: str, groups: list[_Group], first: str, last: str | None, presets: Presets
 ) -> Cluster:
-    """With one link, a network joins nodes of one device, a bus all devices in one node; with two, each group has nodes of its own."""
+    """With one link, a network joins nodes of one device, a bus all devices in one node; with two,
+    each group has nodes of its own.
+    """
 
     def found(name: str, device: Device) -> Link:
         return presets.links[presets.link_name(name, device.name)]

@@ -120,7 +120,9 @@ def _rate(value: float) -> str:
 def _exact(
     value: float, units: Iterable[tuple[str, float]], parse: Callable[[object], float]
 ) -> str:
-    """The shortest of the texts that `parse` reads as exactly `value`; in the last unit there always is one."""
+    """The shortest of the texts that `parse` reads as exactly `value`; in the last unit there
+    always is one.
+    """
     texts = [
         f"{number} {unit}"
         for unit, factor in units

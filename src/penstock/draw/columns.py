@@ -1,4 +1,6 @@
-"""What a rank did in every column of a drawing: where ops are narrower than a column, all that can be shown of them."""
+"""What a rank did in every column of a drawing: where ops are narrower than a column, all that can
+be shown of them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from penstock.schedule.op import Kind
 
 
 class Spans(NamedTuple):
-    """The ops of one rank, as arrays: when they began and ended, in seconds, and the numbers of their kinds' letters."""
+    """The ops of one rank, as arrays: when they began and ended, in seconds, and the numbers of
+    their kinds' letters.
+    """
 
     start: Array
     end: Array
@@ -21,7 +25,9 @@ class Spans(NamedTuple):
 
     @classmethod
     def of(cls, panel: Timeline, rank: int, column: float = 0.0) -> Spans:
-        """Those of a rank; the two ops of a pair have half of their span each, one after the other, in whole columns if told."""
+        """Those of a rank; the two ops of a pair have half of their span each, one after the other,
+        in whole columns if told.
+        """
         log = panel.log
         rows = slice(int(log.ops.first[rank]), int(log.ops.first[rank + 1]))
         start, end = log.start[rows].copy(), log.end[rows].copy()
@@ -41,7 +47,8 @@ def shares(
     """One rank's work in `count` columns of `seconds` each, for these kinds of op.
 
     Returns:
-        Per kind, the share of every column's time that its ops took, 0 to 1; and the share of every column's longest single op.
+        Per kind, the share of every column's time that its ops took, 0 to 1; and the share of every
+        column's longest single op.
     """
     work = {kind: np.zeros(count) for kind in names}
     longest = np.zeros(count)

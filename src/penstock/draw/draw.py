@@ -14,7 +14,8 @@ from penstock.event import Timeline
 from penstock.schedule.graph import build
 from penstock.schedule.op import Kind, Op, Schedule
 
-#: Lengths of ops when a schedule is drawn without costs: the pipeline papers' habit of B = 2 F, halved when split.
+#: Lengths of ops when a schedule is drawn without costs: the pipeline papers' habit of B = 2 F,
+#: halved when split.
 UNITS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.U: 0.0, Kind.E: 0.0, Kind.L: 0.0}
 #: A notebook shows nothing larger by itself.
 _MOST_SHOWN = 100_000
@@ -23,17 +24,42 @@ Drawn = Timeline | Schedule
 
 
 @overload
-def draw(what: Drawn | Sequence[Drawn], path: None = None, *, format: Literal["txt", "svg", "html", "json"] | None = None,
-         width: int = 100, colour: bool = False) -> str: ...  # fmt: skip
+def draw(
+    what: Drawn | Sequence[Drawn],
+    path: None = None,
+    *,
+    format: Literal["txt", "svg", "html", "json"] | None = None,
+    width: int = 100,
+    colour: bool = False,
+) -> str: ...
 @overload
-def draw(what: Drawn | Sequence[Drawn], path: str | Path | None = None, *, format: Literal["png"],
-         width: int = 100, colour: bool = False) -> bytes: ...  # fmt: skip
+def draw(
+    what: Drawn | Sequence[Drawn],
+    path: str | Path | None = None,
+    *,
+    format: Literal["png"],
+    width: int = 100,
+    colour: bool = False,
+) -> bytes: ...
 @overload
-def draw(what: Drawn | Sequence[Drawn], path: str | Path | None = None, *, format: str | None = None,
-         width: int = 100, colour: bool = False) -> str | bytes: ...  # fmt: skip
-def draw(what: Drawn | Sequence[Drawn], path: str | Path | None = None, *, format: str | None = None,  # noqa: A002 - contract
-         width: int = 100, colour: bool = False) -> str | bytes:  # fmt: skip
-    """Draw what happened, or what a schedule would do with F = 1, B = 2, I = W = 1, U = 0 and free transfers.
+def draw(
+    what: Drawn | Sequence[Drawn],
+    path: str | Path | None = None,
+    *,
+    format: str | None = None,
+    width: int = 100,
+    colour: bool = False,
+) -> str | bytes: ...
+def draw(
+    what: Drawn | Sequence[Drawn],
+    path: str | Path | None = None,
+    *,
+    format: str | None = None,  # noqa: A002 - contract
+    width: int = 100,
+    colour: bool = False,
+) -> str | bytes:
+    """Draw what happened, or what a schedule would do with F = 1, B = 2, I = W = 1, U = 0 and free
+    transfers.
 
     >>> from penstock.schedule.catalogue import schedule
     >>> print(draw(schedule("1f1b", stages=3, micro_batches=4), width=60))
@@ -47,12 +73,12 @@ def draw(what: Drawn | Sequence[Drawn], path: str | Path | None = None, *, forma
     F░ forward   B▓ backward   · idle
 
     Args:
-        what: a timeline, simulated or measured, or a schedule; or several, which are drawn one above the other on one time
+        what: a timeline, simulated or measured, or a schedule; or several, which are drawn one
+        above the other on one time
             scale, with a line that says how they differ.
-        path: where to write the drawing, whole or not at all; its suffix is the format: .txt .svg .png .html .json (Perfetto).
-        format: "txt", "svg", "png", "html" or "json", whatever the suffix.
-        width: columns of text, at least 20.
-        colour: text with SGR codes.
+        path: where to write the drawing, whole or not at all; its suffix is the format: .txt .svg
+        .png .html .json (Perfetto). format: "txt", "svg", "png", "html" or "json", whatever the
+        suffix. width: columns of text, at least 20. colour: text with SGR codes.
 
     Returns:
         The drawing: what the file holds. Bytes if it is a PNG, else text.
@@ -84,7 +110,9 @@ def _panel(what: object) -> Timeline:
 
 
 def picture(what: Drawn) -> str | None:
-    """The SVG that a notebook shows of a value; None, for its text instead, if it is large or never finishes."""
+    """The SVG that a notebook shows of a value; None, for its text instead, if it is large or never
+    finishes.
+    """
     ops = len(what.log.start) if isinstance(what, Timeline) else len(what.ops)
     if ops > _MOST_SHOWN:
         return None
@@ -106,8 +134,10 @@ def unit_timeline(schedule: Schedule) -> Timeline:
     stuck = [graph.ops[node] for node in graph.order()[1] if node < len(graph.ops)]
     if stuck:
         rank, op = stuck[0]
-        raise ScheduleError(f"{schedule.name} cannot be drawn: {len(stuck)} of {len(graph.ops)} ops never start, the first is "
-                            f"{op} on rank {rank}. `verify` says which wait for each other")  # fmt: skip
+        raise ScheduleError(
+            f"{schedule.name} cannot be drawn: {len(stuck)} of {len(graph.ops)} ops never start, the first is "
+            f"{op} on rank {rank}. `verify` says which wait for each other"
+        )
 
     def op_seconds(_: int, op: Op) -> float:
         return UNITS[op.kind] * (1.0 if op.kind is Kind.U else schedule.shares[op.micro_batch])

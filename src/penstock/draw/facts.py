@@ -23,14 +23,17 @@ KIND_NAMES = {
     Kind.L: "load: activations back",
 }
 
-#: Control characters, lone surrogates and the two that are none: what XML 1.0 forbids, and the C1 controls.
+#: Control characters, lone surrogates and the two that are none: what XML 1.0 forbids, and the C1
+#: controls.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 #: Lists with more entries are written as their range.
 _LONG_LIST = 16
 
 
 def clean(text: str) -> str:
-    """`text` on one line, without what would steer a terminal or break XML: control characters, lone surrogates."""
+    """`text` on one line, without what would steer a terminal or break XML: control characters,
+    lone surrogates.
+    """
     return _UNSAFE.sub("\N{REPLACEMENT CHARACTER}", " ".join(text.split()))
 
 
@@ -46,7 +49,9 @@ def kinds(panels: Sequence[Timeline]) -> list[Kind]:
 
 
 def op_number(panel: Timeline, op: Op) -> str:
-    """What stands in an op's box: its micro-batch, with the slice where it is cut (`3.1`); of U the weight version."""
+    """What stands in an op's box: its micro-batch, with the slice where it is cut (`3.1`); of U the
+    weight version.
+    """
     slicing = panel.slicing
     if slicing is None or op.kind is Kind.U or op.micro_batch >= len(slicing.share):
         return str(op.micro_batch)
@@ -59,7 +64,9 @@ def op_name(panel: Timeline, op: Op) -> str:
 
 
 def stages_of_rank(panel: Timeline) -> list[list[int]]:
-    """The stages whose ops each rank ran, ascending; keeping activations for another rank is none of them."""
+    """The stages whose ops each rank ran, ascending; keeping activations for another rank is none
+    of them.
+    """
     ops = panel.log.ops
     own = ~ops.of_kind(*HANDING)
     count = max(ops.stages, 1)
@@ -80,7 +87,9 @@ def percent(share: float) -> str:
 
 
 def figures(panel: Timeline, clock: Clock) -> list[str]:
-    """Makespan, bubble ratio, busy share per rank, peak in flight per stage and, when known, peak memory per rank."""
+    """Makespan, bubble ratio, busy share per rank, peak in flight per stage and, when known, peak
+    memory per rank.
+    """
     busy = [number(100 * share, 0) for share in busy_shares(panel)]
     words = [
         f"makespan {clock.exact(panel.makespan)}",

@@ -1,4 +1,6 @@
-"""A folder of drawings: one SVG per schedule, and two pages that show them all, `index.html` and `README.md`."""
+"""A folder of drawings: one SVG per schedule, and two pages that show them all, `index.html` and
+`README.md`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Exhibit:
 
 @dataclass(frozen=True)
 class Show:
-    """What stands around the drawings: a title, paragraphs before the table and after it, and the table's head."""
+    """What stands around the drawings: a title, paragraphs before the table and after it, and the
+    table's head.
+    """
 
     title: str
     before: tuple[str, ...]
@@ -37,7 +41,8 @@ class Show:
 
 
 def gallery(folder: Path, show: Show, exhibits: Sequence[Exhibit]) -> list[Path]:
-    """Draw every exhibit into `folder`, which is made if its parent exists; other files there are left alone.
+    """Draw every exhibit into `folder`, which is made if its parent exists; other files there are
+    left alone.
 
     Returns:
         The files written.

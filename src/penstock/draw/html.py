@@ -1,4 +1,6 @@
-"""Timelines as one page: a figure that zooms, and the figures as tables. Nothing from the network, light and dark."""
+"""Timelines as one page: a figure that zooms, and the figures as tables. Nothing from the network,
+light and dark.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,18 @@ from penstock.draw.viewer import MOST_OPS, viewer
 from penstock.event import Timeline
 from penstock.units import format_bytes
 
-#: With more ops than this, a page for readers without scripts would be twice as long for a picture too fine to read.
+#: With more ops than this, a page for readers without scripts would be twice as long for a picture
+#: too fine to read.
 _MOST_STILL = 5_000
 
 
 def html(panels: Sequence[Timeline], note: str = "") -> str:
-    """A page with the timelines drawn one above the other, and of each the figures per rank and per stage.
+    """A page with the timelines drawn one above the other, and of each the figures per rank and per
+    stage.
 
-    The figure zooms and pans along time, tells the numbers of what is pointed at and marks the ops of the same micro-batch;
-    `#t=3,7` behind the page's address opens it at 3 to 7 s. With more than 300,000 ops it is a still picture of sums.
+    The figure zooms and pans along time, tells the numbers of what is pointed at and marks the ops
+    of the same micro-batch; `#t=3,7` behind the page's address opens it at 3 to 7 s. With more than
+    300,000 ops it is a still picture of sums.
 
     Args:
         panels: the timelines.
@@ -37,8 +42,10 @@ def html(panels: Sequence[Timeline], note: str = "") -> str:
         body.append(_key_figures(panels[0], clock))
     ops = sum(len(panel.log.start) for panel in panels)
     if ops > MOST_OPS:
-        body.append(f'<figure class="still">{svg(panels, words=not single)}</figure><p>{ops:,} ops are too many for a figure '
-                    f"that zooms: heights are shares of time. Draw fewer micro-batches, or the trace for Perfetto.</p>")  # fmt: skip
+        body.append(
+            f'<figure class="still">{svg(panels, words=not single)}</figure><p>{ops:,} ops are too many for a figure '
+            f"that zooms: heights are shares of time. Draw fewer micro-batches, or the trace for Perfetto.</p>"
+        )
     else:
         body.append(
             viewer(panels, title, svg(panels, words=not single) if ops <= _MOST_STILL else "")
@@ -86,8 +93,15 @@ def _rank_table(panel: Timeline, clock: Clock) -> str:
         zip(stages_of_rank(panel), busy_shares(panel), strict=True)
     ):
         bar = f'<span class="bar"><i style="width:{number(100 * min(1.0, share), 1)}%"></i></span>'
-        rows.append([str(rank), ", ".join(map(str, stages)) or "none", clock.exact(panel.busy[rank]),
-                     bar + percent(share), percent(1 - share)])  # fmt: skip
+        rows.append(
+            [
+                str(rank),
+                ", ".join(map(str, stages)) or "none",
+                clock.exact(panel.busy[rank]),
+                bar + percent(share),
+                percent(1 - share),
+            ]
+        )
     if panel.peak_memory is not None:
         names.append("peak memory")
         for row, held in zip(rows, panel.peak_memory, strict=True):

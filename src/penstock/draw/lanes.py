@@ -96,8 +96,10 @@ class _Lanes:
         page = self.page
         end = page.x(self.panel.makespan) if self.panel.makespan else page.left + page.plot
         for rank, (top, name) in enumerate(zip(self.tops, self.ways.names(), strict=True)):
-            page.behind.append(f'<rect class="lane" x="{n(page.left)}" y="{n(top)}" '
-                               f'width="{n(end - page.left)}" height="{n(self.height)}"/>')  # fmt: skip
+            page.behind.append(
+                f'<rect class="lane" x="{n(page.left)}" y="{n(top)}" '
+                f'width="{n(end - page.left)}" height="{n(self.height)}"/>'
+            )
             if self.height == LOW_LANE and rank % 8:
                 continue
             named = name and self.height > LOW_LANE
@@ -108,24 +110,32 @@ class _Lanes:
                 page.text(page.left - 8, name, "s e")
 
     def strips(self, held: Sequence[MemoryCurve]) -> None:
-        """Below every lane what the rank holds, all on one scale, that of every timeline of the page."""
+        """Below every lane what the rank holds, all on one scale, that of every timeline of the
+        page.
+        """
         page, most = self.page, self.page.most_bytes or 1
         for rank, (curve, top) in enumerate(zip(held, self.tops, strict=True)):
             base = top + self.height + STRIP
             few = thinned(curve, int(page.plot), page.seconds)
             ends = [page.x(moment) for moment in (*few.seconds[1:].tolist(), self.panel.makespan)]
-            outline = "".join(f"V{n(base - (STRIP - 2) * count / most)}H{n(end)}"
-                              for count, end in zip(few.bytes.tolist(), ends, strict=True))  # fmt: skip
+            outline = "".join(
+                f"V{n(base - (STRIP - 2) * count / most)}H{n(end)}"
+                for count, end in zip(few.bytes.tolist(), ends, strict=True)
+            )
             if len(few.seconds):
                 start, words = n(page.x(float(few.seconds[0]))), told(self.panel, rank)
                 by = f": {words}" if words else ""
-                page.parts.append(f'<path class="held" d="M{start} {n(base)}{outline}V{n(base)}Z"><title>peak '
-                                  f"{format_bytes(curve.peak)} at {page.clock.exact(curve.peak_at)}{escape(by)}</title></path>")  # fmt: skip
+                page.parts.append(
+                    f'<path class="held" d="M{start} {n(base)}{outline}V{n(base)}Z"><title>peak '
+                    f"{format_bytes(curve.peak)} at {page.clock.exact(curve.peak_at)}{escape(by)}</title></path>"
+                )
             page.y = base - STRIP / 2 + 4
             page.text(page.left - 8, format_bytes(curve.peak), "s e")
 
     def transfers(self, transfers: Sequence[Event]) -> None:
-        """Arrows from lane to lane: activations, gradients, and activations handed to a partner and back."""
+        """Arrows from lane to lane: activations, gradients, and activations handed to a partner and
+        back.
+        """
         many = len(transfers) > _MANY_TRANSFERS
         for way, classes in (("on", "t"), ("back", "t r"), ("pass", "t p")):
             lines = []
@@ -137,8 +147,10 @@ class _Lanes:
                         self.tops[event.to_rank] + (not down) * self.height,
                     )
                     x = self.page.x
-                    lines.append(f'<path d="M{n(x(event.start))} {n(start)}L{n(x(event.end))} {n(end)}">'
-                                 f"<title>{op_name(self.panel, event.op)} to rank {event.to_rank}: {self._span(event)}</title></path>")  # fmt: skip
+                    lines.append(
+                        f'<path d="M{n(x(event.start))} {n(start)}L{n(x(event.end))} {n(end)}">'
+                        f"<title>{op_name(self.panel, event.op)} to rank {event.to_rank}: {self._span(event)}</title></path>"
+                    )
             if lines:
                 head = "" if many else f' marker-end="url(#penstock-{way})"'
                 self.page.parts.append(
@@ -186,11 +198,15 @@ class _Lanes:
                     after += label
                     self.page.numbered.add(op.kind)
             if parts or after:
-                self.page.parts.append(f'<g class="box{" fine" * fine}" transform="translate(0 {n(self.tops[rank])})">'
-                                       f"{''.join(parts + after)}</g>")  # fmt: skip
+                self.page.parts.append(
+                    f'<g class="box{" fine" * fine}" transform="translate(0 {n(self.tops[rank])})">'
+                    f"{''.join(parts + after)}</g>"
+                )
 
     def sums(self) -> None:
-        """Where there are too many ops for boxes: per column, one kind on top of the other, as high as its share of the time."""
+        """Where there are too many ops for boxes: per column, one kind on top of the other, as high
+        as its share of the time.
+        """
         count = max(1, min(_COLUMNS, _ALL_COLUMNS // len(self.tops)))
         seconds, names = self.page.seconds / count or 1.0, kinds([self.panel])
         for rank, top in enumerate(self.tops):
@@ -215,7 +231,9 @@ class _Lanes:
         return self.page.x(event.end) - self.page.x(event.start)
 
     def _number_sizes(self) -> dict[Kind, _Number]:
-        """By kind, how numbers are written: alike in all boxes, such that the longest fits the typical one."""
+        """By kind, how numbers are written: alike in all boxes, such that the longest fits the
+        typical one.
+        """
         sizes = {}
         for kind in kinds([self.panel]):
             events = [event for event in self.panel.compute if event.op.kind is kind]
@@ -237,10 +255,16 @@ class _Lanes:
         return sizes
 
     def _stages_fit(self) -> set[Kind]:
-        """The kinds whose typical box has room for any stage: some boxes with and some without would look like a difference."""
+        """The kinds whose typical box has room for any stage: some boxes with and some without
+        would look like a difference.
+        """
         longest = text_width(f"s{self.panel.stages - 1}", TINY) + AROUND
-        return {kind for kind in kinds([self.panel])
-                if longest <= median(self._wide(event) for event in self.panel.compute if event.op.kind is kind)}  # fmt: skip
+        return {
+            kind
+            for kind in kinds([self.panel])
+            if longest
+            <= median(self._wide(event) for event in self.panel.compute if event.op.kind is kind)
+        }
 
     def _span(self, event: Event) -> str:
         clock = self.page.clock
@@ -252,7 +276,9 @@ def _way(event: Event) -> str:
 
 
 class _Number(NamedTuple):
-    """How the numbers of one kind are written: class, font size, and whether slices stand below their micro-batch."""
+    """How the numbers of one kind are written: class, font size, and whether slices stand below
+    their micro-batch.
+    """
 
     letter: str
     points: float
@@ -262,7 +288,9 @@ class _Number(NamedTuple):
 def _label(
     words: str, stage: str, box: tuple[float, float, float, float], look: _Number, *, dark: bool
 ) -> list[str]:
-    """The number in a box, and its stage below it, or beside it in half a box, where there is room; nothing where there is none."""
+    """The number in a box, and its stage below it, or beside it in half a box, where there is room;
+    nothing where there is none.
+    """
     x, top, width, height = box
     ink = "v" if dark else "k"
     middle, beside = x + width / 2, 0.0

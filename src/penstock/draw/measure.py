@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import unicodedata
 
-#: Widths in ems. DejaVu Sans, the widest of the usual sans-serif fonts, has 0.64 for digits and 0.99 for a W.
+#: Widths in ems. DejaVu Sans, the widest of the usual sans-serif fonts, has 0.64 for digits and
+#: 0.99 for a W.
 _NARROW, _USUAL, _CAPITAL, _BROAD, _FULL = 0.42, 0.65, 0.79, 1.0, 1.1
 
 
@@ -24,7 +25,9 @@ def _ems(character: str) -> float:
 
 
 def wrapped(words: str, size: float, room: float) -> list[str]:
-    """`words` in lines of at most `room` points, broken at spaces, and within a word that alone is too long."""
+    """`words` in lines of at most `room` points, broken at spaces, and within a word that alone is
+    too long.
+    """
     lines: list[str] = []
     line = ""
     for word in words.split():
@@ -43,7 +46,9 @@ def wrapped(words: str, size: float, room: float) -> list[str]:
 
 
 def flowing(widths: list[float], between: float, room: float) -> list[list[int]]:
-    """Entries of these widths side by side in lines of at most `room` points: the indices of each line's entries."""
+    """Entries of these widths side by side in lines of at most `room` points: the indices of each
+    line's entries.
+    """
     lines: list[list[int]] = []
     used = 0.0
     for index, width in enumerate(widths):

@@ -9,7 +9,9 @@ from penstock.units import format_bytes
 
 
 def steps(panel: Timeline) -> list[MemoryCurve] | None:
-    """Every rank's curve with one step per moment: of changes at the same time only what the rank holds from then on."""
+    """Every rank's curve with one step per moment: of changes at the same time only what the rank
+    holds from then on.
+    """
     if panel.memory is None:
         return None
     found = []
@@ -23,7 +25,9 @@ def steps(panel: Timeline) -> list[MemoryCurve] | None:
 
 
 def thinned(curve: MemoryCurve, moments: int, until: float) -> MemoryCurve:
-    """At most so many steps, each with the most bytes of its stretch of time: peaks stay, which a sample could miss."""
+    """At most so many steps, each with the most bytes of its stretch of time: peaks stay, which a
+    sample could miss.
+    """
     if len(curve.seconds) <= moments or until <= 0:
         return curve
     edges = np.arange(moments) * (until / moments)
@@ -35,7 +39,9 @@ def thinned(curve: MemoryCurve, moments: int, until: float) -> MemoryCurve:
 
 
 def held_by(panel: Timeline, rank: int) -> list[tuple[str, int]]:
-    """Who holds how many bytes when a rank is fullest, largest first; nothing where that is not known."""
+    """Who holds how many bytes when a rank is fullest, largest first; nothing where that is not
+    known.
+    """
     holders = panel.memory_holders
     found = (
         []

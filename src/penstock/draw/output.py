@@ -20,7 +20,9 @@ FORMATS = ("txt", "svg", "png", "html", "json")
 
 @dataclass(frozen=True)
 class Look:
-    """How to draw: `format` None is by the path's suffix, or text without a path; `width` and `colour` are for text."""
+    """How to draw: `format` None is by the path's suffix, or text without a path; `width` and
+    `colour` are for text.
+    """
 
     format: str | None = None
     width: int = 100
@@ -33,9 +35,8 @@ def put(
     """The drawing of `panels`, written to `path` if there is one.
 
     Raises:
-        SettingError: the format, or the suffix that stands for it, is none of the five; the width is too small.
-        MissingExtra: PNG needs Matplotlib.
-        FileError: `path` cannot be written.
+        SettingError: the format, or the suffix that stands for it, is none of the five; the width
+        is too small. MissingExtra: PNG needs Matplotlib. FileError: `path` cannot be written.
     """
     chosen = _format(path, look.format)
     drawing: str | bytes
@@ -83,7 +84,8 @@ def write(path: Path, drawing: str | bytes) -> None:
     try:
         target = path.resolve()
         if target.exists() and not target.is_file() and not target.is_dir():
-            # A terminal or a pipe, such as /dev/stdout: nothing can take its place, so it is written to.
+            # A terminal or a pipe, such as /dev/stdout: nothing can take its place, so it is
+            # written to.
             target.write_bytes(content)
             return
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")

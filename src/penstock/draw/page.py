@@ -91,7 +91,9 @@ class Page:
         )
 
     def paragraph(self, items: list[str], classes: str, size: float) -> None:
-        """Items from the left margin with commas between, broken between items where that is possible."""
+        """Items from the left margin with commas between, broken between items where that is
+        possible.
+        """
         room = self.width - 2 * MARGIN
         measured = 1.12 * size if classes == "h" else size  # bold letters are wider
         between = text_width(", ", measured)
@@ -102,7 +104,9 @@ class Page:
                 self.y += 5
 
     def axis(self, places: list[tuple[float, float]]) -> None:
-        """The time axis below everything drawn so far, its ticks going up through the lanes at `places`."""
+        """The time axis below everything drawn so far, its ticks going up through the lanes at
+        `places`.
+        """
         line = self.y
         self.parts.append(
             f'<path class="axis" d="M{n(self.left)} {n(line)}H{n(self.left + self.plot)}"/>'

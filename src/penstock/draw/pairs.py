@@ -18,7 +18,9 @@ def by_rank(panel: Timeline) -> list[list[Event]]:
 
 
 def halves(events: Sequence[Event]) -> dict[int, int]:
-    """Of one rank's events, by their place, the first (0) and second (1) of pairs; all others are whole."""
+    """Of one rank's events, by their place, the first (0) and second (1) of pairs; all others are
+    whole.
+    """
     found: dict[int, int] = {}
     for first, (one, other) in enumerate(pairwise(events)):
         if one.start == other.start and one.end == other.end > one.start and first not in found:
@@ -27,8 +29,8 @@ def halves(events: Sequence[Event]) -> dict[int, int]:
 
 
 def side_by_side(events: Sequence[Event], column: float = 0.0) -> tuple[list[Event], set[int]]:
-    """One rank's events with the span of every pair cut in two, for drawings of one line, in whole columns if told; and the
-    places of second halves.
+    """One rank's events with the span of every pair cut in two, for drawings of one line, in whole
+    columns if told; and the places of second halves.
     """
     found = halves(events)
     apart = list(events)

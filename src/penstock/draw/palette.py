@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from penstock.schedule.op import Kind
 
-#: By kind, the colours of a rank's even and odd stages. Under simulated red and green blindness (Machado et al. 2009) any two
-#: kinds stay 18 or more apart in CIELAB, and 12 under blue blindness; lightness then tells them apart: B, U and E are dark.
+#: By kind, the colours of a rank's even and odd stages. Under simulated red and green blindness
+#: (Machado et al. 2009) any two
+#: kinds stay 18 or more apart in CIELAB, and 12 under blue blindness; lightness then tells them
+#: apart: B, U and E are dark.
 FILLS = {
     Kind.F: ("#7eb0e8", "#4f86c6"),
     Kind.B: ("#17744a", "#4aa37a"),
@@ -53,15 +55,22 @@ def fill_class(kind: Kind, odd: bool) -> str:
 
 
 def light_style() -> str:
-    """Style sheet of a drawing on its own: plain rules, since few viewers but browsers know variables and media queries."""
+    """Style sheet of a drawing on its own: plain rules, since few viewers but browsers know
+    variables and media queries.
+    """
     rules = [f".penstock {selector}{{{key}:{light}}}" for selector, key, light, _ in _GROUND]
-    rules += [f".penstock .{kind}{suffix}{{fill:{fill}}}" for kind, fills in FILLS.items()
-              for suffix, fill in zip(("", "2"), fills, strict=True)]  # fmt: skip
+    rules += [
+        f".penstock .{kind}{suffix}{{fill:{fill}}}"
+        for kind, fills in FILLS.items()
+        for suffix, fill in zip(("", "2"), fills, strict=True)
+    ]
     return "".join([*rules, f".penstock .k{{fill:{BLACK}}}.penstock .v{{fill:{WHITE}}}"])
 
 
 def dark_style(scope: str) -> str:
-    """Rules for dark grounds, for within `scope`, a selector that makes them outweigh the light ones."""
+    """Rules for dark grounds, for within `scope`, a selector that makes them outweigh the light
+    ones.
+    """
     rules = [f"{scope} .penstock {selector}{{{key}:{dark}}}" for selector, key, _, dark in _GROUND]
     rules += [f"{scope} .penstock .k{{fill:{BLACK}}}{scope} .penstock .v{{fill:{WHITE}}}"]
     rules += [

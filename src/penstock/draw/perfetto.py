@@ -1,7 +1,7 @@
 """Timelines as trace-event JSON for ui.perfetto.dev and chrome://tracing.
 
-Format: "Trace Event Format" (Google; the document that Perfetto's own manual names for JSON traces): complete events X, metadata
-M, flows s and f, counters C; `ts` and `dur` in microseconds.
+Format: "Trace Event Format" (Google; the document that Perfetto's own manual names for JSON
+traces): complete events X, metadata M, flows s and f, counters C; `ts` and `dur` in microseconds.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from penstock.event import Event, Timeline
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.rules import needs
 
-#: The thread of a rank's ops; that of its link to rank r is r + 2. Neither a process nor a thread is 0, which Perfetto takes for
+#: The thread of a rank's ops; that of its link to rank r is r + 2. Neither a process nor a thread
+#: is 0, which Perfetto takes for
 #: the kernel's idle process (google/perfetto issues 394 and 560): the process of rank r is r + 1.
 _OPS = 1
 
 
 def perfetto(panels: Sequence[Timeline]) -> str:
-    """Draw timelines as a trace: a process per rank, with a thread for its ops and one for every link that starts there.
+    """Draw timelines as a trace: a process per rank, with a thread for its ops and one for every
+    link that starts there.
 
-    Where it is known what the ranks hold, each has a counter of bytes. Arrows go from the op that made a value to the op that took it, or to the transfer's end where no op is known to have.
+    Where it is known what the ranks hold, each has a counter of bytes. Arrows go from the op that
+    made a value to the op that took it, or to the transfer's end where no op is known to have.
 
     Args:
         panels: the timelines; of several, every process says whose it is.
@@ -34,8 +37,17 @@ def perfetto(panels: Sequence[Timeline]) -> str:
         entries += [_slice(panel, event, first) for event in panel.events]
         entries += _counters(panel, first)
         entries += _flows(panel, first, sum(len(before.events) for before in panels[:index]))
-    about = {"penstock": [{"title": clean(panel.title), "source": clean(panel.source), "makespan_s": panel.makespan,
-                           "bubble_ratio": panel.bubble_ratio} for panel in panels]}  # fmt: skip
+    about = {
+        "penstock": [
+            {
+                "title": clean(panel.title),
+                "source": clean(panel.source),
+                "makespan_s": panel.makespan,
+                "bubble_ratio": panel.bubble_ratio,
+            }
+            for panel in panels
+        ]
+    }
     lines = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries)
     return (
         f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
@@ -105,19 +117,31 @@ def _slice(panel: Timeline, event: Event, first: int) -> dict[str, object]:
 
 
 def _counters(panel: Timeline, first: int) -> list[dict[str, object]]:
-    """What every rank holds; of several changes at a time the last, which is what it holds from then on."""
+    """What every rank holds; of several changes at a time the last, which is what it holds from
+    then on.
+    """
     entries: list[dict[str, object]] = []
     for rank, curve in enumerate(panel.memory or ()):
         held = dict(
             zip(map(_microseconds, curve.seconds.tolist()), curve.bytes.tolist(), strict=True)
         )
-        entries += [{"ph": "C", "name": "memory", "pid": first + rank, "ts": moment, "args": {"bytes": count}}
-                    for moment, count in held.items()]  # fmt: skip
+        entries += [
+            {
+                "ph": "C",
+                "name": "memory",
+                "pid": first + rank,
+                "ts": moment,
+                "args": {"bytes": count},
+            }
+            for moment, count in held.items()
+        ]
     return entries
 
 
 def _flows(panel: Timeline, first: int, number: int) -> list[dict[str, object]]:
-    """One arrow per transfer, numbered on from `number`: Perfetto reads ids that are text as hexadecimal."""
+    """One arrow per transfer, numbered on from `number`: Perfetto reads ids that are text as
+    hexadecimal.
+    """
     made = {(event.rank, event.op): event for event in panel.compute}
     taken: dict[tuple[int, Op], Event] = {}
     for event in panel.compute:
@@ -141,7 +165,9 @@ def _flows(panel: Timeline, first: int, number: int) -> list[dict[str, object]]:
 
 
 def _within(event: Event, share: float) -> float:
-    """A moment inside an event: an arrow belongs to the slice that is open at its end, and at the edges none may be."""
+    """A moment inside an event: an arrow belongs to the slice that is open at its end, and at the
+    edges none may be.
+    """
     return _microseconds(event.start + share * (event.end - event.start))
 
 

@@ -1,6 +1,7 @@
 """Timelines as a PNG: the SVG, shape by shape, on Matplotlib's canvas, so that both look the same.
 
-Matplotlib is an optional dependency; it brings a font of its own, so that numbers appear on machines that have none.
+Matplotlib is an optional dependency; it brings a font of its own, so that numbers appear on
+machines that have none.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class _Shapes:
         self.rules.sort(key=lambda rule: rule[0])  # stable: of equal weight the later one counts
 
     def style(self, line: Sequence[frozenset[str]]) -> Style:
-        """What holds for the last of these elements, given as their tags and classes from the root down."""
+        """What holds for the last of these elements, given as their tags and classes from the root
+        down.
+        """
         found: Style = {}
         for _, words, style in self.rules:
             if words[-1] <= line[-1] and all(
@@ -90,9 +93,17 @@ class _Shapes:
                 found |= style
         return found
 
-    def walk(self, element: ET.Element, line: tuple[frozenset[str], ...], dx: float, dy: float,
-             given: Style) -> Iterator[tuple[ET.Element, Style, float, float]]:  # fmt: skip
-        """Every shape with its style and its shift, in order of drawing. Groups hand their style down."""
+    def walk(
+        self,
+        element: ET.Element,
+        line: tuple[frozenset[str], ...],
+        dx: float,
+        dy: float,
+        given: Style,
+    ) -> Iterator[tuple[ET.Element, Style, float, float]]:
+        """Every shape with its style and its shift, in order of drawing. Groups hand their style
+        down.
+        """
         for child in element:
             tag = child.tag.removeprefix(_NAMESPACE)
             if tag in ("style", "defs", "title"):
@@ -123,17 +134,27 @@ class _Shapes:
             tag = element.tag.removeprefix(_NAMESPACE)
             if tag == "text":
                 axes.text(
-                    float(element.get("x", "0")) + dx, float(element.get("y", "0")) + dy, (element.text or "").replace("$", r"\$"),
-                    ha=_ANCHORS[style.get("text-anchor", "start")], va="baseline", color=style.get("fill", "black"),
-                    fontsize=float(style.get("font-size", "11px").removesuffix("px")), family="DejaVu Sans",
-                    fontweight="bold" if int(style.get("font-weight", "400")) >= 600 else "normal", zorder=order,
-                )  # fmt: skip
+                    float(element.get("x", "0")) + dx,
+                    float(element.get("y", "0")) + dy,
+                    (element.text or "").replace("$", r"\$"),
+                    ha=_ANCHORS[style.get("text-anchor", "start")],
+                    va="baseline",
+                    color=style.get("fill", "black"),
+                    fontsize=float(style.get("font-size", "11px").removesuffix("px")),
+                    family="DejaVu Sans",
+                    fontweight="bold" if int(style.get("font-weight", "400")) >= 600 else "normal",
+                    zorder=order,
+                )
                 continue
             vertices = _rectangle(element) if tag == "rect" else _path(element.get("d", ""))
             moved = [(x + dx, y + dy) for x, y in vertices]
             closed = tag == "rect" or element.get("d", "").endswith("Z")
-            looks = (style.get("fill", "black") if closed else "none", style.get("stroke", "none"),
-                     float(style.get("stroke-width", "1")), float(style.get("stroke-opacity", "1")))  # fmt: skip
+            looks = (
+                style.get("fill", "black") if closed else "none",
+                style.get("stroke", "none"),
+                float(style.get("stroke-width", "1")),
+                float(style.get("stroke-opacity", "1")),
+            )
             if not layers or layers[-1][0] != looks:
                 layers.append((looks, []))
             layers[-1][1].append(
@@ -143,8 +164,16 @@ class _Shapes:
                 head = ((style["stroke"], "none", 0.0, 1.0), [Path(_head(moved), closed=True)])
                 layers.append(head)
         for order, ((fill, stroke, width, alpha), paths) in enumerate(layers):
-            axes.add_collection(PathCollection(paths, facecolors=fill, edgecolors=stroke, linewidths=width if stroke != "none" else 0,
-                                               alpha=alpha if alpha < 1 else None, zorder=order - len(layers)))  # fmt: skip
+            axes.add_collection(
+                PathCollection(
+                    paths,
+                    facecolors=fill,
+                    edgecolors=stroke,
+                    linewidths=width if stroke != "none" else 0,
+                    alpha=alpha if alpha < 1 else None,
+                    zorder=order - len(layers),
+                )
+            )
 
 
 def _rectangle(element: ET.Element) -> list[tuple[float, float]]:

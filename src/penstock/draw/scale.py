@@ -17,20 +17,25 @@ _STEPS = (1.0, 2.0, 5.0)
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 #: The shortest op may be this many times the unit of a timeline that is drawn unit by unit.
 _LONGEST_SHORTEST = 12
-#: Ops of whole units may be cut in so many parts, as slices of micro-batches are, and stages of a rank.
+#: Ops of whole units may be cut in so many parts, as slices of micro-batches are, and stages of a
+#: rank.
 _SMALLEST_PART = 24
 
 
 @dataclass(frozen=True)
 class Clock:
-    """How times are written: `factor` seconds are one `unit`; the unit is empty where a timeline counts in units of its own."""
+    """How times are written: `factor` seconds are one `unit`; the unit is empty where a timeline
+    counts in units of its own.
+    """
 
     factor: float
     unit: str
 
     @classmethod
     def of(cls, panels: Sequence[Timeline]) -> Clock:
-        """Seconds for what was measured or has short ops, plain units for all else, such as F = 1 and B = 2, and parts of them."""
+        """Seconds for what was measured or has short ops, plain units for all else, such as F = 1
+        and B = 2, and parts of them.
+        """
         if all(panel.source != "measured" for panel in panels):
             shortest = min(work_seconds(panels).tolist(), default=1.0)
             unit = None if shortest > 1 - 1e-6 else common_unit(panels)
@@ -57,7 +62,9 @@ class Clock:
         return number(seconds / self.factor, 6)
 
     def steps(self, shortest: float) -> Iterator[float]:
-        """Distances between ticks that read well, in seconds, from `shortest` up; whole ones in plain units."""
+        """Distances between ticks that read well, in seconds, from `shortest` up; whole ones in
+        plain units.
+        """
         power = -9 if self.unit else 0
         while power < 300:
             for step in _STEPS:
@@ -87,7 +94,9 @@ def _is_whole(value: float) -> bool:
 
 
 def work_seconds(panels: Sequence[Timeline]) -> Array:
-    """The lengths of all ops that take time, updates left out: they are often the one short op of a timeline in units."""
+    """The lengths of all ops that take time, updates left out: they are often the one short op of a
+    timeline in units.
+    """
     logs = [panel.log for panel in panels]
     lengths = [(log.end - log.start)[~log.ops.of_kind(Kind.U)] for log in logs]
     found = np.concatenate(lengths) if lengths else np.zeros(0)
@@ -95,9 +104,11 @@ def work_seconds(panels: Sequence[Timeline]) -> Array:
 
 
 def common_unit(panels: Sequence[Timeline]) -> float | None:
-    """The largest length in seconds of which every op's start and end is a whole multiple, if ops are small multiples of one.
+    """The largest length in seconds of which every op's start and end is a whole multiple, if ops
+    are small multiples of one.
 
-    With F = 2 and B = 3 it is 1; a measured timeline has none. Rounding errors of the simulator's sums pass.
+    With F = 2 and B = 3 it is 1; a measured timeline has none. Rounding errors of the simulator's
+    sums pass.
     """
     if not panels:
         return None

@@ -1,4 +1,6 @@
-"""What the two shades of a kind's boxes tell apart: a rank's stages where it holds several, else the batches of a stream."""
+"""What the two shades of a kind's boxes tell apart: a rank's stages where it holds several, else
+the batches of a stream.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Shades:
     Attributes:
         meaning: for a legend; empty where there is one shade only.
         ways: the stages of every rank.
-        batch: by rank, stage and micro-batch the version that its U makes, where that is what shades tell.
+        batch: by rank, stage and micro-batch the version that its U makes, where that is what
+        shades tell.
     """
 
     meaning: str
@@ -40,7 +43,8 @@ class Shades:
                 ways,
             )
         batch = _batches(panel) if len(panel.log.start) <= _MOST_OPS else {}
-        # With one micro-batch each, numbers tell batches apart, and every other box shaded would only be restless.
+        # With one micro-batch each, numbers tell batches apart, and every other box shaded would
+        # only be restless.
         several = len(set(batch.values())) > 1 and len(
             {(rank, stage, made) for (rank, stage, _), made in batch.items()}
         ) < len(batch)
@@ -54,7 +58,9 @@ class Shades:
 
 
 def _batches(panel: Timeline) -> dict[tuple[int, int, int], int]:
-    """By rank, stage and micro-batch, the version made by the first U of the stage after the gradient there."""
+    """By rank, stage and micro-batch, the version made by the first U of the stage after the
+    gradient there.
+    """
     found: dict[tuple[int, int, int], int] = {}
     for rank, row in enumerate(by_rank(panel)):
         made: dict[int, int] = {}

@@ -1,7 +1,8 @@
 """Timelines as a self-contained SVG, in the manner of the pipeline papers' figures.
 
-One lane per rank, one box per op, thin arrows for transfers that take time, and below each lane what the rank holds, where that
-is known. No script, no font and no address outside the file; plain CSS classes, so that viewers other than browsers show it too.
+One lane per rank, one box per op, thin arrows for transfers that take time, and below each lane
+what the rank holds, where that is known. No script, no font and no address outside the file; plain
+CSS classes, so that viewers other than browsers show it too.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from penstock.schedule.op import HANDING, Kind
 def svg(panels: Sequence[Timeline], note: str = "", words: bool = True) -> str:
     """Draw timelines one above the other on a common time scale.
 
-    Boxes carry their micro-batch where it fits (`3.1` is slice 1 of micro-batch 3), and their stage (`s2`) on a rank that holds
-    several; pointing at one says when it began and how long it took. Two ops that run as one share their span, one above the
-    other. An op that took no time is a thin mark. Where there are too many ops for boxes, columns show how much of their time
-    went into ops of each kind, and the legend says so.
+    Boxes carry their micro-batch where it fits (`3.1` is slice 1 of micro-batch 3), and their stage
+    (`s2`) on a rank that holds several; pointing at one says when it began and how long it took.
+    Two ops that run as one share their span, one above the other. An op that took no time is a thin
+    mark. Where there are too many ops for boxes, columns show how much of their time went into ops
+    of each kind, and the legend says so.
 
     Args:
         panels: the timelines.
@@ -53,7 +55,9 @@ def svg(panels: Sequence[Timeline], note: str = "", words: bool = True) -> str:
 
 
 def _legend(page: Page, panels: Sequence[Timeline]) -> None:
-    """A swatch and a name for every kind that occurs, for idle, for pairs, memory and transfers; what numbers and shades mean."""
+    """A swatch and a name for every kind that occurs, for idle, for pairs, memory and transfers;
+    what numbers and shades mean.
+    """
     ways = [Ways.of(panel) for panel in panels]
     meanings = [] if page.summed else sorted({Shades.of(panel).meaning for panel in panels} - {""})
     staged, twice = any(each.several for each in ways) and not page.summed, bool(meanings)
@@ -71,10 +75,17 @@ def _legend(page: Page, panels: Sequence[Timeline]) -> None:
             ('<path class="held" d="M0 12V7H6V2H12V9H18V12Z"/>', "memory, its peak on the left")
         )
     if not page.summed:
-        sent = {"F" if e.op.kind is Kind.F else "E" if e.op.kind in HANDING else "B"
-                for panel in panels for e in panel.events if e.to_rank is not None and e.end > e.start}  # fmt: skip
-        for key, classes, head, name in (("F", "t", "on", "activation sent"), ("B", "t r", "back", "gradient sent"),
-                                         ("E", "t p", "pass", "activations handed over")):  # fmt: skip
+        sent = {
+            "F" if e.op.kind is Kind.F else "E" if e.op.kind in HANDING else "B"
+            for panel in panels
+            for e in panel.events
+            if e.to_rank is not None and e.end > e.start
+        }
+        for key, classes, head, name in (
+            ("F", "t", "on", "activation sent"),
+            ("B", "t r", "back", "gradient sent"),
+            ("E", "t p", "pass", "activations handed over"),
+        ):
             if key in sent:
                 entries.append(
                     (

@@ -20,14 +20,24 @@ from penstock.schedule.op import Kind
 
 NARROWEST = 20
 IDLE = "·"
-#: Before the second op of two that run as one: `F3░&B1▓` is one span, cut in the middle for want of height.
+#: Before the second op of two that run as one: `F3░&B1▓` is one span, cut in the middle for want of
+#: height.
 JOIN = "&"
-#: What fills a cell behind its letter and number: darker for more work, so that a whole B stands out from an F.
+#: What fills a cell behind its letter and number: darker for more work, so that a whole B stands
+#: out from an F.
 FILL = {Kind.F: "░", Kind.B: "▓", Kind.I: "▒", Kind.W: "═", Kind.U: "█", Kind.E: "→", Kind.L: "←"}
 #: Background and foreground by kind, of the 256 colours: the families of the SVG.
-_SGR = {Kind.F: "48;5;111;30", Kind.B: "48;5;29;97", Kind.I: "48;5;150;30", Kind.W: "48;5;214;30", Kind.U: "48;5;54;97",
-        Kind.E: "48;5;88;97", Kind.L: "48;5;217;30"}  # fmt: skip
-#: In a timeline of whole units the shortest op takes at most so many columns: more adds no information.
+_SGR = {
+    Kind.F: "48;5;111;30",
+    Kind.B: "48;5;29;97",
+    Kind.I: "48;5;150;30",
+    Kind.W: "48;5;214;30",
+    Kind.U: "48;5;54;97",
+    Kind.E: "48;5;88;97",
+    Kind.L: "48;5;217;30",
+}
+#: In a timeline of whole units the shortest op takes at most so many columns: more adds no
+#: information.
 _WIDEST_SHORTEST = 8
 #: With more ops than this per column, none has room for its name.
 _MOST_NAMED = 4
@@ -35,7 +45,9 @@ _MOST_NAMED = 4
 
 @dataclass(frozen=True)
 class _Columns:
-    """Where times stand in a row: `count` columns of `seconds` each; `whole` if every op takes whole columns."""
+    """Where times stand in a row: `count` columns of `seconds` each; `whole` if every op takes
+    whole columns.
+    """
 
     count: int
     seconds: float
@@ -55,12 +67,14 @@ class _Columns:
 def text(panels: Sequence[Timeline], width: int = 100, colour: bool = False, note: str = "") -> str:
     """Draw timelines one above the other on a common time scale.
 
-    Where all ops are small whole multiples of one length, it takes a whole number of columns, so that cells line up. Else a
-    column shows what filled most of it, idle (`·`) included; where many ops share a column, kinds take turns from one column
-    to the next in proportion to their time. A cell has its letter and micro-batch where there is room, with the stage first
-    (`2F0`) on a rank that holds several; where every op takes whole columns, a lone digit in one is the micro-batch of an F.
-    Slices are written `F3.1`. Two ops that run as one have half of their span each, with `&` between: `F3░&B1▓`. Where a stage has
-    several updates that take no time, the cells before them end in `█`, if there is room: `B1▓█`.
+    Where all ops are small whole multiples of one length, it takes a whole number of columns, so
+    that cells line up. Else a column shows what filled most of it, idle (`·`) included; where many
+    ops share a column, kinds take turns from one column to the next in proportion to their time. A
+    cell has its letter and micro-batch where there is room, with the stage first (`2F0`) on a rank
+    that holds several; where every op takes whole columns, a lone digit in one is the micro-batch
+    of an F. Slices are written `F3.1`. Two ops that run as one have half of their span each, with
+    `&` between: `F3░&B1▓`. Where a stage has several updates that take no time, the cells before
+    them end in `█`, if there is room: `B1▓█`.
 
     Args:
         panels: the timelines.
@@ -102,7 +116,9 @@ def text(panels: Sequence[Timeline], width: int = 100, colour: bool = False, not
 
 
 def _flowing(entries: list[tuple[str, str]], between: str, width: int) -> list[str]:
-    """Entries side by side, in as many lines as it takes. Each is given as it counts and as it is written."""
+    """Entries side by side, in as many lines as it takes. Each is given as it counts and as it is
+    written.
+    """
     lines: list[str] = []
     used = width
     for plain, entry in entries:
@@ -121,7 +137,9 @@ def _wrapped(lines: list[str], width: int) -> list[str]:
 
 @dataclass(frozen=True)
 class _Cell:
-    """An op in a row: its letter and number, whether its stage has to be told, whether it is the second of a pair."""
+    """An op in a row: its letter and number, whether its stage has to be told, whether it is the
+    second of a pair.
+    """
 
     event: Event
     name: str
@@ -138,7 +156,8 @@ class _Cell:
                 label for label in (*(JOIN + label for label in labels), JOIN) if len(label) <= room
             ]
         if self.event.op.kind is Kind.F and room == 1 and whole:
-            # Two digits do not fit here and have no place elsewhere, so digits side by side are as many ops.
+            # Two digits do not fit here and have no place elsewhere, so digits side by side are as
+            # many ops.
             labels.append(self.name[1:])
         return [label for label in labels if len(label) <= room]
 
@@ -182,7 +201,9 @@ def _mark_updates(
     kinds_there: list[Kind | None],
     columns: _Columns,
 ) -> bool:
-    """Put a sign where a batch ends with an update that took no time; whether there was any. One alone ends the program anyway."""
+    """Put a sign where a batch ends with an update that took no time; whether there was any. One
+    alone ends the program anyway.
+    """
     updates = [event for event in events if event.op.kind is Kind.U and event.end <= event.start]
     if all(event.op.micro_batch == 1 for event in updates):
         return False
@@ -217,8 +238,10 @@ def _letters(
 
 def _joined(letters: list[str | None], kinds_there: list[Kind | None], colour: bool) -> str:
     """A row of letters, and where there are none the shades of what is there."""
-    row = [letter or (IDLE if kind is None else " " if colour else FILL[kind])
-           for letter, kind in zip(letters, kinds_there, strict=True)]  # fmt: skip
+    row = [
+        letter or (IDLE if kind is None else " " if colour else FILL[kind])
+        for letter, kind in zip(letters, kinds_there, strict=True)
+    ]
     if not colour:
         return "".join(row)
     painted = ""
@@ -244,7 +267,8 @@ def _filled(spans: Spans, names: list[Kind], columns: _Columns) -> list[Kind | N
         if max(most, idle) >= 0.5:
             shown.append(None if idle > 0.5 else max(there, key=there.__getitem__))
             continue
-        # Many short ops in one column: the most frequent would hide all others from end to end, so they take turns.
+        # Many short ops in one column: the most frequent would hide all others from end to end, so
+        # they take turns.
         there[None] = idle
         for kind, share in there.items():
             owed[kind] = owed.get(kind, 0.0) + share
@@ -270,7 +294,9 @@ def _axis(clock: Clock, columns: _Columns, whole: float) -> str:
 
 
 def _legend(panels: Sequence[Timeline], colour: bool) -> list[tuple[str, str]]:
-    """Sign and name of every kind, plain and as written; kinds that took no time are not to be seen and left out."""
+    """Sign and name of every kind, plain and as written; kinds that took no time are not to be seen
+    and left out.
+    """
     logs = [panel.log for panel in panels]
     seen = {
         number for log in logs for number in np.unique(log.ops.kind[log.end > log.start]).tolist()

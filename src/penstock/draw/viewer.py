@@ -17,7 +17,8 @@ from penstock.draw.ways import Ways
 from penstock.event import Event, MemoryCurve, Timeline
 from penstock.schedule.op import HANDING, Kind
 
-#: More ops than this would make a page of tens of megabytes: it then has the still figure, with columns in place of boxes.
+#: More ops than this would make a page of tens of megabytes: it then has the still figure, with
+#: columns in place of boxes.
 MOST_OPS = 300_000
 
 _BUTTONS = (
@@ -112,7 +113,14 @@ def _panel(panel: Timeline) -> dict[str, object]:
         "makespan": _short(panel.makespan),
         "several": ways.several,
         "paired": any(joined),
-        "sent": _sent(panel, [event for event in panel.events if event.to_rank is not None and event.end > event.start]),
+        "sent": _sent(
+            panel,
+            [
+                event
+                for event in panel.events
+                if event.to_rank is not None and event.end > event.start
+            ],
+        ),
         "ranks": [
             {
                 "name": f"rank {rank}",
@@ -124,13 +132,18 @@ def _panel(panel: Timeline) -> dict[str, object]:
                 "s": [event.op.stage for event in row],
                 "n": _numbers(panel, row),
                 "z": "".join("1" if shades.odd(rank, event.op) else "0" for event in row),
-                "h": "".join(str(1 + joined[rank][place]) if place in joined[rank] else "0" for place in range(len(row))),
-                "b": [event.bytes or sizes.get((rank, event.op), 0) for event in row] if sizes or any(e.bytes for e in row) else None,
+                "h": "".join(
+                    str(1 + joined[rank][place]) if place in joined[rank] else "0"
+                    for place in range(len(row))
+                ),
+                "b": [event.bytes or sizes.get((rank, event.op), 0) for event in row]
+                if sizes or any(e.bytes for e in row)
+                else None,
                 "memory": None if curves is None else _memory(panel, rank, curves[rank]),
             }
             for rank, row in enumerate(rows)
         ],
-    }  # fmt: skip
+    }
 
 
 def _numbers(panel: Timeline, row: Sequence[Event]) -> list[int] | list[str]:

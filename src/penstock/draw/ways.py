@@ -4,7 +4,8 @@
         rank 0 | s0 s2                                   rank 0 | s0↓ s1↑
         rank 1 | s1 s3                                   rank 1 | s1↓ s0↑
 
-A rank's stages are listed by way, then along it, so that in both pictures the second of every rank goes together.
+A rank's stages are listed by way, then along it, so that in both pictures the second of every rank
+goes together.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ DOWN, UP = "↓", "↑"
 
 @dataclass(frozen=True)
 class Ways:
-    """Per rank, the stages whose ops it ran, by way and then along it; `arrows` has (rank, stage) where ways run both ways."""
+    """Per rank, the stages whose ops it ran, by way and then along it; `arrows` has (rank, stage)
+    where ways run both ways.
+    """
 
     stages: tuple[tuple[int, ...], ...]
     arrows: dict[tuple[int, int], str]
@@ -63,7 +66,9 @@ class Ways:
         return len(self.stages[rank]) != 1 or self.stages[rank][0] != stage
 
     def names(self) -> list[str]:
-        """Per rank its stages, `s0 s4`; nothing where every rank holds the one stage of its own number."""
+        """Per rank its stages, `s0 s4`; nothing where every rank holds the one stage of its own
+        number.
+        """
         if all(row in ((), (rank,)) for rank, row in enumerate(self.stages)):
             return [""] * len(self.stages)
         rows = (
@@ -74,7 +79,9 @@ class Ways:
 
 
 def _ways(panel: Timeline) -> list[list[tuple[int, int]]]:
-    """Every way through the ranks that a micro-batch takes, as its stages with their ranks, the first micro-batch's first."""
+    """Every way through the ranks that a micro-batch takes, as its stages with their ranks, the
+    first micro-batch's first.
+    """
     ops = panel.log.ops
     forward = ops.of_kind(Kind.F)
     if not forward.any():

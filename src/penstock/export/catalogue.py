@@ -21,8 +21,8 @@ class Exported:
     Attributes:
         text: its form there.
         use: what is done with it there, in a line.
-        left_out: what the form does not say and the plan does: to be set there by hand, or decided there by itself.
-        files: name and text of every file, where the form is a folder of several.
+        left_out: what the form does not say and the plan does: to be set there by hand, or decided
+        there by itself. files: name and text of every file, where the form is a folder of several.
     """
 
     text: str
@@ -31,7 +31,8 @@ class Exported:
     files: tuple[tuple[str, str], ...] = ()
 
     def write(self, path: str | Path) -> None:
-        """Write it to a file, or what is several files, where `path` has no suffix, to a folder of that name.
+        """Write it to a file, or what is several files, where `path` has no suffix, to a folder of
+        that name.
 
         Raises:
             RunError: it cannot be written there.
@@ -58,9 +59,10 @@ def export(made: Plan | Schedule, to: str, path: str | Path | None = None) -> st
     """A plan in another library's form, or a schedule as torch's CSV.
 
     Args:
-        made: what to export. Only "csv" takes a schedule: the others need the layers, which only a plan has.
-        to: name of a library: "torchgpipe" (or "fairscale"), "deepspeed", "megatron", "torchtitan", "torch", "pipedream", or "csv".
-        path: where to write it, too. "torch" writes a folder of two files to a path without suffix.
+        made: what to export. Only "csv" takes a schedule: the others need the layers, which only a
+        plan has. to: name of a library: "torchgpipe" (or "fairscale"), "deepspeed", "megatron",
+        "torchtitan", "torch", "pipedream", or "csv". path: where to write it, too. "torch" writes a
+        folder of two files to a path without suffix.
 
     Returns:
         The form as a text; `exported` has with it what to do with it there, and what it leaves out.
@@ -89,8 +91,10 @@ def exported(made: Plan | Schedule, to: str) -> Exported:
         return entry.make(made)
     of_schedule = entry.facts.get("of_schedule")
     if not callable(of_schedule):
-        raise SettingError(f"{entry.name} needs a plan, for its form names layers, and a schedule has none: give the plan, or export "
-                           "the schedule to 'csv'")  # fmt: skip
+        raise SettingError(
+            f"{entry.name} needs a plan, for its form names layers, and a schedule has none: give the plan, or export "
+            "the schedule to 'csv'"
+        )
     found = of_schedule(made)
     assert isinstance(found, Exported)
     return found

@@ -19,8 +19,11 @@ def of_schedule(made: Schedule) -> Exported:
         f"rank {rank}: {' '.join(map(str, stages))}"
         for rank, stages in enumerate(made.stages_of_rank)
     )
-    return Exported(to_csv(made), f"_PipelineScheduleRuntime(stages, n_microbatches={made.micro_batches}, …)._load_csv(path); stages of "
-                                  f"{held}")  # fmt: skip
+    return Exported(
+        to_csv(made),
+        f"_PipelineScheduleRuntime(stages, n_microbatches={made.micro_batches}, …)._load_csv(path); stages of "
+        f"{held}",
+    )
 
 
 @register(
@@ -29,10 +32,12 @@ def of_schedule(made: Schedule) -> Exported:
     source="torch 2.13, distributed/pipelining/schedules.py, _PipelineScheduleRuntime._load_csv",
 )
 def csv(plan: Plan) -> Exported:
-    """One row of ops for every rank. Of pipelines side by side, those of one: all have the same, and each its own process group.
+    """One row of ops for every rank. Of pipelines side by side, those of one: all have the same,
+    and each its own process group.
 
     Raises:
-        ScheduleError: torch cannot express it: stages with copies of their own, an asynchronous schedule, slices, activations handed
+        ScheduleError: torch cannot express it: stages with copies of their own, an asynchronous
+        schedule, slices, activations handed
             over, or others that `schedule.csv_export` lists.
     """
     found = pipelines_of(plan)

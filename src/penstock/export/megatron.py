@@ -1,4 +1,6 @@
-"""Megatron-Core's `--pipeline-model-parallel-layout`: one letter for every layer, a bar after every stage."""
+"""Megatron-Core's `--pipeline-model-parallel-layout`: one letter for every layer, a bar after every
+stage.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +29,34 @@ _REPEATED = 3
 
 @register("megatron", source="Megatron-Core 0.16.1, transformer/pipeline_parallel_layer_layout.py")
 def megatron(plan: Plan) -> Exported:
-    """A layout such as `Et*3|(t*4|)*6ttL`: E the embedding, t a decoder layer, L what comes after them (norm, output layer, loss).
+    """A layout such as `Et*3|(t*4|)*6ttL`: E the embedding, t a decoder layer, L what comes after
+    them (norm, output layer, loss).
 
-    The decoder layers are the longest list of numbered layers, such as `blocks.0`, `blocks.1`, …; what comes before is E, what comes
-    after is L. Stage k stands on pipeline rank k mod p. Megatron plays 1F1B, or its interleaved form where ranks have several stages.
+    The decoder layers are the longest list of numbered layers, such as `blocks.0`, `blocks.1`, …;
+    what comes before is E, what comes after is L. Stage k stands on pipeline rank k mod p. Megatron
+    plays 1F1B, or its interleaved form where ranks have several stages.
 
     Raises:
-        PlanError: there is no such list, a cut lies in a decoder layer, among the layers before or among those after; stages stand on
-            other ranks; the plan has stages with copies of their own, or micro-batches of several sizes, is asynchronous, or runs other
-            layers again than Megatron's flags can say.
+        PlanError: there is no such list, a cut lies in a decoder layer, among the layers before or
+        among those after; stages stand on
+            other ranks; the plan has stages with copies of their own, or micro-batches of several
+            sizes, is asynchronous, or runs other layers again than Megatron's flags can say.
     """
     found = pipelines_of(plan)
     reasons = [] if found is not None else [why_not_pipelines(plan)]
     if found is not None and not found.loop:
-        reasons.append(f"{plan.schedule_name} has stages {', '.join(map(str, found.placement))} on its ranks: there stage k is on rank "
-                       f"k mod {len(found.placement)}")  # fmt: skip
+        reasons.append(
+            f"{plan.schedule_name} has stages {', '.join(map(str, found.placement))} on its ranks: there stage k is on rank "
+            f"k mod {len(found.placement)}"
+        )
     if (uneven := uneven_batch(plan)) is not None:
         reasons.append(uneven)
     letters, wrong = _letters(plan)
     if plan.recomputed and not wrong and _recompute_flags(plan) is None:
-        reasons.append(f"layers {selective_layers(plan)} run again: there it is all decoder layers in groups of one size (uniform), or the "
-                       "first n of every stage one by one (block), and nothing else")  # fmt: skip
+        reasons.append(
+            f"layers {selective_layers(plan)} run again: there it is all decoder layers in groups of one size (uniform), or the "
+            "first n of every stage one by one (block), and nothing else"
+        )
     refuse("megatron", [*reasons, *wrong])
     assert found is not None
     text = _written(letters)
@@ -67,8 +76,10 @@ def _letters(plan: Plan) -> tuple[list[str], list[str]]:
     wrong = []
     if first == 0 or last == plan.layers - 1:
         where = "before" if first == 0 else "after"
-        wrong.append(f"no layer stands {where} {plan.layer_names[first]} to {plan.layer_names[last]}: a layout has an embedding and an "
-                     "output layer")  # fmt: skip
+        wrong.append(
+            f"no layer stands {where} {plan.layer_names[first]} to {plan.layer_names[last]}: a layout has an embedding and an "
+            "output layer"
+        )
     words = []
     for stage, (start, end) in enumerate(plan.bounds):
         own = [i for i in range(start, end) if first <= i <= last]
@@ -159,8 +170,10 @@ def _with_numbers(runs: Iterable[tuple[str, int]]) -> str:
 
 
 def _use(plan: Plan, found: Pipelines, text: str, decoders: int) -> str:
-    return (f"--pipeline-model-parallel-size {len(found.placement)} --pipeline-model-parallel-layout '{text}' --num-layers {decoders} "
-            f"--micro-batch-size {plan.batch // plan.micro_batches} --global-batch-size {plan.batch}")  # fmt: skip
+    return (
+        f"--pipeline-model-parallel-size {len(found.placement)} --pipeline-model-parallel-layout '{text}' --num-layers {decoders} "
+        f"--micro-batch-size {plan.batch // plan.micro_batches} --global-batch-size {plan.batch}"
+    )
 
 
 def _notes(plan: Plan, found: Pipelines) -> list[str]:
@@ -169,8 +182,10 @@ def _notes(plan: Plan, found: Pipelines) -> list[str]:
         plan, "interleaved" if several else "1f1b", "interleaved 1F1B" if several else "1F1B"
     )
     if found.count > 1:
-        notes.append(f"{found.count} pipelines: start {plan.ranks} ranks; Megatron numbers them stage by stage, the plan pipeline by "
-                     "pipeline")  # fmt: skip
+        notes.append(
+            f"{found.count} pipelines: start {plan.ranks} ranks; Megatron numbers them stage by stage, the plan pipeline by "
+            "pipeline"
+        )
     if plan.recomputed:
         notes.append(f"recomputation (selective): {_recompute_flags(plan)}")
     elif plan.recompute in ("except_last", "always"):

@@ -13,15 +13,18 @@ from penstock.schedule.op import Kind
 
 @register("pipedream", source="github.com/msr-fiddle/pipedream, runtime/runtime.py; LITERATURE 3.1")
 def pipedream(plan: Plan) -> Exported:
-    """JSON with `module_to_stage_map` (every stage is one generated module, and the last entry is the criterion, with the last
-    stage), `stage_to_rank_map`, and `stage_to_depth_map`: forwards that run ahead of the first backward.
+    """JSON with `module_to_stage_map` (every stage is one generated module, and the last entry is
+    the criterion, with the last stage), `stage_to_rank_map`, and `stage_to_depth_map`: forwards
+    that run ahead of the first backward.
 
-    PipeDream updates each stage after every minibatch of each of its ranks together, so a stage on k ranks k times less often than one
-    on a single rank. The plan's batch, after which every stage updates once, is what of that they share: exactly PipeDream's only where
-    no stage has copies and the batch is one micro-batch.
+    PipeDream updates each stage after every minibatch of each of its ranks together, so a stage on
+    k ranks k times less often than one on a single rank. The plan's batch, after which every stage
+    updates once, is what of that they share: exactly PipeDream's only where no stage has copies and
+    the batch is one micro-batch.
 
     Raises:
-        PlanError: the plan is synchronous, keeps weights by another rule than "stash", or has several stages on a rank.
+        PlanError: the plan is synchronous, keeps weights by another rule than "stash", or has
+        several stages on a rank.
     """
     made, reasons = plan.schedule, []
     if made.stream is None:
@@ -55,8 +58,10 @@ def pipedream(plan: Plan) -> Exported:
     copies = [len(ranks) for ranks in made.ranks_of_stage]
     notes = []
     if max(copies) > 1 or plan.micro_batches > 1:
-        notes.append(f"when weights are updated: there a stage on k ranks is after every k minibatches (copies {copies}), here every one "
-                     f"after {plan.micro_batches} micro-batches")  # fmt: skip
+        notes.append(
+            f"when weights are updated: there a stage on k ranks is after every k minibatches (copies {copies}), here every one "
+            f"after {plan.micro_batches} micro-batches"
+        )
     if plan.devices and plan.devices != tuple(range(plan.ranks)):
         notes.append(f"the devices: rank r belongs on device {row(plan.devices)} of {plan.cluster}")
     if plan.recompute in ("except_last", "always"):

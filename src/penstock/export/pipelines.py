@@ -1,4 +1,6 @@
-"""What a plan is in the words that other libraries share: equal pipelines side by side, each of ranks that hold stages."""
+"""What a plan is in the words that other libraries share: equal pipelines side by side, each of
+ranks that hold stages.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from penstock.schedule.slicing import Slicing
 @final
 @dataclass(frozen=True)
 class Pipelines:
-    """`count` times one pipeline; `ranks[j]` are those of the j-th, in the order of the ranks of `schedule`, which is one's own.
+    """`count` times one pipeline; `ranks[j]` are those of the j-th, in the order of the ranks of
+    `schedule`, which is one's own.
 
     Its micro-batches are numbered from 0, whatever their numbers in the plan.
     """
@@ -53,8 +56,8 @@ class Pipelines:
 
 
 def pipelines_of(plan: Plan) -> Pipelines | None:
-    """The plan as equal pipelines; None if it is not that: stages with copies of their own, pipelines in both directions, a stream,
-    or pipelines of different numbers of micro-batches.
+    """The plan as equal pipelines; None if it is not that: stages with copies of their own,
+    pipelines in both directions, a stream, or pipelines of different numbers of micro-batches.
     """
     made = plan.schedule
     count = len(made.ranks_of_stage[0])
@@ -76,8 +79,11 @@ def pipelines_of(plan: Plan) -> Pipelines | None:
 
 def _alone(made: Schedule, ranks: tuple[int, ...]) -> Schedule | None:
     """What these ranks do, with numbers from 0; None if its stages have different micro-batches."""
-    carried = [{op.micro_batch for op in made.programs[rank] if op.kind is Kind.F and op.stage == stage}
-               for rank in ranks for stage in made.stages_of_rank[rank]]  # fmt: skip
+    carried = [
+        {op.micro_batch for op in made.programs[rank] if op.kind is Kind.F and op.stage == stage}
+        for rank in ranks
+        for stage in made.stages_of_rank[rank]
+    ]
     if any(each != carried[0] for each in carried):
         return None
     numbers = {number: new for new, number in enumerate(sorted(carried[0]))}
@@ -111,10 +117,14 @@ def why_not_pipelines(plan: Plan) -> str:
         return f"{plan.schedule_name} is asynchronous: there are no versions of weights there, and every batch ends in a flush"
     copies = [len(ranks) for ranks in made.ranks_of_stage]
     if len(set(copies)) > 1:
-        return (f"its stages have {', '.join(map(str, copies))} ranks: copies are of whole pipelines there, and single stages have "
-                "none of their own")  # fmt: skip
-    return (f"{plan.schedule_name} has {copies[0]} copies of every stage that are no equal pipelines side by side: that is all it has "
-            "of copies")  # fmt: skip
+        return (
+            f"its stages have {', '.join(map(str, copies))} ranks: copies are of whole pipelines there, and single stages have "
+            "none of their own"
+        )
+    return (
+        f"{plan.schedule_name} has {copies[0]} copies of every stage that are no equal pipelines side by side: that is all it has "
+        "of copies"
+    )
 
 
 def refuse(library: str, reasons: list[str]) -> None:
@@ -136,25 +146,31 @@ def uneven_batch(plan: Plan) -> str | None:
     """Why micro-batches of one size are too few words for this plan, if they are."""
     if plan.batch % plan.micro_batches == 0:
         return None
-    return (f"a batch of {plan.batch} in {plan.micro_batches} micro-batches has some of {plan.batch // plan.micro_batches} and some of "
-            f"{-(-plan.batch // plan.micro_batches)} samples: all have one size there")  # fmt: skip
+    return (
+        f"a batch of {plan.batch} in {plan.micro_batches} micro-batches has some of {plan.batch // plan.micro_batches} and some of "
+        f"{-(-plan.batch // plan.micro_batches)} samples: all have one size there"
+    )
 
 
 def told(plan: Plan, own: str, plays: str) -> list[str]:
-    """What is left out everywhere: the schedule, if the library plays another, and the devices. `own` is the name here of what it
-    plays, `plays` its name there.
+    """What is left out everywhere: the schedule, if the library plays another, and the devices.
+    `own` is the name here of what it plays, `plays` its name there.
     """
     notes = []
     if plan.schedule_name != own or plan.slicing is not None:
-        notes.append(f"the schedule: {plays} is played, and not this plan's {plan.schedule_name}, so its time and memory are not those "
-                     "predicted")  # fmt: skip
+        notes.append(
+            f"the schedule: {plays} is played, and not this plan's {plan.schedule_name}, so its time and memory are not those "
+            "predicted"
+        )
     if plan.devices and plan.devices != tuple(range(plan.ranks)):
         notes.append(f"the devices: rank r belongs on device {row(plan.devices)} of {plan.cluster}")
     return notes
 
 
 def segment_lengths(plan: Plan) -> list[list[tuple[int, int]]]:
-    """Of every stage, the segments that run again, counted from its first layer: first, and one past the last."""
+    """Of every stage, the segments that run again, counted from its first layer: first, and one
+    past the last.
+    """
     return [
         [(a - first, b - first) for a, b in plan.selection.of_stage(first, end)]
         for first, end in plan.bounds
@@ -163,8 +179,11 @@ def segment_lengths(plan: Plan) -> list[list[tuple[int, int]]]:
 
 def selective_layers(plan: Plan) -> str:
     """The layers that run again, for a note: `3-5 6-8 11`, a dash within a segment."""
-    found = [segment for of_stage, (first, _) in zip(segment_lengths(plan), plan.bounds, strict=True)
-             for segment in ((a + first, b + first) for a, b in of_stage)]  # fmt: skip
+    found = [
+        segment
+        for of_stage, (first, _) in zip(segment_lengths(plan), plan.bounds, strict=True)
+        for segment in ((a + first, b + first) for a, b in of_stage)
+    ]
     return " ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in found) or "none"
 
 

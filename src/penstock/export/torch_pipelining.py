@@ -1,4 +1,6 @@
-"""torch.distributed.pipelining: where to split the model, which stages each rank has, and the schedule."""
+"""torch.distributed.pipelining: where to split the model, which stages each rank has, and the
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,23 @@ SCHEDULE = "schedule.csv"
 def torch(plan: Plan) -> Exported:
     """JSON, or a folder of `stages.json` and `schedule.csv`.
 
-        split_spec          layer at which a stage begins: "BEGINNING"; for pipeline(model, split_spec=…) its text becomes a SplitPoint
-        modules_of_stage    names of the modules of every stage, for whoever builds PipelineStage by hand
+        split_spec          layer at which a stage begins: "BEGINNING"; for pipeline(model,
+                            split_spec=…) its text becomes a SplitPoint
+        modules_of_stage    names of the modules of every stage, for whoever builds PipelineStage by
+                            hand
         stages_of_rank      what `_PipelineScheduleRuntime` is given on every rank, ascending
         micro_batches       its n_microbatches
-        pipelines           copies of the whole; each is a process group of its own, and gradients are averaged over them
-        schedule            the CSV of one pipeline, "compute_only"; in a folder, the name of its file
+        pipelines           copies of the whole; each is a process group of its own, and gradients
+                            are averaged over them
+        schedule            the CSV of one pipeline, "compute_only"; in a folder, the name of its
+                            file
         recompute, batch, devices, fingerprint      of the plan
-        recomputed          of selective recomputation: by stage, the names of the modules of every segment that runs again
+        recomputed          of selective recomputation: by stage, the names of the modules of every
+                            segment that runs again
 
     Raises:
-        PlanError: the plan has stages with copies of their own, micro-batches of several sizes, or a schedule that the CSV cannot say;
+        PlanError: the plan has stages with copies of their own, micro-batches of several sizes, or
+        a schedule that the CSV cannot say;
             or it is asynchronous.
     """
     found = pipelines_of(plan)
@@ -72,8 +80,10 @@ def torch(plan: Plan) -> Exported:
             f"recomputation ({plan.recompute}): wrap the layers in torch.utils.checkpoint yourself"
         )
     if found.schedule.splits_backward:
-        notes.append("frozen layers: I and W of a stage whose input needs no gradient leave it without gradients in torch 2.13; replace "
-                     "them by B there")  # fmt: skip
+        notes.append(
+            "frozen layers: I and W of a stage whose input needs no gradient leave it without gradients in torch 2.13; replace "
+            "them by B there"
+        )
     return Exported(
         json.dumps({**facts, "schedule": schedule}, indent=1) + "\n",
         "pipeline(model, mb_args, split_spec) or PipelineStage by hand, then _PipelineScheduleRuntime(stages, n_microbatches="

@@ -19,14 +19,16 @@ from penstock.plan.plan import Plan
     source="torchgpipe 0.0.7, gpipe.py; FairScale 0.4.13, nn/pipe/pipe.py",
 )
 def torchgpipe(plan: Plan) -> Exported:
-    """A Python list such as `[3, 1, 2]`: consecutive children of the `nn.Sequential` in every partition.
+    """A Python list such as `[3, 1, 2]`: consecutive children of the `nn.Sequential` in every
+    partition.
 
     Where Sequentials stand in one another, a layer of the plan is a child of the flattened one:
-    `nn.Sequential(*penstock.chain(model).modules)`. Both libraries play GPipe with backwards in reverse order, in one process, so all
-    devices are of one node.
+    `nn.Sequential(*penstock.chain(model).modules)`. Both libraries play GPipe with backwards in
+    reverse order, in one process, so all devices are of one node.
 
     Raises:
-        PlanError: the plan has stages with copies of their own, is asynchronous, or runs some layers again and not others.
+        PlanError: the plan has stages with copies of their own, is asynchronous, or runs some
+        layers again and not others.
     """
     found = pipelines_of(plan)
     reasons = [] if found is not None else [why_not_pipelines(plan)]

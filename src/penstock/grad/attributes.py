@@ -1,8 +1,9 @@
-"""Plain attributes of modules between a forward and its recomputation: counters, rates and switches.
+"""Plain attributes of modules between a forward and its recomputation: counters, rates and
+switches.
 
-The second forward sees the numbers, strings and flags that the first saw, and its own changes to them are undone, as for buffers: a
-counter goes up once per micro-batch, with recompute and without. Modules of torch.nn keep no such state, so layers that are made of
-them alone are left out.
+The second forward sees the numbers, strings and flags that the first saw, and its own changes to
+them are undone, as for buffers: a counter goes up once per micro-batch, with recompute and without.
+Modules of torch.nn keep no such state, so layers that are made of them alone are left out.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Attributes:
     """Numbers, strings and flags that modules have as attributes.
 
     Args:
-        layers: modules; those that consist of modules of torch.nn alone are left out, unless `complete`.
-        complete: include all.
+        layers: modules; those that consist of modules of torch.nn alone are left out, unless
+        `complete`. complete: include all.
     """
 
     def __init__(self, layers: Iterable[nn.Module], *, complete: bool = False) -> None:

@@ -1,7 +1,9 @@
-"""Buffers between a forward and its recomputation: the second sees what the first saw, and leaves no trace.
+"""Buffers between a forward and its recomputation: the second sees what the first saw, and leaves
+no trace.
 
-Copies stand in the buffers' places meanwhile. Putting contents back into the buffers themselves would not do: a graph may have
-saved them, and batch norm's kernels change theirs behind autograd's version counters.
+Copies stand in the buffers' places meanwhile. Putting contents back into the buffers themselves
+would not do: a graph may have saved them, and batch norm's kernels change theirs behind autograd's
+version counters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Fingerprints of a forward's outcome, to be compared with those of its second run: a few numbers for each row of a tensor.
+"""Fingerprints of a forward's outcome, to be compared with those of its second run: a few numbers
+for each row of a tensor.
 
-A fingerprint costs one pass over the tensor. It is compared within the rounding of the tensor's type, because a forward without a
-graph may run other kernels than one with a graph; a forward that went another way differs by far more.
+A fingerprint costs one pass over the tensor. It is compared within the rounding of the tensor's
+type, because a forward without a graph may run other kernels than one with a graph; a forward that
+went another way differs by far more.
 """
 
 from __future__ import annotations
@@ -104,7 +106,9 @@ def _matrix(leaf: Any) -> Tensor | None:
 
 @lru_cache(maxsize=256)
 def _weights(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers from 0.5 to 1.5 without order, so that neither zero sums nor exchanged columns go unnoticed."""
+    """Numbers from 0.5 to 1.5 without order, so that neither zero sums nor exchanged columns go
+    unnoticed.
+    """
     places = torch.arange(1, columns + 1, dtype=torch.float64, device="cpu")
     return (places * 0.6180339887498949).frac_().add_(0.5).to(device=device, dtype=dtype)
 

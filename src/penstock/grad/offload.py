@@ -1,8 +1,10 @@
-"""What a graph saves for its backward, kept in host memory meanwhile, where the device has a memory of its own.
+"""What a graph saves for its backward, kept in host memory meanwhile, where the device has a memory
+of its own.
 
-Copies go in the device's own stream, into pinned memory: in order with what computes, and with nobody standing for them. Weights
-stay where they are, and so does what is too small to be worth a copy. A tensor that several ops save goes once.
-Not yet run on a GPU; on a CPU there is nothing to be gained, and nothing moves.
+Copies go in the device's own stream, into pinned memory: in order with what computes, and with
+nobody standing for them. Weights stay where they are, and so does what is too small to be worth a
+copy. A tensor that several ops save goes once. Not yet run on a GPU; on a CPU there is nothing to
+be gained, and nothing moves.
 """
 
 from __future__ import annotations

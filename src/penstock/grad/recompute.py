@@ -1,18 +1,23 @@
-"""Layers that run again before their backward, instead of keeping what their forward has saved: segment by segment.
+"""Layers that run again before their backward, instead of keeping what their forward has saved:
+segment by segment.
 
     forward    | kept | segment a                     | kept | segment b                     |
     keeps        all    its input, and the buffers it   all
                         saw before it changed them
-    backward     ...    once the first saved tensor     ...    runs again first: what comes back is held for this
-                        of it is asked for, it runs            segment alone, and goes as the graph lets go of it
+    backward     ...    once the first saved tensor     ...    runs again first: what comes back is
+                 held for this
+                        of it is asked for, it runs            segment alone, and goes as the graph
+                                                               lets go of it
                         again, and fills all others
 
-Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost. torch.utils.checkpoint(use_reentrant=False) does the same, and
-is where the second forward's stop at the last tensor that is still wanted comes from. It runs a segment again for every walk over the
-graph, though: a backward in two parts, which walks it once for the inputs and once for each group of weights, would pay as many
-forwards. Here what came back stays until the graph lets go of it, so it runs once whatever walks there are. Buffers are not changed
-twice, layers may change what they are given in place, and what was saved and is then changed in place is refused as torch refuses
-it where nothing is recomputed.
+Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost.
+torch.utils.checkpoint(use_reentrant=False) does the same, and is where the second forward's stop at
+the last tensor that is still wanted comes from. It runs a segment again for every walk over the
+graph, though: a backward in two parts, which walks it once for the inputs and once for each group
+of weights, would pay as many forwards. Here what came back stays until the graph lets go of it, so
+it runs once whatever walks there are. Buffers are not changed twice, layers may change what they
+are given in place, and what was saved and is then changed in place is refused as torch refuses it
+where nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -37,7 +42,9 @@ from penstock.values.structure import Structure, flatten, unflatten
 
 
 class Layer(Protocol):
-    """A layer: its place in the whole chain, and its module, whose buffers a second forward leaves alone."""
+    """A layer: its place in the whole chain, and its module, whose buffers a second forward leaves
+    alone.
+    """
 
     @property
     def index(self) -> int:
@@ -48,7 +55,8 @@ class Layer(Protocol):
         """What has the buffers."""
 
 
-#: Saved tensors that a first forward holds until their fingerprints are taken: as many as one op saves, and more.
+#: Saved tensors that a first forward holds until their fingerprints are taken: as many as one op
+#: saves, and more.
 _RECENT = 8
 
 #: Saved tensors that one op may have, where it fills one of them only afterwards.
@@ -57,9 +65,16 @@ _OF_ONE_OP = 3
 L = TypeVar("L", bound=Layer)
 
 
-def run(layers: Sequence[L], value: Any, recomputed: Collection[int], call: Callable[[L, Any], Any], *,
-        starts: Collection[int] = ()) -> Any:  # fmt: skip
-    """What the layers make of `value`, those in `recomputed` so that their backward runs them again.
+def run(
+    layers: Sequence[L],
+    value: Any,
+    recomputed: Collection[int],
+    call: Callable[[L, Any], Any],
+    *,
+    starts: Collection[int] = (),
+) -> Any:
+    """What the layers make of `value`, those in `recomputed` so that their backward runs them
+    again.
 
     For one forward; `Recomputing` is the same for many, and finds out once what these layers do.
 
@@ -67,7 +82,8 @@ def run(layers: Sequence[L], value: Any, recomputed: Collection[int], call: Call
         layers: in order.
         value: what the first takes: a tensor, or tensors and others in nested values.
         recomputed: indices of layers; of consecutive ones nothing is kept but what the first takes.
-        call: runs one layer on a value; once now, and once in the backward, on the thread that runs that. It sees to it that both
+        call: runs one layer on a value; once now, and once in the backward, on the thread that runs
+        that. It sees to it that both
             draw the same random numbers.
         starts: layers among `recomputed` that begin a segment of their own.
 
@@ -80,8 +96,9 @@ def run(layers: Sequence[L], value: Any, recomputed: Collection[int], call: Call
 class Recomputing(Generic[L]):
     """Layers of which some run again before their backward.
 
-    It keeps nothing of a forward, only what it has found out about the layers: which of them change what they are given, so that a copy
-    has to be kept (until that is known, one is), and which of the large buffers are ever changed.
+    It keeps nothing of a forward, only what it has found out about the layers: which of them change
+    what they are given, so that a copy has to be kept (until that is known, one is), and which of
+    the large buffers are ever changed.
     """
 
     def __init__(
@@ -145,12 +162,16 @@ class _Segment(Generic[L]):
             ]
             self._changes_input.setdefault(training, any(changed))
             if any(changed[one] or changed[other] for one, other in shared):
-                raise RunError(f"{self.name}: two of the tensors that it is given share memory, and one of them is changed in place, which "
-                               "cannot be done twice: pass a clone() of one of the two, or leave it out of what is recomputed")  # fmt: skip
+                raise RunError(
+                    f"{self.name}: two of the tensors that it is given share memory, and one of them is changed in place, which "
+                    "cannot be done twice: pass a clone() of one of the two, or leave it out of what is recomputed"
+                )
         return value
 
     def is_sampled(self) -> bool:
-        """Whether all saved tensors of the next forward are compared: those of forwards 1, 2, 4, 8 and so on are."""
+        """Whether all saved tensors of the next forward are compared: those of forwards 1, 2, 4, 8
+        and so on are.
+        """
         self._count += 1
         return self._count & (self._count - 1) == 0
 
@@ -162,7 +183,8 @@ class _Segment(Generic[L]):
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps tensors as autograd keeps them, so that whoever has put hooks around the whole (to count, or to hand away) has these too.
+    """Keeps tensors as autograd keeps them, so that whoever has put hooks around the whole (to
+    count, or to hand away) has these too.
 
     Nothing leads to it: it has no backward.
     """
@@ -174,7 +196,9 @@ class _Keep(torch.autograd.Function):
 
 
 class _Input:
-    """What a segment was given, to be given again: one tensor that stands in several places is one again."""
+    """What a segment was given, to be given again: one tensor that stands in several places is one
+    again.
+    """
 
     def __init__(self, leaves: Sequence[Any], form: Structure, changes: bool) -> None:
         self._form, self._changes = form, changes
@@ -188,7 +212,9 @@ class _Input:
         self.devices = sorted({"cpu", *(tensor.device.type for tensor in tensors)})
 
     def again(self) -> Any:
-        """The value, its tensors as leaves, or where the layers change them in place, as copies of leaves."""
+        """The value, its tensors as leaves, or where the layers change them in place, as copies of
+        leaves.
+        """
         tensors = [
             kept.detach().requires_grad_(wanted)
             for kept, wanted in zip(self._node.saved_tensors, self._wants_grad, strict=True)
@@ -205,7 +231,9 @@ _PLACE = object()
 
 
 class _Slot:
-    """One saved tensor's place in the graph: empty until the layers have run again. With the graph's node it goes."""
+    """One saved tensor's place in the graph: empty until the layers have run again. With the
+    graph's node it goes.
+    """
 
     __slots__ = ("__weakref__", "first", "form", "forward", "saved")
 
@@ -226,7 +254,8 @@ class _Forward:
         self._contents: Contents = segment.buffers.contents()
         self._attributes: Values = segment.attributes.contents()
         self._fingerprints: dict[int, Fingerprint] = {}
-        # Saved tensors whose fingerprints are still to be taken: some ops fill what they save after it was saved.
+        # Saved tensors whose fingerprints are still to be taken: some ops fill what they save after
+        # it was saved.
         self._recent: deque[tuple[int, _Slot, Tensor]] = deque()
         self._sampled = segment.is_sampled()
         self._autocast = [
@@ -255,7 +284,9 @@ class _Forward:
             self._fingerprints[place] = fingerprint([tensor])
 
     def finish(self) -> None:
-        """The forward is over. What it has saved last depends on most of what was before: that is always compared."""
+        """The forward is over. What it has saved last depends on most of what was before: that is
+        always compared.
+        """
         self.done = True
         recent = list(self._recent)
         self._recent.clear()
@@ -269,8 +300,10 @@ class _Forward:
             RunError: the layers did something else this time.
         """
         if not self.done:
-            raise RunError(f"{self._segment.name}: its forward walks back over its own graph, and cannot run again for its backward: "
-                           "leave it out of what is recomputed")  # fmt: skip
+            raise RunError(
+                f"{self._segment.name}: its forward walks back over its own graph, and cannot run again for its backward: "
+                "leave it out of what is recomputed"
+            )
         if self._given is None:
             raise self._unlike("nothing")
         given, self._given = self._given, None
@@ -315,10 +348,13 @@ class _Forward:
         self._filled += 1
         if slot is not None:
             if slot.form != (tensor.shape, tensor.dtype):
-                raise self._unlike(f"one of shape {tuple(tensor.shape)} and {tensor.dtype} for one of {tuple(slot.form[0])} and "
-                                   f"{slot.form[1]}")  # fmt: skip
+                raise self._unlike(
+                    f"one of shape {tuple(tensor.shape)} and {tensor.dtype} for one of {tuple(slot.form[0])} and "
+                    f"{slot.form[1]}"
+                )
             slot.saved = SavedVersion(tensor, holds=True)
-        # What wants a gradient is complete when it is saved. Other tensors, such as the noise of rrelu, may be filled by the op that saves
+        # What wants a gradient is complete when it is saved. Other tensors, such as the noise of
+        # rrelu, may be filled by the op that saves
         # them, which then has to run to its end: to the next that is saved.
         self._since_filled = self._since_filled + 1 if tensor.requires_grad else 0
         if self._filled == self._wanted and self._since_filled >= min(self._filled, _OF_ONE_OP):
@@ -326,10 +362,12 @@ class _Forward:
         return tensor.detach()  # the tensor itself would hold its own node
 
     def _unlike(self, found: str) -> RunError:
-        return RunError(f"{self._segment.name}: run again for the backward, its forward is not like the first: of the tensors that were "
-                        f"saved then it made {found}. A second forward has the buffers, the plain attributes and the random numbers of "
-                        "torch, random and numpy.random that the first had; other state (global variables, lists, a generator of its "
-                        "own) cannot be had twice: leave it out of what is recomputed")  # fmt: skip
+        return RunError(
+            f"{self._segment.name}: run again for the backward, its forward is not like the first: of the tensors that were "
+            f"saved then it made {found}. A second forward has the buffers, the plain attributes and the random numbers of "
+            "torch, random and numpy.random that the first had; other state (global variables, lists, a generator of its "
+            "own) cannot be had twice: leave it out of what is recomputed"
+        )
 
 
 class _Enough(Exception):  # nothing is wrong: all slots are full
@@ -349,7 +387,9 @@ def _unpack(slot: _Slot) -> Tensor:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is a leaf that wants a gradient, or a view of one: weights, which no forward makes."""
+    """Whether a tensor is a leaf that wants a gradient, or a view of one: weights, which no forward
+    makes.
+    """
     base = tensor._base if tensor._is_view() else tensor
     return base is not None and base.is_leaf and base.requires_grad
 

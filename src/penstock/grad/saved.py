@@ -1,7 +1,8 @@
 """Saved tensors behind hooks: autograd's check for changes in place goes on.
 
-Autograd compares the version of a saved tensor with the version at saving, but not where a hook for saved tensors stands between: what
-a hook returns is taken as it is. Every hook of this package therefore notes the version and checks it itself.
+Autograd compares the version of a saved tensor with the version at saving, but not where a hook for
+saved tensors stands between: what a hook returns is taken as it is. Every hook of this package
+therefore notes the version and checks it itself.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class ChangedInPlace(RunError):
 
 @final
 class SavedVersion:
-    """The version of a tensor when it was saved, and its version counter, without the tensor's memory.
+    """The version of a tensor when it was saved, and its version counter, without the tensor's
+    memory.
 
     Args:
         tensor: what is saved.
@@ -41,7 +43,8 @@ class SavedVersion:
     __slots__ = ("_kind", "expected", "tensor")
 
     def __init__(self, tensor: Tensor, *, holds: bool) -> None:
-        # Detached: the graph holds this object, and the tensor itself would hold the graph. The two share a version counter.
+        # Detached: the graph holds this object, and the tensor itself would hold the graph. The two
+        # share a version counter.
         self.tensor = tensor.detach()
         self.expected = tensor._version
         self._kind = tensor.shape
@@ -87,7 +90,9 @@ def unpack_checked(saved: SavedVersion) -> Tensor:
 
 @contextmanager
 def looking_at_saved(look: Callable[[Tensor], object]) -> Iterator[None]:
-    """Call `look` for every tensor that autograd saves in here. Changes in place are refused as without it."""
+    """Call `look` for every tensor that autograd saves in here. Changes in place are refused as
+    without it.
+    """
 
     def pack(tensor: Tensor) -> SavedVersion:
         look(tensor)

@@ -1,9 +1,12 @@
-"""A backward in two parts: first for the inputs, so that the stage before can go on, later for the weights.
+"""A backward in two parts: first for the inputs, so that the stage before can go on, later for the
+weights.
 
-Source: Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 2. The graph is walked once; where the path from the outputs
-to the inputs passes a node that also leads to weights, the gradient that arrives at that node is caught. The weight part starts
-from those nodes, each for its own weights alone, so that nothing but these nodes runs twice, and they only for what was left out.
-Hooks of the user's on tensors that such a node made run twice as well, with effect once on gradients (`retain_grad` counts twice).
+Source: Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 2. The graph is walked once; where
+the path from the outputs to the inputs passes a node that also leads to weights, the gradient that
+arrives at that node is caught. The weight part starts from those nodes, each for its own weights
+alone, so that nothing but these nodes runs twice, and they only for what was left out. Hooks of the
+user's on tensors that such a node made run twice as well, with effect once on gradients
+(`retain_grad` counts twice).
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ Grads = list[Tensor | None]
 
 @dataclass(frozen=True)
 class _Group:
-    """Weights, the edges that lead to them, and the gradients that arrive there; `node` is where they were caught, if they were."""
+    """Weights, the edges that lead to them, and the gradients that arrive there; `node` is where
+    they were caught, if they were.
+    """
 
     edges: list[GradientEdge]
     grads: list[Tensor]
@@ -36,7 +41,8 @@ class _Group:
             return
         arrived = {edge.output_nr: grad for edge, grad in zip(self.edges, self.grads, strict=True)}
 
-        # Hooks of the user's on a tensor have changed what was caught, and now run again: the last hook puts it back.
+        # Hooks of the user's on a tensor have changed what was caught, and now run again: the last
+        # hook puts it back.
         def put_back(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
             return tuple(arrived.get(i) for i in range(len(grads)))
 
@@ -56,13 +62,15 @@ class PendingWeights:
     groups: list[_Group] = field(default_factory=list)
 
 
-def input_grad(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None],
-               inputs: Sequence[Tensor]) -> tuple[Grads, PendingWeights]:  # fmt: skip
+def input_grad(
+    outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> tuple[Grads, PendingWeights]:
     """The gradients of `inputs`, and what is left for `weight_grad`.
 
     Args:
         outputs: tensors that require grad.
-        output_grads: one for each output, of its shape; None stands for no gradient. A single output of no dimensions is taken
+        output_grads: one for each output, of its shape; None stands for no gradient. A single
+        output of no dimensions is taken
             for a loss, and None for 1.
         inputs: leaves that require grad. Without any, all work is left for the weights.
 
@@ -113,7 +121,8 @@ def input_grad(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None],
         for hook in hooks:
             hook.remove()
     apart = {weight for root in roots if root not in on_path for weight in _weights([root])}
-    # A weight that several nodes lead to would be met more than once on the way from the first: it takes the whole way, once.
+    # A weight that several nodes lead to would be met more than once on the way from the first: it
+    # takes the whole way, once.
     whole = list(apart | {weight for weight, nodes in owners.items() if len(nodes) > 1})
     pending = PendingWeights([_Group(edges, filled, whole)] if whole else [])
     single: dict[Node, list[Tensor]] = {}
@@ -122,7 +131,9 @@ def input_grad(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None],
             single.setdefault(nodes[0], []).append(weight)
     for node, weights in single.items():
         arrived = caught.get(node)
-        if arrived:  # a function of the user's may have returned None for a gradient: then there is none for these either
+        # a function of the user's may have returned None for a gradient: then there is none for
+        # these either
+        if arrived:
             pending.groups.append(
                 _Group(
                     [GradientEdge(node, i) for i in arrived], list(arrived.values()), weights, node
@@ -132,7 +143,9 @@ def input_grad(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None],
 
 
 def weight_grad(pending: PendingWeights) -> None:
-    """Add the gradients of all weights to their `.grad`, as a whole backward would have. `pending` is used up."""
+    """Add the gradients of all weights to their `.grad`, as a whole backward would have. `pending`
+    is used up.
+    """
     while pending.groups:
         pending.groups.pop().run(keep_graph=bool(pending.groups))
 
@@ -156,7 +169,9 @@ def _weights(roots: list[Node]) -> list[Tensor]:
 
 
 def _reaching(roots: list[Node], targets: set[Node]) -> dict[Node, None]:
-    """All nodes under `roots` from which a target can be reached, in an order that is always the same."""
+    """All nodes under `roots` from which a target can be reached, in an order that is always the
+    same.
+    """
     reaches: dict[Node, bool] = {}
     stack = [(root, False) for root in roots]
     while stack:

@@ -1,4 +1,6 @@
-"""Whether the ranks that measure together are on devices of one kind: a profile is of one kind, and a cluster names each."""
+"""Whether the ranks that measure together are on devices of one kind: a profile is of one kind, and
+a cluster names each.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,14 @@ from penstock.cluster.device import Device
 from penstock.errors import SettingError
 from penstock.units import format_seconds
 
-#: Devices of different hosts, and of one host, whose speeds differ by more are of different kinds. Ranks of one host share its cores, and
+#: Devices of different hosts, and of one host, whose speeds differ by more are of different kinds.
+#: Ranks of one host share its cores, and
 #: differ by what else runs there.
 TOLERANCE: Final = 1.25
 TOLERANCE_ON_A_HOST: Final = 1.5
 
-#: Models that take no longer in all are too small to tell devices apart by: on a busy host of two cores, ranks that are alike have
+#: Models that take no longer in all are too small to tell devices apart by: on a busy host of two
+#: cores, ranks that are alike have
 #: differed by 0.25 ms.
 _NOISE_S: Final = 1e-3
 
@@ -59,7 +63,8 @@ def refusal(ranks: Sequence[RankSpeed], pair: tuple[int, int]) -> SettingError:
 
 
 def named_by_kind(devices: Sequence[Device], speeds: Sequence[float]) -> list[Device]:
-    """The devices of hosts, with different names where they have one name and differ in speed: `cpu-0`, `cpu-1` in their order.
+    """The devices of hosts, with different names where they have one name and differ in speed:
+    `cpu-0`, `cpu-1` in their order.
 
     Those that differ by no more than the tolerance from the first of a kind are of that kind.
 

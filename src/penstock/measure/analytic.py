@@ -34,27 +34,31 @@ def analytic(
 ) -> Profile:
     """What a model would cost on a device that is not here, by its operations, bytes and launches.
 
-    Nothing is computed and no memory taken, so the model may be of any size; on the meta device, too.
+    Nothing is computed and no memory taken, so the model may be of any size; on the meta device,
+    too.
 
     Args:
         model: a chain, or anything that `chain` takes.
         example: inputs of the model, any number of samples in their first dimension, on any device.
-        device: a preset's name, such as "V100", or a `Device` with a peak at `dtype` and a memory bandwidth. FPGAs are of another
+        device: a preset's name, such as "V100", or a `Device` with a peak at `dtype` and a memory
+        bandwidth. FPGAs are of another
             kind: see `penstock.profile.fpga`.
         batch: samples of a batch. By default as many as `example` has.
         sizes: micro-batch sizes to give seconds for. By default a batch in parts by powers of two.
-        dtype: in which it computes: "float32", "tf32", "bfloat16", "float16"; see `roofline` for what is narrower then.
-        calibrate: a profile of the same model that was measured on this device, or its file: the shares of the peaks are fitted to it.
+        dtype: in which it computes: "float32", "tf32", "bfloat16", "float16"; see `roofline` for
+        what is narrower then. calibrate: a profile of the same model that was measured on this
+        device, or its file: the shares of the peaks are fitted to it.
             Without it they are those of a V100.
-        loss, targets: as training has them; what the loss takes then counts with the last layer. Targets of any number of samples.
+        loss, targets: as training has them; what the loss takes then counts with the last layer.
+        Targets of any number of samples.
 
     Returns:
         The profile; its `device` is the device's name.
 
     Raises:
         UnknownName: no preset has that name.
-        SettingError: the device lacks a figure, or the profile to calibrate with is of another model.
-        LayerFailed: a layer cannot be counted, for example because it looks at values.
+        SettingError: the device lacks a figure, or the profile to calibrate with is of another
+        model. LayerFailed: a layer cannot be counted, for example because it looks at values.
         FileError: the profile to calibrate with cannot be read.
     """
     target = Presets.load().device(device) if isinstance(device, str) else device

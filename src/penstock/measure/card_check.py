@@ -1,4 +1,6 @@
-"""Do the visible cards work? A kernel on each, and what ranks on them would need: memory, peer access, NCCL, CUDA IPC."""
+"""Do the visible cards work? A kernel on each, and what ranks on them would need: memory, peer
+access, NCCL, CUDA IPC.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from penstock.transport.card_facts import visible_cards
 from penstock.transport.cards import Card
 from penstock.units import format_bytes
 
-#: Rows and columns of the matrices that a card multiplies; sums of so many ones are exact in every dtype of a matmul.
+#: Rows and columns of the matrices that a card multiplies; sums of so many ones are exact in every
+#: dtype of a matmul.
 _SIDE: Final = 64
 
 #: What torch raises when a driver or a kernel fails.
@@ -21,10 +24,14 @@ _FAILURES: Final = (RuntimeError, AssertionError, OSError)
 
 
 class CardDriver(Protocol):
-    """The questions that are put to the cards of this process. Each may raise RuntimeError, AssertionError or OSError."""
+    """The questions that are put to the cards of this process. Each may raise RuntimeError,
+    AssertionError or OSError.
+    """
 
     def cards(self) -> tuple[str, tuple[Card, ...]]:
-        """The type of the visible cards, as torch writes it, empty if there are none, and the cards."""
+        """The type of the visible cards, as torch writes it, empty if there are none, and the
+        cards.
+        """
         ...
 
     def compute(self, index: int) -> None:
@@ -106,7 +113,8 @@ class CardReport:
         kernel: "works", or the error of a small kernel.
         free_bytes, total_bytes: of its memory; None if it does not say.
         peers: indices of the cards whose memory it reads without the host.
-        ipc: "a handle is given", or the error. Whether another process can open the handle is not tried.
+        ipc: "a handle is given", or the error. Whether another process can open the handle is not
+        tried.
     """
 
     device: str
@@ -163,7 +171,9 @@ class CardsReport:
 
 
 def check_cards(driver: CardDriver) -> CardsReport:
-    """Start a kernel on every visible card and ask what ranks need. Failures are in the report, and nothing is raised."""
+    """Start a kernel on every visible card and ask what ranks need. Failures are in the report, and
+    nothing is raised.
+    """
     try:
         kind, cards = driver.cards()
         nccl = driver.nccl_version()

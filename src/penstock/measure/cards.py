@@ -22,7 +22,8 @@ class Card:
     Attributes:
         index: number of the card among those that are visible.
         name: of the model, such as "NVIDIA H100 80GB HBM3".
-        free_bytes: memory of the card that no process holds; the context of one process is left out.
+        free_bytes: memory of the card that no process holds; the context of one process is left
+        out.
     """
 
     index: int

@@ -1,4 +1,6 @@
-"""Measure a cluster from within: every rank's device, alone and while all are busy, and the links between them."""
+"""Measure a cluster from within: every rank's device, alone and while all are busy, and the links
+between them.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,19 @@ from penstock.units import parse_seconds
 
 Progress = Callable[[int, int, str], None]
 
-#: Up to so many ranks every pair is measured; of more, those next to each other, and rank 0 with everybody.
+#: Up to so many ranks every pair is measured; of more, those next to each other, and rank 0 with
+#: everybody.
 _ALL_PAIRS: Final = 8
 
-#: A medium on which two messages at once take so many times as long carries one at a time, rather than both: half-way between.
+#: A medium on which two messages at once take so many times as long carries one at a time, rather
+#: than both: half-way between.
 _SHARED: Final = 1.5
 
 #: How often every rank works alone and then with the others.
 _ROUNDS: Final = 3
 
-#: The load whose speed tells kinds of devices apart; how often hosts that seem unlike are timed again, and for how long.
+#: The load whose speed tells kinds of devices apart; how often hosts that seem unlike are timed
+#: again, and for how long.
 _REFERENCE: Final = "matmul float32"
 _AGAIN, _AGAIN_S = 8, 0.05
 
@@ -64,7 +69,9 @@ class RankFound:
 
 @dataclass(frozen=True)
 class PairFound:
-    """The link between two ranks: what was timed, and the latency and bandwidth that come closest to it."""
+    """The link between two ranks: what was timed, and the latency and bandwidth that come closest
+    to it.
+    """
 
     a: int
     b: int
@@ -77,10 +84,12 @@ class ClusterFound:
     """What was found, and the cluster that plans are to be made for.
 
     Attributes:
-        cluster: with the median device of every host, and the fit through the medians of all its pairs of ranks. Hosts whose devices
+        cluster: with the median device of every host, and the fit through the medians of all its
+        pairs of ranks. Hosts whose devices
             have one name and are not equally fast get a name each, such as `cpu-0` and `cpu-1`.
         ranks, pairs: what it was made from.
-        at_once: how many times as long messages take while other pairs of ranks of a host send theirs.
+        at_once: how many times as long messages take while other pairs of ranks of a host send
+        theirs.
     """
 
     cluster: Cluster
@@ -89,11 +98,19 @@ class ClusterFound:
     at_once: float
 
 
-def measure_cluster(name: str, device: torch.device, *, repeats: int = 5, seconds: float = 0.6,
-                    progress: Progress | None = None) -> ClusterFound:  # fmt: skip
-    """Time compute, memory and links of the ranks of torch's process group. Every rank calls it, and gets the same.
+def measure_cluster(
+    name: str,
+    device: torch.device,
+    *,
+    repeats: int = 5,
+    seconds: float = 0.6,
+    progress: Progress | None = None,
+) -> ClusterFound:
+    """Time compute, memory and links of the ranks of torch's process group. Every rank calls it,
+    and gets the same.
 
-    Tensors in messages are in GPU memory where all ranks have a GPU of their own (not yet run on several), else in the host's.
+    Tensors in messages are in GPU memory where all ranks have a GPU of their own (not yet run on
+    several), else in the host's.
 
     Args:
         name: for the cluster.
@@ -154,7 +171,9 @@ class _Steps:
 
 @dataclass(frozen=True)
 class _Placement:
-    """Where the ranks are: this rank's device, all ranks' hosts, and how many ranks share the memory of this one's device."""
+    """Where the ranks are: this rank's device, all ranks' hosts, and how many ranks share the
+    memory of this one's device.
+    """
 
     device: torch.device
     hosts: Sequence[str]
@@ -162,7 +181,9 @@ class _Placement:
 
 
 def _placement(device: torch.device, hosts: Sequence[str], assignment: Assignment) -> _Placement:
-    """A card's memory is shared by the ranks on that card, the host's by all ranks on CPUs of the host."""
+    """A card's memory is shared by the ranks on that card, the host's by all ranks on CPUs of the
+    host.
+    """
     if device.type == "cpu":
         return _Placement(device, hosts, hosts.count(hosts[dist.get_rank()]))
     return _Placement(device, hosts, 1 + len(assignment.sharers))
@@ -182,7 +203,9 @@ def _pairs(ranks: int) -> list[tuple[int, int]]:
 
 
 def _neighbour(hosts: Sequence[str]) -> int | None:
-    """The rank of the same host that this one makes a pair with, if there is more than one such pair there."""
+    """The rank of the same host that this one makes a pair with, if there is more than one such
+    pair there.
+    """
     rank = dist.get_rank()
     here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     place = here.index(rank) ^ 1
@@ -192,8 +215,8 @@ def _neighbour(hosts: Sequence[str]) -> int | None:
 def _ranks(
     work: dict[str, Load], placement: _Placement, seconds: float, wires: Wires, steps: _Steps
 ) -> list[RankFound]:
-    """Every load on every rank: alone, one rank of each host after the other, and then on all; in rounds, so that what else a host does
-    for a while is not taken for a difference.
+    """Every load on every rank: alone, one rank of each host after the other, and then on all; in
+    rounds, so that what else a host does for a while is not taken for a difference.
     """
     rank, hosts, device = dist.get_rank(), placement.hosts, placement.device
     turn = hosts[:rank].count(hosts[rank])
@@ -222,8 +245,8 @@ def _speeds(
     device: torch.device,
     wires: Wires,
 ) -> dict[str, float]:
-    """By host, operations per second of its fastest rank. Hosts that seem unlike are timed again: what else runs on one slows it down
-    for a while, and the most counts.
+    """By host, operations per second of its fastest rank. Hosts that seem unlike are timed again:
+    what else runs on one slows it down for a while, and the most counts.
     """
     fastest: dict[str, float] = {}
     for each in found:
@@ -246,8 +269,13 @@ def _speeds(
     return fastest
 
 
-def _device(work: dict[str, Load], alone: dict[str, float], busy: dict[str, float], device: torch.device,
-            sharing: int) -> Device:  # fmt: skip
+def _device(
+    work: dict[str, Load],
+    alone: dict[str, float],
+    busy: dict[str, float],
+    device: torch.device,
+    sharing: int,
+) -> Device:
     """The device of this rank, whose memory `sharing` ranks have together."""
     gpu = device.type == "cuda"
     kind: Kind = "gpu" if gpu else "cpu"

@@ -1,7 +1,8 @@
 """Measuring in company: every rank measures some of the layers while the others measure theirs.
 
-What ranks of one host share, they share in training too: caches, memory, its bandwidth, the power of the chip. A layer that is measured
-while the other cores rest comes out faster than it will be (VGG-11 on 2 cores: by 5 to 10 %, those that wait for memory most).
+What ranks of one host share, they share in training too: caches, memory, its bandwidth, the power
+of the chip. A layer that is measured while the other cores rest comes out faster than it will be
+(VGG-11 on 2 cores: by 5 to 10 %, those that wait for memory most).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ T = TypeVar("T")
 
 @final
 class Company:
-    """The ranks that measure together; one alone if it was not asked for. All call the same methods in the same order.
+    """The ranks that measure together; one alone if it was not asked for. All call the same methods
+    in the same order.
 
     Args:
         together: whether there are others.
@@ -35,7 +37,9 @@ class Company:
         self._ready: dist.Work | None = None
 
     def share(self, seconds: Sequence[float]) -> range:
-        """The places of this rank's layers: consecutive ones, of about the same seconds on every rank, as rank 0 has measured them."""
+        """The places of this rank's layers: consecutive ones, of about the same seconds on every
+        rank, as rank 0 has measured them.
+        """
         if self.ranks == 1:
             return range(len(seconds))
         return shares(broadcast(list(seconds), list[float], 0), self.ranks)[self.rank]
@@ -62,7 +66,8 @@ class Company:
 
 
 def shares(seconds: Sequence[float], ranks: int) -> list[range]:
-    """Layers in consecutive parts of about the same seconds; with fewer layers than ranks, the last ranks have the last layer too.
+    """Layers in consecutive parts of about the same seconds; with fewer layers than ranks, the last
+    ranks have the last layer too.
 
     >>> shares([1.0, 1.0, 1.0, 3.0], 2)
     [range(0, 3), range(3, 4)]

@@ -1,4 +1,6 @@
-"""Count what a model does, layer by layer, without doing it: fake tensors have shapes and no memory."""
+"""Count what a model does, layer by layer, without doing it: fake tensors have shapes and no
+memory.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from penstock.measure.passes import Loss, WithLoss, bytes_of, named_failure
 from penstock.profile.counts import LayerCounts, ModelCounts, Work
 from penstock.tracing.chain import TracedChain, chain
 
-#: Samples at which everything is counted: two points make a line. Of one sample, batch norm may have nothing to normalise.
+#: Samples at which everything is counted: two points make a line. Of one sample, batch norm may
+#: have nothing to normalise.
 _SIZES = (2, 4)
 _PHASES = ("forward", "backward", "input_grad", "weight_grad")
 _Phases = dict[str, list[OpWork]]
@@ -36,15 +39,16 @@ def count(
 ) -> ModelCounts:
     """Count the work of every layer in each phase: operations, bytes and launches; and its bytes.
 
-    Everything runs on fake tensors of the CPU: no number is computed and no memory taken, so that a model of any size is counted
-    in seconds. Phases and bytes are those of `penstock.profile`, but for what recurrent layers keep inside (see `op_work`). The model is
-    left as it was.
+    Everything runs on fake tensors of the CPU: no number is computed and no memory taken, so that a
+    model of any size is counted in seconds. Phases and bytes are those of `penstock.profile`, but
+    for what recurrent layers keep inside (see `op_work`). The model is left as it was.
 
     Args:
         model: a chain, or anything that `chain` takes; on the meta device too.
         example: inputs of the model, any number of samples in their first dimension, on any device.
         batch: samples of a batch. By default as many as `example` has.
-        loss, targets: as training has them; what the loss takes then counts with the last layer. Targets of any number of samples.
+        loss, targets: as training has them; what the loss takes then counts with the last layer.
+        Targets of any number of samples.
 
     Raises:
         SettingError: the batch is below 1, or the example has no samples.
@@ -132,7 +136,9 @@ def _counted(run: Callable[[], Any]) -> tuple[Any, list[OpWork]]:
 
 
 def _fake_copies(traced: TracedChain, mode: FakeTensorMode) -> list[nn.Module]:
-    """All layers in training mode, apart from the user's own, with fake weights; what was shared is shared."""
+    """All layers in training mode, apart from the user's own, with fake weights; what was shared is
+    shared.
+    """
     fakes: dict[int, object] = {}
     held = [
         tensor for module in traced.modules for tensor in (*module.parameters(), *module.buffers())
@@ -214,7 +220,9 @@ def _count_layer(module: nn.Module, value: Any, *, inner: bool) -> tuple[_Phases
 
 
 def _look(value: Any) -> object:
-    """What two values or settings have in common if a layer cannot tell them apart by shapes; its own object for what may differ."""
+    """What two values or settings have in common if a layer cannot tell them apart by shapes; its
+    own object for what may differ.
+    """
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
     if isinstance(value, (list, tuple)):
@@ -238,8 +246,11 @@ def _likeness(module: nn.Module) -> object:
     parts = []
     for name, part in module.named_modules(remove_duplicate=False):
         own = vars(part)
-        tensors = [(key, _look(held), None if held is None else places.setdefault(id(held), len(places)))
-                   for holder in (part._parameters, part._buffers) for key, held in holder.items()]  # fmt: skip
+        tensors = [
+            (key, _look(held), None if held is None else places.setdefault(id(held), len(places)))
+            for holder in (part._parameters, part._buffers)
+            for key, held in holder.items()
+        ]
         rest = tuple(
             (key, _look(value))
             for key, value in own.items()
@@ -252,8 +263,9 @@ def _likeness(module: nn.Module) -> object:
 def _activation_bytes(
     modules: Sequence[nn.Module], alike: Sequence[object], value: Any
 ) -> tuple[list[int], list[int]]:
-    """Per layer, bytes that autograd keeps for its backward, each storage at the first layer that keeps it; and what a stage that begins
-    with the layer keeps besides: its input, unless it counts there or later.
+    """Per layer, bytes that autograd keeps for its backward, each storage at the first layer that
+    keeps it; and what a stage that begins with the layer keeps besides: its input, unless it counts
+    there or later.
     """
     # Storages are told apart by address, so all that were met stay alive meanwhile.
     own = [
@@ -280,7 +292,8 @@ def _activation_bytes(
         for index, module in enumerate(modules):
             same.append((alike[index], _look(value)))
             if len(same) > 2 and same[-1] == same[-2] == same[-3]:
-                # What came in was made by a layer like this one, which came after another: this one keeps what that kept.
+                # What came in was made by a layer like this one, which came after another: this one
+                # keeps what that kept.
                 counts[index], repeated[index] = counts[index - 1], index - 1
                 inputs.append([])
                 continue
@@ -303,7 +316,8 @@ def _activation_bytes(
 def _lines(small: list[OpWork], large: list[OpWork]) -> tuple[Work, ...]:
     """A straight line through both sizes for every op; equal ops in one."""
     if [work.op for work in small] != [work.op for work in large]:
-        # The layer takes another way for another size: what it does most often is added up by the op's name.
+        # The layer takes another way for another size: what it does most often is added up by the
+        # op's name.
         names = dict.fromkeys(work.op for work in (*small, *large))
         small, large = ([_summed(name, run) for name in names] for run in (small, large))
     near, far = _SIZES
@@ -338,12 +352,22 @@ def _lines(small: list[OpWork], large: list[OpWork]) -> tuple[Work, ...]:
 def _summed(name: str, run: list[OpWork]) -> OpWork:
     found = [work for work in run if work.op == name]
     family = found[0].family if found else "other"
-    return OpWork(name, family, max(sum(work.launches for work in found), 1), sum(work.flops for work in found),
-                  sum(work.bytes for work in found))  # fmt: skip
+    return OpWork(
+        name,
+        family,
+        max(sum(work.launches for work in found), 1),
+        sum(work.flops for work in found),
+        sum(work.bytes for work in found),
+    )
 
 
-def _layers(traced: TracedChain, works: list[dict[str, tuple[Work, ...]]], kept: list[float], outputs: list[float],
-            entries: list[float]) -> tuple[LayerCounts, ...]:  # fmt: skip
+def _layers(
+    traced: TracedChain,
+    works: list[dict[str, tuple[Work, ...]]],
+    kept: list[float],
+    outputs: list[float],
+    entries: list[float],
+) -> tuple[LayerCounts, ...]:
     layers = []
     for index, (layer, weights) in enumerate(
         zip(traced.layers, traced.description.weights, strict=True)

@@ -1,4 +1,6 @@
-"""A link from times of messages: latency and bandwidth that are off by the least part of every time."""
+"""A link from times of messages: latency and bandwidth that are off by the least part of every
+time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from penstock.errors import SettingError
 
 _Array = NDArray[np.float64]
 
-#: The latency is sought from a millionth of the shortest message's time to a million times the longest's (as powers of e), in rounds
+#: The latency is sought from a millionth of the shortest message's time to a million times the
+#: longest's (as powers of e), in rounds
 #: that look at so many values each and go on around the best.
 _REACH: Final = 14.0
 _TRIED: Final = 101
@@ -23,7 +26,8 @@ _ROUNDS: Final = 6
 
 @dataclass(frozen=True)
 class Fit:
-    """A latency and a bandwidth, and how far `latency + bytes / bandwidth` is from each time that it was made of.
+    """A latency and a bandwidth, and how far `latency + bytes / bandwidth` is from each time that
+    it was made of.
 
     Attributes:
         latency_s, bandwidth_bytes_per_s: the two.
@@ -53,11 +57,11 @@ class Fit:
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Fit:
-    """Latency and bandwidth by least squares of the logarithms: the relative error of a short message counts as much as that of a long
-    one, and twice as long is as wrong as half as long.
+    """Latency and bandwidth by least squares of the logarithms: the relative error of a short
+    message counts as much as that of a long one, and twice as long is as wrong as half as long.
 
-    Squares of (fitted - measured) / measured would take a time that is half as long for a quarter as wrong: noisy times would pull
-    everything down. Both numbers come out above 0.
+    Squares of (fitted - measured) / measured would take a time that is half as long for a quarter
+    as wrong: noisy times would pull everything down. Both numbers come out above 0.
 
     Args:
         sizes: bytes of the messages, at least two different numbers.
@@ -77,7 +81,8 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Fit:
     if not all(0 < time < float("inf") for time in seconds):
         raise SettingError(f"messages took {list(seconds)} s; a fit needs times above 0")
     times, counts = np.asarray(seconds, float), np.asarray(sizes, float)
-    # Of all links whose latency is worth so many bytes, the best has the geometric mean of what each time tells: so one number is left
+    # Of all links whose latency is worth so many bytes, the best has the geometric mean of what
+    # each time tells: so one number is left
     # to search, and its least is found wherever it is.
     logarithms = np.log(times)
 

@@ -17,9 +17,11 @@ SIZES: Final = (64, 2**16, 2**20, 2**22, 2**24, 2**26)
 
 
 def measure_link(repeats: int = 3) -> Link:
-    """Time messages to and fro between ranks 0 and 1, and fit latency and bandwidth. Both ranks call it and get the same.
+    """Time messages to and fro between ranks 0 and 1, and fit latency and bandwidth. Both ranks
+    call it and get the same.
 
-    Messages are fresh tensors, as the runtime's are; for each of `SIZES` `quiet` of `repeats`, after a warm-up.
+    Messages are fresh tensors, as the runtime's are; for each of `SIZES` `quiet` of `repeats`,
+    after a warm-up.
 
     Raises:
         RunError: there are not exactly two ranks, or what came is not what was sent.

@@ -1,4 +1,6 @@
-"""What a device computes: peaks by dtype, memory bandwidth, the cost of an op, and how long a piece of training takes."""
+"""What a device computes: peaks by dtype, memory bandwidth, the cost of an op, and how long a piece
+of training takes.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ class Load:
 
     Attributes:
         name: "matmul float32", "conv", "memory", "ops".
-        amount: FLOP of a matmul, bytes that a copy moves, ops of a chain, runs of the piece of training.
-        run: does it once; what it is done on has been made before.
+        amount: FLOP of a matmul, bytes that a copy moves, ops of a chain, runs of the piece of
+        training. run: does it once; what it is done on has been made before.
     """
 
     name: str
@@ -36,7 +38,8 @@ class Load:
 class Taken(NamedTuple):
     """Seconds of one run: when nothing else got in between, and on average.
 
-    Of more busy ranks than cores each works as fast as ever while it is its turn: only the average tells that they wait.
+    Of more busy ranks than cores each works as fast as ever while it is its turn: only the average
+    tells that they wait.
     """
 
     quiet_s: float
@@ -98,7 +101,9 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 
 def _conv(device: torch.device) -> Load:
-    """A piece of training: forward and backward of a convolution with what usually stands around it."""
+    """A piece of training: forward and backward of a convolution with what usually stands around
+    it.
+    """
     layers = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()).to(
         device
     )

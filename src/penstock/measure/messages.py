@@ -1,8 +1,10 @@
-"""How long messages between two ranks take: by size, in fresh memory and in used, and in both directions at once.
+"""How long messages between two ranks take: by size, in fresh memory and in used, and in both
+directions at once.
 
-The runtime's real messages are fresh tensors: what a layer has just made is sent, into memory that is allocated for it. Of large ones the
-system hands out the memory page by page as it is first written, so that they take up to four times as long as messages
-between two buffers that are used again and again (seen here: 100 MB in 105 ms, against 36 ms).
+The runtime's real messages are fresh tensors: what a layer has just made is sent, into memory that
+is allocated for it. Of large ones the system hands out the memory page by page as it is first
+written, so that they take up to four times as long as messages between two buffers that are used
+again and again (seen here: 100 MB in 105 ms, against 36 ms).
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ class Wires:
     def swap(self, out: Tensor, into: Tensor, peer: int) -> None:
         """Send and receive at once, and wait for both.
 
-        In one group, since NCCL runs the calls of a communicator one after another: two ranks that both send first and then
-        receive would wait for each other for ever.
+        In one group, since NCCL runs the calls of a communicator one after another: two ranks that
+        both send first and then receive would wait for each other for ever.
         """
         ops = [
             dist.P2POp(dist.irecv, into, peer, self.group, _TAG),
@@ -87,7 +89,8 @@ class Times:
         sizes: bytes.
         fresh_s: each message a tensor just made, received into memory just allocated.
         used_s: the same buffer over and over; () where it was not timed.
-        both_ways: how many times as long it takes to send in both directions at once: 1 on a link that is duplex, 2 on a shared one.
+        both_ways: how many times as long it takes to send in both directions at once: 1 on a link
+        that is duplex, 2 on a shared one.
     """
 
     sizes: tuple[int, ...]
@@ -111,9 +114,9 @@ def time_messages(
     Args:
         peer: the other rank.
         wires: what carries the messages.
-        repeats: how many times each is timed, after once to warm up; of short ones, four times as often.
-        sizes: bytes, rising.
-        fresh_only: leave out what the runtime's messages are not: used memory, both directions at once.
+        repeats: how many times each is timed, after once to warm up; of short ones, four times as
+        often. sizes: bytes, rising. fresh_only: leave out what the runtime's messages are not: used
+        memory, both directions at once.
 
     Raises:
         RunError: what came is not what was sent.
@@ -151,10 +154,11 @@ def time_messages(
 
 
 def time_pairs_at_once(peer: int | None, wires: Wires, repeats: int = 5) -> float:
-    """How many times as long messages take while other pairs of ranks send theirs: 1 where they share nothing.
+    """How many times as long messages take while other pairs of ranks send theirs: 1 where they
+    share nothing.
 
-    All ranks call it, each with the rank that it makes a pair with, or None if it is left over; all get the same, the mean of the
-    pairs' medians.
+    All ranks call it, each with the rank that it makes a pair with, or None if it is left over; all
+    get the same, the mean of the pairs' medians.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     first = rank if peer is None else min(rank, peer)
@@ -194,7 +198,9 @@ def _made(size: int, wires: Wires) -> Tensor:
 
 
 def _round_trip(peer: int, wires: Wires, out: Tensor, into: Tensor | None = None) -> float:
-    """Seconds of a message there and another of the same size back, as the rank of the lower number sees it."""
+    """Seconds of a message there and another of the same size back, as the rank of the lower number
+    sees it.
+    """
     received = torch.empty_like(out) if into is None else into
     wires.meet(peer)
     start = time.perf_counter()

@@ -1,8 +1,10 @@
-"""Timed passes through a chain: forward layer by layer, then backward layer by layer, as a rank runs its stage.
+"""Timed passes through a chain: forward layer by layer, then backward layer by layer, as a rank
+runs its stage.
 
-A layer that is run again and again by itself finds its input and its weights in the cache, and the allocator hands it the blocks that it
-has just freed. In training it does neither: the other layers have run in between. So layers are timed where they stand. Gradients of
-weights are fresh, as those of a batch's first micro-batch; what adding up those of the others takes is measured by itself.
+A layer that is run again and again by itself finds its input and its weights in the cache, and the
+allocator hands it the blocks that it has just freed. In training it does neither: the other layers
+have run in between. So layers are timed where they stand. Gradients of weights are fresh, as those
+of a batch's first micro-batch; what adding up those of the others takes is measured by itself.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _SHORT_S = 0.1
 
 @dataclass
 class _Step:
-    """One layer's forward: the tensors that came in, None for those that get no gradient, and those that went out."""
+    """One layer's forward: the tensors that came in, None for those that get no gradient, and those
+    that went out.
+    """
 
     given: list[Tensor | None]
     made: list[Tensor]
@@ -107,11 +111,14 @@ class Passes:
         # Work that is queued goes on during a call, so that events do not see how long it takes.
         queued = self.device.type == "cuda"
         self._call_s = 0.0 if queued else _backward_call_s(self._stopwatch)
-        # Whether a layer changes what it is given, which autograd forbids on a leaf. Not known before it has run once.
+        # Whether a layer changes what it is given, which autograd forbids on a leaf. Not known
+        # before it has run once.
         self._changes = [True] * len(self.modules)
 
     def run(self, value: Any, repeats: int) -> Any:
-        """Warm up, then time `repeats` passes, more of short ones; returns what the layers make of `value`."""
+        """Warm up, then time `repeats` passes, more of short ones; returns what the layers make of
+        `value`.
+        """
         started = time.perf_counter()
         _, made = self._pass(value)
         wanted = repeats if time.perf_counter() - started > _SHORT_S else 3 * repeats
@@ -183,7 +190,9 @@ class Passes:
         steps: list[_Step],
         work: Callable[[_Step, list[Tensor], list[Tensor]], list[Tensor | None]],
     ) -> list[Span]:
-        """Marks around one kind of work, layer by layer from the last; each is given what the one behind it has made."""
+        """Marks around one kind of work, layer by layer from the last; each is given what the one
+        behind it has made.
+        """
         spans: list[Span] = [(None, None)] * len(steps)
         arriving: Sequence[Tensor | None] = [None] * len(steps[-1].made) if steps else []
         for index in reversed(range(len(steps))):
@@ -250,8 +259,8 @@ def _backward_call_s(stopwatch: Stopwatch) -> float:
 def _leaves(
     value: Any, wants_grad: bool, copied: bool
 ) -> tuple[Any, list[Tensor | None], list[Tensor]]:
-    """`value` cut off from what made it: itself, copied if asked; its tensors as leaves, None for those that want no gradient; and the
-    copies.
+    """`value` cut off from what made it: itself, copied if asked; its tensors as leaves, None for
+    those that want no gradient; and the copies.
     """
     flat, spec = pytree.tree_flatten(value)
     leaves: list[Tensor | None] = []

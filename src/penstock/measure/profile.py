@@ -62,29 +62,33 @@ def profile(
 ) -> Profile:
     """Time every layer here and count its bytes.
 
-    The chain runs forward and backward as in training, and every layer is timed where it stands: once to warm up, then `repeats` times
-    (more for short chains); medians and interquartile ranges are kept. The model itself is left as it was: copies run. So are
-    torch's random numbers. From then on this process keeps memory that it frees for itself (see `penstock.transport.host_memory`).
+    The chain runs forward and backward as in training, and every layer is timed where it stands:
+    once to warm up, then `repeats` times (more for short chains); medians and interquartile ranges
+    are kept. The model itself is left as it was: copies run. So are torch's random numbers. From
+    then on this process keeps memory that it frees for itself (see
+    `penstock.transport.host_memory`).
 
-    Ranks that share a host slow each other down. Called on all of them with `together`, each measures some of the layers while the
-    others measure theirs:
+    Ranks that share a host slow each other down. Called on all of them with `together`, each
+    measures some of the layers while the others measure theirs:
 
         profile = ps.launch(lambda: ps.profile(model, x, threads=1, together=True), ranks=2)[0]
 
     Args:
         model: a chain, or anything that `chain` takes; on the meta device too.
-        example: inputs of the model, any number of samples in their first dimension; repeated to the sizes needed.
-        batch: samples of a batch. By default as many as `example` has.
-        sizes: micro-batch sizes to measure; by default a batch in 1, 4 and 16 parts, of 2 samples at least.
-        repeats: timed runs of each phase.
-        threads: torch threads meanwhile: what a rank will have. By default as many as now.
-        device: "cpu", "cuda", "cuda:1"; None or "auto" is a GPU if one is visible, else the CPU. The profile records it.
-        progress: called with layers done, layers in all, and the layer's name.
-        loss, targets: as training has them; what the loss takes then counts with the last layer. As many targets as the example has.
-        together: all ranks of a job call this with the same arguments, and get the same profile. Their devices are of one kind.
+        example: inputs of the model, any number of samples in their first dimension; repeated to
+        the sizes needed. batch: samples of a batch. By default as many as `example` has. sizes:
+        micro-batch sizes to measure; by default a batch in 1, 4 and 16 parts, of 2 samples at
+        least. repeats: timed runs of each phase. threads: torch threads meanwhile: what a rank will
+        have. By default as many as now. device: "cpu", "cuda", "cuda:1"; None or "auto" is a GPU if
+        one is visible, else the CPU. The profile records it. progress: called with layers done,
+        layers in all, and the layer's name. loss, targets: as training has them; what the loss
+        takes then counts with the last layer. As many targets as the example has. together: all
+        ranks of a job call this with the same arguments, and get the same profile. Their devices
+        are of one kind.
 
     Raises:
-        SettingError: batch, sizes, repeats or threads are below 1, the example has no samples, the device is not visible, or
+        SettingError: batch, sizes, repeats or threads are below 1, the example has no samples, the
+        device is not visible, or
             `together` on ranks whose devices are of different kinds.
         LayerFailed: a layer raised; the message names it.
         RunError: `together`, and this process was not started as a rank.
@@ -162,9 +166,18 @@ class _Bench:
         input_bytes = sum(
             leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in _tensors_of(example)
         )
-        found = Profile(layers, self.traced.fingerprint, input_bytes, batch, machine, torch.__version__, update.s_per_byte,
-                        device=device_name(self.device), update_fixed_s=update.fixed_s,
-                        accumulate_s_per_byte=update.accumulate_s_per_byte)  # fmt: skip
+        found = Profile(
+            layers,
+            self.traced.fingerprint,
+            input_bytes,
+            batch,
+            machine,
+            torch.__version__,
+            update.s_per_byte,
+            device=device_name(self.device),
+            update_fixed_s=update.fixed_s,
+            accumulate_s_per_byte=update.accumulate_s_per_byte,
+        )
         self._aim(sizes[0])
         value = _samples(example, sizes[0], self.device)
         moving = moving_layers(self.traced, self.modules, value, self.device)
@@ -196,9 +209,11 @@ class _Bench:
         return runs
 
     def _rough_seconds(self, example: Any, size: int) -> list[float]:
-        """Per layer, seconds of forward and backward here, once it is clear that the other ranks take as long.
+        """Per layer, seconds of forward and backward here, once it is clear that the other ranks
+        take as long.
 
-        What else runs on a host slows a rank down for a while: who seems unlike is measured again, and the least counts.
+        What else runs on a host slows a rank down for a while: who seems unlike is measured again,
+        and the least counts.
 
         Raises:
             SettingError: the devices of the ranks are of different kinds.
@@ -296,10 +311,12 @@ def _samples(example: Any, size: int, device: torch.device) -> Any:
 
 
 def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> tuple[list[int], list[int]]:
-    """Per layer, bytes that autograd keeps for its backward, each storage at the first layer that keeps it; and what a stage that begins
-    with the layer keeps besides: its input, unless it counts there or later.
+    """Per layer, bytes that autograd keeps for its backward, each storage at the first layer that
+    keeps it; and what a stage that begins with the layer keeps besides: its input, unless it counts
+    there or later.
     """
-    # Storages are told apart by address, so all that were met stay alive meanwhile: a freed one's address would be given again.
+    # Storages are told apart by address, so all that were met stay alive meanwhile: a freed one's
+    # address would be given again.
     own = [
         t.untyped_storage() for module in modules for t in (*module.parameters(), *module.buffers())
     ]
@@ -332,8 +349,13 @@ def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> tuple[list[in
     return counts, entries
 
 
-def _layers(traced: TracedChain, sizes: tuple[int, ...], runs: list[list[_Measured]],
-            activations: list[float], entries: list[float]) -> tuple[LayerProfile, ...]:  # fmt: skip
+def _layers(
+    traced: TracedChain,
+    sizes: tuple[int, ...],
+    runs: list[list[_Measured]],
+    activations: list[float],
+    entries: list[float],
+) -> tuple[LayerProfile, ...]:
     layers = []
     for index, (layer, weights, measured) in enumerate(
         zip(traced.layers, traced.description.weights, runs, strict=True)

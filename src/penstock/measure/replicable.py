@@ -46,7 +46,9 @@ def with_single_copy_reasons(
 def moving_layers(
     traced: TracedChain, modules: Sequence[nn.Module], value: Any, device: torch.device
 ) -> dict[int, tuple[str, ...]]:
-    """By layer, the state that its forward reads and changes, found by running every layer once on `value`, or what it becomes."""
+    """By layer, the state that its forward reads and changes, found by running every layer once on
+    `value`, or what it becomes.
+    """
     found: dict[int, tuple[str, ...]] = {}
     for index, (layer, module) in enumerate(zip(traced.layers, modules, strict=True)):
         state = ModuleState(module.named_modules(prefix=prefix_of(layer.name, module)))

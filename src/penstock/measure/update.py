@@ -1,4 +1,6 @@
-"""What happens to gradients: adding them up over the micro-batches of a batch, and the optimizer's step."""
+"""What happens to gradients: adding them up over the micro-batches of a batch, and the optimizer's
+step.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,16 @@ from penstock.measure.stopwatch import stopwatch_for
 
 _REPEATS = 5
 
-#: Numbers that are touched before a step is timed: more than caches hold, since a step comes after whole micro-batches.
+#: Numbers that are touched before a step is timed: more than caches hold, since a step comes after
+#: whole micro-batches.
 _FLUSHED = 2**24
 
 
 @dataclass(frozen=True)
 class UpdateSeconds:
-    """Seconds of a step of SGD with momentum: whatever its size, and per byte of parameters; and of adding one micro-batch's gradients
-    to those before it, per byte of them; `parameter_bytes` is how many were measured.
+    """Seconds of a step of SGD with momentum: whatever its size, and per byte of parameters; and of
+    adding one micro-batch's gradients to those before it, per byte of them; `parameter_bytes` is
+    how many were measured.
     """
 
     fixed_s: float
@@ -47,8 +51,8 @@ class UpdateSeconds:
 def measure_update(modules: Sequence[nn.Module], device: torch.device) -> UpdateSeconds:
     """Time it on all parameters of some layers together.
 
-    Small tensors cost more per byte than large ones, and all at once they are as far from the cache as in training. Their gradients
-    are lost; the values stay.
+    Small tensors cost more per byte than large ones, and all at once they are as far from the cache
+    as in training. Their gradients are lost; the values stay.
     """
     parameters = list(
         {

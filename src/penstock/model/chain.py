@@ -12,7 +12,9 @@ from penstock.errors import ChainError
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """A parameter or buffer: its name in the model's own `state_dict`, shape and dtype (`"float32"`)."""
+    """A parameter or buffer: its name in the model's own `state_dict`, shape and dtype
+    (`"float32"`).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -25,8 +27,9 @@ class TensorFacts:
 class Layer:
     """The smallest piece that is never cut.
 
-    `name` is the module's qualified name in the model, `kind` its class name. `parameters` and `buffers` are the qualified
-    names of all tensors that the layer uses; one that several layers use is listed by each of them.
+    `name` is the module's qualified name in the model, `kind` its class name. `parameters` and
+    `buffers` are the qualified names of all tensors that the layer uses; one that several layers
+    use is listed by each of them.
     """
 
     name: str
@@ -75,11 +78,18 @@ class Chain:
         counted: set[str] = set()
         found = []
         for layer in self.layers:
-            own, kept = ([self._by_name[name] for name in dict.fromkeys(names) if name not in counted]
-                         for names in (layer.parameters, layer.buffers))  # fmt: skip
+            own, kept = (
+                [self._by_name[name] for name in dict.fromkeys(names) if name not in counted]
+                for names in (layer.parameters, layer.buffers)
+            )
             counted.update(layer.parameters, layer.buffers)
-            found.append(Weights(sum(prod(each.shape) for each in own), sum(each.bytes for each in own),
-                                 sum(each.bytes for each in kept)))  # fmt: skip
+            found.append(
+                Weights(
+                    sum(prod(each.shape) for each in own),
+                    sum(each.bytes for each in own),
+                    sum(each.bytes for each in kept),
+                )
+            )
         return tuple(found)
 
     @property
@@ -112,8 +122,10 @@ class Chain:
             ChainError: a stage is empty, or the lengths do not add up to the chain.
         """
         if any(length < 1 for length in lengths) or sum(lengths) != len(self):
-            raise ChainError(f"stage lengths {list(lengths)} sum to {sum(lengths)} and must be positive and "
-                             f"sum to {len(self)}, the number of layers")  # fmt: skip
+            raise ChainError(
+                f"stage lengths {list(lengths)} sum to {sum(lengths)} and must be positive and "
+                f"sum to {len(self)}, the number of layers"
+            )
         bounds, start = [], 0
         for length in lengths:
             bounds.append((start, start + length))

@@ -1,6 +1,8 @@
-"""Averaged: several copies of the weights take turns, and are drawn together by a reference that moves by the mean of what they learn.
+"""Averaged: several copies of the weights take turns, and are drawn together by a reference that
+moves by the mean of what they learn.
 
-Batch t trains copy n = t mod N, with an optimizer of its own. With α = 1/N and θ̃ as it was when the round of N batches began:
+Batch t trains copy n = t mod N, with an optimizer of its own. With α = 1/N and θ̃ as it was when
+the round of N batches began:
 
     θₙ ← θₙ + Δₙ             the optimizer's step
     θₙ ← (1 - α) θₙ + α θ̃    the pull
@@ -8,7 +10,8 @@ Batch t trains copy n = t mod N, with an optimizer of its own. With α = 1/N and
 
 What is evaluated and saved is the reference. A drain ends a round early, with the Δ that there are.
 
-Source: Chen et al. 2023, AvgPipe, section 3. The order within a round is ours: the paper's reference is updated through a queue.
+Source: Chen et al. 2023, AvgPipe, section 3. The order within a round is ours: the paper's
+reference is updated through a queue.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from penstock.optim.stage_weights import Site, StageWeights, State
 
 @dataclass
 class _Copy:
-    """One of the copies; `grads` are those of its batch, while another's turn has come before they were used."""
+    """One of the copies; `grads` are those of its batch, while another's turn has come before they
+    were used.
+    """
 
     optimizer: Optimizer
     blocks: list[Block] = field(default_factory=list)
@@ -44,12 +49,16 @@ class _Copy:
 
 @final
 class Averaged(StageWeights):
-    """N copies and their reference, which has the parameters' own memory and is what they are when nothing runs."""
+    """N copies and their reference, which has the parameters' own memory and is what they are when
+    nothing runs.
+    """
 
     def __init__(self, site: Site) -> None:
         if site.pipelines < 2:
-            raise SettingError(f"weight rule {site.rule.name!r} ties copies of the weights together, and this schedule has "
-                               f"{site.pipelines}: give it pipelines=2 or more")  # fmt: skip
+            raise SettingError(
+                f"weight rule {site.rule.name!r} ties copies of the weights together, and this schedule has "
+                f"{site.pipelines}: give it pipelines=2 or more"
+            )
         self._stage, self._update, self._use = site.stage, site.update, site.use
         self._layout = Layout(site.update.parameters)
         self._reference = self._layout.present()
@@ -70,9 +79,11 @@ class Averaged(StageWeights):
         """The copy of its batch."""
         reads = self._use(number).reads
         if reads.forward != reads.backward:
-            raise RunError(f"stage {self._stage}: the forward of micro-batch {number} reads version {reads.forward} of its copy of the "
-                           f"weights and its backward version {reads.backward}: elastic averaging takes them to be one, so each of its "
-                           "pipelines has to end a batch before it begins its next")  # fmt: skip
+            raise RunError(
+                f"stage {self._stage}: the forward of micro-batch {number} reads version {reads.forward} of its copy of the "
+                f"weights and its backward version {reads.backward}: elastic averaging takes them to be one, so each of its "
+                "pipelines has to end a batch before it begins its next"
+            )
         self._show(self._copy_of(number))
 
     def before_backward(self, number: int) -> None:
@@ -86,7 +97,9 @@ class Averaged(StageWeights):
         self._due = self._copy_of(number)
 
     def update(self, version: int) -> None:
-        """Step the copy whose batch has ended, pull it, and end the round if it was the round's last."""
+        """Step the copy whose batch has ended, pull it, and end the round if it was the round's
+        last.
+        """
         del version
         chosen = self._due
         assert chosen is not None
@@ -94,8 +107,10 @@ class Averaged(StageWeights):
         self._gather(chosen)
         point(self._update.parameters, chosen.tensors)
         _follow(chosen.optimizer, self._copies[0].optimizer)
-        # Subtracted before and added after, and not by way of a copy: one copy less to hold, and differences of such near numbers
-        # are exact in either way. Whatever happens to the step, what the round has learnt stays small.
+        # Subtracted before and added after, and not by way of a copy: one copy less to hold, and
+        # differences of such near numbers
+        # are exact in either way. Whatever happens to the step, what the round has learnt stays
+        # small.
         torch._foreach_sub_(self._learnt, chosen.flat)
         try:
             self._update.advance(chosen.optimizer)
@@ -151,7 +166,9 @@ class Averaged(StageWeights):
         return found
 
     def load_state(self, state: State) -> None:
-        """Take copies and optimizers back; without them all copies begin at the reference, the others with new optimizers."""
+        """Take copies and optimizers back; without them all copies begin at the reference, the
+        others with new optimizers.
+        """
         if "copy0" in state:
             self._part()
         elif self._learnt:

@@ -1,7 +1,8 @@
 """Blocks: room for the values of parameters, laid out in memory as the parameters are.
 
-Parameters that lie next to each other in one storage (recurrent layers on a GPU, for which cuDNN wants them so) make one block
-together: moved apart, they would be brought together again at every forward.
+Parameters that lie next to each other in one storage (recurrent layers on a GPU, for which cuDNN
+wants them so) make one block together: moved apart, they would be brought together again at every
+forward.
 """
 
 from __future__ import annotations
@@ -77,14 +78,18 @@ def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def point(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
-    """Let the parameters be these tensors. So are, from now on, those parameters that a graph in flight has saved whole."""
+    """Let the parameters be these tensors. So are, from now on, those parameters that a graph in
+    flight has saved whole.
+    """
     for parameter, tensor in zip(parameters, tensors, strict=True):
         if parameter.data_ptr() != tensor.data_ptr():
             parameter.data = tensor
 
 
 def take(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
-    """After a step: have its result in these tensors, which the parameters were. Some optimizers set `.data` anew."""
+    """After a step: have its result in these tensors, which the parameters were. Some optimizers
+    set `.data` anew.
+    """
     moved = [
         (p, tensor)
         for p, tensor in zip(parameters, tensors, strict=True)
@@ -115,6 +120,11 @@ def _split(parameters: Sequence[nn.Parameter], indices: list[int]) -> list[list[
 def _span(values: Sequence[Tensor]) -> tuple[int, int]:
     """Where in their storage these tensors begin, and over how many elements they stretch."""
     first = min(int(value.storage_offset()) for value in values)
-    ends = [int(value.storage_offset()) + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True)) + 1
-            for value in values if value.numel()]  # fmt: skip
+    ends = [
+        int(value.storage_offset())
+        + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+        + 1
+        for value in values
+        if value.numel()
+    ]
     return first, max(ends, default=first) - first

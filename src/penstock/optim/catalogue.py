@@ -19,7 +19,8 @@ register = ARITHMETIC.register
 def stage_weights(site: Site) -> StageWeights:
     """The weights of one stage under a rule.
 
-    Without an optimizer, or anything to train, there is one version, whatever the rule says: nothing makes another.
+    Without an optimizer, or anything to train, there is one version, whatever the rule says:
+    nothing makes another.
 
     Raises:
         SettingError: the rule's paper has no formula for this optimizer, or for how it is set.
@@ -36,7 +37,8 @@ def stage_weights(site: Site) -> StageWeights:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The name of torch's class that an optimizer is one of, or the next of kin to; else of its own class.
+    """The name of torch's class that an optimizer is one of, or the next of kin to; else of its own
+    class.
 
     >>> from torch import nn, optim
     >>> kind_of(optim.AdamW([nn.Parameter()]))
@@ -53,8 +55,10 @@ def kind_of(optimizer: Optimizer) -> str:
 def no_formula(site: Site, what: str, instead: str) -> SettingError:
     """That a rule cannot say where weights go under such an optimizer."""
     because = f": {site.rule.because}" if site.rule.because else ""
-    return SettingError(f"weight rule {site.rule.name!r} has no formula for {what}{because}; {instead} (stage {site.stage}; "
-                        f"source: {site.rule.source})")  # fmt: skip
+    return SettingError(
+        f"weight rule {site.rule.name!r} has no formula for {what}{because}; {instead} (stage {site.stage}; "
+        f"source: {site.rule.source})"
+    )
 
 
 def _listed(names: tuple[str, ...]) -> list[str]:

@@ -1,4 +1,6 @@
-"""Names of classes as a checkpoint has them, so that state is never loaded into an object of another class."""
+"""Names of classes as a checkpoint has them, so that state is never loaded into an object of
+another class.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ _SCRIPTS = ("__main__", "__mp_main__")
 
 
 def class_name(value: object) -> str:
-    """Module and qualified name of an object's class; of a scheduler made of others, theirs in brackets.
+    """Module and qualified name of an object's class; of a scheduler made of others, theirs in
+    brackets.
 
     >>> from collections import OrderedDict
     >>> class_name(OrderedDict())
@@ -24,7 +27,8 @@ def class_name(value: object) -> str:
 
 
 def same_class(first: str, second: str) -> bool:
-    """Whether two names are of one class. A class of a script is `__main__.X` there and `script.X` where it is imported.
+    """Whether two names are of one class. A class of a script is `__main__.X` there and `script.X`
+    where it is imported.
 
     >>> same_class("__main__.Lion", "optimizers.Lion"), same_class("torch.optim.sgd.SGD", "x.SGD")
     (True, False)

@@ -1,4 +1,6 @@
-"""The norm of gradients that lie on several ranks: as torch.nn.utils.clip_grad_norm_ has it for those of one device."""
+"""The norm of gradients that lie on several ranks: as torch.nn.utils.clip_grad_norm_ has it for
+those of one device.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 def norms_of(
     parameters: Iterable[nn.Parameter], device: torch.device, norm_type: float = 2.0
 ) -> Tensor:
-    """The norm of every gradient there is, in the order of the parameters; of none, an empty tensor.
+    """The norm of every gradient there is, in the order of the parameters; of none, an empty
+    tensor.
 
     Shape (gradients,), of the dtype that theirs promote to.
     """
@@ -20,7 +23,8 @@ def norms_of(
 
 
 def _norms(grads: list[Tensor], norm_type: float) -> list[Tensor]:
-    # One call for all, as torch's own function has it, and to the bit the same; sparse ones and subclasses have no such call.
+    # One call for all, as torch's own function has it, and to the bit the same; sparse ones and
+    # subclasses have no such call.
     if (
         all(type(grad) is Tensor and grad.layout is torch.strided for grad in grads)
         and len({g.dtype for g in grads}) == 1
@@ -34,9 +38,11 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def total_norm(parts: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients together, from `norms_of` of every stage in the order of the model. A tensor of no dimensions.
+    """The norm of all gradients together, from `norms_of` of every stage in the order of the model.
+    A tensor of no dimensions.
 
-    The sum is made over the parameters, whichever stages they are in, so the cut does not change it by a bit.
+    The sum is made over the parameters, whichever stages they are in, so the cut does not change it
+    by a bit.
     """
     norms = [part for part in parts if part.numel()]
     return torch.linalg.vector_norm(torch.cat(norms), norm_type) if norms else torch.tensor(0.0)
@@ -48,7 +54,9 @@ def clip(parameters: Sequence[nn.Parameter], most: float, total: Tensor) -> None
 
 
 def clip_values(parameters: Sequence[nn.Parameter], most: float) -> None:
-    """Bring every gradient's numbers between -most and most, as torch.nn.utils.clip_grad_value_. Sparse ones by their values."""
+    """Bring every gradient's numbers between -most and most, as torch.nn.utils.clip_grad_value_.
+    Sparse ones by their values.
+    """
     dense = []
     for parameter in parameters:
         grad = parameter.grad

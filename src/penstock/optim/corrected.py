@@ -1,16 +1,21 @@
-"""Corrected: a backward reads an estimate of the weights that its forward read, made of where they have been going of late.
+"""Corrected: a backward reads an estimate of the weights that its forward read, made of where they
+have been going of late.
 
-With τ updates between a forward and its backward, δ the moving average of what an update changes, and w the newest version:
+With τ updates between a forward and its backward, δ the moving average of what an update changes,
+and w the newest version:
 
     backward reads   u = w - τ δ                       (T2, discrepancy correction)
     after an update  δ ← γ δ + (1 - γ) (w' - w),       γ = decay^(1/τ)
-    update k has     lr / max(τ, 1)^(1 - min(k / annealing, 1))      (T1, learning-rate rescheduling; k from 0)
+    update k has     lr / max(τ, 1)^(1 - min(k / annealing, 1))      (T1, learning-rate
+                     rescheduling; k from 0)
 
-Where less than one update lies between, the learning rate is as it is: the paper's formula would raise it. In the batches of T3,
-which flush (option warm_up), nothing is stale, so nothing is corrected or slowed down.
+Where less than one update lies between, the learning rate is as it is: the paper's formula would
+raise it. In the batches of T3, which flush (option warm_up), nothing is stale, so nothing is
+corrected or slowed down.
 
-Source: Yang et al. 2021, PipeMare, section 3. τ is the program's own, as `verify` reports it for a stage; the paper's, for a machine
-that runs a forward and a backward at once, is (2 (p - 1 - s) + 1) / m (option lockstep=1).
+Source: Yang et al. 2021, PipeMare, section 3. τ is the program's own, as `verify` reports it for a
+stage; the paper's, for a machine that runs a forward and a backward at once, is (2 (p - 1 - s) + 1)
+/ m (option lockstep=1).
 """
 
 from __future__ import annotations
@@ -37,7 +42,9 @@ TREND, UPDATES = "trend", "updates"
 
 @final
 class Corrected(StageWeights):
-    """The newest version, its trend δ, and, while a backward runs, the estimate in the newest version's place."""
+    """The newest version, its trend δ, and, while a backward runs, the estimate in the newest
+    version's place.
+    """
 
     def __init__(self, site: Site) -> None:
         self._update = site.update
@@ -144,13 +151,16 @@ def delay_of(site: Site) -> float:
     """τ: updates between a forward and its backward, at this stage.
 
     Raises:
-        SettingError: the formula for lock-step machines is asked for, and nobody says how many stages there are.
+        SettingError: the formula for lock-step machines is asked for, and nobody says how many
+        stages there are.
     """
     if not site.options.get("lockstep", 0.0):
         return site.staleness
     if not site.stages:
-        raise SettingError(f"weight rule {site.rule.name!r}: lockstep=1 needs to know how many stages there are; leave it away for the "
-                           "program's own delay")  # fmt: skip
+        raise SettingError(
+            f"weight rule {site.rule.name!r}: lockstep=1 needs to know how many stages there are; leave it away for the "
+            "program's own delay"
+        )
     micro_batches = next(number for number in itertools.count(1) if site.use(number).batch)
     return (2 * (site.stages - 1 - site.stage) + 1) / micro_batches
 

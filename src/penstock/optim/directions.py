@@ -1,10 +1,12 @@
-"""Directions: by how much the next updates will change the weights, as far as an optimizer's state tells.
+"""Directions: by how much the next updates will change the weights, as far as an optimizer's state
+tells.
 
-A direction ΔW is such that an update with learning rate lr takes weights W to about W - lr ΔW. What the optimizer does to weights
-besides, AdamW's decoupled weight decay, is in none of the papers' formulas, and so in none of these.
+A direction ΔW is such that an update with learning rate lr takes weights W to about W - lr ΔW. What
+the optimizer does to weights besides, AdamW's decoupled weight decay, is in none of the papers'
+formulas, and so in none of these.
 
-Sources: Chen et al. 2018, SpecTrain (momentum); Guan et al. 2019, XPipe (Adam, its own form); Guan et al. 2023, PipeOptim (SGD,
-momentum, Adam, AdamW, RMSprop).
+Sources: Chen et al. 2018, SpecTrain (momentum); Guan et al. 2019, XPipe (Adam, its own form); Guan
+et al. 2023, PipeOptim (SGD, momentum, Adam, AdamW, RMSprop).
 """
 
 from __future__ import annotations
@@ -30,10 +32,14 @@ class Direction(Protocol):
     """Where the weights of one stage are going."""
 
     def remember(self) -> None:
-        """Before a step, with gradients and newest weights in the parameters: note what the optimizer's state will not say."""
+        """Before a step, with gradients and newest weights in the parameters: note what the
+        optimizer's state will not say.
+        """
 
     def move(self, weights: Sequence[Tensor], updates: float) -> None:
-        """Change weights, in place, as so many updates are going to. A parameter that has had no update stays."""
+        """Change weights, in place, as so many updates are going to. A parameter that has had no
+        update stays.
+        """
         ...
 
     def restart(self) -> None:
@@ -55,7 +61,9 @@ class Direction(Protocol):
 
 @final
 class SgdDirection(Direction):
-    """SGD: the momentum buffer, v = μv + (1-d)g; without momentum the last gradient, weight decay included as it is in v."""
+    """SGD: the momentum buffer, v = μv + (1-d)g; without momentum the last gradient, weight decay
+    included as it is in v.
+    """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         self._optimizer = optimizer
@@ -71,8 +79,14 @@ class SgdDirection(Direction):
     def move(self, weights: Sequence[Tensor], updates: float) -> None:
         """W - updates lr v."""
         for group in self._optimizer.param_groups:
-            directions = {self._index[parameter]: state.get("momentum_buffer") for parameter, state in _states(self._optimizer, group)
-                          } if group["momentum"] else self._gradients.of(group)  # fmt: skip
+            directions = (
+                {
+                    self._index[parameter]: state.get("momentum_buffer")
+                    for parameter, state in _states(self._optimizer, group)
+                }
+                if group["momentum"]
+                else self._gradients.of(group)
+            )
             _add(weights, directions, -float(group["lr"]) * updates)
 
     def state(self) -> State:
@@ -90,7 +104,9 @@ class SgdDirection(Direction):
 
 @final
 class AdamDirection(Direction):
-    """Adam and AdamW: m̂ / (√v̂ + ε), with the bias corrections of the last step, or for ever those of the first (`constant`)."""
+    """Adam and AdamW: m̂ / (√v̂ + ε), with the bias corrections of the last step, or for ever those
+    of the first (`constant`).
+    """
 
     def __init__(
         self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, constant: bool
@@ -108,7 +124,9 @@ class AdamDirection(Direction):
                 self._steps[i] += 1
 
     def move(self, weights: Sequence[Tensor], updates: float) -> None:
-        """W - updates lr m̂ / (√v̂ + ε), as m √c₂/c₁ / (√v + ε√c₂) with c₁ and c₂ the corrections: one pass less over the weights."""
+        """W - updates lr m̂ / (√v̂ + ε), as m √c₂/c₁ / (√v + ε√c₂) with c₁ and c₂ the corrections:
+        one pass less over the weights.
+        """
         for group in self._optimizer.param_groups:
             square = "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
             beta1, beta2 = map(float, group["betas"])

@@ -28,7 +28,8 @@ def check_factory(optimizer: object) -> None:
     """Refuse an `optimizer=` that is no function from parameters to an optimizer.
 
     Raises:
-        SettingError: it is an optimizer, or something that cannot be called; the message has the function to write.
+        SettingError: it is an optimizer, or something that cannot be called; the message has the
+        function to write.
     """
     if isinstance(optimizer, Optimizer):
         raise SettingError(_instance_message(optimizer))
@@ -42,7 +43,8 @@ def check_factory(optimizer: object) -> None:
 def make_optimizer(
     factory: OptimizerFactory, parameters: list[nn.Parameter], place: str
 ) -> Optimizer | None:
-    """Call the factory, and check that the optimizer is over the parameters that it was called with.
+    """Call the factory, and check that the optimizer is over the parameters that it was called
+    with.
 
     Args:
         factory: the user's.
@@ -50,11 +52,13 @@ def make_optimizer(
         place: where, for messages, such as "stage 1".
 
     Returns:
-        The optimizer. It may leave some of the parameters out, which then stay untrained. None where it leaves out all of
-        them, of which torch's optimizers say that their list of parameters is empty.
+        The optimizer. It may leave some of the parameters out, which then stay untrained. None
+        where it leaves out all of them, of which torch's optimizers say that their list of
+        parameters is empty.
 
     Raises:
-        SettingError: the factory returned something else than an optimizer, one over other parameters, or one whose
+        SettingError: the factory returned something else than an optimizer, one over other
+        parameters, or one whose
             `step` needs an argument.
     """
     try:
@@ -74,11 +78,13 @@ def make_optimizer(
 
 
 def check_alike(stage: int, copies: Sequence[Mapping[str, int | None]]) -> None:
-    """Refuse copies of a stage whose optimizers differ in which parameters they have, and in which groups.
+    """Refuse copies of a stage whose optimizers differ in which parameters they have, and in which
+    groups.
 
     Args:
         stage: which one.
-        copies: of each copy, the number of every parameter's group, by name; None for what the optimizer leaves out. Tied
+        copies: of each copy, the number of every parameter's group, by name; None for what the
+        optimizer leaves out. Tied
             parameters are steered by one of the copies alone, and are missing from the others.
 
     Raises:

@@ -1,4 +1,6 @@
-"""Parameter groups: options of the optimizer by parameter, the same groups in every stage's optimizer."""
+"""Parameter groups: options of the optimizer by parameter, the same groups in every stage's
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from torch import nn
 from penstock.errors import SettingError
 from penstock.optim.factory import OptimizerFactory
 
-#: From a parameter's name in the model and the parameter to options of its group, such as `{"weight_decay": 0.0}`.
+#: From a parameter's name in the model and the parameter to options of its group, such as
+#: `{"weight_decay": 0.0}`.
 GroupsOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
 
 
@@ -19,8 +22,8 @@ GroupsOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
 class Groups:
     """The parameter groups of a whole model.
 
-    Every stage's optimizer has all of them, in this order, some of them empty: so a learning rate by group, and what a scheduler says
-    of it, mean the same on every rank and under every cut.
+    Every stage's optimizer has all of them, in this order, some of them empty: so a learning rate
+    by group, and what a scheduler says of it, mean the same on every rank and under every cut.
 
     Attributes:
         options: of every group.
@@ -33,9 +36,11 @@ class Groups:
 
     @classmethod
     def of(cls, function: GroupsOf, named: Iterable[tuple[str, nn.Parameter]]) -> Groups:
-        """Ask `function` of every parameter; those with the same options are one group, in order of appearance.
+        """Ask `function` of every parameter; those with the same options are one group, in order of
+        appearance.
 
-        Trainable parameters come first: those that are frozen now, and may be thawed later, add groups only behind theirs.
+        Trainable parameters come first: those that are frozen now, and may be thawed later, add
+        groups only behind theirs.
 
         Args:
             function: the user's.
@@ -51,8 +56,10 @@ class Groups:
             found = function(name, parameter)
             if not isinstance(found, Mapping) or "params" in found:
                 what = "one with 'params'" if isinstance(found, Mapping) else type(found).__name__
-                raise SettingError(f"parameter_groups= is a function from a parameter's name and the parameter to a dict of options of its "
-                                   f"group, such as {{'weight_decay': 0.0}}; for {name} it returned {what}")  # fmt: skip
+                raise SettingError(
+                    f"parameter_groups= is a function from a parameter's name and the parameter to a dict of options of its "
+                    f"group, such as {{'weight_decay': 0.0}}; for {name} it returned {what}"
+                )
             chosen = dict(found)
             if chosen not in options:
                 options.append(chosen)
@@ -60,7 +67,9 @@ class Groups:
         return cls(tuple(options), place)
 
     def know(self, names: Mapping[nn.Parameter, str]) -> None:
-        """Learn what parameters are called, before their optimizer is made. Others come into the first group."""
+        """Learn what parameters are called, before their optimizer is made. Others come into the
+        first group.
+        """
         self._known.update(
             (parameter, self.place[name]) for parameter, name in names.items() if name in self.place
         )

@@ -1,7 +1,8 @@
 """Newest: one version of the weights, which updates change in place, whatever is in flight.
 
-A graph in flight finds the newest weights in what it has saved of them. What it has saved of anything else, activations above all,
-is as its forward left it: that is what asynchronous training without weight stashing does (Gaunt et al. 2017, AMPNet).
+A graph in flight finds the newest weights in what it has saved of them. What it has saved of
+anything else, activations above all, is as its forward left it: that is what asynchronous training
+without weight stashing does (Gaunt et al. 2017, AMPNet).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The state of an optimizer as tensors by name, one entry for every parameter: what a checkpoint takes."""
+"""The state of an optimizer as tensors by name, one entry for every parameter: what a checkpoint
+takes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from torch.optim import Optimizer
 
 from penstock.errors import SettingError
 
-#: Before the name of what an optimizer keeps as a plain number: it becomes a tensor of no dimensions, and a number again.
+#: Before the name of what an optimizer keeps as a plain number: it becomes a tensor of no
+#: dimensions, and a number again.
 _PLAIN = "plain/"
 
 
@@ -32,13 +35,18 @@ def optimizer_state(
                     float(value), dtype=torch.float64
                 )
             elif value is not None:
-                raise SettingError(f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r}: a checkpoint can hold tensors "
-                                   "and plain numbers")  # fmt: skip
+                raise SettingError(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r}: a checkpoint can hold tensors "
+                    "and plain numbers"
+                )
     return found
 
 
-def load_optimizer_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter],
-                         state: Mapping[str, Sequence[Tensor | None]]) -> None:  # fmt: skip
+def load_optimizer_state(
+    optimizer: Optimizer,
+    parameters: Sequence[nn.Parameter],
+    state: Mapping[str, Sequence[Tensor | None]],
+) -> None:
     """Let it keep this, and nothing else."""
     on_device = {
         p: group.get("capturable") or group.get("fused")
@@ -54,7 +62,8 @@ def load_optimizer_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter
             if key.startswith(_PLAIN):
                 held[key.removeprefix(_PLAIN)] = value.item()
             else:
-                # Counters stay on the CPU, where optimizers keep them; everything shaped like the parameter goes with it.
+                # Counters stay on the CPU, where optimizers keep them; everything shaped like the
+                # parameter goes with it.
                 goes = value.dim() or on_device.get(parameter)
                 held[key] = value.detach().to(parameter.device if goes else value.device, copy=True)
         optimizer.state.pop(parameter, None)

@@ -14,9 +14,11 @@ from penstock.errors import SettingError
 
 @final
 class ParameterGroup(MutableMapping[str, Any]):
-    """One parameter group of every stage that is held here: reading asks the first one, writing changes all.
+    """One parameter group of every stage that is held here: reading asks the first one, writing
+    changes all.
 
-    A number written to an option that is a tensor, such as `lr` with `capturable=True`, goes into the tensor.
+    A number written to an option that is a tensor, such as `lr` with `capturable=True`, goes into
+    the tensor.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -70,7 +72,8 @@ def set_learning_rates(groups: Sequence[ParameterGroup], rates: float | Sequence
     """Set `lr`, of all groups, or one for each.
 
     Raises:
-        SettingError: there is not one learning rate for each group, one is below 0 or not finite, or a group has none.
+        SettingError: there is not one learning rate for each group, one is below 0 or not finite,
+        or a group has none.
     """
     each = list(rates) if isinstance(rates, Sequence) else [rates] * len(groups)
     if len(each) != len(groups):
@@ -85,7 +88,9 @@ def set_learning_rates(groups: Sequence[ParameterGroup], rates: float | Sequence
 
 
 def separate_tensors(optimizers: Sequence[Optimizer]) -> None:
-    """Let no two optimizers share an option that is a tensor: a scheduler for each would change it once for every stage."""
+    """Let no two optimizers share an option that is a tensor: a scheduler for each would change it
+    once for every stage.
+    """
     seen: dict[int, Optimizer] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:

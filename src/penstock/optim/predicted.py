@@ -1,6 +1,8 @@
-"""Predicted: forwards, or both directions, read weights from ahead of their time, where the optimizer is going to take them.
+"""Predicted: forwards, or both directions, read weights from ahead of their time, where the
+optimizer is going to take them.
 
-The gradients that they give are applied to the weights as they are: the newest version, never a predicted one.
+The gradients that they give are applied to the weights as they are: the newest version, never a
+predicted one.
 
 Sources: Chen et al. 2018, SpecTrain; Guan et al. 2019, XPipe; Guan et al. 2023, PipeOptim.
 """
@@ -21,13 +23,16 @@ from penstock.registry import Registry
 from penstock.weights.reads import Reads
 from penstock.weights.uses import Use
 
-#: From the stage to the direction that a rule predicts along, by the rule's name. Rules that are not here do as PipeOptim does.
+#: From the stage to the direction that a rule predicts along, by the rule's name. Rules that are
+#: not here do as PipeOptim does.
 DIRECTIONS: Registry[Callable[[Site], Direction]] = Registry("prediction", "penstock.optim")
 
 
 @DIRECTIONS.register("spectrain")
 def spectrain(site: Site) -> Direction:
-    """Momentum. The paper's v = γv + (1-γ)g is torch's SGD with dampening γ; without, lr and v each have the factor the other lacks."""
+    """Momentum. The paper's v = γv + (1-γ)g is torch's SGD with dampening γ; without, lr and v each
+    have the factor the other lacks.
+    """
     _refuse(site, lambda group: group["momentum"] == 0, "momentum=0", "give it momentum")
     return pipeoptim(site)
 
@@ -41,7 +46,9 @@ def xpipe(site: Site) -> Direction:
 
 @DIRECTIONS.register("pipeoptim")
 def pipeoptim(site: Site) -> Direction:
-    """What the optimizer itself would do: the gradient, momentum, Adam's ratio with its bias corrections, or RMSprop's."""
+    """What the optimizer itself would do: the gradient, momentum, Adam's ratio with its bias
+    corrections, or RMSprop's.
+    """
     return _OF_KIND[_kind(site)](site)
 
 
@@ -97,13 +104,16 @@ def _refuse_complex(site: Site) -> None:
 
 @final
 class Predicted(StageWeights):
-    """The newest version, and in its place, while an op needs it, a prediction. Contents are named (version, updates ahead)."""
+    """The newest version, and in its place, while an op needs it, a prediction. Contents are named
+    (version, updates ahead).
+    """
 
     def __init__(self, site: Site) -> None:
         self._stage, self._update, self._use = site.stage, site.update, site.use
         self._direction = direction_of(site)
         self._newest = 0
-        # Besides the working copy a rule may have room for predictions, the forward's first: what is kept need not be made again.
+        # Besides the working copy a rule may have room for predictions, the forward's first: what
+        # is kept need not be made again.
         self._spare = site.rule.extra - 1
         self._in_flight: dict[int, Use] = {}
         self._begun: set[int] = set()
@@ -115,7 +125,9 @@ class Predicted(StageWeights):
         self._read(number, use.batch, "forward", _forward(use.reads))
 
     def before_backward(self, number: int) -> None:
-        """The version that it reads, moved ahead. A W may come when an update later than its I has made another the newest."""
+        """The version that it reads, moved ahead. A W may come when an update later than its I has
+        made another the newest.
+        """
         use = self._in_flight[number]
         version, ahead = _backward(use.reads)
         if number in self._begun and not self._working.has((version, ahead)):
@@ -160,8 +172,10 @@ class Predicted(StageWeights):
     def _read(self, number: int, batch: int, kind: str, content: tuple[int, int]) -> None:
         version, ahead = content
         if version != self._newest and not self._working.has(content):
-            raise RunError(f"stage {self._stage}: the {kind} of micro-batch {number} reads weight version {version}, {ahead} ahead, and "
-                           f"the newest is {self._newest}: predictions are made of the newest")  # fmt: skip
+            raise RunError(
+                f"stage {self._stage}: the {kind} of micro-batch {number} reads weight version {version}, {ahead} ahead, and "
+                f"the newest is {self._newest}: predictions are made of the newest"
+            )
         change = functools.partial(self._direction.move, updates=ahead) if ahead else None
         self._working.show(content, change)
         again = self._again(number, batch, kind, content)
@@ -173,7 +187,9 @@ class Predicted(StageWeights):
         )
 
     def _again(self, number: int, batch: int, kind: str, content: tuple[int, int]) -> bool:
-        """Whether a later micro-batch of the batch reads the same. Maybe after an update, when it could not be made any more."""
+        """Whether a later micro-batch of the batch reads the same. Maybe after an update, when it
+        could not be made any more.
+        """
         read = _forward if kind == "forward" else _backward
         later = itertools.takewhile(
             lambda use: use.batch == batch, map(self._use, itertools.count(number + 1))

@@ -1,7 +1,8 @@
 """Ratio: add multiples of n / (√q + ε) to many tensors, with room for a few of the roots only.
 
-A prediction needs this before every forward, and room for all roots would be as much memory again as the weights. In pieces that
-stay in the cache it takes a little less time, too: 14 instead of 16 ms for ten million weights on one core.
+A prediction needs this before every forward, and room for all roots would be as much memory again
+as the weights. In pieces that stay in the cache it takes a little less time, too: 14 instead of 16
+ms for ten million weights on one core.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from penstock.optim.blocks import copy
 
-#: Numbers that the room is for: what stays in a core's cache; elsewhere as much as keeps a device busy.
+#: Numbers that the room is for: what stays in a core's cache; elsewhere as much as keeps a device
+#: busy.
 _ON_CPU, _ELSEWHERE = 1 << 18, 1 << 24
 
 #: Which tensor, and which of its rows (None: all); where its roots go.
@@ -29,8 +31,14 @@ class Ratio:
         self._rounds: dict[Hashable, list[list[_Piece]]] = {}
         self._room: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def add(self, key: Hashable, tensors: Sequence[Tensor], over: tuple[Sequence[Tensor], Sequence[Tensor]],
-            epsilon: float, factor: float) -> None:  # fmt: skip
+    def add(
+        self,
+        key: Hashable,
+        tensors: Sequence[Tensor],
+        over: tuple[Sequence[Tensor], Sequence[Tensor]],
+        epsilon: float,
+        factor: float,
+    ) -> None:
         """Add factor n / (√q + epsilon) to every tensor, in place.
 
         Args:

@@ -1,8 +1,9 @@
-"""Dynamic loss scaling for float16: as torch.amp.GradScaler does it, for gradients that lie on several ranks.
+"""Dynamic loss scaling for float16: as torch.amp.GradScaler does it, for gradients that lie on
+several ranks.
 
-The loss is multiplied by a scale, so that small gradients do not vanish in float16; before the step the gradients are divided by
-it. If any of them, on any rank, is infinite or no number, no rank steps, and the scale comes down. After enough steps without, it
-goes up.
+The loss is multiplied by a scale, so that small gradients do not vanish in float16; before the step
+the gradients are divided by it. If any of them, on any rank, is infinite or no number, no rank
+steps, and the scale comes down. After enough steps without, it goes up.
 
 Source: Micikevicius et al. 2018, Mixed precision training, section 3.2; torch/amp/grad_scaler.py.
 """
@@ -33,7 +34,8 @@ class LossScaler:
         """Begin at `init_scale`.
 
         Args:
-            options: any of `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`; the others as in torch's GradScaler.
+            options: any of `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`; the
+            others as in torch's GradScaler.
 
         Raises:
             SettingError: an option is unknown or makes no sense.
@@ -47,8 +49,10 @@ class LossScaler:
             and found["growth_factor"] > 1
             and 0 < found["backoff_factor"] < 1
         ):
-            raise SettingError(f"scaler: init_scale is above 0, growth_factor above 1, backoff_factor between 0 and 1; these are "
-                               f"{found['init_scale']:g}, {found['growth_factor']:g}, {found['backoff_factor']:g}")  # fmt: skip
+            raise SettingError(
+                f"scaler: init_scale is above 0, growth_factor above 1, backoff_factor between 0 and 1; these are "
+                f"{found['init_scale']:g}, {found['growth_factor']:g}, {found['backoff_factor']:g}"
+            )
         if found["growth_interval"] < 1 or found["growth_interval"] != int(
             found["growth_interval"]
         ):
@@ -62,7 +66,8 @@ class LossScaler:
 
     @classmethod
     def of(cls, wish: object) -> LossScaler | None:
-        """From what a user may say: True, options by name, a torch.amp.GradScaler to be like; nothing for None and False.
+        """From what a user may say: True, options by name, a torch.amp.GradScaler to be like;
+        nothing for None and False.
 
         Raises:
             SettingError: it is something else.
@@ -74,8 +79,14 @@ class LossScaler:
         if isinstance(wish, torch.amp.GradScaler):
             if not wish.is_enabled():
                 return None
-            return cls({"init_scale": wish.get_scale(), "growth_factor": wish.get_growth_factor(),
-                        "backoff_factor": wish.get_backoff_factor(), "growth_interval": wish.get_growth_interval()})  # fmt: skip
+            return cls(
+                {
+                    "init_scale": wish.get_scale(),
+                    "growth_factor": wish.get_growth_factor(),
+                    "backoff_factor": wish.get_backoff_factor(),
+                    "growth_interval": wish.get_growth_interval(),
+                }
+            )
         if isinstance(wish, Mapping):
             return cls(wish)
         raise SettingError(
@@ -88,10 +99,12 @@ class LossScaler:
         return float(self._scale)
 
     def unscale(self, parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-        """Divide the gradients by the scale; returns a number above 0, shape (1,), if one of them is not finite.
+        """Divide the gradients by the scale; returns a number above 0, shape (1,), if one of them
+        is not finite.
 
         Raises:
-            SettingError: a gradient is itself of float16, in which the division would lose what the scale has saved.
+            SettingError: a gradient is itself of float16, in which the division would lose what the
+            scale has saved.
         """
         found = torch.zeros(1, device=device)
         inverse = self._scale.double().reciprocal().float().to(device)
@@ -101,8 +114,10 @@ class LossScaler:
             if grad is None:
                 continue
             if grad.dtype is torch.float16:
-                raise SettingError("a scaler is for parameters of float32 under autocast; these are of float16, in which their "
-                                   "gradients would be divided by the scale and vanish: keep the parameters in float32")  # fmt: skip
+                raise SettingError(
+                    "a scaler is for parameters of float32 under autocast; these are of float16, in which their "
+                    "gradients would be divided by the scale and vanish: keep the parameters in float32"
+                )
             if grad.is_sparse:
                 grad = parameter.grad = grad.coalesce()
                 grad = grad._values()
@@ -118,11 +133,19 @@ class LossScaler:
             found: above 0 if a gradient on any rank was not finite.
         """
         self.skipped += found > 0
-        torch._amp_update_scale_(self._scale, self._steps, torch.tensor(float(found > 0)), self._options["growth_factor"],
-                                 self._options["backoff_factor"], int(self._options["growth_interval"]))  # fmt: skip
+        torch._amp_update_scale_(
+            self._scale,
+            self._steps,
+            torch.tensor(float(found > 0)),
+            self._options["growth_factor"],
+            self._options["backoff_factor"],
+            int(self._options["growth_interval"]),
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the scale, the steps since it changed, and the steps that were skipped."""
+        """What a checkpoint keeps: the scale, the steps since it changed, and the steps that were
+        skipped.
+        """
         return {"scale": self.scale, "steps": int(self._steps), "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

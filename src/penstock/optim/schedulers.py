@@ -20,7 +20,9 @@ SchedulerFactory = Callable[[Optimizer], Any]
 
 
 class Schedulers:
-    """What `Pipeline.scheduler` returns. Every rank has one, and calls its methods with the same numbers."""
+    """What `Pipeline.scheduler` returns. Every rank has one, and calls its methods with the same
+    numbers.
+    """
 
     def __init__(
         self,
@@ -38,7 +40,8 @@ class Schedulers:
             saved_kind: the `kind` of the scheduler that gave it, where that is known.
 
         Raises:
-            SettingError: `make` is no function, or returned something that is no scheduler of the optimizer that it was given, or
+            SettingError: `make` is no function, or returned something that is no scheduler of the
+            optimizer that it was given, or
                 one of another class than that which was saved.
         """
         if not callable(make):
@@ -50,15 +53,22 @@ class Schedulers:
         self._optimizers = list(optimizers)
         separate_tensors(self._optimizers)
         # Making a scheduler sets learning rate and momentum to what they begin with.
-        options = [[{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-                   for optimizer in self._optimizers]  # fmt: skip
+        options = [
+            [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in optimizer.param_groups
+            ]
+            for optimizer in self._optimizers
+        ]
         self._each = [make(optimizer) for optimizer in self._optimizers]
         for each in self._each:
             if not callable(getattr(each, "step", None)) or not callable(
                 getattr(each, "state_dict", None)
             ):
-                raise SettingError("scheduler() takes a function from an optimizer to one of torch.optim.lr_scheduler, such as lambda "
-                                   f"optimizer: StepLR(optimizer, 10); this one returned {type(each).__name__}")  # fmt: skip
+                raise SettingError(
+                    "scheduler() takes a function from an optimizer to one of torch.optim.lr_scheduler, such as lambda "
+                    f"optimizer: StepLR(optimizer, 10); this one returned {type(each).__name__}"
+                )
         _check_own(self._each, self._optimizers)
         if saved is not None:
             for optimizer, groups in zip(self._optimizers, options, strict=True):
@@ -78,7 +88,9 @@ class Schedulers:
         return class_name(self._each[0])
 
     def fits(self, kind: str | None, state: Mapping[str, Any]) -> bool:
-        """Whether a saved state is of a scheduler of this class; where the class is not known, whether it has the same entries."""
+        """Whether a saved state is of a scheduler of this class; where the class is not known,
+        whether it has the same entries.
+        """
         if kind is not None:
             return same_class(kind, self.kind)
         saved, own = (
@@ -87,8 +99,9 @@ class Schedulers:
         return saved == own
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """As the scheduler's own: `step()`, `step(epoch)`, or `step(metric)` for ReduceLROnPlateau. The loss that `train_batch` and
-        `eval_batch` return is the same on every rank, so all come to the same decision.
+        """As the scheduler's own: `step()`, `step(epoch)`, or `step(metric)` for ReduceLROnPlateau.
+        The loss that `train_batch` and `eval_batch` return is the same on every rank, so all come
+        to the same decision.
         """
         for each in self._each:
             each.step(*args, **kwargs)
@@ -102,13 +115,22 @@ class Schedulers:
         return dict(self._each[0].state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, here or on another rank, and set the optimizers' learning rates accordingly."""
+        """Go on from what `state_dict` gave, here or on another rank, and set the optimizers'
+        learning rates accordingly.
+        """
         for optimizer, each in zip(self._optimizers, self._each, strict=True):
             groups = len(optimizer.param_groups)
             own = each.state_dict()
-            # Where a stage's optimizer has other groups than the one that was saved, what is by group stays its own.
-            fitting = {key: own[key] if isinstance(value, list) and isinstance(own.get(key), list) and len(own[key]) != len(value)
-                       else value for key, value in state.items()}  # fmt: skip
+            # Where a stage's optimizer has other groups than the one that was saved, what is by
+            # group stays its own.
+            fitting = {
+                key: own[key]
+                if isinstance(value, list)
+                and isinstance(own.get(key), list)
+                and len(own[key]) != len(value)
+                else value
+                for key, value in state.items()
+            }
             each.load_state_dict(fitting)
             rates = fitting.get("_last_lr")
             if (
@@ -160,8 +182,8 @@ def _plain(value: Any) -> Any:
 
 
 def stand_in(factory: OptimizerFactory) -> Optimizer:
-    """An optimizer like the stages', over numbers that nothing uses: for a rank where nothing is trained, which is to know the
-    learning rate all the same.
+    """An optimizer like the stages', over numbers that nothing uses: for a rank where nothing is
+    trained, which is to know the learning rate all the same.
 
     Raises:
         SettingError: the factory refuses parameters of every number of dimensions from 1 to 4.

@@ -1,4 +1,6 @@
-"""StageWeights: how the tensors of one stage come to be the version that a weight rule says an op reads."""
+"""StageWeights: how the tensors of one stage come to be the version that a weight rule says an op
+reads.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ State = Mapping[str, Sequence[Tensor | None]]
 
 
 class StageWeights(Protocol):
-    """The weights of one stage, before and after its ops. Numbers of micro-batches and versions count from 0 since the last drain.
+    """The weights of one stage, before and after its ops. Numbers of micro-batches and versions
+    count from 0 since the last drain.
 
-    Only trainable parameters are meant. Frozen ones are the same for every version, and buffers (batch norm's statistics) have
-    none: the newest is the only one.
+    Only trainable parameters are meant. Frozen ones are the same for every version, and buffers
+    (batch norm's statistics) have none: the newest is the only one.
     """
 
     def before_forward(self, number: int) -> None:
@@ -38,7 +41,9 @@ class StageWeights(Protocol):
         """U: with the gradients that are in `.grad` make this version, and drop them."""
 
     def drain(self) -> None:
-        """Nothing is in flight: the parameters become the newest version, and numbers and versions start anew from 0."""
+        """Nothing is in flight: the parameters become the newest version, and numbers and versions
+        start anew from 0.
+        """
 
     @property
     def versions(self) -> int:
@@ -51,7 +56,9 @@ class StageWeights(Protocol):
         return self.versions
 
     def held_bytes(self) -> int:
-        """Bytes of the trainable weights in all versions, copies and scratch. Gradients and optimizer state are not counted."""
+        """Bytes of the trainable weights in all versions, copies and scratch. Gradients and
+        optimizer state are not counted.
+        """
         ...
 
     def more_optimizers(self) -> Sequence[Optimizer]:
@@ -59,7 +66,9 @@ class StageWeights(Protocol):
         return ()
 
     def state(self) -> State:
-        """Of a drained stage, the tensors that a checkpoint must have besides parameters and optimizer."""
+        """Of a drained stage, the tensors that a checkpoint must have besides parameters and
+        optimizer.
+        """
         return {}
 
     def load_state(self, state: State) -> None:
@@ -84,10 +93,14 @@ class WaveExchange(Protocol):
         ...
 
     def hand_on(self, wave: int, tensors: list[Tensor]) -> None:
-        """Give the other copies this one's tensors of a wave. They may be shared with it; nobody changes them afterwards."""
+        """Give the other copies this one's tensors of a wave. They may be shared with it; nobody
+        changes them afterwards.
+        """
 
     def take_in(self, wave: int) -> list[list[Tensor]]:
-        """What the other copies handed on for that wave, in the order of their ranks; waits until it is there."""
+        """What the other copies handed on for that wave, in the order of their ranks; waits until
+        it is there.
+        """
         ...
 
 
@@ -97,15 +110,12 @@ class Site:
 
     Attributes:
         update: its parameters, optimizer, and the factory of optimizers.
-        use: by micro-batch, counted from the stream's beginning, what its ops do with the weights of this stage.
-        rule: the weight rule.
-        options: the rule's options, defaults filled in.
-        stage: which one.
-        staleness: mean age of a gradient at this stage in the steady state of the program, in updates.
-        pipelines: copies of the weights that take turns here.
-        waves: when copies on several ranks tell each other.
-        exchange: the other copies.
-        stages: how many stages the model has; 0 where nobody says.
+        use: by micro-batch, counted from the stream's beginning, what its ops do with the weights
+        of this stage. rule: the weight rule. options: the rule's options, defaults filled in.
+        stage: which one. staleness: mean age of a gradient at this stage in the steady state of the
+        program, in updates. pipelines: copies of the weights that take turns here. waves: when
+        copies on several ranks tell each other. exchange: the other copies. stages: how many stages
+        the model has; 0 where nobody says.
     """
 
     update: Update

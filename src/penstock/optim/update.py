@@ -18,16 +18,16 @@ __all__ = ["OptimizerFactory", "Update"]
 
 @dataclass
 class Update:
-    """One stage's parameters and what steps them. Without an optimizer, gradients are left to the user and add up.
+    """One stage's parameters and what steps them. Without an optimizer, gradients are left to the
+    user and add up.
 
     Attributes:
-        parameters: those that are trained, in the order of the stage. `refresh` adds what is thawed later.
-        optimizer: over `candidates`; None where there is no factory, or where it leaves out all of them.
-        factory: makes the optimizer.
-        borrowed: parameters whose gradients gather here, too, and which another stage steps: it holds the same weight.
-        candidates: all parameters of the stage that could be trained, frozen ones too: what the factory is called with.
-        borrowed_candidates: likewise, those that another stage steps.
-        place: where, for messages.
+        parameters: those that are trained, in the order of the stage. `refresh` adds what is thawed
+        later. optimizer: over `candidates`; None where there is no factory, or where it leaves out
+        all of them. factory: makes the optimizer. borrowed: parameters whose gradients gather here,
+        too, and which another stage steps: it holds the same weight. candidates: all parameters of
+        the stage that could be trained, frozen ones too: what the factory is called with.
+        borrowed_candidates: likewise, those that another stage steps. place: where, for messages.
         clip_value: the largest absolute value that a gradient may have at a step; None for any.
     """
 
@@ -57,8 +57,8 @@ class Update:
     ) -> Update:
         """Build the optimizer over a stage's parameters; a stage without any has none.
 
-        The factory is called with frozen parameters too, as with `model.parameters()`: torch's optimizers pass over
-        what has no gradient, and what is thawed later is then trained.
+        The factory is called with frozen parameters too, as with `model.parameters()`: torch's
+        optimizers pass over what has no gradient, and what is thawed later is then trained.
 
         Args:
             parameters: of the stage.
@@ -81,7 +81,9 @@ class Update:
         return made
 
     def refresh(self) -> None:
-        """Take in parameters that have been thawed. What was trained before and is frozen now stays: it may have a gradient."""
+        """Take in parameters that have been thawed. What was trained before and is frozen now
+        stays: it may have a gradient.
+        """
         self.parameters[:] = _trained(self.candidates, self.parameters)
         self.borrowed[:] = _trained(self.borrowed_candidates, self.borrowed)
         self.__post_init__()
@@ -95,7 +97,8 @@ class Update:
         """One more optimizer over the same parameters, with a state of its own.
 
         Raises:
-            SettingError: see `make_optimizer`; or the factory returned an optimizer that it has returned before.
+            SettingError: see `make_optimizer`; or the factory returned an optimizer that it has
+            returned before.
         """
         assert self.factory is not None
         optimizer = make_optimizer(self.factory, list(self.candidates), self.place)
@@ -108,7 +111,9 @@ class Update:
         return optimizer
 
     def begin(self) -> None:
-        """Before a batch: gradients that the last update used are dropped. Until then they can be looked at."""
+        """Before a batch: gradients that the last update used are dropped. Until then they can be
+        looked at.
+        """
         if self._spent:
             self.zero()
 
@@ -119,7 +124,9 @@ class Update:
             parameter.grad = None
 
     def skip(self) -> None:
-        """Leave the weights as they are; the gradients have been looked at, and the next batch drops them."""
+        """Leave the weights as they are; the gradients have been looked at, and the next batch
+        drops them.
+        """
         self._spent = self.factory is not None
 
     def step(self) -> None:
@@ -131,10 +138,11 @@ class Update:
         self._spent = self.factory is not None
 
     def advance(self, optimizer: Optimizer | None = None) -> None:
-        """Make the next weight version in mid-stream, by the stage's own optimizer unless told, and drop the gradients.
+        """Make the next weight version in mid-stream, by the stage's own optimizer unless told, and
+        drop the gradients.
 
-        Autograd is not told that the weights have changed: whoever calls this has seen to it that graphs in flight find in them
-        what they are meant to.
+        Autograd is not told that the weights have changed: whoever calls this has seen to it that
+        graphs in flight find in them what they are meant to.
         """
         stepping = optimizer or self.optimizer
         if stepping is not None:

@@ -1,10 +1,11 @@
 """Versions: every version that something in flight still reads is kept as it was.
 
-The parameters are pointed at the version that an op reads. An update copies the newest version and steps the copy, or, if nobody
-else reads the newest, steps it where it is. Versions share what an update has not touched: a parameter that had no gradient is
-left alone by torch's optimizers.
+The parameters are pointed at the version that an op reads. An update copies the newest version and
+steps the copy, or, if nobody else reads the newest, steps it where it is. Versions share what an
+update has not touched: a parameter that had no gradient is left alone by torch's optimizers.
 
-Source: Narayanan et al. 2019, PipeDream, section 3.3 (weight stashing); 2021, PipeDream-2BW, section 3.1 (two versions).
+Source: Narayanan et al. 2019, PipeDream, section 3.3 (weight stashing); 2021, PipeDream-2BW,
+section 3.1 (two versions).
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class _Version:
 
 @dataclass(frozen=True)
 class _Lent:
-    """The memory of one version that holds another's values for now; `own` has, by block, where its own are meanwhile."""
+    """The memory of one version that holds another's values for now; `own` has, by block, where its
+    own are meanwhile.
+    """
 
     owner: _Version
     shown: _Version
@@ -90,7 +93,8 @@ class Versions(StageWeights):
         stays = self._newest in read or self._newest >= self._next_forward
         touched = self._touched()
         alone = 0 if stays else 1
-        # Where the newest version is shared with an older one, or still read, the step needs room of its own.
+        # Where the newest version is shared with an older one, or still read, the step needs room
+        # of its own.
         apart = [block for block in before.blocks if block.group in touched and block.users > alone]
         after = self._changed(before, apart)
         if not stays:
@@ -104,7 +108,9 @@ class Versions(StageWeights):
             self._peak = max(self._peak, self.versions)
 
     def drain(self) -> None:
-        """The newest version alone stays, as version 0. Room that is free now is kept for the next stream."""
+        """The newest version alone stays, as version 0. Room that is free now is kept for the next
+        stream.
+        """
         self._in_flight.clear()
         self._give_back()
         for old in [version for version in self._held if version != self._newest]:
@@ -156,12 +162,16 @@ class Versions(StageWeights):
                 else "was let go, since nothing in flight was to read it"
             )
             held = ", ".join(map(str, sorted(self._held)))
-            raise RunError(f"stage {self._stage}: micro-batch {number} reads weight version {version}, which {state}; held are {held}. "
-                           "The program does not do what the weight rule says: hold the two against each other with ps.verify")  # fmt: skip
+            raise RunError(
+                f"stage {self._stage}: micro-batch {number} reads weight version {version}, which {state}; held are {held}. "
+                "The program does not do what the weight rule says: hold the two against each other with ps.verify"
+            )
         return found
 
     def _show(self, version: _Version, *, surely: bool = False) -> None:
-        """Point the parameters at a version; `surely` even those that a layer has moved elsewhere since."""
+        """Point the parameters at a version; `surely` even those that a layer has moved elsewhere
+        since.
+        """
         if surely:
             point(self._update.parameters, version.tensors)
         elif version is not self._shown:
@@ -208,7 +218,8 @@ class Versions(StageWeights):
     def _lend(self, owner: _Version, shown: _Version) -> None:
         """Let what graphs have saved of one version be another's values, until `_give_back`.
 
-        For rules by which a backward reads something else than its forward did: graphs refer to the memory of what was read then.
+        For rules by which a backward reads something else than its forward did: graphs refer to the
+        memory of what was read then.
         """
         pairs = [
             (block, other)

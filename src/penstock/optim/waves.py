@@ -1,12 +1,15 @@
-"""Waves: copies of a stage, each with versions of its own, tell each other after every so many updates what they have learnt.
+"""Waves: copies of a stage, each with versions of its own, tell each other after every so many
+updates what they have learnt.
 
-A wave is `length` updates of one copy. With the update that ends wave c, a copy hands on the sum of what its own updates have changed
-in that wave, and adds to its weights what the others handed on for wave c - D, in the order of their ranks. At a drain, copies may
-have made different numbers of updates: each goes on handing on what it has, or nothing, until all know of each other that there is
+A wave is `length` updates of one copy. With the update that ends wave c, a copy hands on the sum of
+what its own updates have changed in that wave, and adds to its weights what the others handed on
+for wave c - D, in the order of their ranks. At a drain, copies may have made different numbers of
+updates: each goes on handing on what it has, or nothing, until all know of each other that there is
 no more.
 
-Source: Park et al. 2020, HetPipe, section 4 (wave-synchronous parallelism). There the sums meet in a parameter server, in no fixed
-order; here every copy adds them up itself, so that a run can be repeated.
+Source: Park et al. 2020, HetPipe, section 4 (wave-synchronous parallelism). There the sums meet in
+a parameter server, in no fixed order; here every copy adds them up itself, so that a run can be
+repeated.
 """
 
 from __future__ import annotations
@@ -62,14 +65,17 @@ class WaveWeights(StageWeights):
                 self._take_in()
 
     def drain(self) -> None:
-        """Take in all that any copy has learnt. The copies are then equal but for rounding: one's weights should be given to all."""
+        """Take in all that any copy has learnt. The copies are then equal but for rounding: one's
+        weights should be given to all.
+        """
         self._versions.drain()
         if self._exchange.copies > 1:
             ending = self._handed_on
             self._hand_on(last=True)
             while True:
                 wave = self._taken_in
-                # What another copy says of itself it says for a wave: all say so of the same wave, and stop there together.
+                # What another copy says of itself it says for a wave: all say so of the same wave,
+                # and stop there together.
                 if self._take_in() and wave >= ending:
                     break
                 if self._taken_in == self._handed_on:
@@ -91,7 +97,9 @@ class WaveWeights(StageWeights):
         return self._versions.held_bytes() + sum(tensor.nbytes for tensor in self._start)
 
     def _hand_on(self, *, last: bool) -> None:
-        """What this copy's updates have changed since the wave began, and whether there will be nothing more."""
+        """What this copy's updates have changed since the wave began, and whether there will be
+        nothing more.
+        """
         newest = self._versions.newest()
         learnt = (
             torch._foreach_sub(newest, self._start)
@@ -105,7 +113,9 @@ class WaveWeights(StageWeights):
         self._updates = 0
 
     def _take_in(self) -> bool:
-        """Add what the others have handed on for the next wave; whether that was the last of them all."""
+        """Add what the others have handed on for the next wave; whether that was the last of them
+        all.
+        """
         arrived = self._exchange.take_in(self._taken_in)
         self._taken_in += 1
         newest = self._versions.newest_for_writing()

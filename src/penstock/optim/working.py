@@ -1,7 +1,9 @@
-"""Working weights: parameters that stay where they are in memory and now and then hold something else than the newest version.
+"""Working weights: parameters that stay where they are in memory and now and then hold something
+else than the newest version.
 
-Graphs refer to that memory, so that a backward reads what it holds then. The newest version is put aside only before something else
-takes its place, and comes back only when an op or the optimizer needs it: while all ops read the newest, nothing is copied.
+Graphs refer to that memory, so that a backward reads what it holds then. The newest version is put
+aside only before something else takes its place, and comes back only when an op or the optimizer
+needs it: while all ops read the newest, nothing is copied.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Change = Callable[[list[Tensor]], None]
 
 @dataclass
 class _Wanted:
-    """Contents that will be asked for again: how they are made, whether they have been copied, and whether they should be soon."""
+    """Contents that will be asked for again: how they are made, whether they have been copied, and
+    whether they should be soon.
+    """
 
     content: Hashable
     change: Change | None
@@ -32,7 +36,9 @@ class _Wanted:
 
 @final
 class Working:
-    """What the parameters of a stage hold. Contents have names: any hashable value; `newest` is the name of the newest version."""
+    """What the parameters of a stage hold. Contents have names: any hashable value; `newest` is the
+    name of the newest version.
+    """
 
     def __init__(self, update: Update, newest: Hashable) -> None:
         self.newest = newest
@@ -45,7 +51,9 @@ class Working:
         self._room: dict[str, list[Tensor]] = {}
 
     def has(self, content: Hashable) -> bool:
-        """Whether the contents of that name are somewhere, so that `show` needs nothing to make them of."""
+        """Whether the contents of that name are somewhere, so that `show` needs nothing to make
+        them of.
+        """
         stored = (wanted.content for wanted in self._wanted.values() if wanted.stored)
         return content in (self.newest, self._holds) or content in stored
 
@@ -83,12 +91,14 @@ class Working:
         *,
         soon: bool = False,
     ) -> None:
-        """Let contents that have just been shown be had, even after a step, until others (or None) are kept under the same name.
+        """Let contents that have just been shown be had, even after a step, until others (or None)
+        are kept under the same name.
 
         Args:
             name: of which there are few: each may take memory of the size of the weights.
             content, change: as in `show`.
-            soon: copy them as soon as something else is shown, and not only before a step, so that they need not be made again.
+            soon: copy them as soon as something else is shown, and not only before a step, so that
+            they need not be made again.
         """
         wanted = self._wanted.get(name)
         if content is None:
@@ -105,7 +115,9 @@ class Working:
         self.show(self.newest)
 
     def newest_aside(self) -> list[Tensor]:
-        """The newest version once more, in memory that may be used for something else between a step and its `end_step`."""
+        """The newest version once more, in memory that may be used for something else between a
+        step and its `end_step`.
+        """
         self._put_aside()
         return self._aside
 

@@ -14,9 +14,9 @@ from penstock.partition.checks import check_costs
 def partition_balanced(weights: Sequence[float], stages: int) -> list[int]:
     """Stage lengths by dynamic programming on (heaviest - lightest stage).
 
-    Each state (layers so far, stages so far) keeps the one cut with the least difference, of equal ones the one whose
-    last stage is shortest. That is not exact, not even for the difference: the best whole may be made of a part that is not
-    best.
+    Each state (layers so far, stages so far) keeps the one cut with the least difference, of equal
+    ones the one whose last stage is shortest. That is not exact, not even for the difference: the
+    best whole may be made of a part that is not best.
 
         weights             | 5 1 1 1 1 1 1 5, 3 stages
         cut                 | 5 1  .  1 1 1 1 1  .  5
@@ -31,13 +31,15 @@ def partition_balanced(weights: Sequence[float], stages: int) -> list[int]:
     Raises:
         PartitionError: the weights or the number of stages are not so.
 
-    Source: DeepSpeed 38327e0, runtime/utils.py, partition_balanced; same choices, computed a row at a time in O(stages n^2).
+    Source: DeepSpeed 38327e0, runtime/utils.py, partition_balanced; same choices, computed a row at
+    a time in O(stages n^2).
     """
     numbers = check_costs(weights, "weights")
     n = len(numbers)
     stages = check_stages(n, stages)
     prefix = np.concatenate(([0.0], np.cumsum(numbers)))
-    # Row i - 1, column n - 1 - k: the stage of the layers k .. i - 1. Columns run backwards so that argmin, which takes the
+    # Row i - 1, column n - 1 - k: the stage of the layers k .. i - 1. Columns run backwards so that
+    # argmin, which takes the
     # first of equals, takes the largest k. No stage: infinite.
     starts = np.arange(n)[::-1]
     segments = prefix[1:, None] - prefix[starts]
@@ -54,7 +56,8 @@ def partition_balanced(weights: Sequence[float], stages: int) -> list[int]:
         low = np.minimum(lightest[starts], segments)
         column = np.argmin(high - low, axis=1)
         choices.append(starts[column])
-        # Where nothing was possible `high` is infinite in every column, and a finite `low` keeps the difference infinite.
+        # Where nothing was possible `high` is infinite in every column, and a finite `low` keeps
+        # the difference infinite.
         heaviest = np.concatenate(([np.inf], high[rows, column]))
         lightest = np.concatenate(([0.0], np.where(np.isinf(heaviest[1:]), 0.0, low[rows, column])))
     ends = [n]

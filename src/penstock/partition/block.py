@@ -10,15 +10,17 @@ from penstock.partition.checks import check_costs
 
 
 def block_partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Stage lengths such that heaviest <= lightest + dearest layer, once the cheapest layer's cost is taken off all layers.
+    """Stage lengths such that heaviest <= lightest + dearest layer, once the cheapest layer's cost
+    is taken off all layers.
 
-    Starts from equal counts. While the heaviest stage P is too heavy, the lightest stage Q takes a layer from its neighbour on
-    P's side, and so on until P itself has given one:
+    Starts from equal counts. While the heaviest stage P is too heavy, the lightest stage Q takes a
+    layer from its neighbour on P's side, and so on until P itself has given one:
 
         P . . . H | Q        H's last layer goes to Q; then H or another is the lightest
 
-    The subtraction makes cheap layers free, so that many of them gather in one stage, and the rule stops early: the slowest
-    stage can be 40 % slower than it must be (VGG-19 in 8 stages). `bottleneck` is exact; this is here to compare with.
+    The subtraction makes cheap layers free, so that many of them gather in one stage, and the rule
+    stops early: the slowest stage can be 40 % slower than it must be (VGG-19 in 8 stages).
+    `bottleneck` is exact; this is here to compare with.
 
     >>> block_partition([1] * 8 + [20], 3)
     [3, 3, 3]
@@ -30,11 +32,12 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
     Raises:
         PartitionError: the costs or the number of stages are not so.
 
-    Source: Bárány and Grinberg 2013, Block partitions of sequences, arXiv 1308.2452; torchgpipe a1b4ee2,
-    balance/blockpartition.py. The paper's Q is, of several lightest stages, the closest to P; torchgpipe's is the first.
-    We go torchgpipe's way as long as it goes well. Where it runs in circles ([0, 0, 0, 0, 1, 1] in 5 stages) or takes from
-    an empty stage ([0, 0, 0, 1, 1] in 4: it ends in the lengths 4, 1, -1, 1), we begin anew in the paper's way, which
-    always ends and leaves no stage empty. Sums are exact here; torchgpipe's are floats, whose rounding decides some ties
+    Source: Bárány and Grinberg 2013, Block partitions of sequences, arXiv 1308.2452; torchgpipe
+    a1b4ee2, balance/blockpartition.py. The paper's Q is, of several lightest stages, the closest to
+    P; torchgpipe's is the first. We go torchgpipe's way as long as it goes well. Where it runs in
+    circles ([0, 0, 0, 0, 1, 1] in 5 stages) or takes from an empty stage ([0, 0, 0, 1, 1] in 4: it
+    ends in the lengths 4, 1, -1, 1), we begin anew in the paper's way, which always ends and leaves
+    no stage empty. Sums are exact here; torchgpipe's are floats, whose rounding decides some ties
     (8 of 3,800 small random cases differ by that).
     """
     numbers = check_costs(costs)
@@ -46,7 +49,8 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
     whole = [numerator * (unit // denominator) for numerator, denominator in ratios]
     cheapest = min(whole)
     prefix = list(accumulate((cost - cheapest for cost in whole), initial=0))
-    # torchgpipe's way takes 1,400 hand-overs for 1,000 random layers in 64 stages; at 4 x stages x layers it goes in circles.
+    # torchgpipe's way takes 1,400 hand-overs for 1,000 random layers in 64 stages; at 4 x stages x
+    # layers it goes in circles.
     ends = _hand_over(prefix, stages, closest=False, limit=4 * stages * len(whole)) or _hand_over(
         prefix, stages, closest=True
     )
@@ -57,7 +61,9 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
 def _hand_over(
     prefix: list[int], stages: int, *, closest: bool, limit: int | None = None
 ) -> list[int] | None:
-    """The ends of the stages; None if one was or would be left without layers, or after `limit` hand-overs."""
+    """The ends of the stages; None if one was or would be left without layers, or after `limit`
+    hand-overs.
+    """
     layers = len(prefix) - 1
     tolerance = max(after - before for before, after in pairwise(prefix))
     bounds = [layers // stages * stage for stage in range(stages)] + [layers]

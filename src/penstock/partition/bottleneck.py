@@ -15,10 +15,12 @@ from penstock.partition.steps import least_bottleneck, least_sum, spans
 from penstock.partition.uniform import partition_uniform
 from penstock.profile.profile import Profile
 
-#: Sums of floats that should be equal differ by their rounding; bottlenecks this close, relatively, count as equal.
+#: Sums of floats that should be equal differ by their rounding; bottlenecks this close, relatively,
+#: count as equal.
 ROUNDING = 1e-12
 
-#: What evenness of layer counts weighs beside evenness of loads in the choice among cuts of equal bottleneck.
+#: What evenness of layer counts weighs beside evenness of loads in the choice among cuts of equal
+#: bottleneck.
 EVENNESS = 1e-9
 
 
@@ -28,14 +30,18 @@ def minimax(
     transfer: Sequence[float] | None = None,
     overlap: bool = True,
 ) -> list[int]:
-    """Stage lengths with the least possible bottleneck, that is, the load of the busiest stage or link.
+    """Stage lengths with the least possible bottleneck, that is, the load of the busiest stage or
+    link.
 
-        layers       a    b  |  c    d    e       overlap:      stages load a + b and c + d + e, the link t1
-        transfers      t0    t1   t2   t3         no overlap:   stages load a + b + t1 and t1 + c + d + e
+        layers       a    b  |  c    d    e       overlap:      stages load a + b and c + d + e, the
+                     link t1
+        transfers      t0    t1   t2   t3         no overlap:   stages load a + b + t1 and t1 + c +
+                       d + e
 
-    Of all cuts with that bottleneck (to 1 part in 10^12), the one with the smallest sum of squares of the loads of stages and
-    links, so that the others have as much slack as they can; of those that differ by less than about 10^-9 of the bottleneck's
-    square, the one with the most even layer counts; of those, the one whose last stage is longest, and so on backwards.
+    Of all cuts with that bottleneck (to 1 part in 10^12), the one with the smallest sum of squares
+    of the loads of stages and links, so that the others have as much slack as they can; of those
+    that differ by less than about 10^-9 of the bottleneck's square, the one with the most even
+    layer counts; of those, the one whose last stage is longest, and so on backwards.
 
     >>> minimax([1, 1, 1, 1, 1, 1, 1, 1, 20], 3)
     [4, 4, 1]
@@ -46,7 +52,8 @@ def minimax(
         costs: one per layer, finite, not below 0.
         stages: 1 up to the number of layers.
         transfer: the cost of a cut after layer i, for every layer but the last; None is none.
-        overlap: whether transfers run beside the stages' own work, or take the time of the stages on both sides.
+        overlap: whether transfers run beside the stages' own work, or take the time of the stages
+        on both sides.
 
     Returns:
         The number of layers of every stage.
@@ -54,9 +61,10 @@ def minimax(
     Raises:
         PartitionError: the costs, the transfers or the number of stages are not so.
 
-    Source: the recurrence of PipeDream (Narayanan et al. 2019, section 3.1) without replication; the bound on the
-    length of stages is our own. Time O(layers x stages x longest stage within a guess's bottleneck): 1,000 random layers
-    in 64 stages take 15 ms on one shared core, and 0.2 s at worst, when one layer is dearer than all others together.
+    Source: the recurrence of PipeDream (Narayanan et al. 2019, section 3.1) without replication;
+    the bound on the length of stages is our own. Time O(layers x stages x longest stage within a
+    guess's bottleneck): 1,000 random layers in 64 stages take 15 ms on one shared core, and 0.2 s
+    at worst, when one layer is dearer than all others together.
     """
     layers, links = _check(costs, transfer)
     stages = check_stages(len(layers), stages)
@@ -82,9 +90,14 @@ def minimax(
     return least_sum(lambda _: penalties, stages, len(layers))
 
 
-def slowest(costs: Sequence[float], lengths: Sequence[int], transfer: Sequence[float] | None = None,
-            overlap: bool = True) -> float:  # fmt: skip
-    """The bottleneck of a cut: what `minimax` makes least. Arguments as there; `lengths` are the stages' layer counts.
+def slowest(
+    costs: Sequence[float],
+    lengths: Sequence[int],
+    transfer: Sequence[float] | None = None,
+    overlap: bool = True,
+) -> float:
+    """The bottleneck of a cut: what `minimax` makes least. Arguments as there; `lengths` are the
+    stages' layer counts.
 
     >>> slowest([1, 2, 3], [2, 1], transfer=[0, 4]), slowest([1, 2, 3], [2, 1], transfer=[0, 4], overlap=False)
     (4.0, 7.0)
@@ -115,7 +128,9 @@ def _bottleneck(prefix: Floats, links: Floats, ends: np.ndarray, overlap: bool) 
 
 
 def _guesses(prefix: Floats, stages: int) -> list[np.ndarray]:
-    """Ends of stages of equal counts, and of about equal loads: neither is best, but the best is no worse."""
+    """Ends of stages of equal counts, and of about equal loads: neither is best, but the best is no
+    worse.
+    """
     layers, index = len(prefix) - 1, np.arange(1, stages + 1)
     shares = np.searchsorted(prefix, prefix[-1] * index / stages)
     rising = np.maximum.accumulate(np.maximum(shares - index, 0)) + index
@@ -132,7 +147,9 @@ def _longest(prefix: Floats, stages: int, bound: float) -> int:
 
 
 class Options(TypedDict, total=False):
-    """What `bottleneck` takes besides the profile and the number of stages; its docstring explains each."""
+    """What `bottleneck` takes besides the profile and the number of stages; its docstring explains
+    each.
+    """
 
     micro_batch: float | None
     bandwidth_bytes_per_s: float | None
@@ -155,15 +172,18 @@ def bottleneck(profile: Profile, stages: int, **options: Unpack[Options]) -> lis
 
     Options:
         micro_batch: samples; None is the largest size that was measured.
-        bandwidth_bytes_per_s: of the links between stages, in each direction: a micro-batch's output and the gradient that
+        bandwidth_bytes_per_s: of the links between stages, in each direction: a micro-batch's
+        output and the gradient that
             comes back for it do not meet. None makes transfers free.
         latency_s: what a transfer costs besides, 0 if not given; only with a bandwidth.
         overlap: whether transfers run beside the stages' work; True if not given.
-        costs: own costs per layer in place of the measured ones, in any unit that `transfer` shares.
-        transfer: own costs of the cut after every layer but the last, in place of those from the bandwidth.
+        costs: own costs per layer in place of the measured ones, in any unit that `transfer`
+        shares. transfer: own costs of the cut after every layer but the last, in place of those
+        from the bandwidth.
 
     Raises:
-        PartitionError: a number is out of its range, a list has the wrong length, or two options contradict each other.
+        PartitionError: a number is out of its range, a list has the wrong length, or two options
+        contradict each other.
     """
     refuse_unknown("bottleneck", options, OPTIONS)
     overlap = options.get("overlap", True)

@@ -18,7 +18,9 @@ from penstock.units import format_bytes
 
 
 class Options(TypedDict, total=False):
-    """What `by_limit` takes besides the profile and the number of stages; its docstring explains each."""
+    """What `by_limit` takes besides the profile and the number of stages; its docstring explains
+    each.
+    """
 
     memory_limit: float | Sequence[float] | None
     in_flight: Sequence[float] | None
@@ -40,19 +42,21 @@ OPTIONS = tuple(Options.__annotations__)
 def by_limit(profile: Profile, stages: int, **options: Unpack[Options]) -> list[int]:
     """Stage lengths that `limited` finds for the layers' forward and backward seconds and bytes.
 
-    A layer holds its weights, their gradients, the optimizer's numbers and buffers, and keeps its activations for every
-    micro-batch in flight.
+    A layer holds its weights, their gradients, the optimizer's numbers and buffers, and keeps its
+    activations for every micro-batch in flight.
 
     Options:
         memory_limit: bytes that each rank has, or one number for each stage. None is no limit.
-        in_flight: micro-batches that each stage has in flight at most. None is 1F1B's: as many as there are stages from it on.
-        micro_batch: samples; None is the largest size that was measured.
-        optimizer_states: numbers that the optimizer keeps for each parameter: 0 for SGD, 1 with momentum (if not given), 2 for
+        in_flight: micro-batches that each stage has in flight at most. None is 1F1B's: as many as
+        there are stages from it on. micro_batch: samples; None is the largest size that was
+        measured. optimizer_states: numbers that the optimizer keeps for each parameter: 0 for SGD,
+        1 with momentum (if not given), 2 for
             Adam.
         bandwidth_bytes_per_s, latency_s, overlap: as of `bottleneck`.
 
     Raises:
-        PartitionError: no cut fits (the message says what comes nearest), or an option is out of its range.
+        PartitionError: no cut fits (the message says what comes nearest), or an option is out of
+        its range.
     """
     refuse_unknown("limited", options, OPTIONS)
     samples, flying, room = (

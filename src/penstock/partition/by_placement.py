@@ -13,14 +13,21 @@ from penstock.profile.profile import Profile
     "looped",
     source="Penstock; for the placement of Narayanan et al. 2021, Megatron-LM, section 2.2",
 )
-def by_loop(profile: Profile, stages: int, ranks: int | None = None, micro_batch: float | None = None,
-            slack: float = 0.0) -> list[int]:  # fmt: skip
-    """Stage lengths that `looped` finds for the layers' forward and backward seconds: stage s is on rank s mod `ranks`.
+def by_loop(
+    profile: Profile,
+    stages: int,
+    ranks: int | None = None,
+    micro_batch: float | None = None,
+    slack: float = 0.0,
+) -> list[int]:
+    """Stage lengths that `looped` finds for the layers' forward and backward seconds: stage s is on
+    rank s mod `ranks`.
 
     Options:
         ranks: how many there are, a divisor of the number of stages; None is one for each stage.
         micro_batch: samples; None is the largest size that was measured.
-        slack: by how much, relatively, the busiest rank may be above the least, for the sake of even stages.
+        slack: by how much, relatively, the busiest rank may be above the least, for the sake of
+        even stages.
 
     Raises:
         PartitionError: the stages cannot be dealt out evenly, or an option is out of its range.
@@ -44,11 +51,13 @@ def by_loop(profile: Profile, stages: int, ranks: int | None = None, micro_batch
 def by_fold(
     profile: Profile, stages: int, micro_batch: float | None = None, slack: float = 0.0
 ) -> list[int]:
-    """Stage lengths that `folded` finds for the layers' forward and backward seconds: the first rank has the first and last stage.
+    """Stage lengths that `folded` finds for the layers' forward and backward seconds: the first
+    rank has the first and last stage.
 
     Options:
         micro_batch: samples; None is the largest size that was measured.
-        slack: by how much, relatively, the busiest rank may be above the least, for the sake of even stages.
+        slack: by how much, relatively, the busiest rank may be above the least, for the sake of
+        even stages.
 
     Raises:
         PartitionError: the number of stages is odd, or an option is out of its range.

@@ -9,20 +9,28 @@ from penstock.profile.profile import Profile
 
 
 @register("size", source="Kim et al. 2020, torchgpipe, balance_by_size")
-def by_size(profile: Profile, stages: int, batch: float | None = None, micro_batches: float = 1,
-            param_scale: float = 2.0) -> list[int]:  # fmt: skip
-    """Stage lengths that `block_partition` finds for the bytes of the layers' outputs and parameters.
+def by_size(
+    profile: Profile,
+    stages: int,
+    batch: float | None = None,
+    micro_batches: float = 1,
+    param_scale: float = 2.0,
+) -> list[int]:
+    """Stage lengths that `block_partition` finds for the bytes of the layers' outputs and
+    parameters.
 
     A layer costs output_bytes_per_sample * batch / micro_batches + parameter_bytes * param_scale.
 
     Options:
         batch: samples; None is the profile's own batch.
         micro_batches: how many the batch is cut into.
-        param_scale: what a parameter's gradient and optimizer state need, as a multiple of its own bytes, itself included.
+        param_scale: what a parameter's gradient and optimizer state need, as a multiple of its own
+        bytes, itself included.
             torchgpipe's advice: SGD 2 to 3, Adam 4 to 5, Adadelta 4, Adagrad and RMSprop 3.
 
     Raises:
-        PartitionError: `batch` or `micro_batches` is not a number above 0, or `param_scale` is below 0.
+        PartitionError: `batch` or `micro_batches` is not a number above 0, or `param_scale` is
+        below 0.
     """
     samples = check_number("batch", profile.batch if batch is None else batch) / check_number(
         "micro_batches", micro_batches

@@ -16,10 +16,12 @@ from penstock.profile.profile import Profile
     source="DeepSpeed 2025, runtime/pipe/module.py, partition_method='type:<regex>'",
 )
 def by_type(profile: Profile, stages: int, pattern: str = "") -> list[int]:
-    """Stage lengths that `partition_balanced` finds where a layer weighs 1 if its kind matches, else 0.
+    """Stage lengths that `partition_balanced` finds where a layer weighs 1 if its kind matches,
+    else 0.
 
     Options:
-        pattern: a regular expression, searched for anywhere in the layer's class name, upper and lower case alike;
+        pattern: a regular expression, searched for anywhere in the layer's class name, upper and
+        lower case alike;
             `"type:<regex>"` gives it.
 
     Raises:
@@ -27,8 +29,10 @@ def by_type(profile: Profile, stages: int, pattern: str = "") -> list[int]:
     """
     kinds = list(dict.fromkeys(layer.kind for layer in profile))
     if not isinstance(pattern, str) or not pattern:
-        raise PartitionError(f"type needs a regular expression for the kinds of layers, such as 'type:conv', "
-                             f"and got {pattern!r}. Kinds here: {', '.join(kinds)}")  # fmt: skip
+        raise PartitionError(
+            f"type needs a regular expression for the kinds of layers, such as 'type:conv', "
+            f"and got {pattern!r}. Kinds here: {', '.join(kinds)}"
+        )
     try:
         wanted = re.compile(pattern, re.IGNORECASE)
     except re.error as error:

@@ -17,22 +17,27 @@ PARTITIONERS: Registry[Callable[..., list[int]]] = Registry(
 register = PARTITIONERS.register
 
 
-def partition(profile: Profile, stages: int | None = None, by: str | Sequence[int] = "bottleneck",
-              **options: object) -> list[int]:  # fmt: skip
+def partition(
+    profile: Profile,
+    stages: int | None = None,
+    by: str | Sequence[int] = "bottleneck",
+    **options: object,
+) -> list[int]:
     """Cut the profiled model into stages.
 
     Args:
         profile: costs of the layers, in order.
         stages: number of stages; may be left out when `by` is a list.
-        by: a method's name (`penstock partition --list` shows all), `"type:<regex>"`, or the stage lengths themselves.
-        options: what the method takes besides; its own docstring says.
+        by: a method's name (`penstock partition --list` shows all), `"type:<regex>"`, or the stage
+        lengths themselves. options: what the method takes besides; its own docstring says.
 
     Returns:
         The number of layers in every stage; all at least 1, their sum the number of layers.
 
     Raises:
         UnknownName: no method has that name.
-        PartitionError: more stages than layers, fewer than 1, lengths that do not fit, or an option that the method does
+        PartitionError: more stages than layers, fewer than 1, lengths that do not fit, or an option
+        that the method does
             not take.
     """
     if not isinstance(by, str):
@@ -58,7 +63,9 @@ def partition(profile: Profile, stages: int | None = None, by: str | Sequence[in
 
 
 def option_names(entry: Registered[Callable[..., list[int]]]) -> tuple[str, ...]:
-    """What a method takes besides the profile and the number of stages: its fact `options`, or else its own arguments."""
+    """What a method takes besides the profile and the number of stages: its fact `options`, or else
+    its own arguments.
+    """
     named = entry.facts.get("options")
     return (
         named if isinstance(named, tuple) else tuple(inspect.signature(entry.make).parameters)[2:]
@@ -77,16 +84,20 @@ def check_stages(layers: int, stages: int) -> int:
     if count < 1:
         raise PartitionError(f"a model is cut into 1 stage or more, not {count}")
     if count > layers:
-        raise PartitionError(f"cannot make {count} stages from {layers} layers: every stage needs at least one. "
-                             f"Ask for at most {layers} stages, or give the model in smaller layers")  # fmt: skip
+        raise PartitionError(
+            f"cannot make {count} stages from {layers} layers: every stage needs at least one. "
+            f"Ask for at most {layers} stages, or give the model in smaller layers"
+        )
     return count
 
 
 def check_lengths(lengths: Sequence[int], layers: int, stages: int | None) -> list[int]:
-    """The lengths as a list of ints, once they fit. NumPy's integers will do; floats and bools will not, whatever their value.
+    """The lengths as a list of ints, once they fit. NumPy's integers will do; floats and bools will
+    not, whatever their value.
 
     Raises:
-        PartitionError: they are not whole numbers of 1 or more that sum to `layers`, or not `stages` many.
+        PartitionError: they are not whole numbers of 1 or more that sum to `layers`, or not
+        `stages` many.
     """
     try:
         given = list(lengths)

@@ -22,10 +22,12 @@ Costs = Sequence[float] | Sequence[Sequence[float]] | Floats
 def check_costs(
     costs: Sequence[float] | Floats, what: str = "costs", count: int | None = None
 ) -> Floats:
-    """The costs as float64, shape (len(costs),), once they are finite, not below 0, and `count` many if that is given.
+    """The costs as float64, shape (len(costs),), once they are finite, not below 0, and `count`
+    many if that is given.
 
     Raises:
-        PartitionError: they are not; the message begins with `what` and names the first one that is off.
+        PartitionError: they are not; the message begins with `what` and names the first one that is
+        off.
     """
     try:
         numbers = np.asarray(costs, dtype=np.float64)
@@ -51,7 +53,8 @@ def check_costs(
 
 
 def check_number(name: str, value: Any, *, zero: bool = False) -> float:
-    """An option's value as a float, once it is a plain number above 0 (or at 0, where `zero` allows that).
+    """An option's value as a float, once it is a plain number above 0 (or at 0, where `zero` allows
+    that).
 
     Raises:
         PartitionError: it is not; text such as "1 GB/s" is none either.

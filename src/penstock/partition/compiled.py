@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-#: Turns of a loop from which on Numba is loaded (a second, and at the first time on a machine some more to compile), and from
+#: Turns of a loop from which on Numba is loaded (a second, and at the first time on a machine some
+#: more to compile), and from
 #: which on it is worth calling once somebody has loaded it.
 WORTH_LOADING, WORTH_CALLING = 500_000, 20_000
 
@@ -17,8 +18,8 @@ def run(loop: Callable[..., Any], work: float, *arguments: Any) -> Any:
 
     Args:
         loop: the function; it must be one that Numba can compile.
-        work: about how many turns its innermost loop takes, in all calls that will follow each other.
-        arguments: numbers, and arrays, which it may fill.
+        work: about how many turns its innermost loop takes, in all calls that will follow each
+        other. arguments: numbers, and arrays, which it may fill.
     """
     if work >= (WORTH_CALLING if "numba" in sys.modules else WORTH_LOADING):
         loop = _compiled(loop)

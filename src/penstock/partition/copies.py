@@ -1,4 +1,6 @@
-"""Tables of what every possible stage would take on every number of ranks, and the exact searches over them."""
+"""Tables of what every possible stage would take on every number of ranks, and the exact searches
+over them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ NONE: Ints = np.empty((0, 0, 0), np.int64)
 
 @dataclass(frozen=True)
 class Chain:
-    """A table as the loops read it. `links`: seconds of the cut before every layer and the end, free at both ends."""
+    """A table as the loops read it. `links`: seconds of the cut before every layer and the end,
+    free at both ends.
+    """
 
     table: Floats
     links: Floats
@@ -93,7 +97,9 @@ class Chain:
     # The fewest ranks within a bound.
 
     def needed(self, bound: float, stages: int | None) -> list[Ints]:
-        """Of 0, 1, … stages, the fewest ranks for every layer and those after it; up to `stages` or to what suffices."""
+        """Of 0, 1, … stages, the fewest ranks for every layer and those after it; up to `stages` or
+        to what suffices.
+        """
         found = [np.full(self.layers + 1, self.ranks + 1)]
         found[0][-1] = 0
         work = self._turns * (stages or 1)
@@ -114,7 +120,9 @@ class Chain:
         return bool(found[0] <= self.ranks)
 
     def search(self, stages: int | None) -> tuple[float, list[Stage]] | None:
-        """The least bound that can be kept with the ranks or fewer, and the stages that keep it; None if there is none."""
+        """The least bound that can be kept with the ranks or fewer, and the stages that keep it;
+        None if there is none.
+        """
         values = np.concatenate((self.entries(), self.links))
         low, high = -1.0, float(values.max())
         if not self.suffices(high, stages):
@@ -152,7 +160,9 @@ class Chain:
         return chosen
 
     def topped_up(self, found: list[Stage], bound: float) -> list[Stage] | None:
-        """The same cut on all ranks, within the bound, the seconds of the stages as even as can be; None if that cannot be."""
+        """The same cut on all ranks, within the bound, the seconds of the stages as even as can be;
+        None if that cannot be.
+        """
         edges = np.cumsum([0] + [length for length, _ in found])
         copies, unit = np.arange(self.ranks + 1), bound or 1.0
         least, choices = np.full(self.ranks + 1, np.inf), []
@@ -223,7 +233,9 @@ class Chain:
     def _walk(
         self, layers: list[Floats], count: int, left: int, bound: float, *, sums: bool
     ) -> list[Stage]:
-        """The way that led to the state of no layer done, in `layers[count]`, with `left` ranks to use."""
+        """The way that led to the state of no layer done, in `layers[count]`, with `left` ranks to
+        use.
+        """
         first, chosen, free = 0, [], len(layers) == 1
         while first < self.layers:
             after = layers[0 if free else count - 1]
@@ -243,8 +255,12 @@ class Chain:
         return chosen
 
 
-def chain_of(table: Floats, boundary: Sequence[float] | Floats | None, most_ranks: Ints | None,
-             most_stages: Ints | None) -> Chain:  # fmt: skip
+def chain_of(
+    table: Floats,
+    boundary: Sequence[float] | Floats | None,
+    most_ranks: Ints | None,
+    most_stages: Ints | None,
+) -> Chain:
     """The chain of a table, once it is one.
 
     Raises:

@@ -14,15 +14,18 @@ from penstock.partition.compiled import run
 from penstock.partition.loops import fold, peel
 from penstock.partition.placed import PlacedOptions, Placement, placement
 
-#: A range this narrow, relatively, is as narrow as rounded sums are exact; and what is narrow enough for the largest stage.
+#: A range this narrow, relatively, is as narrow as rounded sums are exact; and what is narrow
+#: enough for the largest stage.
 NARROW, ABOUT = 3e-13, 1e-6
 
-#: By how much a bound that no cut keeps is raised, relatively, and then twice as much; where it is 0, what that is a part of.
+#: By how much a bound that no cut keeps is raised, relatively, and then twice as much; where it is
+#: 0, what that is a part of.
 FIRST_STEP, TINY = 0.01, 1e-6
 
 
 def folded(seconds: Costs, ranks: int, **options: Unpack[PlacedOptions]) -> list[int] | None:
-    """Stage lengths of a V with the least possible load of the busiest rank (or link), and of those the smallest largest stage.
+    """Stage lengths of a V with the least possible load of the busiest rank (or link), and of those
+    the smallest largest stage.
 
         stages   0  1  2  3  4  5        rank 0 has the stages 0 and 5,
         ranks    0  1  2  2  1  0        rank 1 has 1 and 4, rank 2 has 2 and 3
@@ -45,12 +48,13 @@ def folded(seconds: Costs, ranks: int, **options: Unpack[PlacedOptions]) -> list
     Raises:
         PartitionError: fewer layers than stages, or numbers that do not fit each other.
 
-    Source: our own. Ranks are peeled off from outside: of a bound, and of the layers that the ranks so far have in front, only
-    the most that they can have behind counts. That bounds the bottleneck from below in O(ranks x layers x longest stage) per
-    bound. Whether every stage can then have a layer, and links keep the bound, is decided over pairs of layers (in front,
-    behind), of which only those are looked at whose middle the other ranks can do within the bound. One such pass is enough where
-    the lower bound can be kept. On one shared core 100 layers on 8 ranks take 5 to 15 ms, 1,000 on 64
-    take 3 to 7 s.
+    Source: our own. Ranks are peeled off from outside: of a bound, and of the layers that the ranks
+    so far have in front, only the most that they can have behind counts. That bounds the bottleneck
+    from below in O(ranks x layers x longest stage) per bound. Whether every stage can then have a
+    layer, and links keep the bound, is decided over pairs of layers (in front, behind), of which
+    only those are looked at whose middle the other ranks can do within the bound. One such pass is
+    enough where the lower bound can be kept. On one shared core 100 layers on 8 ranks take 5 to 15
+    ms, 1,000 on 64 take 3 to 7 s.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, (int, np.integer)) or ranks < 1:
         raise PartitionError(f"ranks is {ranks!r}; it must be a whole number of 1 or more")
@@ -81,7 +85,8 @@ def _least(
 ) -> list[int] | None:
     """The cut of the least value that has one; `possible` is true for that and for all above.
 
-    None if the upper end of the search, which comes with how narrow its range must become, has none.
+    None if the upper end of the search, which comes with how narrow its range must become, has
+    none.
     """
     limit, narrow = search
     low = _bisected(possible, limit, 0.0, narrow)
@@ -101,7 +106,9 @@ def _least(
 
 
 def _bisected(holds: Callable[[float], bool], high: float, low: float, narrow: float) -> float:
-    """The least value above `low` for which something holds that holds for `high`, and for all that are larger."""
+    """The least value above `low` for which something holds that holds for `high`, and for all that
+    are larger.
+    """
     while high - low > narrow * high:
         middle = (low + high) / 2
         if not low < middle < high:
@@ -138,9 +145,16 @@ def _cut(chain: Placement, bound: float, largest: float) -> list[int] | None:
     return ends
 
 
-def _outer(chain: Placement, rank: int, inner: tuple[int, int], bounds: tuple[float, float],
-           reached: np.ndarray) -> tuple[int, int]:  # fmt: skip
-    """Where the ranks before can stop and begin, if this one ends at `inner`: of all choices the one whose loads are evenest."""
+def _outer(
+    chain: Placement,
+    rank: int,
+    inner: tuple[int, int],
+    bounds: tuple[float, float],
+    reached: np.ndarray,
+) -> tuple[int, int]:
+    """Where the ranks before can stop and begin, if this one ends at `inner`: of all choices the
+    one whose loads are evenest.
+    """
     (stop, low), (bound, largest) = inner, bounds
     seconds, memory, _, limits = chain.costs
     starts, ends = np.arange(stop)[:, None], np.arange(low + 1, chain.layers + 1)

@@ -1,4 +1,5 @@
-"""The loops over how many ranks of each kind stand in a chain so far: plain Python, compiled where they are long.
+"""The loops over how many ranks of each kind stand in a chain so far: plain Python, compiled where
+they are long.
 
 A state is a count of ranks per kind, written as a number of mixed radix: kind 0 counts slowest.
 """
@@ -15,10 +16,10 @@ def reach(far: Numbers, free: Numbers, counts: Numbers, reached: Numbers) -> int
     """Of every state, all layers that its ranks, in some order, can end before.
 
     Args:
-        far: shape (kinds, stages, layers + 1): the furthest that a rank of a kind, as that stage, can go from a layer.
-        free: shape (layers + 1,): 1 where a cut before the layer is allowed.
-        counts: shape (kinds,): how many ranks of each kind there are.
-        reached: shape (states, layers + 1), filled, 0 before.
+        far: shape (kinds, stages, layers + 1): the furthest that a rank of a kind, as that stage,
+        can go from a layer. free: shape (layers + 1,): 1 where a cut before the layer is allowed.
+        counts: shape (kinds,): how many ranks of each kind there are. reached: shape (states,
+        layers + 1), filled, 0 before.
 
     Returns:
         A state of as many ranks as there are stages that can have all layers; -1 if there is none.
@@ -55,7 +56,8 @@ def reach(far: Numbers, free: Numbers, counts: Numbers, reached: Numbers) -> int
 
 
 def reach_furthest(far: Numbers, counts: Numbers, furthest: Numbers) -> int:
-    """The same with the furthest layer alone; `far` takes the allowed cuts into account already, and is -1 where there is none.
+    """The same with the furthest layer alone; `far` takes the allowed cuts into account already,
+    and is -1 where there is none.
 
     Args:
         far: as of `reach`.

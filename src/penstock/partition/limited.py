@@ -17,7 +17,8 @@ from penstock.partition.steps import least_bottleneck, least_sum, spans
 
 Ints = npt.NDArray[np.int64]
 
-#: How close, relatively, the first guess comes to the least bottleneck, and after how many halvings it gives up on that.
+#: How close, relatively, the first guess comes to the least bottleneck, and after how many halvings
+#: it gives up on that.
 CLOSE, HALVINGS = 0.02, 40
 
 
@@ -27,14 +28,25 @@ class Overlap(TypedDict, total=False):
     overlap: bool
 
 
-def limited(seconds: Costs, transfer: Costs | None, holds: Costs, kept: Costs, in_flight: Sequence[float],
-            limits: Sequence[float], **options: Unpack[Overlap]) -> list[int] | None:  # fmt: skip
-    """Stage lengths with the least possible bottleneck, that is, the load of the busiest stage or link, of those that fit.
+def limited(
+    seconds: Costs,
+    transfer: Costs | None,
+    holds: Costs,
+    kept: Costs,
+    in_flight: Sequence[float],
+    limits: Sequence[float],
+    **options: Unpack[Overlap],
+) -> list[int] | None:
+    """Stage lengths with the least possible bottleneck, that is, the load of the busiest stage or
+    link, of those that fit.
 
-        layers       a    b  |  c    d    e       stage 0 has seconds[0][a] + seconds[0][b] to do, and needs
-        transfers      t0    t1   t2   t3         holds[a] + holds[b] + in_flight[0] * (kept[a] + kept[b]) bytes
+        layers       a    b  |  c    d    e       stage 0 has seconds[0][a] + seconds[0][b] to do,
+                     and needs
+        transfers      t0    t1   t2   t3         holds[a] + holds[b] + in_flight[0] * (kept[a] +
+                       kept[b]) bytes
 
-    Among cuts of equal bottleneck it chooses as `minimax` does, and without limits, for ranks that are alike, gives the same.
+    Among cuts of equal bottleneck it chooses as `minimax` does, and without limits, for ranks that
+    are alike, gives the same.
 
     >>> limited([1, 1, 1, 3], None, [1, 1, 1, 1], [1, 1, 1, 1], in_flight=[2, 1], limits=[9, 9])
     [3, 1]
@@ -44,26 +56,33 @@ def limited(seconds: Costs, transfer: Costs | None, holds: Costs, kept: Costs, i
     [3, 1]
 
     Args:
-        seconds: shape (stages, layers): what one micro-batch takes in layer l if it stands in stage s, forward and backward.
+        seconds: shape (stages, layers): what one micro-batch takes in layer l if it stands in stage
+        s, forward and backward.
             One row, or a flat list, is for all stages.
-        transfer: shape (stages - 1, layers - 1), or the last alone: the cost of a cut after layer l if it is the one between
+        transfer: shape (stages - 1, layers - 1), or the last alone: the cost of a cut after layer l
+        if it is the one between
             stages s and s + 1, in seconds. None is none.
-        holds: bytes that a layer takes whatever happens (weights, gradients, optimizer state), shape (layers,) or
+        holds: bytes that a layer takes whatever happens (weights, gradients, optimizer state),
+        shape (layers,) or
             (stages, layers).
         kept: bytes that a layer keeps for every micro-batch in flight, likewise.
         in_flight: how many micro-batches each stage has in flight at most; need not be whole.
         limits: bytes that each stage may take, infinity if it has no limit.
-        overlap: whether transfers run beside the stages' own work (if not given), or take the time of both their stages.
+        overlap: whether transfers run beside the stages' own work (if not given), or take the time
+        of both their stages.
 
     Returns:
-        The number of layers of every stage; None if no cut fits, and `least_excess` then says what is lacking.
+        The number of layers of every stage; None if no cut fits, and `least_excess` then says what
+        is lacking.
 
     Raises:
-        PartitionError: the numbers do not fit each other, or are not finite and 0 or more (limits may be anything but NaN).
+        PartitionError: the numbers do not fit each other, or are not finite and 0 or more (limits
+        may be anything but NaN).
 
-    Source: our own; the recurrence of PipeDream (Narayanan et al. 2019, section 3.1) without replication, over windows that
-    are as long as memory and the bottleneck of a good guess allow. Sums of whole bytes below 2^53 are exact. On one shared
-    core 100 layers on 8 unlike ranks take 2 ms, 1,000 on 64 take 0.1 s.
+    Source: our own; the recurrence of PipeDream (Narayanan et al. 2019, section 3.1) without
+    replication, over windows that are as long as memory and the bottleneck of a good guess allow.
+    Sums of whole bytes below 2^53 are exact. On one shared core 100 layers on 8 unlike ranks take 2
+    ms, 1,000 on 64 take 0.1 s.
     """
     chain = _chain(
         seconds, transfer, (holds, kept, in_flight), limits, overlap=options.get("overlap", True)
@@ -84,7 +103,8 @@ def limited(seconds: Costs, transfer: Costs | None, holds: Costs, kept: Costs, i
 def least_excess(
     holds: Costs, kept: Costs, in_flight: Sequence[float], limits: Sequence[float]
 ) -> list[int]:
-    """Stage lengths whose fullest stage is least above its limit, or furthest below it: what is lacking when nothing fits.
+    """Stage lengths whose fullest stage is least above its limit, or furthest below it: what is
+    lacking when nothing fits.
 
     >>> least_excess([5, 1, 1, 5], [0, 0, 0, 0], in_flight=[2, 1], limits=[4, 8])
     [1, 3]
@@ -135,8 +155,8 @@ def bytes_per_stage(
 
 @dataclass(frozen=True)
 class _Chain:
-    """Prefix sums over layers, a row per stage: seconds, bytes. `links`: row s, column l: of the cut before layer l in front of
-    stage s; free at both ends of the model, and so is row `stages`.
+    """Prefix sums over layers, a row per stage: seconds, bytes. `links`: row s, column l: of the
+    cut before layer l in front of stage s; free at both ends of the model, and so is row `stages`.
     """
 
     seconds: Floats
@@ -154,7 +174,9 @@ class _Chain:
         return int(self.seconds.shape[1]) - 1
 
     def first(self, stage: int, bound: float) -> Ints:
-        """Of every end, the earliest start of a stage that fits and, with room for rounding, is within `bound`."""
+        """Of every end, the earliest start of a stage that fits and, with room for rounding, is
+        within `bound`.
+        """
         memory, seconds, limit = self.memory[stage], self.seconds[stage], self.limits[stage]
         index = np.arange(self.layers + 1)
         start: Ints = np.minimum(np.searchsorted(memory, memory - limit), index)
@@ -168,7 +190,9 @@ class _Chain:
         return start
 
     def within(self, bound: float) -> list[int] | None:
-        """Some cut that fits and whose stages and links, run side by side, are about within `bound`; None if there is none."""
+        """Some cut that fits and whose stages and links, run side by side, are about within
+        `bound`; None if there is none.
+        """
         reached = np.zeros(self.layers + 1, bool)
         reached[0] = True
         begins, firsts = [], []
@@ -256,8 +280,14 @@ class _Chain:
         return np.where(allowed, penalty, np.inf)
 
 
-def _chain(seconds: Costs, transfer: Costs | None, memory: tuple[Costs, Costs, Sequence[float]], limits: Sequence[float], *,
-           overlap: bool) -> _Chain:  # fmt: skip
+def _chain(
+    seconds: Costs,
+    transfer: Costs | None,
+    memory: tuple[Costs, Costs, Sequence[float]],
+    limits: Sequence[float],
+    *,
+    overlap: bool,
+) -> _Chain:
     if not isinstance(overlap, (bool, np.bool_)):
         raise PartitionError(f"overlap is {overlap!r}; it must be True or False")
     allowed, times = _limits(limits), numbers_of(seconds, "seconds")

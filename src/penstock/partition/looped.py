@@ -1,4 +1,6 @@
-"""The cut for ranks that have several stages each, handed out in turn: interleaved schedules. For a V see `folded`."""
+"""The cut for ranks that have several stages each, handed out in turn: interleaved schedules. For a
+V see `folded`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ FEW_CUTS = 30_000
 #: The ways to make one stage: one, without a cut.
 NO_CUT = np.empty((1, 0), np.int64)
 
-#: How often the search goes over all stages at most, and how often it begins anew from a shaken cut.
+#: How often the search goes over all stages at most, and how often it begins anew from a shaken
+#: cut.
 SWEEPS, SHAKES = 30, 6
 
 #: Layers x stages from which on the search is long enough without that.
@@ -41,7 +44,9 @@ SMALLEST = 1e-150
 
 
 class Looped(NamedTuple):
-    """The lengths of the stages, the seconds of the busiest rank or link, and what no cut can undercut."""
+    """The lengths of the stages, the seconds of the busiest rank or link, and what no cut can
+    undercut.
+    """
 
     lengths: list[int]
     bottleneck: float
@@ -51,15 +56,18 @@ class Looped(NamedTuple):
 def looped(
     seconds: Costs, ranks: int, rounds: int, **options: Unpack[PlacedOptions]
 ) -> list[int] | None:
-    """Stage lengths of the interleaved placement, stage s on rank s mod `ranks`, whose busiest rank (or link) is fastest.
+    """Stage lengths of the interleaved placement, stage s on rank s mod `ranks`, whose busiest rank
+    (or link) is fastest.
 
         stages   0  1  2  3  4  5        3 ranks, 2 rounds: rank 0 has the stages 0 and 3,
         ranks    0  1  2  0  1  2        rank 1 has 1 and 4, rank 2 has 2 and 5
 
-    Of those the one with the smallest largest stage. Exact where there are at most 30,000 cuts. Beyond that a search: of every
-    `ranks` stages in a row, which are on as many ranks, the best cut is found exactly, all else left as it is, again and again;
-    and from some shaken cuts anew. `looped_with_bound` says how far the bottleneck can be from the least. Layers that are all
-    alike it cuts exactly; random ones within some percent of the least, the more of them there are for each stage the closer.
+    Of those the one with the smallest largest stage. Exact where there are at most 30,000 cuts.
+    Beyond that a search: of every `ranks` stages in a row, which are on as many ranks, the best cut
+    is found exactly, all else left as it is, again and again; and from some shaken cuts anew.
+    `looped_with_bound` says how far the bottleneck can be from the least. Layers that are all alike
+    it cuts exactly; random ones within some percent of the least, the more of them there are for
+    each stage the closer.
 
     >>> looped([1] * 10, ranks=2, rounds=2)
     [2, 2, 3, 3]
@@ -71,13 +79,14 @@ def looped(
         options: see `PlacedOptions`.
 
     Returns:
-        The number of layers of every stage. None if no cut was found that fits; none exists where all were tried.
+        The number of layers of every stage. None if no cut was found that fits; none exists where
+        all were tried.
 
     Raises:
         PartitionError: fewer layers than stages, or numbers that do not fit each other.
 
-    Source: our own. On one shared core 100 layers on 8 ranks take 70 ms in 2 rounds, 200 in 4, and 3 where they are alike;
-    1,000 on 64 take some seconds.
+    Source: our own. On one shared core 100 layers on 8 ranks take 70 ms in 2 rounds, 200 in 4, and
+    3 where they are alike; 1,000 on 64 take some seconds.
     """
     found = looped_with_bound(seconds, ranks, rounds, **options)
     return None if found is None else found.lengths
@@ -88,8 +97,9 @@ def looped_with_bound(
 ) -> Looped | None:
     """What `looped` finds, with its bottleneck and a lower bound for it; arguments as there.
 
-    The lower bound is the bottleneck itself where all cuts were tried. Else it is the greatest of: an even share of all work, and
-    for every k the k cheapest of the (k - 1) x ranks + 1 dearest layers, since of so many some rank has k.
+    The lower bound is the bottleneck itself where all cuts were tried. Else it is the greatest of:
+    an even share of all work, and for every k the k cheapest of the (k - 1) x ranks + 1 dearest
+    layers, since of so many some rank has k.
     """
     for name, value in (("ranks", ranks), ("rounds", rounds)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
@@ -170,7 +180,9 @@ def _searched(chain: Placement) -> list[int] | None:
 
 
 def _beginnings(chain: Placement) -> Iterator[list[int]]:
-    """Cuts to begin with: of even stages, of even counts, and these shaken, always in the same ways."""
+    """Cuts to begin with: of even stages, of even counts, and these shaken, always in the same
+    ways.
+    """
     each = np.diff(chain.costs.seconds, axis=1).min(axis=0)
     yield np.cumsum(minimax(each, chain.stages)).tolist()
     yield np.cumsum(partition_uniform(chain.layers, chain.stages)).tolist()
@@ -180,7 +192,9 @@ def _beginnings(chain: Placement) -> Iterator[list[int]]:
 
 
 def _fitted(chain: Placement, ends: list[int]) -> list[int]:
-    """The cut changed until it fits, or as nearly as can be: the bytes above the limits are then the work to share."""
+    """The cut changed until it fits, or as nearly as can be: the bytes above the limits are then
+    the work to share.
+    """
     if chain.fits(ends):
         return ends
     spare = (
@@ -237,9 +251,11 @@ def _smoothed(chain: Placement, ends: list[int], most: float) -> list[int]:
 def _shared(
     chain: Placement, ends: list[int], first: int, besides: Floats, most: float | None = None
 ) -> list[int]:
-    """The cut with the layers of the stages from `first` on, as many as there are ranks, cut anew and no worse.
+    """The cut with the layers of the stages from `first` on, as many as there are ranks, cut anew
+    and no worse.
 
-    The ranks' loads are made as even as can be; or, where `most` says what a rank may take, those of the stages are.
+    The ranks' loads are made as even as can be; or, where `most` says what a rank may take, those
+    of the stages are.
     """
     count, costs = chain.ranks, chain.costs
     start, stop = ends[first - 1] if first else 0, ends[first + count - 1]

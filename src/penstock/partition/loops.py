@@ -1,6 +1,8 @@
-"""The loops of the dynamic programs that NumPy has no function for: plain Python, compiled where they are long (`compiled.py`).
+"""The loops of the dynamic programs that NumPy has no function for: plain Python, compiled where
+they are long (`compiled.py`).
 
-All walk from the last layer to the first, so that what a stage may need can depend on the ranks and stages after it.
+All walk from the last layer to the first, so that what a stage may need can depend on the ranks and
+stages after it.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ Numbers = Any
 class Tables(NamedTuple):
     """What the loops read.
 
-    table: shape (layers + 1, layers + 1, ranks + 1): seconds of a stage by its first layer, its end and its ranks.
-    links: shape (layers + 1,): seconds of the cut before a layer.
-    most_ranks: as `table`, or of size 0: the most ranks that the stage and all after it may have together.
+    table: shape (layers + 1, layers + 1, ranks + 1): seconds of a stage by its first layer, its end
+    and its ranks. links: shape (layers + 1,): seconds of the cut before a layer. most_ranks: as
+    `table`, or of size 0: the most ranks that the stage and all after it may have together.
     most_stages: likewise, the most stages that they may be.
     """
 
@@ -28,14 +30,16 @@ class Tables(NamedTuple):
 
 
 def fewest_ranks(tables: Tables, bound: float, count: int, after: Numbers, found: Numbers) -> None:
-    """Of every layer, the fewest ranks for it and all after it such that no stage or link takes longer than `bound`.
+    """Of every layer, the fewest ranks for it and all after it such that no stage or link takes
+    longer than `bound`.
 
     Args:
         tables: of all stages.
         bound: in seconds.
         count: how many stages the stage and those after it are; 0 is any number.
-        after: shape (layers + 1,): the fewest ranks for the layers after the stage; the ranks + 1 where there is no way.
-        found: likewise, filled: for the stage and those. It may be `after` itself: then with any number of stages.
+        after: shape (layers + 1,): the fewest ranks for the layers after the stage; the ranks + 1
+        where there is no way. found: likewise, filled: for the stage and those. It may be `after`
+        itself: then with any number of stages.
     """
     table, links, most_ranks, most_stages = tables
     ranks = table.shape[2] - 1
@@ -59,13 +63,15 @@ def fewest_ranks(tables: Tables, bound: float, count: int, after: Numbers, found
 def least_with(
     tables: Tables, bound: float, count: int, sums: bool, after: Numbers, found: Numbers
 ) -> None:
-    """Of every layer and number of ranks, the least sum or maximum of the seconds of the stages from it to the end.
+    """Of every layer and number of ranks, the least sum or maximum of the seconds of the stages
+    from it to the end.
 
     Args:
         tables, bound, count: as of `fewest_ranks`.
         sums: whether the seconds of the stages are added; else the slowest stage or link counts.
-        after: shape (layers + 1, ranks + 1): what is found for the layers after the stage; infinite where there is no way.
-        found: likewise, filled, infinite before. It may be `after` itself: then with any number of stages.
+        after: shape (layers + 1, ranks + 1): what is found for the layers after the stage; infinite
+        where there is no way. found: likewise, filled, infinite before. It may be `after` itself:
+        then with any number of stages.
     """
     table, links, most_ranks, most_stages = tables
     ranks = table.shape[2] - 1
@@ -108,10 +114,12 @@ class Placed(NamedTuple):
 
 
 def peel(placed: Placed, bound: float, largest: float, before: Numbers, found: Numbers) -> bool:
-    """Whether a fold could keep the bounds if stages might be empty: what is possible with stages is possible here.
+    """Whether a fold could keep the bounds if stages might be empty: what is possible with stages
+    is possible here.
 
-    Rank r has the stages r and 2 ranks - 1 - r. Ranks are peeled off from outside: for every layer that the ranks so far may end
-    before in front, the earliest layer that they can begin with behind. Earlier is never worse, for it leaves less to do.
+    Rank r has the stages r and 2 ranks - 1 - r. Ranks are peeled off from outside: for every layer
+    that the ranks so far may end before in front, the earliest layer that they can begin with
+    behind. Earlier is never worse, for it leaves less to do.
 
     Args:
         placed: costs and limits.
@@ -133,7 +141,8 @@ def peel(placed: Placed, bound: float, largest: float, before: Numbers, found: N
             if before[start] > layers:
                 continue
             end = before[start]
-            # The further the rank goes in front, the less it can take behind: one pointer moves along with the other.
+            # The further the rank goes in front, the less it can take behind: one pointer moves
+            # along with the other.
             low = 0
             for stop in range(start, end + 1):
                 load, need = front[stop] - front[start], front_bytes[stop] - front_bytes[start]
@@ -164,11 +173,10 @@ def fold(
 
     Args:
         placed: costs and limits.
-        least: shape (layers + 1,): prefix sums of the seconds that a layer takes on the fastest rank.
-        bound: seconds of a rank and of a link.
-        largest: seconds of a stage.
-        following: shape (layers + 1,), whole numbers, to work in.
-        reached: shape (ranks + 1, layers + 1, layers + 1), filled, 0 before: 1 where the ranks before can have all layers up to
+        least: shape (layers + 1,): prefix sums of the seconds that a layer takes on the fastest
+        rank. bound: seconds of a rank and of a link. largest: seconds of a stage. following: shape
+        (layers + 1,), whole numbers, to work in. reached: shape (ranks + 1, layers + 1, layers +
+        1), filled, 0 before: 1 where the ranks before can have all layers up to
             one and from another on.
     """
     seconds, memory, links, limits = placed
@@ -179,7 +187,8 @@ def fold(
         front, front_bytes = seconds[rank], memory[rank]
         back, back_bytes = seconds[2 * ranks - 1 - rank], memory[2 * ranks - 1 - rank]
         for start in range(rank, layers + 1):
-            # Behind a layer, the nearest that the ranks before may begin with: there the least is left to take.
+            # Behind a layer, the nearest that the ranks before may begin with: there the least is
+            # left to take.
             nearest = -1
             for low in range(layers, -1, -1):
                 following[low] = nearest
@@ -214,7 +223,8 @@ def fold(
 
 
 class Held(NamedTuple):
-    """What the ranks of some stages, and the links behind these, hold besides: one number per stage.
+    """What the ranks of some stages, and the links behind these, hold besides: one number per
+    stage.
 
     links: minus infinity where the cut behind the stage is between two stages of one rank.
     """
@@ -224,18 +234,26 @@ class Held(NamedTuple):
     links: Numbers
 
 
-def share(placed: Placed, held: Held, layers: tuple[int, int], goal: tuple[float, float, float], values: Numbers,
-          choices: Numbers) -> None:  # fmt: skip
-    """Of some stages in a row, each on another rank, the best cut of the layers that they have together.
+def share(
+    placed: Placed,
+    held: Held,
+    layers: tuple[int, int],
+    goal: tuple[float, float, float],
+    values: Numbers,
+    choices: Numbers,
+) -> None:
+    """Of some stages in a row, each on another rank, the best cut of the layers that they have
+    together.
 
     Args:
         placed: costs of these stages, and limits of their ranks, in the order of the stages.
         held: what is there besides.
         layers: the first of them, and the end.
-        goal: what the square of a rank's seconds counts, what that of a stage's does, and the most that a rank or link may take;
+        goal: what the square of a rank's seconds counts, what that of a stage's does, and the most
+        that a rank or link may take;
             where both count 0, the slowest rank or link is made as fast as can be.
-        values: shape (stages + 1, layers + 1), infinite, filled: of the stages before, up to a layer.
-        choices: likewise, whole numbers: with which layer the last of them begins.
+        values: shape (stages + 1, layers + 1), infinite, filled: of the stages before, up to a
+        layer. choices: likewise, whole numbers: with which layer the last of them begins.
     """
     seconds, memory, links, limits = placed
     first, last = layers

@@ -19,7 +19,8 @@ from penstock.partition.limited import limited
 
 Ints = npt.NDArray[np.int64]
 
-#: Up to so many pairs of (ranks of each kind so far, layer) all are looked at. Beyond, up to so many numbers of ranks of each
+#: Up to so many pairs of (ranks of each kind so far, layer) all are looked at. Beyond, up to so
+#: many numbers of ranks of each
 #: kind, of each the furthest layer; and beyond that, per stage, so many of them.
 PAIRS, STATES, WIDTH = 20_000_000, 40_000_000, 300
 
@@ -27,10 +28,11 @@ PAIRS, STATES, WIDTH = 20_000_000, 40_000_000, 300
 class OrderOptions(TypedDict, total=False):
     """What `best_order` takes besides seconds, counts and stages.
 
-    transfer: shape (layers - 1,): seconds of the cut after a layer, the same between any ranks; none if not given.
-    holds, kept: bytes that a layer takes, and that it keeps for a micro-batch in flight, shape (layers,) or (kinds, layers).
-    in_flight: micro-batches that each stage has in flight at most, shape (stages,); 1 if not given.
-    limits_of_kind: bytes of a rank, shape (kinds,); infinite if not given.
+    transfer: shape (layers - 1,): seconds of the cut after a layer, the same between any ranks;
+    none if not given. holds, kept: bytes that a layer takes, and that it keeps for a micro-batch in
+    flight, shape (layers,) or (kinds, layers). in_flight: micro-batches that each stage has in
+    flight at most, shape (stages,); 1 if not given. limits_of_kind: bytes of a rank, shape
+    (kinds,); infinite if not given.
     """
 
     transfer: Sequence[float] | Floats | None
@@ -52,7 +54,8 @@ def best_order(
 ) -> Order | None:
     """The cut, and the order of ranks of unlike kinds, whose slowest stage or link is fastest.
 
-    For the order that is found, the cut is that of `limited`. Not all ranks need to be used, but `stages` of them.
+    For the order that is found, the cut is that of `limited`. Not all ranks need to be used, but
+    `stages` of them.
 
     >>> best_order([[1, 1, 1, 1, 1], [3, 3, 3, 3, 3]], counts=[1, 2], stages=2)
     Order(lengths=[4, 1], kinds=[0, 1])
@@ -60,10 +63,9 @@ def best_order(
     Order(lengths=[2, 2], kinds=[1, 0])
 
     Args:
-        seconds_of_kind: shape (kinds, layers): what a layer takes for a micro-batch on a rank of that kind.
-        counts: how many ranks of each kind there are, shape (kinds,).
-        stages: how many stages to make.
-        options: see `OrderOptions`.
+        seconds_of_kind: shape (kinds, layers): what a layer takes for a micro-batch on a rank of
+        that kind. counts: how many ranks of each kind there are, shape (kinds,). stages: how many
+        stages to make. options: see `OrderOptions`.
 
     Returns:
         Lengths and kinds, None if none was found that fits.
@@ -71,12 +73,14 @@ def best_order(
     Raises:
         PartitionError: more stages than ranks or layers, or numbers that do not fit each other.
 
-    Source: our own. A search over bounds, which are what some stage or cut can take. Of a bound, and of every number of ranks of
-    each kind, the layers that those ranks can end before, whatever their order: exact, with as many states as those numbers have
-    combinations, times the layers, up to 20 million. Beyond that the furthest layer stands for all: a longer beginning is never
-    worse, unless a stage is left with a single layer that is too much for its rank, and only then can the result be above the
-    least. Beyond 40 million combinations, per stage the 300 that get furthest go on: a beam, without a bound for what it misses.
-    On one shared core 100 layers on 1,024 ranks of 4 kinds take 0.05 s in up to 32 stages, 0.7 s in 64 and 1.2 s in 100.
+    Source: our own. A search over bounds, which are what some stage or cut can take. Of a bound,
+    and of every number of ranks of each kind, the layers that those ranks can end before, whatever
+    their order: exact, with as many states as those numbers have combinations, times the layers, up
+    to 20 million. Beyond that the furthest layer stands for all: a longer beginning is never worse,
+    unless a stage is left with a single layer that is too much for its rank, and only then can the
+    result be above the least. Beyond 40 million combinations, per stage the 300 that get furthest
+    go on: a beam, without a bound for what it misses. On one shared core 100 layers on 1,024 ranks
+    of 4 kinds take 0.05 s in up to 32 stages, 0.7 s in 64 and 1.2 s in 100.
     """
     chain = _chain(seconds_of_kind, counts, stages, options)
     bounds = chain.bounds()
@@ -95,7 +99,9 @@ def best_order(
 
 @dataclass(frozen=True)
 class _Chain:
-    """Prefix sums of seconds, shape (kinds, layers + 1), and what a rank of a kind fits as a stage, and how many there are."""
+    """Prefix sums of seconds, shape (kinds, layers + 1), and what a rank of a kind fits as a stage,
+    and how many there are.
+    """
 
     seconds: Floats
     counts: Ints
@@ -115,7 +121,9 @@ class _Chain:
 
     @cached_property
     def fitting(self) -> Ints:
-        """Shape (kinds, stages, layers + 1): how far a rank of a kind, as that stage, can go from a layer by its memory."""
+        """Shape (kinds, stages, layers + 1): how far a rank of a kind, as that stage, can go from a
+        layer by its memory.
+        """
         far = np.empty((len(self.counts), self.stages, self.layers + 1), np.int64)
         for kind, limit in enumerate(self.limits):
             for stage, flying in enumerate(self.in_flight):
@@ -144,7 +152,8 @@ class _Chain:
         if states * (self.layers + 1) <= PAIRS:
             return self._all(far, free, states)
         layer = np.arange(self.layers + 1)
-        # The last allowed cut no further than the furthest layer, and one layer left for every stage to come.
+        # The last allowed cut no further than the furthest layer, and one layer left for every
+        # stage to come.
         nearest = np.maximum.accumulate(np.where(free == 1, layer, 0))
         most = self.layers - np.arange(self.stages - 1, -1, -1)
         far = nearest[np.minimum(far, most[:, None])]

@@ -26,13 +26,16 @@ from penstock.partition.loops import Placed
 class PlacedOptions(TypedDict, total=False):
     """What the searches take besides seconds and placement.
 
-    transfer: shape (layers - 1,): seconds of the cut after a layer, where it is between two ranks; none if not given. Cuts
+    transfer: shape (layers - 1,): seconds of the cut after a layer, where it is between two ranks;
+    none if not given. Cuts
         between the same two ranks share their link.
-    holds, kept: bytes that a layer takes, and that it keeps for a micro-batch in flight, shape (layers,) or (ranks, layers).
-    in_flight: micro-batches that each stage has in flight at most, shape (stages,); 1 if not given.
-    limits: bytes of every rank, shape (ranks,); infinite if not given.
-    slack: by how much, relatively, the busiest rank may be above the least that was found, for the largest stage's sake; 0 if not
-        given. Without any, ranks are even and stages often are not, and uneven stages make a pipeline wait.
+    holds, kept: bytes that a layer takes, and that it keeps for a micro-batch in flight, shape
+    (layers,) or (ranks, layers). in_flight: micro-batches that each stage has in flight at most,
+    shape (stages,); 1 if not given. limits: bytes of every rank, shape (ranks,); infinite if not
+    given. slack: by how much, relatively, the busiest rank may be above the least that was found,
+    for the largest stage's sake; 0 if not
+        given. Without any, ranks are even and stages often are not, and uneven stages make a
+        pipeline wait.
     """
 
     transfer: Sequence[float] | Floats | None
@@ -47,8 +50,9 @@ class PlacedOptions(TypedDict, total=False):
 class Placement:
     """A chain and the ranks of its stages.
 
-    `costs.seconds` and `costs.memory` have a row of prefix sums per stage, `costs.links` the cut before every layer.
-    `link_of`: of every cut, the number of the pair of ranks that it is between, or -1 if that is one rank.
+    `costs.seconds` and `costs.memory` have a row of prefix sums per stage, `costs.links` the cut
+    before every layer. `link_of`: of every cut, the number of the pair of ranks that it is between,
+    or -1 if that is one rank.
     """
 
     costs: Placed
@@ -106,7 +110,9 @@ class Placement:
         return float(self.of_stages(ends, self.costs.seconds).max())
 
     def best(self, cuts: Sequence[Sequence[int]]) -> list[int] | None:
-        """Of these cuts the one with the smallest largest stage among those whose busiest rank or link is within the slack."""
+        """Of these cuts the one with the smallest largest stage among those whose busiest rank or
+        link is within the slack.
+        """
         busiest = [self.bottleneck(ends) for ends in cuts]
         most = min(busiest, default=0.0) * (1 + self.slack) * (1 + ROUNDING)
         return min(

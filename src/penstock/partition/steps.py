@@ -1,7 +1,9 @@
-"""Ways through a chain in as many steps as there are stages, where each stage has a table of what each of its steps would cost.
+"""Ways through a chain in as many steps as there are stages, where each stage has a table of what
+each of its steps would cost.
 
-A table has one row for every layer that a stage may end before (row i - 1: before layer i), and one column for every start: of
-`longest` columns, column c is the stage that starts with layer i - longest + c. Steps that cannot be are infinite.
+A table has one row for every layer that a stage may end before (row i - 1: before layer i), and one
+column for every start: of `longest` columns, column c is the stage that starts with layer i -
+longest + c. Steps that cannot be are infinite.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ Table = Callable[[int], Floats]
 
 
 def spans(layers: int, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The ends, shape (layers, 1), and starts, shape (layers, longest), of a table's steps, and which of them can be.
+    """The ends, shape (layers, 1), and starts, shape (layers, longest), of a table's steps, and
+    which of them can be.
 
     Starts before the first layer are given as 0, so that they can index.
     """
@@ -29,7 +32,9 @@ def spans(layers: int, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def least_bottleneck(table: Table, stages: int, layers: int) -> float:
-    """The least maximum over all ways of `stages` steps through `layers` layers; infinite if there is none."""
+    """The least maximum over all ways of `stages` steps through `layers` layers; infinite if there
+    is none.
+    """
     states = np.full(layers + 1, np.inf)
     states[0] = -np.inf
     for stage in range(stages):
@@ -40,7 +45,8 @@ def least_bottleneck(table: Table, stages: int, layers: int) -> float:
 
 
 def least_sum(table: Table, stages: int, layers: int) -> list[int]:
-    """The lengths of the steps of the way with the least sum; of equal ones the one with the longest last step.
+    """The lengths of the steps of the way with the least sum; of equal ones the one with the
+    longest last step.
 
     There must be a way of finite sum.
     """
@@ -63,6 +69,8 @@ def least_sum(table: Table, stages: int, layers: int) -> list[int]:
 
 
 def _before(states: Floats, longest: int) -> Floats:
-    """Row i - 1, column c: the state of the layers before a stage that ends before layer i; infinite if there is none."""
+    """Row i - 1, column c: the state of the layers before a stage that ends before layer i;
+    infinite if there is none.
+    """
     padded = np.concatenate((np.full(longest, np.inf), states))
     return np.lib.stride_tricks.sliding_window_view(padded, longest)[1 : len(states)]

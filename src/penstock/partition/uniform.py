@@ -7,7 +7,8 @@ from penstock.profile.profile import Profile
 
 
 def partition_uniform(layers: int, stages: int) -> list[int]:
-    """`layers` over `stages`, rounded down, and one more in each of the first stages until none is left.
+    """`layers` over `stages`, rounded down, and one more in each of the first stages until none is
+    left.
 
     >>> partition_uniform(10, 4)
     [3, 3, 2, 2]

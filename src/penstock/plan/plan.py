@@ -1,4 +1,6 @@
-"""Plan: where to cut, which schedule, how many micro-batches, and what is expected of it, in one value."""
+"""Plan: where to cut, which schedule, how many micro-batches, and what is expected of it, in one
+value.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ Option = bool | int | float | str | tuple[int, ...] | None
 @final
 @dataclass(frozen=True)
 class Objective:
-    """What a planner's own paper makes least: its name there, its value by the paper's formula, and the unit: `"s"`, `"bytes"`
-    or `"1"`.
+    """What a planner's own paper makes least: its name there, its value by the paper's formula, and
+    the unit: `"s"`, `"bytes"` or `"1"`.
     """
 
     name: str
@@ -36,16 +38,21 @@ class Objective:
     unit: str
 
     def __str__(self) -> str:
-        value = format_seconds(self.value) if self.unit == "s" else format_bytes(self.value) if self.unit == "bytes" else \
-            f"{self.value:.4g}"  # fmt: skip
+        value = (
+            format_seconds(self.value)
+            if self.unit == "s"
+            else format_bytes(self.value)
+            if self.unit == "bytes"
+            else f"{self.value:.4g}"
+        )
         return f"{self.name} {value}"
 
 
 @final
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that go from one rank to another in a step (of an asynchronous plan, in a batch); activations and gradients of
-    activations, not the gradients that copies of a stage add up.
+    """Bytes that go from one rank to another in a step (of an asynchronous plan, in a batch);
+    activations and gradients of activations, not the gradients that copies of a stage add up.
     """
 
     from_rank: int
@@ -65,21 +72,25 @@ class Remedy:
 @final
 @dataclass(frozen=True)
 class Prediction:
-    """What simulation says of a plan. Seconds are of one step, bytes of the fullest moment of every rank.
+    """What simulation says of a plan. Seconds are of one step, bytes of the fullest moment of every
+    rank.
 
-    A step of an asynchronous plan is one batch in the steady state, between filling and draining; so is its bubble.
+    A step of an asynchronous plan is one batch in the steady state, between filling and draining;
+    so is its bubble.
 
     Attributes:
         step_s, bubble_ratio, samples_per_s: of a step.
         peak_memory: bytes of every rank at its fullest.
-        one_device_s: a step of plain training, the whole batch at once on one device that has room for it.
-        data_parallel_s: a step of data parallelism on as many devices as the cluster has, memory not asked; None where the batch has
+        one_device_s: a step of plain training, the whole batch at once on one device that has room
+        for it. data_parallel_s: a step of data parallelism on as many devices as the cluster has,
+        memory not asked; None where the batch has
             fewer samples than that, or there is one device.
         lower_bound_s: no way that the planner could choose is faster; 0 where it does not know.
         memory_parts: per rank, what `peak_memory` is for: (holder, bytes).
         traffic: bytes from rank to rank, where there are any.
         more_work: seconds of forwards that run again, over those of all work without.
-        less_kept: share of a micro-batch's activations, of all stages, that recompute does not keep between forward and backward.
+        less_kept: share of a micro-batch's activations, of all stages, that recompute does not keep
+        between forward and backward.
     """
 
     step_s: float
@@ -101,17 +112,20 @@ class Prediction:
 
     @property
     def gap(self) -> float | None:
-        """By how much, at most, another way is faster: step / lower bound - 1; None where no bound is known."""
+        """By how much, at most, another way is faster: step / lower bound - 1; None where no bound
+        is known.
+        """
         return self.step_s / self.lower_bound_s - 1 if self.lower_bound_s else None
 
 
 @final
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run that the planner weighed. `why` is what bounds its time, or what it lacks; `peak_bytes` is of the fullest rank.
+    """A way to run that the planner weighed. `why` is what bounds its time, or what it lacks;
+    `peak_bytes` is of the fullest rank.
 
-    `step_s` is as `Prediction` has it, `weights` the name of the weight rule, `replicas` the number of whole pipelines, or of ranks
-    for every stage.
+    `step_s` is as `Prediction` has it, `weights` the name of the weight rule, `replicas` the number
+    of whole pipelines, or of ranks for every stage.
     """
 
     schedule: str
@@ -136,23 +150,25 @@ class Plan:
         layer_names: its layers, in order.
         lengths: layers in every stage.
         schedule_name, schedule_options, synchronous: how the schedule was made, for people.
-        programs, slicing: the schedule itself, one line of ops for every rank: what runs; and how its micro-batches are cut
+        programs, slicing: the schedule itself, one line of ops for every rank: what runs; and how
+        its micro-batches are cut
             further, if they are.
-        stream: of an asynchronous schedule, how it goes on: the programs are then a stretch of it, which repeats itself.
-        micro_batches, batch: parts of a batch, and samples in a batch.
+        stream: of an asynchronous schedule, how it goes on: the programs are then a stretch of it,
+        which repeats itself. micro_batches, batch: parts of a batch, and samples in a batch.
         recompute: "never", "except_last", "always" or "selective" (see `simulate_schedule`).
-        recomputed: if that is "selective", the layers that run again before their backward, by their place in the whole chain.
-        segment_starts: consecutive ones of a stage run again together, as one segment, of which only the input is kept; those that
+        recomputed: if that is "selective", the layers that run again before their backward, by
+        their place in the whole chain. segment_starts: consecutive ones of a stage run again
+        together, as one segment, of which only the input is kept; those that
             begin another one all the same.
-        weights, weights_options: name of the weight rule, and what it is given besides its defaults.
-        cluster, cluster_ranks: name and size of the cluster it was made for.
-        devices: per rank, which device of the cluster it is on; empty: rank r is on device r.
-        torch_version: of the profile; empty where no torch was measured.
-        planner, objective: who made it, and what its own paper makes least, where that is not the simulated step.
-        predicted: time and memory.
-        candidates: what was weighed, one for each schedule and number of stages, best first; the first is this plan.
-        remedies: what would help most, best first.
-        optimizer, optimizer_states: the optimizer that memory was planned for, empty where none was named, and the numbers that it
+        weights, weights_options: name of the weight rule, and what it is given besides its
+        defaults. cluster, cluster_ranks: name and size of the cluster it was made for. devices: per
+        rank, which device of the cluster it is on; empty: rank r is on device r. torch_version: of
+        the profile; empty where no torch was measured. planner, objective: who made it, and what
+        its own paper makes least, where that is not the simulated step. predicted: time and memory.
+        candidates: what was weighed, one for each schedule and number of stages, best first; the
+        first is this plan. remedies: what would help most, best first. optimizer, optimizer_states:
+        the optimizer that memory was planned for, empty where none was named, and the numbers that
+        it
             keeps for each parameter.
         memory_limits: bytes that every rank may hold; empty where a plan does not say.
     """
@@ -227,13 +243,14 @@ class Plan:
         return Selection(self.recomputed, self.segment_starts)
 
     def check(self) -> None:
-        """Refuse a plan whose parts do not fit each other; whether its schedule is sound, `verify` says.
+        """Refuse a plan whose parts do not fit each other; whether its schedule is sound, `verify`
+        says.
 
         Raises:
             PlanError: it is so; the message names the part.
-            ScheduleError: a program has a word that is not an op, or the weight rule cannot go with the programs.
-            UnknownName: there is no such weight rule.
-            SettingError: the weight rule has no such option.
+            ScheduleError: a program has a word that is not an op, or the weight rule cannot go with
+            the programs. UnknownName: there is no such weight rule. SettingError: the weight rule
+            has no such option.
         """
         if any(length < 1 for length in self.lengths) or sum(self.lengths) != self.layers:
             raise PlanError(
@@ -259,15 +276,20 @@ class Plan:
                 f"memory limits for {len(self.memory_limits)} ranks and {self.optimizer_states} optimizer states do not go with "
                 f"programs for {self.ranks} ranks: one limit for each, and 0 states or more"
             )
-        if self.devices and (len(self.devices) != self.ranks or len(set(self.devices)) != self.ranks
-                             or not set(self.devices) <= set(range(self.cluster_ranks))):  # fmt: skip
+        if self.devices and (
+            len(self.devices) != self.ranks
+            or len(set(self.devices)) != self.ranks
+            or not set(self.devices) <= set(range(self.cluster_ranks))
+        ):
             raise PlanError(
                 f"devices {list(self.devices)} must be {self.ranks} different ones of the cluster's {self.cluster_ranks}"
             )
         self._check_recomputed()
         if self.synchronous is not (self.stream is None):
-            raise PlanError("a synchronous plan has no stream, an asynchronous one has: synchronous is "
-                            f"{self.synchronous}, stream is {self.stream}")  # fmt: skip
+            raise PlanError(
+                "a synchronous plan has no stream, an asynchronous one has: synchronous is "
+                f"{self.synchronous}, stream is {self.stream}"
+            )
         if self.stream is not None and found.slices != found.batches * found.micro_batches:
             raise PlanError(
                 f"{found.batches} batches of {found.micro_batches} are not the {found.slices} micro-batches of the programs"
@@ -276,8 +298,10 @@ class Plan:
 
     def _check_recomputed(self) -> None:
         if self.recompute != "selective" and (self.recomputed or self.segment_starts):
-            raise PlanError(f'recomputed and segment_starts say which layers recompute="selective" runs again, and recompute is '
-                            f"{self.recompute!r}")  # fmt: skip
+            raise PlanError(
+                f'recomputed and segment_starts say which layers recompute="selective" runs again, and recompute is '
+                f"{self.recompute!r}"
+            )
         if list(self.recomputed) != sorted(set(self.recomputed) & set(range(self.layers))):
             raise PlanError(
                 f"recomputed {list(self.recomputed)} must be different ones of the {self.layers} layers, ascending"
@@ -297,15 +321,21 @@ class Plan:
         """
         findings = []
         if chain_fingerprint != self.fingerprint:
-            findings.append(f"it was made for a chain of {self.layers} layers with fingerprint {self.fingerprint}, "
-                            f"and this one's is {chain_fingerprint}: profile this model and plan anew")  # fmt: skip
+            findings.append(
+                f"it was made for a chain of {self.layers} layers with fingerprint {self.fingerprint}, "
+                f"and this one's is {chain_fingerprint}: profile this model and plan anew"
+            )
         if ranks != self.ranks:
-            findings.append(f"it uses {self.ranks} ranks, and there are {ranks}: "
-                            f"start {self.ranks} ranks, or plan for a cluster of {ranks}")  # fmt: skip
+            findings.append(
+                f"it uses {self.ranks} ranks, and there are {ranks}: "
+                f"start {self.ranks} ranks, or plan for a cluster of {ranks}"
+            )
         planned, here = (version.split(".")[:2] for version in (self.torch_version, torch_version))
         if self.torch_version and torch_version and planned != here:
-            findings.append(f"it was made with torch {self.torch_version}, and this is torch {torch_version}, "
-                            "whose times may be others: profile and plan anew")  # fmt: skip
+            findings.append(
+                f"it was made with torch {self.torch_version}, and this is torch {torch_version}, "
+                "whose times may be others: profile and plan anew"
+            )
         if findings:
             raise PlanError("\n  ".join(["the plan does not fit this run", *findings]))
 
@@ -322,7 +352,8 @@ class Plan:
         """Read what `save` wrote, trusting nothing.
 
         Raises:
-            FileError: the file is missing, is no plan, has another schema version, or its parts do not fit each other.
+            FileError: the file is missing, is no plan, has another schema version, or its parts do
+            not fit each other.
         """
         plan = read_json(path, cls, SCHEMA)
         try:

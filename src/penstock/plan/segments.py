@@ -10,14 +10,16 @@ from typing import final
 @final
 @dataclass(frozen=True)
 class Selection:
-    """Layers that run again, ascending, and those among them that begin a segment of their own though the layer before does, too."""
+    """Layers that run again, ascending, and those among them that begin a segment of their own
+    though the layer before does, too.
+    """
 
     recomputed: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
 
     def of_stage(self, first: int, end: int) -> list[tuple[int, int]]:
-        """The segments of a stage that has layers `first` up to the one before `end`: the first layer of each, and one past its
-        last.
+        """The segments of a stage that has layers `first` up to the one before `end`: the first
+        layer of each, and one past its last.
         """
         return segments([layer for layer in self.recomputed if first <= layer < end], self.starts)
 

@@ -21,8 +21,10 @@ def describe(plan: Plan) -> str:
         f"weights {plan.weights}"
     )
     step = "a step" if plan.synchronous else "a batch once it is full"
-    time = (f"  predicted: {format_seconds(expected.step_s)} {step}, {expected.samples_per_s:.4g} samples/s, "
-            f"{expected.speed_up:.2f} times one device{_against_data_parallel(plan)}, bubble {expected.bubble_ratio:.0%}")  # fmt: skip
+    time = (
+        f"  predicted: {format_seconds(expected.step_s)} {step}, {expected.samples_per_s:.4g} samples/s, "
+        f"{expected.speed_up:.2f} times one device{_against_data_parallel(plan)}, bubble {expected.bubble_ratio:.0%}"
+    )
     lines = [what, time]
     lines += [] if plan.synchronous else [_asynchrony(plan)]
     lines += [] if plan.planner == "auto" else [f"  by planner {plan.planner}{_objective(plan)}"]
@@ -115,11 +117,15 @@ def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
     held, peaks = plan.schedule.ranks_of_stage, plan.predicted.peak_memory
     return [
         (
-            str(stage), _runs(held[stage]), str(end - start), plan.layer_names[start],
-            plan.layer_names[end - 1], _range([peaks[rank] for rank in held[stage]]),
+            str(stage),
+            _runs(held[stage]),
+            str(end - start),
+            plan.layer_names[start],
+            plan.layer_names[end - 1],
+            _range([peaks[rank] for rank in held[stage]]),
         )
         for stage, (start, end) in enumerate(plan.bounds)
-    ]  # fmt: skip
+    ]
 
 
 def _runs(ranks: tuple[int, ...]) -> str:
@@ -209,11 +215,17 @@ def _candidate_rows(plan: Plan) -> list[tuple[str, ...]]:
     best = plan.predicted.step_s
     return [
         (
-            each.schedule, str(each.stages), str(each.micro_batches), each.recompute, format_seconds(each.step_s),
-            against(each.step_s, best) if i else "", format_bytes(each.peak_bytes), each.why,
+            each.schedule,
+            str(each.stages),
+            str(each.micro_batches),
+            each.recompute,
+            format_seconds(each.step_s),
+            against(each.step_s, best) if i else "",
+            format_bytes(each.peak_bytes),
+            each.why,
         )
         for i, each in enumerate(plan.candidates)
-    ]  # fmt: skip
+    ]
 
 
 def _remedies(plan: Plan) -> list[str]:

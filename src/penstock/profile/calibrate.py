@@ -14,7 +14,8 @@ from penstock.profile.counts import Family, ModelCounts, Work
 from penstock.profile.profile import Profile
 from penstock.profile.roofline import PHASES, WINOGRAD_TRAFFIC, Efficiency, Roof
 
-#: Unknowns: three costs that are there whatever the size, then seconds at the bandwidth and at each family's peak over the ideal.
+#: Unknowns: three costs that are there whatever the size, then seconds at the bandwidth and at each
+#: family's peak over the ideal.
 _FIXED: Final = ("launch", "fill_s", "call_s")
 _SHARES: Final = (
     "memory",
@@ -36,11 +37,14 @@ def _column(family: Family) -> int:
 
 #: Rounds of choosing each op's roof and solving for the unknowns. It stands still after about ten.
 _ROUNDS = 60
-#: How strongly an unknown that the measurements say little of is held where it was, relative to one measurement.
+#: How strongly an unknown that the measurements say little of is held where it was, relative to one
+#: measurement.
 _HOLD = 0.05
-#: What the three that are no shares may well be off by: nobody knows a host's own cost before it is measured.
+#: What the three that are no shares may well be off by: nobody knows a host's own cost before it is
+#: measured.
 _SPREAD: Final = (10.0, 1e-4, 1e-4)
-#: No unknown goes below these times what it is in the beginning: a share of ten times the usual is no share.
+#: No unknown goes below these times what it is in the beginning: a share of ten times the usual is
+#: no share.
 _FLOOR = 0.1
 
 
@@ -59,21 +63,25 @@ def calibrated(
 ) -> Efficiency:
     """The efficiencies with which a roofline on `device` comes nearest to what was measured.
 
-    Source: least squares of relative errors over layers, phases and sizes. Each op is on one of two roofs, so that seconds are linear
-    in the unknowns once the roofs are known: roofs by the last solution, a solution by the roofs, and so on; the best of several starts.
+    Source: least squares of relative errors over layers, phases and sizes. Each op is on one of two
+    roofs, so that seconds are linear in the unknowns once the roofs are known: roofs by the last
+    solution, a solution by the roofs, and so on; the best of several starts.
 
     Args:
         counts: of the model that was measured.
         measured: of the same model.
-        device: the one it was measured on: with a peak and a bandwidth, at which it will be used as well.
-        dtype: in which it was measured.
+        device: the one it was measured on: with a peak and a bandwidth, at which it will be used as
+        well. dtype: in which it was measured.
 
     Raises:
-        SettingError: the profile is of another model, has nothing timed, or the device lacks a figure.
+        SettingError: the profile is of another model, has nothing timed, or the device lacks a
+        figure.
     """
     if counts.fingerprint != measured.fingerprint:
-        raise SettingError(f"the counts are of a chain with fingerprint {counts.fingerprint}, the profile is of "
-                           f"{measured.fingerprint}: calibrate with counts of the model that was measured")  # fmt: skip
+        raise SettingError(
+            f"the counts are of a chain with fingerprint {counts.fingerprint}, the profile is of "
+            f"{measured.fingerprint}: calibrate with counts of the model that was measured"
+        )
     found = [
         Sample(layer.work(phase), size, seconds)
         for layer, profile in zip(counts, measured, strict=True)
@@ -92,8 +100,9 @@ def calibrated(
 def fitted(
     measured: Sequence[Sample], roof: Roof, *, start: Efficiency | None = None, source: str = ""
 ) -> Efficiency:
-    """The efficiencies that come nearest to `measured` at `roof`. Families of products that were not measured are taken to be as much
-    better or worse than in `start` as those that were, on average.
+    """The efficiencies that come nearest to `measured` at `roof`. Families of products that were
+    not measured are taken to be as much better or worse than in `start` as those that were, on
+    average.
 
     Raises:
         SettingError: nothing that launches anything was timed.
@@ -107,7 +116,8 @@ def fitted(
         [getattr(begin, name) for name in _FIXED] + [1 / getattr(begin, name) for name in _SHARES]
     )
     best = table.fit(first)
-    # Families that were hardly measured, or not at all, are held to be as much better or worse than usual as the others are.
+    # Families that were hardly measured, or not at all, are held to be as much better or worse than
+    # usual as the others are.
     usual = first.copy()
     usual[_MEMORY + 1 :] *= table.pace(best, first)
     best = table.fit(usual)
@@ -140,24 +150,37 @@ class _Table:
             for work in sample.works
         ]
         fixed = [
-            (roof.launch_s * sum(work.launches for work in sample.works),
-             sum(work.launches for work in sample.works if work.family != "other"), 1.0)
+            (
+                roof.launch_s * sum(work.launches for work in sample.works),
+                sum(work.launches for work in sample.works if work.family != "other"),
+                1.0,
+            )
             for sample in told
-        ]  # fmt: skip
+        ]
         seconds = np.array([sample.seconds for sample in told])
-        # Relative errors, but for layers so short that they do not matter: there the clock is what is measured.
+        # Relative errors, but for layers so short that they do not matter: there the clock is what
+        # is measured.
         weight = 1 / (seconds + 0.005 * seconds.mean())
         return cls(
             np.array([number for number, _, _ in rows]),
             np.array([_column(work.family) for _, work, _ in rows]),
             np.array([roof.winograd and work.family == "convolution_3x3" for _, work, _ in rows]),
             np.array([work.flops_at(samples) / roof.flops_per_s for _, work, samples in rows]),
-            np.array([work.bytes_at(samples) * roof.narrower / roof.bytes_per_s for _, work, samples in rows]),
-            np.array(fixed), seconds, weight,
-        )  # fmt: skip
+            np.array(
+                [
+                    work.bytes_at(samples) * roof.narrower / roof.bytes_per_s
+                    for _, work, samples in rows
+                ]
+            ),
+            np.array(fixed),
+            seconds,
+            weight,
+        )
 
     def matrix(self, guess: np.ndarray) -> np.ndarray:
-        """Per sample, what each unknown is multiplied by, if every op is on the roof that `guess` puts it on."""
+        """Per sample, what each unknown is multiplied by, if every op is on the roof that `guess`
+        puts it on.
+        """
         compute, memory = self.compute_s * guess[self.family], self.memory_s * guess[_MEMORY]
         short_way = self.compute_s * guess[_WINOGRAD] + WINOGRAD_TRAFFIC * memory
         short = self.winograd & (short_way < np.maximum(compute, memory))
@@ -194,7 +217,9 @@ class _Table:
         return best
 
     def pace(self, best: np.ndarray, first: np.ndarray) -> float:
-        """How much slower than usual the products were, on average by their work: those that were not seen are taken to be as much."""
+        """How much slower than usual the products were, on average by their work: those that were
+        not seen are taken to be as much.
+        """
         work = np.bincount(
             self.family, self.compute_s * (self.family != _column("other")), minlength=len(best)
         )

@@ -1,4 +1,6 @@
-"""What a model's layers do, as plain data: operations, bytes moved and launches, whatever the device."""
+"""What a model's layers do, as plain data: operations, bytes moved and launches, whatever the
+device.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,27 @@ from penstock.store import read_json, write_json
 
 SCHEMA = 1
 
-#: What an op is to a device; each family reaches a share of the peak of its own. `convolution_3x3` has stride and dilation 1: what
+#: What an op is to a device; each family reaches a share of the peak of its own. `convolution_3x3`
+#: has stride and dilation 1: what
 #: Winograd's algorithm can do as well. `other` is everything that only streams through memory.
 Family = Literal[
-    "matrix", "convolution_3x3", "convolution", "grouped_convolution", "attention", "recurrent", "other"
-]  # fmt: skip
+    "matrix",
+    "convolution_3x3",
+    "convolution",
+    "grouped_convolution",
+    "attention",
+    "recurrent",
+    "other",
+]
 FAMILIES: tuple[Family, ...] = (
-    "matrix", "convolution_3x3", "convolution", "grouped_convolution", "attention", "recurrent", "other",
-)  # fmt: skip
+    "matrix",
+    "convolution_3x3",
+    "convolution",
+    "grouped_convolution",
+    "attention",
+    "recurrent",
+    "other",
+)
 
 
 @final
@@ -28,8 +43,9 @@ FAMILIES: tuple[Family, ...] = (
 class Work:
     """One launched op, or `launches` equal ones: a fixed part, and what each sample adds.
 
-    `flops` and `bytes` are of all launches together. A multiplication with its addition counts two. Bytes are those that the op
-    reads and writes at least; what caches save or passes repeat is a matter of the device's efficiency.
+    `flops` and `bytes` are of all launches together. A multiplication with its addition counts two.
+    Bytes are those that the op reads and writes at least; what caches save or passes repeat is a
+    matter of the device's efficiency.
     """
 
     op: str
@@ -88,10 +104,11 @@ class LayerCounts:
 @final
 @dataclass(frozen=True)
 class ModelCounts:
-    """A model's layers with what they do. `dtype_bytes`: of a number of the weights that were counted.
+    """A model's layers with what they do. `dtype_bytes`: of a number of the weights that were
+    counted.
 
-    `float_input_bytes_per_sample` is the part of `input_bytes_per_sample` that a narrower dtype makes smaller: tokens stay what they
-    are.
+    `float_input_bytes_per_sample` is the part of `input_bytes_per_sample` that a narrower dtype
+    makes smaller: tokens stay what they are.
     """
 
     layers: tuple[LayerCounts, ...]
@@ -132,7 +149,8 @@ class ModelCounts:
         """Read what `save` wrote, trusting nothing.
 
         Raises:
-            FileError: the file is missing, is no model counts, has another schema version, or a count in it is below 0.
+            FileError: the file is missing, is no model counts, has another schema version, or a
+            count in it is below 0.
         """
         counts = read_json(path, cls, SCHEMA)
         try:
@@ -145,8 +163,9 @@ class ModelCounts:
 def check_counts(counts: ModelCounts, where: str) -> None:
     """Refuse counts that cannot be: below 0, or a launch of nothing.
 
-    The fixed part of an op may be below 0 (an op that costs less for each further sample than for the first does not exist, but two
-    sizes that take different ways do): what it is at one sample may not.
+    The fixed part of an op may be below 0 (an op that costs less for each further sample than for
+    the first does not exist, but two sizes that take different ways do): what it is at one sample
+    may not.
 
     Raises:
         SettingError: it is so; `where` begins the message.
@@ -155,11 +174,18 @@ def check_counts(counts: ModelCounts, where: str) -> None:
     for layer in counts.layers:
         _check_fields(layer, f"{where}: layer {layer.name}")
         for work in (*layer.forward, *layer.backward, *layer.input_grad, *layer.weight_grad):
-            least = min(work.launches, work.flops_per_sample, work.bytes_per_sample,
-                        work.flops + work.flops_per_sample, work.bytes + work.bytes_per_sample)  # fmt: skip
+            least = min(
+                work.launches,
+                work.flops_per_sample,
+                work.bytes_per_sample,
+                work.flops + work.flops_per_sample,
+                work.bytes + work.bytes_per_sample,
+            )
             if least < 0 or not work.launches:
-                raise SettingError(f"{where}: layer {layer.name}: {work.op} has {work.launches} launches and a count of {least}: "
-                                   "launches are 1 or more, counts 0 or more")  # fmt: skip
+                raise SettingError(
+                    f"{where}: layer {layer.name}: {work.op} has {work.launches} launches and a count of {least}: "
+                    "launches are 1 or more, counts 0 or more"
+                )
 
 
 def _check_fields(value: ModelCounts | LayerCounts, where: str) -> None:

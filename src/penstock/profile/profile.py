@@ -21,9 +21,11 @@ Phase = Literal["forward", "backward", "input_grad", "weight_grad"]
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds at several micro-batch sizes: medians, and the spread (interquartile range) of the repeats.
+    """Seconds at several micro-batch sizes: medians, and the spread (interquartile range) of the
+    repeats.
 
-    Small micro-batches are dear because of the cost that every call has whatever its size; the fit keeps it apart.
+    Small micro-batches are dear because of the cost that every call has whatever its size; the fit
+    keeps it apart.
     """
 
     sizes: tuple[int, ...]
@@ -33,12 +35,14 @@ class Timing:
     @cached_property
     def _fit(self) -> tuple[float, float]:
         sizes, medians = np.asarray(self.sizes, float), np.asarray(self.median_s, float)
-        # A difference of two measurements may be 0; with relative weights that one point would set everything.
+        # A difference of two measurements may be 0; with relative weights that one point would set
+        # everything.
         told = medians > 1e-3 * medians.max()
         sizes, medians = sizes[told], medians[told]
         if len(sizes) <= 1:
             return 0.0, float((medians / sizes).sum())
-        # Relative least squares: without the weights the largest size alone would set the fixed cost.
+        # Relative least squares: without the weights the largest size alone would set the fixed
+        # cost.
         weights = 1.0 / medians
         matrix = np.stack([weights, sizes * weights], axis=1)
         fixed, per_sample = np.linalg.lstsq(matrix, np.ones_like(sizes), rcond=None)[0]
@@ -59,7 +63,9 @@ class Timing:
         return self._fit[1]
 
     def at(self, samples: float) -> float:
-        """Seconds for `samples` samples: between measured sizes by straight lines, beyond them by the fit."""
+        """Seconds for `samples` samples: between measured sizes by straight lines, beyond them by
+        the fit.
+        """
         low, high = self.sizes[0], self.sizes[-1]
         if low <= samples <= high:
             return float(np.interp(samples, self.sizes, self.median_s))
@@ -71,9 +77,11 @@ class Timing:
 class LayerProfile:
     """One layer's costs. Byte counts named `…_per_sample` grow with the micro-batch.
 
-    `parameter_bytes` counts a parameter at the first layer that uses it, and nowhere else, and `activation_bytes_per_sample` likewise what
-    is kept for a backward. A stage that begins with this layer keeps `entry_bytes_per_sample` besides: its input, where that counts
-    at a layer before, or nowhere. `single_copy_reason`: why several ranks cannot hold the layer at once; empty where they can.
+    `parameter_bytes` counts a parameter at the first layer that uses it, and nowhere else, and
+    `activation_bytes_per_sample` likewise what is kept for a backward. A stage that begins with
+    this layer keeps `entry_bytes_per_sample` besides: its input, where that counts at a layer
+    before, or nowhere. `single_copy_reason`: why several ranks cannot hold the layer at once; empty
+    where they can.
     """
 
     name: str
@@ -100,11 +108,13 @@ class LayerProfile:
 class Profile:
     """A model's layers with their costs, and where they were measured.
 
-    `update_s_per_byte`: seconds of an optimizer step per byte of parameters (SGD with momentum). `device`: the device's name, as
-    clusters know it: a preset's, `"cpu"`, or what CUDA calls the GPU; empty where nobody said. `update_fixed_s`: seconds of that step
-    besides, whatever its size. `accumulate_s_per_byte`: seconds of adding a micro-batch's gradients to those before it, per byte of
-    them; `backward` and `weight_grad` of the layers are those of a first micro-batch. `optimizer_states`: numbers that the optimizer
-    keeps for each parameter, which planners count as memory; `ps.plan(optimizer=)` sets it.
+    `update_s_per_byte`: seconds of an optimizer step per byte of parameters (SGD with momentum).
+    `device`: the device's name, as clusters know it: a preset's, `"cpu"`, or what CUDA calls the
+    GPU; empty where nobody said. `update_fixed_s`: seconds of that step besides, whatever its size.
+    `accumulate_s_per_byte`: seconds of adding a micro-batch's gradients to those before it, per
+    byte of them; `backward` and `weight_grad` of the layers are those of a first micro-batch.
+    `optimizer_states`: numbers that the optimizer keeps for each parameter, which planners count as
+    memory; `ps.plan(optimizer=)` sets it.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -142,8 +152,12 @@ class Profile:
 
     def step_seconds(self, samples: float) -> list[float]:
         """Per layer, seconds of forward and backward for `samples` samples."""
-        return [forward + back for forward, back in
-                zip(self.seconds("forward", samples), self.seconds("backward", samples), strict=True)]  # fmt: skip
+        return [
+            forward + back
+            for forward, back in zip(
+                self.seconds("forward", samples), self.seconds("backward", samples), strict=True
+            )
+        ]
 
     def save(self, path: str | Path) -> None:
         """Write JSON with a schema version."""
@@ -154,7 +168,8 @@ class Profile:
         """Read what `save` wrote, trusting nothing.
 
         Raises:
-            FileError: the file is missing, is no profile, or has another schema version, or a number in it cannot be.
+            FileError: the file is missing, is no profile, or has another schema version, or a
+            number in it cannot be.
         """
         profile = read_json(path, cls, SCHEMA)
         try:
@@ -176,7 +191,8 @@ def _check_counts(value: Profile | LayerProfile, where: str) -> None:
 
 
 def check_timing(timing: Timing, where: str) -> None:
-    """Refuse a timing whose sizes do not ascend, or whose times are not one finite number above or at 0 for each.
+    """Refuse a timing whose sizes do not ascend, or whose times are not one finite number above or
+    at 0 for each.
 
     Raises:
         SettingError: it is so; `where` begins the message.

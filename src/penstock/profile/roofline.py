@@ -1,9 +1,12 @@
-"""A profile of hardware that is not here: every op at the roof of its operations or of its bytes, whichever is lower.
+"""A profile of hardware that is not here: every op at the roof of its operations or of its bytes,
+whichever is lower.
 
-    seconds of an op = launches x (launch_s + fill_s) + max(operations / (peak x its family's share), bytes / (bandwidth x memory))
+    seconds of an op = launches x (launch_s + fill_s) + max(operations / (peak x its family's
+    share), bytes / (bandwidth x memory))
 
-Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model for multicore architectures"; launch
-cost and the time to fill the device besides, because small ops are bound by neither roof.
+Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model for
+multicore architectures"; launch cost and the time to fill the device besides, because small ops are
+bound by neither roof.
 """
 
 from __future__ import annotations
@@ -30,15 +33,20 @@ DTYPE_BYTES: Final = {
     "float8": 1,
     "int8": 1,
 }
-#: What SGD with momentum moves for each byte of parameters: reads weight, gradient and momentum, writes weight and momentum.
+#: What SGD with momentum moves for each byte of parameters: reads weight, gradient and momentum,
+#: writes weight and momentum.
 UPDATE_TRAFFIC: Final = 5.0
 #: And what adding a micro-batch's gradients to those before it moves: reads both, writes the sum.
 ACCUMULATE_TRAFFIC: Final = 3.0
-#: How often Winograd's F(4 x 4, 3 x 3) moves its bytes: once if all is one kernel, 5.5 times if its transforms, which make 36 numbers of
-#: every 16, are kernels of their own. Fitted, as the defaults of `Efficiency` are; between 2.0 and 2.8 over VGG-19's blocks 1 to 4.
-#: Source of the algorithm: Lavin and Gray 2016, "Fast algorithms for convolutional neural networks".
+#: How often Winograd's F(4 x 4, 3 x 3) moves its bytes: once if all is one kernel, 5.5 times if its
+#: transforms, which make 36 numbers of
+#: every 16, are kernels of their own. Fitted, as the defaults of `Efficiency` are; between 2.0 and
+#: 2.8 over VGG-19's blocks 1 to 4.
+#: Source of the algorithm: Lavin and Gray 2016, "Fast algorithms for convolutional neural
+#: networks".
 WINOGRAD_TRAFFIC: Final = 2.6
-#: In which cuDNN takes Winograd's way: narrower numbers have tensor cores, which are faster. oneDNN does not on CPUs.
+#: In which cuDNN takes Winograd's way: narrower numbers have tensor cores, which are faster. oneDNN
+#: does not on CPUs.
 _WINOGRAD_DTYPES = ("float32", "float64")
 
 
@@ -47,22 +55,26 @@ _WINOGRAD_DTYPES = ("float32", "float64")
 class Efficiency:
     """What part of a device's peaks is reached, by family of ops.
 
-    The defaults are for a V100 at float32. Fitted to DAPPLE's profile of VGG-19 there (LITERATURE 11.7): `winograd` and
-    `WINOGRAD_TRAFFIC`. Read off PipeDream's profiles on a V100: `memory` (ReLU in VGG-16), `convolution` (1 x 1 in ResNet-50),
-    `matrix` (VGG-16's fc6, GNMT's classifier), `recurrent` (GNMT's LSTMs, between 0.5 and 0.9). Assumed: `attention` as other products,
-    `grouped_convolution`, `fill_s`. Other GPUs, and tensor cores, reach other shares: calibrate with a profile where there is one.
+    The defaults are for a V100 at float32. Fitted to DAPPLE's profile of VGG-19 there (LITERATURE
+    11.7): `winograd` and `WINOGRAD_TRAFFIC`. Read off PipeDream's profiles on a V100: `memory`
+    (ReLU in VGG-16), `convolution` (1 x 1 in ResNet-50), `matrix` (VGG-16's fc6, GNMT's
+    classifier), `recurrent` (GNMT's LSTMs, between 0.5 and 0.9). Assumed: `attention` as other
+    products, `grouped_convolution`, `fill_s`. Other GPUs, and tensor cores, reach other shares:
+    calibrate with a profile where there is one.
 
     Attributes:
-        matrix, convolution, grouped_convolution, attention, recurrent, other: share of the peak by family.
-        winograd: the same for 3 x 3 convolutions by Winograd's algorithm, of the plain sum's operations: above 1, because its
-            F(4 x 4, 3 x 3) does 4 times fewer. It moves `WINOGRAD_TRAFFIC` times the bytes, before and after its products; a device
-            takes whichever way is shorter.
+        matrix, convolution, grouped_convolution, attention, recurrent, other: share of the peak by
+        family. winograd: the same for 3 x 3 convolutions by Winograd's algorithm, of the plain
+        sum's operations: above 1, because its
+            F(4 x 4, 3 x 3) does 4 times fewer. It moves `WINOGRAD_TRAFFIC` times the bytes, before
+            and after its products; a device takes whichever way is shorter.
         memory: share of the memory's bandwidth.
         launch: real cost of a launch in terms of the device's `launch_s`.
-        fill_s: seconds that a launch of anything but `other` takes besides, before the device is full: an op whose work takes as long
+        fill_s: seconds that a launch of anything but `other` takes besides, before the device is
+        full: an op whose work takes as long
             at its rate reaches half of it.
-        call_s: seconds of each phase of a layer that launches anything: a framework's own cost where nothing hides it.
-        source: what it was fitted to.
+        call_s: seconds of each phase of a layer that launches anything: a framework's own cost
+        where nothing hides it. source: what it was fitted to.
 
     Raises:
         SettingError: a share is not above 0, or a time is below 0.
@@ -99,16 +111,24 @@ class Efficiency:
 
 
 def usual_efficiency(dtype: str) -> Efficiency:
-    """What is assumed where nothing was measured: the defaults, or what tensor cores reach of their much higher peaks.
+    """What is assumed where nothing was measured: the defaults, or what tensor cores reach of their
+    much higher peaks.
 
-    Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", table 1: whole transformers run at
-    44 to 52 % of an A100's peak at float16, with all their transfers; so products alone at a little more. The others are assumed lower
-    in the same proportion.
+    Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters",
+    table 1: whole transformers run at 44 to 52 % of an A100's peak at float16, with all their
+    transfers; so products alone at a little more. The others are assumed lower in the same
+    proportion.
     """
     if dtype in _WINOGRAD_DTYPES:
         return Efficiency()
-    return Efficiency(matrix=0.55, convolution=0.45, grouped_convolution=0.05, attention=0.45, recurrent=0.45,
-                      source="assumed for tensor cores (after Narayanan et al. 2021)")  # fmt: skip
+    return Efficiency(
+        matrix=0.55,
+        convolution=0.45,
+        grouped_convolution=0.05,
+        attention=0.45,
+        recurrent=0.45,
+        source="assumed for tensor cores (after Narayanan et al. 2021)",
+    )
 
 
 @final
@@ -141,10 +161,17 @@ class Roof:
             lacking = (
                 f"peak for {dtype} (it has one for {has})" if peak is None else "memory bandwidth"
             )
-            raise SettingError(f"device {device.name} has no {lacking}: give flops and memory_bytes_per_s, "
-                               "or take a device of the presets")  # fmt: skip
-        return cls(peak, bandwidth, device.launch_s, DTYPE_BYTES[dtype] / counted_bytes,
-                   winograd=dtype in _WINOGRAD_DTYPES and device.kind == "gpu")  # fmt: skip
+            raise SettingError(
+                f"device {device.name} has no {lacking}: give flops and memory_bytes_per_s, "
+                "or take a device of the presets"
+            )
+        return cls(
+            peak,
+            bandwidth,
+            device.launch_s,
+            DTYPE_BYTES[dtype] / counted_bytes,
+            winograd=dtype in _WINOGRAD_DTYPES and device.kind == "gpu",
+        )
 
     def seconds(self, works: Sequence[Work], samples: float, efficiency: Efficiency) -> float:
         """Seconds of one phase of a layer."""
@@ -175,16 +202,18 @@ def roofline(
 ) -> Profile:
     """What the layers would cost on `device`.
 
-    At a narrower dtype than the weights were counted in, everything that moves and is kept is narrower, and the peak is the dtype's;
-    parameters count as they are, 4 bytes with as many for the gradient. That is mixed precision, where 2 bytes of a weight, 2 of
-    its gradient and 4 of its master copy are as many; gradients that copies of a stage add up are counted twice as wide as they go.
+    At a narrower dtype than the weights were counted in, everything that moves and is kept is
+    narrower, and the peak is the dtype's; parameters count as they are, 4 bytes with as many for
+    the gradient. That is mixed precision, where 2 bytes of a weight, 2 of its gradient and 4 of its
+    master copy are as many; gradients that copies of a stage add up are counted twice as wide as
+    they go.
 
     Args:
         counts: of the model.
         device: with a peak for `dtype` and a memory bandwidth.
         batch: samples of a batch; by default that of the counts.
-        sizes: micro-batch sizes to give seconds for; by default a batch in parts by powers of two, down to 1 sample.
-        dtype: in which it computes: "float32", "tf32", "bfloat16", "float16", ...
+        sizes: micro-batch sizes to give seconds for; by default a batch in parts by powers of two,
+        down to 1 sample. dtype: in which it computes: "float32", "tf32", "bfloat16", "float16", ...
         efficiency: shares of the peaks that are reached; by default those of `usual_efficiency`.
 
     Raises:
@@ -218,8 +247,8 @@ def roofline(
 def analytic_profile(
     counts: ModelCounts, sizes: Sequence[int], roof: Roof, seconds: Seconds
 ) -> Profile:
-    """A profile with the counts' bytes, as narrow as the roof's dtype, and the times that `seconds(layer, phase, samples)` says. Of the
-    device it says nothing.
+    """A profile with the counts' bytes, as narrow as the roof's dtype, and the times that
+    `seconds(layer, phase, samples)` says. Of the device it says nothing.
     """
     narrower = roof.narrower
 
@@ -244,12 +273,18 @@ def analytic_profile(
         for layer in counts
     )
     tokens = counts.input_bytes_per_sample - counts.float_input_bytes_per_sample
-    return Profile(layers, counts.fingerprint, tokens + counts.float_input_bytes_per_sample * narrower, counts.batch,
-                   torch_version=counts.torch_version)  # fmt: skip
+    return Profile(
+        layers,
+        counts.fingerprint,
+        tokens + counts.float_input_bytes_per_sample * narrower,
+        counts.batch,
+        torch_version=counts.torch_version,
+    )
 
 
 def halves(batch: int) -> list[int]:
-    """The batch in 1, 2, 4, ... parts, down to 1 sample: seconds bend where an op goes from one roof to the other.
+    """The batch in 1, 2, 4, ... parts, down to 1 sample: seconds bend where an op goes from one
+    roof to the other.
 
     >>> halves(24)
     [1, 3, 6, 12, 24]

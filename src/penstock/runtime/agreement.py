@@ -1,4 +1,6 @@
-"""Ranks that are processes find out, before anything is computed, whether they are about to run the same."""
+"""Ranks that are processes find out, before anything is computed, whether they are about to run the
+same.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def compare_settings(
 
 
 def compare_optimizers(meeting: Meeting | None, made: Assembly) -> None:
-    """Compare the optimizers that were made with those of all other ranks. Raises as `compare_settings`."""
+    """Compare the optimizers that were made with those of all other ranks. Raises as
+    `compare_settings`.
+    """
     if meeting is None:
         return
     if made.steps:

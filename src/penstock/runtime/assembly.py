@@ -1,4 +1,6 @@
-"""What a run is made of: the ranks of this process with their stages, the copies that these meet, and their weight rules."""
+"""What a run is made of: the ranks of this process with their stages, the copies that these meet,
+and their weight rules.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,9 @@ from penstock.weights.uses import Uses, uses
 class Assembly:
     """The local ranks of a run.
 
-    `interpreters` by rank; `apart`, by rank and stage, the copies of stages that do not meet at every U; `shared`, what stages have in
-    common, and by rank in `tied` its part in that, if others have one. `make`: what optimizers are made by.
+    `interpreters` by rank; `apart`, by rank and stage, the copies of stages that do not meet at
+    every U; `shared`, what stages have in common, and by rank in `tied` its part in that, if others
+    have one. `make`: what optimizers are made by.
     """
 
     traced: TracedChain
@@ -76,7 +79,9 @@ class Assembly:
         ]
 
     def share_weights(self) -> None:
-        """Let all copies of a stage begin with the first one's parameters and buffers, and all that is tied with its home's."""
+        """Let all copies of a stage begin with the first one's parameters and buffers, and all that
+        is tied with its home's.
+        """
 
         def share(rank: int) -> None:
             interpreter = self.interpreters[rank]
@@ -95,8 +100,12 @@ class Assembly:
     def placed(self) -> Placed:
         """Which rank holds what, and the stages that are held here."""
         home = tuple(holders[0] for holders in self.setting.schedule.ranks_of_stage)
-        at_home = [stage for rank, interpreter in self.interpreters.items() for stage in interpreter.stages.values()
-                   if home[stage.index] == rank]  # fmt: skip
+        at_home = [
+            stage
+            for rank, interpreter in self.interpreters.items()
+            for stage in interpreter.stages.values()
+            if home[stage.index] == rank
+        ]
         return Placed(
             self.traced,
             self.setting.lengths,
@@ -137,8 +146,15 @@ class Assembly:
         """What the first rank that trains anything says, on every rank."""
         facts = self.traced.description
         bounds = facts.stage_bounds(self.setting.lengths)
-        trains = (stage for stage, (first, end) in enumerate(bounds)
-                  if any(facts.tensor(name).trainable for layer in facts.layers[first:end] for name in layer.parameters))  # fmt: skip
+        trains = (
+            stage
+            for stage, (first, end) in enumerate(bounds)
+            if any(
+                facts.tensor(name).trainable
+                for layer in facts.layers[first:end]
+                for name in layer.parameters
+            )
+        )
         source = self.setting.schedule.ranks_of_stage[next(trains, 0)][0]
         return tuple(self.world.broadcast(texts, source)) if texts else ()
 
@@ -161,7 +177,9 @@ class Assembly:
         return self.versioned()
 
     def versions_kept(self) -> tuple[int, ...]:
-        """In a stream, per stage, the most versions of its weights that a rank has kept at once so far. Every rank must ask."""
+        """In a stream, per stage, the most versions of its weights that a rank has kept at once so
+        far. Every rank must ask.
+        """
         stages, world = len(self.setting.lengths), self.world
         form = TensorForm((stages,), "int64", wants_grad=False)
         kept = {
@@ -199,11 +217,18 @@ class Assembly:
         rule = rule_of(setting.schedule, setting.weights, setting.weights_options)
         return stage_weights(
             Site(
-                stage.update, lru_cache(maxsize=256)(lambda number: found.at(stage.index, number)), rule, rule.with_defaults(setting.weights_options),
-                stage.index, found.staleness(stage.index), stream.pipelines, stream.waves,
-                None if copies is None else WaveMessages(copies), len(setting.lengths),
+                stage.update,
+                lru_cache(maxsize=256)(lambda number: found.at(stage.index, number)),
+                rule,
+                rule.with_defaults(setting.weights_options),
+                stage.index,
+                found.staleness(stage.index),
+                stream.pipelines,
+                stream.waves,
+                None if copies is None else WaveMessages(copies),
+                len(setting.lengths),
             )
-        )  # fmt: skip
+        )
 
 
 def assemble(traced: TracedChain, setting: Setting, world: World, training: Training) -> Assembly:
@@ -211,7 +236,8 @@ def assemble(traced: TracedChain, setting: Setting, world: World, training: Trai
 
     Raises:
         ChainError: a tensor that several stages use cannot be kept one.
-        SettingError: what is asked for makes no sense, or a function of the caller's returned something else than it should.
+        SettingError: what is asked for makes no sense, or a function of the caller's returned
+        something else than it should.
     """
     schedule = setting.schedule
     shared = shared_tensors(traced.description, setting.lengths, schedule)
@@ -277,7 +303,9 @@ def _check_optimizers(traced: TracedChain, interpreters: Mapping[int, Interprete
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained: loss, optimizer, the seed of what is random, and what else is asked for."""
+    """How a model is trained: loss, optimizer, the seed of what is random, and what else is asked
+    for.
+    """
 
     loss: Loss
     optimizer: OptimizerFactory | None
@@ -303,7 +331,8 @@ class _Bench:
         self.make = self.training.optimizer
         if self.make is not None and self._groups is not None:
             self.make = self._groups.factory(self.make)
-        # Whose tensor counts, by name: what is not there lies in one stage, and counts on the first rank of that.
+        # Whose tensor counts, by name: what is not there lies in one stage, and counts on the first
+        # rank of that.
         self._home = {each.name: each.home for each in self.shared}
         self._first = [ranks[0] for ranks in schedule.ranks_of_stage]
         self._model = ModelParameters.of(self.traced)
@@ -337,8 +366,9 @@ class _Bench:
     def _own(
         self, rank: int, indices: Sequence[int], modules: Mapping[int, nn.Module]
     ) -> list[nn.Module]:
-        """Of ranks that are threads of one process, the user's own modules are those of a stage's first copy and of the home of what is
-        tied; the others have modules of their own where they hold a tensor that is not theirs, and share the rest.
+        """Of ranks that are threads of one process, the user's own modules are those of a stage's
+        first copy and of the home of what is tied; the others have modules of their own where they
+        hold a tensor that is not theirs, and share the rest.
         """
         chosen: list[int] = []
         kept = made_tensors(modules.values())
@@ -385,18 +415,34 @@ class _Bench:
         device, last = self.world.device(rank), index == len(setting.lengths) - 1
         entry = traced.entries.get(first) if index else None
         kind = stage_class(layers, len(setting.schedule.ranks_of_stage[index]))
-        stage = kind(index, layers, device, update, training.seed, setting.recompute, training.loss if last else None, evicted,
-                     entry=None if entry is None else entry.to(device), exit=None if last else traced.exits.get(end - 1),
-                     autocast=training.options.autocast, recomputed=setting.recomputed, segment_starts=setting.segment_starts,
-                     compile=training.options.compiled, offload=training.options.offload,
-                     reach=Reach(index, names, self._model), loss_options=training.options.loss_division)  # fmt: skip
+        stage = kind(
+            index,
+            layers,
+            device,
+            update,
+            training.seed,
+            setting.recompute,
+            training.loss if last else None,
+            evicted,
+            entry=None if entry is None else entry.to(device),
+            exit=None if last else traced.exits.get(end - 1),
+            autocast=training.options.autocast,
+            recomputed=setting.recomputed,
+            segment_starts=setting.segment_starts,
+            compile=training.options.compiled,
+            offload=training.options.offload,
+            reach=Reach(index, names, self._model),
+            loss_options=training.options.loss_division,
+        )
         if isinstance(stage, ReplicatedStage):
             stage.schedule_name = setting.schedule.name
         return stage
 
 
 def _names(traced: TracedChain, layers: Sequence[StageLayer]) -> dict[nn.Parameter, str]:
-    """The parameters of some layers by the chain's names, in the order in which they are first used."""
+    """The parameters of some layers by the chain's names, in the order in which they are first
+    used.
+    """
     names: dict[nn.Parameter, str] = {}
     for layer in layers:
         for name, parameter in parameters_of(layer.name, layer.module):
@@ -405,7 +451,9 @@ def _names(traced: TracedChain, layers: Sequence[StageLayer]) -> dict[nn.Paramet
 
 
 def _named(traced: TracedChain) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of the whole model, each once; those of layers that nobody has made yet are on the meta device."""
+    """The parameters of the whole model, each once; those of layers that nobody has made yet are on
+    the meta device.
+    """
     seen: set[str] = set()
     for layer, module in zip(traced.layers, traced.modules, strict=True):
         for name, parameter in parameters_of(layer.name, module):

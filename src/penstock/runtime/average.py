@@ -36,7 +36,9 @@ class Trained(Protocol):
 
 
 class _Tensors(nn.Module):
-    """Parameters and buffers without the modules that use them: what `AveragedModel` copies and walks through."""
+    """Parameters and buffers without the modules that use them: what `AveragedModel` copies and
+    walks through.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -58,8 +60,8 @@ class _Tensors(nn.Module):
 class Average:
     """A running average of the weights of a pipeline's model; made by `Pipeline.ema`.
 
-    The numbers are those of `torch.optim.swa_utils.AveragedModel` over the whole model on one device, which does the work
-    for the stages of each rank. All methods are called on every rank.
+    The numbers are those of `torch.optim.swa_utils.AveragedModel` over the whole model on one
+    device, which does the work for the stages of each rank. All methods are called on every rank.
     """
 
     def __init__(self, pipe: Trained, parts: list[tuple[_Tensors, AveragedModel]]) -> None:
@@ -78,7 +80,8 @@ class Average:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A context in which the pipeline has the averaged weights: for `eval_batch`, `forward`, `state_dict` and `save`.
+        """A context in which the pipeline has the averaged weights: for `eval_batch`, `forward`,
+        `state_dict` and `save`.
 
         Do not train in it: the weights come back at its end as they were at its beginning.
 
@@ -104,7 +107,8 @@ class Average:
                     tensor.copy_(value)
 
     def model_state(self) -> dict[str, Tensor]:
-        """The averaged model's parameters and buffers on every rank, on the CPU, under the model's own names.
+        """The averaged model's parameters and buffers on every rank, on the CPU, under the model's
+        own names.
 
         Raises:
             SettingError: there has been no update.
@@ -113,9 +117,11 @@ class Average:
             return self._pipe.model_state()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """On rank 0 what `AveragedModel.state_dict` is on one device: `n_averaged`, and the model's names after `module.`.
+        """On rank 0 what `AveragedModel.state_dict` is on one device: `n_averaged`, and the model's
+        names after `module.`.
 
-        Elsewhere it is empty. `load_state_dict` takes it, as does an `AveragedModel` of the whole model.
+        Elsewhere it is empty. `load_state_dict` takes it, as does an `AveragedModel` of the whole
+        model.
 
         Raises:
             SettingError: there has been no update.
@@ -131,7 +137,8 @@ class Average:
         """Go on from what `state_dict` gave, on every rank, under this or any other plan.
 
         Args:
-            tensors: the whole model's average, as `state_dict` or `AveragedModel.state_dict` gives it.
+            tensors: the whole model's average, as `state_dict` or `AveragedModel.state_dict` gives
+            it.
 
         Raises:
             SettingError: a tensor is missing, or has another shape. Nothing has changed then.

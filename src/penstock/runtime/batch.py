@@ -1,4 +1,6 @@
-"""A batch on its way: cut into micro-batches, and these into slices where a schedule says so, the same on every rank."""
+"""A batch on its way: cut into micro-batches, and these into slices where a schedule says so, the
+same on every rank.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,16 @@ from penstock.values.structure import (
 
 @dataclass
 class Batch:
-    """Micro-batches of inputs and targets, and the results that ops leave behind, all by the numbers that ops have.
+    """Micro-batches of inputs and targets, and the results that ops leave behind, all by the
+    numbers that ops have.
 
-    `shares[n]` is the share of micro-batch n in the batch's samples, and in their tokens where those are cut. Side losses are weighed
-    by it. `loss_weights[n]` is what the loss of micro-batch n is multiplied by in the loss of the batch; the last stage sets it before
-    its first loss (see `loss_weights.py`). `slicing` is how those micro-batches that this batch fills are cut. `keeps_outputs`: leave the
-    model's outputs behind, though there are targets. `check` is a checksum that all ranks have in common, see `calls`. `whole`: inputs
-    and targets before they were cut. `device_batches`: their copies on other devices, see `device_batch.py`.
+    `shares[n]` is the share of micro-batch n in the batch's samples, and in their tokens where
+    those are cut. Side losses are weighed by it. `loss_weights[n]` is what the loss of micro-batch
+    n is multiplied by in the loss of the batch; the last stage sets it before its first loss (see
+    `loss_weights.py`). `slicing` is how those micro-batches that this batch fills are cut.
+    `keeps_outputs`: leave the model's outputs behind, though there are targets. `check` is a
+    checksum that all ranks have in common, see `calls`. `whole`: inputs and targets before they
+    were cut. `device_batches`: their copies on other devices, see `device_batch.py`.
     """
 
     step: int
@@ -53,7 +58,9 @@ class Batch:
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches there are. Slices of samples count each, as in `Schedule.first_micro_batches`."""
+        """How many micro-batches there are. Slices of samples count each, as in
+        `Schedule.first_micro_batches`.
+        """
         return (
             len(self.slicing.shares)
             if self.slicing is not None and self.cuts_tokens
@@ -72,7 +79,9 @@ class Batch:
 
     @cached_property
     def forms(self) -> list[str]:
-        """By number, a name for the form of what stages pass on: what has the same name has the same shapes."""
+        """By number, a name for the form of what stages pass on: what has the same name has the
+        same shapes.
+        """
         return _forms(self.signature, len(self.inputs))
 
     def place(self, number: int) -> tuple[int, int]:
@@ -82,7 +91,9 @@ class Batch:
         return self.slicing.micro_batch_of[number], len(self.slicing.shares)
 
     def next_slice(self, number: int) -> int | None:
-        """The slice of the same sequences that comes after `number`, if they are cut and there is one."""
+        """The slice of the same sequences that comes after `number`, if they are cut and there is
+        one.
+        """
         return (
             self.slicing.neighbour(number, +1)
             if self.slicing is not None and self.cuts_tokens
@@ -90,7 +101,9 @@ class Batch:
         )
 
     def rows(self) -> list[list[int]]:
-        """The numbers of each micro-batch's slices of sequences; where none are cut, each number alone."""
+        """The numbers of each micro-batch's slices of sequences; where none are cut, each number
+        alone.
+        """
         if self.slicing is None or not self.cuts_tokens:
             return [[number] for number in self.numbers]
         return [
@@ -128,8 +141,10 @@ class Batch:
             tokens = token_count(self.inputs[number], "the inputs of a slice")
             for leaf in tensors_of(output):
                 if leaf.dim() < 2 or leaf.shape[1] != tokens:
-                    raise SettingError(f"the model's output for a slice of {tokens} tokens has a tensor of {tuple(leaf.shape)}: outputs "
-                                       "of slices are joined along their second dimension, which has the tokens")  # fmt: skip
+                    raise SettingError(
+                        f"the model's output for a slice of {tokens} tokens has a tensor of {tuple(leaf.shape)}: outputs "
+                        "of slices are joined along their second dimension, which has the tokens"
+                    )
         return join([join([outputs[number] for number in row], dim=1) for row in self.rows()])
 
 
@@ -153,8 +168,13 @@ def token_count(value: Any, what: str) -> int:
     Raises:
         SettingError: there is none, or the tensors differ.
     """
-    return _extent(value, 1, what, f"the schedule cuts sequences, so {what} must be tensors with the same number of tokens, at least 1, "
-                   "in their second dimension")  # fmt: skip
+    return _extent(
+        value,
+        1,
+        what,
+        f"the schedule cuts sequences, so {what} must be tensors with the same number of tokens, at least 1, "
+        "in their second dimension",
+    )
 
 
 def _dense(value: Any, what: str) -> list[Tensor]:
@@ -170,8 +190,10 @@ def _dense(value: Any, what: str) -> list[Tensor]:
     except Unflattenable as error:
         raise SettingError(f"{what} cannot be cut into micro-batches: {error}") from error
     if structure.has("sparse"):
-        raise SettingError(f"{what} have a sparse tensor in them, which cannot be cut into micro-batches: give its indices by sample as "
-                           "padded dense tensors, and make it in the first layer; or to_dense()")  # fmt: skip
+        raise SettingError(
+            f"{what} have a sparse tensor in them, which cannot be cut into micro-batches: give its indices by sample as "
+            "padded dense tensors, and make it in the first layer; or to_dense()"
+        )
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
@@ -201,20 +223,27 @@ def join(values: list[Any], dim: int = 0) -> Any:
     """Put cut values together again.
 
     Raises:
-        SettingError: a tensor among them has no dimension, so that it cannot be of one sample or another; or they nest differently,
+        SettingError: a tensor among them has no dimension, so that it cannot be of one sample or
+        another; or they nest differently,
             or have different constants.
     """
     flat = [flatten(value) for value in values]
     first, structure = flat[0]
     if structure.has("sparse"):
-        raise SettingError("the model's output has a sparse tensor in it, and outputs of micro-batches are joined along their first "
-                           "dimension: return its to_dense()")  # fmt: skip
+        raise SettingError(
+            "the model's output has a sparse tensor in it, and outputs of micro-batches are joined along their first "
+            "dimension: return its to_dense()"
+        )
     if any(isinstance(leaf, Tensor) and leaf.dim() == 0 for leaf in first):
-        raise SettingError("the model's output has a tensor without a dimension: outputs of micro-batches are joined along their "
-                           "first one, which has the samples")  # fmt: skip
+        raise SettingError(
+            "the model's output has a tensor without a dimension: outputs of micro-batches are joined along their "
+            "first one, which has the samples"
+        )
     if any(other != structure for _, other in flat):
-        raise SettingError("the model's output for one micro-batch nests in another way than that for another: they cannot be "
-                           "joined")  # fmt: skip
+        raise SettingError(
+            "the model's output for one micro-batch nests in another way than that for another: they cannot be "
+            "joined"
+        )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [
         torch.cat(list(column), dim)
@@ -233,9 +262,11 @@ def _common(column: Sequence[Any], place: int, structure: Structure) -> Any:
     """
     for other in column:
         if not same_constant(other, column[0]):
-            raise SettingError(f"the model's output has {column[0]!r} for one micro-batch and {other!r} for another, at "
-                               f"output{structure.labels()[place]}: only tensors can be joined. Return a tensor with a number for every "
-                               "sample, or leave it out")  # fmt: skip
+            raise SettingError(
+                f"the model's output has {column[0]!r} for one micro-batch and {other!r} for another, at "
+                f"output{structure.labels()[place]}: only tensors can be joined. Return a tensor with a number for every "
+                "sample, or leave it out"
+            )
     return column[0]
 
 
@@ -245,7 +276,8 @@ def even_sizes(total: int, parts: int) -> list[int]:
 
 
 def sizes_by_share(total: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers above 0 that add up to `total`, each as near to its share as that allows; of equals the first is larger.
+    """Whole numbers above 0 that add up to `total`, each as near to its share as that allows; of
+    equals the first is larger.
 
     >>> sizes_by_share(10, [1 / 3, 1 / 3, 1 / 3]), sizes_by_share(4, [0.9, 0.05, 0.05])
     ([4, 3, 3], [2, 1, 1])
@@ -269,10 +301,12 @@ def sizes_by_share(total: int, shares: Sequence[float]) -> list[int]:
 def make_batch(
     x: Any, y: Any, micro_batches: int, *, step: int, training: bool, slicing: Slicing | None = None
 ) -> Batch:
-    """Cut a batch into `micro_batches` parts, or into single samples if there are fewer; with `slicing`, into its slices.
+    """Cut a batch into `micro_batches` parts, or into single samples if there are fewer; with
+    `slicing`, into its slices.
 
     Raises:
-        SettingError: a tensor requires a gradient; inputs and targets have no samples, or not the same number; or sequences are to be cut, and they are not the
+        SettingError: a tensor requires a gradient; inputs and targets have no samples, or not the
+        same number; or sequences are to be cut, and they are not the
             second dimension of everything, or are shorter than they have slices.
     """
     if slicing is None and _is_plain(x) and _is_plain(y) and x.shape[0] == y.shape[0]:
@@ -321,7 +355,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _cut_tensors(x: Tensor, y: Tensor, micro_batches: int, step: int, training: bool) -> Batch:
-    """The batch of one tensor of inputs and one of targets. Small models run so many batches a second that it must be quick."""
+    """The batch of one tensor of inputs and one of targets. Small models run so many batches a
+    second that it must be quick.
+    """
     sizes, shares = _even_shares(x.shape[0], micro_batches)
     signature = _signature(training, True, len(sizes), (_tensor_form(x),), "", None)
     inputs, targets = list(torch.split(x, sizes)), list(torch.split(y, sizes))
@@ -374,12 +410,16 @@ def _slice_lengths(x: Any, y: Any, slicing: Slicing) -> list[list[int]]:
     """Per micro-batch, how many tokens its slices have."""
     tokens = token_count(x, "the inputs of a batch")
     if y is not None and token_count(y, "the targets of a batch") != tokens:
-        raise SettingError(f"the schedule cuts sequences: the inputs have {tokens} tokens each, the targets "
-                           f"{token_count(y, 'the targets')}, and must have as many")  # fmt: skip
+        raise SettingError(
+            f"the schedule cuts sequences: the inputs have {tokens} tokens each, the targets "
+            f"{token_count(y, 'the targets')}, and must have as many"
+        )
     most = max(map(len, slicing.shares))
     if tokens < most:
-        raise SettingError(f"sequences of {tokens} tokens cannot be cut into {most} slices: take a schedule with at most {tokens}, "
-                           "or longer sequences")  # fmt: skip
+        raise SettingError(
+            f"sequences of {tokens} tokens cannot be cut into {most} slices: take a schedule with at most {tokens}, "
+            "or longer sequences"
+        )
     return [sizes_by_share(tokens, row) for row in slicing.shares]
 
 
@@ -406,5 +446,7 @@ def pair_of(item: Any) -> tuple[Any, Any]:
         what = f"a {type(item).__name__} of {len(item)}"
     else:
         what = f"a {type(item).__name__}"
-    raise SettingError(f"the loader yields {what}, and train takes pairs (x, y): the inputs of the model and the targets of the loss. Yield "
-                       'pairs, such as ((batch, batch["labels"]) for batch in loader)')  # fmt: skip
+    raise SettingError(
+        f"the loader yields {what}, and train takes pairs (x, y): the inputs of the model and the targets of the loss. Yield "
+        'pairs, such as ((batch, batch["labels"]) for batch in loader)'
+    )

@@ -22,10 +22,12 @@ from penstock.runtime.meeting import missing_keys
 from penstock.runtime.store_board import StoreBoard
 from penstock.values.structure import flatten, tensors_of
 
-#: Batches that are compared as a whole, before anything is computed: the first ones, and then those with numbers 8, 16, 32, ...
+#: Batches that are compared as a whole, before anything is computed: the first ones, and then those
+#: with numbers 8, 16, 32, ...
 FIRST_BATCHES = 4
 
-#: Of batches on a GPU, whose numbers must be waited for, every one with such a number is compared in between.
+#: Of batches on a GPU, whose numbers must be waited for, every one with such a number is compared
+#: in between.
 GPU_PERIOD = 16
 
 #: Tensors of a batch whose numbers a message shows.
@@ -37,7 +39,8 @@ _MOST_FORMS = 1024
 #: Calls that a rank remembers, for others that wait for it.
 _RECENT = 8
 
-#: A checksum that goes with a loss: the call and its form in the upper bits, the numbers in the lower ones; 53 bits are exact in a double.
+#: A checksum that goes with a loss: the call and its form in the upper bits, the numbers in the
+#: lower ones; 53 bits are exact in a double.
 _BITS = 26
 _MASK = (1 << _BITS) - 1
 
@@ -46,7 +49,8 @@ _PATIENCE_S = 3.0
 
 
 class Calls:
-    """The calls of a pipeline whose ranks are threads of one process: there is one call, and nothing to compare.
+    """The calls of a pipeline whose ranks are threads of one process: there is one call, and
+    nothing to compare.
 
     Attributes:
         check_data: whether batches are compared, of ranks that are processes.
@@ -64,7 +68,8 @@ class Calls:
             call: what is done with it.
 
         Raises:
-            RanksDiffer: other ranks have another one, or do something else. Nothing has been computed.
+            RanksDiffer: other ranks have another one, or do something else. Nothing has been
+            computed.
         """
         del x, y, call
         return batch
@@ -242,7 +247,9 @@ class ComparedCalls(Calls):
                 continue
 
     def difference(self, others: Mapping[int, Sequence[Sequence[Any]]]) -> str | None:
-        """The first call in which another rank did something else, from the rows of all others by rank; None if there is none."""
+        """The first call in which another rank did something else, from the rows of all others by
+        rank; None if there is none.
+        """
         calls = {row[0]: row for row in self.rows()}
         numbers = [
             row[0]

@@ -1,9 +1,11 @@
-"""Checkpoints that know nothing of the cut: every tensor under its parameter's name, so that any other plan can go on.
+"""Checkpoints that know nothing of the cut: every tensor under its parameter's name, so that any
+other plan can go on.
 
-A folder holds one safetensors file per stage that wrote it and `checkpoint.json`, which is written last and names them with their
-checksums: without it the folder holds no checkpoint, and until it is replaced the one before stays whole. Nothing is executed when
-one is read. All ranks write and rank 0 sees all files, or `save` refuses; all ranks verify what they read before any changes a
-weight, or `load` refuses, on every rank with one message.
+A folder holds one safetensors file per stage that wrote it and `checkpoint.json`, which is written
+last and names them with their checksums: without it the folder holds no checkpoint, and until it is
+replaced the one before stays whole. Nothing is executed when one is read. All ranks write and rank
+0 sees all files, or `save` refuses; all ranks verify what they read before any changes a weight, or
+`load` refuses, on every rank with one message.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ PARTS = ("optimizer", "schedulers", "scaler", "weight_rule")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come, besides what its stages hold: batches, the scaler's state, and the schedulers' as JSON with the names of
-    their classes.
+    """How far a run has come, besides what its stages hold: batches, the scaler's state, and the
+    schedulers' as JSON with the names of their classes.
     """
 
     step: int
@@ -114,9 +116,16 @@ def parse_skip(skip: str | Collection[str]) -> frozenset[str]:
     return frozenset(PARTS if "optimizer" in names else names)
 
 
-def save(folder: Path, world: World, placed: Placed, progress: Progress, versioned: Sequence[Versioned] = (),
-         terms: Terms = Terms()) -> None:  # fmt: skip
-    """Write the stages held here; rank 0 completes the checkpoint when it sees all files, and the one before is removed.
+def save(
+    folder: Path,
+    world: World,
+    placed: Placed,
+    progress: Progress,
+    versioned: Sequence[Versioned] = (),
+    terms: Terms = Terms(),
+) -> None:
+    """Write the stages held here; rank 0 completes the checkpoint when it sees all files, and the
+    one before is removed.
 
     Args:
         folder: where to; the same, on one disk, for all ranks.
@@ -128,7 +137,8 @@ def save(folder: Path, world: World, placed: Placed, progress: Progress, version
 
     Raises:
         FileError: the folder cannot be written, or is not one folder for all ranks.
-        SettingError: an optimizer keeps something that a checkpoint cannot hold, or there is a NaN in what would be written.
+        SettingError: an optimizer keeps something that a checkpoint cannot hold, or there is a NaN
+        in what would be written.
     """
     identity = world.broadcast([secrets.token_hex(16)], 0)[0]
     writer = _Writer(folder, placed, progress, versioned, terms, identity)
@@ -149,7 +159,8 @@ def save(folder: Path, world: World, placed: Placed, progress: Progress, version
     except PenstockError:
         writer.remove()
         raise
-    # One rank of each host, which also removes what earlier checkpoints have left on a disk of its own.
+    # One rank of each host, which also removes what earlier checkpoints have left on a disk of its
+    # own.
     hosts = {report.host: report.rank for report in reversed(reports)}
     if set(hosts.values()) & set(world.local_ranks):
         remove_others(folder, sums)
@@ -168,7 +179,9 @@ class _Writer:
     identity: str
 
     def name(self, stage: int, copy: int) -> str:
-        """Names are new each time: files of an earlier checkpoint, or of another run, stay until the index is replaced."""
+        """Names are new each time: files of an earlier checkpoint, or of another run, stay until
+        the index is replaced.
+        """
         which = f"-copy-{copy}" if copy else ""
         return f"step-{self.progress.step:08d}-stage-{stage:04d}{which}-{self.identity[:16]}.safetensors"
 
@@ -182,7 +195,9 @@ class _Writer:
         )
 
     def write(self, rank: int) -> dict[str, Any]:
-        """The files of a rank: their sums, and whether they hold anything of a weight rule. Nothing is written before all is checked."""
+        """The files of a rank: their sums, and whether they hold anything of a weight rule. Nothing
+        is written before all is checked.
+        """
         contents = self._contents(rank)
         files = {}
         for name, (tensors, facts) in contents.items():

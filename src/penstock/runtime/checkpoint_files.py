@@ -1,7 +1,9 @@
-"""The files of a checkpoint: how they are written so that they outlast a failure, and checked before anything is taken from them.
+"""The files of a checkpoint: how they are written so that they outlast a failure, and checked
+before anything is taken from them.
 
-Every file has a SHA-256 in `checkpoint.json`, which has one of its own. SHA-256 and not a cyclic checksum: `sha256sum` checks it by
-hand, it tells any two files apart, and processors with instructions for it read 1.5 GB/s, about what a disk gives.
+Every file has a SHA-256 in `checkpoint.json`, which has one of its own. SHA-256 and not a cyclic
+checksum: `sha256sum` checks it by hand, it tells any two files apart, and processors with
+instructions for it read 1.5 GB/s, about what a disk gives.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _MOST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class FileSum:
-    """Size and checksums of a file; `header_sha256` is of what comes before the tensors: names, shapes and metadata."""
+    """Size and checksums of a file; `header_sha256` is of what comes before the tensors: names,
+    shapes and metadata.
+    """
 
     bytes: int
     sha256: str
@@ -68,10 +72,9 @@ class Checkpoint:
         fingerprint: of the model's layers and shapes.
         files: names, in the order of the stages.
         scaler: the loss scaler's state.
-        schedulers, scheduler_kinds: the state of learning-rate schedulers as JSON, and the names of their classes.
-        identity: the same in every file of the checkpoint, and in no other one's.
-        sums: by file, its size and checksums.
-        rule: the weight rule of an asynchronous run.
+        schedulers, scheduler_kinds: the state of learning-rate schedulers as JSON, and the names of
+        their classes. identity: the same in every file of the checkpoint, and in no other one's.
+        sums: by file, its size and checksums. rule: the weight rule of an asynchronous run.
         checksum: SHA-256 of all that is above.
     """
 
@@ -108,7 +111,8 @@ class Header:
         return TypeAdapter(dict[str, Facts]).validate_json(self.metadata.get("optimizer", "{}"))
 
 
-# -- writing ------------------------------------------------------------------------------------------------------------------
+# -- writing
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def write_file(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileSum:
@@ -171,7 +175,8 @@ def file_sum(path: Path) -> FileSum:
         return FileSum(content.tell(), whole, header)
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------------
+# -- reading
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def read_index(folder: Path) -> Checkpoint:
@@ -216,7 +221,8 @@ def read_index(folder: Path) -> Checkpoint:
 
 
 def read_header(folder: Path, name: str, index: Checkpoint) -> Header:
-    """The header of a file that the index names, checked: size, checksum, and which checkpoint it belongs to.
+    """The header of a file that the index names, checked: size, checksum, and which checkpoint it
+    belongs to.
 
     Raises:
         FileError: it is missing, damaged, or of another checkpoint.
@@ -273,7 +279,8 @@ def read_tensors(folder: Path, name: str, keys: Collection[str]) -> dict[str, Te
     try:
         with safe_open(folder / name, framework="pt") as content:
             doubled = set(json.loads((content.metadata() or {}).get("complex128", "[]")))
-            # What it returns is a view of the file's pages, and would change, or crash, when the file does.
+            # What it returns is a view of the file's pages, and would change, or crash, when the
+            # file does.
             tensors = {key: content.get_tensor(key).clone() for key in keys}
     except (OSError, SafetensorError, ValueError) as error:
         raise _unreadable(folder, name, error) from error

@@ -1,4 +1,6 @@
-"""Whether what a checkpoint holds fits a pipeline: every difference is found before anything is changed, and named."""
+"""Whether what a checkpoint holds fits a pipeline: every difference is found before anything is
+changed, and named.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,32 @@ from penstock.tracing.names import prefix_of, state_of
 _SHOWN = 5
 #: What torch's own optimizers keep in the shape of the parameter.
 _SHAPED = frozenset(
-    ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "acc_delta", "exp_inf", "sum", "ax")
-)  # fmt: skip
+    (
+        "momentum_buffer",
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "exp_inf",
+        "sum",
+        "ax",
+    )
+)
 _DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
-    "I8": "int8", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
-}  # fmt: skip
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
 
 ANOTHER_OPTIMIZER = (
     "To take weights, buffers and step, and begin the optimizer anew, say skip='optimizer'"
@@ -43,7 +65,9 @@ NAN = (
 
 @dataclass
 class Findings:
-    """What does not fit, by kind. A kind is a sentence with {} where the names of all that it is true of stand."""
+    """What does not fit, by kind. A kind is a sentence with {} where the names of all that it is
+    true of stand.
+    """
 
     rows: dict[str, dict[str, None]] = field(default_factory=dict)
 
@@ -78,7 +102,8 @@ def _has_nan(tensor: Tensor) -> bool:
         return False
 
 
-# -- the model ----------------------------------------------------------------------------------------------------------------
+# -- the model
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def expected_tensors(placed: Placed) -> dict[str, Tensor]:
@@ -91,7 +116,9 @@ def expected_tensors(placed: Placed) -> dict[str, Tensor]:
 
 
 def model_difference(headers: Iterable[Header], placed: Placed) -> str:
-    """In what a checkpoint's model differs from this one: the first tensors that have another name, shape or dtype."""
+    """In what a checkpoint's model differs from this one: the first tensors that have another name,
+    shape or dtype.
+    """
     saved = _saved_forms(headers)
     rows = []
     for name, tensor in expected_tensors(placed).items():
@@ -114,7 +141,9 @@ def check_names(headers: Iterable[Header], placed: Placed, findings: Findings) -
 def check_model(
     placed: Placed, tensors: Mapping[str, Tensor], findings: Findings, *, nonfinite: bool
 ) -> None:
-    """The stages held here find all of their tensors, in the right shape and dtype, and no parameter has a NaN."""
+    """The stages held here find all of their tensors, in the right shape and dtype, and no
+    parameter has a NaN.
+    """
     for stage in placed.local:
         parameters = parameter_names(stage)
         for name, target in state.own(stage).items():
@@ -161,7 +190,8 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-# -- optimizers ---------------------------------------------------------------------------------------------------------------
+# -- optimizers
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -182,7 +212,9 @@ class OptimizerState:
 def check_optimizer_state(
     optimizer: Optimizer, names: Mapping[Tensor, str], saved: OptimizerState, findings: Findings
 ) -> None:
-    """The state is of an optimizer of the same class, with the same groups, and of the form that torch's classes need."""
+    """The state is of an optimizer of the same class, with the same groups, and of the form that
+    torch's classes need.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             facts = saved.facts.get(names[parameter])
@@ -205,7 +237,8 @@ def _check_class(
                 f"it holds the state of {facts.kind}, and the optimizer of this pipeline is {name}. {ANOTHER_OPTIMIZER}"
             )
         return
-    # Schema 1 has no class. Versions of one class have more or fewer options than each other, and not both.
+    # Schema 1 has no class. Versions of one class have more or fewer options than each other, and
+    # not both.
     more, fewer = facts.options.keys() - group.keys(), group.keys() - facts.options.keys()
     fewer = {key for key in fewer if key != "params" and not callable(group[key])}
     if more and fewer:
@@ -287,7 +320,8 @@ def _check_forms(
             )
 
 
-# -- what goes on with a run ----------------------------------------------------------------------------------------------------
+# -- what goes on with a run
+# ----------------------------------------------------------------------------------------------------
 
 
 def check_schedulers(
@@ -346,7 +380,9 @@ def check_scaler(index: Checkpoint, scaler: bool, findings: Findings) -> None:
 
 
 def check_rule(index: Checkpoint, rule: RuleFacts | None, findings: Findings) -> None:
-    """What a weight rule has kept is of no use to another one. With flushes nothing is needed of it."""
+    """What a weight rule has kept is of no use to another one. With flushes nothing is needed of
+    it.
+    """
     saved = index.rule
     if rule is None or saved is None or not saved.keeps:
         return

@@ -1,4 +1,6 @@
-"""How a checkpoint is read: every rank verifies what it needs, all agree, and only then weights change."""
+"""How a checkpoint is read: every rank verifies what it needs, all agree, and only then weights
+change.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def load(
     terms: Terms,
     begin_anew: Callable[[], Sequence[Versioned]] | None = None,
 ) -> Progress:
-    """Fill the stages held here and return how far the run had come when the checkpoint was taken. Gradients are dropped.
+    """Fill the stages held here and return how far the run had come when the checkpoint was taken.
+    Gradients are dropped.
 
     Args:
         folder: where `save` wrote.
@@ -46,11 +49,13 @@ def load(
         placed: which holds what.
         versioned: of a stream, the stages held here.
         terms: see there.
-        begin_anew: of a stream, lets the stages begin anew from the parameters as they are, and returns them; called before they are
+        begin_anew: of a stream, lets the stages begin anew from the parameters as they are, and
+        returns them; called before they are
             filled and after.
 
     Raises:
-        FileError: on every rank, if on any rank a file is missing or damaged, or does not fit. Nothing has changed anywhere then.
+        FileError: on every rank, if on any rank a file is missing or damaged, or does not fit.
+        Nothing has changed anywhere then.
     """
     contents: list[_Content] = []
 
@@ -82,7 +87,9 @@ def load(
 
 
 def _check_same(reports: Sequence[Report]) -> None:
-    """Refuse if ranks have read different checkpoints: hosts may each have a disk of their own under that name."""
+    """Refuse if ranks have read different checkpoints: hosts may each have a disk of their own
+    under that name.
+    """
     first, *others = reports
     for other in others:
         if other.value[0] != first.value[0]:
@@ -124,7 +131,9 @@ class _Content:
     prefixes: Mapping[int, str]
 
     def of_optimizer(self, stage: Stage) -> fit.OptimizerState:
-        """The state of a stage's optimizer: its copy's own, or, where there was no such copy, the first one's."""
+        """The state of a stage's optimizer: its copy's own, or, where there was no such copy, the
+        first one's.
+        """
         prefix = self.prefixes.get(id(stage), "")
         if not any(key.startswith(f"{prefix}optimizer/") for key in self.tensors):
             prefix = ""
@@ -144,8 +153,10 @@ def _read(folder: Path, placed: Placed, versioned: Sequence[Versioned], terms: T
     index = read_index(folder)
     headers = {name: read_header(folder, name, index) for name in index.files}
     if index.fingerprint != placed.traced.fingerprint:
-        raise FileError(f"{folder} is a checkpoint of another model: its layers and shapes have fingerprint {index.fingerprint}, this "
-                        f"model's have {placed.traced.fingerprint}{fit.model_difference(headers.values(), placed)}")  # fmt: skip
+        raise FileError(
+            f"{folder} is a checkpoint of another model: its layers and shapes have fingerprint {index.fingerprint}, this "
+            f"model's have {placed.traced.fingerprint}{fit.model_difference(headers.values(), placed)}"
+        )
     prefixes = {id(version.stage): version.prefix for version in versioned}
     parts = _parts(placed, prefixes.values())
     tensors: dict[str, Tensor] = {}
@@ -180,8 +191,12 @@ def _parts(placed: Placed, prefixes: Collection[str]) -> set[str]:
         for name in names | {placed.traced.aliases.get(name, name) for name in names}
     }
     trained = {name for stage in placed.local for name in names_of(stage).values()}
-    return model | {f"{prefix}{kind}/{name}" for prefix in {"", *prefixes} for kind in ("optimizer", "weights")
-                    for name in trained}  # fmt: skip
+    return model | {
+        f"{prefix}{kind}/{name}"
+        for prefix in {"", *prefixes}
+        for kind in ("optimizer", "weights")
+        for name in trained
+    }
 
 
 def _check(

@@ -1,4 +1,6 @@
-"""Checksums of tensors: of weights exactly, of batches exactly or, in the steady state, of a sample of their numbers."""
+"""Checksums of tensors: of weights exactly, of batches exactly or, in the steady state, of a sample
+of their numbers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ Glimpse = tuple[torch.dtype, bytes]
 
 
 def values_of(tensor: Tensor) -> Any:
-    """A tensor's numbers as a NumPy array, of a type of the same size where NumPy has no such type. GPUs are waited for."""
+    """A tensor's numbers as a NumPy array, of a type of the same size where NumPy has no such type.
+    GPUs are waited for.
+    """
     try:
         return tensor.numpy()
     except (TypeError, RuntimeError):
@@ -39,7 +43,9 @@ def values_of(tensor: Tensor) -> Any:
 
 
 def checksum(tensor: Tensor) -> int | None:
-    """32 bits of all numbers of a tensor, in their order; None where they cannot be read (meta, sparse, quantised)."""
+    """32 bits of all numbers of a tensor, in their order; None where they cannot be read (meta,
+    sparse, quantised).
+    """
     try:
         return zlib.crc32(np.ascontiguousarray(values_of(tensor)).reshape(-1).view(np.uint8).data)
     except (TypeError, RuntimeError, NotImplementedError, ValueError):
@@ -47,7 +53,8 @@ def checksum(tensor: Tensor) -> int | None:
 
 
 def batch_checksum(tensors: Iterable[Tensor], turn: int) -> tuple[int, list[Glimpse]]:
-    """32 bits of a sample of the numbers of some tensors: of small ones all, of large ones `SAMPLE`; and some of the numbers.
+    """32 bits of a sample of the numbers of some tensors: of small ones all, of large ones
+    `SAMPLE`; and some of the numbers.
 
     Args:
         tensors: inputs and targets.
@@ -63,7 +70,9 @@ def batch_checksum(tensors: Iterable[Tensor], turn: int) -> tuple[int, list[Glim
 
 
 def whole_checksum(tensors: Iterable[Tensor]) -> int:
-    """32 bits of all numbers of some tensors; of those above `MOST_BYTES` a sample of `LARGE_SAMPLE`."""
+    """32 bits of all numbers of some tensors; of those above `MOST_BYTES` a sample of
+    `LARGE_SAMPLE`.
+    """
     found = 1
     for tensor in tensors:
         found = zlib.crc32(_sampled(tensor, 0, MOST_BYTES, LARGE_SAMPLE), found)

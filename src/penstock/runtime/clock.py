@@ -30,7 +30,9 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For devices that compute while the host waits. CLOCK_MONOTONIC is one clock for all processes of a host."""
+    """For devices that compute while the host waits. CLOCK_MONOTONIC is one clock for all processes
+    of a host.
+    """
 
     def begin(self) -> None:
         """See `Clock.begin`: doubles have room for years."""
@@ -68,10 +70,10 @@ class EventClock:
     """For a device that computes while the host runs ahead: events in its stream.
 
     CUDA tells the time between two events in milliseconds as a 32-bit float: to 0.1 microseconds if
-    they are 1 s apart, to 0.25 ms if they are an hour apart. So ops are timed from an origin of their
-    own batch, and sums are made in double precision. The origin is found on the host's clock when
-    times are first asked for, by an event at that moment: nothing waits before, and clocks that
-    drift apart do so for one batch only.
+    they are 1 s apart, to 0.25 ms if they are an hour apart. So ops are timed from an origin of
+    their own batch, and sums are made in double precision. The origin is found on the host's clock
+    when times are first asked for, by an event at that moment: nothing waits before, and clocks
+    that drift apart do so for one batch only.
 
     Args:
         record: records an event in the device's stream.

@@ -44,12 +44,15 @@ _ROWS = 8
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest absolute differences between the pipeline and one device that accumulates the same micro-batches.
+    """Largest absolute differences between the pipeline and one device that accumulates the same
+    micro-batches.
 
-    `gradients` and `buffers` by name, `outputs` by place in the model's output; `loss` is the difference of the mean losses. `scale` has
-    the largest absolute value of each on the one device, to hold the difference against: buffers as `buffer NAME`, outputs as `output
-    PLACE`. `whole` has the differences from one device that takes the batch undivided; `agrees` and `relative` of it are apart. `device`
-    is the one device, that of rank 0, and `settings` what decides there whether equal work gives equal bits.
+    `gradients` and `buffers` by name, `outputs` by place in the model's output; `loss` is the
+    difference of the mean losses. `scale` has the largest absolute value of each on the one device,
+    to hold the difference against: buffers as `buffer NAME`, outputs as `output PLACE`. `whole` has
+    the differences from one device that takes the batch undivided; `agrees` and `relative` of it
+    are apart. `device` is the one device, that of rank 0, and `settings` what decides there whether
+    equal work gives equal bits.
     """
 
     gradients: Mapping[str, float] = field(default_factory=dict)
@@ -70,7 +73,9 @@ class Comparison:
 
     @property
     def relative(self) -> float:
-        """The largest difference in proportion to what it is of; infinite where the one is no number and the other is."""
+        """The largest difference in proportion to what it is of; infinite where the one is no
+        number and the other is.
+        """
         return max((row[3] for row in self.rows()), default=0.0)
 
     def rows(self) -> list[tuple[str, str, float, float]]:
@@ -95,8 +100,14 @@ class Comparison:
         if not self.gradients and not self.outputs:
             return "nothing was compared here: rank 0 has the comparison"
         rows = self.rows()
-        counts = ", ".join(f"{len(of)} {kind}{'s' * (len(of) != 1)}" for kind, of in
-                           (("gradient", self.gradients), ("buffer", self.buffers), ("output", self.outputs)))  # fmt: skip
+        counts = ", ".join(
+            f"{len(of)} {kind}{'s' * (len(of) != 1)}"
+            for kind, of in (
+                ("gradient", self.gradients),
+                ("buffer", self.buffers),
+                ("output", self.outputs),
+            )
+        )
         shown = [
             row
             for kind in ("loss", "output", "gradient", "buffer")
@@ -123,7 +134,8 @@ class Comparison:
 def compare(
     made: Assembly, play: Callable[[], Tensor], batch: Batch, training: Training
 ) -> Comparison:
-    """Play a batch without updates and hold gradients, buffers, outputs and loss against plain training on rank 0.
+    """Play a batch without updates and hold gradients, buffers, outputs and loss against plain
+    training on rank 0.
 
     Gradients and buffers of the stages are afterwards as they were before.
 
@@ -141,8 +153,13 @@ def compare(
         for parameter in (*stage.update.parameters, *stage.update.borrowed)
     ]
     grads = [(parameter, parameter.grad) for parameter in trained]
-    buffers = [(buffer, buffer.detach().clone()) for stage in placed.local for module in stage.modules()
-               for buffer in module._buffers.values() if buffer is not None]  # fmt: skip
+    buffers = [
+        (buffer, buffer.detach().clone())
+        for stage in placed.local
+        for module in stage.modules()
+        for buffer in module._buffers.values()
+        if buffer is not None
+    ]
     scales = [(stage, stage.loss_scale) for stage in made.stages]
     for parameter, _ in grads:
         parameter.grad = None
@@ -207,7 +224,8 @@ class _OneDevice:
             rest: its state after the batch, by name, and its outputs, by micro-batch.
         """
         batch = self.batch
-        # Sequences that the schedule cuts stay whole here, which checks the layers' `forward_slice` against their `forward`; but where
+        # Sequences that the schedule cuts stay whole here, which checks the layers' `forward_slice`
+        # against their `forward`; but where
         # layers draw random numbers, these go by slice.
         self.train(values, whole=batch.cuts_tokens)
         if self.drew and batch.cuts_tokens:
@@ -222,7 +240,9 @@ class _OneDevice:
         )
 
     def train(self, values: Mapping[str, Tensor], *, whole: bool) -> None:
-        """Forward and backward of all micro-batches in turn from these values, gradients accumulated, slices of one in one graph."""
+        """Forward and backward of all micro-batches in turn from these values, gradients
+        accumulated, slices of one in one graph.
+        """
         batch = self.batch.with_whole_sequences() if whole else self.batch
         batch = replace(
             batch, losses={}, outputs={}, loss_weights=None, loss_counts={}, keeps_outputs=False
@@ -387,7 +407,9 @@ def _loss_difference(one: float, other: float) -> float:
 
 
 def _leaves(batch: Batch, outputs: Mapping[int, Any]) -> dict[str, list[Tensor]]:
-    """The tensors of some outputs, in the order of the micro-batches, by their place in one output; slices of one joined."""
+    """The tensors of some outputs, in the order of the micro-batches, by their place in one output;
+    slices of one joined.
+    """
     rows: dict[str, list[Tensor]] = {}
     for row in batch.rows():
         value = outputs[row[0]] if len(row) == 1 else join([outputs[n] for n in row], dim=1)

@@ -1,4 +1,6 @@
-"""One verdict for all ranks: each says whether its part succeeded, and all go on or all refuse with the same message."""
+"""One verdict for all ranks: each says whether its part succeeded, and all go on or all refuse with
+the same message.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def attempt(rank: int, job: Callable[[], Any]) -> Report:
 
 
 def exchange(world: World, reports: Mapping[int, Report]) -> list[Report]:
-    """The reports of all ranks, on every rank, in the order of the ranks. Every process calls this with its local ranks'."""
+    """The reports of all ranks, on every rank, in the order of the ranks. Every process calls this
+    with its local ranks'.
+    """
     rows = {
         rank: torch.frombuffer(bytearray(_text(report).encode()), dtype=torch.uint8)
         for rank, report in reports.items()
@@ -67,7 +71,8 @@ def check_reports(reports: list[Report], where: str) -> None:
         where: what follows the findings, such as "nothing was loaded on any rank".
 
     Raises:
-        PenstockError: of the class that the first refusals rank names; the text has all findings by rank and host.
+        PenstockError: of the class that the first refusals rank names; the text has all findings by
+        rank and host.
     """
     refusals = [report for report in reports if report.error is not None]
     if not refusals:

@@ -1,12 +1,14 @@
-"""Copies of a stage on several ranks: they begin with the same weights, and at every U they add up their gradients.
+"""Copies of a stage on several ranks: they begin with the same weights, and at every U they add up
+their gradients.
 
-The sum is made in the order of the ranks, so that it is the same to the bit wherever and whenever it is made. Two copies send
-each other all they have. More of them make an all-reduce out of two rounds: each copy owns a piece of the gradients, gets that
-piece from all others, adds them up, and hands the sum round (2 (k - 1) / k of the gradients sent by each of k copies, as little as
-any all-reduce needs: Rabenseifner 2004).
+The sum is made in the order of the ranks, so that it is the same to the bit wherever and whenever
+it is made. Two copies send each other all they have. More of them make an all-reduce out of two
+rounds: each copy owns a piece of the gradients, gets that piece from all others, adds them up, and
+hands the sum round (2 (k - 1) / k of the gradients sent by each of k copies, as little as any
+all-reduce needs: Rabenseifner 2004).
 
-Buffers, such as the running statistics of batch norm, are those of the first copy: it alone sees its micro-batches in them, as in
-torch's DistributedDataParallel.
+Buffers, such as the running statistics of batch norm, are those of the first copy: it alone sees
+its micro-batches in them, as in torch's DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ class Copies:
         }
 
     def begin(self) -> None:
-        """Before a batch: gradients of earlier ones, which no update has used, are set aside: they have been added up."""
+        """Before a batch: gradients of earlier ones, which no update has used, are set aside: they
+        have been added up.
+        """
         parameters = self._parameters
         self._before = (
             [parameter.grad for parameter in parameters] if self._before is None else self._before
@@ -97,7 +101,8 @@ class Copies:
     def meet(self) -> None:
         """Add up the gradients of all copies, and take the first one's buffers.
 
-        Every copy must come here, in the same order on ranks that share several stages; until they have, this waits.
+        Every copy must come here, in the same order on ranks that share several stages; until they
+        have, this waits.
         """
         parameters = self._parameters
         if parameters:
@@ -167,7 +172,8 @@ class Copies:
             found = self._exchange(Round.GRADIENTS, [[flags, *packed.parts]] * 2)
             mine = self.ranks.index(self.rank)
             own, theirs = found[mine], found[1 - mine]
-            # In place where nobody else has what has arrived: a fresh tensor of that size costs as much time as its sum.
+            # In place where nobody else has what has arrived: a fresh tensor of that size costs as
+            # much time as its sum.
             sums = [
                 there + here if self.transport.shares else there.add_(here)
                 for here, there in zip(own, theirs, strict=True)
@@ -183,7 +189,9 @@ class Copies:
         return flags, unflat([torch.cat(column) for column in zip(*handed, strict=True)], tensors)
 
     def _exchange(self, number: Round, rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Send `rows[n]` to the n-th copy; what the copies have sent here, in the order of the ranks, the own row among them."""
+        """Send `rows[n]` to the n-th copy; what the copies have sent here, in the order of the
+        ranks, the own row among them.
+        """
         message = Message(Kind.U, self.stage.index, number)
         # Parameters may be thawed: with more of them the message has another form.
         signature = f"{number.name} {len(self._parameters)}"
@@ -220,7 +228,9 @@ class Copies:
 
 @dataclass(frozen=True)
 class WaveMessages:
-    """What copies of a stage that do not meet at every U hand on to each other (see `penstock.optim.stage_weights.WaveExchange`)."""
+    """What copies of a stage that do not meet at every U hand on to each other (see
+    `penstock.optim.stage_weights.WaveExchange`).
+    """
 
     here: Copies
 
@@ -230,7 +240,9 @@ class WaveMessages:
         return len(self.here.ranks)
 
     def hand_on(self, wave: int, tensors: list[Tensor]) -> None:
-        """Send the tensors of a wave to the other copies, and go on at once. Nobody may change them afterwards."""
+        """Send the tensors of a wave to the other copies, and go on at once. Nobody may change them
+        afterwards.
+        """
         for rank in self._others:
             payload = Payload.row(tensors)
             self.here.guard(
@@ -262,7 +274,9 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
 
 
 def rows_of(parameter: nn.Parameter) -> Tensor:
-    """One number for every row of a table: above 0 where its gradient has the row, even if with zeros."""
+    """One number for every row of a table: above 0 where its gradient has the row, even if with
+    zeros.
+    """
     rows = torch.zeros(parameter.shape[0], dtype=torch.float32, device=parameter.device)
     grad = parameter.grad
     if grad is None:
@@ -274,7 +288,9 @@ def rows_of(parameter: nn.Parameter) -> Tensor:
 
 
 def sparse_of(dense: Tensor, rows: Tensor) -> Tensor:
-    """The sparse gradient with these rows: what an optimizer for sparse gradients steps, and no other rows."""
+    """The sparse gradient with these rows: what an optimizer for sparse gradients steps, and no
+    other rows.
+    """
     indices = rows.nonzero().reshape(1, -1)
     return torch.sparse_coo_tensor(
         indices, dense[indices[0]], dense.shape, is_coalesced=True, check_invariants=False

@@ -90,7 +90,8 @@ class Watch:
         """Learn from what has happened to the tensors.
 
         Raises:
-            RunError: one of two tensors that share memory was changed, or one of which there is no copy.
+            RunError: one of two tensors that share memory was changed, or one of which there is no
+            copy.
         """
         after = versions_of(self._tensors)
         if self._versions is None or after is None:

@@ -85,7 +85,9 @@ def describe_run(
 
 
 def describe_optimizers(made: Assembly) -> Description:
-    """The optimizers of this rank's stages: type, groups and options. A rank without any has nothing to compare."""
+    """The optimizers of this rank's stages: type, groups and options. A rank without any has
+    nothing to compare.
+    """
     facts: dict[str, str] = {}
     for stage in made.stages:
         optimizer = stage.update.optimizer
@@ -102,8 +104,8 @@ def describe_optimizers(made: Assembly) -> Description:
 def describe(value: object, depth: int = _DEPTH) -> str:
     """A value in words that are the same in every process that has the same value.
 
-    Functions are described by their names and by the plain defaults of their arguments; of objects of unknown kinds only the type
-    counts.
+    Functions are described by their names and by the plain defaults of their arguments; of objects
+    of unknown kinds only the type counts.
     """
     if isinstance(value, float):
         return repr(float(value))
@@ -118,8 +120,11 @@ def describe(value: object, depth: int = _DEPTH) -> str:
     if isinstance(value, Tensor):
         return f"tensor of {tuple(value.shape)}, {value.dtype}, checksum {_hex(checksum(value))}"
     if isinstance(value, nn.Module):
-        state = {name: checksum(tensor) for name, tensor in value.state_dict().items()
-                 if isinstance(tensor, Tensor)}  # fmt: skip
+        state = {
+            name: checksum(tensor)
+            for name, tensor in value.state_dict().items()
+            if isinstance(tensor, Tensor)
+        }
         text = _ADDRESS.sub("", " ".join(repr(value).split()))
         return text + (f" with values {below(state)}" if state else "")
     if isinstance(value, Mapping):
@@ -132,8 +137,11 @@ def describe(value: object, depth: int = _DEPTH) -> str:
     if isinstance(value, functools.partial):
         return f"partial({below(value.func)}, {below(value.args)}, {below(value.keywords)})"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        rows = [f"{field.name}={below(getattr(value, field.name))}" for field in dataclasses.fields(value)
-                if not field.name.startswith("_")]  # fmt: skip
+        rows = [
+            f"{field.name}={below(getattr(value, field.name))}"
+            for field in dataclasses.fields(value)
+            if not field.name.startswith("_")
+        ]
         return f"{type(value).__name__}({', '.join(rows)})"
     return _callable(value, below)
 
@@ -145,7 +153,8 @@ def _callable(value: object, below: Any) -> str:
     if name is None:
         return f"{type(value).__module__}.{type(value).__qualname__}"
     whole = f"{getattr(value, '__module__', None) or ''}.{name}".removeprefix("__main__.")
-    # Not what a function holds of its surroundings: a loss that prints on rank 0 alone holds the number of its rank.
+    # Not what a function holds of its surroundings: a loss that prints on rank 0 alone holds the
+    # number of its rank.
     defaults = [item for item in getattr(value, "__defaults__", None) or () if _plain(item)]
     return whole + (f" with {below(defaults)}" if defaults else "")
 
@@ -181,7 +190,8 @@ def _module(module: nn.Module) -> str:
     mode = "in training mode" if training == len(parts) else "in evaluation mode"
     if 0 < training < len(parts):
         mode = f"with {training} of {len(parts)} modules in training mode"
-    # What was cut out of a traced model prints code, in which names may differ from process to process.
+    # What was cut out of a traced model prints code, in which names may differ from process to
+    # process.
     whole = getattr(module, "whole_names", False)
     text = type(module).__name__ if whole else _ADDRESS.sub("", " ".join(repr(module).split()))
     return f"{text} {mode}"

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: What a layer's weights are, if not a checksum: on the meta device; or older than the training that other ranks have done.
+#: What a layer's weights are, if not a checksum: on the meta device; or older than the training
+#: that other ranks have done.
 META, STALE = "meta", "stale"
 
 #: Characters of a value that a message shows, and lines of one kind of difference.
@@ -21,9 +22,9 @@ class Description:
 
     Attributes:
         facts: by what they are of, short texts.
-        lists: by what they are of, texts that are compared one by one, each with a name: of every layer, say.
-        weights: per layer its name, and a checksum of its parameters and buffers, `META` or `STALE`.
-        homes: per layer, the rank whose values count.
+        lists: by what they are of, texts that are compared one by one, each with a name: of every
+        layer, say. weights: per layer its name, and a checksum of its parameters and buffers,
+        `META` or `STALE`. homes: per layer, the rank whose values count.
     """
 
     facts: dict[str, str]
@@ -43,8 +44,10 @@ def differences(ranks: Sequence[Description]) -> list[str]:
     """What differs between ranks, a line for each difference; none if they agree."""
     found = []
     for name in _names([rank.facts for rank in ranks]):
-        line = _line(name, {number: rank.facts[name] for number, rank in enumerate(ranks)
-                            if name in rank.facts})  # fmt: skip
+        line = _line(
+            name,
+            {number: rank.facts[name] for number, rank in enumerate(ranks) if name in rank.facts},
+        )
         found += line
     for name in _names([rank.lists for rank in ranks]):
         found += _of_lists(name, [rank.lists.get(name, []) for rank in ranks])
@@ -114,7 +117,9 @@ def shortened(texts: Sequence[str]) -> list[str]:
 
 
 def _of_lists(name: str, lists: Sequence[Sequence[tuple[str, str]]]) -> list[str]:
-    """Differences of named rows: by place where the names agree or the rows have no order of their own, and by name."""
+    """Differences of named rows: by place where the names agree or the rows have no order of their
+    own, and by name.
+    """
     if name == "parameter":
         tables = [dict(rows) for rows in lists]
         keys = _names(tables)
@@ -146,7 +151,8 @@ def _row(rows: Sequence[tuple[str, str]], place: int) -> str:
 def _of_weights(ranks: Sequence[Description]) -> list[str]:
     """Differences of the initial values, layer by layer.
 
-    A layer that is on the meta device, or older, on ranks that do not train it has the values of the rank that does.
+    A layer that is on the meta device, or older, on ranks that do not train it has the values of
+    the rank that does.
     """
     lines = []
     for place, rows in enumerate(zip(*[rank.weights for rank in ranks], strict=True)):

@@ -1,11 +1,14 @@
-"""Who draws random numbers on a stage, and from where: asked anew for every batch, because models change while they are trained.
+"""Who draws random numbers on a stage, and from where: asked anew for every batch, because models
+change while they are trained.
 
-Streams depend on seed, step, layer and micro-batch. Torch's generators are seeded for every layer that may draw. Python's `random` and
-`numpy.random` are seeded for layers whose code mentions them or that were seen to draw from them. A backward takes the generators for
-itself where it was seen to draw: `torch.utils.checkpoint` inside a layer runs the layer's forward again there, and sets and restores
-torch's state meanwhile, which another thread must not see.
+Streams depend on seed, step, layer and micro-batch. Torch's generators are seeded for every layer
+that may draw. Python's `random` and `numpy.random` are seeded for layers whose code mentions them
+or that were seen to draw from them. A backward takes the generators for itself where it was seen to
+draw: `torch.utils.checkpoint` inside a layer runs the layer's forward again there, and sets and
+restores torch's state meanwhile, which another thread must not see.
 
-What a layer does is looked at in its batches 1, 2, 4, 8 and so on, and whenever its settings have changed.
+What a layer does is looked at in its batches 1, 2, 4, 8 and so on, and whenever its settings have
+changed.
 """
 
 from __future__ import annotations
@@ -65,7 +68,9 @@ class Place(NamedTuple):
 
 
 class _Habits:
-    """What is known of one part. `torch` and `host`: by training or not, whether it has drawn from torch's or the host's generators."""
+    """What is known of one part. `torch` and `host`: by training or not, whether it has drawn from
+    torch's or the host's generators.
+    """
 
     def __init__(self, part: Part, mentioned: bool) -> None:
         self.index = part.index
@@ -86,8 +91,15 @@ class StageDraws:
         compiled: the layers are compiled, and no mode may be entered around them.
     """
 
-    def __init__(self, parts: Sequence[Part], device: torch.device, seed: int,
-                 joined: Mapping[int, str], *, compiled: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        device: torch.device,
+        seed: int,
+        joined: Mapping[int, str],
+        *,
+        compiled: bool = False,
+    ) -> None:
         self._parts, self._device, self._seed = list(parts), device, seed
         self._joined, self._compiled = joined, compiled
         self._batch: Callable[[], Batch | None] = _no_batch
@@ -96,12 +108,15 @@ class StageDraws:
         self._habits: dict[int, _Habits] = {}
         self._rates: list[float] = []
         self._learn()
-        # Of this batch: forwards and backwards that are still to be looked at, and whether the present one is.
+        # Of this batch: forwards and backwards that are still to be looked at, and whether the
+        # present one is.
         self._forward_looks = self._backward_looks = 0
         self._looks = self._host = self.needed = False
-        # Of all backwards: whether any ran ops that draw, and whether any left the generators in another state.
+        # Of all backwards: whether any ran ops that draw, and whether any left the generators in
+        # another state.
         self._backward_draws = self._backward_moves = False
-        # Of the present one: the part that it has come to, whether it has drawn, and the states when generators were seeded last.
+        # Of the present one: the part that it has come to, whether it has drawn, and the states
+        # when generators were seeded last.
         self._part_in_backward: int | None = None
         self._moved = False
         self._states: tuple[Tensor, Any] | None = None
@@ -163,9 +178,11 @@ class StageDraws:
                     mode: True for mode, drew in before[part.index].host.items() if drew
                 }
             if habits.may_draw and part.index in self._joined:
-                raise RunError(f"layers {self._joined[part.index]} are compiled as one function, because none of them could draw random "
-                               "numbers when the pipeline was made; now one may. Set hooks, dropout and forwards before the Pipeline "
-                               "is made")  # fmt: skip
+                raise RunError(
+                    f"layers {self._joined[part.index]} are compiled as one function, because none of them could draw random "
+                    "numbers when the pipeline was made; now one may. Set hooks, dropout and forwards before the Pipeline "
+                    "is made"
+                )
         users = [part.module for part in self._parts if self._habits[part.index].user_code]
         self._runs_user_code = bool(users)
         self._attributes = Attributes(users, complete=True)
@@ -192,7 +209,8 @@ class StageDraws:
         rows = self._attributes.contents()
         return [value for row in rows for value in row if type(value) is float]
 
-    # -- forward ----------------------------------------------------------------------------------------------------------
+    # -- forward
+    # ----------------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[None]:
         """Around the forward of all parts on a micro-batch, after `begin`."""
@@ -244,7 +262,8 @@ class StageDraws:
         if training and self._compiled:
             self._backward_draws = True
 
-    # -- backward ---------------------------------------------------------------------------------------------------------
+    # -- backward
+    # ---------------------------------------------------------------------------------------------------------
 
     def _mark(self, part: Part, place: Place, value: Any, made: Any) -> None:
         """Let the backward seed the generators when it comes to what a part has made of `value`."""
@@ -280,7 +299,8 @@ class StageDraws:
 
         Args:
             place: of the micro-batch.
-            weights_only: it is the second part of a backward, in which some of the layers' code runs again.
+            weights_only: it is the second part of a backward, in which some of the layers' code
+            runs again.
 
         Raises:
             RunError: `weights_only`, and a layer has drawn there.
@@ -308,9 +328,11 @@ class StageDraws:
         self._backward_moves |= moves
         if moves and weights_only:
             names = ", ".join(part.name for part in self._parts)
-            raise RunError(f"a layer among {names} draws random numbers in its backward (a function or a hook of its own does), and the "
-                           "schedule runs backwards in two parts, in which it would draw twice: take a schedule without W ops, such as "
-                           "1f1b, or draw the numbers in the forward")  # fmt: skip
+            raise RunError(
+                f"a layer among {names} draws random numbers in its backward (a function or a hook of its own does), and the "
+                "schedule runs backwards in two parts, in which it would draw twice: take a schedule without W ops, such as "
+                "1f1b, or draw the numbers in the forward"
+            )
 
 
 def _no_batch() -> Batch | None:

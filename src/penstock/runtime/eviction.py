@@ -1,7 +1,8 @@
-"""What a forward keeps for its backward, made so that it can leave the rank and come back (BPipe's evict and load).
+"""What a forward keeps for its backward, made so that it can leave the rank and come back (BPipe's
+evict and load).
 
-Only what the graph has saved goes: not weights, which stay, nor what the stage has been given or has passed on.
-Source: Kim et al. 2023, BPipe (ICML).
+Only what the graph has saved goes: not weights, which stay, nor what the stage has been given or
+has passed on. Source: Kim et al. 2023, BPipe (ICML).
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class _Form:
 
 @dataclass
 class Saved:
-    """The tensors that one micro-batch's graph has saved. The graph holds their numbers, this holds them."""
+    """The tensors that one micro-batch's graph has saved. The graph holds their numbers, this holds
+    them.
+    """
 
     weights: frozenset[int]
     _tensors: list[Tensor | None] = field(default_factory=list)
@@ -83,7 +86,8 @@ class Saved:
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._tensors)
-            # Detached: the graph holds this object, and must not be held by it. It still counts changes in place.
+            # Detached: the graph holds this object, and must not be held by it. It still counts
+            # changes in place.
             self._tensors.append(tensor.detach())
             self._versions.append(tensor._version)
             dense = _dense(tensor)

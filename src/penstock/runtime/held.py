@@ -15,7 +15,8 @@ from penstock.grad.saved import looking_at_saved
 class Held:
     """Counts the activations that the stages of one rank keep.
 
-    What a graph has saved is looked at once for every form that it comes in; from then on its size is known.
+    What a graph has saved is looked at once for every form that it comes in; from then on its size
+    is known.
     """
 
     def __init__(self) -> None:
@@ -25,8 +26,14 @@ class Held:
         self._provisional: set[str] = set()
 
     @contextmanager
-    def looking(self, form: str, given: Iterable[Tensor], weights: frozenset[int], targets: Iterable[Tensor] = (),
-                final: bool = True) -> Iterator[None]:  # fmt: skip
+    def looking(
+        self,
+        form: str,
+        given: Iterable[Tensor],
+        weights: frozenset[int],
+        targets: Iterable[Tensor] = (),
+        final: bool = True,
+    ) -> Iterator[None]:
         """Count what autograd saves in here, if the form is new.
 
         Args:
@@ -34,13 +41,16 @@ class Held:
             given: tensors that are kept in any case.
             weights: where the memory of parameters and buffers begins, which are not counted.
             targets: tensors that count only if they are kept; a micro-batch of them.
-            final: whether the next graph of this form will be like this one; else that one is looked at again.
+            final: whether the next graph of this form will be like this one; else that one is
+            looked at again.
         """
         if form in self._sizes and form not in self._provisional:
             yield
             return
-        # Storages are told apart by address: all that were met stay alive meanwhile. What is given may be a view, such as a
-        # micro-batch of its batch: the rest of its storage is other micro-batches', which count it themselves.
+        # Storages are told apart by address: all that were met stay alive meanwhile. What is given
+        # may be a view, such as a
+        # micro-batch of its batch: the rest of its storage is other micro-batches', which count it
+        # themselves.
         views = {tensor.untyped_storage().data_ptr(): tensor for tensor in given}
         parts = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in targets}
         met: dict[int, torch.UntypedStorage] = {}

@@ -26,7 +26,8 @@ class Inspection:
     def timeline(self) -> Timeline:
         """What really happened in the last step, on every rank; the same type as `simulate` gives.
 
-        Times of ranks on one host share a clock. Ranks on several hosts are each counted from the host's own clock.
+        Times of ranks on one host share a clock. Ranks on several hosts are each counted from the
+        host's own clock.
 
         Raises:
             RunError: no batch has been trained or evaluated yet.

@@ -1,4 +1,6 @@
-"""The interpreter: plays one rank's lowered program. It knows ops and transfers, never a schedule's name."""
+"""The interpreter: plays one rank's lowered program. It knows ops and transfers, never a schedule's
+name.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ _MOST_PROGRAMS = 64
 class Interpreter:
     """One rank: its stages, its end of the links, its place on the board.
 
-    `copies`: those of its stages that others hold too and that meet them at every U. `weights`: in a stream, what lets its stages
-    read the versions that they should. `told`: called when a micro-batch's loss is there.
+    `copies`: those of its stages that others hold too and that meet them at every U. `weights`: in
+    a stream, what lets its stages read the versions that they should. `told`: called when a
+    micro-batch's loss is there.
     """
 
     rank: int
@@ -60,7 +63,8 @@ class Interpreter:
     _programs: dict[int, tuple[Sequence[Action], tuple[Step, ...]]] = field(default_factory=dict)
 
     def play(self, program: Sequence[Action], batch: Batch, *, update: bool = True) -> None:
-        """Run the program on one batch; without `update`, a U adds up the gradients of copies and leaves the weights.
+        """Run the program on one batch; without `update`, a U adds up the gradients of copies and
+        leaves the weights.
 
         Raises:
             StageFailed: an op raised.
@@ -78,14 +82,18 @@ class Interpreter:
         self.finish()
 
     def begin(self) -> None:
-        """Nothing has happened yet, as far as anybody will ask; what comes is a stream, which updates."""
+        """Nothing has happened yet, as far as anybody will ask; what comes is a stream, which
+        updates.
+        """
         self._updating = self._streaming = True
         self.marks.clear()
         self.clock.begin()
         self.held.begin()
 
     def go_on(self, actions: Sequence[Action], batches: UnderWay) -> None:
-        """Run some more of a program, of which all batches that it names have come. Raises as `play`."""
+        """Run some more of a program, of which all batches that it names have come. Raises as
+        `play`.
+        """
         self.clock.begin()
         self._run(steps_of(actions, self.stage_count), batches)
 
@@ -103,7 +111,9 @@ class Interpreter:
         self.board.doing("is between batches")
 
     def release(self, before: int) -> None:
-        """Let go of what was sent of micro-batches below `before` (see `Transport.release`). Raises as `play`."""
+        """Let go of what was sent of micro-batches below `before` (see `Transport.release`). Raises
+        as `play`.
+        """
         self._guard("its sends to leave", lambda: self.transport.release(before))
 
     def finish(self) -> None:
@@ -132,7 +142,9 @@ class Interpreter:
         return self._guard(f"rank {rank}", action)
 
     def peak_bytes(self) -> int:
-        """The most that the rank has held: weights in all their versions, their gradients, optimizer state, and activations."""
+        """The most that the rank has held: weights in all their versions, their gradients,
+        optimizer state, and activations.
+        """
         fixed = 0
         whole: dict[int, int] = {}  # stages of a rank that use the same weight hold it once
         gradients: dict[int, int] = {}
@@ -259,7 +271,9 @@ class Interpreter:
         return result
 
     def _weights(self, stage: int) -> StageWeights | None:
-        """What decides what a stage's ops read: outside the stream they read the parameters as these are."""
+        """What decides what a stage's ops read: outside the stream they read the parameters as
+        these are.
+        """
         return self.weights.get(stage) if self._streaming else None
 
     def _update(self, op: Op) -> None:

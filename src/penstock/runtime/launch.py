@@ -1,4 +1,6 @@
-"""Start one process per rank on this host, watch them, and bring back what they return or why they failed."""
+"""Start one process per rank on this host, watch them, and bring back what they return or why they
+failed.
+"""
 
 from __future__ import annotations
 
@@ -60,14 +62,16 @@ class _Child:
 def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None = None) -> list[Any]:
     """Run `fn(*args)` in `ranks` processes that can make a `Pipeline` together, and wait for all.
 
-    Works from scripts, notebooks and the interactive prompt: the function travels by value, and the main module is not run
-    again. Each process is a rank as under torchrun (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`).
+    Works from scripts, notebooks and the interactive prompt: the function travels by value, and the
+    main module is not run again. Each process is a rank as under torchrun (`RANK`, `WORLD_SIZE`,
+    `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`).
 
     Args:
         fn: what every rank runs.
         ranks: number of processes, at least 1.
         args: passed to `fn`; they and the results must pickle (they stay between these processes).
-        threads: threads that torch uses in each rank; by default the host's cores divided by `ranks`.
+        threads: threads that torch uses in each rank; by default the host's cores divided by
+        `ranks`.
 
     Returns:
         What `fn` returned, by rank.
@@ -99,10 +103,16 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
                 result = Path(folder) / f"result-{rank}"
                 environment = {
                     **os.environ,
-                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                    "OMP_NUM_THREADS": str(per_rank), "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
-                }  # fmt: skip
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_WORLD_SIZE": str(ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(store.port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                    "OMP_NUM_THREADS": str(per_rank),
+                    "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
+                }
                 command = [
                     sys.executable,
                     "-P",
@@ -172,7 +182,9 @@ def _words(child: _Child) -> str:
 
 
 def _failure(noticed: _Child, children: list[_Child]) -> RunError:
-    """What began it: the first error that a rank wrote down, or the silent death that is behind the others' errors."""
+    """What began it: the first error that a rank wrote down, or the silent death that is behind the
+    others' errors.
+    """
     errors = [record for child in children if (record := child.record()) and "error" in record]
     # Those who were let go because another failed have less to say than that other.
     first = min(errors, key=lambda record: (record["consequence"], record["at"]), default=None)

@@ -1,4 +1,6 @@
-"""The layers of a stage, run one after another: random numbers, slices, mixed precision, compiled code."""
+"""The layers of a stage, run one after another: random numbers, slices, mixed precision, compiled
+code.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class StageLayer:
 
 @dataclass(frozen=True)
 class _Part:
-    """Layers that are called as one: the first one's place and name, and whether they hand on a past."""
+    """Layers that are called as one: the first one's place and name, and whether they hand on a
+    past.
+    """
 
     index: int
     name: str
@@ -50,13 +54,15 @@ class StageLayers:
     Attributes:
         layers: in order.
         device: where they compute.
-        seed: of random numbers, which depend on it, the step, the layer and the micro-batch, never on where a layer runs.
-        entry: makes of what has crossed the boundary, and the micro-batch's inputs, what the first layer takes.
-        exit: makes of what the last layer returns what crosses the next boundary.
-        recomputed: layers that run again before their backward instead of keeping what they have saved; consecutive ones together,
+        seed: of random numbers, which depend on it, the step, the layer and the micro-batch, never
+        on where a layer runs. entry: makes of what has crossed the boundary, and the micro-batch's
+        inputs, what the first layer takes. exit: makes of what the last layer returns what crosses
+        the next boundary. recomputed: layers that run again before their backward instead of
+        keeping what they have saved; consecutive ones together,
             but for those in `segment_starts`, which begin anew.
-        compile: options of `torch.compile`, with which neighbouring layers become one function; None leaves them as they are.
-        offload: keep what is saved for the backward in host memory, where the device has a memory of its own.
+        compile: options of `torch.compile`, with which neighbouring layers become one function;
+        None leaves them as they are. offload: keep what is saved for the backward in host memory,
+        where the device has a memory of its own.
     """
 
     layers: Sequence[StageLayer]
@@ -91,7 +97,9 @@ class StageLayers:
         self._again = Recomputing(self._parts, self.recomputed, self.segment_starts)
 
     def renew(self) -> None:
-        """Learn anew which layers draw, and compile anew, after layers of a traced model have got other code."""
+        """Learn anew which layers draw, and compile anew, after layers of a traced model have got
+        other code.
+        """
         if self.compile is not None:
             torch.compiler.reset()
         self.__post_init__()

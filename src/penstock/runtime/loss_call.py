@@ -1,4 +1,6 @@
-"""The caller's loss function as the last stage calls it: its targets, its random numbers, and copies for evaluations beside training."""
+"""The caller's loss function as the last stage calls it: its targets, its random numbers, and
+copies for evaluations beside training.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,30 @@ from penstock.values.structure import map_tensors
 _PLACE = 1 << 32
 
 #: Functions of torch.nn.functional that are losses: they draw nothing, and no sample sees another.
-_FUNCTIONS = frozenset({
-    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy", "ctc_loss",
-    "gaussian_nll_loss", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss",
-    "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss", "nll_loss", "poisson_nll_loss",
-    "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss",
-})  # fmt: skip
+_FUNCTIONS = frozenset(
+    {
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "cosine_embedding_loss",
+        "cross_entropy",
+        "ctc_loss",
+        "gaussian_nll_loss",
+        "hinge_embedding_loss",
+        "huber_loss",
+        "kl_div",
+        "l1_loss",
+        "margin_ranking_loss",
+        "mse_loss",
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "multilabel_soft_margin_loss",
+        "nll_loss",
+        "poisson_nll_loss",
+        "smooth_l1_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+    }
+)
 
 
 @dataclass
@@ -79,7 +99,9 @@ class LossCall:
         return map_tensors(lambda leaf: leaf.to(self.device), target)
 
     def untouched(self) -> Callable[[Any, Any], Any]:
-        """The loss for an evaluation that must leave nothing behind: of a module a copy, whose buffers and counters are its own."""
+        """The loss for an evaluation that must leave nothing behind: of a module a copy, whose
+        buffers and counters are its own.
+        """
         loss = getattr(self.loss, "_torchdynamo_orig_callable", self.loss)
         loss = getattr(loss, "_orig_mod", loss)
         if isinstance(loss, nn.Module) and not self.is_torchs:
@@ -99,7 +121,8 @@ def is_torchs_loss(loss: object) -> bool:
 
 
 def on_device(loss: Any, device: torch.device) -> Any:
-    """A loss whose weights are on the device: those of a module, and those given by `functools.partial`.
+    """A loss whose weights are on the device: those of a module, and those given by
+    `functools.partial`.
 
     The caller's own module stays as it is.
     """

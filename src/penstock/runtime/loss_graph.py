@@ -1,8 +1,10 @@
-"""What the graph that autograd records of a loss tells about samples: which functions of them are nonlinear, and whether they meet.
+"""What the graph that autograd records of a loss tells about samples: which functions of them are
+nonlinear, and whether they meet.
 
-A numeric test cannot see all of this. `(loss - b).abs() + b` (flooding, Ishida et al., 2020) equals `loss` as long as the loss of
-every part is above `b`, so parts of a batch add up early in the training and no longer do so late in it. In the graph, the absolute
-value of one number that all samples went into is there from the beginning.
+A numeric test cannot see all of this. `(loss - b).abs() + b` (flooding, Ishida et al., 2020) equals
+`loss` as long as the loss of every part is above `b`, so parts of a batch add up early in the
+training and no longer do so late in it. In the graph, the absolute value of one number that all
+samples went into is there from the beginning.
 """
 
 from __future__ import annotations
@@ -16,18 +18,52 @@ from torch import Tensor
 
 from penstock.runtime.loss_terms import signed
 
-#: Functions that are linear in parts, or nearly so, without `Backward0` behind their names: where samples stay in one part, numbers do not
+#: Functions that are linear in parts, or nearly so, without `Backward0` behind their names: where
+#: samples stay in one part, numbers do not
 #: tell these from linear ones. The numeric test sees what bends everywhere, such as a square root.
-_PIECEWISE = frozenset({
-    "Abs", "Amax", "Amin", "Clamp", "ClampMax", "ClampMin", "Elu", "Gelu", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh",
-    "LeakyRelu", "LogSigmoid", "Logsumexp", "Max", "Maximum", "Min", "Minimum", "Mish", "Prelu", "Relu", "Silu", "Softplus",
-    "Softshrink", "Threshold", "Where",
-})  # fmt: skip
+_PIECEWISE = frozenset(
+    {
+        "Abs",
+        "Amax",
+        "Amin",
+        "Clamp",
+        "ClampMax",
+        "ClampMin",
+        "Elu",
+        "Gelu",
+        "Hardshrink",
+        "Hardsigmoid",
+        "Hardswish",
+        "Hardtanh",
+        "LeakyRelu",
+        "LogSigmoid",
+        "Logsumexp",
+        "Max",
+        "Maximum",
+        "Min",
+        "Minimum",
+        "Mish",
+        "Prelu",
+        "Relu",
+        "Silu",
+        "Softplus",
+        "Softshrink",
+        "Threshold",
+        "Where",
+    }
+)
 #: Losses of the kind, which may be reduced by themselves.
-_PIECEWISE_LOSSES = frozenset({
-    "HuberLoss", "MultiMarginLoss", "MultilabelMarginLoss", "SmoothL1Loss", "SoftMarginLoss",
-})  # fmt: skip
-#: Functions that leave every sample where it is; `_keeps_rows` looks at the dimensions of the others.
+_PIECEWISE_LOSSES = frozenset(
+    {
+        "HuberLoss",
+        "MultiMarginLoss",
+        "MultilabelMarginLoss",
+        "SmoothL1Loss",
+        "SoftMarginLoss",
+    }
+)
+#: Functions that leave every sample where it is; `_keeps_rows` looks at the dimensions of the
+#: others.
 _IDENTITY = frozenset({"AliasBackward0", "CloneBackward0", "ToCopyBackward0"})
 _VIEWS = frozenset({"ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackward0"})
 
@@ -46,7 +82,8 @@ class Nonlinearity:
 
 
 def nonlinearities(loss: Tensor, outputs: Iterable[Tensor]) -> list[Nonlinearity]:
-    """The functions of `outputs` that are linear in parts, in the graph of `loss`, in the order in which the graph is walked.
+    """The functions of `outputs` that are linear in parts, in the graph of `loss`, in the order in
+    which the graph is walked.
 
     Args:
         loss: one number, with its graph.
@@ -78,12 +115,14 @@ def nonlinearities(loss: Tensor, outputs: Iterable[Tensor]) -> list[Nonlinearity
 def nonlinear_in_batch(
     first: Sequence[Nonlinearity], second: Sequence[Nonlinearity], joined: Sequence[Nonlinearity]
 ) -> str | None:
-    """The name of a function that acts on something that does not grow with the batch, such as a mean over its samples.
+    """The name of a function that acts on something that does not grow with the batch, such as a
+    mean over its samples.
 
     Args:
         first: the functions in the loss of a part of a batch.
         second: those of another part.
-        joined: those of both parts in one batch. Where it has more of them, they come once per sample.
+        joined: those of both parts in one batch. Where it has more of them, they come once per
+        sample.
     """
     names = [[function.name for function in functions] for functions in (first, second, joined)]
     if not names[0] == names[1] == names[2]:
@@ -96,7 +135,8 @@ def nonlinear_in_batch(
 
 
 def is_per_row(likelihood: Any, target: Tensor) -> bool:
-    """Whether a negative log-likelihood is over rows of an output, each with its own target, so that no sample sees another.
+    """Whether a negative log-likelihood is over rows of an output, each with its own target, so
+    that no sample sees another.
 
     Args:
         likelihood: its node, above a leaf.
@@ -134,7 +174,9 @@ def _keeps_rows(node: Any) -> bool:
 
 
 def _is_first(node: Any, dim: int) -> bool:
-    """Whether a dimension of a node's result is the first; nodes keep negative numbers as unsigned ones."""
+    """Whether a dimension of a node's result is the first; nodes keep negative numbers as unsigned
+    ones.
+    """
     return signed(dim) % len(node._input_metadata[0].shape) == 0
 
 

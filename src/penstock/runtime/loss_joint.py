@@ -1,7 +1,9 @@
-"""The loss of a whole batch at once, on the joined outputs of all micro-batches: for losses in which samples see each other.
+"""The loss of a whole batch at once, on the joined outputs of all micro-batches: for losses in
+which samples see each other.
 
-Every micro-batch has a root of its own, a 0 whose backward hands its outputs their part of the gradient of the joined loss. That loss is
-computed when the last forward has run, and its gradient when the first backward asks for it.
+Every micro-batch has a root of its own, a 0 whose backward hands its outputs their part of the
+gradient of the joined loss. That loss is computed when the last forward has run, and its gradient
+when the first backward asks for it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _BACKWARD = (Kind.B, Kind.I)
 
 
 def check_joint(schedule: Schedule) -> None:
-    """Refuse a schedule whose last stage does not run all forwards before its first backward, on one rank.
+    """Refuse a schedule whose last stage does not run all forwards before its first backward, on
+    one rank.
 
     Raises:
         ScheduleError: it does not.
@@ -133,7 +136,8 @@ class JointLosses:
     _now: _Joint | None = None
 
     def of(self, batch: Batch, number: int, value: Any) -> tuple[Tensor, Tensor]:
-        """The root of one micro-batch's backward, and what it adds to the reported loss: 0, but for the last one.
+        """The root of one micro-batch's backward, and what it adds to the reported loss: 0, but for
+        the last one.
 
         Raises:
             SettingError: an output has no samples.

@@ -1,4 +1,6 @@
-"""Weights that a loss has of its own, which no optimizer of a pipeline steps: found before anything is run."""
+"""Weights that a loss has of its own, which no optimizer of a pipeline steps: found before anything
+is run.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,10 @@ def check_training(traced: TracedChain, loss: object, optimizer: object) -> None
 def check_loss(traced: TracedChain, loss: object) -> None:
     """Refuse a loss that has trainable weights besides the model's.
 
-    Looked at are the loss, if it is a module, what a bound method or a partial is of, and what a function refers to: by its
-    closure, its defaults, its globals, and the functions that it calls. A module that shares weights with the model is let
-    pass: what the loss makes of them is seen when it runs (`runtime.reach`).
+    Looked at are the loss, if it is a module, what a bound method or a partial is of, and what a
+    function refers to: by its closure, its defaults, its globals, and the functions that it calls.
+    A module that shares weights with the model is let pass: what the loss makes of them is seen
+    when it runs (`runtime.reach`).
 
     Raises:
         SettingError: there is one; the message has its place.

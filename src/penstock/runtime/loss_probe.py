@@ -1,9 +1,11 @@
 """A numeric test of how a loss adds up: of two parts of a batch alone, and of the two as one.
 
-What a loss is divided by can be read from its graph, but not whether samples see each other, as they do in a contrastive loss. So the
-loss is evaluated on two parts `a` and `b` and on both joined, `j`. A loss that adds up has `loss(j) = w_a loss(a) + w_b loss(b)`, with
-weights that are shares of a count, shares of the samples, or 1 where it is a sum. The gradients with respect to the outputs add up
-likewise. They are compared too, as the values do not tell all: `loss / loss.detach()` is 1 on every part.
+What a loss is divided by can be read from its graph, but not whether samples see each other, as
+they do in a contrastive loss. So the loss is evaluated on two parts `a` and `b` and on both joined,
+`j`. A loss that adds up has `loss(j) = w_a loss(a) + w_b loss(b)`, with weights that are shares of
+a count, shares of the samples, or 1 where it is a sum. The gradients with respect to the outputs
+add up likewise. They are compared too, as the values do not tell all: `loss / loss.detach()` is 1
+on every part.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Draws(Exception):
 
 @dataclass(frozen=True)
 class Pair:
-    """Two parts of a batch: their targets and sizes, and an output for one of them to make outputs of.
+    """Two parts of a batch: their targets and sizes, and an output for one of them to make outputs
+    of.
 
     Attributes:
         targets: of both.
@@ -60,7 +63,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class GradientFit:
-    """The gradient of a part of an output, in the joined loss (`g_j`) and in the loss of the part alone (`g`).
+    """The gradient of a part of an output, in the joined loss (`g_j`) and in the loss of the part
+    alone (`g`).
 
     Attributes:
         factor: the `f` that makes `g_j - f g` the smallest.
@@ -106,7 +110,8 @@ class Reading:
         joined: of both in one batch.
         tolerance: how far they may be apart, in proportion.
         gradients: of both parts; none where a gradient is not finite.
-        nonlinear: the function that acts on a value to which all samples contribute, if there is one.
+        nonlinear: the function that acts on a value to which all samples contribute, if there is
+        one.
     """
 
     first: float
@@ -184,7 +189,9 @@ def _reading(loss: Loss, pair: Pair, change: Change) -> Reading:
 def _gradient_fits(
     parts: tuple[_Evaluation, _Evaluation], joined: _Evaluation, dim: int
 ) -> tuple[GradientFit, ...]:
-    """How the gradients of both parts are found in that of both joined; nothing where one is not finite."""
+    """How the gradients of both parts are found in that of both joined; nothing where one is not
+    finite.
+    """
     fits = []
     ends = [0] * len(joined.gradients)
     for part in parts:
@@ -306,7 +313,8 @@ class _Evaluation:
 
 
 def _evaluate(loss: Loss, output: Any, target: Any) -> _Evaluation:
-    """The loss and its gradient. Nothing of the caller's is changed, nor is a gradient added anywhere.
+    """The loss and its gradient. Nothing of the caller's is changed, nor is a gradient added
+    anywhere.
 
     Raises:
         ReturnsCount: the loss returns (sum, count).

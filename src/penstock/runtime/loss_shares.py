@@ -1,4 +1,6 @@
-"""Arithmetic of weights: counts in proportion to their total, and shares of samples where these are the same."""
+"""Arithmetic of weights: counts in proportion to their total, and shares of samples where these are
+the same.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _ROUNDING = 1e-9
 
 
 def weights_of(counts: Sequence[float], total: float, shares: Sequence[float]) -> list[float]:
-    """Counts in proportion to their total; the shares of samples where it is 0, as nothing has a weight then."""
+    """Counts in proportion to their total; the shares of samples where it is 0, as nothing has a
+    weight then.
+    """
     if not total:
         return list(shares)
     return snapped([count / total for count in counts], shares)

@@ -1,8 +1,9 @@
-"""A loss evaluated on outputs without contents and targets with theirs: what it is divided by, before any output is there.
+"""A loss evaluated on outputs without contents and targets with theirs: what it is divided by,
+before any output is there.
 
-Outputs are tensors on the meta device; targets are real. An op that takes an output gives a tensor without contents, every other op
-is computed. What the loss is divided by depends on targets alone in most losses, and so has its value in the end, at next to no cost
-in time and none in memory.
+Outputs are tensors on the meta device; targets are real. An op that takes an output gives a tensor
+without contents, every other op is computed. What the loss is divided by depends on targets alone
+in most losses, and so has its value in the end, at next to no cost in time and none in memory.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Evaluation:
     """What is known of a loss on some targets.
 
     Attributes:
-        terms: what the loss adds up; of a loss that returns (sum, count) one, whose divisor is the count.
-        by_values: whether divisors may depend on the values of targets, and not on their shapes alone.
-        leaves: the outputs without contents, in the order of their leaves.
-        counted: whether the loss returns (sum, count).
+        terms: what the loss adds up; of a loss that returns (sum, count) one, whose divisor is the
+        count. by_values: whether divisors may depend on the values of targets, and not on their
+        shapes alone. leaves: the outputs without contents, in the order of their leaves. counted:
+        whether the loss returns (sum, count).
     """
 
     terms: list[Term]
@@ -65,7 +66,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "meta" and not _has_meta(args):
-            # Targets that follow the outputs to their device, and constants that are made there, keep their values.
+            # Targets that follow the outputs to their device, and constants that are made there,
+            # keep their values.
             kwargs["device"] = self.device
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(leaf.is_meta for leaf in leaves):
@@ -139,8 +141,8 @@ def outputs_like(value: Any, here: tuple[int, int], there: tuple[int, int]) -> A
 
     Args:
         value: an output.
-        here: how many samples, and tokens of each, it is for; tokens are 0 where sequences are not cut.
-        there: how many it is to be for.
+        here: how many samples, and tokens of each, it is for; tokens are 0 where sequences are not
+        cut. there: how many it is to be for.
 
     Raises:
         UnknownForm: a tensor's first extent is not a multiple of the samples.
@@ -176,7 +178,9 @@ def resized(
 
 @contextmanager
 def apart_from_stage() -> Iterator[None]:
-    """Record graphs of their own: the hooks of the stage on what its graph saves do not see what these save."""
+    """Record graphs of their own: the hooks of the stage on what its graph saves do not see what
+    these save.
+    """
     with (
         torch.inference_mode(mode=False),
         torch.enable_grad(),

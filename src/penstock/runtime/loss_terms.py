@@ -1,9 +1,10 @@
 """What a loss is divided by, read from the graph that autograd has recorded of it.
 
-Most losses are a sum over samples, tokens or pixels, divided by a number: how many of them there are, or how many of them count. The
-loss of a batch is then the sum of the micro-batches' losses, each multiplied by its own divisor and divided by the batch's. The graph
-shows the divisor: `NllLossBackward0` has saved the total weight of its targets, a mean the number of its elements, and a division its
-denominator.
+Most losses are a sum over samples, tokens or pixels, divided by a number: how many of them there
+are, or how many of them count. The loss of a batch is then the sum of the micro-batches' losses,
+each multiplied by its own divisor and divided by the batch's. The graph shows the divisor:
+`NllLossBackward0` has saved the total weight of its targets, a mean the number of its elements, and
+a division its denominator.
 """
 
 from __future__ import annotations
@@ -19,20 +20,40 @@ from torch import Tensor
 #: Reductions as ATen numbers them.
 MEAN, SUM = 1, 2
 
-_SAME_VALUE = frozenset({
-    "AliasBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1",
-    "SqueezeBackward2", "UnsqueezeBackward0", "ToCopyBackward0", "CloneBackward0", "NegBackward0", "ExpandBackward0",
-    "ToBackward0", "PermuteBackward0",
-})  # fmt: skip
+_SAME_VALUE = frozenset(
+    {
+        "AliasBackward0",
+        "ViewBackward0",
+        "UnsafeViewBackward0",
+        "ReshapeAliasBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "SqueezeBackward2",
+        "UnsqueezeBackward0",
+        "ToCopyBackward0",
+        "CloneBackward0",
+        "NegBackward0",
+        "ExpandBackward0",
+        "ToBackward0",
+        "PermuteBackward0",
+    }
+)
 _SUMS = frozenset({"SumBackward0", "SumBackward1"})
 #: Negative log-likelihoods of class indices.
 _NLL = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 #: Losses of torch that are a mean or a sum over the elements of their input.
-_ELEMENTWISE = frozenset({
-    "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0",
-    "BinaryCrossEntropyWithLogitsBackward0", "SoftMarginLossBackward0", "MultiMarginLossBackward0",
-    "MultilabelMarginLossBackward0",
-})  # fmt: skip
+_ELEMENTWISE = frozenset(
+    {
+        "MseLossBackward0",
+        "SmoothL1LossBackward0",
+        "HuberLossBackward0",
+        "BinaryCrossEntropyBackward0",
+        "BinaryCrossEntropyWithLogitsBackward0",
+        "SoftMarginLossBackward0",
+        "MultiMarginLossBackward0",
+        "MultilabelMarginLossBackward0",
+    }
+)
 
 
 class UnknownForm(Exception):
@@ -46,8 +67,8 @@ class Term:
     Attributes:
         divisor: 1 for a plain sum.
         node: the node of a negative log-likelihood, where the term is nothing else.
-        leaf: the tensor that the graph begins with, where the term is that tensor, multiplied by 1 / `divisor`.
-        summed: whether the term is a sum that is divided by nothing but constants.
+        leaf: the tensor that the graph begins with, where the term is that tensor, multiplied by 1
+        / `divisor`. summed: whether the term is a sum that is divided by nothing but constants.
     """
 
     divisor: float

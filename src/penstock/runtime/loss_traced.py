@@ -1,7 +1,8 @@
-"""A loss that the model computes itself, as models of `transformers` do from labels among their inputs: what it is divided by.
+"""A loss that the model computes itself, as models of `transformers` do from labels among their
+inputs: what it is divided by.
 
-Of a traced model the graph shows it. The labels are made of the inputs alone, and every rank has these, so the counts of all
-micro-batches are known before their forwards.
+Of a traced model the graph shows it. The labels are made of the inputs alone, and every rank has
+these, so the counts of all micro-batches are known before their forwards.
 """
 
 from __future__ import annotations
@@ -21,16 +22,52 @@ from penstock.tracing.traced import Given, TracedLayer
 from penstock.tracing.variants import Variant
 from penstock.values.structure import map_tensors, tensors_of
 
-_SAME_VALUE = frozenset({"alias", "view", "reshape", "squeeze", "unsqueeze", "to", "_to_copy", "clone", "contiguous", "neg",
-                         "float", "detach_"})  # fmt: skip
+_SAME_VALUE = frozenset(
+    {
+        "alias",
+        "view",
+        "reshape",
+        "squeeze",
+        "unsqueeze",
+        "to",
+        "_to_copy",
+        "clone",
+        "contiguous",
+        "neg",
+        "float",
+        "detach_",
+    }
+)
 _NLL = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 #: Where a graph's ctc_loss, which `tracing.interception` writes down, has its reduction.
 _CTC_REDUCTION = 5
-_ELEMENTWISE = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
-                          "binary_cross_entropy_with_logits", "soft_margin_loss"})  # fmt: skip
+_ELEMENTWISE = frozenset(
+    {
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "soft_margin_loss",
+    }
+)
 #: Ops whose result depends on the shape of what they take, and not on its contents.
-_SHAPE_ALONE = frozenset({"sym_size", "sym_numel", "size", "arange", "zeros_like", "ones_like", "full_like", "new_zeros",
-                          "new_ones", "new_full", "empty_like"})  # fmt: skip
+_SHAPE_ALONE = frozenset(
+    {
+        "sym_size",
+        "sym_numel",
+        "size",
+        "arange",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "empty_like",
+    }
+)
 
 
 @dataclass
@@ -52,10 +89,12 @@ class ModelLoss:
         return cls(last, device) if isinstance(last, TracedLayer) else None
 
     def weights(self, batch: Batch, place: int) -> list[list[float]]:
-        """Term by term, the weights of the micro-batches in the loss that is leaf `place` of the model's output.
+        """Term by term, the weights of the micro-batches in the loss that is leaf `place` of the
+        model's output.
 
         Raises:
-            UnknownForm: the loss is no sum that is divided by a number, or samples see each other in it.
+            UnknownForm: the loss is no sum that is divided by a number, or samples see each other
+            in it.
         """
         given = [
             Given(self.layer.variants, self._inputs(batch, number), self.device)

@@ -1,4 +1,6 @@
-"""A batch as the last stage sees it before its first loss: one micro-batch's output, and the targets of all."""
+"""A batch as the last stage sees it before its first loss: one micro-batch's output, and the
+targets of all.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ class View:
 
     @classmethod
     def all(cls, call: LossCall, batch: Batch, number: int, value: Any, turn: int) -> list[View]:
-        """The views of a batch: with another micro-batch, and with a neighbour in the same sequences where these are cut.
+        """The views of a batch: with another micro-batch, and with a neighbour in the same
+        sequences where these are cut.
 
         With `turn` other micro-batches come up from batch to batch.
         """
@@ -78,7 +81,9 @@ class View:
         return first, second
 
     def extents(self, number: int | None) -> tuple[int, int]:
-        """Samples and tokens of a micro-batch or slice, or of the batch; 0 tokens where sequences are not cut."""
+        """Samples and tokens of a micro-batch or slice, or of the batch; 0 tokens where sequences
+        are not cut.
+        """
         value = self.batch.whole[0] if number is None else self.batch.inputs[number]
         samples = sample_count(value, "the inputs")
         return samples, token_count(value, "the inputs") if self.batch.cuts_tokens else 0
@@ -134,7 +139,8 @@ class View:
             return results
 
     def in_numbers(self, number: int) -> Any:
-        """What the loss returns for a micro-batch's targets, given the output that is here for as many samples and tokens.
+        """What the loss returns for a micro-batch's targets, given the output that is here for as
+        many samples and tokens.
 
         Raises:
             Exception: whatever the loss raises on it.

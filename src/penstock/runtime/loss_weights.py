@@ -1,12 +1,16 @@
-"""What each micro-batch's loss counts for in the loss of the batch, so that their sum is the loss of the undivided batch.
+"""What each micro-batch's loss counts for in the loss of the batch, so that their sum is the loss
+of the undivided batch.
 
-A mean over samples counts by samples, a mean over tokens that are not padding by those, a sum counts as it is. Every rank has the whole
-batch's targets, so the last stage knows all weights before its first backward. Where they come from, in this order:
+A mean over samples counts by samples, a mean over tokens that are not padding by those, a sum
+counts as it is. Every rank has the whole batch's targets, so the last stage knows all weights
+before its first backward. Where they come from, in this order:
 
 1. `loss_weight(target)`, which the caller gives.
 2. The count of a loss that returns `(sum, count)`.
-3. The loss's own divisor (`loss_symbolic.py`), or that of a loss that a traced model computes itself (`loss_traced.py`).
-4. The shares of samples, or 1 each, whichever a numeric test says (`loss_probe.py`). It also checks 3, except for torch's own losses.
+3. The loss's own divisor (`loss_symbolic.py`), or that of a loss that a traced model computes
+   itself (`loss_traced.py`).
+4. The shares of samples, or 1 each, whichever a numeric test says (`loss_probe.py`). It also checks
+   3, except for torch's own losses.
 
 A loss that adds up in none of these ways is refused.
 """
@@ -58,11 +62,13 @@ from penstock.values.structure import tensors_of
 
 #: Forms of batches that are remembered.
 _MOST_FORMS = 256
-#: A loss whose divisor is not known is tested on every batch up to this one, and then ever more rarely.
+#: A loss whose divisor is not known is tested on every batch up to this one, and then ever more
+#: rarely.
 _ALWAYS_UP_TO = 64
 
 
-#: Elements of a micro-batch's output from which on the test's copies of it (64 MiB each in float32) are worth avoiding.
+#: Elements of a micro-batch's output from which on the test's copies of it (64 MiB each in float32)
+#: are worth avoiding.
 _LARGE_OUTPUT = 1 << 24
 
 
@@ -82,7 +88,8 @@ class Knowledge:
     Attributes:
         weights: where they are the same for all batches of this form.
         classes: where they are counted in class indices.
-        adds_up: how a loss of an unknown form adds up, "shares" or "sums": over samples, and over the tokens of slices.
+        adds_up: how a loss of an unknown form adds up, "shares" or "sums": over samples, and over
+        the tokens of slices.
     """
 
     weights: list[float] | None = None
@@ -187,7 +194,8 @@ class LossWeights:
         batch.loss_counts = dict(enumerate(counts))
         return weights_of(counts, sum(counts), batch.shares)
 
-    # -- by the loss's own form -------------------------------------------------------------------------------------------
+    # -- by the loss's own form
+    # -------------------------------------------------------------------------------------------
 
     def _by_loss(self, views: Sequence[View], key: object, *, test: bool) -> list[float]:
         view = views[0]
@@ -247,18 +255,22 @@ class LossWeights:
         return None
 
     def _is_per_row(self, view: View, form: _Form) -> bool:
-        """Whether the loss's graph alone shows that no sample sees another: nothing is left to test."""
+        """Whether the loss's graph alone shows that no sample sees another: nothing is left to
+        test.
+        """
         node = form.first.terms[0].node
         if len(form.first.terms) > 1 or node is None:
             return False
-        # Graphs do not show hooks on gradients, which the test sees: only where it would take much memory is it left out.
+        # Graphs do not show hooks on gradients, which the test sees: only where it would take much
+        # memory is it left out.
         elements = sum(leaf.numel() for leaf in tensors_of(view.value))
         if elements < _LARGE_OUTPUT or any(leaf._backward_hooks for leaf in form.first.leaves):
             return False
         target = self.call.target(view.batch, view.number)
         return type(target) is Tensor and is_per_row(node, target)
 
-    # -- by the model ------------------------------------------------------------------------------------------------------
+    # -- by the model
+    # ------------------------------------------------------------------------------------------------------
 
     def _by_model(self, view: View, first: Evaluation) -> list[float]:
         """Weights of a loss that the model computes, alone or beside terms of the caller's."""
@@ -284,7 +296,8 @@ class LossWeights:
                 snapped(column, view.batch.shares)
                 for column in self._model.weights(view.batch, place)
             ]
-        # Of layers that are not traced, only the graph of what is here tells; what comes is checked when it is there.
+        # Of layers that are not traced, only the graph of what is here tells; what comes is checked
+        # when it is there.
         leaf = tensors_of(view.value)[place]
         if leaf.requires_grad:
             terms = terms_of(leaf)
@@ -298,7 +311,8 @@ class LossWeights:
                 }
         return [ones(view.batch) if self._model_sums else view.batch.shares]
 
-    # -- by numbers ----------------------------------------------------------------------------------------------------------
+    # -- by numbers
+    # ----------------------------------------------------------------------------------------------------------
 
     def _tested(self, views: Sequence[View], key: object, form: _Form | None) -> list[float]:
         """Weights that the numbers agree with: those that are known, else shares or ones."""
@@ -352,7 +366,8 @@ class LossWeights:
         return way
 
     def _by_counts(self, view: View) -> list[float]:
-        """Weights of a loss that returns (sum, count), by what it counts for the output that is here.
+        """Weights of a loss that returns (sum, count), by what it counts for the output that is
+        here.
 
         Raises:
             SettingError: it does not return such a pair for the targets of another micro-batch.
@@ -378,10 +393,12 @@ class LossWeights:
                 stacklevel=2,
             )
 
-    # -- afterwards ------------------------------------------------------------------------------------------------------------
+    # -- afterwards
+    # ------------------------------------------------------------------------------------------------------------
 
     def check(self, batch: Batch, number: int, loss: Tensor) -> None:
-        """Whether a loss is divided by what it was expected to be. It costs a few microseconds, on the CPU.
+        """Whether a loss is divided by what it was expected to be. It costs a few microseconds, on
+        the CPU.
 
         Raises:
             SettingError: it is not.

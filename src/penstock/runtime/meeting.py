@@ -1,4 +1,6 @@
-"""Where ranks that are processes compare what they are about to run, through the store, before they wait for each other."""
+"""Where ranks that are processes compare what they are about to run, through the store, before they
+wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from penstock.runtime.differences import Description, differences, message_of, r
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
-#: All processes make their pipelines in the same order, and meet once for each. A pipeline of threads has no meeting.
+#: All processes make their pipelines in the same order, and meet once for each. A pipeline of
+#: threads has no meeting.
 _MEETINGS = itertools.count()
 
 #: Seconds between two looks into the store: the first, and the longest.
@@ -122,7 +125,9 @@ def missing_keys(
 
 
 def announced(init: _Init) -> _Init:
-    """A constructor that lets the other ranks know when it has failed on this one, so that they do not wait for it."""
+    """A constructor that lets the other ranks know when it has failed on this one, so that they do
+    not wait for it.
+    """
 
     @wraps(init)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:

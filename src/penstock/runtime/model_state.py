@@ -1,4 +1,6 @@
-"""The whole model's state where only a part of it is trained: on every rank, in the user's own model, and averaged."""
+"""The whole model's state where only a part of it is trained: on every rank, in the user's own
+model, and averaged.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ def guard_for(traced: TracedChain, made: Assembly) -> Guard | None:
         made: the ranks.
 
     Returns:
-        None where all ranks are threads of this process, or all layers with weights are trained here.
+        None where all ranks are threads of this process, or all layers with weights are trained
+        here.
 
     Raises:
-        RunError: an earlier pipeline has trained some of the layers on other ranks, and this one would train them here.
+        RunError: an earlier pipeline has trained some of the layers on other ranks, and this one
+        would train them here.
     """
     if len(made.world.local_ranks) == made.world.size:
         for guard in guards_of(traced.roots):
@@ -40,7 +44,9 @@ def guard_for(traced: TracedChain, made: Assembly) -> Guard | None:
 
 
 def whole_state(world: World, placed: state.Placed) -> dict[str, Tensor]:
-    """Parameters and buffers of the whole model on every rank, on the CPU, under all of their names."""
+    """Parameters and buffers of the whole model on every rank, on the CPU, under all of their
+    names.
+    """
     collected = state.collect(world, placed)
     if len(world.local_ranks) == world.size:
         return collected
@@ -112,7 +118,8 @@ class ModelState:
         raise NotImplementedError
 
     def model_state(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the whole model, on every rank, on the CPU, under the model's own names. All ranks call it.
+        """Parameters and buffers of the whole model, on every rank, on the CPU, under the model's
+        own names. All ranks call it.
 
         `state_dict` has the same on rank 0 alone, which costs less.
         """
@@ -120,11 +127,12 @@ class ModelState:
         return whole_state(self._world, self._made.placed)
 
     def load_into(self, model: nn.Module | Sequence[nn.Module]) -> None:
-        """Copy the whole model's state into a model of this process, such as the one that the pipeline was made from.
+        """Copy the whole model's state into a model of this process, such as the one that the
+        pipeline was made from.
 
-        With ranks in processes, that model has trained values only for the layers of this rank. After `load_into` it has all
-        of them, until the next batch is trained; `model(x)` and `model.state_dict()` are then what they are on one device.
-        All ranks call it.
+        With ranks in processes, that model has trained values only for the layers of this rank.
+        After `load_into` it has all of them, until the next batch is trained; `model(x)` and
+        `model.state_dict()` are then what they are on one device. All ranks call it.
 
         Args:
             model: a model with the same names and shapes, or a list of modules.
@@ -152,16 +160,21 @@ class ModelState:
         avg_fn: Combine | None = None,
         use_buffers: bool = False,
     ) -> Average:
-        """An average of the model's weights, in place of `torch.optim.swa_utils.AveragedModel`, with the same numbers.
+        """An average of the model's weights, in place of `torch.optim.swa_utils.AveragedModel`,
+        with the same numbers.
 
-        Every rank averages the weights of its own stages: call `update()` after each step, on all ranks.
+        Every rank averages the weights of its own stages: call `update()` after each step, on all
+        ranks.
 
         Args:
-            decay: share of the average that stays at an update, from 0 to 1, as `get_ema_multi_avg_fn(decay)`; None for the
+            decay: share of the average that stays at an update, from 0 to 1, as
+            `get_ema_multi_avg_fn(decay)`; None for the
                 plain mean of all updates (stochastic weight averaging).
-            avg_fn: from the averaged tensor, the model's tensor and the number of updates so far to the new average, in place
+            avg_fn: from the averaged tensor, the model's tensor and the number of updates so far to
+            the new average, in place
                 of `decay`.
-            use_buffers: average floating-point buffers too; otherwise they are copied at each update.
+            use_buffers: average floating-point buffers too; otherwise they are copied at each
+            update.
 
         Raises:
             SettingError: `decay` is not between 0 and 1.
@@ -174,6 +187,8 @@ class ModelState:
             self._guard.mark()
 
     def _release_guard(self) -> None:
-        """Take the guard off the user's model; but not while it has layers whose values are from before the training."""
+        """Take the guard off the user's model; but not while it has layers whose values are from
+        before the training.
+        """
         if self._guard is not None and not self._guard.stale:
             self._guard.release()

@@ -1,4 +1,6 @@
-"""What a `Pipeline` offers of its optimizers: schedulers, learning rates, parameter groups, and their state in plain PyTorch's form."""
+"""What a `Pipeline` offers of its optimizers: schedulers, learning rates, parameter groups, and
+their state in plain PyTorch's form.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Optimizing:
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of all stages' gradients at the last step, before clipping; None where neither clipping nor scaling asks for it."""
+        """The norm of all stages' gradients at the last step, before clipping; None where neither
+        clipping nor scaling asks for it.
+        """
         return self._together.grad_norm
 
     @property
@@ -36,13 +40,16 @@ class Optimizing:
 
     @property
     def param_groups(self) -> list[ParameterGroup]:
-        """The optimizer's parameter groups, as `torch.optim.Optimizer.param_groups`: what is written holds for all stages held here.
+        """The optimizer's parameter groups, as `torch.optim.Optimizer.param_groups`: what is
+        written holds for all stages held here.
 
-        Every rank must write the same: `for group in pipe.param_groups: group["lr"] *= 0.5`. Ranks without parameters have
-        groups, too, so that they know the learning rate. `group["params"]` are those held here, and cannot be set.
+        Every rank must write the same: `for group in pipe.param_groups: group["lr"] *= 0.5`. Ranks
+        without parameters have groups, too, so that they know the learning rate. `group["params"]`
+        are those held here, and cannot be set.
 
         Raises:
-            SettingError: there is no optimizer, or the stages' optimizers have different numbers of groups.
+            SettingError: there is no optimizer, or the stages' optimizers have different numbers of
+            groups.
         """
         return parameter_groups_of(self._made.optimizers())
 
@@ -58,26 +65,31 @@ class Optimizing:
             lr: of all parameters, or one for each parameter group.
 
         Raises:
-            SettingError: there is no optimizer, it has no `lr`, there are other numbers of groups, or a learning rate is below 0.
+            SettingError: there is no optimizer, it has no `lr`, there are other numbers of groups,
+            or a learning rate is below 0.
         """
         set_learning_rates(self.param_groups, lr)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """On rank 0: the state that one `torch.optim` optimizer over `model.parameters()` would have, tensors on the CPU; elsewhere
-        empty. With `parameter_groups=` the one over these groups, in order of appearance. Every rank must ask.
+        """On rank 0: the state that one `torch.optim` optimizer over `model.parameters()` would
+        have, tensors on the CPU; elsewhere empty. With `parameter_groups=` the one over these
+        groups, in order of appearance. Every rank must ask.
 
         Raises:
-            SettingError: there is no optimizer; the stages' optimizers have unlike groups; or a weight rule keeps several
+            SettingError: there is no optimizer; the stages' optimizers have unlike groups; or a
+            weight rule keeps several
                 optimizers for a stage.
         """
         self._settle()
         return plain_state.collect(self._made)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `optimizer_state_dict`, or `state_dict` of an optimizer of plain PyTorch, gave. Every rank must give it.
+        """Go on from what `optimizer_state_dict`, or `state_dict` of an optimizer of plain PyTorch,
+        gave. Every rank must give it.
 
         Raises:
-            SettingError: see `optimizer_state_dict`; or the groups have other numbers of parameters, or the state is of
+            SettingError: see `optimizer_state_dict`; or the groups have other numbers of
+            parameters, or the state is of
                 parameters of other shapes. Nothing has changed then.
         """
         if self._stream is not None:

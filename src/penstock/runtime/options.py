@@ -1,4 +1,6 @@
-"""How a model is trained beyond its schedule: mixed precision, clipping, accumulation, compiled stages."""
+"""How a model is trained beyond its schedule: mixed precision, clipping, accumulation, compiled
+stages.
+"""
 
 from __future__ import annotations
 
@@ -89,12 +91,16 @@ class Options:
             if wish
         ]
         if asked and not schedule.synchronous:
-            raise SettingError(f"{' and '.join(asked)}: {schedule.name} is asynchronous, its stages update at different times, so there is "
-                               "no moment at which the gradients of all of them are there. Take a synchronous schedule; of mixed "
-                               "precision torch.bfloat16 needs no scaler")  # fmt: skip
+            raise SettingError(
+                f"{' and '.join(asked)}: {schedule.name} is asynchronous, its stages update at different times, so there is "
+                "no moment at which the gradients of all of them are there. Take a synchronous schedule; of mixed "
+                "precision torch.bfloat16 needs no scaler"
+            )
         if self.deferred_batch_norm and not schedule.synchronous:
-            raise SettingError(f"deferred_batch_norm: {schedule.name} is asynchronous and begins a batch before the one before has ended, so "
-                               "statistics of whole batches would be of mixed ones. Take a synchronous schedule")  # fmt: skip
+            raise SettingError(
+                f"deferred_batch_norm: {schedule.name} is asynchronous and begins a batch before the one before has ended, so "
+                "statistics of whole batches would be of mixed ones. Take a synchronous schedule"
+            )
         asked += ["parameter_groups"] * bool(self.parameter_groups) + ["accumulate"] * (
             self.accumulate > 1
         )
@@ -167,7 +173,8 @@ class Options:
         )
 
     def check_compiler(self, device: torch.device) -> None:
-        """Refuse to compile where there is no compiler: torch would say so in the middle of the first batch.
+        """Refuse to compile where there is no compiler: torch would say so in the middle of the
+        first batch.
 
         Raises:
             SettingError: there is none.
@@ -181,8 +188,10 @@ class Options:
             return
         wanted = os.environ.get("CXX", "g++")
         if shutil.which(wanted) is None and shutil.which("clang++") is None:
-            raise SettingError(f"compile: torch.compile makes C++ of a stage that runs on a CPU, and there is no compiler {wanted!r} here. "
-                               "Install one, or name it in CXX; compile={'backend': 'aot_eager'} needs none, and is not faster")  # fmt: skip
+            raise SettingError(
+                f"compile: torch.compile makes C++ of a stage that runs on a CPU, and there is no compiler {wanted!r} here. "
+                "Install one, or name it in CXX; compile={'backend': 'aot_eager'} needs none, and is not faster"
+            )
 
 
 def check_accumulate(count: object, schedule: Schedule) -> None:
@@ -196,5 +205,7 @@ def check_accumulate(count: object, schedule: Schedule) -> None:
             f"accumulate is a number of batches for each step, 1 or more, not {count!r}"
         )
     if count > 1 and not schedule.synchronous:
-        raise SettingError(f"accumulate={count}: {schedule.name} is asynchronous and updates after every batch, while later ones are under "
-                           "way. Take larger batches of more micro-batches instead")  # fmt: skip
+        raise SettingError(
+            f"accumulate={count}: {schedule.name} is asynchronous and updates after every batch, while later ones are under "
+            "way. Take larger batches of more micro-batches instead"
+        )

@@ -1,4 +1,6 @@
-"""What a stage keeps besides its weights, as a checkpoint has it: by parameters' names, whatever the cut."""
+"""What a stage keeps besides its weights, as a checkpoint has it: by parameters' names, whatever
+the cut.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from penstock.tracing.names import parameters_of
 class Facts:
     """Of one parameter: the options of its group, and what its optimizer keeps besides tensors.
 
-    `group` is the place of that group in the optimizer that wrote it, `kind` the name of the optimizer's class; checkpoints of
-    schema 1 have neither.
+    `group` is the place of that group in the optimizer that wrote it, `kind` the name of the
+    optimizer's class; checkpoints of schema 1 have neither.
     """
 
     options: dict[str, Any]
@@ -41,7 +43,9 @@ def names_of(stage: Stage) -> dict[Tensor, str]:
 
 
 def optimizer_state(stage: Stage, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by `<prefix>optimizer/<parameter>/<key>`; by parameter, plain state and the options of its group."""
+    """Tensors by `<prefix>optimizer/<parameter>/<key>`; by parameter, plain state and the options
+    of its group.
+    """
     optimizer = stage.update.optimizer
     if optimizer is None:
         return {}, {}
@@ -67,8 +71,10 @@ def optimizer_state(stage: Stage, prefix: str) -> tuple[dict[str, Tensor], dict[
                 elif _plain(value):
                     kept[key] = value
                 else:
-                    raise SettingError(f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {name}: a "
-                                       "checkpoint can hold tensors and plain numbers")  # fmt: skip
+                    raise SettingError(
+                        f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {name}: a "
+                        "checkpoint can hold tensors and plain numbers"
+                    )
             facts[f"{prefix}{name}"] = {
                 "options": options,
                 "state": kept,
@@ -78,9 +84,15 @@ def optimizer_state(stage: Stage, prefix: str) -> tuple[dict[str, Tensor], dict[
     return tensors, facts
 
 
-def restore_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor],
-                      facts: Mapping[str, Facts]) -> None:  # fmt: skip
-    """Options and state as they were saved, tensors by `<parameter>/<key>`; a parameter that had no state then has none."""
+def restore_optimizer(
+    optimizer: Optimizer,
+    names: Mapping[Tensor, str],
+    tensors: Mapping[str, Tensor],
+    facts: Mapping[str, Facts],
+) -> None:
+    """Options and state as they were saved, tensors by `<parameter>/<key>`; a parameter that had no
+    state then has none.
+    """
     kept: dict[str, dict[str, Tensor]] = {}
     for path, tensor in tensors.items():
         name, _, key = path.rpartition("/")
@@ -101,7 +113,8 @@ def restore_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], tensors
             on_device = group.get("capturable") or group.get("fused")
             held: dict[str, Any] = dict(found.state)
             for key, value in kept.get(names[parameter], {}).items():
-                # Counters stay on the CPU, where optimizers keep them; everything shaped like the parameter goes with it.
+                # Counters stay on the CPU, where optimizers keep them; everything shaped like the
+                # parameter goes with it.
                 held[key] = value.to(parameter.device) if value.dim() or on_device else value
             if held:
                 optimizer.state[parameter] = held
@@ -118,7 +131,9 @@ def _plain(value: object) -> bool:
 
 
 def rule_state(stage: Stage, weights: StageWeights, prefix: str) -> dict[str, Tensor]:
-    """Tensors of a stage's weight rule by `<prefix>weights/<parameter>/<key>`; plain numbers by `<prefix>weights/facts/<key>`."""
+    """Tensors of a stage's weight rule by `<prefix>weights/<parameter>/<key>`; plain numbers by
+    `<prefix>weights/facts/<key>`.
+    """
     names = names_of(stage)
     tensors = {
         f"{prefix}weights/{names[parameter]}/{key}": tensor.detach().cpu().contiguous().clone()
@@ -133,7 +148,9 @@ def rule_state(stage: Stage, weights: StageWeights, prefix: str) -> dict[str, Te
 
 
 def restore_rule(stage: Stage, weights: StageWeights, tensors: Mapping[str, Tensor]) -> None:
-    """What `rule_state` gave, without its prefix. Of a rule that keeps other things nothing is found, and it begins anew."""
+    """What `rule_state` gave, without its prefix. Of a rule that keeps other things nothing is
+    found, and it begins anew.
+    """
     names = names_of(stage)
     rows: dict[str, list[Tensor | None]] = {}
     for place, parameter in enumerate(stage.update.parameters):

@@ -15,7 +15,9 @@ _MOST_LARGE = 24
 
 @dataclass(frozen=True)
 class Packed:
-    """Tensors in few parts: the large ones as they are, since copies cost time, the small ones flat and in a row."""
+    """Tensors in few parts: the large ones as they are, since copies cost time, the small ones flat
+    and in a row.
+    """
 
     parts: list[Tensor]
     large: list[int]

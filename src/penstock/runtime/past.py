@@ -1,7 +1,9 @@
-"""What slices of the same sequences hand on to each other within a stage: keys and values, states, how many tokens there were.
+"""What slices of the same sequences hand on to each other within a stage: keys and values, states,
+how many tokens there were.
 
-Going forward, a layer leaves it for the next slice, which finds it as leaves of a graph of its own. Going backward, the gradients
-that gather in these leaves are those of what had been left: roots, beside the output, of the backward of the slice before.
+Going forward, a layer leaves it for the next slice, which finds it as leaves of a graph of its own.
+Going backward, the gradients that gather in these leaves are those of what had been left: roots,
+beside the output, of the backward of the slice before.
 
 Source: Li et al. 2021, TeraPipe, section 3.2.
 """
@@ -22,7 +24,9 @@ _CONSTANTS = (type(None), bool, int, float, str)
 
 @dataclass
 class Past:
-    """What one slice finds of the slices before, and leaves for the next, by layer. `keeps` is false where there is no next."""
+    """What one slice finds of the slices before, and leaves for the next, by layer. `keeps` is
+    false where there is no next.
+    """
 
     found: dict[int, Any] = field(default_factory=dict)
     keeps: bool = True
@@ -39,28 +43,35 @@ class Past:
         self._watch(name, found)
         made = module.forward_slice(value, found)  # type: ignore[operator]  # tracing.slices.has_past has seen it
         if not isinstance(made, tuple) or len(made) != 2:
-            raise RunError(f"forward_slice of layer {name} ({type(module).__name__}) returned {type(made).__name__}: it returns two "
-                           "things, its output and what the next slice needs of this one and those before")  # fmt: skip
+            raise RunError(
+                f"forward_slice of layer {name} ({type(module).__name__}) returned {type(made).__name__}: it returns two "
+                "things, its output and what the next slice needs of this one and those before"
+            )
         value, left = made
         if self.keeps:
             for leaf in pytree.tree_leaves(left):
                 if not isinstance(leaf, (Tensor, *_CONSTANTS)):
-                    raise RunError(f"the past of layer {name} ({type(module).__name__}) has a {type(leaf).__name__} in it: make it of "
-                                   "tensors and plain constants in nested tuples, lists and dicts")  # fmt: skip
+                    raise RunError(
+                        f"the past of layer {name} ({type(module).__name__}) has a {type(leaf).__name__} in it: make it of "
+                        "tensors and plain constants in nested tuples, lists and dicts"
+                    )
             self._watch(name, left)
             self.left[index] = left
         return value
 
     def check_unchanged(self) -> None:
-        """Nobody may write into what slices share: another one would read it, and no gradient would tell.
+        """Nobody may write into what slices share: another one would read it, and no gradient would
+        tell.
 
         Raises:
             RunError: a layer has.
         """
         for name, tensor, version in self._versions:
             if tensor._version != version:
-                raise RunError(f"the past of layer {name} was changed in place: its forward_slice must make new tensors (torch.cat), and "
-                               "layers after it must not work in place on what it keeps")  # fmt: skip
+                raise RunError(
+                    f"the past of layer {name} was changed in place: its forward_slice must make new tensors (torch.cat), and "
+                    "layers after it must not work in place on what it keeps"
+                )
 
     def _watch(self, name: str, value: Any) -> None:
         self._versions += [
@@ -77,7 +88,9 @@ def tensors_of(past: dict[int, Any]) -> list[Tensor]:
 
 @dataclass
 class Pasts:
-    """On a stage, by slice: what waits for its forward, and the gradients of it that its backward has found."""
+    """On a stage, by slice: what waits for its forward, and the gradients of it that its backward
+    has found.
+    """
 
     waiting: dict[int, dict[int, Any]] = field(default_factory=dict)
     _grads: dict[int, list[Tensor | None]] = field(default_factory=dict)

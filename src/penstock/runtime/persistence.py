@@ -1,4 +1,6 @@
-"""What a `Pipeline` keeps from one process to the next: checkpoints, and the learning-rate schedulers that go on from them."""
+"""What a `Pipeline` keeps from one process to the next: checkpoints, and the learning-rate
+schedulers that go on from them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Persistence:
         """Before training: every scheduler of the checkpoint that was loaded has been made again.
 
         Raises:
-            SettingError: the learning rate would stay for ever what it was when the checkpoint was taken.
+            SettingError: the learning rate would stay for ever what it was when the checkpoint was
+            taken.
         """
         missing = self.progress.schedulers[len(self.schedulers) :]
         if missing and self.made.steps:

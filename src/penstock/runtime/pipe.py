@@ -1,4 +1,6 @@
-"""`Pipe`: a pipeline that is an `nn.Module`, for training loops that call `loss.backward()` themselves."""
+"""`Pipe`: a pipeline that is an `nn.Module`, for training loops that call `loss.backward()`
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -34,36 +36,45 @@ class BalanceError(PenstockError, ValueError):
 
 
 class Pipe(nn.Module):
-    """An `nn.Sequential` cut over devices, or over threads of a CPU, in one process. Called like torchgpipe's GPipe and FairScale's Pipe.
+    """An `nn.Sequential` cut over devices, or over threads of a CPU, in one process. Called like
+    torchgpipe's GPipe and FairScale's Pipe.
 
         model = ps.Pipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)
         loss = criterion(model(x), target.to(model.devices[-1]))
         loss.backward()
 
-    A batch is cut into micro-batches along its first dimension (`torch.chunk`), which follow each other through the partitions; in the
-    backward too. Outputs and gradients are those of the plain model, but where a layer mixes samples: batch norm has the statistics of
-    micro-batches. Gradients of weights come to `.grad`, and to hooks, once per backward, summed over micro-batches.
+    A batch is cut into micro-batches along its first dimension (`torch.chunk`), which follow each
+    other through the partitions; in the backward too. Outputs and gradients are those of the plain
+    model, but where a layer mixes samples: batch norm has the statistics of micro-batches.
+    Gradients of weights come to `.grad`, and to hooks, once per backward, summed over
+    micro-batches.
 
     Args:
         module: the layers. They are moved to their devices and stay the caller's own.
         balance: layers per partition.
-        devices: one for each partition, further ones are let go; several may be the CPU, each then with a thread of its own. A number: so
-            many GPUs, or threads of the CPU if there are not so many. By default all GPUs, or without any as many threads as partitions.
+        devices: one for each partition, further ones are let go; several may be the CPU, each then
+        with a thread of its own. A number: so
+            many GPUs, or threads of the CPU if there are not so many. By default all GPUs, or
+            without any as many threads as partitions.
         chunks: how many micro-batches; a batch of fewer samples has fewer.
-        checkpoint: which micro-batches keep only their inputs in training, and run their forward again before their backward: "always" (all
+        checkpoint: which micro-batches keep only their inputs in training, and run their forward
+        again before their backward: "always" (all
             of them), "except_last" or "never".
-        deferred_batch_norm: batch norm's running statistics are updated once per batch, by the whole batch's: `tracing.deferred_batch_norm`.
+        deferred_batch_norm: batch norm's running statistics are updated once per batch, by the
+        whole batch's: `tracing.deferred_batch_norm`.
 
     Attributes:
-        partitions: an `nn.ModuleList` of one `nn.Sequential` per device, in which layers have the names that they had.
-        balance, devices, chunks, checkpoint: as above, as lists and plain values.
-        side_loss: the mean of what layers have said by `ps.side_loss` in the last forward, one number with its graph, 0 where there was
-            nothing. The caller adds it to the loss; a backward of a loss without it is refused, where it has a gradient.
+        partitions: an `nn.ModuleList` of one `nn.Sequential` per device, in which layers have the
+        names that they had. balance, devices, chunks, checkpoint: as above, as lists and plain
+        values. side_loss: the mean of what layers have said by `ps.side_loss` in the last forward,
+        one number with its graph, 0 where there was
+            nothing. The caller adds it to the loss; a backward of a loss without it is refused,
+            where it has a gradient.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`; or skips do not match, see `verify_skippables`.
-        ValueError: settings that make no sense, or layers or parameters that stand in several places.
-        IndexError: there are too few devices.
+        ValueError: settings that make no sense, or layers or parameters that stand in several
+        places. IndexError: there are too few devices.
     """
 
     balance: list[int]
@@ -73,8 +84,16 @@ class Pipe(nn.Module):
     checkpoint: str
     side_loss: Tensor
 
-    def __init__(self, module: nn.Sequential, balance: Iterable[int] | None = None, *, devices: Devices | None = None, chunks: int = 1,
-                 checkpoint: str = "except_last", deferred_batch_norm: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Devices | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+    ) -> None:
         super().__init__()
         self.chunks, self.checkpoint = int(chunks), str(checkpoint)
         if not isinstance(module, nn.Sequential):
@@ -109,7 +128,8 @@ class Pipe(nn.Module):
         """The output for a batch.
 
         Args:
-            input: a tensor, or tensors and None in nested tuples, lists and dicts, with the samples in their first dimension. On any
+            input: a tensor, or tensors and None in nested tuples, lists and dicts, with the samples
+            in their first dimension. On any
                 device: micro-batches are moved.
 
         Returns:
@@ -141,7 +161,8 @@ class Pipe(nn.Module):
             )
         return _RECOMPUTED[self.checkpoint](count)
 
-    # -- like the nn.Sequential that it was made of ---------------------------------------------------------------------
+    # -- like the nn.Sequential that it was made of
+    # ---------------------------------------------------------------------
 
     def __len__(self) -> int:
         return sum(len(partition) for partition in self._sequentials())
@@ -162,9 +183,14 @@ class Pipe(nn.Module):
         return {key.split(".", 2)[2]: value for key, value in self.state_dict().items()}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take names as they are here, as they were under another balance, or as the plain `nn.Sequential` has them."""
-        home = {name: f"{prefix}partitions.{place}.{name}." for place, partition in enumerate(self.partitions)
-                for name in partition._modules}  # fmt: skip
+        """Take names as they are here, as they were under another balance, or as the plain
+        `nn.Sequential` has them.
+        """
+        home = {
+            name: f"{prefix}partitions.{place}.{name}."
+            for place, partition in enumerate(self.partitions)
+            for name in partition._modules
+        }
         for key in [key for key in state_dict if key.startswith(prefix)]:
             words = key.removeprefix(prefix).split(".")
             if words[0] == "partitions" and len(words) > 2 and words[1].isdigit():
@@ -173,7 +199,8 @@ class Pipe(nn.Module):
                 state_dict[home[words[0]] + ".".join(words[1:])] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    # -- moving ---------------------------------------------------------------------------------------------------------
+    # -- moving
+    # ---------------------------------------------------------------------------------------------------------
 
     def cuda(self, device: Any = None) -> Self:
         """Refused.
@@ -203,7 +230,8 @@ class Pipe(nn.Module):
             raise _moved(kwargs.get("device", args[0] if args else None))
         return super().to(*args, **kwargs)
 
-    # -- copying --------------------------------------------------------------------------------------------------------
+    # -- copying
+    # --------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_engine": None, "_lock": None, "side_loss": torch.zeros(())}
@@ -214,32 +242,41 @@ class Pipe(nn.Module):
 
 
 def _moved(where: Any) -> TypeError:
-    return TypeError(f"denied to move parameters and buffers to {where!r}, because a Pipe has every partition on its own device: give "
-                     "devices= when it is made")  # fmt: skip
+    return TypeError(
+        f"denied to move parameters and buffers to {where!r}, because a Pipe has every partition on its own device: give "
+        "devices= when it is made"
+    )
 
 
 def _lengths(module: nn.Sequential, balance: Iterable[int] | None) -> list[int]:
     """The balance as a list, once it fits."""
-    advice = ("Let Penstock find one: ps.plan(ps.profile(module, example), stages=…) measures the layers and balances them; "
-              "torchgpipe.balance and fairscale.nn.pipe.balance do it for torchgpipe and FairScale")  # fmt: skip
+    advice = (
+        "Let Penstock find one: ps.plan(ps.profile(module, example), stages=…) measures the layers and balances them; "
+        "torchgpipe.balance and fairscale.nn.pipe.balance do it for torchgpipe and FairScale"
+    )
     if balance is None:
         raise BalanceError(
             f"balance is required: how many of the {len(module)} layers each partition has. {advice}"
         )
     lengths = [int(length) for length in balance]
     if sum(lengths) != len(module):
-        raise BalanceError("module and sum of balance have different length "
-                           f"(module: {len(module)}, sum of balance: {sum(lengths)}). {advice}")  # fmt: skip
+        raise BalanceError(
+            "module and sum of balance have different length "
+            f"(module: {len(module)}, sum of balance: {sum(lengths)}). {advice}"
+        )
     if any(length < 1 for length in lengths):
         raise BalanceError(f"all balance numbers must be positive integer (balance: {lengths})")
     if len({id(layer) for layer in module}) != len(module):
-        raise ValueError("module with duplicate children is not supported: one layer stands in several places. Give each place a layer of "
-                         "its own, or use ps.Pipeline, which ties weights")  # fmt: skip
+        raise ValueError(
+            "module with duplicate children is not supported: one layer stands in several places. Give each place a layer of "
+            "its own, or use ps.Pipeline, which ties weights"
+        )
     return lengths
 
 
 def _check_sequential(module: nn.Sequential) -> None:
-    """Refuse an nn.Sequential that does more than calling its children, which are all that partitions take.
+    """Refuse an nn.Sequential that does more than calling its children, which are all that
+    partitions take.
 
     Raises:
         SettingError: it has a forward, hooks, parameters or buffers of its own.
@@ -295,9 +332,11 @@ def _check_shared(partitions: Iterable[nn.Module], devices: Sequence[torch.devic
         for name, tensor in (*partition.named_parameters(), *partition.named_buffers()):
             before, as_name = home.setdefault(id(tensor), (place, name))
             if devices[before] != devices[place]:
-                raise ValueError("module with duplicate parameters on distinct devices is not supported: "
-                                 f"{as_name} (partition {before} on {devices[before]}) is {name} (partition {place} on {devices[place]}) as "
-                                 "well. Let a balance put both on one device, or use ps.Pipeline, which ties weights")  # fmt: skip
+                raise ValueError(
+                    "module with duplicate parameters on distinct devices is not supported: "
+                    f"{as_name} (partition {before} on {devices[before]}) is {name} (partition {place} on {devices[place]}) as "
+                    "well. Let a balance put both on one device, or use ps.Pipeline, which ties weights"
+                )
 
 
 def _stages(partitions: Iterable[nn.Module], devices: Sequence[torch.device]) -> list[PipeStage]:

@@ -3,10 +3,12 @@
     partition 0 | F0 F1 F2 .        .  B2 B1 B0
     partition 1 | .  F0 F1 F2       B2 B1 B0 .
 
-What crosses has a port: one between neighbours, one for every skip from where it is stashed to where it is popped. On every port one
-partition puts and one takes, in the same order of micro-batches; so ports are queues, and nothing else is waited for.
+What crosses has a port: one between neighbours, one for every skip from where it is stashed to
+where it is popped. On every port one partition puts and one takes, in the same order of
+micro-batches; so ports are queues, and nothing else is waited for.
 
-Source: Huang et al. 2019, GPipe, section 2.3; the recompute that does not wait for its gradient: Kim et al. 2020, torchgpipe, 3.2.
+Source: Huang et al. 2019, GPipe, section 2.3; the recompute that does not wait for its gradient:
+Kim et al. 2020, torchgpipe, 3.2.
 """
 
 from __future__ import annotations
@@ -125,7 +127,8 @@ class Engine:
     def __init__(self, stages: Sequence[PipeStage]) -> None:
         self.stages = stages
         self.choices = {"forward": Choice(), "backward": Choice()}
-        # Ops on a GPU only start what it is to do: one thread can for all. And autograd runs its nodes on GPUs in threads of its own, one
+        # Ops on a GPU only start what it is to do: one thread can for all. And autograd runs its
+        # nodes on GPUs in threads of its own, one
         # for each; our node's is among them, which could not wait for others that need it.
         self._able = len(stages) > 1 and all(stage.device.type == "cpu" for stage in stages)
         self._crew = Crew()
@@ -170,7 +173,9 @@ class Engine:
 
 
 class Mixed:
-    """The caller's mixed precision, for threads that know nothing of it and for backwards that come when it is over."""
+    """The caller's mixed precision, for threads that know nothing of it and for backwards that come
+    when it is over.
+    """
 
     def __init__(self, devices: Sequence[torch.device], *, caching: bool) -> None:
         self._caching = caching
@@ -183,7 +188,8 @@ class Mixed:
     def entered(self) -> Iterator[None]:
         """Ops are mixed as they were for the caller.
 
-        A weight's copy that was made without a graph must not serve one with a graph: where both come, none is kept.
+        A weight's copy that was made without a graph must not serve one with a graph: where both
+        come, none is kept.
         """
         with ExitStack() as stack:
             for kind, (enabled, dtype) in self._set.items():

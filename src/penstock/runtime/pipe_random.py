@@ -1,16 +1,20 @@
-"""Random numbers in a `Pipe`: the same at the recompute as at first, the same for threads as for one, and the caller's to seed.
+"""Random numbers in a `Pipe`: the same at the recompute as at first, the same for threads as for
+one, and the caller's to seed.
 
-Torch's generators belong to the process: threads that run layers side by side would draw from them in an order that is never twice the
-same. So every layer has a stream of its own, seeded by the forward, the layer and the micro-batch. Every op that draws is met on its way
-to torch's kernels, draws from its layer's stream, and the generators are then restored. The forward's own seed is drawn from torch's
-default generator when the first layer draws: `torch.manual_seed` decides all, and a model that draws nothing moves nothing.
+Torch's generators belong to the process: threads that run layers side by side would draw from them
+in an order that is never twice the same. So every layer has a stream of its own, seeded by the
+forward, the layer and the micro-batch. Every op that draws is met on its way to torch's kernels,
+draws from its layer's stream, and the generators are then restored. The forward's own seed is drawn
+from torch's default generator when the first layer draws: `torch.manual_seed` decides all, and a
+model that draws nothing moves nothing.
 
-Some layers have the generators for themselves as long as they run: those with `torch.utils.checkpoint` inside, which saves torch's state
-and sets it in the backward, and those that draw from Python's `random` or from `numpy.random`. Which these are is looked at in the
+Some layers have the generators for themselves as long as they run: those with
+`torch.utils.checkpoint` inside, which saves torch's state and sets it in the backward, and those
+that draw from Python's `random` or from `numpy.random`. Which these are is looked at in the
 forwards 1, 2, 4, 8 and so on. The numbers are the same either way.
 
-Meeting every op costs some 10 µs each. A partition in whose first forward none drew is therefore left alone afterwards, as is one with
-modules that are known never to draw.
+Meeting every op costs some 10 µs each. A partition in whose first forward none drew is therefore
+left alone afterwards, as is one with modules that are known never to draw.
 """
 
 from __future__ import annotations
@@ -44,7 +48,9 @@ class Draws:
         self.drew = False
 
     def seed(self) -> int:
-        """The forward's own seed. Call it inside `drawing`, before seeding: the generator is then as the caller left it."""
+        """The forward's own seed. Call it inside `drawing`, before seeding: the generator is then
+        as the caller left it.
+        """
         if self._seed is None:
             self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         return self._seed
@@ -57,7 +63,8 @@ class Draws:
 
 
 class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets ops that draw do so reproducibly, while it is entered around a partition's forward on one micro-batch.
+    """Lets ops that draw do so reproducibly, while it is entered around a partition's forward on
+    one micro-batch.
 
     `drew` tells afterwards whether any has; `forbidden`, if there is one, is raised instead.
     """
@@ -140,8 +147,10 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(str(func))
             if runs_again and self._of_layer is not None and self._of_layer.user_code:
                 self._of_layer.reruns = True
-                raise RuntimeError(f"layer {self._layer} of a Pipe drew random numbers ({func}) inside torch.utils.checkpoint, or without "
-                                   "gradients, and had not done so before: the next forward allows for it. Repeat the batch")  # fmt: skip
+                raise RuntimeError(
+                    f"layer {self._layer} of a Pipe drew random numbers ({func}) inside torch.utils.checkpoint, or without "
+                    "gradients, and had not done so before: the next forward allows for it. Repeat the batch"
+                )
         return made
 
 
@@ -158,7 +167,9 @@ def _is_random(func: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _chances(func: Any) -> tuple[tuple[int, str], ...]:
-    """Where, among an op's arguments, the share is that it drops: fused attention has the tag of random ops without any, too."""
+    """Where, among an op's arguments, the share is that it drops: fused attention has the tag of
+    random ops without any, too.
+    """
     return tuple(
         (place, argument.name)
         for place, argument in enumerate(func._schema.arguments)
@@ -189,7 +200,9 @@ def set_states(device: torch.device, values: list[torch.Tensor]) -> None:
 
 
 class LayerHabits:
-    """What is known of a layer: whether it runs code of the user's, draws from the host's generators, or draws in what runs again."""
+    """What is known of a layer: whether it runs code of the user's, draws from the host's
+    generators, or draws in what runs again.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.user_code = runs_user_code(module)
@@ -198,7 +211,8 @@ class LayerHabits:
 
 
 class Habits:
-    """What is known of a partition: whether its forward draws, in training and in evaluation, and whether its backward does.
+    """What is known of a partition: whether its forward draws, in training and in evaluation, and
+    whether its backward does.
 
     `looks`: whether the present run is looked at closely.
     """
@@ -216,7 +230,9 @@ class Habits:
         self.watched = False
 
     def silent(self, parts: list[nn.Module], training: bool) -> bool:
-        """Whether it may run without anybody looking: it cannot draw, or did not the last time that somebody looked."""
+        """Whether it may run without anybody looking: it cannot draw, or did not the last time that
+        somebody looked.
+        """
         if parts != self._parts:
             own = self._module._forward_hooks or self._module._forward_pre_hooks
             self._parts, self._able, self._silent = (

@@ -1,7 +1,8 @@
-"""One forward of a `Pipe`, and the backward that may follow: a single node in the caller's autograd graph.
+"""One forward of a `Pipe`, and the backward that may follow: a single node in the caller's autograd
+graph.
 
-Weights are inputs of that node. What they are sent comes once per backward, and the caller's graph does with it what it does with any
-gradient: hooks, `torch.autograd.grad`, adding up in `.grad`.
+Weights are inputs of that node. What they are sent comes once per backward, and the caller's graph
+does with it what it does with any gradient: hooks, `torch.autograd.grad`, adding up in `.grad`.
 """
 
 from __future__ import annotations
@@ -35,16 +36,21 @@ def check(value: Any) -> None:
     except Unflattenable as error:
         raise TypeError(f"the input of a Pipe cannot be cut into micro-batches: {error}") from error
     if structure.has("sparse"):
-        raise TypeError("the input of a Pipe has a sparse tensor in it, which cannot be cut into micro-batches: make it in the first "
-                        "layer")  # fmt: skip
+        raise TypeError(
+            "the input of a Pipe has a sparse tensor in it, which cannot be cut into micro-batches: make it in the first "
+            "layer"
+        )
     for leaf, is_item in zip(leaves, structure.items(), strict=True):
         if is_item and leaf is not None and not isinstance(leaf, Tensor):
-            raise TypeError(f"expected Tensor, but got {type(leaf).__name__}: a Pipe takes a tensor, or tensors and None in nested tuples, "
-                            "lists, mappings and records, so that they can be cut into micro-batches")  # fmt: skip
+            raise TypeError(
+                f"expected Tensor, but got {type(leaf).__name__}: a Pipe takes a tensor, or tensors and None in nested tuples, "
+                "lists, mappings and records, so that they can be cut into micro-batches"
+            )
 
 
 def cut(value: Any, parts: int) -> list[Crossing]:
-    """A nested input in at most `parts` micro-batches, each tensor by `torch.chunk` along its first dimension.
+    """A nested input in at most `parts` micro-batches, each tensor by `torch.chunk` along its first
+    dimension.
 
     Raises:
         ValueError: its tensors come to different numbers of micro-batches, or there are none.
@@ -58,8 +64,10 @@ def cut(value: Any, parts: int) -> list[Crossing]:
     counts = sorted({len(column) for column in columns})
     if len(counts) != 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensors"
-        raise ValueError(f"the tensors of an input are cut along their first dimension, into the same number of micro-batches each; these "
-                         f"have {shapes}, which come to {', '.join(map(str, counts)) or 0} of at most {parts}")  # fmt: skip
+        raise ValueError(
+            f"the tensors of an input are cut along their first dimension, into the same number of micro-batches each; these "
+            f"have {shapes}, which come to {', '.join(map(str, counts)) or 0} of at most {parts}"
+        )
     wants = [tensor.requires_grad for tensor in tensors]
     whole = Crossing(leaves, spec, wants, overlapping(tensors))
     return [whole.with_tensors(pieces) for pieces in zip(*columns, strict=True)]
@@ -70,7 +78,8 @@ def joined(parts: Sequence[Crossing]) -> list[Any]:
 
     Raises:
         TypeError: an item is neither a tensor nor None.
-        RuntimeError: micro-batches have come out in different forms or with different attributes, or a tensor of several has no dimension
+        RuntimeError: micro-batches have come out in different forms or with different attributes,
+        or a tensor of several has no dimension
             to join it along.
     """
     first = parts[0]
@@ -79,8 +88,10 @@ def joined(parts: Sequence[Crossing]) -> list[Any]:
             "the output of one micro-batch is nested in another way than that of another: they cannot be joined"
         )
     if first.spec is not None and first.spec.has("sparse"):
-        raise RuntimeError("the last layer of a Pipe returned a sparse tensor, and outputs of micro-batches are joined along their first "
-                           "dimension: return its to_dense()")  # fmt: skip
+        raise RuntimeError(
+            "the last layer of a Pipe returned a sparse tensor, and outputs of micro-batches are joined along their first "
+            "dimension: return its to_dense()"
+        )
     items = [True] if first.spec is None else first.spec.items()
     columns = zip(*(part.leaves for part in parts), strict=True)
     return [_joined(column, is_item=item) for column, item in zip(columns, items, strict=True)]
@@ -93,18 +104,24 @@ def _joined(column: Sequence[Any], *, is_item: bool) -> Any:
         if kinds == {True}:
             break
         if is_item and leaf is not None and not isinstance(leaf, Tensor):
-            raise TypeError(f"expected Tensor, but got {type(leaf).__name__}: what the last layer of a Pipe returns is joined from its "
-                            "micro-batches, so it is made of tensors and None")  # fmt: skip
+            raise TypeError(
+                f"expected Tensor, but got {type(leaf).__name__}: what the last layer of a Pipe returns is joined from its "
+                "micro-batches, so it is made of tensors and None"
+            )
         if not same_constant(leaf, column[0]):
-            raise RuntimeError(f"the last layer of a Pipe returned {column[0]!r} for one micro-batch and {leaf!r} for another: only tensors "
-                               "can be joined")  # fmt: skip
+            raise RuntimeError(
+                f"the last layer of a Pipe returned {column[0]!r} for one micro-batch and {leaf!r} for another: only tensors "
+                "can be joined"
+            )
     if not isinstance(column[0], Tensor):
         return column[0]
     if len(column) == 1:
         return column[0].detach()
     if column[0].dim() == 0:
-        raise RuntimeError("the last layer of a Pipe returned a tensor without dimensions: outputs of micro-batches are joined along "
-                           "their first one, so reduce after the Pipe, or use chunks=1")  # fmt: skip
+        raise RuntimeError(
+            "the last layer of a Pipe returned a tensor without dimensions: outputs of micro-batches are joined along "
+            "their first one, so reduce after the Pipe, or use chunks=1"
+        )
     return torch.cat([leaf.detach() for leaf in column])
 
 
@@ -141,8 +158,11 @@ class Run:
     def forward(self) -> list[Crossing]:
         """What the last partition makes of each micro-batch."""
         engine, parts = self.engine, self.parts
-        watched = [(stage, part) for stage, part in zip(engine.stages, parts, strict=True)
-                   if not part.looking and not stage.habits.certain]  # fmt: skip
+        watched = [
+            (stage, part)
+            for stage, part in zip(engine.stages, parts, strict=True)
+            if not part.looking and not stage.habits.certain
+        ]
         before = [states(stage.device) for stage, _ in watched]
         half = Half(
             "forward",
@@ -173,7 +193,9 @@ class Run:
         return any(part.side_wants for part in self.parts)
 
     def side_loss(self) -> Tensor | None:
-        """The mean of the layers' side losses over the batch, without its graph, on the last device; None where there were none."""
+        """The mean of the layers' side losses over the batch, without its graph, on the last
+        device; None where there were none.
+        """
         device = self.engine.stages[-1].device
         terms = [
             side.to(device) * self._shares[number]
@@ -186,18 +208,23 @@ class Run:
     def backward(
         self, grads: Sequence[Grads], side_grad: Tensor | None = None
     ) -> tuple[list[Grads], list[Tensor | None]]:
-        """Gradients of the inputs, by micro-batch, and of `weights`, of those of the outputs and of the side loss.
+        """Gradients of the inputs, by micro-batch, and of `weights`, of those of the outputs and of
+        the side loss.
 
         Raises:
             RuntimeError: it has been called already.
             RunError: layers have side losses, and what is differentiated does not depend on them.
         """
         if side_grad is None and self.side_wants:
-            raise RunError("layers of a Pipe have called ps.side_loss, and the loss whose backward this is has no part of it: add it, as in "
-                           "loss = criterion(model(x), y) + model.side_loss, or 0 * model.side_loss to leave it out")  # fmt: skip
+            raise RunError(
+                "layers of a Pipe have called ps.side_loss, and the loss whose backward this is has no part of it: add it, as in "
+                "loss = criterion(model(x), y) + model.side_loss, or 0 * model.side_loss to leave it out"
+            )
         if self._spent:
-            raise RuntimeError("trying to backward through a Pipe a second time: what its forward kept is gone, with retain_graph=True, too. "
-                               "Call the Pipe again, or take all gradients in one backward")  # fmt: skip
+            raise RuntimeError(
+                "trying to backward through a Pipe a second time: what its forward kept is gone, with retain_graph=True, too. "
+                "Call the Pipe again, or take all gradients in one backward"
+            )
         self._spent = True
         engine, parts = self.engine, self.parts
         half = Half(
@@ -233,14 +260,16 @@ class Run:
 
 
 class Node(torch.autograd.Function):
-    """Ties the tensors of the output, which are there already, to those of the input and to the weights."""
+    """Ties the tensors of the output, which are there already, to those of the input and to the
+    weights.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, run: Run, made: Sequence[Crossing], outputs: Sequence[Tensor], *tensors: Tensor
     ) -> Any:
-        """`tensors` are those of the input, then the run's weights; `made` are the outputs by micro-batch. `outputs` are these joined,
-        and the side loss, if there is one.
+        """`tensors` are those of the input, then the run's weights; `made` are the outputs by
+        micro-batch. `outputs` are these joined, and the side loss, if there is one.
         """
         ctx.set_materialize_grads(False)
         wanted = [any(column) for column in zip(*(part.wants for part in made), strict=True)]
@@ -260,11 +289,15 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Play the backward. Raises as `Run.backward`, and where a graph of the gradients is asked for."""
+        """Play the backward. Raises as `Run.backward`, and where a graph of the gradients is asked
+        for.
+        """
         if torch.is_grad_enabled():
-            raise RunError("create_graph=True asks for gradients of gradients, which a Pipe does not have: its gradients come without a "
-                           "graph, so that what is made of them, such as a gradient penalty, would train nothing. Use the plain "
-                           "nn.Sequential for it, or a penalty that needs no second derivative")  # fmt: skip
+            raise RunError(
+                "create_graph=True asks for gradients of gradients, which a Pipe does not have: its gradients come without a "
+                "graph, so that what is made of them, such as a gradient penalty, would train nothing. Use the plain "
+                "nn.Sequential for it, or a penalty that needs no second derivative"
+            )
         run: Run = ctx.run
         side_grad = grads[-1] if len(grads) > len(ctx.sizes) else None
         grads = grads[: len(ctx.sizes)]
@@ -285,10 +318,12 @@ class Node(torch.autograd.Function):
 
 @contextmanager
 def _apart(weights: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
-    """Gradients that are added to weights' `.grad` in here, apart from those that are there and from the user's hooks.
+    """Gradients that are added to weights' `.grad` in here, apart from those that are there and
+    from the user's hooks.
 
-    Autograd adds a micro-batch's gradient of a layer as soon as it has it, which nobody could with less memory; but the user's graph, hooks
-    and `.grad` are to see one of the whole batch. They get it from our node, as they get any other.
+    Autograd adds a micro-batch's gradient of a layer as soon as it has it, which nobody could with
+    less memory; but the user's graph, hooks and `.grad` are to see one of the whole batch. They get
+    it from our node, as they get any other.
     """
     own = [weight.grad for weight in weights]
     registered = [
@@ -316,7 +351,8 @@ def _apart(weights: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
 def run_forward(
     engine: Engine, value: Any, parts: Sequence[Crossing], recomputed: int
 ) -> tuple[Any, Tensor | None]:
-    """The output of the whole for an input, which has been cut into `parts`; and the mean of the layers' side losses, if they have any.
+    """The output of the whole for an input, which has been cut into `parts`; and the mean of the
+    layers' side losses, if they have any.
 
     Args:
         engine: the partitions.

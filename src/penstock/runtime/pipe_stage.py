@@ -1,6 +1,7 @@
 """One partition of a `Pipe`, and what it does with one micro-batch: forward, recompute, backward.
 
-Unlike `runtime.stage.Stage`, which trains, this is a part of somebody else's autograd graph: see `runtime.pipe_run`.
+Unlike `runtime.stage.Stage`, which trains, this is a part of somebody else's autograd graph: see
+`runtime.pipe_run`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from penstock.values.structure import Structure, check_tensor, flatten, unflatte
 
 
 class Partition(nn.Sequential):
-    """Layers that run on one device. Its forward tells whoever seeds random numbers which layer it is at."""
+    """Layers that run on one device. Its forward tells whoever seeds random numbers which layer it
+    is at.
+    """
 
     first_of_layers: int = 0
     drawing_of_layers: Drawing | None = None
@@ -40,10 +43,11 @@ class Partition(nn.Sequential):
 
 
 class Crossing(NamedTuple):
-    """A nested value on its way: `spec` is how it nests, None for a bare tensor; `wants` has, by tensor, whether a gradient comes back.
+    """A nested value on its way: `spec` is how it nests, None for a bare tensor; `wants` has, by
+    tensor, whether a gradient comes back.
 
-    `shared` are pairs of its tensors, by place, that have memory in common where they are made. Those in `elsewhere` share theirs with
-    what goes another way.
+    `shared` are pairs of its tensors, by place, that have memory in common where they are made.
+    Those in `elsewhere` share theirs with what goes another way.
     """
 
     leaves: Sequence[Any]
@@ -106,7 +110,8 @@ Grads = list[Tensor | None]
 
 @dataclass
 class _Kept:
-    """What one micro-batch keeps: its inputs, with leaves of its graph, and the graph's roots; before a recompute there are none.
+    """What one micro-batch keeps: its inputs, with leaves of its graph, and the graph's roots;
+    before a recompute there are none.
 
     `flags` has which of the tensors that it made want a gradient. `sides` are its side losses.
     """
@@ -122,9 +127,10 @@ class _Kept:
 class PartRun:
     """One partition in one forward of the whole, and in the backward of that.
 
-    `parts` are its modules, `modes` whether they were training. `weights` want gradients. Micro-batches
-    below `recomputed` are run again. `draws` has the random numbers; with `looking`, ops that draw are looked for, and `drew` says whether
-    there were any; `doubtful` is a run in which some may have been that nobody looked at. `sides` are its side losses by micro-batch,
+    `parts` are its modules, `modes` whether they were training. `weights` want gradients.
+    Micro-batches below `recomputed` are run again. `draws` has the random numbers; with `looking`,
+    ops that draw are looked for, and `drew` says whether there were any; `doubtful` is a run in
+    which some may have been that nobody looked at. `sides` are its side losses by micro-batch,
     without their graphs, and `side_wants` says whether any wants a gradient.
     """
 
@@ -172,8 +178,10 @@ class PipeStage:
         )
         self.habits = Habits(module)
         self._skips = any(isinstance(part, Skippable) for part in module.modules())
-        # By training or not, whether layers change what they are given. Not known before they have run once: the flag `inplace` tells
-        # only of some of torch's own, and a layer may hand on its input, or a view of it, to one that does.
+        # By training or not, whether layers change what they are given. Not known before they have
+        # run once: the flag `inplace` tells
+        # only of some of torch's own, and a layer may hand on its input, or a view of it, to one
+        # that does.
         self._changes_input: dict[bool, bool] = {}
         self._parts: list[nn.Module] = []
         self._again = SecondForwards([module], [], self._name())
@@ -202,7 +210,8 @@ class PipeStage:
         Args:
             run: what `begin` has returned.
             micro_batch: which one.
-            arrived: what the partition before has made of it, or the input; then the skips of `takes`.
+            arrived: what the partition before has made of it, or the input; then the skips of
+            `takes`.
 
         Returns:
             What the layers make of it, then the skips of `gives`.
@@ -212,7 +221,8 @@ class PipeStage:
         first = self._again.first() if again else None
         PASSES.checkpointing = again
         try:
-            # With a graph also where it is run again: which outputs want a gradient is known from that alone, and kernels are chosen by
+            # With a graph also where it is run again: which outputs want a gradient is known from
+            # that alone, and kernels are chosen by
             # it. That graph goes at the end of this forward.
             with torch.set_grad_enabled(run.grads):
                 made, sides = self._run(run, micro_batch, inputs)
@@ -235,17 +245,21 @@ class PipeStage:
         return made
 
     def prepare(self, run: PartRun, micro_batch: int) -> None:
-        """Run the forward again, if it is to be; before the gradients are there, so as not to stand still until they are.
+        """Run the forward again, if it is to be; before the gradients are there, so as not to stand
+        still until they are.
 
         Raises:
-            RuntimeError: what it reads has changed since, or it has made something else than the first.
+            RuntimeError: what it reads has changed since, or it has made something else than the
+            first.
         """
         kept = run.kept[micro_batch]
         if kept.roots is not None:
             return
         if run.versions != [weight._version for weight in run.weights]:
-            raise RuntimeError("a parameter has been changed in place between the forward of a Pipe and its backward, which needs it as it "
-                               "was to run the forward again: call optimizer.step() after backward(), or use checkpoint='never'")  # fmt: skip
+            raise RuntimeError(
+                "a parameter has been changed in place between the forward of a Pipe and its backward, which needs it as it "
+                "was to run the forward again: call optimizer.step() after backward(), or use checkpoint='never'"
+            )
         before = PASSES.recomputing
         PASSES.recomputing = True
         modes = [part.training for part in run.parts]
@@ -262,12 +276,21 @@ class PipeStage:
         found = [tensor for crossing in kept.roots for tensor in crossing.tensors]
         check_same_flags(kept.flags, found, "a partition of a Pipe")
         if len(kept.sides) != len(run.sides.get(micro_batch, ())):
-            raise RunError(f"a partition of a Pipe: run again for its backward, a forward had {len(kept.sides)} side losses, and "
-                           f"{len(run.sides.get(micro_batch, ()))} the first time: layers must do the same twice, or take "
-                           "checkpoint='never'")  # fmt: skip
+            raise RunError(
+                f"a partition of a Pipe: run again for its backward, a forward had {len(kept.sides)} side losses, and "
+                f"{len(run.sides.get(micro_batch, ()))} the first time: layers must do the same twice, or take "
+                "checkpoint='never'"
+            )
 
-    def backward(self, run: PartRun, micro_batch: int, grads: Sequence[Grads], side_grad: Tensor | None = None) -> list[Grads]:  # fmt: skip
-        """Gradients of what `forward` was given, of those of what it returned; those of weights are added to their `.grad`.
+    def backward(
+        self,
+        run: PartRun,
+        micro_batch: int,
+        grads: Sequence[Grads],
+        side_grad: Tensor | None = None,
+    ) -> list[Grads]:
+        """Gradients of what `forward` was given, of those of what it returned; those of weights are
+        added to their `.grad`.
 
         Args:
             run: as in the forward.
@@ -289,7 +312,8 @@ class PipeStage:
             starts += [side_grad.to(side.device, side.dtype) for side in sides]
         if roots:
             before = PASSES.recomputing
-            PASSES.recomputing = True  # a layer that recomputes by itself, in here, does so as much as one that we recompute
+            # a layer that recomputes by itself, in here, does so as much as one that we recompute
+            PASSES.recomputing = True
             try:
                 with self.habits.backward(self.device):
                     torch.autograd.backward(roots, starts)
@@ -315,7 +339,8 @@ class PipeStage:
         given = list(inputs)
         changes = self._changes_input.get(run.training, True)
         if changes:
-            # Autograd forbids changing a leaf in place, and the partition before must not see such a change.
+            # Autograd forbids changing a leaf in place, and the partition before must not see such
+            # a change.
             given = [
                 crossing.with_tensors([copy_of(tensor) for tensor in crossing.tensors])
                 for crossing in inputs
@@ -343,15 +368,18 @@ class PipeStage:
         """Whether layers change what they are given.
 
         Raises:
-            RuntimeError: they had not done so before, and have been given no copies; or what they have changed shares memory.
+            RuntimeError: they had not done so before, and have been given no copies; or what they
+            have changed shares memory.
         """
         any_changed = any(changed)
         if run.training not in self._changes_input:
             self._changes_input[run.training] = any_changed
         elif any_changed and not copied:
             self._changes_input[run.training] = True
-            raise RuntimeError("layers of a Pipe have changed in place what they were given, and had not done so before: the next forward "
-                               "allows for it, this one cannot")  # fmt: skip
+            raise RuntimeError(
+                "layers of a Pipe have changed in place what they were given, and had not done so before: the next forward "
+                "allows for it, this one cannot"
+            )
         if not any_changed:
             return
         place = 0
@@ -388,19 +416,25 @@ class PipeStage:
         return f"layers {first} to {first + len(names) - 1} of a Pipe ({', '.join(names)})"
 
     def _late(self, op: str) -> RuntimeError:
-        return RuntimeError(f"a layer of a Pipe drew random numbers ({op}) in a forward, and had drawn none before: which ones is not known, "
-                            "so it cannot be run again for its backward. The next forward allows for it: repeat the batch")  # fmt: skip
+        return RuntimeError(
+            f"a layer of a Pipe drew random numbers ({op}) in a forward, and had drawn none before: which ones is not known, "
+            "so it cannot be run again for its backward. The next forward allows for it: repeat the batch"
+        )
 
 
 def _set_modes(parts: Sequence[nn.Module], modes: list[bool], before: list[bool]) -> None:
-    """Let modules be in training or not as they were in the forward, whatever the caller has made of them since."""
+    """Let modules be in training or not as they were in the forward, whatever the caller has made
+    of them since.
+    """
     if modes != before:
         for part, training in zip(parts, modes, strict=True):
             part.training = training
 
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:
-    """All modules, several times where they stand several times; at a tenth of the cost of `modules()`."""
+    """All modules, several times where they stand several times; at a tenth of the cost of
+    `modules()`.
+    """
     yield module
     for child in module._modules.values():
         if child is not None:

@@ -1,7 +1,8 @@
-"""Threads that play the partitions of a `Pipe` side by side, one for each, and the choice between them and none.
+"""Threads that play the partitions of a `Pipe` side by side, one for each, and the choice between
+them and none.
 
-Where ops are as short as Python's own part in them, threads only stand in each other's way (there is one interpreter lock): then one
-thread plays all. Results are the same.
+Where ops are as short as Python's own part in them, threads only stand in each other's way (there
+is one interpreter lock): then one thread plays all. Results are the same.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ _Jobs = SimpleQueue[Job | None]
 
 
 class Choice:
-    """Whether threads pay, by what an op took of its thread's time on a core in a half step of the kind, not long ago.
+    """Whether threads pay, by what an op took of its thread's time on a core in a half step of the
+    kind, not long ago.
 
-    Time on a core, not on the clock: waiting for the interpreter, or for a core that others use, says nothing about the op. Asking for it
-    is not free (20 µs and more on a virtual machine), so it is asked for now and then.
+    Time on a core, not on the clock: waiting for the interpreter, or for a core that others use,
+    says nothing about the op. Asking for it is not free (20 µs and more on a virtual machine), so
+    it is asked for now and then.
     """
 
     def __init__(self) -> None:
@@ -40,7 +43,9 @@ class Choice:
         )
 
     def threads(self) -> bool:
-        """What to do now; at first, not knowing anything, use threads: memory that one thread has used is little use to others."""
+        """What to do now; at first, not knowing anything, use threads: memory that one thread has
+        used is little use to others.
+        """
         if self.forced is not None:
             return self.forced
         return self._cores > 1 and self.seconds_per_op >= PAYS_S
@@ -70,7 +75,8 @@ class Crew:
             threading.Thread(
                 target=_serve, args=(queue,), name=f"penstock-pipe-{len(self._queues)}", daemon=True
             ).start()
-            # At the end of the process they are left asleep: one that wakes while the interpreter goes is torn out of torch's C++.
+            # At the end of the process they are left asleep: one that wakes while the interpreter
+            # goes is torn out of torch's C++.
             weakref.finalize(self, queue.put, None).atexit = False
             self._queues.append(queue)
         done = SimpleQueue[bool]()
@@ -112,7 +118,9 @@ def _serve(queue: _Jobs) -> None:
 
 
 def alone() -> bool:
-    """Whether the caller's thread has something set that no other thread can be given: modes, hooks on what autograd saves."""
+    """Whether the caller's thread has something set that no other thread can be given: modes, hooks
+    on what autograd saves.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return bool(
         torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack() or hooks

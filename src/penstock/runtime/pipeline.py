@@ -46,52 +46,65 @@ from penstock.tracing.slices import check_slices
 
 
 class Pipeline(Optimizing, ModelState, Inspection):
-    """A model cut over ranks, with its loss and optimizers. Every rank makes one and calls the same methods with the same data.
+    """A model cut over ranks, with its loss and optimizers. Every rank makes one and calls the same
+    methods with the same data.
 
     Args:
-        model: an `nn.Sequential`, a list of modules, or a chain from `ps.chain`. Modules with real weights are trained in
-            place. Modules on the meta device are made on the ranks that hold them, from `seed` and their place in the chain.
+        model: an `nn.Sequential`, a list of modules, or a chain from `ps.chain`. Modules with real
+        weights are trained in
+            place. Modules on the meta device are made on the ranks that hold them, from `seed` and
+            their place in the chain.
         plan: from `ps.plan`; or say it yourself with the next four.
-        loss: `loss(output, target)` to one number, or to `(sum, count)`, which is that of the undivided batch: micro-batches are
-            weighed by what they count (samples, tokens that are not ignored, class weights, 1 for sums), and a loss that cannot be
-            divided is refused. Where a schedule cuts sequences, x and y have the tokens in their second dimension.
-        optimizer: from a list of parameters to an optimizer; called once for every stage. Without it gradients add up in
+        loss: `loss(output, target)` to one number, or to `(sum, count)`, which is that of the
+        undivided batch: micro-batches are
+            weighed by what they count (samples, tokens that are not ignored, class weights, 1 for
+            sums), and a loss that cannot be divided is refused. Where a schedule cuts sequences, x
+            and y have the tokens in their second dimension.
+        optimizer: from a list of parameters to an optimizer; called once for every stage. Without
+        it gradients add up in
             `.grad` and nothing is updated.
         balance: layers per stage.
         schedule: a schedule, or the name of one.
-        micro_batches: parts that a batch is cut into. A batch with fewer samples is cut into single samples.
-        recompute: "never", "except_last" or "always": run a micro-batch's forward again before its backward. Or layers, by
+        micro_batches: parts that a batch is cut into. A batch with fewer samples is cut into single
+        samples. recompute: "never", "except_last" or "always": run a micro-batch's forward again
+        before its backward. Or layers, by
             name or place: these run again by themselves.
         weights: name of the weight rule; by default the one that the schedule is made for.
         weights_options: numbers that the rule takes; its own page says which.
-        seed: of initial weights and dropout. Both depend on it and the layer (dropout also on step and micro-batch), never on
+        seed: of initial weights and dropout. Both depend on it and the layer (dropout also on step
+        and micro-batch), never on
             the cut.
-        device: where this process computes; by default a GPU if there is one for every rank of the host.
-        deadline_s: seconds that a rank waits for another before the run is stopped with a word on who waits for what.
-        executor: "processes" (one rank in each, under torchrun or `ps.launch`) or "threads" (all ranks in this process, for
-            tests and debugging). By default processes if there are several, threads if there is one rank alone.
-        clip_grad_norm: how long the gradients of all stages may be together, as torch.nn.utils.clip_grad_norm_.
-        clip_norm_type: of that norm, such as 2.0, 1.0 or float("inf").
-        clip_grad_value: the largest absolute value in a gradient at a step, as torch.nn.utils.clip_grad_value_.
-        autocast: torch.bfloat16 or torch.float16: mixed precision in layers and loss.
-        scaler: True, options of torch.amp.GradScaler by name, or one: dynamic loss scaling, skipped on all ranks or none.
-        parameter_groups: from a parameter's name and the parameter to options of its group, such as `{"weight_decay": 0.0}`;
+        device: where this process computes; by default a GPU if there is one for every rank of the
+        host. deadline_s: seconds that a rank waits for another before the run is stopped with a
+        word on who waits for what. executor: "processes" (one rank in each, under torchrun or
+        `ps.launch`) or "threads" (all ranks in this process, for
+            tests and debugging). By default processes if there are several, threads if there is one
+            rank alone.
+        clip_grad_norm: how long the gradients of all stages may be together, as
+        torch.nn.utils.clip_grad_norm_. clip_norm_type: of that norm, such as 2.0, 1.0 or
+        float("inf"). clip_grad_value: the largest absolute value in a gradient at a step, as
+        torch.nn.utils.clip_grad_value_. autocast: torch.bfloat16 or torch.float16: mixed precision
+        in layers and loss. scaler: True, options of torch.amp.GradScaler by name, or one: dynamic
+        loss scaling, skipped on all ranks or none. parameter_groups: from a parameter's name and
+        the parameter to options of its group, such as `{"weight_decay": 0.0}`;
             the optimizer is then made from parameter groups.
         accumulate: batches for each step, which has the mean of their gradients.
         compile: True, or options of `torch.compile`, for every stage.
         memory_format: such as torch.channels_last, for weights.
-        deferred_batch_norm: let running statistics be those of whole batches, and not move with every micro-batch.
-        offload: keep what layers save for their backward in host memory, where the device has a memory of its own.
-        boundary: "bfloat16" or "int8": send activations and their gradients in fewer bits. That changes what is learnt, a little
+        deferred_batch_norm: let running statistics be those of whole batches, and not move with
+        every micro-batch. offload: keep what layers save for their backward in host memory, where
+        the device has a memory of its own. boundary: "bfloat16" or "int8": send activations and
+        their gradients in fewer bits. That changes what is learnt, a little
             (benchmarks/boundary).
-        check_data: compare the batches of ranks that are processes, as docs/training.md says. For all ranks or none.
-        loss_weight: from a micro-batch's targets to how much they count, for a loss of which that is not known otherwise.
-        loss_on: "batch" computes the loss once, on all outputs, if samples see each other in it (gpipe and its like).
+        check_data: compare the batches of ranks that are processes, as docs/training.md says. For
+        all ranks or none. loss_weight: from a micro-batch's targets to how much they count, for a
+        loss of which that is not known otherwise. loss_on: "batch" computes the loss once, on all
+        outputs, if samples see each other in it (gpipe and its like).
 
     Raises:
-        SettingError, PlanError, ScheduleError, ChainError: what is asked for makes no sense, or cannot be done.
-        RanksDiffer: ranks that are processes are about to run different models or settings; the message says in what.
-        RunError: the ranks are not there.
+        SettingError, PlanError, ScheduleError, ChainError: what is asked for makes no sense, or
+        cannot be done. RanksDiffer: ranks that are processes are about to run different models or
+        settings; the message says in what. RunError: the ranks are not there.
     """
 
     @announced
@@ -181,23 +194,27 @@ class Pipeline(Optimizing, ModelState, Inspection):
         self._preparation = Preparation(self._made, autocast, self._drain)
         self._preparation.begin()
 
-    # -- running ------------------------------------------------------------------------------------------------------
+    # -- running
+    # ------------------------------------------------------------------------------------------------------
 
     def train_batch(self, x: Any, y: Any, *, update: bool | None = None) -> Tensor:
-        """Run the schedule on one batch and update the weights. An asynchronous schedule drains afterwards: drive it by `train`.
+        """Run the schedule on one batch and update the weights. An asynchronous schedule drains
+        afterwards: drive it by `train`.
 
         Args:
-            x: inputs, nested tensors with the samples in their first dimension: in tuples, lists, mappings and records.
-            y: targets, likewise.
-            update: False adds the gradients to those that are there and leaves the weights; True steps with what has been added up.
+            x: inputs, nested tensors with the samples in their first dimension: in tuples, lists,
+            mappings and records. y: targets, likewise. update: False adds the gradients to those
+            that are there and leaves the weights; True steps with what has been added up.
                 By default every batch steps, or every `accumulate`-th.
 
         Returns:
             The mean loss of the batch, a float tensor, the same on every rank.
 
         Raises:
-            RunError: an op failed, here or elsewhere; the message says which. With ranks in processes the run is over. With
-                threads it can go on: all gradients are dropped, but stages that had come to their update have had it.
+            RunError: an op failed, here or elsewhere; the message says which. With ranks in
+            processes the run is over. With
+                threads it can go on: all gradients are dropped, but stages that had come to their
+                update have had it.
         """
         steps = self._gathered + 1 >= self._accumulate if update is None else update
         call = "train_batch" if steps else "train_batch without an update"
@@ -237,9 +254,10 @@ class Pipeline(Optimizing, ModelState, Inspection):
     def train(self, loader: Iterable[tuple[Any, Any]]) -> Iterator[Tensor]:
         """Train on every batch of `loader`; yields the losses in batch order.
 
-        An asynchronous schedule stays full from batch to batch, so the loss of a batch comes when later batches have been
-        taken from the loader, at the same place on every rank. It drains at the end of the loader, and for `flush`, evaluation,
-        `save`, `state_dict` and their like; it then fills anew.
+        An asynchronous schedule stays full from batch to batch, so the loss of a batch comes when
+        later batches have been taken from the loader, at the same place on every rank. It drains at
+        the end of the loader, and for `flush`, evaluation, `save`, `state_dict` and their like; it
+        then fills anew.
 
         Raises:
             RunError: see `train_batch`.
@@ -267,12 +285,16 @@ class Pipeline(Optimizing, ModelState, Inspection):
         self._step += 1
 
     def flush(self) -> None:
-        """Let everything under way finish. A synchronous schedule has nothing under way between batches."""
+        """Let everything under way finish. A synchronous schedule has nothing under way between
+        batches.
+        """
         self._enter("flush")
         self._world.barrier()
 
     def eval_batch(self, x: Any, y: Any) -> Tensor:
-        """The mean loss of a batch, with layers in evaluation mode. Weights, gradients, buffers and random state stay."""
+        """The mean loss of a batch, with layers in evaluation mode. Weights, gradients, buffers and
+        random state stay.
+        """
         self._drain()
         batch = self._batch(x, y, training=False, call="eval_batch")
         self._player.play(batch, Mode.EVALUATE)
@@ -281,8 +303,14 @@ class Pipeline(Optimizing, ModelState, Inspection):
     def forward(self, x: Any) -> Any:
         """The model's output on `x`, with layers in evaluation mode, on every rank."""
         self._drain()
-        batch = make_batch(x, None, self.setting.schedule.micro_batches, step=self._step, training=False,
-                           slicing=self.setting.schedule.slicing)  # fmt: skip
+        batch = make_batch(
+            x,
+            None,
+            self.setting.schedule.micro_batches,
+            step=self._step,
+            training=False,
+            slicing=self.setting.schedule.slicing,
+        )
         self._world.calls.begin(batch, x, None, "forward")
         self._preparation.prepare(batch)
         self._player.play(batch, Mode.EVALUATE)
@@ -299,8 +327,14 @@ class Pipeline(Optimizing, ModelState, Inspection):
             raise SettingError(
                 "a batch needs targets for its loss, not None: where the loss takes none, give the inputs again"
             )
-        batch = make_batch(x, y, self.setting.schedule.micro_batches, step=self._step, training=training,
-                           slicing=self.setting.schedule.slicing)  # fmt: skip
+        batch = make_batch(
+            x,
+            y,
+            self.setting.schedule.micro_batches,
+            step=self._step,
+            training=training,
+            slicing=self.setting.schedule.slicing,
+        )
         batch = self._world.calls.begin(batch, x, y, call)
         batch = self._trainability.checked(batch)
         return self._preparation.prepare(batch)
@@ -317,7 +351,8 @@ class Pipeline(Optimizing, ModelState, Inspection):
     def _mean_loss(self, batch: Batch) -> Tensor:
         return mean_loss(self._world, self._player.one_batch, batch)
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- looking
+    # ------------------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -334,16 +369,21 @@ class Pipeline(Optimizing, ModelState, Inspection):
         """Set the batches for each step.
 
         Raises:
-            SettingError: gradients of some batches wait for their step, or the schedule is asynchronous.
+            SettingError: gradients of some batches wait for their step, or the schedule is
+            asynchronous.
         """
         check_accumulate(count, self.setting.schedule)
         if self._gathered:
-            raise SettingError(f"accumulate cannot change while the gradients of {self._gathered} batches wait for their step: update() or "
-                               "zero_grad() first")  # fmt: skip
+            raise SettingError(
+                f"accumulate cannot change while the gradients of {self._gathered} batches wait for their step: update() or "
+                "zero_grad() first"
+            )
         self._accumulate = count
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the stages held here, by the model's own names. One that several stages use is given at its home alone."""
+        """The parameters of the stages held here, by the model's own names. One that several stages
+        use is given at its home alone.
+        """
         for stage in self._local_stages:
             borrowed = set(map(id, stage.update.borrowed))
             yield from (
@@ -360,21 +400,24 @@ class Pipeline(Optimizing, ModelState, Inspection):
         """A learning-rate scheduler over the optimizers of all stages. Checkpoints keep its state.
 
         Args:
-            make: from an optimizer to a scheduler, such as `lambda optimizer: StepLR(optimizer, 10)`.
+            make: from an optimizer to a scheduler, such as `lambda optimizer: StepLR(optimizer,
+            10)`.
 
         Raises:
-            SettingError: there is no optimizer, `make` returned something else, or a checkpoint was loaded that has the state of
+            SettingError: there is no optimizer, `make` returned something else, or a checkpoint was
+            loaded that has the state of
                 another kind of scheduler in this one's place.
         """
         self._world.calls.enter("scheduler")
         return self._persistence.scheduler(make)
 
     def compare_with_one_device(self, x: Any, y: Any) -> Comparison:
-        """Run one batch through the pipeline and through plain training, and compare. Nothing is updated; print what is returned.
+        """Run one batch through the pipeline and through plain training, and compare. Nothing is
+        updated; print what is returned.
 
         Returns:
-            On rank 0 the largest error of each parameter's gradient, each buffer, the outputs and the loss; elsewhere an empty
-            comparison.
+            On rank 0 the largest error of each parameter's gradient, each buffer, the outputs and
+            the loss; elsewhere an empty comparison.
         """
         self._drain()
         batch = self._batch(x, y, training=True, call="compare_with_one_device")
@@ -386,17 +429,21 @@ class Pipeline(Optimizing, ModelState, Inspection):
 
         return compare(self._made, play, batch, self._training)
 
-    # -- keeping ------------------------------------------------------------------------------------------------------
+    # -- keeping
+    # ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """On rank 0: parameters and buffers of the whole model, on the CPU, under the model's own names. Elsewhere empty."""
+        """On rank 0: parameters and buffers of the whole model, on the CPU, under the model's own
+        names. Elsewhere empty.
+        """
         self._enter("state_dict")
         return state.collect(self._world, self._made.placed)
 
     def load_state_dict(
         self, tensors: Mapping[str, Tensor], strict: bool = True
     ) -> state.IncompatibleKeys:
-        """Take the values of the stages held here from the whole model's state, as `torch.nn.Module.load_state_dict`.
+        """Take the values of the stages held here from the whole model's state, as
+        `torch.nn.Module.load_state_dict`.
 
         Args:
             tensors: by the model's names.
@@ -406,7 +453,8 @@ class Pipeline(Optimizing, ModelState, Inspection):
             Those names, as `missing_keys` and `unexpected_keys`, of the whole model on every rank.
 
         Raises:
-            SettingError: a tensor has another shape; or, with `strict`, is missing or not the model's.
+            SettingError: a tensor has another shape; or, with `strict`, is missing or not the
+            model's.
         """
         self._world.calls.enter("load_state_dict")
         self._mark_stale()
@@ -418,16 +466,19 @@ class Pipeline(Optimizing, ModelState, Inspection):
         return found
 
     def save(self, folder: str | Path, *, allow_nonfinite: bool = False) -> None:
-        """Write weights, optimizers, schedulers, scaler and step into `folder`: one file per stage, readable under any other plan.
+        """Write weights, optimizers, schedulers, scaler and step into `folder`: one file per stage,
+        readable under any other plan.
 
         Args:
             folder: where to; with ranks on several hosts, on a disk that all of them share.
             allow_nonfinite: write NaN values in parameters and optimizer state too.
 
         Raises:
-            FileError: the folder cannot be written, or rank 0 does not see what another rank wrote. The checkpoint that was there
+            FileError: the folder cannot be written, or rank 0 does not see what another rank wrote.
+            The checkpoint that was there
                 before is still whole.
-            SettingError: gradients wait for their step, there are NaN values, or an optimizer keeps something that no file can hold.
+            SettingError: gradients wait for their step, there are NaN values, or an optimizer keeps
+            something that no file can hold.
         """
         self._enter("save")
         self._persistence.save(folder, self._step, self._gathered, nonfinite=allow_nonfinite)
@@ -439,14 +490,16 @@ class Pipeline(Optimizing, ModelState, Inspection):
 
         Args:
             folder: where `save` wrote.
-            skip: what to leave as it is: any of "optimizer" (its state and options, and the other three), "schedulers", "scaler" and
+            skip: what to leave as it is: any of "optimizer" (its state and options, and the other
+            three), "schedulers", "scaler" and
                 "weight_rule". An optimizer that is skipped begins anew.
             allow_nonfinite: take NaN values in parameters and optimizer state too.
 
         Raises:
-            FileError: there is no whole checkpoint, a file is damaged or of another checkpoint, or something does not fit this
-                pipeline: its model, the classes of its optimizer and schedulers, its parameter groups. On every rank, then, and
-                nothing has changed on any.
+            FileError: there is no whole checkpoint, a file is damaged or of another checkpoint, or
+            something does not fit this
+                pipeline: its model, the classes of its optimizer and schedulers, its parameter
+                groups. On every rank, then, and nothing has changed on any.
         """
         self._world.calls.enter("load")
         self._mark_stale()

@@ -1,6 +1,8 @@
-"""The state of all stages' optimizers in the form that one optimizer of plain PyTorch over the whole model has, both ways.
+"""The state of all stages' optimizers in the form that one optimizer of plain PyTorch over the
+whole model has, both ways.
 
-Parameters are numbered as torch numbers them: group by group, and within a group in the order of `model.parameters()`.
+Parameters are numbered as torch numbers them: group by group, and within a group in the order of
+`model.parameters()`.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ _LIKE_THE_PARAMETER = frozenset(
 
 @dataclass(frozen=True)
 class Numbering:
-    """Which parameters the groups of the whole optimizer have, by the chain's names: `groups[g][n]`."""
+    """Which parameters the groups of the whole optimizer have, by the chain's names:
+    `groups[g][n]`.
+    """
 
     groups: tuple[tuple[str, ...], ...]
 
@@ -58,7 +62,9 @@ class Numbering:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank says of its optimizers: the names in each group, the options of each group, and what is kept of each parameter."""
+    """What one rank says of its optimizers: the names in each group, the options of each group, and
+    what is kept of each parameter.
+    """
 
     groups: list[list[str]]
     options: list[str]
@@ -67,11 +73,14 @@ class _Part:
 
 
 def collect(made: Assembly) -> dict[str, Any]:
-    """The state of the whole optimizer on rank 0, with tensors on the CPU; elsewhere an empty dict. Every rank must ask.
+    """The state of the whole optimizer on rank 0, with tensors on the CPU; elsewhere an empty dict.
+    Every rank must ask.
 
     Raises:
-        SettingError: there is no optimizer; the stages' optimizers have unlike groups or options; a weight rule keeps more
-            than one optimizer for a stage; or one keeps something that is neither tensor nor plain number.
+        SettingError: there is no optimizer; the stages' optimizers have unlike groups or options; a
+        weight rule keeps more
+            than one optimizer for a stage; or one keeps something that is neither tensor nor plain
+            number.
     """
     _check_single(made, "has no form in plain PyTorch")
     optimizers = made.optimizers()
@@ -109,10 +118,12 @@ def collect(made: Assembly) -> dict[str, Any]:
 
 
 def restore(made: Assembly, state: Mapping[str, Any]) -> None:
-    """Take the options of groups and the state of the parameters that are held here from the state of a whole optimizer.
+    """Take the options of groups and the state of the parameters that are held here from the state
+    of a whole optimizer.
 
     Raises:
-        SettingError: see `collect`; or the state is none of an optimizer over these parameters. Nothing has changed then.
+        SettingError: see `collect`; or the state is none of an optimizer over these parameters.
+        Nothing has changed then.
     """
     _check_single(made, "cannot be taken from plain PyTorch")
     optimizers = made.optimizers()
@@ -137,7 +148,9 @@ def restore(made: Assembly, state: Mapping[str, Any]) -> None:
 def _of_stage(
     state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[Any]]
 ) -> dict[str, Any]:
-    """The part of a whole optimizer's state that is about some of its parameters, under numbers of their own, copied."""
+    """The part of a whole optimizer's state that is about some of its parameters, under numbers of
+    their own, copied.
+    """
     local: dict[int, Any] = {}
     chosen = []
     for group, keys in zip(groups, rows, strict=True):
@@ -153,7 +166,9 @@ def _of_stage(
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Names of parameters, which optimizers over named parameters have in their groups, are of the whole model."""
+    """Names of parameters, which optimizers over named parameters have in their groups, are of the
+    whole model.
+    """
     return {
         key: copy.deepcopy(value)
         for key, value in group.items()

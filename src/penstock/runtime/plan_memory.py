@@ -12,9 +12,11 @@ from penstock.units import format_bytes
 
 
 def check_optimizer_memory(plan: Plan, description: Chain, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that keeps so much more than the one planned for that a rank's memory no longer suffices.
+    """Refuse an optimizer that keeps so much more than the one planned for that a rank's memory no
+    longer suffices.
 
-    An optimizer whose numbers are not known passes, and so does every optimizer where the plan does not say what ranks may hold.
+    An optimizer whose numbers are not known passes, and so does every optimizer where the plan does
+    not say what ranks may hold.
 
     Args:
         plan: what is to be run.

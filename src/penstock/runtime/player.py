@@ -1,4 +1,6 @@
-"""Player: lets all ranks of this process play a batch's program, and do afterwards what they do together."""
+"""Player: lets all ranks of this process play a batch's program, and do afterwards what they do
+together.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ from penstock.schedule.period import prolonged
 from penstock.schedule.portions import Portions
 from penstock.tracing.deferred_batch_norm import deferring
 
-#: How many ops before it is needed a receive is posted. Two, because gloo's threads then have the message in hand while the rank
-#: computes: over gloo an MLP on 4 ranks took a sixth longer with 0 or 1, and no less with 4. Every op more costs a buffer. Through
+#: How many ops before it is needed a receive is posted. Two, because gloo's threads then have the
+#: message in hand while the rank
+#: computes: over gloo an MLP on 4 ranks took a sixth longer with 0 or 1, and no less with 4. Every
+#: op more costs a buffer. Through
 #: shared memory there is nothing to post.
 AHEAD = 2
 
-#: Likewise where a posted receive is a kernel on the device: one, and never before what its message depends on.
+#: Likewise where a posted receive is a kernel on the device: one, and never before what its message
+#: depends on.
 AHEAD_ON_DEVICE = 1
 
 
@@ -77,7 +82,8 @@ class Player:
             factor: what the gradients are multiplied by.
 
         Raises:
-            RunError: an op failed, here or elsewhere. All gradients have been dropped then, if this was training.
+            RunError: an op failed, here or elsewhere. All gradients have been dropped then, if this
+            was training.
         """
         lowered = self._lowered(batch.micro_batches, mode)
         together, apart = self.together, steps and not self.together.needed
@@ -101,7 +107,8 @@ class Player:
         self.played = None
         try:
             with contextlib.ExitStack() as modes:
-                # All stages before any begins: a module without weights may stand in several, which may run at the same time.
+                # All stages before any begins: a module without weights may stand in several, which
+                # may run at the same time.
                 for stage in self.made.stages if mode is Mode.EVALUATE else ():
                     modes.enter_context(stage.evaluating())
                 told = self.made.world.run(job)
@@ -114,7 +121,9 @@ class Player:
         self.played = (batch.micro_batches, mode)
 
     def _begin_statistics(self, lowered: LoweredSchedule) -> None:
-        """Tell deferred batch norms how many micro-batches their stage runs here: a small batch has fewer."""
+        """Tell deferred batch norms how many micro-batches their stage runs here: a small batch has
+        fewer.
+        """
         for (rank, index), parts in self._deferring.items():
             ops = (action for action in lowered.programs[rank] if isinstance(action, Op))
             count = sum(op.kind is Kind.F and op.stage == index for op in ops)
@@ -136,7 +145,9 @@ class Player:
             stage.update.zero()
 
     def rows(self) -> dict[int, list[tuple[Op, Op]]]:
-        """The ops that every rank played last, in order: as a timeline shows them, and as they were run."""
+        """The ops that every rank played last, in order: as a timeline shows them, and as they were
+        run.
+        """
         if self.played is None:
             return {}
         programs: Mapping[int, tuple[object, ...]] = dict(

@@ -1,7 +1,8 @@
-"""What the ranks do before a batch of a traced model: see that its graphs are right for it, and trace what is missing.
+"""What the ranks do before a batch of a traced model: see that its graphs are right for it, and
+trace what is missing.
 
-Every rank has the whole batch, so each traces for itself and all do so at the same time, before any of them runs an op: in the middle
-of a step the others would wait, and their deadline would run.
+Every rank has the whole batch, so each traces for itself and all do so at the same time, before any
+of them runs an op: in the middle of a step the others would wait, and their deadline would run.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ class Preparation:
             self._trace(variants, [variants.example], training=True)
 
     def prepare(self, batch: Batch) -> Batch:
-        """Make ready for a batch. Costs some 0.1 ms where nothing has changed and the form is known.
+        """Make ready for a batch. Costs some 0.1 ms where nothing has changed and the form is
+        known.
 
         Raises:
-            ChainError: the model is not the one that was traced, or cannot be traced for inputs of this form.
+            ChainError: the model is not the one that was traced, or cannot be traced for inputs of
+            this form.
         """
         variants = self._made.traced.variants
         if variants is None:
@@ -83,7 +86,9 @@ class Preparation:
                 stage.renew()
 
     def _trace(self, variants: Variants, forms: list[Form], *, training: bool) -> None:
-        """Find or make the graphs for some forms; the others learn from the board that this takes its time."""
+        """Find or make the graphs for some forms; the others learn from the board that this takes
+        its time.
+        """
         world = self._made.world
         drawing = variants.drawing
         for form in forms:

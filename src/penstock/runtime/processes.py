@@ -1,4 +1,6 @@
-"""One rank per process over torch.distributed: started by torchrun, by `launch`, or by the user's own init_process_group."""
+"""One rank per process over torch.distributed: started by torchrun, by `launch`, or by the user's
+own init_process_group.
+"""
 
 from __future__ import annotations
 
@@ -42,23 +44,31 @@ T = TypeVar("T")
 #: What is told outside programs goes by this name.
 _TOLD = Message(Kind.U, (1 << 20) - 1, 0)
 
-#: Seconds for which a rank whose stage has failed waits for the others' calls, which boards tell of twice in a second.
+#: Seconds for which a rank whose stage has failed waits for the others' calls, which boards tell of
+#: twice in a second.
 _PATIENCE_S = 1.2
 
-# Every world of a process has its own corner of the store; all processes make their worlds in the same order.
+# Every world of a process has its own corner of the store; all processes make their worlds in the
+# same order.
 _WORLDS = itertools.count()
 
 
 class DistributedWorld:
     """See `World`.
 
-    Where every rank has a GPU of its own, messages between stages and between copies go over NCCL, one communicator for each
-    direction of a link, which the constructor makes. Everything else, such as losses, norms and checkpoints, goes over gloo. Under
-    NCCL a failure may leave weights that were updated with garbage: the batch raises, and training goes on from a checkpoint.
+    Where every rank has a GPU of its own, messages between stages and between copies go over NCCL,
+    one communicator for each direction of a link, which the constructor makes. Everything else,
+    such as losses, norms and checkpoints, goes over gloo. Under NCCL a failure may leave weights
+    that were updated with garbage: the batch raises, and training goes on from a checkpoint.
     """
 
-    def __init__(self, device: torch.device | None, deadline_s: float, links: Collection[Link],
-                 copies: Collection[Link] = ()) -> None:  # fmt: skip
+    def __init__(
+        self,
+        device: torch.device | None,
+        deadline_s: float,
+        links: Collection[Link],
+        copies: Collection[Link] = (),
+    ) -> None:
         self.size = join()
         self._rank = dist.get_rank()
         self.local_ranks: tuple[int, ...] = (self._rank,)
@@ -99,7 +109,8 @@ class DistributedWorld:
         )
 
     def _check_links(self) -> None:
-        """Refuse to go on after the links were closed: under NCCL what has been received since then is garbage.
+        """Refuse to go on after the links were closed: under NCCL what has been received since then
+        is garbage.
 
         Raises:
             RanksDiffer, DeadlineExceeded, PeerFailed: why they were.
@@ -197,8 +208,9 @@ class DistributedWorld:
         self._share(content, source)
         return Header.parse(bytes(content.tolist()).decode())
 
-    def gather(self, local: Mapping[int, Sequence[Tensor]],
-               forms: Mapping[int, Sequence[TensorForm]]) -> dict[int, list[Tensor]]:  # fmt: skip
+    def gather(
+        self, local: Mapping[int, Sequence[Tensor]], forms: Mapping[int, Sequence[TensorForm]]
+    ) -> dict[int, list[Tensor]]:
         """See `World.gather`."""
 
         def job(rank: int) -> dict[int, list[Tensor]]:

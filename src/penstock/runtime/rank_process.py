@@ -66,8 +66,13 @@ def _error(rank: int, error: BaseException) -> dict[str, Any]:
         if isinstance(error, PenstockError)
         else f"rank {rank}: {type(error).__name__}: {error}"
     )
-    return {"rank": rank, "error": text, "traceback": "".join(traceback.format_exception(error)), "at": time.monotonic(),
-            "consequence": isinstance(error, PeerFailed)}  # fmt: skip
+    return {
+        "rank": rank,
+        "error": text,
+        "traceback": "".join(traceback.format_exception(error)),
+        "at": time.monotonic(),
+        "consequence": isinstance(error, PeerFailed),
+    }
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ def world_of(setting: Setting, description: Chain, place: Place) -> World:
         place: where.
 
     Raises:
-        SettingError, PlanError: what is asked for makes no sense, ranks cannot have their devices, or there is another number of ranks.
-        RunError: the ranks are not there.
+        SettingError, PlanError: what is asked for makes no sense, ranks cannot have their devices,
+        or there is another number of ranks. RunError: the ranks are not there.
     """
     schedule = setting.schedule
     if in_threads(schedule, place):
@@ -81,7 +81,8 @@ def world_of(setting: Setting, description: Chain, place: Place) -> World:
 
 
 def _check_devices(setting: Setting) -> None:
-    """Refuse a plan that leaves out devices of its cluster before its last one: no rank of a run would be the device it was planned for.
+    """Refuse a plan that leaves out devices of its cluster before its last one: no rank of a run
+    would be the device it was planned for.
 
     Raises:
         PlanError: it is so.

@@ -1,7 +1,9 @@
-"""Gradients that go further than they are taken: a stage's graph must lead to the stage's own parameters alone.
+"""Gradients that go further than they are taken: a stage's graph must lead to the stage's own
+parameters alone.
 
-A layer may use another one's weight without registering it, `self.head = [embedding]`, and a loss may add a penalty on the whole
-model's weights. On one device autograd adds their gradients up. Here the weight is another stage's, whose rank never hears of it.
+A layer may use another one's weight without registering it, `self.head = [embedding]`, and a loss
+may add a penalty on the whole model's weights. On one device autograd adds their gradients up. Here
+the weight is another stage's, whose rank never hears of it.
 """
 
 from __future__ import annotations

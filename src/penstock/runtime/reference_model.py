@@ -1,4 +1,6 @@
-"""The whole model on one device, with the values that the stages have: what a pipeline is compared with."""
+"""The whole model on one device, with the values that the stages have: what a pipeline is compared
+with.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ def reference_model(
     copy_weight_hooks(placed.traced.modules, copied)
     _give_memory(copied)
     # What is still on the meta device is initialised, for the buffers that no state has.
-    modules = materialise(TracedChain(placed.traced.description, copied, placed.traced.aliases), range(len(copied)),
-                          device, seed=0)  # fmt: skip
+    modules = materialise(
+        TracedChain(placed.traced.description, copied, placed.traced.aliases),
+        range(len(copied)),
+        device,
+        seed=0,
+    )
     layout = training.options.memory_format
     if layout is not None:
         modules = [module.to(memory_format=layout) for module in modules]  # type: ignore[call-overload]

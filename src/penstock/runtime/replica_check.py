@@ -1,7 +1,9 @@
-"""Copies of a stage train as one would, or are refused: before anything starts where it can be seen, else at the first micro-batch.
+"""Copies of a stage train as one would, or are refused: before anything starts where it can be
+seen, else at the first micro-batch.
 
-Every copy runs some of the micro-batches, and the gradients of all are added up before the update. That is what one copy does as long as
-a forward depends on weights and inputs alone, and gradients are only added up.
+Every copy runs some of the micro-batches, and the gradients of all are added up before the update.
+That is what one copy does as long as a forward depends on weights and inputs alone, and gradients
+are only added up.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ REMEDY = (
 
 
 def check_replicas(traced: TracedChain, setting: Setting) -> None:
-    """Refuse layers that cannot be held by several ranks, where the schedule has copies of their stage; and hooks on weights that see
-    only a part of a micro-batch's gradient.
+    """Refuse layers that cannot be held by several ranks, where the schedule has copies of their
+    stage; and hooks on weights that see only a part of a micro-batch's gradient.
 
     Raises:
         SettingError: there are such; the message has all of them.
@@ -71,7 +73,9 @@ def _in_copies(traced: TracedChain, setting: Setting) -> list[str]:
 
 
 def _in_parts(traced: TracedChain, setting: Setting) -> list[str]:
-    """Hooks on weights whose gradient comes in several parts, and tables that a forward changes and another stage uses."""
+    """Hooks on weights whose gradient comes in several parts, and tables that a forward changes and
+    another stage uses.
+    """
     schedule, hooks = setting.schedule, weights_with_hooks(traced)
     normed = weights_with_max_norm(traced)
     found = []
@@ -97,7 +101,9 @@ def _in_parts(traced: TracedChain, setting: Setting) -> list[str]:
 
 
 def _unmade(traced: TracedChain) -> list[str]:
-    """Hooks on weights that have no memory yet: the parameter that takes their place would not have them."""
+    """Hooks on weights that have no memory yet: the parameter that takes their place would not have
+    them.
+    """
     hooks = weights_with_hooks(traced)
     on_meta = {
         traced.aliases.get(name, name)
@@ -120,7 +126,8 @@ def _has_copies(schedule: Schedule) -> bool:
 class ReplicatedStage(Stage):
     """One of several copies of a stage: refuses forwards that read what forwards change.
 
-    The first micro-batch is observed. Afterwards the versions of the buffers that it left alone are compared at every forward.
+    The first micro-batch is observed. Afterwards the versions of the buffers that it left alone are
+    compared at every forward.
     """
 
     schedule_name: str = "the schedule"
@@ -152,10 +159,12 @@ class ReplicatedStage(Stage):
 
 
 class HookedStage(Stage):
-    """A stage whose weights have hooks that run when a gradient has been added up: refuses those that change the weight.
+    """A stage whose weights have hooks that run when a gradient has been added up: refuses those
+    that change the weight.
 
-    A hook that steps its weight makes a new weight after every micro-batch. A pipeline runs forwards of later micro-batches before, and
-    would train to other numbers than the same micro-batches one after another.
+    A hook that steps its weight makes a new weight after every micro-batch. A pipeline runs
+    forwards of later micro-batches before, and would train to other numbers than the same
+    micro-batches one after another.
     """
 
     def backward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:

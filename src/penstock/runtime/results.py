@@ -17,7 +17,8 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def mean_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor:
-    """The mean loss of the batch, the same on every rank: micro-batches' shares added up in their order.
+    """The mean loss of the batch, the same on every rank: micro-batches' shares added up in their
+    order.
 
     Returns:
         A float32 tensor without dimensions, on every rank on the device of its stages.
@@ -106,8 +107,13 @@ def _from_copies(world: World, schedule: Schedule, batch: Batch) -> Tensor | Non
     local = {
         rank: [_numbers(batch, held)] for rank, held in own.items() if rank in world.local_ranks
     }
-    gathered = world.gather(local, {rank: [TensorForm((2 + len(held),), "float64", wants_grad=False)]
-                                    for rank, held in own.items()})  # fmt: skip
+    gathered = world.gather(
+        local,
+        {
+            rank: [TensorForm((2 + len(held),), "float64", wants_grad=False)]
+            for rank, held in own.items()
+        },
+    )
     if not gathered:
         return None
     parts = [(held, gathered[rank][0]) for rank, held in own.items()]
@@ -124,7 +130,8 @@ def _mean(parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
 
 
 class StreamLosses:
-    """Losses of a stream's batches: told by the ranks that hold the last stage as soon as they are there, asked for later.
+    """Losses of a stream's batches: told by the ranks that hold the last stage as soon as they are
+    there, asked for later.
 
     Args:
         world: the ranks.
@@ -136,8 +143,10 @@ class StreamLosses:
         self._here = len(world.local_ranks) == world.size
         self._own = next(iter(world.local_ranks))
         self._period, size = schedule.batches, schedule.micro_batches
-        self._homes = [[schedule.placement[schedule.stages - 1, index * size + m] for m in range(size)]
-                       for index in range(schedule.batches)]  # fmt: skip
+        self._homes = [
+            [schedule.placement[schedule.stages - 1, index * size + m] for m in range(size)]
+            for index in range(schedule.batches)
+        ]
         self._to_tell: dict[int, list[int]] = {}
         self._heard: dict[int, list[tuple[int, list[int], Callable[[], Tensor]]]] = {}
 
@@ -164,7 +173,9 @@ class StreamLosses:
             self._world.tell(_numbers(batch, own))
 
     def mean(self, batch: Batch) -> Tensor:
-        """The mean loss of a batch that is done, a float32 tensor on the device of this rank's stages."""
+        """The mean loss of a batch that is done, a float32 tensor on the device of this rank's
+        stages.
+        """
         parts = []
         for rank, numbers, heard in self._heard.pop(batch.step, ()):
             row = heard()

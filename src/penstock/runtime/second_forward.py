@@ -1,4 +1,6 @@
-"""A stage's forward that runs a second time for its backward: what both are to see alike, and whether they came to the same."""
+"""A stage's forward that runs a second time for its backward: what both are to see alike, and
+whether they came to the same.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class SecondForwards:
 
     @contextmanager
     def seeing(self, first: FirstForward) -> Iterator[None]:
-        """Let a forward see buffers and plain attributes as the first did, and leave them as they are. `first` gives its buffers up."""
+        """Let a forward see buffers and plain attributes as the first did, and leave them as they
+        are. `first` gives its buffers up.
+        """
         with (
             self._buffers.as_they_were(first.buffers),
             self._attributes.as_they_were(first.attributes),
@@ -73,11 +77,13 @@ class SecondForwards:
 
 def unlike(where: str, found: str) -> RunError:
     """The error for a second forward that made something else than the first."""
-    return RunError(f"{where}: run again for the backward, the forward made {found}: the gradients would be those of another network. A second "
-                    "forward has the inputs, buffers, plain attributes (numbers, strings, flags) and random numbers of torch, random and "
-                    "numpy.random that the first had. State that is elsewhere (global variables, lists, a generator of its own) it has not: "
-                    "keep that in a buffer or an attribute, draw from the global generators, or run nothing again (recompute='never', "
-                    "checkpoint='never')")  # fmt: skip
+    return RunError(
+        f"{where}: run again for the backward, the forward made {found}: the gradients would be those of another network. A second "
+        "forward has the inputs, buffers, plain attributes (numbers, strings, flags) and random numbers of torch, random and "
+        "numpy.random that the first had. State that is elsewhere (global variables, lists, a generator of its own) it has not: "
+        "keep that in a buffer or an attribute, draw from the global generators, or run nothing again (recompute='never', "
+        "checkpoint='never')"
+    )
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:

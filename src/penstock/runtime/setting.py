@@ -21,8 +21,8 @@ from penstock.weights.choice import rule_of, schedule_for
 class Setting:
     """What a run does, whether a plan or the caller said it.
 
-    `devices`: of the cluster that a plan was made for, the device that each rank must be; empty where nothing is said, which is that
-    rank r is device r.
+    `devices`: of the cluster that a plan was made for, the device that each rank must be; empty
+    where nothing is said, which is that rank r is device r.
     """
 
     lengths: tuple[int, ...]
@@ -36,19 +36,30 @@ class Setting:
 
     @classmethod
     def of_plan(cls, plan: Plan, traced: TracedChain) -> Setting:
-        """What the plan says, once it fits the model. Rank r of the run is the r-th of the plan's devices, ascending, and plays the
-        program that the plan has for that device.
+        """What the plan says, once it fits the model. Rank r of the run is the r-th of the plan's
+        devices, ascending, and plays the program that the plan has for that device.
 
         Raises:
-            PlanError: the plan is for another model, or names a device twice, or one that its cluster does not have.
+            PlanError: the plan is for another model, or names a device twice, or one that its
+            cluster does not have.
         """
         plan.check_fits(traced.fingerprint, plan.ranks, torch.__version__)
-        return cls(tuple(plan.lengths), _on_devices(plan), plan.recompute, plan.weights, dict(plan.weights_options),
-                   frozenset(plan.recomputed), frozenset(plan.segment_starts), tuple(sorted(plan.devices)))  # fmt: skip
+        return cls(
+            tuple(plan.lengths),
+            _on_devices(plan),
+            plan.recompute,
+            plan.weights,
+            dict(plan.weights_options),
+            frozenset(plan.recomputed),
+            frozenset(plan.segment_starts),
+            tuple(sorted(plan.devices)),
+        )
 
 
 def _on_devices(plan: Plan) -> Schedule:
-    """The plan's schedule by the ranks of a run, which stand on the plan's devices in ascending order."""
+    """The plan's schedule by the ranks of a run, which stand on the plan's devices in ascending
+    order.
+    """
     devices = plan.devices
     if not devices:
         return plan.schedule
@@ -75,8 +86,9 @@ class Words:
 
 
 def setting_of(traced: TracedChain, plan: Plan | None, words: Words) -> Setting:
-    """What to do, from a plan or from the caller's own words, never from a mix of both. Where nothing is said of the schedule, it is
-    the one made for the weight rule; where nothing is said of the rule, it is the one that the schedule is made for.
+    """What to do, from a plan or from the caller's own words, never from a mix of both. Where
+    nothing is said of the schedule, it is the one made for the weight rule; where nothing is said
+    of the rule, it is the one that the schedule is made for.
 
     Raises:
         SettingError: both are given, or neither.
@@ -122,8 +134,10 @@ def _recompute(
     places = {layer.name: index for index, layer in enumerate(traced.layers)}
     for layer in wish:
         if layer not in places and layer not in places.values():
-            raise SettingError(f"recompute names layer {layer!r}, which the model has not: it has {len(traced)} layers, numbered from 0, such "
-                               f"as {', '.join(map(repr, list(places)[:4]))}")  # fmt: skip
+            raise SettingError(
+                f"recompute names layer {layer!r}, which the model has not: it has {len(traced)} layers, numbered from 0, such "
+                f"as {', '.join(map(repr, list(places)[:4]))}"
+            )
     return "selective", frozenset(places.get(layer, layer) for layer in wish)  # type: ignore[arg-type]
 
 
@@ -131,12 +145,15 @@ def check(setting: Setting) -> None:
     """Refuse what cannot run, before anything starts.
 
     Raises:
-        ScheduleError, SettingError, PlanError: the schedule is not sound, or does not go with the rest.
+        ScheduleError, SettingError, PlanError: the schedule is not sound, or does not go with the
+        rest.
     """
     schedule = setting.schedule
     if not schedule.synchronous and schedule.stream is None:
-        raise ScheduleError(f"{schedule.name} is asynchronous and does not say how it goes on from batch to batch: give it a stream, "
-                            "such as Schedule(programs, synchronous=False, stream=Stream(batches=8))")  # fmt: skip
+        raise ScheduleError(
+            f"{schedule.name} is asynchronous and does not say how it goes on from batch to batch: give it a stream, "
+            "such as Schedule(programs, synchronous=False, stream=Stream(batches=8))"
+        )
     if schedule.stream is not None and (
         schedule.slicing is not None or any(op.kind in HANDING for op in schedule.ops)
     ):
@@ -147,8 +164,10 @@ def check(setting: Setting) -> None:
     verify(schedule) if schedule.stream is None else verify(schedule, weights=setting.weights)
     recomputes(setting.recompute, 0, 1)
     if setting.recomputed and schedule.slicing is not None and schedule.slicing.along == "tokens":
-        raise SettingError(f"{schedule.name} cuts sequences, and single layers cannot run again then, since slices hand on to each other "
-                           "what they have found: recompute whole micro-batches (always, except_last), or none")  # fmt: skip
+        raise SettingError(
+            f"{schedule.name} cuts sequences, and single layers cannot run again then, since slices hand on to each other "
+            "what they have found: recompute whole micro-batches (always, except_last), or none"
+        )
     if schedule.stages != len(setting.lengths):
         raise PlanError(
             f"the schedule has {schedule.stages} stages, the balance {list(setting.lengths)} has {len(setting.lengths)}"

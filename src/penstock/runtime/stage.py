@@ -49,9 +49,10 @@ _AS_IT_IS = nullcontext()
 class Stage:
     """Runs ops of one stage. Knows nothing of schedules, ranks or links.
 
-    `evicted`: micro-batches that `evict` will be asked for. `held`: what counts what is kept, for all stages of a rank. `entry`,
-    `exit`, `recomputed`, `segment_starts`, `compile`, `offload`: see `StageLayers`. `autocast`: the dtype of mixed precision.
-    `loss_scale`: what gradients are multiplied by, and the loss that is reported is not. `reach`: what graphs may lead to.
+    `evicted`: micro-batches that `evict` will be asked for. `held`: what counts what is kept, for
+    all stages of a rank. `entry`, `exit`, `recomputed`, `segment_starts`, `compile`, `offload`: see
+    `StageLayers`. `autocast`: the dtype of mixed precision. `loss_scale`: what gradients are
+    multiplied by, and the loss that is reported is not. `reach`: what graphs may lead to.
     """
 
     index: int
@@ -97,7 +98,8 @@ class Stage:
             [] if self.entry is None else [self.entry],
             f"stage {self.index}, {where}",
         )
-        # Forms of micro-batches that the short way is known to do for, and the bytes that they keep.
+        # Forms of micro-batches that the short way is known to do for, and the bytes that they
+        # keep.
         self._plain: dict[str, int] = {}
         # Forms of micro-batches whose gradients are laid out like the inputs that they are of.
         self._alike: set[str] = set()
@@ -163,7 +165,8 @@ class Stage:
         past = Past(self._pasts.waiting.pop(micro_batch, {}), keeps=after is not None)
         keeps = batch.training and not again
         saved = Saved(self._running.weights()) if keeps and micro_batch in self.evicted else None
-        # With a graph also where it is run again: which outputs want a gradient is known from that alone, and kernels are chosen by it.
+        # With a graph also where it is run again: which outputs want a gradient is known from that
+        # alone, and kernels are chosen by it.
         with (
             self._looking(batch, micro_batch, inputs, keeps),
             torch.set_grad_enabled(batch.training),
@@ -240,7 +243,9 @@ class Stage:
     def _forward_plainly(
         self, batch: Batch, micro_batch: int, arrived: Payload | None, size: int
     ) -> Payload | None:
-        """F where one tensor comes and one goes. The form, which has the mode in it, says that it is so."""
+        """F where one tensor comes and one goes. The form, which has the mode in it, says that it
+        is so.
+        """
         leaf = None
         value = batch.inputs[micro_batch] if arrived is None else arrived.leaves[0].detach()
         if not self._on_host and arrived is None:
@@ -268,9 +273,17 @@ class Stage:
         self._kept[batch.step, micro_batch] = PlainForward(leaf, root, size)
         return None if self.loss is not None else Payload("", (value,), (root is not None,))
 
-    def _with_sides(self, batch: Batch, micro_batch: int, made: tuple[Tensor, Tensor | None, Tensor | None, Tensor],
-                    sides: list[Tensor], size: int) -> Payload | None:  # fmt: skip
-        """What `_forward_plainly` has made where a layer turns out to have side losses, though micro-batches before had none."""
+    def _with_sides(
+        self,
+        batch: Batch,
+        micro_batch: int,
+        made: tuple[Tensor, Tensor | None, Tensor | None, Tensor],
+        sides: list[Tensor],
+        size: int,
+    ) -> Payload | None:
+        """What `_forward_plainly` has made where a layer turns out to have side losses, though
+        micro-batches before had none.
+        """
         del self._plain[batch.forms[micro_batch]]
         given, leaf, root, value = made
         own = [side for side in sides if side.requires_grad]
@@ -284,7 +297,9 @@ class Stage:
         return result
 
     def backward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
-        """B: gradients of weights and inputs. Takes the gradients of what `forward` returned, returns those of what it took."""
+        """B: gradients of weights and inputs. Takes the gradients of what `forward` returned,
+        returns those of what it took.
+        """
         kept = self._kept[batch.step, micro_batch]
         if type(kept) is PlainForward:
             del self._kept[batch.step, micro_batch]
@@ -370,7 +385,9 @@ class Stage:
     def _run(
         self, batch: Batch, micro_batch: int, inputs: Payload, past: Past
     ) -> tuple[Payload | None, list[Tensor], Tensor | None]:
-        """What the layers make for the next stage, and what starts a gradient of its own: the loss, on the last stage, and side losses."""
+        """What the layers make for the next stage, and what starts a gradient of its own: the loss,
+        on the last stage, and side losses.
+        """
         watch = self._in_place.watch(inputs, training=batch.training)
         value = watch.given.value()
         before: Tensor | None = None
@@ -398,7 +415,9 @@ class Stage:
                     own.append(loss)
         return result, own, loss
 
-    def _drawing(self, batch: Batch, micro_batch: int, *, weights_only: bool = False) -> AbstractContextManager[None]:  # fmt: skip
+    def _drawing(
+        self, batch: Batch, micro_batch: int, *, weights_only: bool = False
+    ) -> AbstractContextManager[None]:
         """Around a backward: the random generators, if layers draw there."""
         draws = self._running.draws
         if not draws.watches_backward:
@@ -406,7 +425,9 @@ class Stage:
         return draws.backward(Place(batch, micro_batch), weights_only=weights_only)
 
     def _started(self, batch: Batch, micro_batch: int, root: Tensor, side: bool = False) -> Tensor:
-        """The gradient that the loss begins with, its weight in the batch, or a side loss, the micro-batch's share; scaled."""
+        """The gradient that the loss begins with, its weight in the batch, or a side loss, the
+        micro-batch's share; scaled.
+        """
         weights = batch.shares if side or batch.loss_weights is None else batch.loss_weights
         return self._starts.of(weights[micro_batch] * self.loss_scale, root)
 
@@ -422,7 +443,9 @@ class Stage:
     def _looking(
         self, batch: Batch, micro_batch: int, inputs: Payload, keeps: bool
     ) -> AbstractContextManager[None]:
-        """Let what is held of a new form be counted. What can be evicted is held by something else; it counts as much."""
+        """Let what is held of a new form be counted. What can be evicted is held by something else;
+        it counts as much.
+        """
         if not keeps:
             return nullcontext()
         # The first graph may be of copies of the inputs, see `_run`.
@@ -435,8 +458,8 @@ class Stage:
     def _roots(
         self, batch: Batch, micro_batch: int, arrived: Payload | None
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor | None], int]:
-        """Leaves that want gradients, among the inputs and in the past that was found; the graph's roots, and their gradients; and how
-        many bytes it holds.
+        """Leaves that want gradients, among the inputs and in the past that was found; the graph's
+        roots, and their gradients; and how many bytes it holds.
 
         Recomputes the graph if needed.
         """

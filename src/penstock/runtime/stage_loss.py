@@ -21,7 +21,8 @@ from penstock.values.structure import map_tensors, tensors_of
 #: `loss(output, target)`, to one number or to (sum, count).
 Loss = Callable[[Any, Any], Any]
 
-#: Gradients that are remembered, by their value: dynamic scales and uneven batches make more of them.
+#: Gradients that are remembered, by their value: dynamic scales and uneven batches make more of
+#: them.
 _MOST_STARTS = 64
 
 
@@ -57,11 +58,12 @@ class StageLoss:
         self._joint = JointLosses(self._call) if self.options.loss_on == "batch" else None
 
     def of(self, batch: Batch, micro_batch: int, value: Any, sides: Sequence[Tensor]) -> Any:
-        """The micro-batch's loss, which goes into the batch's with its weight, side losses added; without targets, its outputs are kept
-        for the caller.
+        """The micro-batch's loss, which goes into the batch's with its weight, side losses added;
+        without targets, its outputs are kept for the caller.
 
         Raises:
-            SettingError: the loss is not one number, or the losses of micro-batches do not add up to that of the batch.
+            SettingError: the loss is not one number, or the losses of micro-batches do not add up
+            to that of the batch.
         """
         if batch.targets is None or batch.keeps_outputs:
             batch.outputs[micro_batch] = map_tensors(Tensor.detach, value)
@@ -95,7 +97,9 @@ class StageLoss:
         return tensors_of(batch.targets[number] if on_host else self._call.target(batch, number))
 
     def _by_share(self, batch: Batch, number: int, value: Any, weight: float) -> Tensor:
-        """The same for one of torch's own losses, whose counts are known: the fast path of training."""
+        """The same for one of torch's own losses, whose counts are known: the fast path of
+        training.
+        """
         assert batch.targets is not None
         target = batch.targets[number]
         if type(target) is not Tensor or target.device != self.device:
@@ -142,7 +146,9 @@ class StageLoss:
 
 
 def reported(batch: Batch, number: int, loss: Tensor, sides: Sequence[Tensor]) -> Tensor:
-    """What a micro-batch adds to the reported loss: its own with its weight, and side losses with its share of the samples."""
+    """What a micro-batch adds to the reported loss: its own with its weight, and side losses with
+    its share of the samples.
+    """
     assert batch.loss_weights is not None
     weight, share = batch.loss_weights[number], batch.shares[number]
     if not sides:
@@ -155,7 +161,8 @@ def reported(batch: Batch, number: int, loss: Tensor, sides: Sequence[Tensor]) -
 def nothing(value: Any, loss: Tensor) -> Tensor:
     """A loss of 0 whose gradients are 0 for all that the model has put out."""
     leaves = [leaf for leaf in tensors_of(value) if leaf.requires_grad]
-    # Where the model computes its loss itself, that is one of its outputs, and its own backward may divide by 0.
+    # Where the model computes its loss itself, that is one of its outputs, and its own backward may
+    # divide by 0.
     chosen = [leaf for leaf in leaves if leaf.dim()] or leaves
     parts = [leaf.reshape(-1)[:0].sum().to(loss.dtype) for leaf in chosen]
     return sum(parts, torch.zeros_like(loss.detach()))

@@ -1,6 +1,8 @@
-"""A guard on the user's model: on a rank, layers that other ranks train keep the values from before the training.
+"""A guard on the user's model: on a rank, layers that other ranks train keep the values from before
+the training.
 
-Reading them by `model.state_dict()`, running them by `model(x)` or pickling the model would give wrong numbers without a word.
+Reading them by `model.state_dict()`, running them by `model(x)` or pickling the model would give
+wrong numbers without a word.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from penstock.errors import RunError
 from penstock.tracing.chain import TracedChain
 
-#: Where torch looks for what to run in place of a module's forward and hooks; a module's copies do not have it.
+#: Where torch looks for what to run in place of a module's forward and hooks; a module's copies do
+#: not have it.
 _CALL = "_compiled_call_impl"
 
 
@@ -29,7 +32,8 @@ class Guard:
         layers: how many layers the model has.
         elsewhere: names of those that other ranks train, by index.
         stale: whether they have been trained since they had the right values here.
-        successor: the guard of a later pipeline over the same model, which has taken this one's place.
+        successor: the guard of a later pipeline over the same model, which has taken this one's
+        place.
     """
 
     rank: int
@@ -94,7 +98,8 @@ class Guard:
 class _Call:
     """A check before a module is run.
 
-    No forward hook: a module with hooks is taken for another one, by `ps.chain` and where traced models are watched for changes.
+    No forward hook: a module with hooks is taken for another one, by `ps.chain` and where traced
+    models are watched for changes.
     """
 
     def __init__(self, guard: Guard, module: nn.Module) -> None:
@@ -122,7 +127,9 @@ class _Call:
 
 
 class Hook:
-    """A hook that refuses to read the state while its guard's layers are stale. Copying and pickling are reading too."""
+    """A hook that refuses to read the state while its guard's layers are stale. Copying and
+    pickling are reading too.
+    """
 
     def __init__(self, guard: Guard, *, copies: bool) -> None:
         self.guard, self._copies = guard, copies
@@ -167,7 +174,9 @@ def _hooks(module: nn.Module) -> Iterator[Hook]:
 
 
 def stale_layers(traced: TracedChain) -> frozenset[int]:
-    """Indices of layers that an earlier pipeline has trained on other ranks, and whose values here are older."""
+    """Indices of layers that an earlier pipeline has trained on other ranks, and whose values here
+    are older.
+    """
     names: set[str] = set()
     for guard in guards_of(traced.roots):
         if guard.stale:
@@ -188,8 +197,11 @@ def guard_model(traced: TracedChain, held: Collection[int], rank: int) -> Guard 
     """
     earlier = guards_of(traced.roots)
     stale = any(guard.stale for guard in earlier)
-    foreign = {index: module for index, module in enumerate(traced.modules)
-               if index not in held and _has_values(module)}  # fmt: skip
+    foreign = {
+        index: module
+        for index, module in enumerate(traced.modules)
+        if index not in held and _has_values(module)
+    }
     if not foreign:
         for guard in earlier:
             guard.release()

@@ -26,10 +26,12 @@ class IncompatibleKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class Placed:
-    """Which rank holds which layers, and the stages that are held here. A stage with copies counts as its first rank's: `home`.
+    """Which rank holds which layers, and the stages that are held here. A stage with copies counts
+    as its first rank's: `home`.
 
-    `local` are all stages held here, `at_home` those of them that are not copies of another rank's. `shared` has, by the chain's name,
-    the rank whose tensor counts of those that several stages use.
+    `local` are all stages held here, `at_home` those of them that are not copies of another rank's.
+    `shared` has, by the chain's name, the rank whose tensor counts of those that several stages
+    use.
     """
 
     traced: TracedChain
@@ -50,7 +52,9 @@ class Placed:
 
 
 def own(stage: Stage) -> dict[str, Tensor]:
-    """A stage's parameters and persistent buffers, live, by the names that the whole model's `state_dict` has for them."""
+    """A stage's parameters and persistent buffers, live, by the names that the whole model's
+    `state_dict` has for them.
+    """
     held: dict[str, Tensor] = {}
     for layer in stage.layers:
         held |= state_of(layer.name, layer.module)
@@ -58,7 +62,8 @@ def own(stage: Stage) -> dict[str, Tensor]:
 
 
 def put(placed: Placed, tensors: Mapping[str, Tensor]) -> None:
-    """Copy values into the stages that are held here: into all, or if anything does not fit, into none.
+    """Copy values into the stages that are held here: into all, or if anything does not fit, into
+    none.
 
     Of a tensor that has several names any of them will do.
 
@@ -149,7 +154,9 @@ def _put(placed: Placed, tensors: Mapping[str, Tensor], *, strict: bool) -> None
 
 
 def counted(placed: Placed, stage: Stage) -> dict[str, Tensor]:
-    """Of `own`, what nobody else answers for: each tensor under one name, and what several stages use at its home alone."""
+    """Of `own`, what nobody else answers for: each tensor under one name, and what several stages
+    use at its home alone.
+    """
     rank = placed.home[stage.index]
     return {name: tensor for name, tensor in own(stage).items() if _counts(placed, name, rank)}
 
@@ -159,7 +166,9 @@ def _counts(placed: Placed, name: str, rank: int) -> bool:
 
 
 def collect(world: World, placed: Placed) -> dict[str, Tensor]:
-    """All stages' tensors on rank 0, in the order of the chain, under all of their names; elsewhere nothing."""
+    """All stages' tensors on rank 0, in the order of the chain, under all of their names; elsewhere
+    nothing.
+    """
     described = _described(placed)
     local: dict[int, dict[str, Tensor]] = {rank: {} for rank in world.local_ranks}
     for stage in placed.at_home:
@@ -172,7 +181,9 @@ def collect(world: World, placed: Placed) -> dict[str, Tensor]:
 
 
 def collect_grads(world: World, placed: Placed) -> dict[str, Tensor]:
-    """The gradients of all trainable parameters on rank 0, by the chain's names; zeros where there is none."""
+    """The gradients of all trainable parameters on rank 0, by the chain's names; zeros where there
+    is none.
+    """
     described: dict[int, dict[str, TensorForm]] = {}
     facts = placed.traced.description
     for rank, layers in placed.layers_of_rank().items():
@@ -207,7 +218,9 @@ def collect_grads(world: World, placed: Placed) -> dict[str, Tensor]:
 
 
 def _described(placed: Placed) -> dict[int, dict[str, TensorForm]]:
-    """Names and forms of what every rank answers for, known everywhere since everywhere has the chain."""
+    """Names and forms of what every rank answers for, known everywhere since everywhere has the
+    chain.
+    """
     described: dict[int, dict[str, TensorForm]] = {}
     for rank, layers in placed.layers_of_rank().items():
         held: dict[str, Tensor] = {}
@@ -223,8 +236,11 @@ def _described(placed: Placed) -> dict[int, dict[str, TensorForm]]:
     return described
 
 
-def _gathered(world: World, local: Mapping[int, Mapping[str, Tensor]],
-              described: Mapping[int, Mapping[str, TensorForm]]) -> dict[str, Tensor]:  # fmt: skip
+def _gathered(
+    world: World,
+    local: Mapping[int, Mapping[str, Tensor]],
+    described: Mapping[int, Mapping[str, TensorForm]],
+) -> dict[str, Tensor]:
     """The described tensors of all ranks, on rank 0."""
     rows = {rank: [held[name] for name in described.get(rank, {})] for rank, held in local.items()}
     gathered = world.gather(rows, {rank: list(forms.values()) for rank, forms in described.items()})

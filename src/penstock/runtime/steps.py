@@ -1,4 +1,6 @@
-"""A rank's lowered program as the interpreter takes it: every op with what it waits for and who gets what it makes."""
+"""A rank's lowered program as the interpreter takes it: every op with what it waits for and who
+gets what it makes.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,15 @@ from penstock.schedule.rules import feeds, takes
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One op, the receives that are posted before it and the sends after it; without an op, transfers alone.
+    """One op, the receives that are posted before it and the sends after it; without an op,
+    transfers alone.
 
     Attributes:
         op, kind, stage, number: the op, and its parts.
         text: what the rank is at.
-        taken: the message that the op takes, if it takes one; waits: what the rank waits for until it is there.
-        fed: under which name what the op makes is kept, if somebody takes it.
-        posts, sends: peers and messages.
+        taken: the message that the op takes, if it takes one; waits: what the rank waits for until
+        it is there. fed: under which name what the op makes is kept, if somebody takes it. posts,
+        sends: peers and messages.
     """
 
     op: Op | None
@@ -68,5 +71,16 @@ def _step(posts: Sequence[Transfer], op: Op | None, sends: Sequence[Transfer], s
         fed = None if whither is None else Message(whither[0], op.stage, op.micro_batch)
     maker = "" if taken is None else f"{taken.stage}{taken.kind.value}{taken.micro_batch}"
     kind, stage, number = (Kind.U, -1, -1) if op is None else op
-    return Step(op, kind, stage, number, f"is at {op}", taken, maker, f"waits for {maker}", fed,
-                tuple((post.peer, post.message) for post in posts), tuple((send.peer, send.message) for send in sends))  # fmt: skip
+    return Step(
+        op,
+        kind,
+        stage,
+        number,
+        f"is at {op}",
+        taken,
+        maker,
+        f"waits for {maker}",
+        fed,
+        tuple((post.peer, post.message) for post in posts),
+        tuple((send.peer, send.message) for send in sends),
+    )

@@ -1,4 +1,6 @@
-"""The board of ranks that are processes: kept in the store of torch.distributed, watched by a thread in every rank."""
+"""The board of ranks that are processes: kept in the store of torch.distributed, watched by a
+thread in every rank.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class StoreBoard:
         rank: this one.
         size: how many there are.
         on_failure: called once, from the watching thread, when any rank has failed.
-        late: asked from the watching thread twice a second; what it returns, if not None, is why the run fails here.
+        late: asked from the watching thread twice a second; what it returns, if not None, is why
+        the run fails here.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class StoreBoard:
         self._current = (what, time.monotonic())
 
     def fail(self, reason: str, *, differs: bool = False) -> None:
-        """See `Board.fail`. `differs`: because ranks do not do the same, which is then every rank's error."""
+        """See `Board.fail`. `differs`: because ranks do not do the same, which is then every rank's
+        error.
+        """
         failure = {"rank": self._rank, "reason": reason, "differs": differs}
         with contextlib.suppress(RuntimeError):  # with the store gone there is nobody to tell
             self._store.compare_set("penstock/failure", "", json.dumps(failure))

@@ -1,4 +1,6 @@
-"""An asynchronous schedule as it runs: fed batch by batch, full from one to the next, drained when somebody asks for it."""
+"""An asynchronous schedule as it runs: fed batch by batch, full from one to the next, drained when
+somebody asks for it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Streaming:
     Attributes:
         made: the ranks of this process; their schedule has a stream.
         portions: what ranks play.
-        ready: losses of batches that are wholly done, with their steps, in order, until they are taken.
+        ready: losses of batches that are wholly done, with their steps, in order, until they are
+        taken.
     """
 
     made: Assembly
@@ -80,14 +83,18 @@ class Streaming:
             self.flush()
 
     def taken(self, first: int) -> Iterator[Tensor]:
-        """The losses that are there, of the batches from step `first` on: those before were somebody's who has stopped asking."""
+        """The losses that are there, of the batches from step `first` on: those before were
+        somebody's who has stopped asking.
+        """
         while self.ready:
             step, loss = self.ready.popleft()
             if step >= first:
                 yield loss
 
     def flush(self) -> None:
-        """Let everything under way finish: every batch is done, and parameters are the newest version. Raises as `feed`."""
+        """Let everything under way finish: every batch is done, and parameters are the newest
+        version. Raises as `feed`.
+        """
         self._check()
         if self._drained:
             return
@@ -97,7 +104,9 @@ class Streaming:
         self._drained, self._broken = True, False
 
     def begin_anew(self) -> None:
-        """Before parameters are given new values: let what is under way finish, or, after a failure, forget it, and the failure too."""
+        """Before parameters are given new values: let what is under way finish, or, after a
+        failure, forget it, and the failure too.
+        """
         if not self._broken:
             self.flush()
         self._under_way.clear()
@@ -108,8 +117,8 @@ class Streaming:
         self._drained, self._broken = True, False
 
     def window(self) -> dict[int, list[tuple[Op, Op]]]:
-        """Per rank, the ops of the last batches that are wholly done: as they would count had these been the first, and as they
-        were run.
+        """Per rank, the ops of the last batches that are wholly done: as they would count had these
+        been the first, and as they were run.
         """
         period = self.portions.period
         loops = max(0, self._done - self.schedule.batches) // period.batches
@@ -130,13 +139,16 @@ class Streaming:
 
     def _check(self) -> None:
         if self._broken:
-            raise RunError("this pipeline cannot go on after a batch that failed: its stages have had different updates. Load a "
-                           "checkpoint, or make a new Pipeline")  # fmt: skip
+            raise RunError(
+                "this pipeline cannot go on after a batch that failed: its stages have had different updates. Load a "
+                "checkpoint, or make a new Pipeline"
+            )
 
     def _play(self, rank: int, index: int) -> None:
         interpreter = self.interpreters[rank]
         interpreter.go_on(self.portions.fed(rank, index), self._under_way)
-        # All ranks come to the end of their portions with what has been sent by now, and take what is of batches done by then.
+        # All ranks come to the end of their portions with what has been sent by now, and take what
+        # is of batches done by then.
         interpreter.release((self.portions.done(index) - 1) * self.schedule.micro_batches)
         marks = interpreter.marks
         for op in list(islice(marks, max(0, len(marks) - self._most_marks[rank]))):

@@ -1,4 +1,6 @@
-"""All ranks in this process: threads and a dictionary. For tests and debugging in milliseconds, and for one rank alone."""
+"""All ranks in this process: threads and a dictionary. For tests and debugging in milliseconds, and
+for one rank alone.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ _Jobs = SimpleQueue[Callable[[], None] | None]
 class ThreadWorld:
     """See `World`. One rank runs in the caller's own thread.
 
-    A thread cannot be stopped from outside: a rank that is stuck in an op when the others have failed is given up, and the
-    world with it.
+    A thread cannot be stopped from outside: a rank that is stuck in an op when the others have
+    failed is given up, and the world with it.
 
     Args:
         size: number of ranks.
@@ -107,7 +109,9 @@ class ThreadWorld:
         return {rank: future.result() for rank, future in futures.items()}
 
     def _start(self, job: Callable[[int], T], rank: int, errors: list[BaseException]) -> Future[T]:
-        """Let the rank's thread do `job`; if it fails, all stop. Errors are noted in the order in which they come."""
+        """Let the rank's thread do `job`; if it fails, all stop. Errors are noted in the order in
+        which they come.
+        """
         if not self._queues:
             self._queues = [SimpleQueue() for _ in self.local_ranks]
             for number, queue in enumerate(self._queues):
@@ -120,7 +124,8 @@ class ThreadWorld:
 
         def guarded() -> None:
             try:
-                # CUDA's current device is of a thread, and 0 in a fresh one, whatever the caller's is.
+                # CUDA's current device is of a thread, and 0 in a fresh one, whatever the caller's
+                # is.
                 self._enter_device(self._device)
                 future.set_result(job(rank))
             except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
@@ -138,7 +143,8 @@ class ThreadWorld:
     def _watch(self, futures: list[Future[T]]) -> None:
         """Until all are done or one has failed.
 
-        Transports keep the deadline themselves; but layers that draw random numbers also wait for each other, unseen.
+        Transports keep the deadline themselves; but layers that draw random numbers also wait for
+        each other, unseen.
         """
         patience_s = self._deadline_s * 1.1 + 0.5
         left_s = patience_s
@@ -154,7 +160,8 @@ class ThreadWorld:
 
     def _let_go(self, futures: Mapping[int, Future[T]]) -> None:
         """Wait a little for those who have not heard of the failure yet."""
-        self._given_up = "it was interrupted twice"  # if this is not the last word, an interrupt has come in between
+        # if this is not the last word, an interrupt has come in between
+        self._given_up = "it was interrupted twice"
         wait(futures.values(), _GRACE_S)
         stuck = [rank for rank, future in futures.items() if not future.done()]
         if stuck:
@@ -168,8 +175,9 @@ class ThreadWorld:
         del source, form
         return value
 
-    def gather(self, local: Mapping[int, Sequence[Tensor]],
-               forms: Mapping[int, Sequence[TensorForm]]) -> dict[int, list[Tensor]]:  # fmt: skip
+    def gather(
+        self, local: Mapping[int, Sequence[Tensor]], forms: Mapping[int, Sequence[TensorForm]]
+    ) -> dict[int, list[Tensor]]:
         """See `World.gather`."""
         del forms
         return {
@@ -198,7 +206,8 @@ class ThreadWorld:
 
 def _serve(jobs: _Jobs) -> None:
     """A rank's thread."""
-    # A fresh thread takes up torch's number of threads only when it asks, and kernels split their sums by that number:
+    # A fresh thread takes up torch's number of threads only when it asks, and kernels split their
+    # sums by that number:
     # without this, ranks would differ in the last bits from the caller's own thread.
     torch.get_num_threads()
     while (job := jobs.get()) is not None:

@@ -1,9 +1,11 @@
-"""Tied weights: one parameter that layers of several stages use, such as a GPT's embedding and its head.
+"""Tied weights: one parameter that layers of several stages use, such as a GPT's embedding and its
+head.
 
-On a rank all stages share one tensor. At the end of a batch, when the program has been played, every rank that holds it gives its
-gradient to the tensor's home: the first rank of the first stage that uses it. There the gradients are added up in the order of the
-ranks and stepped by one optimizer, and the others get the new weights before anybody's next forward. Nothing of this happens inside a
-U: two tensors whose homes are each other's holders would wait for one another.
+On a rank all stages share one tensor. At the end of a batch, when the program has been played,
+every rank that holds it gives its gradient to the tensor's home: the first rank of the first stage
+that uses it. There the gradients are added up in the order of the ranks and stepped by one
+optimizer, and the others get the new weights before anybody's next forward. Nothing of this happens
+inside a U: two tensors whose homes are each other's holders would wait for one another.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Number(IntEnum):
-    """Messages of all ranks after a program. Those of copies of a stage (`copies.Round`) have the numbers below 8, waves those from 16."""
+    """Messages of all ranks after a program. Those of copies of a stage (`copies.Round`) have the
+    numbers below 8, waves those from 16.
+    """
 
     GRADIENTS = 8
     WEIGHTS = 9
@@ -74,7 +78,8 @@ def shared_tensors(
     """The tensors that a cut leaves in several stages, in the order of the chain.
 
     Raises:
-        ChainError: they cannot be kept one tensor: the schedule is asynchronous, or the tensor is a running statistic.
+        ChainError: they cannot be kept one tensor: the schedule is asynchronous, or the tensor is a
+        running statistic.
     """
     bounds = description.stage_bounds(list(lengths))
     stage_of = [stage for stage, (first, end) in enumerate(bounds) for _ in range(first, end)]
@@ -87,12 +92,16 @@ def shared_tensors(
         layers = ", ".join(description.layers[user].name for user in users)
         used = f"{name} is used by layers {layers}, which this cut puts into stages {', '.join(map(str, stages))}"
         if trainable and not schedule.synchronous:
-            raise ChainError(f"{used}. {schedule.name} is asynchronous: its stages update at different times, so there is no moment at "
-                             "which their gradients could be added up. Move the cut so that these layers stay together, untie them, "
-                             "or take a synchronous schedule")  # fmt: skip
+            raise ChainError(
+                f"{used}. {schedule.name} is asynchronous: its stages update at different times, so there is no moment at "
+                "which their gradients could be added up. Move the cut so that these layers stay together, untie them, "
+                "or take a synchronous schedule"
+            )
         if name.rpartition(".")[2] in _STATISTICS:
-            raise ChainError(f"{used}. It is a running statistic, which every use moves on from where the one before left it: these "
-                             "layers have to stay in one stage, or have a batch norm each")  # fmt: skip
+            raise ChainError(
+                f"{used}. It is a running statistic, which every use moves on from where the one before left it: these "
+                "layers have to stay in one stage, or have a batch norm each"
+            )
         ranks = sorted({rank for stage in stages for rank in schedule.ranks_of_stage[stage]})
         found.append(
             Shared(name, stages, tuple(ranks), schedule.ranks_of_stage[stages[0]][0], trainable)
@@ -101,7 +110,9 @@ def shared_tensors(
 
 
 def tensors_of(traced: TracedChain, layers: Iterable[tuple[str, nn.Module]]) -> dict[str, Tensor]:
-    """Parameters and buffers of some layers, live, by the chain's own names; of a shared one, the first."""
+    """Parameters and buffers of some layers, live, by the chain's own names; of a shared one, the
+    first.
+    """
     held: dict[str, Tensor] = {}
     for layer, module in layers:
         prefix = prefix_of(layer, module)
@@ -145,7 +156,9 @@ class Tied:
     def _by_peer(
         self, rows: Iterable[tuple[Shared, Tensor]]
     ) -> tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]:
-        """By the other rank: tensors whose home is here, and those whose home is there. In one order on both sides."""
+        """By the other rank: tensors whose home is here, and those whose home is there. In one
+        order on both sides.
+        """
         here: dict[int, list[Tensor]] = {}
         there: dict[int, list[Tensor]] = {}
         for shared, tensor in rows:
@@ -158,7 +171,9 @@ class Tied:
         return dict(sorted(here.items())), dict(sorted(there.items()))
 
     def gather(self) -> None:
-        """Give gradients to their homes, and add up those whose home is here, in the order of the ranks."""
+        """Give gradients to their homes, and add up those whose home is here, in the order of the
+        ranks.
+        """
         number = Number.GRADIENTS
         arrivals = {
             rank: self.transport.post(rank, number.message, _signature(number, tensors))
@@ -187,7 +202,9 @@ class Tied:
                     tensor.grad = grad if own is None else _dense(own) + grad
 
     def hand_out(self) -> None:
-        """Let the others have the weights whose home is here, and take those whose home is elsewhere."""
+        """Let the others have the weights whose home is here, and take those whose home is
+        elsewhere.
+        """
         self._hand_out(self._here, self._there)
 
     def begin(self) -> None:

@@ -19,7 +19,9 @@ Rows = Mapping[int, Sequence[tuple[Op, Op]]]
 def measured(
     world: World, schedule: Schedule, interpreters: Mapping[int, Interpreter], rows: Rows
 ) -> Timeline:
-    """Start and end of some ops on all ranks, and the most bytes that these have held; every process gets the same timeline."""
+    """Start and end of some ops on all ranks, and the most bytes that these have held; every
+    process gets the same timeline.
+    """
     local = {
         rank: [
             torch.tensor(

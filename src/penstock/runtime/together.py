@@ -1,7 +1,9 @@
-"""What all ranks do together when a program has been played: tied weights, the norm of all gradients, loss scaling.
+"""What all ranks do together when a program has been played: tied weights, the norm of all
+gradients, loss scaling.
 
-A U is played by one stage, when its own gradients are there, and fills a bubble. What needs the gradients of all stages cannot be
-done there: where it is asked for, a U only lets copies of its stage meet, and all ranks step here, after the program.
+A U is played by one stage, when its own gradients are there, and fills a bubble. What needs the
+gradients of all stages cannot be done there: where it is asked for, a U only lets copies of its
+stage meet, and all ranks step here, after the program.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ class Together:
         made: the ranks.
         scaler: the loss scaler, if there is one.
         clip_grad_norm: how long the gradients of all stages may be together.
-        norm_type: of that norm: 2.0, infinity, or any other that torch.nn.utils.clip_grad_norm_ takes.
-        trained: names of tied parameters that were frozen when the pipeline was made and have been thawed since.
-        epoch: how often parameters have been frozen or thawed: messages of gradients then have other lengths.
-        grad_norm: how long they were at the last step that was made here, before clipping.
+        norm_type: of that norm: 2.0, infinity, or any other that torch.nn.utils.clip_grad_norm_
+        takes. trained: names of tied parameters that were frozen when the pipeline was made and
+        have been thawed since. epoch: how often parameters have been frozen or thawed: messages of
+        gradients then have other lengths. grad_norm: how long they were at the last step that was
+        made here, before clipping.
     """
 
     made: Assembly
@@ -47,8 +50,10 @@ class Together:
 
     def __post_init__(self) -> None:
         holders = self.made.setting.schedule.ranks_of_stage
-        self._homes = {rank: [stage for stage, ranks in enumerate(holders) if ranks[0] == rank]
-                       for rank in range(self.made.world.size)}  # fmt: skip
+        self._homes = {
+            rank: [stage for stage, ranks in enumerate(holders) if ranks[0] == rank]
+            for rank in range(self.made.world.size)
+        }
 
     @property
     def needed(self) -> bool:
@@ -72,7 +77,9 @@ class Together:
             self.scaler.load_state_dict(state)
 
     def begin(self, factor: float) -> None:
-        """Before a batch: gradients that were used are dropped, and those to come are multiplied by `factor` and the scale."""
+        """Before a batch: gradients that were used are dropped, and those to come are multiplied by
+        `factor` and the scale.
+        """
         scale = factor * (1.0 if self.scaler is None else self.scaler.scale)
         for stage in self.made.stages:
             stage.update.begin()
@@ -91,10 +98,12 @@ class Together:
             self.made.interpreters[rank].finish()
 
     def step(self, rank: int) -> tuple[float, float]:
-        """On every rank: step, unless a gradient anywhere is not finite and there is a scaler, and hand out tied weights.
+        """On every rank: step, unless a gradient anywhere is not finite and there is a scaler, and
+        hand out tied weights.
 
         Returns:
-            The norm of all gradients, 0 if nobody asks for it, and a number above 0 if the step was skipped.
+            The norm of all gradients, 0 if nobody asks for it, and a number above 0 if the step was
+            skipped.
         """
         norm, found = self._look(rank) if self.talks else (None, 0.0)
         interpreter = self.made.interpreters[rank]
@@ -110,7 +119,9 @@ class Together:
         return 0.0 if norm is None else float(norm), found
 
     def stepped(self, told: Mapping[int, tuple[float, float]]) -> None:
-        """Take note of what the ranks of this process have found in `step`: they have all found the same."""
+        """Take note of what the ranks of this process have found in `step`: they have all found the
+        same.
+        """
         norm, found = next(iter(told.values()))
         if self.talks:
             self.grad_norm = norm
@@ -118,7 +129,9 @@ class Together:
             self.scaler.update(found)
 
     def _look(self, rank: int) -> tuple[Tensor, float]:
-        """Unscale, and learn from all ranks the norm of all gradients and whether any is not finite."""
+        """Unscale, and learn from all ranks the norm of all gradients and whether any is not
+        finite.
+        """
         interpreter = self.made.interpreters[rank]
         device = self.made.world.device(rank)
         found = torch.zeros(1, device=device)
@@ -136,7 +149,9 @@ class Together:
     def _decided(
         self, interpreter: Interpreter, rows: list[Tensor], found: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Rank 0 hears all norms, adds up in the order of the stages, and tells all the same number."""
+        """Rank 0 hears all norms, adds up in the order of the stages, and tells all the same
+        number.
+        """
         transport, told, verdict = interpreter.transport, Number.NORMS, Number.VERDICT
         signature = f"{told.name} {self.epoch}"
         if interpreter.rank:
@@ -166,8 +181,9 @@ class Together:
         return total, found
 
     def _packed(self, interpreter: Interpreter, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Lengths and contents of some rows, after one of a single number, since a rank may have none. What parameters without a gradient
-        lack is filled up with -1, so that every batch's message has one form.
+        """Lengths and contents of some rows, after one of a single number, since a rank may have
+        none. What parameters without a gradient lack is filled up with -1, so that every batch's
+        message has one form.
         """
         lengths = [
             len(interpreter.stages[stage].update.parameters)

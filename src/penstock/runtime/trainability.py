@@ -1,7 +1,9 @@
-"""Parameters that are frozen or thawed while a pipeline trains: noticed at the next batch, on every copy of a parameter.
+"""Parameters that are frozen or thawed while a pipeline trains: noticed at the next batch, on every
+copy of a parameter.
 
-A parameter may stand in this process more than once: the model's own, and those of copies of a stage or of tied weights on other
-ranks that are threads. `requires_grad_` on any of them is meant for all. What trains, meets and clips gradients then learns of it.
+A parameter may stand in this process more than once: the model's own, and those of copies of a
+stage or of tied weights on other ranks that are threads. `requires_grad_` on any of them is meant
+for all. What trains, meets and clips gradients then learns of it.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ class Trainability:
     Attributes:
         made: the ranks.
         together: what they do after a program.
-        traced: the whole model, as the user has it in this process. Parameters of stages that other processes hold are
+        traced: the whole model, as the user has it in this process. Parameters of stages that other
+        processes hold are
             watched as long as they live, so that all processes count the same changes.
-        epoch: how often that has changed. Messages of batches carry it in their signatures, for their forms change with it.
+        epoch: how often that has changed. Messages of batches carry it in their signatures, for
+        their forms change with it.
     """
 
     made: Assembly
@@ -42,7 +46,8 @@ class Trainability:
         for stage in self.made.stages:
             for parameter, name in self.made.names(stage).items():
                 self._add(name, parameter)
-        # The model's own parameters, by which users freeze: stages of models on the meta device have others.
+        # The model's own parameters, by which users freeze: stages of models on the meta device
+        # have others.
         for layer, module in zip(traced.layers, traced.modules, strict=True):
             for alias, parameter in parameters_of(layer.name, module):
                 name = traced.aliases.get(alias, alias)
@@ -69,7 +74,9 @@ class Trainability:
             holders.append(parameter)
 
     def checked(self, batch: Batch) -> Batch:
-        """A batch that is about to be run, its signature that of the parameters that are trained now. Raises as `check`."""
+        """A batch that is about to be run, its signature that of the parameters that are trained
+        now. Raises as `check`.
+        """
         if batch.training:
             self.check()
             if self.epoch:

@@ -6,7 +6,8 @@ from penstock.runtime.batch import Batch
 
 
 class UnderWay:
-    """Batches of `size` numbers each, of which a stream has several under way: batch t has the numbers from t * size on.
+    """Batches of `size` numbers each, of which a stream has several under way: batch t has the
+    numbers from t * size on.
 
     The last batch may have fewer. Its missing numbers belong to no batch.
     """
@@ -33,7 +34,9 @@ class UnderWay:
         self._batches.clear()
 
     def find(self, number: int) -> tuple[Batch, int] | None:
-        """The batch of a number, and its number in there; nothing if the batch is a small one without it."""
+        """The batch of a number, and its number in there; nothing if the batch is a small one
+        without it.
+        """
         index, own = divmod(number, self.size)
         batch = self._batches[index]
         return (batch, own) if own < len(batch.inputs) else None

@@ -1,4 +1,6 @@
-"""The undivided batch in the self-check: what differs from it, by how much, and what may be the reason."""
+"""The undivided batch in the self-check: what differs from it, by how much, and what may be the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from penstock.tracing.flow import op_name
 from penstock.tracing.hooks import hooked
 from penstock.tracing.traced import TracedLayer
 
-#: Differences from the undivided batch up to here are rounding, by the precision that layers compute in.
+#: Differences from the undivided batch up to here are rounding, by the precision that layers
+#: compute in.
 TOLERANCE, COARSE_TOLERANCE = 2e-3, 0.1
 
-#: A difference is held against the largest value of the tensor itself, and where that is next to nothing, as the gradients of biases
+#: A difference is held against the largest value of the tensor itself, and where that is next to
+#: nothing, as the gradients of biases
 #: that change nothing are, against this share of the largest of its kind.
 NEXT_TO_NOTHING = 1e-3
 
@@ -25,7 +29,8 @@ SIDES = "side losses are computed for each micro-batch"
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """Largest absolute differences between the pipeline and one device that takes the batch undivided.
+    """Largest absolute differences between the pipeline and one device that takes the batch
+    undivided.
 
     Attributes:
         gradients: by name.

@@ -1,4 +1,6 @@
-"""Whether a checkpoint can hold an optimizer's state: what it cannot write, it refuses before anything is written."""
+"""Whether a checkpoint can hold an optimizer's state: what it cannot write, it refuses before
+anything is written.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _COMMON = ("param_groups", "defaults", "state")
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that keeps anything outside of `.state`, or something there that no file can hold.
+    """Refuse an optimizer that keeps anything outside of `.state`, or something there that no file
+    can hold.
 
     Raises:
         SettingError: it does; the message says what and where.
@@ -61,7 +64,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def _check_tensors(name: str, held: Any) -> None:
-    """Tensors of a class of their own (quantised, sharded) and sparse ones would be written as something else."""
+    """Tensors of a class of their own (quantised, sharded) and sparse ones would be written as
+    something else.
+    """
     for key, value in held.items() if hasattr(held, "items") else ():
         if isinstance(value, Tensor) and (
             type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided
@@ -76,7 +81,9 @@ def _check_tensors(name: str, held: Any) -> None:
 
 
 def _check_own_state_dict(optimizer: Optimizer) -> None:
-    """Where the class has a `state_dict` of its own, it must give what `.state` and the groups have, and nothing else."""
+    """Where the class has a `state_dict` of its own, it must give what `.state` and the groups
+    have, and nothing else.
+    """
     if getattr(type(optimizer), "state_dict", None) in (None, Optimizer.state_dict):
         return
     name = type(optimizer).__name__

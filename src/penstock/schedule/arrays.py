@@ -93,7 +93,9 @@ class OpArrays:
 
     @cached_property
     def share(self) -> Array | None:
-        """Per op, the share of its micro-batch that its slice is; None where micro-batches are whole."""
+        """Per op, the share of its micro-batch that its slice is; None where micro-batches are
+        whole.
+        """
         if self.slicing is None:
             return None
         whole = self.of_kind(Kind.U) | (self.micro_batch >= len(self.slicing.share))
@@ -103,13 +105,24 @@ class OpArrays:
 
     @cached_property
     def at_partner(self) -> Array:
-        """Per op, whether it is the half of an E or L that stands on the partner's rank, not on that of the forward."""
+        """Per op, whether it is the half of an E or L that stands on the partner's rank, not on
+        that of the forward.
+        """
         found = np.zeros(len(self), bool)
         rows = np.flatnonzero(self.of_kind(*HANDING))
         if len(rows):
             forwards = np.flatnonzero(self.of_kind(Kind.F))
-            home = dict(zip(zip(self.stage[forwards].tolist(), self.micro_batch[forwards].tolist(), strict=True),
-                            self.rank[forwards].tolist(), strict=True))  # fmt: skip
+            home = dict(
+                zip(
+                    zip(
+                        self.stage[forwards].tolist(),
+                        self.micro_batch[forwards].tolist(),
+                        strict=True,
+                    ),
+                    self.rank[forwards].tolist(),
+                    strict=True,
+                )
+            )
             places = zip(self.stage[rows].tolist(), self.micro_batch[rows].tolist(), strict=True)
             found[rows] = [
                 home.get(place) != rank
@@ -119,7 +132,8 @@ class OpArrays:
 
     @cached_property
     def in_flight(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The most micro-batches whose activations a rank holds: per stage, of its own ranks' for it; per rank, of all stages.
+        """The most micro-batches whose activations a rank holds: per stage, of its own ranks' for
+        it; per rank, of all stages.
 
         Not by the clock: ops may take no time at all. Slices count as the shares that they are.
         """
@@ -145,7 +159,9 @@ class OpArrays:
 
 
 def _tops(change: Array, key: Array) -> tuple[Array, Array]:
-    """For each run of equal keys, the key and the highest sum of changes from its beginning, 0 at least."""
+    """For each run of equal keys, the key and the highest sum of changes from its beginning, 0 at
+    least.
+    """
     starts = runs(key)
     if not len(starts):
         return key, change

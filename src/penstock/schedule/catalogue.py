@@ -17,7 +17,9 @@ register = FAMILIES.register
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """What is known of a schedule before it is made. Those that need costs are made by `penstock.search.schedules`."""
+    """What is known of a schedule before it is made. Those that need costs are made by
+    `penstock.search.schedules`.
+    """
 
     name: str
     synchronous: bool
@@ -40,8 +42,13 @@ def schedules() -> dict[str, ScheduleFacts]:
     }
 
 
-def schedule(name: str, stages: int, micro_batches: int = 1, replicas: int | Sequence[int] = 1,
-             **options: object) -> Schedule:  # fmt: skip
+def schedule(
+    name: str,
+    stages: int,
+    micro_batches: int = 1,
+    replicas: int | Sequence[int] = 1,
+    **options: object,
+) -> Schedule:
     """Make the schedule called `name` (or by an alias).
 
     >>> print(schedule("1f1b", stages=2, micro_batches=4, replicas=(2, 1)))
@@ -53,9 +60,11 @@ def schedule(name: str, stages: int, micro_batches: int = 1, replicas: int | Seq
         name: one of `schedules()`.
         stages: number of stages, at least 1.
         micro_batches: micro-batches per batch, at least 1.
-        replicas: how many times the whole pipeline stands there (data parallelism): of R pipelines each takes every R-th
-            micro-batch. Or how many ranks each stage has, where the schedule has one stage per rank: they take its micro-batches in
-            turn. The copies of a stage add up their gradients at U.
+        replicas: how many times the whole pipeline stands there (data parallelism): of R pipelines
+        each takes every R-th
+            micro-batch. Or how many ranks each stage has, where the schedule has one stage per
+            rank: they take its micro-batches in turn. The copies of a stage add up their gradients
+            at U.
         options: what this schedule takes besides; its own docstring says.
 
     Raises:
@@ -80,9 +89,16 @@ def schedule(name: str, stages: int, micro_batches: int = 1, replicas: int | Seq
     return replace(made, name=entry.name, options=tuple(plain.items()))
 
 
-def _made(entry: Registered[Callable[..., Schedule]], stages: int, micro_batches: int, replicas: int | Sequence[int],
-          options: dict[str, object]) -> Schedule:  # fmt: skip
-    """The family's schedule, as often as `replicas` says. A family with an argument of that name sees to single stages itself."""
+def _made(
+    entry: Registered[Callable[..., Schedule]],
+    stages: int,
+    micro_batches: int,
+    replicas: int | Sequence[int],
+    options: dict[str, object],
+) -> Schedule:
+    """The family's schedule, as often as `replicas` says. A family with an argument of that name
+    sees to single stages itself.
+    """
     if not isinstance(replicas, int):
         if "replicas" in signature(entry.make).parameters:
             return entry.make(stages, micro_batches, replicas=replicas, **options)
@@ -90,8 +106,10 @@ def _made(entry: Registered[Callable[..., Schedule]], stages: int, micro_batches
             replace(entry.make(stages, micro_batches, **options), name=entry.name), replicas
         )
     if replicas > micro_batches:
-        raise ScheduleError(f"{entry.name} with replicas={replicas} needs {replicas} micro-batches or more, one for each, and got "
-                            f"{micro_batches}")  # fmt: skip
+        raise ScheduleError(
+            f"{entry.name} with replicas={replicas} needs {replicas} micro-batches or more, one for each, and got "
+            f"{micro_batches}"
+        )
     each = -(-micro_batches // replicas)
     try:
         made = entry.make(stages, each, **options)
@@ -102,6 +120,8 @@ def _made(entry: Registered[Callable[..., Schedule]], stages: int, micro_batches
             f"{error} (with replicas={replicas}, {each} of the {micro_batches} go to the first)"
         ) from error
     if replicas > 1 and made.stream is not None and micro_batches % replicas:
-        raise ScheduleError(f"{entry.name} goes on from batch to batch, so with replicas={replicas} every one of them needs as many "
-                            f"micro-batches of a batch as the others: {micro_batches} is no multiple of {replicas}")  # fmt: skip
+        raise ScheduleError(
+            f"{entry.name} goes on from batch to batch, so with replicas={replicas} every one of them needs as many "
+            f"micro-batches of a batch as the others: {micro_batches} is no multiple of {replicas}"
+        )
     return made if replicas == 1 else pipelines(made, replicas, micro_batches * made.batches)

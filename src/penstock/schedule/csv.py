@@ -1,10 +1,13 @@
-"""To and from the CSV of torch.distributed.pipelining (`_PipelineScheduleRuntime._load_csv`), in both of its forms.
+"""To and from the CSV of torch.distributed.pipelining (`_PipelineScheduleRuntime._load_csv`), in
+both of its forms.
 
-One row per rank, one cell per action. "compute_only" has F, B, I, W and overlaps, and empty cells for idle slots; torch adds the
-transfers. "compute_comms" has everything, and torch plays it as it stands, unchecked: two receives in the wrong order bring
-wrong gradients and no error. So a file of this form is checked when it is read. Files are parsed, never executed.
+One row per rank, one cell per action. "compute_only" has F, B, I, W and overlaps, and empty cells
+for idle slots; torch adds the transfers. "compute_comms" has everything, and torch plays it as it
+stands, unchecked: two receives in the wrong order bring wrong gradients and no error. So a file of
+this form is checked when it is read. Files are parsed, never executed.
 
-What torch cannot say is refused on writing (see `csv_export`); what is not torch's on reading (see `csv_cells`).
+What torch cannot say is refused on writing (see `csv_export`); what is not torch's on reading (see
+`csv_cells`).
 """
 
 from __future__ import annotations
@@ -24,17 +27,20 @@ from penstock.schedule.updates import with_updates
 
 
 def to_csv(schedule: Schedule, communication: bool = False) -> str:
-    """The schedule in torch's form. torch steps no optimizer: U ops are left out, or with communication say where a stage's
-    gradients are reduced.
+    """The schedule in torch's form. torch steps no optimizer: U ops are left out, or with
+    communication say where a stage's gradients are reduced.
 
     Args:
         schedule: a sound schedule (see `verify`).
-        communication: with transfers, for `format="compute_comms"`; else for `format="compute_only"`.
+        communication: with transfers, for `format="compute_comms"`; else for
+        `format="compute_only"`.
 
     Raises:
-        ScheduleError: torch cannot express it: copies of a stage, an asynchronous schedule, slices of micro-batches,
-            activations handed over, pairs of other ops than a forward and a backward, a last stage that takes micro-batches
-            out of order; with communication also a rank without ops, and programs that never finish.
+        ScheduleError: torch cannot express it: copies of a stage, an asynchronous schedule, slices
+        of micro-batches,
+            activations handed over, pairs of other ops than a forward and a backward, a last stage
+            that takes micro-batches out of order; with communication also a rank without ops, and
+            programs that never finish.
     """
     refuse_unsayable(schedule)
     text = io.StringIO()
@@ -53,7 +59,8 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
     Raises:
         FileError: a cell is not torch's; the message names row, column and cell.
-        ScheduleError: its transfers do not carry what the ops need; `findings` has every one that is wrong.
+        ScheduleError: its transfers do not carry what the ops need; `findings` has every one that
+        is wrong.
     """
     schedule, lowered = parse_csv(text, name)
     if lowered is not None and (findings := transfer_findings(schedule, lowered)):
@@ -73,7 +80,8 @@ def read_csv(path: str | Path) -> Schedule:
 
 
 def load_csv(path: str | Path) -> tuple[Schedule, LoweredSchedule | None]:
-    """As `parse_csv`, of the file at `path`, for whoever checks the transfers: `verify_lowered` tells more than `read_csv`.
+    """As `parse_csv`, of the file at `path`, for whoever checks the transfers: `verify_lowered`
+    tells more than `read_csv`.
 
     Raises:
         FileError: the file is missing or not of that form.
@@ -92,10 +100,12 @@ def _text_of(file: Path) -> str:
 
 
 def parse_csv(text: str, name: str = "csv") -> tuple[Schedule, LoweredSchedule | None]:
-    """The schedule in `text`, and where the file has more than compute actions also its ops and transfers as they stand.
+    """The schedule in `text`, and where the file has more than compute actions also its ops and
+    transfers as they stand.
 
-    A stage's U stands where its gradients are reduced, or right after its last backward if the file says nothing of that.
-    `UNSHARD` and `RESHARD` are passed over: where FSDP gathers and frees parameters changes no schedule.
+    A stage's U stands where its gradients are reduced, or right after its last backward if the file
+    says nothing of that. `UNSHARD` and `RESHARD` are passed over: where FSDP gathers and frees
+    parameters changes no schedule.
 
     Raises:
         FileError: a cell is not torch's; the message names row, column and cell.
@@ -146,7 +156,9 @@ def _rows(text: str) -> Iterator[list[Cell]]:
 
 
 def _actions(cell: Cell, home: dict[int, int]) -> tuple[Action, ...]:
-    """What a cell is among ops and transfers. `home` has the rank of every stage; without one there is no peer, which is -1."""
+    """What a cell is among ops and transfers. `home` has the rank of every stage; without one there
+    is no peer, which is -1.
+    """
     if isinstance(cell, Compute):
         return cell.ops
     if isinstance(cell, Communication):

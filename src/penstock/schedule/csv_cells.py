@@ -1,4 +1,5 @@
-"""One cell of torch.distributed.pipelining's CSV: its grammar, strictly, and what is done with each word.
+"""One cell of torch.distributed.pipelining's CSV: its grammar, strictly, and what is done with each
+word.
 
     cell     := "" | compute | overlap | transfer | fsdp
     compute  := STAGE ("F" | "B" | "I" | "W") MICRO_BATCH           2F0
@@ -6,9 +7,10 @@
     transfer := STAGE ("SEND" | "RECV") "_" ("F" | "B") MICRO_BATCH   1SEND_F0, 2RECV_F0
     fsdp     := STAGE ("UNSHARD" | "RESHARD" | "REDUCE_GRAD")
 
-torch's own parser (2.13) lets much pass that is not of this form, and the run then does something else: its pattern is not
-anchored (`0F0garbage` and `0F0;1F0` read as `0F0`), `0F` is a forward of no micro-batch, and `2BW0`, a whole backward in torch
-2.4, reads as a `2B` of none. In that dialect `2B0` was what `2I0` is now, so such a file cannot be mended by a reader.
+torch's own parser (2.13) lets much pass that is not of this form, and the run then does something
+else: its pattern is not anchored (`0F0garbage` and `0F0;1F0` read as `0F0`), `0F` is a forward of
+no micro-batch, and `2BW0`, a whole backward in torch 2.4, reads as a `2B` of none. In that dialect
+`2B0` was what `2I0` is now, so such a file cannot be mended by a reader.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Gathering(str, Enum):
 
 
 class Communication(NamedTuple):
-    """A transfer as a cell has it: the other rank is not written, it follows from where the stages stand."""
+    """A transfer as a cell has it: the other rank is not written, it follows from where the stages
+    stand.
+    """
 
     direction: Direction
     message: Message
@@ -95,14 +99,20 @@ def parse_cell(text: str) -> Cell:
             f"{quoted(text)} overlaps no forward with a backward: write (0F3;1B2)OVERLAP_F_B"
         )
     if _OLD.fullmatch(text):
-        raise FileError(f"{quoted(text)} is of the dialect of torch 2.4, in which BW was the whole backward and B its half for the "
-                        "input. torch reads it as a backward of no micro-batch: write the file again, with B and I")  # fmt: skip
-    raise FileError(f"{quoted(text)} is no action of torch's: write stage, kind, micro-batch, such as 2F0, 2B0, 2I0, 2W0, 1SEND_F0, "
-                    "2RECV_F0, or (0F3;1B2)OVERLAP_F_B")  # fmt: skip
+        raise FileError(
+            f"{quoted(text)} is of the dialect of torch 2.4, in which BW was the whole backward and B its half for the "
+            "input. torch reads it as a backward of no micro-batch: write the file again, with B and I"
+        )
+    raise FileError(
+        f"{quoted(text)} is no action of torch's: write stage, kind, micro-batch, such as 2F0, 2B0, 2I0, 2W0, 1SEND_F0, "
+        "2RECV_F0, or (0F3;1B2)OVERLAP_F_B"
+    )
 
 
 def overlaps(*ops: Op) -> bool:
-    """Whether these are what torch's OVERLAP_F_B is for: a forward, and the backward that passes a gradient on."""
+    """Whether these are what torch's OVERLAP_F_B is for: a forward, and the backward that passes a
+    gradient on.
+    """
     kinds = sorted(op.kind for op in ops)
     return kinds in ([Kind.B, Kind.F], [Kind.F, Kind.I])
 

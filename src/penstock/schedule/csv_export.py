@@ -1,18 +1,24 @@
-"""A schedule as rows of torch.distributed.pipelining's actions, or the reason why these cannot say it.
+"""A schedule as rows of torch.distributed.pipelining's actions, or the reason why these cannot say
+it.
 
-With communication, every transfer stands at one moment in both ranks' rows: that at which it begins when F, I and W take one
-unit and B two. So any two ranks have their messages, of both directions, in one order, and the rows finish even where a send
-waits until the receiver has come to its receive, and where both directions share one queue (NCCL). torch's executor posts
-receives and sends without waiting; only the op that needs a value waits, and the end of the step for the sends.
+With communication, every transfer stands at one moment in both ranks' rows: that at which it begins
+when F, I and W take one unit and B two. So any two ranks have their messages, of both directions,
+in one order, and the rows finish even where a send waits until the receiver has come to its
+receive, and where both directions share one queue (NCCL). torch's executor posts receives and sends
+without waiting; only the op that needs a value waits, and the end of the step for the sends.
 
 What the executor (2.13) does by itself, and the rows must suit:
-- it divides a stage's gradients by the number of micro-batches at `REDUCE_GRAD`. Rows without it leave them that much too large.
+- it divides a stage's gradients by the number of micro-batches at `REDUCE_GRAD`. Rows without it
+  leave them that much too large.
 - a module under FSDP needs `UNSHARD` before its first op; any other ignores that and `RESHARD`.
-- it keeps the last stage's losses in the order of their forwards, and finds a micro-batch's by its number.
-- stages whose neighbour is on the same rank hand tensors over by themselves: a transfer there would be sent to itself.
+- it keeps the last stage's losses in the order of their forwards, and finds a micro-batch's by its
+  number.
+- stages whose neighbour is on the same rank hand tensors over by themselves: a transfer there would
+  be sent to itself.
 - stages are given to it in ascending order, at least one per rank, or it hangs.
-- `defer_pp_recv=True`, which moves the receives of a "compute_only" file, keeps no order between activations and gradients: with
-  V shapes, whose ranks exchange both in both directions, gradients come out wrong and nothing fails (ZB-V: 20 times too large).
+- `defer_pp_recv=True`, which moves the receives of a "compute_only" file, keeps no order between
+  activations and gradients: with V shapes, whose ranks exchange both in both directions, gradients
+  come out wrong and nothing fails (ZB-V: 20 times too large).
 """
 
 from __future__ import annotations
@@ -44,14 +50,18 @@ def why_not(schedule: Schedule) -> str | None:
     """What torch's actions cannot say of a schedule, if there is anything."""
     name = schedule.name
     if not schedule.synchronous or schedule.stream is not None:
-        return (f"{name} is asynchronous: torch's CSV has no optimizer step and no weight versions, and is of one batch, whose every "
-                "micro-batch stands there once")  # fmt: skip
+        return (
+            f"{name} is asynchronous: torch's CSV has no optimizer step and no weight versions, and is of one batch, whose every "
+            "micro-batch stands there once"
+        )
     for stage, ranks in enumerate(schedule.ranks_of_stage):
         if len(ranks) > 1:
             return f"stage {stage} has copies on ranks {', '.join(map(str, ranks))}: torch's CSV has each stage on one rank"
     if schedule.slicing is not None:
-        return (f"{name} cuts micro-batches along {schedule.slicing.along}: torch's CSV has whole micro-batches, all of one size, "
-                "and no order between parts of one")  # fmt: skip
+        return (
+            f"{name} cuts micro-batches along {schedule.slicing.along}: torch's CSV has whole micro-batches, all of one size, "
+            "and no order between parts of one"
+        )
     for rank, program in enumerate(schedule.programs):
         for op in program:
             if op.kind in HANDING:
@@ -74,8 +84,10 @@ def _why_not_its_losses(schedule: Schedule) -> str | None:
     last = [op for op in schedule.ops if op.kind is Kind.F and op.stage == schedule.stages - 1]
     for one, other in pairwise(last):
         if other.micro_batch < one.micro_batch:
-            return (f"the last stage runs {one} before {other}: torch keeps losses in the order of these forwards and finds them by "
-                    "number, so a micro-batch would get the loss of another")  # fmt: skip
+            return (
+                f"the last stage runs {one} before {other}: torch keeps losses in the order of these forwards and finds them by "
+                "number, so a micro-batch would get the loss of another"
+            )
     return None
 
 
@@ -114,7 +126,8 @@ def communication_rows(schedule: Schedule) -> list[list[str]]:
     gathered: set[int] = set()
     second = dict(schedule.pairs)
     events = graph.events(lambda _, op: _UNITS.get(op.kind, 0.0), lambda *_: 0.0)
-    # Each event comes after all that it waits for. At one moment transfers come first: before the next op of either rank.
+    # Each event comes after all that it waits for. At one moment transfers come first: before the
+    # next op of either rank.
     for rank, op, _, _, _, target in sorted(events, key=lambda event: (event[2], event[5] is None)):
         if target is not None:
             message = Message(Kind.F if op.kind is Kind.F else Kind.B, op.stage, op.micro_batch)
@@ -140,7 +153,8 @@ def _cells(schedule: Schedule, rank: int) -> dict[Op, str]:
     cells = {op: str(op) for op in program}
     for one, other in pairwise(program) if schedule.pairs else ():
         if (one, other) in schedule.pairs:
-            # The forward stands first: functions registered for OVERLAP_F_B count on it. Whichever starts first, both may.
+            # The forward stands first: functions registered for OVERLAP_F_B count on it. Whichever
+            # starts first, both may.
             forward, backward = (one, other) if one.kind is Kind.F else (other, one)
             cells[one] = f"({forward};{backward})OVERLAP_F_B"
             del cells[other]

@@ -1,8 +1,8 @@
 """Which ops of a rank a message from another rank depends on.
 
-An op depends on the op before it on its rank, on the ops that make the values it takes from other ranks, and at a U on what the
-other copies of its stage have done before theirs (see `met_by`). In-rank inputs come earlier in the same program, so program order
-covers them.
+An op depends on the op before it on its rank, on the ops that make the values it takes from other
+ranks, and at a U on what the other copies of its stage have done before theirs (see `met_by`).
+In-rank inputs come earlier in the same program, so program order covers them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from penstock.schedule.updates import met_by
 
 
 class Crossing(NamedTuple):
-    """A value that one rank makes and another takes: ranks, and indices of the two ops in their programs."""
+    """A value that one rank makes and another takes: ranks, and indices of the two ops in their
+    programs.
+    """
 
     source: int
     made: int
@@ -28,9 +30,10 @@ class Crossing(NamedTuple):
 def last_dependencies(schedule: Schedule, crossings: Sequence[Crossing]) -> list[int]:
     """For every crossing, the last op of its target that its value depends on.
 
-    A receive that is posted before this op waits for a message that cannot be sent until the receiving rank itself has gone on. Under
-    NCCL a posted receive is a kernel on the device, and whatever makes the device idle (cudaFree, cudaHostAlloc, a synchronize)
-    would then wait for ever.
+    A receive that is posted before this op waits for a message that cannot be sent until the
+    receiving rank itself has gone on. Under NCCL a posted receive is a kernel on the device, and
+    whatever makes the device idle (cudaFree, cudaHostAlloc, a synchronize) would then wait for
+    ever.
 
     Takes time in the number of ops times the number of ranks.
 
@@ -56,7 +59,9 @@ def last_dependencies(schedule: Schedule, crossings: Sequence[Crossing]) -> list
 
 
 def _add_meetings(schedule: Schedule, first: Sequence[int], before: list[list[int]]) -> None:
-    """Let every U depend on what the U's of its stage's other copies that it meets or follows depend on."""
+    """Let every U depend on what the U's of its stage's other copies that it meets or follows
+    depend on.
+    """
     copies: dict[Op, dict[int, int]] = defaultdict(dict)
     for rank, program in enumerate(schedule.programs):
         for index, op in enumerate(program):

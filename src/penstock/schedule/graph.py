@@ -1,7 +1,9 @@
-"""A schedule as a graph: what waits for what once ranks are sequential and links carry one message at a time.
+"""A schedule as a graph: what waits for what once ranks are sequential and links carry one message
+at a time.
 
-One graph serves all: verify looks for cycles, draw gives every op one unit, simulate gives it seconds. An op starts when all
-that it waits for has ended, so times are longest paths and need no clock.
+One graph serves all: verify looks for cycles, draw gives every op one unit, simulate gives it
+seconds. An op starts when all that it waits for has ended, so times are longest paths and need no
+clock.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ from penstock.schedule.rules import needs
 from penstock.schedule.stream import Stream
 from penstock.schedule.updates import met_by
 
-#: What happened, as an Event has it: rank, op, start, end, bytes, and the rank it goes to if it is a transfer.
+#: What happened, as an Event has it: rank, op, start, end, bytes, and the rank it goes to if it is
+#: a transfer.
 Row = tuple[int, Op, float, float, int, int | None]
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes are the ops, rank by rank, then the transfers. `waits_for[n]` are the nodes that end before n starts.
+    """Nodes are the ops, rank by rank, then the transfers. `waits_for[n]` are the nodes that end
+    before n starts.
 
-    `paired[n]` is the first op of the pair whose second op is n, if it is one: they start and end together.
+    `paired[n]` is the first op of the pair whose second op is n, if it is one: they start and end
+    together.
     """
 
     ops: tuple[tuple[int, Op], ...]
@@ -34,7 +39,9 @@ class Graph:
     paired: Mapping[int, int] = field(default_factory=dict)
 
     def order(self) -> tuple[list[int], list[int]]:
-        """Nodes in an order in which each comes after all it waits for, and the nodes on or behind a cycle."""
+        """Nodes in an order in which each comes after all it waits for, and the nodes on or behind
+        a cycle.
+        """
         missing = [len(before) for before in self.waits_for]
         after: list[list[int]] = [[] for _ in self.waits_for]
         for node, before in enumerate(self.waits_for):
@@ -55,8 +62,11 @@ class Graph:
         link, _, op = self.transfers[node - len(self.ops)]
         return link.source, op
 
-    def events(self, op_seconds: Callable[[int, Op], float],
-               transfer_seconds: Callable[[Link, Message], float]) -> list[Row]:  # fmt: skip
+    def events(
+        self,
+        op_seconds: Callable[[int, Op], float],
+        transfer_seconds: Callable[[Link, Message], float],
+    ) -> list[Row]:
         """Start and end of everything, in an order in which each row comes after all it waits for.
 
         Raises nothing: call it on a graph without cycles. `Timeline.of` takes the rows.
@@ -90,7 +100,8 @@ def build(schedule: Schedule, overlap: bool = True) -> Graph:
 
     Args:
         schedule: every op's predecessors must exist.
-        overlap: False makes a rank stand still while it sends (transfers then cost the sender's time, as blocking sends do).
+        overlap: False makes a rank stand still while it sends (transfers then cost the sender's
+        time, as blocking sends do).
 
     Raises:
         ScheduleError: an op's predecessor is missing.
@@ -143,7 +154,9 @@ def build(schedule: Schedule, overlap: bool = True) -> Graph:
 def _meet(
     waits: list[list[int]], ops: Iterable[tuple[int, int, Op]], stream: Stream | None
 ) -> None:
-    """Let every U wait for those of its stage's other copies that it meets or follows (see `met_by`)."""
+    """Let every U wait for those of its stage's other copies that it meets or follows (see
+    `met_by`).
+    """
     standing: dict[Op, dict[int, int]] = defaultdict(dict)
     for node, rank, op in ops:
         if op.kind is Kind.U:
@@ -162,10 +175,12 @@ def _meet(
 
 
 def channel_depth(schedule: Schedule) -> int:
-    """The least k for which the programs finish when sends block while k messages of their link are not yet taken.
+    """The least k for which the programs finish when sends block while k messages of their link are
+    not yet taken.
 
-    A message is taken where its receive stands, right before the op that needs it; 0 is a rendezvous. The runtime's sends
-    never block, so any k is fine there: the figure is for backends and libraries with bounded channels.
+    A message is taken where its receive stands, right before the op that needs it; 0 is a
+    rendezvous. The runtime's sends never block, so any k is fine there: the figure is for backends
+    and libraries with bounded channels.
     """
     waits: list[list[int]] = []
     updates: list[tuple[int, int, Op]] = []
@@ -187,7 +202,8 @@ def channel_depth(schedule: Schedule) -> int:
         for link, sent in sends.items():
             for n, (send, take) in enumerate(zip(sent, takes[link], strict=True)):
                 bounded[take].append(send)
-                # A rendezvous sends when the receiver has come as far as its receive; a channel when it has room.
+                # A rendezvous sends when the receiver has come as far as its receive; a channel
+                # when it has room.
                 bounded[send] += (
                     waits[take]
                     if depth == 0

@@ -1,19 +1,22 @@
-"""Schedules from a building block: the slots of one micro-batch on every rank, repeated at an interval.
+"""Schedules from a building block: the slots of one micro-batch on every rank, repeated at an
+interval.
 
-The method of Qi et al. 2024, Pipeline Parallelism with Controllable Memory (arXiv 2405.15362): a block says how long every
-activation lives, so lifespans / interval is the memory of its repetition, whatever the number of micro-batches. All ops count
-as one slot long. The block has F and I, and leaves slots free for W:
+The method of Qi et al. 2024, Pipeline Parallelism with Controllable Memory (arXiv 2405.15362): a
+block says how long every activation lives, so lifespans / interval is the memory of its repetition,
+whatever the number of micro-batches. All ops count as one slot long. The block has F and I, and
+leaves slots free for W:
 
     slot     0    1    2    3    4    5    6    7           V-Min on two ranks, every six slots:
     rank 0 | 0F0  .    .    3F0  3I0  .    .    0I0         in slot 6 stands 0F1
     rank 1 | .    1F0  2F0  .    .    2I0  1I0  .           in slot 7 stands 1F1
 
 1. *Fill*: W takes free slots, oldest first.
-2. *Reorder*: in the warm-up and the cool-down an op moves to the first free slot before its own in which what it needs has
-   ended and no rank holds more than the repetition does.
+2. *Reorder*: in the warm-up and the cool-down an op moves to the first free slot before its own in
+   which what it needs has ended and no rank holds more than the repetition does.
 3. *Squeeze*: every rank keeps its order, and starts each op as soon as it can.
 
-Reordering happens twice: first with every W in its place, then only for the cool-down and with W left to fill what is free.
+Reordering happens twice: first with every W in its place, then only for the cool-down and with W
+left to fill what is free.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ def from_block(
     """The programs, updates not included.
 
     Args:
-        block: per rank, the slot of micro-batch 0 for F and I of each of its stages, stage 0 on rank 0. No two of a rank's may
+        block: per rank, the slot of micro-batch 0 for F and I of each of its stages, stage 0 on
+        rank 0. No two of a rank's may
             be equal modulo `interval`, and each must come after what it needs.
         interval: slots from one micro-batch to the next: three for every stage of a rank.
         micro_batches: at least 1.
@@ -54,7 +58,8 @@ def from_block(
     slots = _squeezed(
         list(map(_filled, _reordered(slots, warm_up=False, peak=lambda rank: _peak(_filled(rank)))))
     )
-    # By now the order of the others stands: the W of later stages go first, since their activations came last.
+    # By now the order of the others stands: the W of later stages go first, since their activations
+    # came last.
     slots = _squeezed([_filled(_without_weights(rank), later_first=True) for rank in slots])
     return tuple(tuple(sorted(rank, key=rank.__getitem__)) for rank in slots)
 
@@ -64,7 +69,9 @@ def _without_weights(rank: Slots) -> Slots:
 
 
 def _filled(rank: Slots, later_first: bool = False) -> Slots:
-    """With a W in every free slot, of the oldest I; or of the oldest I of the rank's latest stage that has any."""
+    """With a W in every free slot, of the oldest I; or of the oldest I of the rank's latest stage
+    that has any.
+    """
     taken = {slot: op for op, slot in rank.items()}
     stages = sorted({op.stage for op in rank}, reverse=True) if later_first else [0]
     waiting: dict[int, deque[Op]] = {stage: deque() for stage in stages}
@@ -115,10 +122,12 @@ def _squeezed(slots: Sequence[Slots]) -> list[Slots]:
 
 
 def _reordered(slots: Sequence[Slots], warm_up: bool, peak: Callable[[Slots], int]) -> list[Slots]:
-    """Ops of the cool-down, and of the `warm_up` too, moved to earlier free slots while no rank's `peak` passes today's most.
+    """Ops of the cool-down, and of the `warm_up` too, moved to earlier free slots while no rank's
+    `peak` passes today's most.
 
-    The warm-up ends with the first backward of stage 0, the cool-down begins with its last forward: what stands between
-    repeats. Ops of a stage stay in the order of their micro-batches, and so do all W of a rank.
+    The warm-up ends with the first backward of stage 0, the cool-down begins with its last forward:
+    what stands between repeats. Ops of a stage stay in the order of their micro-batches, and so do
+    all W of a rank.
     """
     stages = 1 + max(op.stage for rank in slots for op in rank)
     limit = max(map(peak, slots))

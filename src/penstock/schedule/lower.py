@@ -25,8 +25,8 @@ _TOWARDS = {Kind.F: 1, Kind.B: -1, Kind.E: 0, Kind.L: 0}
 
 
 class Message(NamedTuple):
-    """A value that crosses ranks: an activation (F) or an input gradient (B) made by `stage` for its neighbour, or what `stage`
-    keeps of a micro-batch, on its way to a partner (E) or back (L).
+    """A value that crosses ranks: an activation (F) or an input gradient (B) made by `stage` for
+    its neighbour, or what `stage` keeps of a micro-batch, on its way to a partner (E) or back (L).
     """
 
     kind: Kind
@@ -40,7 +40,8 @@ class Message(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """`1SEND_F0` hands the activation of stage 1 to the link; `2RECV_F0` posts the receive for it on stage 2's rank.
+    """`1SEND_F0` hands the activation of stage 1 to the link; `2RECV_F0` posts the receive for it
+    on stage 2's rank.
 
     A posted receive does not wait; the op that needs the value does.
     """
@@ -81,12 +82,12 @@ def messages(schedule: Schedule) -> Iterator[tuple[Link, Message, int, int]]:
     """Every value that crosses ranks, in the order of sending on its link.
 
     Yields:
-        The link, the message, the index of the op that makes it in the sender's program, and of the op that takes it in the
-        receiver's program.
+        The link, the message, the index of the op that makes it in the sender's program, and of the
+        op that takes it in the receiver's program.
 
     Raises:
-        ScheduleError: nobody takes a value, or the op that takes it stands on another rank than its forward.
-        KeyError: an E or L lacks its other half; `verify` says which.
+        ScheduleError: nobody takes a value, or the op that takes it stands on another rank than its
+        forward. KeyError: an E or L lacks its other half; `verify` says which.
     """
     index = {
         (rank, op): i for rank, row in enumerate(schedule.programs) for i, op in enumerate(row)
@@ -108,8 +109,11 @@ def messages(schedule: Schedule) -> Iterator[tuple[Link, Message, int, int]]:
             target = schedule.placement.get((stage, op.micro_batch))
             if target == rank:
                 continue
-            found = [index[target, Op(k, stage, op.micro_batch)] for k in takers[kind]
-                     if target is not None and (target, Op(k, stage, op.micro_batch)) in index]  # fmt: skip
+            found = [
+                index[target, Op(k, stage, op.micro_batch)]
+                for k in takers[kind]
+                if target is not None and (target, Op(k, stage, op.micro_batch)) in index
+            ]
             if target is None or not found:
                 raise ScheduleError(f"rank {rank}: nobody takes what {op} makes for stage {stage}")
             yield Link(rank, target), Message(kind, op.stage, op.micro_batch), i, found[0]
@@ -133,15 +137,18 @@ def lower(
 ) -> LoweredSchedule:
     """Add the transfers that placement implies.
 
-    A send stands right after the op that makes the value. A receive is posted `ahead` ops before the op that takes the value
-    begins (0: right before it), and earlier where another receive of the same link must not overtake it: on every link,
-    receives are posted in the order of the sends, which is what backends without tags (NCCL) need.
+    A send stands right after the op that makes the value. A receive is posted `ahead` ops before
+    the op that takes the value begins (0: right before it), and earlier where another receive of
+    the same link must not overtake it: on every link, receives are posted in the order of the
+    sends, which is what backends without tags (NCCL) need.
 
     Args:
         schedule: a sound schedule (see `verify`).
         ahead: how many ops early receives are posted.
-        after_dependencies: post no receive before the last op of its rank that the message depends on, however large `ahead` is
-            (see `last_dependencies`). Needed where a posted receive occupies the device until its message comes.
+        after_dependencies: post no receive before the last op of its rank that the message depends
+        on, however large `ahead` is
+            (see `last_dependencies`). Needed where a posted receive occupies the device until its
+            message comes.
 
     Raises:
         ScheduleError: a value that crosses ranks has no taker.
@@ -164,7 +171,8 @@ def lower(
         for message, made, taken, start in reversed(crossing):
             sends[link.source, made].append(Transfer(Direction.SEND, message, link.target))
             latest = min(latest, max(0, taken - ahead))
-            # Later messages of a link depend on all that earlier ones depend on: the order of posts stays.
+            # Later messages of a link depend on all that earlier ones depend on: the order of posts
+            # stays.
             posts.append((max(latest, start), message))
         for place, message in reversed(posts):
             receives[link.target, place].append(Transfer(Direction.RECV, message, link.source))

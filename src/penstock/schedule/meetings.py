@@ -1,4 +1,6 @@
-"""Where updates stand in the programs of schedules whose stages have copies: a U is a meeting of all of them."""
+"""Where updates stand in the programs of schedules whose stages have copies: a U is a meeting of
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ def with_meetings(
 ) -> tuple[Program, ...]:
     """The programs of all ranks with every stage's U where it holds nobody up.
 
-    A stage's copies meet at the first moment at which all have their gradients and each of their ranks has nothing to do (Li and
-    Hoefler 2021, Chimera, section 3.2: early only where bubbles hide it). Moments are those of f = 1, b = 2, i = w = 1 and free
-    links. Stages meet in the order of these moments on all ranks, and an op stands before a meeting only if it begins before it,
-    so nobody waits in a circle.
+    A stage's copies meet at the first moment at which all have their gradients and each of their
+    ranks has nothing to do (Li and Hoefler 2021, Chimera, section 3.2: early only where bubbles
+    hide it). Moments are those of f = 1, b = 2, i = w = 1 and free links. Stages meet in the order
+    of these moments on all ranks, and an op stands before a meeting only if it begins before it, so
+    nobody waits in a circle.
 
     >>> rows = "1F1 0F0 1B1 0B0", "0F1 1F0 0B1 1B0"
     >>> for row in with_meetings([[Op.parse(word) for word in row.split()] for row in rows]):

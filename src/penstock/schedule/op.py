@@ -34,15 +34,18 @@ class Kind(str, Enum):
         return self.value
 
 
-#: No more digits than a machine integer has: int() itself refuses thousands of them, in words of its own.
+#: No more digits than a machine integer has: int() itself refuses thousands of them, in words of
+#: its own.
 _TEXT = re.compile(r"([0-9]{1,18})([FBIWUEL])([0-9]{1,18})")
 
 
 class Op(NamedTuple):
-    """One unit of work. For U, `micro_batch` is the weight version that the op makes (1 is the first).
+    """One unit of work. For U, `micro_batch` is the weight version that the op makes (1 is the
+    first).
 
-    In a schedule with a `Slicing`, `micro_batch` counts slices. E and L stand in two programs: that of the rank which holds the
-    micro-batch's activations and that of the partner which takes them in.
+    In a schedule with a `Slicing`, `micro_batch` counts slices. E and L stand in two programs: that
+    of the rank which holds the micro-batch's activations and that of the partner which takes them
+    in.
     """
 
     kind: Kind
@@ -85,10 +88,13 @@ class Schedule(Shown):
     Attributes:
         programs: per rank, its ops in order.
         synchronous: whether every stage updates once, after all its gradients.
-        pairs: ops that stand next to each other and run as one: both begin when all that either needs is there, both end
-            together. Written `0F1&0B0`. Executors may run them one after the other, which waits for less.
+        pairs: ops that stand next to each other and run as one: both begin when all that either
+        needs is there, both end
+            together. Written `0F1&0B0`. Executors may run them one after the other, which waits for
+            less.
         slicing: how micro-batches are cut further, if they are.
-        stream: of an asynchronous schedule, how it goes on from batch to batch. Without it the programs are those of one batch.
+        stream: of an asynchronous schedule, how it goes on from batch to batch. Without it the
+        programs are those of one batch.
     """
 
     programs: tuple[Program, ...]
@@ -122,7 +128,8 @@ class Schedule(Shown):
 
     @classmethod
     def parse(cls, text: str, name: str = "custom", synchronous: bool = True) -> Schedule:
-        """Read back what `str` prints: one line per rank, `rank 0 | 0F0 0F1 …`. Labels may lack; blank lines are skipped.
+        """Read back what `str` prints: one line per rank, `rank 0 | 0F0 0F1 …`. Labels may lack;
+        blank lines are skipped.
 
         Raises:
             ScheduleError: a word is no op, or a label's number is not that of its line.
@@ -133,8 +140,10 @@ class Schedule(Shown):
             label, bar, row = line.partition("|")
             number = re.search(r"[0-9]+", label)
             if bar and (number is None or number[0] != str(len(programs))):
-                raise ScheduleError(f"{label.strip()!r} labels the program of rank {len(programs)}: write one line per rank, "
-                                    "in order from 'rank 0 |'")  # fmt: skip
+                raise ScheduleError(
+                    f"{label.strip()!r} labels the program of rank {len(programs)}: write one line per rank, "
+                    "in order from 'rank 0 |'"
+                )
             words = [
                 tuple(map(Op.parse, word.split("&"))) for word in (row if bar else line).split()
             ]
@@ -171,7 +180,9 @@ class Schedule(Shown):
 
     @cached_property
     def slices(self) -> int:
-        """How many numbers forwards have: one more than the highest. That of micro-batches of all batches, unless those are cut."""
+        """How many numbers forwards have: one more than the highest. That of micro-batches of all
+        batches, unless those are cut.
+        """
         return 1 + max((op.micro_batch for op in self.ops if op.kind is Kind.F), default=-1)
 
     @cached_property
@@ -196,7 +207,9 @@ class Schedule(Shown):
 
     @cached_property
     def stages_of_rank(self) -> tuple[tuple[int, ...], ...]:
-        """The stages that each rank holds, ascending. Who only takes in activations holds no stage by that."""
+        """The stages that each rank holds, ascending. Who only takes in activations holds no stage
+        by that.
+        """
         return tuple(
             tuple(sorted({op.stage for op in program if op.kind not in HANDING}))
             for program in self.programs
@@ -230,10 +243,12 @@ class Schedule(Shown):
         return replace(self, programs=tuple(program_of[rank] for rank in range(self.ranks)))
 
     def first_micro_batches(self, count: int) -> Schedule:
-        """The same order with only micro-batches 0..count-1: for a batch too small to fill all of them.
+        """The same order with only micro-batches 0..count-1: for a batch too small to fill all of
+        them.
 
-        Taking a micro-batch out of a sound schedule leaves a sound one, since no micro-batch waits for another. Where they are
-        cut along samples, `count` is that of slices, which are small micro-batches and stay so.
+        Taking a micro-batch out of a sound schedule leaves a sound one, since no micro-batch waits
+        for another. Where they are cut along samples, `count` is that of slices, which are small
+        micro-batches and stay so.
         """
         slicing, numbers = self.slicing, count
         if slicing is not None and slicing.along == "tokens":

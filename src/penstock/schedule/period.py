@@ -1,10 +1,13 @@
-"""How the programs of a stream repeat themselves, so that any number of batches can be made of them.
+"""How the programs of a stream repeat themselves, so that any number of batches can be made of
+them.
 
 The program of rank 0 in `pipedream` on two ranks, with one micro-batch per batch:
 
-    0F0 | 0F1 0B0 0U1 | 0F2 0B1 0U2 | 0F3 0B2 0U3 | …          head | loop | the loop one batch further | …
+    0F0 | 0F1 0B0 0U1 | 0F2 0B1 0U2 | 0F3 0B2 0U3 | …          head | loop | the loop one batch
+                                                               further | …
 
-That of so many batches is the endless one without the ops of later batches: what is left when no more batches come.
+That of so many batches is the endless one without the ops of later batches: what is left when no
+more batches come.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from penstock.schedule.stream import Stream
 
 @dataclass(frozen=True)
 class Period:
-    """The programs of all ranks for ever: a head, and then a loop that comes again and again, `batches` batches further each time.
+    """The programs of all ranks for ever: a head, and then a loop that comes again and again,
+    `batches` batches further each time.
 
     `updates[rank]` has, per stage, the versions that one loop makes.
     """
@@ -77,7 +81,8 @@ def period_of(schedule: Schedule) -> Period:
     ['0F1 0B0 0U1', '1F0 1B0 1U1']
 
     Raises:
-        ScheduleError: it is no stream; or its programs do not come to the same again, moved on by some batches, at least twice.
+        ScheduleError: it is no stream; or its programs do not come to the same again, moved on by
+        some batches, at least twice.
     """
     found = schedule.__dict__.get("_period")
     if not isinstance(found, Period):
@@ -127,8 +132,14 @@ def _period(schedule: Schedule) -> Period:
     from penstock.schedule.repeats import Row  # arrays, which few who ask for a stream need
 
     total, size = _stream_of(schedule).batches, max(schedule.micro_batches, 1)
-    rows = [Row.of(schedule, rank, [batch for _, batch in with_batches(program, size)])
-            for rank, program in enumerate(schedule.programs)] if schedule.slices else []  # fmt: skip
+    rows = (
+        [
+            Row.of(schedule, rank, [batch for _, batch in with_batches(program, size)])
+            for rank, program in enumerate(schedule.programs)
+        ]
+        if schedule.slices
+        else []
+    )
     for batches in range(1, total // 2 + 1 if rows else 1):
         found = []
         for row in rows:
@@ -144,5 +155,7 @@ def _period(schedule: Schedule) -> Period:
                 for rank, program in enumerate(schedule.programs)
             ):
                 return made
-    raise ScheduleError(f"{schedule.name} does not repeat itself from batch to batch within its {total} batches, so it cannot go on "
-                        "for ever: give programs of more batches, in which the same order comes twice, moved on")  # fmt: skip
+    raise ScheduleError(
+        f"{schedule.name} does not repeat itself from batch to batch within its {total} batches, so it cannot go on "
+        "for ever: give programs of more batches, in which the same order comes twice, moved on"
+    )

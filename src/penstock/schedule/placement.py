@@ -1,14 +1,18 @@
-"""Where stages stand when a rank holds several: the rank of every stage, in the order of the stages.
+"""Where stages stand when a rank holds several: the rank of every stage, in the order of the
+stages.
 
     4 ranks              rank 0     rank 1     rank 2      rank 3
     linear, 4 stages     0          1          2           3
-    ring, 8 stages       0 4        1 5        2 6         3 7           the last rank feeds the first
-    vee, 8 stages        0 7        1 6        2 5         3 4           no hop where the pipeline turns
+    ring, 8 stages       0 4        1 5        2 6         3 7           the last rank feeds the
+                         first
+    vee, 8 stages        0 7        1 6        2 5         3 4           no hop where the pipeline
+                         turns
     zigzag, 16 stages    0 7 8 15   1 6 9 14   2 5 10 13   3 4 11 12     nor at its other turns
-    both ways, 4 stages  0 3        1 2        2 1         3 0           two copies: one pipeline down the ranks, one up
+    both ways, 4 stages  0 3        1 2        2 1         3 0           two copies: one pipeline
+                         down the ranks, one up
 
-Source: ring, Narayanan et al. 2021 (Megatron-LM), section 2.2; vee, Qi et al. 2024 (zero bubble), section 6; zigzag, Liu et al.
-2023 (Hanayo); both ways, Li and Hoefler 2021 (Chimera), section 3.1.
+Source: ring, Narayanan et al. 2021 (Megatron-LM), section 2.2; vee, Qi et al. 2024 (zero bubble),
+section 6; zigzag, Liu et al. 2023 (Hanayo); both ways, Li and Hoefler 2021 (Chimera), section 3.1.
 """
 
 from __future__ import annotations
@@ -37,8 +41,10 @@ def ranks_for(name: str, stages: int, option: str, number: int, *, each: int = 1
             if stages > held
             else str(held)
         )
-        raise ScheduleError(f"{name} with {option}={number} holds {held} stages on every rank, so it takes a multiple of {held} "
-                            f"stages, not {stages}: say {near}, or other {option}")  # fmt: skip
+        raise ScheduleError(
+            f"{name} with {option}={number} holds {held} stages on every rank, so it takes a multiple of {held} "
+            f"stages, not {stages}: say {near}, or other {option}"
+        )
     return stages // held
 
 
@@ -61,7 +67,8 @@ def ring(stages: int, ranks: int) -> tuple[int, ...]:
 
 
 def zigzag(stages: int, ranks: int) -> tuple[int, ...]:
-    """To and fro: `ranks` stages up, as many down, and so on; the two stages at a turn share a rank.
+    """To and fro: `ranks` stages up, as many down, and so on; the two stages at a turn share a
+    rank.
 
     >>> zigzag(8, 2)
     (0, 1, 1, 0, 0, 1, 1, 0)
@@ -82,7 +89,8 @@ def vee(stages: int, ranks: int) -> tuple[int, ...]:
 
 
 def both_ways(stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Two copies of every stage: of the pipeline down the ranks stage s is on rank s, of the one up on rank `stages` - 1 - s.
+    """Two copies of every stage: of the pipeline down the ranks stage s is on rank s, of the one up
+    on rank `stages` - 1 - s.
 
     >>> both_ways(3)
     ((0, 1, 2), (2, 1, 0))

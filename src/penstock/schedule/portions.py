@@ -1,9 +1,11 @@
 """Portions: a stream's programs cut by what can run when one more batch is there.
 
-A run is given one batch after another and does not know how many will come. When batch t is there, every rank plays what it can
-of all batches up to t: its program up to the first op that needs a later batch, or that waits for such an op on another rank. So
-all ranks know what the others play, and nobody waits for an op that needs a batch which has not come. When no more come, the
-rest is played without the ops of later batches: taking micro-batches out of a sound schedule leaves a sound one.
+A run is given one batch after another and does not know how many will come. When batch t is there,
+every rank plays what it can of all batches up to t: its program up to the first op that needs a
+later batch, or that waits for such an op on another rank. So all ranks know what the others play,
+and nobody waits for an op that needs a batch which has not come. When no more come, the rest is
+played without the ops of later batches: taking micro-batches out of a sound schedule leaves a sound
+one.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Portions:
     def __init__(self, schedule: Schedule, ahead: int, *, after_dependencies: bool = False) -> None:
         self.period: Period = period_of(schedule)
         waves = None if schedule.stream is None else schedule.stream.waves
-        # What waits for what comes again when the loop does, and with waves only when a wave ends where one has ended.
+        # What waits for what comes again when the loop does, and with waves only when a wave ends
+        # where one has ended.
         self._loops = (
             1
             if waves is None
@@ -46,9 +49,14 @@ class Portions:
         )
         self._every = self._loops * self.period.batches
         size, every = self.period.micro_batches, self._every
-        begun = max(op.micro_batch // size for head, loop in zip(self.period.heads, self.period.loops, strict=True)
-                    for op in (*head, *loop) if op.kind not in HANDING)  # fmt: skip
-        # What was begun in the first loop is over, and all is as it will be, after as many batches again.
+        begun = max(
+            op.micro_batch // size
+            for head, loop in zip(self.period.heads, self.period.loops, strict=True)
+            for op in (*head, *loop)
+            if op.kind not in HANDING
+        )
+        # What was begun in the first loop is over, and all is as it will be, after as many batches
+        # again.
         self._steady = -(-(2 * begun + 2) // every) * every
         count = self._steady + 3 * every + begun
         self._schedule = prolonged(schedule, count)
@@ -68,7 +76,9 @@ class Portions:
         return self._moved(rank, [row[i] for i in self._places[rank][known]], rounds)
 
     def rest(self, rank: int, batches: int) -> tuple[Action, ...]:
-        """What is left for a rank when `batches` batches, at least one, have been there and no more come."""
+        """What is left for a rank when `batches` batches, at least one, have been there and no more
+        come.
+        """
         known, rounds = self._known(batches - 1)
         played = {i for portion in self._places[rank][: known + 1] for i in portion}
         left = [
@@ -79,7 +89,9 @@ class Portions:
         return self._moved(rank, left, rounds)
 
     def done(self, batch: int) -> int:
-        """How many batches every rank has wholly done when it has played its portion of batch `batch`."""
+        """How many batches every rank has wholly done when it has played its portion of batch
+        `batch`.
+        """
         known, rounds = self._known(batch)
         return self._done[known] + rounds * self._every
 
@@ -101,7 +113,9 @@ class Portions:
         return found
 
     def _known(self, batch: int) -> tuple[int, int]:
-        """A batch whose portion is there and is the same as that of `batch`, some rounds of loops earlier."""
+        """A batch whose portion is there and is the same as that of `batch`, some rounds of loops
+        earlier.
+        """
         rounds = max(0, (batch - self._steady) // self._every)
         return batch - rounds * self._every, rounds
 
@@ -131,7 +145,9 @@ def _with_batches(row: Sequence[Action], size: int) -> list[tuple[Action, int]]:
 
 
 def _stops(schedule: Schedule, batches: int) -> list[list[int]]:
-    """For every batch, how many ops each rank can run when that batch and those before it are there."""
+    """For every batch, how many ops each rank can run when that batch and those before it are
+    there.
+    """
     graph = build(schedule)
     size = schedule.micro_batches
     batch_of = [batch for program in schedule.programs for _, batch in with_batches(program, size)]
@@ -162,10 +178,12 @@ def _stops(schedule: Schedule, batches: int) -> list[list[int]]:
 
 
 def _places(row: Sequence[tuple[Action, int]], stops: Sequence[int]) -> list[list[int]]:
-    """Per portion, the places in `row` of what it plays: as many ops as `stops` says, and the transfers among them.
+    """Per portion, the places in `row` of what it plays: as many ops as `stops` says, and the
+    transfers among them.
 
-    A receive whose batch has not come yet is posted in a later portion, and so are those behind it on its link, so that receives
-    stay in the order of the sends. What is run before needs none of them: their senders wait for the same batch.
+    A receive whose batch has not come yet is posted in a later portion, and so are those behind it
+    on its link, so that receives stay in the order of the sends. What is run before needs none of
+    them: their senders wait for the same batch.
     """
     portions: list[list[int]] = []
     late: list[int] = []

@@ -1,4 +1,6 @@
-"""From where on a program repeats itself, found in arrays: programs of thousands of batches are tried with every length of loop."""
+"""From where on a program repeats itself, found in arrays: programs of thousands of batches are
+tried with every length of loop.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Row:
         program: its ops.
         micro_batches: of one batch.
         kind, stage, number, batch: of every op.
-        whole: with so many ops the endless program begins: as long as every kind of op of every stage still comes, none is missing
+        whole: with so many ops the endless program begins: as long as every kind of op of every
+        stage still comes, none is missing
             because it is of a batch that does not.
     """
 
@@ -44,7 +47,8 @@ class Row:
         return cls(program, size, kind, stage, number, np.array(batch, np.int64), whole)
 
     def repeats(self, batches: int, total: int) -> tuple[Program, Program, Counter[int]] | None:
-        """Head, loop and versions per loop, if every op comes again so many batches later, in at least two loops.
+        """Head, loop and versions per loop, if every op comes again so many batches later, in at
+        least two loops.
 
         Args:
             batches: of one loop.

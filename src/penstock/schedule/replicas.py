@@ -1,7 +1,8 @@
-"""Data parallelism over pipelines: whole pipelines several times, or single stages more often than others.
+"""Data parallelism over pipelines: whole pipelines several times, or single stages more often than
+others.
 
-Two stages, as two pipelines and with two ranks for the first of them; micro-batch n of a stage on k ranks is that of the
-(n mod k)-th of them:
+Two stages, as two pipelines and with two ranks for the first of them; micro-batch n of a stage on k
+ranks is that of the (n mod k)-th of them:
 
     replicas=2              replicas=(2, 1)
     rank 0 | 0F0 0F2 …      rank 0 | 0F0 0F2 …
@@ -23,10 +24,11 @@ from penstock.schedule.updates import with_updates_of_batches
 
 
 def pipelines(made: Schedule, replicas: int, micro_batches: int) -> Schedule:
-    """`replicas` times the pipeline of `made`: micro-batch m goes to pipeline m mod `replicas`, rank r of which is rank
-    r + `made.ranks` times its number.
+    """`replicas` times the pipeline of `made`: micro-batch m goes to pipeline m mod `replicas`,
+    rank r of which is rank r + `made.ranks` times its number.
 
-    All play the same programs, with their own micro-batches, so that the copies of a stage come to their U at the same place.
+    All play the same programs, with their own micro-batches, so that the copies of a stage come to
+    their U at the same place.
 
     >>> print(pipelines(Schedule.parse("0F0 0B0 0F1 0B1 0U1"), replicas=2, micro_batches=3))
     rank 0 | 0F0 0B0 0F2 0B2 0U1
@@ -35,7 +37,8 @@ def pipelines(made: Schedule, replicas: int, micro_batches: int) -> Schedule:
     Args:
         made: sound, and of as many micro-batches as the busiest pipeline has.
         replicas: at least 1.
-        micro_batches: of all pipelines together: those of `made` for each, or for the last of them one less; of a stream, those
+        micro_batches: of all pipelines together: those of `made` for each, or for the last of them
+        one less; of a stream, those
             of all its batches.
 
     Raises:
@@ -75,15 +78,19 @@ def _renumbered(op: Op, new: dict[int, int]) -> Op:
 
 def _refuse_waves(made: Schedule) -> None:
     if made.stream is not None and made.stream.waves is not None:
-        raise ScheduleError(f"{made.name} has copies of its own, which do not add up their gradients: it takes no replicas, but "
-                            "more virtual workers")  # fmt: skip
+        raise ScheduleError(
+            f"{made.name} has copies of its own, which do not add up their gradients: it takes no replicas, but "
+            "more virtual workers"
+        )
 
 
 def round_robin(made: Schedule, replicas: Sequence[int]) -> Schedule:
-    r"""`made` with stage s on `replicas[s]` ranks, which take its micro-batches in turn (PipeDream's 1F1B-RR).
+    r"""`made` with stage s on `replicas[s]` ranks, which take its micro-batches in turn (PipeDream's
+    1F1B-RR).
 
-    Each runs its own in the order in which the stage ran all. Ops left out of a sound schedule leave a sound one. In a stream each
-    copy's U stands right after its own last backward of the batch.
+    Each runs its own in the order in which the stage ran all. Ops left out of a sound schedule
+    leave a sound one. In a stream each copy's U stands right after its own last backward of the
+    batch.
 
     >>> print(round_robin(Schedule.parse("0F0 0F1 0B0 0B1 0U1\n1F0 1B0 1F1 1B1 1U1"), (2, 1)))
     rank 0 | 0F0 0B0 0U1
@@ -94,7 +101,8 @@ def round_robin(made: Schedule, replicas: Sequence[int]) -> Schedule:
 
     Args:
         made: sound, with one stage on every rank, and stage s on rank s.
-        replicas: per stage, at least 1 and at most as many as there are micro-batches; of a stream each divides those of a batch.
+        replicas: per stage, at least 1 and at most as many as there are micro-batches; of a stream
+        each divides those of a batch.
 
     Raises:
         ScheduleError: the schedule is of another form, or the replicas are others.
@@ -102,19 +110,27 @@ def round_robin(made: Schedule, replicas: Sequence[int]) -> Schedule:
     _refuse_waves(made)
     name = made.name
     if any(stages != (rank,) for rank, stages in enumerate(made.stages_of_rank)):
-        raise ScheduleError(f"{name} has several stages on a rank, or copies: only replicas for all stages alike go with it, "
-                            f"such as replicas={max(replicas)}")  # fmt: skip
+        raise ScheduleError(
+            f"{name} has several stages on a rank, or copies: only replicas for all stages alike go with it, "
+            f"such as replicas={max(replicas)}"
+        )
     if made.pairs or made.slicing is not None or any(op.kind in HANDING for op in made.ops):
-        raise ScheduleError(f"{name} cuts, pairs or hands on micro-batches: only replicas for all stages alike go with it, "
-                            f"such as replicas={max(replicas)}")  # fmt: skip
+        raise ScheduleError(
+            f"{name} cuts, pairs or hands on micro-batches: only replicas for all stages alike go with it, "
+            f"such as replicas={max(replicas)}"
+        )
     for stage, number in enumerate(replicas):
         if number > made.micro_batches:
-            raise ScheduleError(f"stage {stage} has {number} replicas, but there are only {made.micro_batches} micro-batches: "
-                                "every replica needs one")  # fmt: skip
+            raise ScheduleError(
+                f"stage {stage} has {number} replicas, but there are only {made.micro_batches} micro-batches: "
+                "every replica needs one"
+            )
         if made.stream is not None and made.micro_batches % number:
-            raise ScheduleError(f"{name} goes on from batch to batch, so every replica of a stage needs as many micro-batches of a "
-                                f"batch as the others: stage {stage} has {number} replicas, but {made.micro_batches} is no multiple "
-                                f"of {number}")  # fmt: skip
+            raise ScheduleError(
+                f"{name} goes on from batch to batch, so every replica of a stage needs as many micro-batches of a "
+                f"batch as the others: stage {stage} has {number} replicas, but {made.micro_batches} is no multiple "
+                f"of {number}"
+            )
     programs = []
     for stage, number in enumerate(replicas):
         for replica in range(number):
@@ -132,15 +148,17 @@ def round_robin(made: Schedule, replicas: Sequence[int]) -> Schedule:
 
 
 def start_up(replicas: Sequence[int]) -> tuple[int, ...]:
-    """Per stage, the forwards that its ranks together run before the first backward, so that all stay busy from then on.
+    """Per stage, the forwards that its ranks together run before the first backward, so that all
+    stay busy from then on.
 
-    Stage x on k of R ranks runs (w + 1) on each, w = floor((R - 1 - the ranks before) / k), but never more than the stage before,
-    for it gets no more.
+    Stage x on k of R ranks runs (w + 1) on each, w = floor((R - 1 - the ranks before) / k), but
+    never more than the stage before, for it gets no more.
 
     >>> start_up((1, 1, 1, 1)), start_up((3, 1)), start_up((2, 1, 1))
     ((4, 3, 2, 1), (6, 1), (4, 2, 1))
 
-    Source: PipeDream's runtime.py, in github.com/msr-fiddle/pipedream: w is its number of warm-up micro-batches.
+    Source: PipeDream's runtime.py, in github.com/msr-fiddle/pipedream: w is its number of warm-up
+    micro-batches.
     """
     ranks = sum(replicas)
     before = accumulate(replicas, initial=0)
@@ -163,8 +181,10 @@ def check_replicas(name: str, stages: int, replicas: object) -> None:
         else None
     )
     if each is not None and len(each) != stages:
-        raise ScheduleError(f"{name} in {stages} stages takes one number of replicas, or {stages}, one per stage, not "
-                            f"{len(each)}")  # fmt: skip
+        raise ScheduleError(
+            f"{name} in {stages} stages takes one number of replicas, or {stages}, one per stage, not "
+            f"{len(each)}"
+        )
     for number in (replicas,) if each is None else each:
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ScheduleError(f"{name} needs at least 1 of replicas and got {number!r}")

@@ -13,7 +13,8 @@ ALONG = ("tokens", "samples")
 
 @dataclass(frozen=True)
 class Slicing:
-    """How the micro-batches of a schedule are cut further. Its ops then count slices through, micro-batch after micro-batch.
+    """How the micro-batches of a schedule are cut further. Its ops then count slices through,
+    micro-batch after micro-batch.
 
     >>> slicing = Slicing("tokens", ((0.5, 0.5), (0.5, 0.5)))
     >>> slicing.micro_batch_of, slicing.share
@@ -22,8 +23,10 @@ class Slicing:
     1.1 2 None
 
     Attributes:
-        along: "tokens" cuts sequences: a slice's forward needs that of the slice before it, a backward that of the slice after it
-            (causal attention). "samples" makes smaller micro-batches, which need nothing of each other.
+        along: "tokens" cuts sequences: a slice's forward needs that of the slice before it, a
+        backward that of the slice after it
+            (causal attention). "samples" makes smaller micro-batches, which need nothing of each
+            other.
         shares: per micro-batch, the shares of its slices, in their order; they add up to 1.
 
     Raises:

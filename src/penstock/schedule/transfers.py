@@ -1,7 +1,9 @@
-"""Transfers that somebody else wrote beside the ops: do they carry what the ops need, each once, on the right ranks, in order?
+"""Transfers that somebody else wrote beside the ops: do they carry what the ops need, each once, on
+the right ranks, in order?
 
-Two ranks exchange messages without names (NCCL, and gloo as torch uses it): the first that is received is the first that was
-sent, whatever the receiver took it for. A receive in another order brings wrong numbers, and no error.
+Two ranks exchange messages without names (NCCL, and gloo as torch uses it): the first that is
+received is the first that was sent, whatever the receiver took it for. A receive in another order
+brings wrong numbers, and no error.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _MOST_FINDINGS = 1000
 
 
 class _Expected(NamedTuple):
-    """A value that crosses ranks by the placement of the ops: from where to where, who makes it and who needs it."""
+    """A value that crosses ranks by the placement of the ops: from where to where, who makes it and
+    who needs it.
+    """
 
     link: Link
     maker: Op
@@ -68,17 +72,20 @@ def unsound(name: str, findings: list[Finding]) -> ScheduleError:
 
 
 def transfer_findings(schedule: Schedule, lowered: LoweredSchedule) -> list[Finding]:
-    """What is wrong with the transfers of `lowered`, worst first; none where a value has no taker at all, which `verify` finds.
+    """What is wrong with the transfers of `lowered`, worst first; none where a value has no taker
+    at all, which `verify` finds.
 
     Args:
         schedule: `lowered` without its transfers.
-        lowered: ops and transfers, in the order in which the ranks take them. A receive is posted where it stands and waits
+        lowered: ops and transfers, in the order in which the ranks take them. A receive is posted
+        where it stands and waits
             for nothing; the op that needs the value waits.
 
     Returns:
-        Findings of the rules `one transfer` (every value that crosses ranks is sent once and received once, on its ranks, after
-        the op that makes it and before the one that needs it), `receive order` (between two ranks, in the order of sending),
-        and `no cycle`. Each names its rank, and the transfer's text as `op`.
+        Findings of the rules `one transfer` (every value that crosses ranks is sent once and
+        received once, on its ranks, after the op that makes it and before the one that needs it),
+        `receive order` (between two ranks, in the order of sending), and `no cycle`. Each names its
+        rank, and the transfer's text as `op`.
     """
     try:
         expected = {
@@ -98,8 +105,12 @@ def transfer_findings(schedule: Schedule, lowered: LoweredSchedule) -> list[Find
     return findings or [*_receive_order(lowered)] or [*_no_cycle(lowered)]
 
 
-def _one_transfer(schedule: Schedule, lowered: LoweredSchedule, expected: dict[Message, _Expected],
-                  standing: dict[tuple[Direction, Message], list[_Standing]]) -> Iterator[Finding]:  # fmt: skip
+def _one_transfer(
+    schedule: Schedule,
+    lowered: LoweredSchedule,
+    expected: dict[Message, _Expected],
+    standing: dict[tuple[Direction, Message], list[_Standing]],
+) -> Iterator[Finding]:
     """Each value that crosses ranks is sent once and received once, where and when it can be."""
     places = {
         (rank, op): place
@@ -116,15 +127,23 @@ def _one_transfer(schedule: Schedule, lowered: LoweredSchedule, expected: dict[M
             text = str(Transfer(direction, message, peer))
             found = standing.get((direction, message), [])
             if not found:
-                waiting = f"{taker} on rank {link.target} would wait for it for ever" if sends else \
-                    f"{taker} needs it from rank {link.source}"  # fmt: skip
+                waiting = (
+                    f"{taker} on rank {link.target} would wait for it for ever"
+                    if sends
+                    else f"{taker} needs it from rank {link.source}"
+                )
                 yield Finding(
                     "one transfer", f"{text} is missing on rank {rank}: {waiting}", rank, text
                 )
                 continue
             if len(found) > 1:
-                yield Finding("one transfer", f"{text} stands {len(found)} times, on ranks "
-                              f"{', '.join(str(one.rank) for one in found)}", found[1].rank, text)  # fmt: skip
+                yield Finding(
+                    "one transfer",
+                    f"{text} stands {len(found)} times, on ranks "
+                    f"{', '.join(str(one.rank) for one in found)}",
+                    found[1].rank,
+                    text,
+                )
                 continue
             (one,) = found
             if one.rank != rank:
@@ -135,8 +154,13 @@ def _one_transfer(schedule: Schedule, lowered: LoweredSchedule, expected: dict[M
                     text,
                 )
             elif one.transfer.peer != peer:
-                yield Finding("one transfer", f"{text} on rank {rank} is for rank {one.transfer.peer}, but "
-                              f"{taker if sends else maker} stands on rank {peer}", rank, text)  # fmt: skip
+                yield Finding(
+                    "one transfer",
+                    f"{text} on rank {rank} is for rank {one.transfer.peer}, but "
+                    f"{taker if sends else maker} stands on rank {peer}",
+                    rank,
+                    text,
+                )
             elif sends and one.place < places[rank, maker]:
                 yield Finding(
                     "one transfer",
@@ -153,8 +177,12 @@ def _one_transfer(schedule: Schedule, lowered: LoweredSchedule, expected: dict[M
                 )
     for (direction, message), found in standing.items():
         for one in found if message not in expected else ():
-            yield Finding("one transfer", f"{one.transfer} on rank {one.rank} {_needless(schedule, direction, message)}", one.rank,
-                          str(one.transfer))  # fmt: skip
+            yield Finding(
+                "one transfer",
+                f"{one.transfer} on rank {one.rank} {_needless(schedule, direction, message)}",
+                one.rank,
+                str(one.transfer),
+            )
 
 
 def _needless(schedule: Schedule, direction: Direction, message: Message) -> str:
@@ -204,8 +232,9 @@ def _receive_order(lowered: LoweredSchedule) -> Iterator[Finding]:
 def waits_of(
     lowered: LoweredSchedule,
 ) -> tuple[list[tuple[int, Action]], list[list[int]], dict[Link, list[tuple[int, int]]]]:
-    """Rank and action of each node, what each waits for where channels are endless, and per link the nodes of every message's
-    send and receive. Transfers must have passed the rules above the cycle's.
+    """Rank and action of each node, what each waits for where channels are endless, and per link
+    the nodes of every message's send and receive. Transfers must have passed the rules above the
+    cycle's.
     """
     first, nodes = [0], []
     for rank, program in enumerate(lowered.programs):

@@ -1,4 +1,6 @@
-"""A pen for the programs of ranks on which two stages meet: those of a V, or of one pipeline down the ranks and one up."""
+"""A pen for the programs of ranks on which two stages meet: those of a V, or of one pipeline down
+the ranks and one up.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from penstock.schedule.op import Kind, Op
 
 
 class TwoWays:
-    """The program of one rank, written as the papers do: `F0` is the next forward of the first of its two stages, `F1` of the
-    second; so for B, I and W. A bare `W` is that of the oldest I which still lacks one. `F0&B1` is a pair, run as one.
+    """The program of one rank, written as the papers do: `F0` is the next forward of the first of
+    its two stages, `F1` of the second; so for B, I and W. A bare `W` is that of the oldest I which
+    still lacks one. `F0&B1` is a pair, run as one.
 
     >>> line = TwoWays(stages=(0, 3))
     >>> line.write(2, "F0")

@@ -14,8 +14,10 @@ def ranks_of_v(name: str, stages: int) -> int:
     """
     if stages % 2:
         around = f"{stages - 1} or {stages + 1}" if stages > 1 else "2"
-        raise ScheduleError(f"{name} goes down the ranks and back up, two stages on each: it takes an even number of stages "
-                            f"and got {stages}; ask for {around}")  # fmt: skip
+        raise ScheduleError(
+            f"{name} goes down the ranks and back up, two stages on each: it takes an even number of stages "
+            f"and got {stages}; ask for {around}"
+        )
     return stages // 2
 
 

@@ -1,4 +1,6 @@
-"""A planner's plan against what was asked: the planner may be anybody's, and a plan that is not what was asked for is no answer."""
+"""A planner's plan against what was asked: the planner may be anybody's, and a plan that is not
+what was asked for is no answer.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def checked_plan(plan: Plan, request: PlanRequest, planner: str) -> Plan:
         planner: its name.
 
     Raises:
-        PlanError: the plan differs from the request, or cannot run; the message has the planner and everything that differs.
+        PlanError: the plan differs from the request, or cannot run; the message has the planner and
+        everything that differs.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"planner {planner!r} returned {type(plan).__name__} and not a Plan")

@@ -30,9 +30,16 @@ class Compared:
         return float("inf") if self.plan is None else self.plan.predicted.step_s
 
 
-def compare(profile: Profiles, cluster: Cluster, batch: int, *, planners: Sequence[str] | None = None,
-            **options: Any) -> tuple[Compared, ...]:  # fmt: skip
-    """What every planner makes of the same model, cluster and batch, fastest first; those without a plan last.
+def compare(
+    profile: Profiles,
+    cluster: Cluster,
+    batch: int,
+    *,
+    planners: Sequence[str] | None = None,
+    **options: Any,
+) -> tuple[Compared, ...]:
+    """What every planner makes of the same model, cluster and batch, fastest first; those without a
+    plan last.
 
     Args:
         profile, cluster, batch, options: as `plan` takes them.
@@ -40,7 +47,8 @@ def compare(profile: Profiles, cluster: Cluster, batch: int, *, planners: Sequen
 
     Raises:
         UnknownName: there is no planner of such a name.
-        PlanError, SettingError, UnknownName: what is asked is refused whatever the planner, as `plan` says.
+        PlanError, SettingError, UnknownName: what is asked is refused whatever the planner, as
+        `plan` says.
     """
     names = (
         list(PLANNERS.entries())

@@ -15,16 +15,23 @@ from penstock.partition.looped import looped
 from penstock.search.request import PlanRequest
 from penstock.simulate.plan_costs import stage_costs
 
-#: Ranks may be this much slower than they could, relatively, where that makes the largest of their stages smaller.
+#: Ranks may be this much slower than they could, relatively, where that makes the largest of their
+#: stages smaller.
 SLACK = 0.02
 
-#: What a cut evens out: the slowest stage or link; the slowest rank, where ranks have several stages; the slowest stage within the
+#: What a cut evens out: the slowest stage or link; the slowest rank, where ranks have several
+#: stages; the slowest stage within the
 #: memory of every rank; or the stage that holds most.
 Balance = Literal["time", "ranks", "limits", "memory"]
 
 
-def cut(request: PlanRequest, places: Sequence[int], micro_batches: int, balance: Balance,
-        in_flight: Sequence[float] = ()) -> tuple[int, ...] | None:  # fmt: skip
+def cut(
+    request: PlanRequest,
+    places: Sequence[int],
+    micro_batches: int,
+    balance: Balance,
+    in_flight: Sequence[float] = (),
+) -> tuple[int, ...] | None:
     """The lengths of the stages; None if nothing fits.
 
     Args:
@@ -57,8 +64,16 @@ def cut(request: PlanRequest, places: Sequence[int], micro_batches: int, balance
     links = {cluster.link(a, b) if a != b else None for a, b in pairwise(places)}
     link = next(iter(links), cluster.inside)
     if balance == "time" and alike and len(links) <= 1 and link is not None:
-        return tuple(partition(profile, stages, by="bottleneck", micro_batch=micro_batch, latency_s=link.latency_s,
-                               bandwidth_bytes_per_s=link.bandwidth_bytes_per_s))  # fmt: skip
+        return tuple(
+            partition(
+                profile,
+                stages,
+                by="bottleneck",
+                micro_batch=micro_batch,
+                latency_s=link.latency_s,
+                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+            )
+        )
     unlike = {id(each): each for each in map(request.profile_of, places)}
     rows = {key: each.step_seconds(micro_batch) for key, each in unlike.items()}
     seconds = np.array([rows[id(request.profile_of(rank))] for rank in places])

@@ -18,8 +18,13 @@ from penstock.simulate.simulate import simulate_schedule, tables_of
 ROWS = 12
 
 
-def plan_of(request: PlanRequest, chosen: Scored, weighed: Sequence[Scored] = (), lower_bound_s: float = 0.0,
-            remedies: Sequence[Remedy] = ()) -> Plan:  # fmt: skip
+def plan_of(
+    request: PlanRequest,
+    chosen: Scored,
+    weighed: Sequence[Scored] = (),
+    lower_bound_s: float = 0.0,
+    remedies: Sequence[Remedy] = (),
+) -> Plan:
     """The plan that runs `chosen`.
 
     Args:
@@ -68,8 +73,11 @@ def plan_of(request: PlanRequest, chosen: Scored, weighed: Sequence[Scored] = ()
 def prediction(request: PlanRequest, chosen: Scored, lower_bound_s: float) -> Prediction:
     """What is expected of a way that was simulated."""
     made, costs, found = chosen.laid.made, chosen.laid.costs, chosen.found
-    timeline = found.timeline if found is not None and made.stream is None else \
-        simulate_schedule(made, costs, recompute=chosen.recompute)  # fmt: skip
+    timeline = (
+        found.timeline
+        if found is not None and made.stream is None
+        else simulate_schedule(made, costs, recompute=chosen.recompute)
+    )
     parts = tuple(tuple(holders.items()) for holders in timeline.memory_holders or ())
     return Prediction(
         step_s=chosen.step_s,
@@ -128,14 +136,16 @@ def one_device_s(request: PlanRequest) -> float:
 
 
 def data_parallel_s(request: PlanRequest) -> float | None:
-    """A step of data parallelism on all devices, as if they had the memory: each computes its share of the batch at once, then all
-    add up their gradients and update.
+    """A step of data parallelism on all devices, as if they had the memory: each computes its share
+    of the batch at once, then all add up their gradients and update.
     """
     ranks = request.cluster.ranks
     if not 1 < ranks <= request.batch:
         return None
     profiles = {id(each): each for each in map(request.profile_of, range(ranks))}
     parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
-    own = max(sum(each.step_seconds(request.batch / ranks)) + parameter_bytes * each.update_s_per_byte
-              for each in profiles.values())  # fmt: skip
+    own = max(
+        sum(each.step_seconds(request.batch / ranks)) + parameter_bytes * each.update_s_per_byte
+        for each in profiles.values()
+    )
     return own + meeting_seconds(range(ranks), parameter_bytes, request.cluster)

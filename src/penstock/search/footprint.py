@@ -1,4 +1,6 @@
-"""What a schedule holds on a rank at its full moments: how many micro-batches of which stage, and how many of them run again."""
+"""What a schedule holds on a rank at its full moments: how many micro-batches of which stage, and
+how many of them run again.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Footprint:
 
     With its weights, the rank holds at the moment t, in bytes, summed over its stages s:
 
-        kept[t, s] x (what a micro-batch keeps)  +  split[t, s] x (the rest of it)  +  whole[t, s] x (what comes back at once)
+        kept[t, s] x (what a micro-batch keeps)  +  split[t, s] x (the rest of it)  +  whole[t, s] x
+                                                 (what comes back at once)
 
     Attributes:
         stages: the rank's stages.

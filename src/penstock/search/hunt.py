@@ -24,14 +24,16 @@ USUAL_BUDGET_S = 10.0
 #: What one more way takes besides its ops, in ops.
 OVERHEAD = 8000
 
-#: A way this near to the best is cut again for its ranks, where they have several stages each and are not more than these.
+#: A way this near to the best is cut again for its ranks, where they have several stages each and
+#: are not more than these.
 NEAR, FEW_RANKS = 1.1, 32
 
 
 class Hunt:
     """Ways that were weighed for one request, until the time or the work allowed is spent.
 
-    Work is counted in ops, not in seconds, so that a search which ends by it finds the same on every machine.
+    Work is counted in ops, not in seconds, so that a search which ends by it finds the same on
+    every machine.
     """
 
     def __init__(self, request: PlanRequest, most_work: float = math.inf) -> None:
@@ -61,7 +63,9 @@ class Hunt:
         return bool(self.fits) and (self.work >= self._most_work or time.monotonic() >= self._until)
 
     def allow(self, more: float, share: float = 1.0) -> None:
-        """So many ops more from here on, and with a longer budget than usual more of them; until this share of the time is spent."""
+        """So many ops more from here on, and with a longer budget than usual more of them; until
+        this share of the time is spent.
+        """
         self._most_work = self.work + more * max(1.0, self.request.budget_s / USUAL_BUDGET_S)
         self._until = self._start + share * self.request.budget_s
 
@@ -82,8 +86,10 @@ class Hunt:
             return None
         if made.synchronous and made.ranks != way.shape.ranks:
             if made.ranks > self.request.cluster.ranks:
-                self.refuse(f"{made.name} in {made.stages} stages needs {made.ranks} ranks, {self.request.cluster.name} has "
-                            f"{self.request.cluster.ranks}")  # fmt: skip
+                self.refuse(
+                    f"{made.name} in {made.stages} stages needs {made.ranks} ranks, {self.request.cluster.name} has "
+                    f"{self.request.cluster.ranks}"
+                )
             return None
         copies = way.shape.pipelines * max(
             map(len, made.ranks_of_stage)
@@ -119,7 +125,9 @@ class Hunt:
         return found
 
     def weigh(self, proposal: Proposal, force: bool = False) -> Scored | None:
-        """Simulate a proposal if it can be made, may win, and fits; of several pipelines one first, and all if that may win."""
+        """Simulate a proposal if it can be made, may win, and fits; of several pipelines one first,
+        and all if that may win.
+        """
         try:
             first = pilot(self.request, proposal)
             if first is not None:

@@ -1,4 +1,6 @@
-"""What a way to run would take: its schedule made, placed on its devices, and simulated; so that "best" is one number."""
+"""What a way to run would take: its schedule made, placed on its devices, and simulated; so that
+"best" is one number.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,12 @@ from penstock.simulate.steady import Steady, steady
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.choice import rule_of
 
-#: Times this close, relatively, count as equal: then memory decides, then the number of micro-batches.
+#: Times this close, relatively, count as equal: then memory decides, then the number of
+#: micro-batches.
 CLOSE = 1e-3
 
-#: Peaks whose logarithms round to one multiple of this count as equal: a plan that is simpler is worth that little memory.
+#: Peaks whose logarithms round to one multiple of this count as equal: a plan that is simpler is
+#: worth that little memory.
 LEAN = 0.02
 
 #: Ways that are told when nothing fits.
@@ -37,10 +41,12 @@ MISFITS = 4
 @final
 @dataclass(frozen=True)
 class Laid:
-    """A proposal with its schedule, weight rule and costs. `request` is about the devices it stands on, in its order.
+    """A proposal with its schedule, weight rule and costs. `request` is about the devices it stands
+    on, in its order.
 
-    `pipelines` is above 1 where `made` is one of so many pipelines, which stands for all. `selection` has the layers that run again if
-    recompute is selective; the costs are then with them.
+    `pipelines` is above 1 where `made` is one of so many pipelines, which stands for all.
+    `selection` has the layers that run again if recompute is selective; the costs are then with
+    them.
     """
 
     request: PlanRequest
@@ -66,7 +72,9 @@ class Laid:
 @final
 @dataclass(frozen=True)
 class Scored:
-    """A way with its memory and time. `lack` is empty if it fits; `excess` is needs / has on its fullest rank."""
+    """A way with its memory and time. `lack` is empty if it fits; `excess` is needs / has on its
+    fullest rank.
+    """
 
     laid: Laid
     recompute: Recompute
@@ -123,8 +131,18 @@ class Scored:
     def candidate(self) -> Candidate:
         """What the plan tells of it."""
         made, proposal = self.laid.made, self.laid.proposal
-        return Candidate(made.name, made.stages, proposal.micro_batches, self.recompute, proposal.lengths, self.step_s,
-                         max(self.memory), self.lack or self.why, self.laid.rule.name, self.copies)  # fmt: skip
+        return Candidate(
+            made.name,
+            made.stages,
+            proposal.micro_batches,
+            self.recompute,
+            proposal.lengths,
+            self.step_s,
+            max(self.memory),
+            self.lack or self.why,
+            self.laid.rule.name,
+            self.copies,
+        )
 
     def simulated(self) -> Scored:
         """The same with its time."""
@@ -136,7 +154,8 @@ def lay_out(request: PlanRequest, proposal: Proposal) -> Laid:
 
     Raises:
         ScheduleError: no such schedule can be made, or a weight rule does not go with it.
-        PlanError: it has more ranks or micro-batches than there are, or puts all its stages on one rank.
+        PlanError: it has more ranks or micro-batches than there are, or puts all its stages on one
+        rank.
     """
     if proposal.micro_batches > request.batch:
         raise PlanError(
@@ -148,8 +167,10 @@ def lay_out(request: PlanRequest, proposal: Proposal) -> Laid:
             f"{made.name} puts all {made.stages} stages on one rank, where one stage would do the same"
         )
     if made.ranks > request.cluster.ranks:
-        raise PlanError(f"{made.name} in {made.stages} stages needs {made.ranks} ranks, {request.cluster.name} has "
-                        f"{request.cluster.ranks}")  # fmt: skip
+        raise PlanError(
+            f"{made.name} in {made.stages} stages needs {made.ranks} ranks, {request.cluster.name} has "
+            f"{request.cluster.ranks}"
+        )
     placed = request.on(proposal.devices) if proposal.devices else request
     if made.ranks > placed.cluster.ranks:
         raise PlanError(
@@ -195,16 +216,20 @@ def relaid(laid: Laid, request: PlanRequest) -> Laid:
 def made_of(
     name: str, stages: int, micro_batches: int, options: tuple[tuple[str, Option], ...]
 ) -> Schedule:
-    """A schedule of the zoo; the last few are kept, for a search asks for one several times in a row."""
+    """A schedule of the zoo; the last few are kept, for a search asks for one several times in a
+    row.
+    """
     own: dict[str, Any] = dict(options)
     return schedule(name, stages, micro_batches, **own)
 
 
 def pilot(request: PlanRequest, proposal: Proposal) -> Laid | None:
-    """The first of several pipelines, which all do the same: with what its stages take to meet their copies, it takes as long as all
-    of them where all have such devices and links as it has, and never longer. None where the proposal has no such.
+    """The first of several pipelines, which all do the same: with what its stages take to meet
+    their copies, it takes as long as all of them where all have such devices and links as it has,
+    and never longer. None where the proposal has no such.
 
-    Where the last micro-batch is not recomputed, it is taken for that of each pipeline, and is really that of one.
+    Where the last micro-batch is not recomputed, it is taken for that of each pipeline, and is
+    really that of one.
 
     Raises:
         ScheduleError, PlanError: as `lay_out`.
@@ -268,8 +293,9 @@ def is_measured(name: str) -> bool:
 
 
 def best(fits: Iterable[Scored], most_s: float = math.inf) -> Scored:
-    """The fastest; of those within 0.1 % of it a synchronous one, then the leanest (to about 2 %), then the one with the fewest
-    micro-batches. None slower than `most_s` is taken for another's sake.
+    """The fastest; of those within 0.1 % of it a synchronous one, then the leanest (to about 2 %),
+    then the one with the fewest micro-batches. None slower than `most_s` is taken for another's
+    sake.
     """
     every = list(fits)
     fastest = min(each.step_s for each in every)
@@ -278,7 +304,9 @@ def best(fits: Iterable[Scored], most_s: float = math.inf) -> Scored:
 
 
 def first_of_kind(found: Iterable[Scored]) -> list[Scored]:
-    """The first for every schedule, number of stages and of copies: ten more numbers of micro-batches would explain nothing."""
+    """The first for every schedule, number of stages and of copies: ten more numbers of
+    micro-batches would explain nothing.
+    """
     kinds: dict[object, Scored] = {}
     for each in found:
         kinds.setdefault(each.kind, each)

@@ -1,13 +1,18 @@
-"""Which layers to run again so that what is kept fits, at the least seconds: exact but for the rounding of seconds.
+"""Which layers to run again so that what is kept fits, at the least seconds: exact but for the
+rounding of seconds.
 
-Layers stand at places 0 … n-1. A state is a place, whether the layer before it is kept, a bound T on what may come back of a segment at
-once, and how long the layers before it take that run again, in whole ticks. Its value is the least that can be kept before it:
+Layers stand at places 0 … n-1. A state is a place, whether the layer before it is kept, a bound T
+on what may come back of a segment at once, and how long the layers before it take that run again,
+in whole ticks. Its value is the least that can be kept before it:
 
-    kept[j + 1] = min(kept[j] + saved(j), cut[j] + saved(j) + entry(j))           layer j keeps what it saves
-    cut[j]      = min over i < j of min(kept[i], cut[i])[earlier by ticks(i … j)] + given(i)     i … j - 1 is a segment, if it may be
+    kept[j + 1] = min(kept[j] + saved(j), cut[j] + saved(j) + entry(j))           layer j keeps what
+                                                                                  it saves
+    cut[j]      = min over i < j of min(kept[i], cut[i])[earlier by ticks(i … j)] + given(i)     i …
+                j - 1 is a segment, if it may be
 
-All T and ticks at once are one array. Bytes are exact, so that whatever fits is found, if any of the bounds T that are tried lets it; and
-the seconds of what is found are above the least by no more than half a tick for each layer.
+All T and ticks at once are one array. Bytes are exact, so that whatever fits is found, if any of
+the bounds T that are tried lets it; and the seconds of what is found are above the least by no more
+than half a tick for each layer.
 """
 
 from __future__ import annotations
@@ -38,13 +43,14 @@ COARSE, FINE = Precision(96, 4, 4), Precision(1024, 16, 24)
 @final
 @dataclass(frozen=True)
 class Layers:
-    """Layers of a rank, those of one stage after those of another; bytes are those of all micro-batches that the rank holds.
+    """Layers of a rank, those of one stage after those of another; bytes are those of all
+    micro-batches that the rank holds.
 
     Attributes:
         seconds: of each layer's forward.
-        saved, entry, given: bytes that each keeps, keeps besides behind a segment or at the beginning of a stage, and is given.
-        back: what comes back of a segment, from its first and one past its last layer; for one micro-batch.
-        firsts: places at which a stage begins.
+        saved, entry, given: bytes that each keeps, keeps besides behind a segment or at the
+        beginning of a stage, and is given. back: what comes back of a segment, from its first and
+        one past its last layer; for one micro-batch. firsts: places at which a stage begins.
     """
 
     seconds: Sequence[float]
@@ -65,9 +71,11 @@ class Layers:
         return found
 
 
-def lightest(layers: Layers, room: Callable[[Array], Array],
-             precision: Precision = FINE) -> tuple[list[tuple[int, int]], bool]:  # fmt: skip
-    """The segments that take the least, and whether what is kept then fits; if nothing fits, those that come nearest.
+def lightest(
+    layers: Layers, room: Callable[[Array], Array], precision: Precision = FINE
+) -> tuple[list[tuple[int, int]], bool]:
+    """The segments that take the least, and whether what is kept then fits; if nothing fits, those
+    that come nearest.
 
     Args:
         layers: of a rank.
@@ -90,7 +98,9 @@ def lightest(layers: Layers, room: Callable[[Array], Array],
 
 
 def _bounds(every: list[float], most: int) -> Array:
-    """0, where nothing runs again, and all bounds, or of many some of every size, the smallest and the largest among them."""
+    """0, where nothing runs again, and all bounds, or of many some of every size, the smallest and
+    the largest among them.
+    """
     if len(every) > most:
         every = [every[round(place)] for place in np.linspace(0, len(every) - 1, most)]
     return np.array([0.0, *every])
@@ -134,7 +144,9 @@ class _Space:
                 )
 
     def _ways_to_keep(self, place: int) -> tuple[Array, Array]:
-        """What is kept behind a layer that keeps: where the one before does, and where it does not or is another stage's."""
+        """What is kept behind a layer that keeps: where the one before does, and where it does not
+        or is another stage's.
+        """
         saved, entry = self.layers.saved[place], self.layers.entry[place]
         if place in self.layers.firsts:
             return self.kept[place] + (saved + entry), self.cut[place] + (saved + entry)

@@ -9,19 +9,22 @@ from penstock.search.laid import Scored
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 
-#: A search over orders of ops is worth its time where the budget has at least so many seconds: on a new machine it first compiles its
+#: A search over orders of ops is worth its time where the budget has at least so many seconds: on a
+#: new machine it first compiles its
 #: loops, which takes most of ten.
 SEARCHED_FROM_S = 20.0
 
-#: Seconds and rounds of one such search; where rounds end it, it makes the same program each time. Of pipelines of more ops than this
+#: Seconds and rounds of one such search; where rounds end it, it makes the same program each time.
+#: Of pipelines of more ops than this
 #: (stages x micro-batches) it would see too little.
 SECONDS, ROUNDS, MOST_OPS = 3.0, 300, 400
 
 
 def made_to_measure(request: PlanRequest, found: Sequence[Scored]) -> Iterator[Proposal]:
-    """For each way that was found, where it has one stage on every rank and one copy of each: programs of the same cut, ordered for
-    its own costs. Those of the zero-bubble heuristic; with a budget of 20 s or more, for the first, also that of a search within the
-    memory that activations may take there. None where schedules were named.
+    """For each way that was found, where it has one stage on every rank and one copy of each:
+    programs of the same cut, ordered for its own costs. Those of the zero-bubble heuristic; with a
+    budget of 20 s or more, for the first, also that of a search within the memory that activations
+    may take there. None where schedules were named.
     """
     if request.schedules is not None or (request.weights or "flush") != "flush":
         return
@@ -69,7 +72,9 @@ def _is_plain(each: Scored) -> bool:
 
 
 def _room(found: Scored) -> tuple[int, ...] | None:
-    """Per rank, the bytes that activations may take beside the weights; None where something is recomputed, or nothing is left."""
+    """Per rank, the bytes that activations may take beside the weights; None where something is
+    recomputed, or nothing is left.
+    """
     laid = found.laid
     held = laid.costs.spread("weight_bytes", laid.made.stages) or ()
     room = tuple(

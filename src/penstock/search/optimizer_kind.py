@@ -1,4 +1,6 @@
-"""What an optimizer is called and how much it keeps, from a name, a number, an optimizer, or what makes one."""
+"""What an optimizer is called and how much it keeps, from a name, a number, an optimizer, or what
+makes one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from typing import Any, Final, final
 
 from penstock.errors import SettingError
 
-#: Numbers that torch's optimizers keep for each parameter, as they are by default: (name of the class, numbers).
+#: Numbers that torch's optimizers keep for each parameter, as they are by default: (name of the
+#: class, numbers).
 _STATES: Final[Mapping[str, tuple[str, float]]] = {
     "sgd": ("SGD", 0.0),
     "momentum": ("SGD", 1.0),
@@ -47,8 +50,9 @@ class OptimizerKind:
     """An optimizer as planners know it.
 
     Attributes:
-        name: of torch's class, where it is one of torch's or next of kin to; else of its own. Empty where only a number is known.
-        states: numbers that it keeps for each parameter, in the parameter's own precision.
+        name: of torch's class, where it is one of torch's or next of kin to; else of its own. Empty
+        where only a number is known. states: numbers that it keeps for each parameter, in the
+        parameter's own precision.
     """
 
     name: str
@@ -59,8 +63,10 @@ def optimizer_kind(optimizer: object) -> OptimizerKind:
     """What is known of an optimizer.
 
     Args:
-        optimizer: a name ("sgd", "momentum", "adam", "AdamW"); the numbers that it keeps for each parameter; an optimizer of torch's;
-            or a function from parameters to one, which is called once, for one small parameter of its own.
+        optimizer: a name ("sgd", "momentum", "adam", "AdamW"); the numbers that it keeps for each
+        parameter; an optimizer of torch's;
+            or a function from parameters to one, which is called once, for one small parameter of
+            its own.
 
     Raises:
         SettingError: there is no such name, or the numbers cannot be known.
@@ -101,7 +107,9 @@ def _is_optimizer(value: object) -> bool:
 
 
 def _class_name(optimizer: Any) -> str:
-    """The name of torch's class that an optimizer is one of, or the next of kin to; else of its own class."""
+    """The name of torch's class that an optimizer is one of, or the next of kin to; else of its own
+    class.
+    """
     kinds = (
         kind.__name__
         for kind in type(optimizer).__mro__
@@ -128,7 +136,9 @@ def _of_instance(optimizer: Any) -> OptimizerKind:
 
 
 def _of_factory(make: Callable[..., Any]) -> OptimizerKind:
-    """By one step of an optimizer over a parameter of its own. Who has such a function has loaded torch, which planning does not."""
+    """By one step of an optimizer over a parameter of its own. Who has such a function has loaded
+    torch, which planning does not.
+    """
     torch: Any = sys.modules.get("torch")
     if torch is None:
         raise SettingError(

@@ -19,7 +19,8 @@ class Proposal:
         lengths: layers in every stage.
         schedule: name of a schedule of the catalogue, or of one that is made to measure.
         micro_batches: parts of a batch.
-        options: what the schedule takes besides; a hybrid has `("replicas", 4)` for so many whole pipelines, or
+        options: what the schedule takes besides; a hybrid has `("replicas", 4)` for so many whole
+        pipelines, or
             `("replicas", (2, 1))` for ranks per stage.
         recompute: "never", "except_last", "always", "selective", or "auto": as little as fits.
         weights: name of the weight rule; None is the schedule's own.

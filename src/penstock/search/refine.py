@@ -1,4 +1,6 @@
-"""A cut made better by what simulation says: layers moved over one boundary at a time, as long as that helps."""
+"""A cut made better by what simulation says: layers moved over one boundary at a time, as long as
+that helps.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ WORTH = 1e-4
 
 
 def refined(hunt: Hunt, found: Scored) -> Scored:
-    """The best cut that is reached by moving boundaries, each move simulated; `found` itself where none helps.
+    """The best cut that is reached by moving boundaries, each move simulated; `found` itself where
+    none helps.
 
-    The exact cut makes the slowest stage as fast as can be; what a step takes depends on filling and draining too, where stages that
-    are not the slowest count, and on which of them wait for messages.
+    The exact cut makes the slowest stage as fast as can be; what a step takes depends on filling
+    and draining too, where stages that are not the slowest count, and on which of them wait for
+    messages.
     """
     if hunt.request.by != "bottleneck" or found.laid.proposal.schedule not in _plain(hunt):
         return found

@@ -28,9 +28,11 @@ WORK = 120_000
 
 
 def remedies(request: PlanRequest, chosen: Scored) -> list[Remedy]:
-    """Changes with what a step takes then, best first: those that make it faster by half a percent or more.
+    """Changes with what a step takes then, best first: those that make it faster by half a percent
+    or more.
 
-    All but one keep the plan and change what it runs on; only for one rank more another is looked for, with the same schedule.
+    All but one keep the plan and change what it runs on; only for one rank more another is looked
+    for, with the same schedule.
     """
     found = []
     for change, other in _changes(request, chosen):
@@ -39,8 +41,12 @@ def remedies(request: PlanRequest, chosen: Scored) -> list[Remedy]:
             Remedy(change, steady(laid.made, laid.costs, chosen.recompute).seconds_per_batch)
         )
     if chosen.recompute != "never":
-        found.append(Remedy("memory for all activations, so that nothing is recomputed",
-                            steady(chosen.laid.made, chosen.laid.costs).seconds_per_batch))  # fmt: skip
+        found.append(
+            Remedy(
+                "memory for all activations, so that nothing is recomputed",
+                steady(chosen.laid.made, chosen.laid.costs).seconds_per_batch,
+            )
+        )
     found += _twice_the_batch(request, chosen) + _one_more_rank(request, chosen)
     worth = [each for each in found if each.step_s < chosen.step_s * (1 - WORTH)]
     return sorted(worth, key=lambda each: each.step_s)[:MOST]

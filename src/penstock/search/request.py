@@ -17,7 +17,8 @@ from penstock.simulate.simulate import RECOMPUTE
 from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.choice import does_not_go, schedule_for
 
-#: Numbers of micro-batches that are tried: doubling more gains little bubble and pays every call's fixed cost.
+#: Numbers of micro-batches that are tried: doubling more gains little bubble and pays every call's
+#: fixed cost.
 MICRO_BATCHES = tuple(2**power for power in range(13))
 
 #: Micro-batches of one pipeline beyond this many gain little.
@@ -29,13 +30,15 @@ MOST_IN_A_PIPELINE = 64
 class PlanRequest:
     """A model, a cluster, a batch, and what the plan may and must be. None leaves the planner free.
 
-    `profiles` is one profile, or one for every kind of device (`profiles_of`). `max_replicas` is the most copies of a stage,
-    which a schedule that is named may have all the same if it is made of copies, as Chimera is. `memory_limit` is in bytes
-    for every rank, besides what its device has. `recompute` is one of `RECOMPUTE`, or "auto". `by` says how to cut: a
-    partition method's name, or the lengths of the stages (`stages` is then their number). `asynchronous` says to weigh
-    asynchronous schedules too. `weights` is the weight rule, where it is not to be each schedule's own, and `weights_options`
-    is what that is given. `optimizer` is the name of torch's class, where it is known, and `optimizer_states` the numbers that it keeps
-    for each parameter; by default as many as the profiles say.
+    `profiles` is one profile, or one for every kind of device (`profiles_of`). `max_replicas` is
+    the most copies of a stage, which a schedule that is named may have all the same if it is made
+    of copies, as Chimera is. `memory_limit` is in bytes for every rank, besides what its device
+    has. `recompute` is one of `RECOMPUTE`, or "auto". `by` says how to cut: a partition method's
+    name, or the lengths of the stages (`stages` is then their number). `asynchronous` says to weigh
+    asynchronous schedules too. `weights` is the weight rule, where it is not to be each schedule's
+    own, and `weights_options` is what that is given. `optimizer` is the name of torch's class,
+    where it is known, and `optimizer_states` the numbers that it keeps for each parameter; by
+    default as many as the profiles say.
 
     Raises:
         PlanError: a number is out of its range, or the weight rule does not go with the schedules.
@@ -95,15 +98,18 @@ class PlanRequest:
             if rule.synchronous != facts.synchronous:
                 raise PlanError(does_not_go(rule.name, facts.name, facts.synchronous))
             if not self._has_formula(rule):
-                raise SettingError(f"weight rule {rule.name!r} has no formula for {self.optimizer}: {rule.because}; it goes with "
-                                   f"{', '.join(rule.optimizers)}")  # fmt: skip
+                raise SettingError(
+                    f"weight rule {rule.name!r} has no formula for {self.optimizer}: {rule.because}; it goes with "
+                    f"{', '.join(rule.optimizers)}"
+                )
 
     def families(self) -> tuple[ScheduleFacts, ...]:
-        """The schedules to weigh: those asked for, in that order and each once; or all that any model can run, asynchronous ones
-        only where those are asked for, and with a weight rule only such as it goes with.
+        """The schedules to weigh: those asked for, in that order and each once; or all that any
+        model can run, asynchronous ones only where those are asked for, and with a weight rule only
+        such as it goes with.
 
-        Slices of sequences need a causal model, which a profile does not tell: they are weighed when asked for; so are schedules
-        with copies of stages.
+        Slices of sequences need a causal model, which a profile does not tell: they are weighed
+        when asked for; so are schedules with copies of stages.
 
         Raises:
             PlanError: the list is empty.
@@ -149,12 +155,14 @@ class PlanRequest:
         return with_optimizer_states(found, self.optimizer_states)
 
     def profile_of(self, rank: int) -> Profile:
-        """What the layers cost on the device of the cluster's rank `rank`; one object for all devices of a kind."""
+        """What the layers cost on the device of the cluster's rank `rank`; one object for all
+        devices of a kind.
+        """
         return self._profiles[rank]
 
     def micro_batch_counts(self, pipelines: int = 1) -> tuple[int, ...]:
-        """The numbers of micro-batches to try, ascending: powers of two up to the batch, no more than 64 for each of so many
-        pipelines; or the one that is asked for.
+        """The numbers of micro-batches to try, ascending: powers of two up to the batch, no more
+        than 64 for each of so many pipelines; or the one that is asked for.
         """
         if self.micro_batches is not None:
             return (self.micro_batches,)
@@ -183,7 +191,9 @@ class PlanRequest:
 
     @property
     def held_per_parameter_byte(self) -> float:
-        """Bytes of weights, their gradients and the optimizer's numbers for each byte of parameters: what `stage_costs` counts."""
+        """Bytes of weights, their gradients and the optimizer's numbers for each byte of
+        parameters: what `stage_costs` counts.
+        """
         return 2 + self.profile.optimizer_states
 
     def memory_bytes(self, rank: int) -> int:

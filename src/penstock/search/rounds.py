@@ -1,19 +1,24 @@
-"""Programs made round by round: a forward goes down the stages, then an input gradient comes up; weight gradients fill gaps.
+"""Programs made round by round: a forward goes down the stages, then an input gradient comes up;
+weight gradients fill gaps.
 
-The heuristic of Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 3, with the answers of its authors'
-scheduler where the text leaves a choice. Every stage plays on its own clock, so that it is known when the next forward or gradient
-arrives, and how long the rank would wait:
+The heuristic of Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 3,
+with the answers of its authors' scheduler where the text leaves a choice. Every stage plays on its
+own clock, so that it is known when the next forward or gradient arrives, and how long the rank
+would wait:
 
-    warm-up   | every stage: F0; then as many F as memory holds and as end before the first gradient comes; I0
+    warm-up   | every stage: F0; then as many F as memory holds and as end before the first gradient
+              comes; I0
     a round   | stage 0, 1, …, p - 1: W for lack of memory, W in the gap before the F arrives, F
               | stage p - 1, …, 1, 0: W in the gap before the gradient arrives, I
     at last   | the W left over
 
-Three questions have no answer that is best for all costs; a `Style` answers them, and the caller tries all eight.
+Three questions have no answer that is best for all costs; a `Style` answers them, and the caller
+tries all eight.
 
-Rules: no stage has run fewer forwards than the next one, so whatever an op needs stands before it in the order in which ops are
-made here: the programs have no cycle. And whenever a forward is due, running all W that can run makes room for it, since the
-warm-up left as many whole micro-batches in flight as memory holds at most, and every round takes one in and lets one go.
+Rules: no stage has run fewer forwards than the next one, so whatever an op needs stands before it
+in the order in which ops are made here: the programs have no cycle. And whenever a forward is due,
+running all W that can run makes room for it, since the warm-up left as many whole micro-batches in
+flight as memory holds at most, and every round takes one in and lets one go.
 """
 
 from __future__ import annotations
@@ -35,9 +40,11 @@ class Style:
 
     Attributes:
         punctual: the warm-up takes no forward that would still run when the first gradient arrives.
-        gradient_first: a stage lets a forward be when the next stage has two to go on with and will send a gradient before
+        gradient_first: a stage lets a forward be when the next stage has two to go on with and will
+        send a gradient before
             this forward is done; unless waiting would make it the stage that has waited longest.
-        eager: a W that takes longer than the gap fills it always, not only when waiting would make this the stage that has
+        eager: a W that takes longer than the gap fills it always, not only when waiting would make
+        this the stage that has
             waited longest.
     """
 
@@ -51,7 +58,9 @@ STYLES = tuple(Style(*answers) for answers in product((True, False), repeat=3))
 
 @dataclass(frozen=True)
 class Memory:
-    """Per stage, what it may hold, in its whole micro-batches and at least 1; and the fraction of one that is kept from I to W."""
+    """Per stage, what it may hold, in its whole micro-batches and at least 1; and the fraction of
+    one that is kept from I to W.
+    """
 
     limits: Sequence[float]
     kept: Sequence[float]
@@ -59,7 +68,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Draft:
-    """Per stage, the kinds of its ops in order, and the seconds from the start of its first op to the end of its last.
+    """Per stage, the kinds of its ops in order, and the seconds from the start of its first op to
+    the end of its last.
 
     The micro-batches of each kind count up from 0, so that kinds are all there is to say.
     """
@@ -153,7 +163,8 @@ class _Rounds:
             counts[stage] = number - 1
             first_gradient = max(clock, due) + self.seconds.input_grad[stage][0]
         for stage in range(1, self.stages):
-            # One fewer than the stage before, which would else wait for its own gradient behind this stage's forwards. Where
+            # One fewer than the stage before, which would else wait for its own gradient behind
+            # this stage's forwards. Where
             # all have run there, all can run here.
             most = (
                 counts[stage - 1]

@@ -1,4 +1,6 @@
-"""Every schedule by name: those of the zoo, which numbers suffice to make, and those made to measure, which need costs."""
+"""Every schedule by name: those of the zoo, which numbers suffice to make, and those made to
+measure, which need costs.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from penstock.schedule.catalogue import ScheduleFacts
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
 
-#: Functions of (costs, micro_batches, **options), where `costs.forward` has one entry per stage and so tells their number; an entry
-#: may be one number per micro-batch. Their facts are those of the zoo's; name and options are set here.
+#: Functions of (costs, micro_batches, **options), where `costs.forward` has one entry per stage and
+#: so tells their number; an entry
+#: may be one number per micro-batch. Their facts are those of the zoo's; name and options are set
+#: here.
 MADE_TO_MEASURE: Registry[Callable[..., Schedule]] = Registry(
     "schedule", "penstock.search.made_to_measure"
 )
@@ -32,8 +36,14 @@ def schedules() -> dict[str, ScheduleFacts]:
     return {**zoo.schedules(), **made}
 
 
-def schedule(name: str, stages: int | None = None, micro_batches: int = 1, *, costs: Costs | None = None,
-             **options: object) -> Schedule:  # fmt: skip
+def schedule(
+    name: str,
+    stages: int | None = None,
+    micro_batches: int = 1,
+    *,
+    costs: Costs | None = None,
+    **options: object,
+) -> Schedule:
     """Make the schedule called `name` (or by an alias).
 
     >>> print(schedule("1f1b", stages=2, micro_batches=2))
@@ -42,10 +52,11 @@ def schedule(name: str, stages: int | None = None, micro_batches: int = 1, *, co
 
     Args:
         name: one of `schedules()`.
-        stages: number of stages, at least 1. May be left out where `costs` have one entry per stage.
-        micro_batches: micro-batches per batch, at least 1.
-        costs: what to measure it for: only for schedules whose facts say `needs_costs`, and these need it.
-        options: what this schedule takes besides; its own docstring says. All of the zoo take `replicas`: a number of pipelines,
+        stages: number of stages, at least 1. May be left out where `costs` have one entry per
+        stage. micro_batches: micro-batches per batch, at least 1. costs: what to measure it for:
+        only for schedules whose facts say `needs_costs`, and these need it. options: what this
+        schedule takes besides; its own docstring says. All of the zoo take `replicas`: a number of
+        pipelines,
             or of ranks for every stage (`penstock.schedule.catalogue.schedule`).
 
     Raises:
@@ -62,8 +73,10 @@ def schedule(name: str, stages: int | None = None, micro_batches: int = 1, *, co
     name = own[name]
     if facts[name].needs_costs:
         if not isinstance(costs, Costs):
-            raise ScheduleError(f"{name} is made to measure: say for what, such as costs=ps.Costs(forward=[1, 2, 1]), "
-                                f"not {costs!r}")  # fmt: skip
+            raise ScheduleError(
+                f"{name} is made to measure: say for what, such as costs=ps.Costs(forward=[1, 2, 1]), "
+                f"not {costs!r}"
+            )
         return _made_to_measure(name, costs, stages, micro_batches, options)
     if costs is not None:
         raise ScheduleError(
@@ -100,7 +113,8 @@ def spread_forward(costs: Costs, stages: int | None, micro_batches: int) -> Cost
 
     Raises:
         ScheduleError: nothing tells the number of stages, or it is below 1.
-        SettingError: entries of the costs are for different numbers of stages, or for others than `stages`.
+        SettingError: entries of the costs are for different numbers of stages, or for others than
+        `stages`.
     """
     listed = {
         field.name: value

@@ -18,7 +18,8 @@ def best_of(request: PlanRequest, proposals: Iterable[Proposal]) -> Plan:
     """The plan of the fastest proposal that fits, all others in its table.
 
     Raises:
-        PlanError: nothing fits, and the message says what the nearest need; or nothing can be made, and it says why.
+        PlanError: nothing fits, and the message says what the nearest need; or nothing can be made,
+        and it says why.
     """
     fits: list[Scored] = []
     misfits: list[Scored] = []

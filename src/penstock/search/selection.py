@@ -1,7 +1,9 @@
-"""Which layers run again so that a way fits: on every rank that lacks memory, those that take the least.
+"""Which layers run again so that a way fits: on every rank that lacks memory, those that take the
+least.
 
-One rank's stages, with all ranks that have copies of them, are a question of their own. A stage alone on its rank is answered exactly
-(`lightest`); where a rank has several, what they hold at its fullest moment is weighed, and if another moment is then too full, that too.
+One rank's stages, with all ranks that have copies of them, are a question of their own. A stage
+alone on its rank is answered exactly (`lightest`); where a rank has several, what they hold at its
+fullest moment is weighed, and if another moment is then too full, that too.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class Hopeless(Exception):  # an answer, not a failure
 
 
 def selected(laid: Laid, precision: Precision = COARSE, reach: float = math.inf) -> Laid | None:
-    """The same with the layers that have to run again, and what that costs; if nothing fits, with those that come nearest. None where ranks
-    share some of their stages and not others.
+    """The same with the layers that have to run again, and what that costs; if nothing fits, with
+    those that come nearest. None where ranks share some of their stages and not others.
 
     Raises:
         Hopeless: whatever runs again, a step takes more than `reach` seconds.
@@ -52,7 +54,9 @@ def selected(laid: Laid, precision: Precision = COARSE, reach: float = math.inf)
 
 @dataclass
 class _Group:
-    """Stages, and the ranks that have them, all of them each; with the bytes that a rank has besides its weights."""
+    """Stages, and the ranks that have them, all of them each; with the bytes that a rank has
+    besides its weights.
+    """
 
     laid: Laid
     stages: tuple[int, ...]
@@ -97,8 +101,9 @@ class _Group:
         )
 
     def least_s(self) -> float:
-        """Seconds that no step can undercut in which these stages fit: their ops, and what frees the bytes that are too many at the fullest
-        moment, at the rate of the layer that frees most in a second.
+        """Seconds that no step can undercut in which these stages fit: their ops, and what frees
+        the bytes that are too many at the fullest moment, at the rate of the layer that frees most
+        in a second.
         """
         laid = self.laid
         if laid.made.stream is not None:
@@ -146,8 +151,9 @@ class _Group:
             weighed = tuple(np.maximum(a, b) for a, b in zip(weighed, over, strict=True))  # type: ignore[assignment]  # of three
         return found
 
-    def _lightest(self, weighed: tuple[Array, Array, Array],
-                  precision: Precision) -> tuple[list[tuple[int, int]], bool]:  # fmt: skip
+    def _lightest(
+        self, weighed: tuple[Array, Array, Array], precision: Precision
+    ) -> tuple[list[tuple[int, int]], bool]:
         """The segments that take the least with what is weighed; one stage's with all its moments."""
         parts, samples, sizes, full = self.parts, self.samples, self.sizes, self.full
         places = [layer for part in parts for layer in range(part.start, part.stop)]
@@ -162,9 +168,14 @@ class _Group:
             found: list[float] = (of_layer * [row[layer] for layer in places]).tolist()
             return found
 
-        layers = Layers([self.seconds[layer] for layer in places], all_held(sizes.kept), all_held(sizes.entry), all_held(sizes.given),
-                        lambda first, end: samples * sizes.comes_back(places[first], places[end - 1] + 1),
-                        frozenset(firsts.tolist()))  # fmt: skip
+        layers = Layers(
+            [self.seconds[layer] for layer in places],
+            all_held(sizes.kept),
+            all_held(sizes.entry),
+            all_held(sizes.given),
+            lambda first, end: samples * sizes.comes_back(places[first], places[end - 1] + 1),
+            frozenset(firsts.tolist()),
+        )
 
         def room(bounds: Array) -> Array:
             if len(parts) == 1:
@@ -176,7 +187,9 @@ class _Group:
         return [(places[first], places[end - 1] + 1) for first, end in found], fits
 
     def _room_alone(self, bounds: Array, full: Array) -> Array:
-        """How much the one stage may keep of a micro-batch, for bounds on what comes back: the least of all moments."""
+        """How much the one stage may keep of a micro-batch, for bounds on what comes back: the
+        least of all moments.
+        """
         least = np.full(len(bounds), np.inf)
         for each, room in zip(self.prints, self.rooms, strict=True):
             left = room - each.split * full - each.whole * bounds[None, :]
@@ -190,7 +203,9 @@ class _Group:
         return least
 
     def _fullest(self, full: Array) -> tuple[float, tuple[Array, Array, Array]]:
-        """By how much a rank holds too much at the worst moment, if nothing runs again, and the counts of that moment."""
+        """By how much a rank holds too much at the worst moment, if nothing runs again, and the
+        counts of that moment.
+        """
         worst, found = -np.inf, None
         for each, room in zip(self.prints, self.rooms, strict=True):
             held = each.kept @ full
@@ -204,7 +219,9 @@ class _Group:
         return worst, found
 
     def _too_full(self, kept: Array, full: Array, back: Array) -> tuple[Array, Array, Array] | None:
-        """The counts of a moment at which a rank holds more than it has, by most; None if there is none."""
+        """The counts of a moment at which a rank holds more than it has, by most; None if there is
+        none.
+        """
         worst, found = 0.0, None
         for each, room in zip(self.prints, self.rooms, strict=True):
             held = each.bytes(kept, full, back)
@@ -215,7 +232,9 @@ class _Group:
 
 
 def _groups(laid: Laid) -> list[_Group] | None:
-    """The stages of every rank with the ranks that have them; None where two ranks share some and not all."""
+    """The stages of every rank with the ranks that have them; None where two ranks share some and
+    not all.
+    """
     made, prints = laid.made, footprints(laid.made)
     weights = weights_held(tables_of(made, laid.costs, "never")).sum(axis=1)
     found: dict[tuple[int, ...], _Group] = {}

@@ -10,7 +10,8 @@ from penstock.cluster.cluster import Cluster
 from penstock.partition.ordered import best_order
 from penstock.search.request import PlanRequest
 
-#: Up to so many devices every number of pipelines and of ranks in each is tried; of more, those that use nearly all of them.
+#: Up to so many devices every number of pipelines and of ranks in each is tried; of more, those
+#: that use nearly all of them.
 FEW = 16
 
 #: Longer pipelines of several kinds have them kind after kind only.
@@ -27,7 +28,8 @@ MOST_ORDERS = 6
 class Shape:
     """`pipelines` pipelines of `ranks` ranks each.
 
-    `devices` are the cluster's ranks that they are, pipeline after pipeline; all pipelines have the same kinds in the same order.
+    `devices` are the cluster's ranks that they are, pipeline after pipeline; all pipelines have the
+    same kinds in the same order.
     """
 
     pipelines: int
@@ -41,8 +43,9 @@ class Shape:
 
 
 def shapes(request: PlanRequest) -> list[Shape]:
-    """All shapes to weigh, each once: on all kinds of devices and on the faster ones alone, and where there are several nodes both
-    along them (a pipeline fills a node before it goes to the next) and across them (its stages stand on different nodes).
+    """All shapes to weigh, each once: on all kinds of devices and on the faster ones alone, and
+    where there are several nodes both along them (a pipeline fills a node before it goes to the
+    next) and across them (its stages stand on different nodes).
     """
     found: dict[Shape, None] = {}
     for kinds in _kinds(request):
@@ -57,8 +60,8 @@ def shapes(request: PlanRequest) -> list[Shape]:
 def _along(
     request: PlanRequest, order: tuple[str, ...], counts: tuple[int, ...], pipelines: int
 ) -> Iterator[tuple[str, ...]]:
-    """The kinds of a pipeline's devices along it: kind after kind; and where there are several, in the order in which the slowest stage
-    is fastest.
+    """The kinds of a pipeline's devices along it: kind after kind; and where there are several, in
+    the order in which the slowest stage is fastest.
     """
     yield tuple(name for name, count in zip(order, counts, strict=True) for _ in range(count))
     if len(order) == 1 or sum(counts) > MOST_ORDERED:
@@ -112,7 +115,9 @@ def _counts(request: PlanRequest, order: tuple[str, ...]) -> Iterator[tuple[int,
 
 
 def _at_most(share: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    """The share with the same proportions and no more ranks than there are layers, every kind at least once."""
+    """The share with the same proportions and no more ranks than there are layers, every kind at
+    least once.
+    """
     if sum(share) <= layers:
         return share
     return tuple(max(1, count * layers // sum(share)) for count in share)

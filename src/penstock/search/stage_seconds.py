@@ -17,7 +17,9 @@ Seconds = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of every F, I and W, and of every transfer up to the next stage and back down; as `simulate` counts them."""
+    """Seconds of every F, I and W, and of every transfer up to the next stage and back down; as
+    `simulate` counts them.
+    """
 
     forward: Seconds
     input_grad: Seconds
@@ -30,7 +32,8 @@ class StageSeconds:
         """The seconds of as many stages as `costs.forward` has entries, every default filled in.
 
         Raises:
-            SettingError: `costs.forward` is not one entry per stage, or others of the costs are for another number of stages.
+            SettingError: `costs.forward` is not one entry per stage, or others of the costs are for
+            another number of stages.
         """
         stages = stages_of(costs)
         amounts = Amounts.of([costs], stages, range(micro_batches))

@@ -1,4 +1,6 @@
-"""Pipelines in which stages stand on different numbers of ranks: dear stages more often, those with many weights once."""
+"""Pipelines in which stages stand on different numbers of ranks: dear stages more often, those with
+many weights once.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,26 @@ from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.simulate.plan_costs import meeting_seconds
 
-#: More ranks than this are shared out evenly only: the table of what every stage would take grows with them.
+#: More ranks than this are shared out evenly only: the table of what every stage would take grows
+#: with them.
 MOST_RANKS = 128
 
-#: Up to so many ranks all must be used: of more, some may be left over where the slowest stage is none the worse.
+#: Up to so many ranks all must be used: of more, some may be left over where the slowest stage is
+#: none the worse.
 FEW = 16
 
-#: Numbers of stages that are tried besides the best by the slowest stage alone: fewer fill and drain faster.
+#: Numbers of stages that are tried besides the best by the slowest stage alone: fewer fill and
+#: drain faster.
 STAGES = (2, 3, 4)
 
 
 def uneven(request: PlanRequest) -> Iterator[Proposal]:
-    """Proposals: for some numbers of micro-batches and of stages, the cut and the copies whose slowest stage is fastest.
+    """Proposals: for some numbers of micro-batches and of stages, the cut and the copies whose
+    slowest stage is fastest.
 
-    A stage on k ranks takes a k-th of its seconds for each micro-batch, or what comes in for it, or its part of what k ranks take to
-    add up their gradients, whichever is most. Nothing is proposed where devices differ or are more than 128.
+    A stage on k ranks takes a k-th of its seconds for each micro-batch, or what comes in for it, or
+    its part of what k ranks take to add up their gradients, whichever is most. Nothing is proposed
+    where devices differ or are more than 128.
     """
     ranks, layers = request.cluster.ranks, len(request.profile)
     alike = len({id(request.profile_of(rank)) for rank in range(ranks)}) == 1
@@ -81,7 +88,9 @@ def _counts(request: PlanRequest) -> list[int]:
 
 
 def _table(request: PlanRequest, micro_batches: int) -> np.ndarray:
-    """Shape (layers + 1, layers + 1, ranks + 1): seconds for a micro-batch of the layers a to b on k ranks."""
+    """Shape (layers + 1, layers + 1, ranks + 1): seconds for a micro-batch of the layers a to b on
+    k ranks.
+    """
     profile, cluster, ranks = request.profile, request.cluster, request.cluster.ranks
     micro_batch, layers = request.batch / micro_batches, len(profile)
     work = np.concatenate([[0.0], np.cumsum(profile.step_seconds(micro_batch))])

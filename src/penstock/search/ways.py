@@ -1,4 +1,6 @@
-"""The ways to run that `auto` weighs: shapes with schedules and numbers, the promising ones first, each with what nothing can beat."""
+"""The ways to run that `auto` weighs: shapes with schedules and numbers, the promising ones first,
+each with what nothing can beat.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ STAGES_PER_RANK = (2, 3, 4)
 
 @dataclass(frozen=True)
 class Way:
-    """A schedule with its numbers on a shape. `estimate_s` sorts the ways, `bound_s` is what no cut can beat."""
+    """A schedule with its numbers on a shape. `estimate_s` sorts the ways, `bound_s` is what no cut
+    can beat.
+    """
 
     shape: Shape
     schedule: str
@@ -46,7 +50,9 @@ class Way:
 
 
 def layouts(facts: ScheduleFacts, ranks: int) -> list[tuple[int, tuple[tuple[str, Option], ...]]]:
-    """Numbers of stages, and the options for them, with which a schedule may stand on so many ranks."""
+    """Numbers of stages, and the options for them, with which a schedule may stand on so many
+    ranks.
+    """
     if facts.stages_per_rank == "chunks":
         return [(each * ranks, (("chunks", each),)) for each in STAGES_PER_RANK]
     if facts.stages_per_rank == "2 x waves":
@@ -57,7 +63,9 @@ def layouts(facts: ScheduleFacts, ranks: int) -> list[tuple[int, tuple[tuple[str
 
 
 def _unlike_alone(families: Sequence[ScheduleFacts]) -> list[ScheduleFacts]:
-    """Those that differ where the whole model is one stage: they split its backwards or not, flush or not."""
+    """Those that differ where the whole model is one stage: they split its backwards or not, flush
+    or not.
+    """
     kinds: dict[object, ScheduleFacts] = {}
     for facts in sorted(families, key=lambda facts: facts.name):
         if facts.stages_per_rank == "1":
@@ -66,7 +74,9 @@ def _unlike_alone(families: Sequence[ScheduleFacts]) -> list[ScheduleFacts]:
 
 
 class Space:
-    """All ways of a request. What it takes to know their bounds is worked out once for each kind of device and size."""
+    """All ways of a request. What it takes to know their bounds is worked out once for each kind of
+    device and size.
+    """
 
     def __init__(self, request: PlanRequest, every: list[Shape]) -> None:
         self.request, self.shapes = request, every
@@ -87,8 +97,8 @@ class Space:
 
     @cached_property
     def leading(self) -> frozenset[str]:
-        """The schedules that stand for all in a first look: of those with a flush and of those without 1F1B, or its kin PipeDream, where
-        it is allowed, else that of the best estimate.
+        """The schedules that stand for all in a first look: of those with a flush and of those
+        without 1F1B, or its kin PipeDream, where it is allowed, else that of the best estimate.
         """
         found = []
         for synchronous, favourite in ((True, "1f1b"), (False, "pipedream")):
@@ -101,11 +111,14 @@ class Space:
 
     @cached_property
     def least_s(self) -> float:
-        """No step is shorter, however stages are cut and copied: all work, shared evenly among all devices."""
+        """No step is shorter, however stages are cut and copied: all work, shared evenly among all
+        devices.
+        """
         found = [
             count * self._load(shape, count).of_cluster
-            for shape in self.shapes[:1] for count in self.request.micro_batch_counts(self.request.cluster.ranks)
-        ]  # fmt: skip
+            for shape in self.shapes[:1]
+            for count in self.request.micro_batch_counts(self.request.cluster.ranks)
+        ]
         return min(found, default=0.0)
 
     def _of_shape(self, shape: Shape) -> Iterator[Way]:
@@ -124,7 +137,9 @@ class Space:
                 yield Way(shape, facts.name, stages, micro_batches, options, estimate, bound)
 
     def _multiples(self, shape: Shape) -> Iterator[int]:
-        """Numbers of micro-batches that some schedules need: multiples of the ranks, for each pipeline."""
+        """Numbers of micro-batches that some schedules need: multiples of the ranks, for each
+        pipeline.
+        """
         if self.request.micro_batches is None:
             for times in (1, 2, 4):
                 count = times * shape.ranks * shape.pipelines
@@ -140,10 +155,11 @@ class Space:
         return self._rows[key]
 
     def _least(self, kinds: Sequence[int], samples: float) -> tuple[float, float]:
-        """Of the whole model, every layer on the device and in the way that is fastest for it, as no cut can better: a micro-batch's way
-        through all layers, and that and back.
+        """Of the whole model, every layer on the device and in the way that is fastest for it, as
+        no cut can better: a micro-batch's way through all layers, and that and back.
 
-        Which device is faster may differ from layer to layer, and so may whether a backward is worth splitting.
+        Which device is faster may differ from layer to layer, and so may whether a backward is
+        worth splitting.
         """
         key = tuple(kinds), samples
         if key not in self._bests:
@@ -153,9 +169,11 @@ class Space:
         return self._bests[key]
 
     def _shared_s(self, ranks: Sequence[int], samples: float) -> float:
-        """Seconds of each device at the least, if they share the work of a micro-batch however they like.
+        """Seconds of each device at the least, if they share the work of a micro-batch however they
+        like.
 
-        One of another kind than the first is at all layers at most as much faster as at the layer that suits it best.
+        One of another kind than the first is at all layers at most as much faster as at the layer
+        that suits it best.
         """
         counts = Counter(id(self.request.profile_of(rank)) for rank in ranks)
         key = tuple(counts.items()), samples
@@ -200,8 +218,17 @@ class Space:
             * min(self.request.profile_of(rank).update_s_per_byte for rank in kinds)
             / shape.ranks
         )
-        return Load(shape.ranks, shape.pipelines, micro_batches, even, self._shared_s(shape.first, samples), down, path, update + self._met_s(shape),
-                    self._shared_s(range(ranks), samples))  # fmt: skip
+        return Load(
+            shape.ranks,
+            shape.pipelines,
+            micro_batches,
+            even,
+            self._shared_s(shape.first, samples),
+            down,
+            path,
+            update + self._met_s(shape),
+            self._shared_s(range(ranks), samples),
+        )
 
     @cached_property
     def _every(self) -> list[int]:
@@ -221,8 +248,9 @@ class Space:
 
 @dataclass(frozen=True)
 class Load:
-    """Seconds that one micro-batch takes on each rank of a pipeline if all share it evenly (`even`), and at the least (`least`); on its
-    path through all stages (`down`) and back (`path`); what comes after the last backward (`after`); and its share of the whole cluster.
+    """Seconds that one micro-batch takes on each rank of a pipeline if all share it evenly
+    (`even`), and at the least (`least`); on its path through all stages (`down`) and back (`path`);
+    what comes after the last backward (`after`); and its share of the whole cluster.
     """
 
     ranks: int
@@ -266,11 +294,12 @@ def _slices(name: str) -> bool:
 
 
 def _with_ramp(micro_batches: int, load: Load, path: float) -> float:
-    """What no cut into one stage per rank can beat: rank s waits until a micro-batch has gone through the stages before it and,
-    behind its last, back through them, which takes a share q of these stages' work: `path` of the whole model's.
+    """What no cut into one stage per rank can beat: rank s waits until a micro-batch has gone
+    through the stages before it and, behind its last, back through them, which takes a share q of
+    these stages' work: `path` of the whole model's.
 
-    For stages t, prefix sums P: max_s (q P_s + m t_s) is least where all are equal: C, with t_s = (C - q P_s) / m; they sum to the
-    work w for C = w q / (1 - (1 - q / m)^p).
+    For stages t, prefix sums P: max_s (q P_s + m t_s) is least where all are equal: C, with t_s =
+    (C - q P_s) / m; they sum to the work w for C = w q / (1 - (1 - q / m)^p).
     """
     work = load.least * load.ranks
     share = min(path / work, 1.0) if work else 0.0
@@ -280,14 +309,17 @@ def _with_ramp(micro_batches: int, load: Load, path: float) -> float:
 
 
 def least_s(made: Schedule, costs: Costs) -> float:
-    """Seconds that no step of this schedule undercuts, transfers and updates counted as free; of a stream, no batch.
+    """Seconds that no step of this schedule undercuts, transfers and updates counted as free; of a
+    stream, no batch.
 
     For every rank:
 
-        stages before that of its first op, forward  |  its own work up to its last backward  |  the backwards before that
+        stages before that of its first op, forward  |  its own work up to its last backward  |  the
+                                                     backwards before that
 
-    The sum is valid since a rank is sequential, and its first forward and last backward have those stages before and after them.
-    A stream is full: of a rank only its own work counts, in as many batches as it takes until all comes again.
+    The sum is valid since a rank is sequential, and its first forward and last backward have those
+    stages before and after them. A stream is full: of a rank only its own work counts, in as many
+    batches as it takes until all comes again.
     """
     seconds = {
         Kind(letter): _least_of(costs, name, made)

@@ -16,11 +16,11 @@ from penstock.units import format_bytes
 
 
 def weigh(laid: Laid, reach: float = math.inf) -> list[Scored]:
-    """What does not fit, and last what fits and is simulated, if anything does. What certainly takes more than `reach` seconds may be
-    left out.
+    """What does not fit, and last what fits and is simulated, if anything does. What certainly
+    takes more than `reach` seconds may be left out.
 
-    Where recompute is the planner's choice: nothing recomputed, if that fits; else the faster of all but the last micro-batch, and of
-    those layers that have to be; else everything.
+    Where recompute is the planner's choice: nothing recomputed, if that fits; else the faster of
+    all but the last micro-batch, and of those layers that have to be; else everything.
     """
     asked = laid.proposal.recompute if laid.request.recompute == "auto" else laid.request.recompute
     if asked != "auto":
@@ -39,7 +39,9 @@ def weigh(laid: Laid, reach: float = math.inf) -> list[Scored]:
 
 
 def finer(chosen: Scored) -> Scored:
-    """The same with a closer look at the layers that run again, if it is one of such and that makes it faster."""
+    """The same with a closer look at the layers that run again, if it is one of such and that makes
+    it faster.
+    """
     if chosen.recompute != "selective":
         return chosen
     (found,) = _tried(replace(chosen.laid, selection=None), "selective")

@@ -15,12 +15,14 @@ BUSY = 2 / 3
 def bound_by(timeline: Timeline, seconds: float | None = None) -> str:
     """`"compute of stage 2"`, `"link 0→1"` or `"bubble"`, with the share of the step that it takes.
 
-    The busiest link (both directions together) bounds it if it is busier than the busiest rank; else that rank's compute, unless
-    it waits more than a third of the time, which is bubble: filling, draining, and latencies.
+    The busiest link (both directions together) bounds it if it is busier than the busiest rank;
+    else that rank's compute, unless it waits more than a third of the time, which is bubble:
+    filling, draining, and latencies.
 
     Args:
         timeline: of the step.
-        seconds: what the step takes, where that is not all from the first event to the last: other batches of a stream run beside
+        seconds: what the step takes, where that is not all from the first event to the last: other
+        batches of a stream run beside
             these.
     """
     whole = timeline.makespan if seconds is None else seconds

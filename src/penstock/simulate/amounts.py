@@ -17,7 +17,8 @@ _BOUNDARY = ("transfer", "transfer_back", "latency", "bandwidth", "boundary_byte
 
 @dataclass(frozen=True, eq=False)
 class Amounts:
-    """The fields of Costs that are given, each an array (vectors, stages or boundaries, micro-batches).
+    """The fields of Costs that are given, each an array (vectors, stages or boundaries,
+    micro-batches).
 
     An axis has length 1 where nothing differs along it.
 
@@ -72,11 +73,15 @@ class Amounts:
                     f"costs: {name} has {len(array)} vectors, the fields before it have {vectors}"
                 )
             if not fits:
-                raise SettingError(f"costs: {name} has shape {array.shape}; it is (vectors), (vectors, {count}) or "
-                                   f"(vectors, {count}, {len(micro_batches)})")  # fmt: skip
+                raise SettingError(
+                    f"costs: {name} has shape {array.shape}; it is (vectors), (vectors, {count}) or "
+                    f"(vectors, {count}, {len(micro_batches)})"
+                )
             if not (np.isfinite(array) & (array >= 0)).all():
-                raise SettingError(f"costs: {name} has {array[~(np.isfinite(array) & (array >= 0))].flat[0]!r}; seconds and bytes "
-                                   "are finite and not below 0")  # fmt: skip
+                raise SettingError(
+                    f"costs: {name} has {array[~(np.isfinite(array) & (array >= 0))].flat[0]!r}; seconds and bytes "
+                    "are finite and not below 0"
+                )
             vectors = len(array) if array.ndim else vectors
             arrays[name] = array.reshape(array.shape + (1,) * (3 - array.ndim))
         return cls(
@@ -192,7 +197,9 @@ class _Field:
         array = np.empty((self.count, width))
         for stage, entry in enumerate(value):
             if isinstance(entry, tuple) and len(entry) != width:
-                raise SettingError(f"costs: {self.name} of stage {stage} has {len(entry)} entries, the schedule has {width} "
-                                   "micro-batches")  # fmt: skip
+                raise SettingError(
+                    f"costs: {self.name} of stage {stage} has {len(entry)} entries, the schedule has {width} "
+                    "micro-batches"
+                )
             array[stage] = entry
         return array

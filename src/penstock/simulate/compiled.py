@@ -1,4 +1,6 @@
-"""The loops of `kernels.py`, compiled by Numba and kept on disk. Importing this file loads Numba: see `engine.py`."""
+"""The loops of `kernels.py`, compiled by Numba and kept on disk. Importing this file loads Numba:
+see `engine.py`.
+"""
 
 from __future__ import annotations
 

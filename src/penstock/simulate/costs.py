@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import SettingError
 
-#: Seconds or bytes: one number for all stages; one entry per stage, each a number or one number per micro-batch; or a function
+#: Seconds or bytes: one number for all stages; one entry per stage, each a number or one number per
+#: micro-batch; or a function
 #: of stage and micro-batch. Boundaries are given alike, boundary s between stages s and s + 1.
 PerStage = (
     float
@@ -43,36 +44,42 @@ def _is_list(value: object) -> bool:
 class Costs:
     """Seconds per stage and micro-batch, and bytes where memory is asked for.
 
-    Everything may be one number for all stages, or one entry per stage. An entry may be one number per micro-batch instead, and
-    the whole a function of (stage, micro-batch); both not for what belongs to no micro-batch (`update`, weights and their kin).
-    All is for whole micro-batches: an op of a slice takes its share.
+    Everything may be one number for all stages, or one entry per stage. An entry may be one number
+    per micro-batch instead, and the whole a function of (stage, micro-batch); both not for what
+    belongs to no micro-batch (`update`, weights and their kin). All is for whole micro-batches: an
+    op of a slice takes its share.
 
     Attributes:
-        forward, backward: seconds of F and of a whole B; when not given, `backward` is the sum of `input_grad` and
+        forward, backward: seconds of F and of a whole B; when not given, `backward` is the sum of
+        `input_grad` and
             `weight_grad`, or twice `forward` where one of them lacks.
-        input_grad, weight_grad: seconds of I and W; when one is not given it is what the other leaves of `backward`, when
+        input_grad, weight_grad: seconds of I and W; when one is not given it is what the other
+        leaves of `backward`, when
             neither is, each is half.
         update: seconds of U.
-        pair: seconds of an F and a B that run as one, per stage of the F; their sum when not given, as for all other pairs.
-        transfer: seconds per boundary, in either direction.
-        transfer_back: seconds per boundary for gradients, when they differ.
-        latency, bandwidth: instead of `transfer`: a message takes latency + boundary_bytes / bandwidth, in seconds and bytes per
+        pair: seconds of an F and a B that run as one, per stage of the F; their sum when not given,
+        as for all other pairs. transfer: seconds per boundary, in either direction. transfer_back:
+        seconds per boundary for gradients, when they differ. latency, bandwidth: instead of
+        `transfer`: a message takes latency + boundary_bytes / bandwidth, in seconds and bytes per
             second; 0 and infinite when not given.
-        links: "duplex": every directed pair of ranks has a link of its own. "half-duplex": the two directions of a pair share
-            one. "shared": all ranks share one medium. What is shared carries one message at a time, first come, first served.
-        evict: seconds that the activations of one micro-batch of a stage take to the partner's rank (E), and back (L).
-        activation_bytes: what one micro-batch keeps on a stage from F to the end of its backward.
-        activation_bytes_after_input_grad: what is left of it between I and W; all when not given.
-        input_bytes: the part of it that is the stage's input: all that recompute keeps.
-        again: seconds of the forward of those layers that selective recompute runs again; `forward` when not given.
-        kept_bytes: the part of `activation_bytes` that selective recompute keeps; `input_bytes` when not given.
-        again_bytes: the most that is there again of the rest at one time, while a whole B runs; all of it when not given, as it is
+        links: "duplex": every directed pair of ranks has a link of its own. "half-duplex": the two
+        directions of a pair share
+            one. "shared": all ranks share one medium. What is shared carries one message at a time,
+            first come, first served.
+        evict: seconds that the activations of one micro-batch of a stage take to the partner's rank
+        (E), and back (L). activation_bytes: what one micro-batch keeps on a stage from F to the end
+        of its backward. activation_bytes_after_input_grad: what is left of it between I and W; all
+        when not given. input_bytes: the part of it that is the stage's input: all that recompute
+        keeps. again: seconds of the forward of those layers that selective recompute runs again;
+        `forward` when not given. kept_bytes: the part of `activation_bytes` that selective
+        recompute keeps; `input_bytes` when not given. again_bytes: the most that is there again of
+        the rest at one time, while a whole B runs; all of it when not given, as it is
             with a backward in two parts.
         weight_bytes: weights, gradients and optimizer state of a stage together.
-        gradient_bytes, optimizer_bytes: the parts of `weight_bytes` that are these; what they leave are weights.
-        weight_versions: how many versions of the weights a stage holds, 1 when not given.
-        boundary_bytes: what crosses a boundary for one micro-batch.
-        boundary_buffers: whether memory counts what waits at boundaries, to be sent or to be taken.
+        gradient_bytes, optimizer_bytes: the parts of `weight_bytes` that are these; what they leave
+        are weights. weight_versions: how many versions of the weights a stage holds, 1 when not
+        given. boundary_bytes: what crosses a boundary for one micro-batch. boundary_buffers:
+        whether memory counts what waits at boundaries, to be sent or to be taken.
     """
 
     forward: PerStage = 1.0

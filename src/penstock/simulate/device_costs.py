@@ -13,12 +13,18 @@ from penstock.simulate.stage_seconds import PHASES, stage_seconds, update_second
 __all__ = ["PHASES", "on_devices"]
 
 
-def on_devices(costs: Costs, schedule: Schedule, profiles: Sequence[Profile], lengths: Sequence[int],
-               micro_batch: float) -> Costs:  # fmt: skip
-    """`costs` with the seconds that the stages' own devices take; unchanged where all ranks have one profile.
+def on_devices(
+    costs: Costs,
+    schedule: Schedule,
+    profiles: Sequence[Profile],
+    lengths: Sequence[int],
+    micro_batch: float,
+) -> Costs:
+    """`costs` with the seconds that the stages' own devices take; unchanged where all ranks have
+    one profile.
 
-    Copies of a stage may stand on different devices: then its seconds are given by micro-batch. They update together, so the slowest
-    copy's update counts.
+    Copies of a stage may stand on different devices: then its seconds are given by micro-batch.
+    They update together, so the slowest copy's update counts.
 
     Args:
         costs: of the stages.
@@ -52,5 +58,11 @@ def on_devices(costs: Costs, schedule: Schedule, profiles: Sequence[Profile], le
         max(updates[kinds[rank]][stage] for rank in ranks)
         for stage, ranks in enumerate(schedule.ranks_of_stage)
     ]
-    return replace(costs, update=update, forward=seconds("forward"), backward=seconds("backward"),
-                   input_grad=seconds("input_grad"), weight_grad=seconds("weight_grad"))  # fmt: skip
+    return replace(
+        costs,
+        update=update,
+        forward=seconds("forward"),
+        backward=seconds("backward"),
+        input_grad=seconds("input_grad"),
+        weight_grad=seconds("weight_grad"),
+    )

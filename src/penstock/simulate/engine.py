@@ -1,7 +1,8 @@
 """Which loops run: those of Numba where they pay, else the same in plain Python.
 
-Loading Numba takes about as long as a hundred thousand ops in plain Python, and compiling, once per machine, some seconds. So one
-small schedule never loads it; large ones do, and small ones that are simulated again and again.
+Loading Numba takes about as long as a hundred thousand ops in plain Python, and compiling, once per
+machine, some seconds. So one small schedule never loads it; large ones do, and small ones that are
+simulated again and again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _COMPILED = "penstock.simulate.compiled"
 def load_compiled() -> ModuleType | None:
     """The compiled loops, loaded and if need be compiled now; None where there is no Numba.
 
-    For those who are going to simulate many small schedules: from then on all but the smallest run compiled.
+    For those who are going to simulate many small schedules: from then on all but the smallest run
+    compiled.
     """
     try:
         from penstock.simulate import compiled
@@ -54,7 +56,9 @@ def run(kernel: str, work: int, effort: int, *arguments: Any) -> Any:
 
 
 def _plain(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Run on lists, which Python reads several times faster than arrays, and write back what was filled: the last argument."""
+    """Run on lists, which Python reads several times faster than arrays, and write back what was
+    filled: the last argument.
+    """
     lists = list(map(_listed, arguments))
     result = kernel(*lists)
     filled = arguments[-1] if isinstance(arguments[-1], tuple) else arguments[-1:]

@@ -16,8 +16,14 @@ from penstock.simulate.plan_costs import simulate_plan
 from penstock.simulate.simulate import simulate_schedule
 
 
-def simulate(what: Schedule | Plan, costs_or_profile: Costs | Profiles | None = None, cluster: Cluster | None = None, *,
-             overlap: bool = True, recompute: str | None = None) -> Timeline:  # fmt: skip
+def simulate(
+    what: Schedule | Plan,
+    costs_or_profile: Costs | Profiles | None = None,
+    cluster: Cluster | None = None,
+    *,
+    overlap: bool = True,
+    recompute: str | None = None,
+) -> Timeline:
     """When every op and transfer of one step starts and ends.
 
     >>> from penstock.schedule.op import Schedule
@@ -26,7 +32,8 @@ def simulate(what: Schedule | Plan, costs_or_profile: Costs | Profiles | None = 
 
     Args:
         what: a schedule, with costs; or a plan, with profile and cluster.
-        costs_or_profile: Costs for a schedule (all 1 s forward and 2 s backward if left out), the Profile for a plan, or one for every
+        costs_or_profile: Costs for a schedule (all 1 s forward and 2 s backward if left out), the
+        Profile for a plan, or one for every
             kind of device by its name.
         cluster: for a plan.
         overlap: for a schedule; see `simulate_schedule`.

@@ -11,9 +11,12 @@ from penstock.profile.profile import Profile
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs, PerStage
 
-#: Seconds that a message costs the CPU of the rank that sends it, besides the time its bytes take, and of the one that takes it: ours
-#: and gloo's bookkeeping around the call. Measured with every rank at work on a core of its own: 0.28 ms between the end of an op and the
-#: beginning of the next where 100 KB were sent, of which 0.16 ms inside gloo; 0.1 ms for a receive that is posted
+#: Seconds that a message costs the CPU of the rank that sends it, besides the time its bytes take,
+#: and of the one that takes it: ours
+#: and gloo's bookkeeping around the call. Measured with every rank at work on a core of its own:
+#: 0.28 ms between the end of an op and the
+#: beginning of the next where 100 KB were sent, of which 0.16 ms inside gloo; 0.1 ms for a receive
+#: that is posted
 #: (benchmarks/fidelity).
 SEND_S = 1e-4
 RECEIVE_S = 1e-4
@@ -24,9 +27,10 @@ def with_host_work(
 ) -> Costs:
     """`costs` with that work, in the ops that it stands beside.
 
-    A rank's first micro-batch of a batch makes the gradients of its weights, every other adds its own to them; the mean is taken. On
-    CPUs, ranks move messages themselves: an op whose result goes to another rank takes as long longer as the message does, which
-    then only has the link's latency to wait. A GPU's messages move beside its ops.
+    A rank's first micro-batch of a batch makes the gradients of its weights, every other adds its
+    own to them; the mean is taken. On CPUs, ranks move messages themselves: an op whose result goes
+    to another rank takes as long longer as the message does, which then only has the link's latency
+    to wait. A GPU's messages move beside its ops.
 
     Args:
         costs: placed, of the schedule's stages.
@@ -54,12 +58,16 @@ def _with(given: PerStage, more: Sequence[float]) -> PerStage:
     """The seconds of every stage with some more."""
     if not isinstance(given, tuple):
         return given
-    return [[each + extra for each in entry] if isinstance(entry, tuple) else entry + extra
-            for entry, extra in zip(given, more, strict=True)]  # fmt: skip
+    return [
+        [each + extra for each in entry] if isinstance(entry, tuple) else entry + extra
+        for entry, extra in zip(given, more, strict=True)
+    ]
 
 
 def _adding_up(costs: Costs, schedule: Schedule, profiles: Sequence[Profile]) -> list[float]:
-    """Per stage, what a micro-batch's gradients take to be added to the others', in the mean of a batch."""
+    """Per stage, what a micro-batch's gradients take to be added to the others', in the mean of a
+    batch.
+    """
     gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
     found = []
     for ranks, held in zip(schedule.ranks_of_stage, gradients, strict=True):
@@ -71,7 +79,9 @@ def _adding_up(costs: Costs, schedule: Schedule, profiles: Sequence[Profile]) ->
 def _messages(
     costs: Costs, schedule: Schedule, cluster: Cluster
 ) -> tuple[list[float], list[float]]:
-    """Per stage, what the messages of its forward and those of its backward cost its ranks, for a micro-batch in the mean."""
+    """Per stage, what the messages of its forward and those of its backward cost its ranks, for a
+    micro-batch in the mean.
+    """
     crossing = costs.spread("boundary_bytes", schedule.stages - 1) or (0.0,) * (schedule.stages - 1)
     forward, backward = ([0.0] * schedule.stages for _ in range(2))
     share = 1 / _whole(schedule)
@@ -90,8 +100,11 @@ def _flights(schedule: Schedule, cluster: Cluster) -> list[float]:
     slices = schedule.slices / _whole(
         schedule
     )  # what stands here is of a whole micro-batch: a slice takes its share
-    return [slices * max((cluster.link(*pair).latency_s for pair in _pairs(schedule, stage)), default=0.0)
-            for stage in range(schedule.stages - 1)]  # fmt: skip
+    return [
+        slices
+        * max((cluster.link(*pair).latency_s for pair in _pairs(schedule, stage)), default=0.0)
+        for stage in range(schedule.stages - 1)
+    ]
 
 
 def _pairs(schedule: Schedule, stage: int) -> Counter[tuple[int, int]]:

@@ -1,10 +1,13 @@
-"""The loops that walk a schedule's arrays: plain Python, and the source of the compiled ones (`compiled.py`).
+"""The loops that walk a schedule's arrays: plain Python, and the source of the compiled ones
+(`compiled.py`).
 
-They use nothing but indexing, so lists and NumPy arrays do alike. Ops that start together (a pair, or the copies of a meeting)
-are a group: a chain from its leader by `following`, side by side in `order`.
+They use nothing but indexing, so lists and NumPy arrays do alike. Ops that start together (a pair,
+or the copies of a meeting) are a group: a chain from its leader by `following`, side by side in
+`order`.
 
-The last argument of each is what it fills. All read the same rules: a rank does one thing at a time, in its program's order; an op starts when its rank is free and what it
-takes has arrived; a link carries one message at a time.
+The last argument of each is what it fills. All read the same rules: a rank does one thing at a
+time, in its program's order; an op starts when its rank is free and what it takes has arrived; a
+link carries one message at a time.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ Numbers = Any
 class Waits(NamedTuple):
     """Who waits for whom, one entry per op, -1 where there is none.
 
-    `takes`, `also_takes`: the ops whose values it takes from elsewhere. `taker`, `also_taker`: the same, seen from the maker.
-    `after`: the next op of its rank (of a pair's ops, the one after both). `leader`, `following`: its group. `link`: what its
-    value leaves by. `order`: the ops, each after all it waits for. `beside`: who takes from an op takes from the next beside it too, and
-    so on, and who is told that a value is there tells the next beside it; empty where nobody does.
+    `takes`, `also_takes`: the ops whose values it takes from elsewhere. `taker`, `also_taker`: the
+    same, seen from the maker. `after`: the next op of its rank (of a pair's ops, the one after
+    both). `leader`, `following`: its group. `link`: what its value leaves by. `order`: the ops,
+    each after all it waits for. `beside`: who takes from an op takes from the next beside it too,
+    and so on, and who is told that a value is there tells the next beside it; empty where nobody
+    does.
     """
 
     rank: Numbers
@@ -51,7 +56,9 @@ class Price(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Start and end of every op, and when its value was sent and arrived: at the op's end where it crosses no link."""
+    """Start and end of every op, and when its value was sent and arrived: at the op's end where it
+    crosses no link.
+    """
 
     start: Numbers
     end: Numbers
@@ -60,9 +67,11 @@ class Times(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What is kept of many runs side by side, one in each lane (the last axis): makespan, and the ends of each rank's span.
+    """What is kept of many runs side by side, one in each lane (the last axis): makespan, and the
+    ends of each rank's span.
 
-    `mark` is 1 for the op with which its rank's span begins, 2 for the one with which it ends, 3 for one that is both.
+    `mark` is 1 for the op with which its rank's span begins, 2 for the one with which it ends, 3
+    for one that is both.
     """
 
     mark: Numbers
@@ -72,9 +81,11 @@ class Sums(NamedTuple):
 
 
 def order_ops(waits: Waits, missing: Numbers, order: Numbers) -> int:
-    """Fill `order`; returns how many ops there are before a cycle stops it. `missing` counts what each group waits for.
+    """Fill `order`; returns how many ops there are before a cycle stops it. `missing` counts what
+    each group waits for.
 
-    First in, first out: neighbours in the order stand on different ranks, and what an op takes was made shortly before.
+    First in, first out: neighbours in the order stand on different ranks, and what an op takes was
+    made shortly before.
     """
     after, taker, also_taker = waits.after, waits.taker, waits.also_taker
     leader, following, beside = waits.leader, waits.following, waits.beside
@@ -106,7 +117,9 @@ def order_ops(waits: Waits, missing: Numbers, order: Numbers) -> int:
 
 
 def timed(waits: Waits, price: Price, free: Numbers, link_free: Numbers, times: Times) -> None:
-    """Fill `times`. A link carries its messages in the order of sending, which is that of its sender's program."""
+    """Fill `times`. A link carries its messages in the order of sending, which is that of its
+    sender's program.
+    """
     order, rank, takes, also_takes = waits.order, waits.rank, waits.takes, waits.also_takes
     following, link, beside = waits.following, waits.link, waits.beside
     work, hop, table, overlap = price.work, price.hop, price.table, price.overlap
@@ -148,10 +161,12 @@ def timed(waits: Waits, price: Price, free: Numbers, link_free: Numbers, times: 
 def contended(
     waits: Waits, price: Price, missing: Numbers, ready: Numbers, free: Numbers, times: Times
 ) -> None:
-    """As `timed`, where `link[i]` is a medium that several ranks share: whoever asks first is served first.
+    """As `timed`, where `link[i]` is a medium that several ranks share: whoever asks first is
+    served first.
 
-    So ops are met in the order of their ends; of those that end at the same second the one of the lower rank asks first, then
-    the earlier in its program. `missing` counts what each group waits for, `ready` is when it can start as far as that is known.
+    So ops are met in the order of their ends; of those that end at the same second the one of the
+    lower rank asks first, then the earlier in its program. `missing` counts what each group waits
+    for, `ready` is when it can start as far as that is known.
     """
     after, taker, also_taker = waits.after, waits.taker, waits.also_taker
     leader, following, medium, beside = waits.leader, waits.following, waits.link, waits.beside
@@ -159,7 +174,9 @@ def contended(
     start, end, sent, arrived = times.start, times.end, times.sent, times.arrived
     heap = [
         (0.0, 0)
-    ]  # end and number of the ops under way, which count rank by rank; 64 bits, also "+ 0" below, for the compiler
+        # end and number of the ops under way, which count rank by rank; 64 bits, also "+ 0" below, for
+        # the compiler
+    ]
     heap.pop()
     for op in range(len(leader)):
         if leader[op] == op and missing[op] == 0:
@@ -197,7 +214,9 @@ def contended(
 def lanes(
     waits: Waits, price: Price, free: Numbers, link_free: Numbers, arrived: Numbers, sums: Sums
 ) -> None:
-    """As `timed` for many cost vectors side by side: everything has a lane for each (`free` a row more, to work in)."""
+    """As `timed` for many cost vectors side by side: everything has a lane for each (`free` a row
+    more, to work in).
+    """
     order, rank, takes, also_takes = waits.order, waits.rank, waits.takes, waits.also_takes
     following, link, beside = waits.following, waits.link, waits.beside
     work, hop, table, overlap = price.work, price.hop, price.table, price.overlap

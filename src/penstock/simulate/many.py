@@ -22,7 +22,8 @@ from penstock.simulate.structure import numbered, structure
 from penstock.simulate.tables import Tables, recomputes
 from penstock.simulate.versions import weighed
 
-#: Lanes of a chunk, least and most, and the numbers that it may keep (512 MiB). Wide is fast: with 64 lanes 1F1B 64 x 256 took
+#: Lanes of a chunk, least and most, and the numbers that it may keep (512 MiB). Wide is fast: with
+#: 64 lanes 1F1B 64 x 256 took
 #: 0.4 times as long per vector as with 8.
 _LANES = (4, 64)
 _KEPT = 2**26
@@ -51,7 +52,9 @@ class Outcomes:
 
     @cached_property
     def peak_memory(self) -> Array | None:
-        """Bytes per rank, (vectors, ranks), or None where some vector has none. Costs more than the rest, where it differs."""
+        """Bytes per rank, (vectors, ranks), or None where some vector has none. Costs more than the
+        rest, where it differs.
+        """
         found = np.zeros(self.busy.shape, np.int64)
         for places, batch in self.parts:
             if not batch.weighs:
@@ -60,8 +63,13 @@ class Outcomes:
         return found
 
 
-def simulate_many(schedule: Schedule, costs: Sequence[Costs] | Mapping[str, ArrayLike | str | bool], *, overlap: bool = True,
-                  recompute: str = "never") -> Outcomes:  # fmt: skip
+def simulate_many(
+    schedule: Schedule,
+    costs: Sequence[Costs] | Mapping[str, ArrayLike | str | bool],
+    *,
+    overlap: bool = True,
+    recompute: str = "never",
+) -> Outcomes:
     """Simulate a schedule for many costs at once.
 
     >>> from penstock.schedule.op import Schedule
@@ -70,9 +78,10 @@ def simulate_many(schedule: Schedule, costs: Sequence[Costs] | Mapping[str, Arra
 
     Args:
         schedule: a sound schedule.
-        costs: a sequence of Costs; or a mapping of their fields' names to arrays of shape (vectors), (vectors, stages or
-            boundaries) or (vectors, stages or boundaries, micro-batches), or to single numbers for all. Fields that are not
-            given have their defaults.
+        costs: a sequence of Costs; or a mapping of their fields' names to arrays of shape
+        (vectors), (vectors, stages or
+            boundaries) or (vectors, stages or boundaries, micro-batches), or to single numbers for
+            all. Fields that are not given have their defaults.
         overlap, recompute: as for `simulate_schedule`.
 
     Raises:
@@ -89,8 +98,9 @@ def simulate_many(schedule: Schedule, costs: Sequence[Costs] | Mapping[str, Arra
     return Outcomes(makespan, busy, span, parts)
 
 
-def _batches(schedule: Schedule, costs: Sequence[Costs] | Mapping[str, ArrayLike | str | bool],
-             way: _Way) -> Iterator[tuple[Array, _Batch]]:  # fmt: skip
+def _batches(
+    schedule: Schedule, costs: Sequence[Costs] | Mapping[str, ArrayLike | str | bool], way: _Way
+) -> Iterator[tuple[Array, _Batch]]:
     """The vectors, together where they give the same fields."""
     made = structure(schedule)
     numbers = made.numbers.tolist()
@@ -226,8 +236,16 @@ class _Batch:
             table = np.ascontiguousarray(seconds[some].T)
             sums = Sums(mark, np.zeros(width), np.zeros((ranks, width)), np.zeros((ranks, width)))
             price = Price(work, hop, table, self.way.overlap)
-            made.walk("lanes", waits, price, np.zeros((ranks + 1, width)), np.zeros((len(made.links), width)), arrived, sums,
-                      times=width)  # fmt: skip
+            made.walk(
+                "lanes",
+                waits,
+                price,
+                np.zeros((ranks + 1, width)),
+                np.zeros((len(made.links), width)),
+                arrived,
+                sums,
+                times=width,
+            )
             makespan[some] = sums.makespan
             span[some] = (sums.last - sums.first).max(axis=0, initial=0.0)
         return makespan, span
@@ -259,7 +277,9 @@ class _Batch:
 
 
 def _in_order(waits: Waits) -> Waits:
-    """The same with the ops in the order in which they are walked: lanes are wide, and what lies apart is not in the cache."""
+    """The same with the ops in the order in which they are walked: lanes are wide, and what lies
+    apart is not in the cache.
+    """
     place = np.empty_like(waits.order)
     place[waits.order] = np.arange(len(place))
 
@@ -269,9 +289,15 @@ def _in_order(waits: Waits) -> Waits:
 
     takes, also_takes, following = map(moved, (waits.takes, waits.also_takes, waits.following))
     beside = moved(waits.beside) if len(waits.beside) else waits.beside
-    return waits._replace(rank=waits.rank[waits.order], takes=takes, also_takes=also_takes, following=following,
-                          link=waits.link[waits.order], beside=beside,
-                          order=np.arange(len(place), dtype=np.int32))  # fmt: skip
+    return waits._replace(
+        rank=waits.rank[waits.order],
+        takes=takes,
+        also_takes=also_takes,
+        following=following,
+        link=waits.link[waits.order],
+        beside=beside,
+        order=np.arange(len(place), dtype=np.int32),
+    )
 
 
 def _idle(work: Array, longest: Array, ranks: int) -> Array:

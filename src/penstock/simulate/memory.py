@@ -3,17 +3,23 @@
 Counted, in bytes, each from the second it is there until the second it is gone:
 
     weights, gradients, optimizer   always; weights as often as versions of them are kept
-    activations                     of a micro-batch, from the start of its F to the end of its B or W; with recompute only the
-                                    stage's input, or what the layers keep that do not run again. After I what W still needs, if
-                                    that is known. E hands them to the partner,
-                                    L back: the sender holds them until they have arrived, the receiver as soon as they leave.
-    recompute                       what recompute makes again, from the start of B or I to the end of B or W (of I, if it is
-                                    known what W needs); of layers that run again segment by segment, in a B the largest segment
-    boundary                        a received activation from its arrival to the start of its F, whose activations it is one of
-                                    then; a received gradient from its arrival to the end of its B or I; a sent value from the
-                                    end of its op until it has arrived. What stays on its rank arrives at once.
+    activations                     of a micro-batch, from the start of its F to the end of its B or
+                                    W; with recompute only the stage's input, or what the layers
+                                    keep that do not run again. After I what W still needs, if that
+                                    is known. E hands them to the partner, L back: the sender holds
+                                    them until they have arrived, the receiver as soon as they
+                                    leave.
+    recompute                       what recompute makes again, from the start of B or I to the end
+                                    of B or W (of I, if it is known what W needs); of layers that
+                                    run again segment by segment, in a B the largest segment
+    boundary                        a received activation from its arrival to the start of its F,
+                                    whose activations it is one of then; a received gradient from
+                                    its arrival to the end of its B or I; a sent value from the end
+                                    of its op until it has arrived. What stays on its rank arrives
+                                    at once.
 
-At one second, what goes goes first, in the order of the rank's program; the ops of a pair change it at once.
+At one second, what goes goes first, in the order of the rank's program; the ops of a pair change it
+at once.
 """
 
 from __future__ import annotations
@@ -35,7 +41,9 @@ HOLDERS = ("weights", "gradients", "optimizer", "activations", "boundary", "reco
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """By how much what each op's rank holds grows at the op's start, and at its end: activations, and those made again."""
+    """By how much what each op's rank holds grows at the op's start, and at its end: activations,
+    and those made again.
+    """
 
     kept_at_start: Array
     kept_at_end: Array
@@ -48,12 +56,17 @@ class Changes:
         ops = tables.made.ops
         every = np.arange(len(ops))
         full = tables.of_ops("activation_bytes", every)
-        after = full if tables.amounts.get("activation_bytes_after_input_grad") is None else \
-            tables.of_ops("activation_bytes_after_input_grad", every)  # fmt: skip
+        after = (
+            full
+            if tables.amounts.get("activation_bytes_after_input_grad") is None
+            else tables.of_ops("activation_bytes_after_input_grad", every)
+        )
         if (after > full).any():
             row = int(np.argmax(after > full))
-            raise SettingError(f"costs: stage {ops.stage[row]} keeps {after[row]:g} activation_bytes_after_input_grad, more than "
-                               f"its {full[row]:g} activation_bytes")  # fmt: skip
+            raise SettingError(
+                f"costs: stage {ops.stage[row]} keeps {after[row]:g} activation_bytes_after_input_grad, more than "
+                f"its {full[row]:g} activation_bytes"
+            )
         small = (
             "kept_bytes"
             if tables.selective and tables.amounts.get("kept_bytes") is not None
@@ -92,13 +105,17 @@ class Changes:
 def weights_held(tables: Tables) -> Array:
     """Per rank: weights, gradients and optimizer state, in bytes."""
     made, amounts = tables.made, tables.amounts
-    parts = {name: np.broadcast_to(amounts.known(name)[0, :, 0], made.stages)
-             for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes")}  # fmt: skip
+    parts = {
+        name: np.broadcast_to(amounts.known(name)[0, :, 0], made.stages)
+        for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes")
+    }
     weights = parts["weight_bytes"] - parts["gradient_bytes"] - parts["optimizer_bytes"]
     if (weights < 0).any():
         stage = int(np.argmax(weights < 0))
-        raise SettingError(f"costs: gradient_bytes and optimizer_bytes of stage {stage} add up to more than its "
-                           f"{parts['weight_bytes'][stage]:g} weight_bytes, of which they are parts")  # fmt: skip
+        raise SettingError(
+            f"costs: gradient_bytes and optimizer_bytes of stage {stage} add up to more than its "
+            f"{parts['weight_bytes'][stage]:g} weight_bytes, of which they are parts"
+        )
     versions = np.broadcast_to(amounts.known("weight_versions", 1.0)[0, :, 0], made.stages)
     of_stage = np.stack(
         [weights * versions, parts["gradient_bytes"], parts["optimizer_bytes"]], axis=1
@@ -111,7 +128,9 @@ def weights_held(tables: Tables) -> Array:
 
 
 def peaks_in_order(tables: Tables) -> tuple[int, ...]:
-    """Bytes that every rank holds at its fullest, boundary buffers left out: by the programs alone, whatever ops take."""
+    """Bytes that every rank holds at its fullest, boundary buffers left out: by the programs alone,
+    whatever ops take.
+    """
     changes = Changes.of(tables)
     ops = tables.made.ops
     steps = np.empty((len(ops), 2))
@@ -159,7 +178,9 @@ class Memory:
 
     @cached_property
     def _turns(self) -> Array:
-        """Per op, the first of its three turns within a second: what arrives for it, its start, its end."""
+        """Per op, the first of its three turns within a second: what arrives for it, its start, its
+        end.
+        """
         turns = 3 * np.arange(len(self.tables.made.ops))
         turns[self.tables.made.pairs + 1] -= 3  # a pair's ops start and end together
         return turns
@@ -172,11 +193,17 @@ class Memory:
         when = np.concatenate([self.times.start[rows], self.times.end[rows], buffers[0]])
         turn = np.concatenate([place + 1, place + 2, buffers[1]])
         none, size = np.zeros(rows.stop - rows.start), len(buffers[0])
-        by_holder = np.stack([
-            np.concatenate([changes.kept_at_start[rows], changes.kept_at_end[rows], buffers[2]]),
-            np.concatenate([none, none, buffers[3]]),
-            np.concatenate([changes.again_at_start[rows], changes.again_at_end[rows], np.zeros(size)]),
-        ])  # fmt: skip
+        by_holder = np.stack(
+            [
+                np.concatenate(
+                    [changes.kept_at_start[rows], changes.kept_at_end[rows], buffers[2]]
+                ),
+                np.concatenate([none, none, buffers[3]]),
+                np.concatenate(
+                    [changes.again_at_start[rows], changes.again_at_end[rows], np.zeros(size)]
+                ),
+            ]
+        )
         order = np.lexsort((turn, when))
         when, by_holder, turn = when[order], by_holder[:, order], turn[order]
         held = np.cumsum(by_holder, axis=1)
@@ -195,7 +222,9 @@ class Memory:
         )
 
     def _buffers(self, changes: Changes) -> list[Array]:
-        """What ranks hold besides their ops' own: rank, second, turn, by how much activations and boundary buffers change."""
+        """What ranks hold besides their ops' own: rank, second, turn, by how much activations and
+        boundary buffers change.
+        """
         made, times, turns = self.tables.made, self.times, self._turns
         ops, waits = made.ops, made.waits
         sizes = np.broadcast_to(self.tables.message_bytes[0], self.tables.seconds.shape[1:])

@@ -26,19 +26,31 @@ from penstock.simulate.versions import versions_held
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.choice import rule_of
 
-#: On CPUs the core that sends gradients to another copy is the one that takes that copy's and adds them, through memory that is in no
-#: cache: that takes so many times as long as one way of the link, and at least so many seconds per byte. Measured on two cores, sums
-#: included: VGG-11, 114 MB, 87 ms; ResNet-18, 45 MB, 27; an MLP, 36 MB, 23; GPT, 11 MB, 10; where the link said 2 to 4.5 GB/s
+#: On CPUs the core that sends gradients to another copy is the one that takes that copy's and adds
+#: them, through memory that is in no
+#: cache: that takes so many times as long as one way of the link, and at least so many seconds per
+#: byte. Measured on two cores, sums
+#: included: VGG-11, 114 MB, 87 ms; ResNet-18, 45 MB, 27; an MLP, 36 MB, 23; GPT, 11 MB, 10; where
+#: the link said 2 to 4.5 GB/s
 #: (benchmarks/fidelity).
 BOTH_WAYS, BOTH_WAYS_S_PER_BYTE = 1.4, 7e-10
 
 
-def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cluster: Cluster, *, micro_batches: int,
-                optimizer_states: float | None = None) -> Costs:  # fmt: skip
-    """What every op of every stage costs, stage s standing on rank s (`place_costs` when it stands elsewhere).
+def stage_costs(
+    profile: Profile,
+    lengths: Sequence[int],
+    micro_batch: float,
+    cluster: Cluster,
+    *,
+    micro_batches: int,
+    optimizer_states: float | None = None,
+) -> Costs:
+    """What every op of every stage costs, stage s standing on rank s (`place_costs` when it stands
+    elsewhere).
 
-    Seconds are those of the mean micro-batch. Bytes that are held are those of the largest: of a batch cut into nearly equal
-    parts, memory has to hold the one that got the odd sample. Updates are those of SGD with momentum, whatever the optimizer.
+    Seconds are those of the mean micro-batch. Bytes that are held are those of the largest: of a
+    batch cut into nearly equal parts, memory has to hold the one that got the odd sample. Updates
+    are those of SGD with momentum, whatever the optimizer.
 
     Args:
         profile: costs of the layers, in order.
@@ -46,7 +58,8 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
         micro_batch: samples in the mean micro-batch, batch / micro_batches; need not be whole.
         cluster: whose links carry what crosses.
         micro_batches: parts of a batch.
-        optimizer_states: numbers that the optimizer keeps for each parameter: 0 for SGD, 2 for Adam; None is what the profile says.
+        optimizer_states: numbers that the optimizer keeps for each parameter: 0 for SGD, 2 for
+        Adam; None is what the profile says.
 
     Raises:
         PartitionError: the lengths do not fit the profile.
@@ -91,7 +104,8 @@ def stage_costs(profile: Profile, lengths: Sequence[int], micro_batch: float, cl
         gradient_bytes=[sum(layer.parameter_bytes for layer in each) for each in layers],
         optimizer_bytes=[sum(layer.parameter_bytes * states for layer in each) for each in layers],
         boundary_bytes=[micro_batch * per_sample for per_sample in out],
-        boundary_buffers=False,  # planners choose by `peak_memory`, which has none: a prediction must be what was chosen by
+        # planners choose by `peak_memory`, which has none: a prediction must be what was chosen by
+        boundary_buffers=False,
     )
 
 
@@ -100,9 +114,10 @@ def place_costs(
 ) -> Costs:
     """`costs` with the transfers that the schedule's placement makes.
 
-    Activations that are handed to a partner take that link's time. The update of a stage with copies takes what it takes them to
-    add up their gradients, besides: each owns a piece, gets it from every other, and sends every other the sum; two send each other
-    all. Where copies meet once in a wave, each update takes its share of that.
+    Activations that are handed to a partner take that link's time. The update of a stage with
+    copies takes what it takes them to add up their gradients, besides: each owns a piece, gets it
+    from every other, and sends every other the sum; two send each other all. Where copies meet once
+    in a wave, each update takes its share of that.
 
     With a weight rule, stages hold the versions that it keeps in a stream.
 
@@ -140,7 +155,8 @@ def _crossing_seconds(
 ) -> float | list[float]:
     """What `count` bytes take from a stage to the next one; by micro-batch where that differs.
 
-    A slice takes its share of what stands there, so that this much is right for it; of its ways the slowest counts.
+    A slice takes its share of what stands there, so that this much is right for it; of its ways the
+    slowest counts.
     """
     pairs = [
         (schedule.placement[stage, m], schedule.placement[stage + 1, m])
@@ -159,11 +175,15 @@ def _crossing_seconds(
 
 
 def _medium(schedule: Schedule, cluster: Cluster) -> str:
-    """Whether all that crosses goes through one medium ("shared"), or not ("duplex"). Every node's inside is one of its own: only
-    where one node's is all that is used, or what is between them, the simulator can say so.
+    """Whether all that crosses goes through one medium ("shared"), or not ("duplex"). Every node's
+    inside is one of its own: only where one node's is all that is used, or what is between them,
+    the simulator can say so.
     """
-    pairs = {(schedule.placement[stage, m], schedule.placement[stage + 1, m])
-             for stage in range(schedule.stages - 1) for m in range(schedule.slices)}  # fmt: skip
+    pairs = {
+        (schedule.placement[stage, m], schedule.placement[stage + 1, m])
+        for stage in range(schedule.stages - 1)
+        for m in range(schedule.slices)
+    }
     links = {cluster.link(*pair) for pair in pairs if pair[0] != pair[1]}
     nodes = {(cluster.node(a), cluster.node(b)) for a, b in pairs if a != b}
     one = len(nodes) == 1 or all(a != b for a, b in nodes)
@@ -171,8 +191,8 @@ def _medium(schedule: Schedule, cluster: Cluster) -> str:
 
 
 def _with_trained_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -> Costs:
-    """`costs` with the versions that a rule keeps in a stream: of what is trained, which is as large as its gradients. Buffers, such
-    as batch norm's statistics, have no versions.
+    """`costs` with the versions that a rule keeps in a stream: of what is trained, which is as
+    large as its gradients. Buffers, such as batch norm's statistics, have no versions.
     """
     parts = [
         costs.spread(name, schedule.stages)
@@ -189,18 +209,28 @@ def _with_trained_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -
     return replace(costs, weight_versions=versions)
 
 
-def slice_costs(costs: Costs, schedule: Schedule, profiles: Sequence[Profile], lengths: Sequence[int],
-                micro_batch: float) -> Costs:  # fmt: skip
-    """`costs` with the seconds that slices really take where they stand: each call's fixed cost is not cut with its micro-batch.
+def slice_costs(
+    costs: Costs,
+    schedule: Schedule,
+    profiles: Sequence[Profile],
+    lengths: Sequence[int],
+    micro_batch: float,
+) -> Costs:
+    """`costs` with the seconds that slices really take where they stand: each call's fixed cost is
+    not cut with its micro-batch.
 
-    Slices of one micro-batch are taken for equally long, and stand on one rank. Unchanged where micro-batches are whole.
+    Slices of one micro-batch are taken for equally long, and stand on one rank. Unchanged where
+    micro-batches are whole.
     """
     if schedule.slicing is None:
         return costs
     rows = list(zip(schedule.slicing.shares, schedule.slicing.first_of, strict=True))
     counts = {len(row) for row, _ in rows}
-    at = {(id(each), count): stage_seconds(each, lengths, micro_batch / count)
-          for each in {id(each): each for each in profiles}.values() for count in counts}  # fmt: skip
+    at = {
+        (id(each), count): stage_seconds(each, lengths, micro_batch / count)
+        for each in {id(each): each for each in profiles}.values()
+        for count in counts
+    }
 
     def seconds(phase: Phase) -> list[list[float]]:
         return [
@@ -212,14 +242,21 @@ def slice_costs(costs: Costs, schedule: Schedule, profiles: Sequence[Profile], l
             for stage in range(len(lengths))
         ]
 
-    return replace(costs, forward=seconds("forward"), backward=seconds("backward"), input_grad=seconds("input_grad"),
-                   weight_grad=seconds("weight_grad"))  # fmt: skip
+    return replace(
+        costs,
+        forward=seconds("forward"),
+        backward=seconds("backward"),
+        input_grad=seconds("input_grad"),
+        weight_grad=seconds("weight_grad"),
+    )
 
 
 def meeting_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluster) -> float:
-    """How long copies of a stage on these ranks take to add up their gradients, over the slowest of their links.
+    """How long copies of a stage on these ranks take to add up their gradients, over the slowest of
+    their links.
 
-    Where all ranks of a node share the link to other nodes, all pieces of all of them go through it.
+    Where all ranks of a node share the link to other nodes, all pieces of all of them go through
+    it.
     """
     if len(ranks) < 2:
         return 0.0
@@ -235,7 +272,9 @@ def meeting_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluste
 
 
 def _links_among(ranks: Sequence[int], cluster: Cluster) -> list[tuple[Link, int]]:
-    """Every different link between two of these ranks, with the number of ranks of a node that use it."""
+    """Every different link between two of these ranks, with the number of ranks of a node that use
+    it.
+    """
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
         nodes.setdefault(cluster.node(rank), []).append(rank)
@@ -247,8 +286,9 @@ def _links_among(ranks: Sequence[int], cluster: Cluster) -> list[tuple[Link, int
 
 
 def simulate_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Timeline:
-    """When every op and transfer of one step of `plan` starts and ends on `cluster`; if it is asynchronous, of its whole stretch of
-    the stream, which fills and drains (`steady` says what a batch takes between).
+    """When every op and transfer of one step of `plan` starts and ends on `cluster`; if it is
+    asynchronous, of its whole stretch of the stream, which fills and drains (`steady` says what a
+    batch takes between).
 
     Raises:
         PlanError: the profile is of another model, or the cluster has fewer ranks than the plan.
@@ -266,16 +306,20 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
     """
     own = with_optimizer_states(profiles_of(profiles, cluster), plan.optimizer_states)
     if own[0].fingerprint != plan.fingerprint:
-        raise PlanError(f"the plan is for a chain with fingerprint {plan.fingerprint}, the profile is of "
-                        f"{own[0].fingerprint}: profile that model, or plan anew")  # fmt: skip
+        raise PlanError(
+            f"the plan is for a chain with fingerprint {plan.fingerprint}, the profile is of "
+            f"{own[0].fingerprint}: profile that model, or plan anew"
+        )
     devices = plan.devices or tuple(range(plan.ranks))
     if plan.ranks > cluster.ranks:
         raise PlanError(
             f"{plan.schedule_name} runs on {plan.ranks} ranks, cluster {cluster.name} has {cluster.ranks}"
         )
     if max(devices) >= cluster.ranks:
-        raise PlanError(f"the plan is on device {max(devices)} of its cluster, {cluster.name} has devices 0 to {cluster.ranks - 1}: "
-                        "plan anew")  # fmt: skip
+        raise PlanError(
+            f"the plan is on device {max(devices)} of its cluster, {cluster.name} has devices 0 to {cluster.ranks - 1}: "
+            "plan anew"
+        )
     rule, kinds = rule_of(plan.schedule, plan.weights), [own[rank] for rank in devices]
     costs = schedule_costs(
         plan.schedule, kinds, plan.lengths, cluster.on(devices), plan.batch, rule
@@ -287,8 +331,14 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
     )
 
 
-def schedule_costs(schedule: Schedule, profiles: Sequence[Profile], lengths: Sequence[int], cluster: Cluster, batch: float,
-                   rule: WeightRule) -> Costs:  # fmt: skip
+def schedule_costs(
+    schedule: Schedule,
+    profiles: Sequence[Profile],
+    lengths: Sequence[int],
+    cluster: Cluster,
+    batch: float,
+    rule: WeightRule,
+) -> Costs:
     """What every op of a schedule costs.
 
     Args:

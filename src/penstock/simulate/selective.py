@@ -3,12 +3,13 @@
 What a stage keeps of one micro-batch, by layer:
 
     kept, after a kept one              its activation bytes
-    kept, the stage's first or after    its activation bytes, and its input, where that does not count there (`entry_bytes_per_sample`)
+    kept, the stage's first or after    its activation bytes, and its input, where that does not
+                                        count there (`entry_bytes_per_sample`)
     one that runs again
     the first of a segment              its input; the others of a segment nothing
 
-A segment's input is counted though the kept layer before may have saved it as its output: a profile does not tell whether that is what
-its bytes are. So what is predicted is never too little.
+A segment's input is counted though the kept layer before may have saved it as its output: a profile
+does not tell whether that is what its bytes are. So what is predicted is never too little.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class LayerBytes:
 
     Attributes:
         kept: what it saves, each tensor counted at the first layer that saves it.
-        entry: what it saves besides, or is given and saved nowhere, where it is the first that keeps anything.
-        given: its input.
+        entry: what it saves besides, or is given and saved nowhere, where it is the first that
+        keeps anything. given: its input.
     """
 
     kept: tuple[float, ...]
@@ -58,7 +59,9 @@ class LayerBytes:
         return max(self.whole(first, end) - self.given[first], 0.0)
 
     def held(self, first: int, end: int, selection: Selection) -> tuple[float, float]:
-        """What a stage keeps of a sample from its forward to its backward, and the most that comes back of it at once."""
+        """What a stage keeps of a sample from its forward to its backward, and the most that comes
+        back of it at once.
+        """
         found = selection.of_stage(first, end)
         again = {layer for a, b in found for layer in range(a, b)}
         total = sum(self.given[a] for a, _ in found)
@@ -69,8 +72,14 @@ class LayerBytes:
         return total, max((self.comes_back(a, b) for a, b in found), default=0.0)
 
 
-def with_selection(costs: Costs, schedule: Schedule, profiles: Sequence[Profile], lengths: Sequence[int], micro_batch: float,
-                   selection: Selection) -> Costs:  # fmt: skip
+def with_selection(
+    costs: Costs,
+    schedule: Schedule,
+    profiles: Sequence[Profile],
+    lengths: Sequence[int],
+    micro_batch: float,
+    selection: Selection,
+) -> Costs:
     """`costs` with what selective recompute takes and keeps.
 
     Args:
@@ -92,9 +101,16 @@ def with_selection(costs: Costs, schedule: Schedule, profiles: Sequence[Profile]
     )
 
 
-def _seconds(schedule: Schedule, profiles: Sequence[Profile], parts: Sequence[slice], micro_batch: float,
-             selection: Selection) -> list[float | list[float]]:  # fmt: skip
-    """Per stage, what its layers take that run again; by micro-batch where devices or slices differ."""
+def _seconds(
+    schedule: Schedule,
+    profiles: Sequence[Profile],
+    parts: Sequence[slice],
+    micro_batch: float,
+    selection: Selection,
+) -> list[float | list[float]]:
+    """Per stage, what its layers take that run again; by micro-batch where devices or slices
+    differ.
+    """
     own = [
         [layer for layer in selection.recomputed if part.start <= layer < part.stop]
         for part in parts

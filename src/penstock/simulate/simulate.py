@@ -23,22 +23,26 @@ def simulate_schedule(
 ) -> Timeline:
     """When every op and transfer starts and ends.
 
-    Ranks run their programs in order; an op starts when its rank is free and what it needs has arrived. Every directed pair of
-    ranks has one link, which carries one message at a time, in the order of sending. Copies of a stage start their U together,
-    when the last of them has come to it, or where a stream has waves, wait for each other at their ends only (see
-    `updates.met_by`). So start the two ops of a pair, which also end together. E and L take no time of a rank; their message
-    takes `costs.evict`, and the receiving half waits for it.
+    Ranks run their programs in order; an op starts when its rank is free and what it needs has
+    arrived. Every directed pair of ranks has one link, which carries one message at a time, in the
+    order of sending. Copies of a stage start their U together, when the last of them has come to
+    it, or where a stream has waves, wait for each other at their ends only (see `updates.met_by`).
+    So start the two ops of a pair, which also end together. E and L take no time of a rank; their
+    message takes `costs.evict`, and the receiving half waits for it.
 
-    Where links share a medium (`costs.links`), that carries one message at a time as well, first come, first served: a message
-    comes when the op that makes it ends. Of those that come at the same second, the one of the lower rank goes first, then
-    the one made earlier in the rank's program.
+    Where links share a medium (`costs.links`), that carries one message at a time as well, first
+    come, first served: a message comes when the op that makes it ends. Of those that come at the
+    same second, the one of the lower rank goes first, then the one made earlier in the rank's
+    program.
 
     Args:
         schedule: a sound schedule.
         costs: seconds per stage and boundary; bytes too if memory is wanted.
-        overlap: transfers run beside compute; False makes the sending rank stand still until its message has arrived.
-        recompute: "never", "except_last" or "always": a recomputed micro-batch's B (or I) costs a forward more, and keeps only
-            its stage's input from F until then. "selective": every B (or I) costs `costs.again` more, and `costs.kept_bytes` are kept.
+        overlap: transfers run beside compute; False makes the sending rank stand still until its
+        message has arrived. recompute: "never", "except_last" or "always": a recomputed
+        micro-batch's B (or I) costs a forward more, and keeps only
+            its stage's input from F until then. "selective": every B (or I) costs `costs.again`
+            more, and `costs.kept_bytes` are kept.
 
     Raises:
         SettingError: the costs do not fit the schedule.
@@ -64,11 +68,13 @@ def simulate_schedule(
 def peak_memory(
     schedule: Schedule, costs: Costs, recompute: str = "never"
 ) -> tuple[int, ...] | None:
-    """Bytes that every rank holds at its fullest, or None when the costs carry no bytes; by the order of the ops alone.
+    """Bytes that every rank holds at its fullest, or None when the costs carry no bytes; by the
+    order of the ops alone.
 
-    Counts weights with gradients and optimizer state, and activations from F to the end of the backward; a recomputed
-    micro-batch keeps its stage's input, and all its activations only while its backward runs. Boundary buffers depend on when
-    things happen: `Timeline.peak_memory` has them, where the costs do.
+    Counts weights with gradients and optimizer state, and activations from F to the end of the
+    backward; a recomputed micro-batch keeps its stage's input, and all its activations only while
+    its backward runs. Boundary buffers depend on when things happen: `Timeline.peak_memory` has
+    them, where the costs do.
 
     Raises:
         SettingError: the costs do not fit the schedule.

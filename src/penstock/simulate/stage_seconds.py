@@ -26,8 +26,9 @@ def stage_seconds(
 ) -> dict[Phase, list[float]]:
     """By phase, what the ops of every stage take for so many samples.
 
-    The first stage's input is data, of which nobody wants a gradient: its I has nothing to do, and its W does all that a B does. (On two
-    ranks, ResNet-18, `zb-h1`: I 0.3 ms instead of the 33 ms that its layers take for theirs, W 63 ms instead of 36.)
+    The first stage's input is data, of which nobody wants a gradient: its I has nothing to do, and
+    its W does all that a B does. (On two ranks, ResNet-18, `zb-h1`: I 0.3 ms instead of the 33 ms
+    that its layers take for theirs, W 63 ms instead of 36.)
     """
     layers = {phase: profile.seconds(phase, samples) for phase in PHASES}
     found = {phase: [sum(layers[phase][part]) for part in parts_of(lengths)] for phase in PHASES}
@@ -37,7 +38,9 @@ def stage_seconds(
 
 
 def update_seconds(profile: Profile, lengths: Sequence[int]) -> list[float]:
-    """What the U of every stage takes: a call's own cost, which is paid for nothing where there are no weights, and the bytes'."""
+    """What the U of every stage takes: a call's own cost, which is paid for nothing where there are
+    no weights, and the bytes'.
+    """
     counts = [
         sum(layer.parameter_bytes for layer in profile.layers[part]) for part in parts_of(lengths)
     ]

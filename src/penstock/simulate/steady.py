@@ -1,9 +1,10 @@
 """Steady: how long a stream takes for a batch once it is full, and before it drains.
 
-In the steady state a stream repeats itself: some batches later everything ends the same number of seconds later. How many
-batches, depends on the costs as well as on the programs: where messages take time, batches may be early and late in turn. So more
-and more batches are simulated, until the ops of the last of them that are not yet touched by the end have all come the same time
-after their likes some batches before.
+In the steady state a stream repeats itself: some batches later everything ends the same number of
+seconds later. How many batches, depends on the costs as well as on the programs: where messages
+take time, batches may be early and late in turn. So more and more batches are simulated, until the
+ops of the last of them that are not yet touched by the end have all come the same time after their
+likes some batches before.
 """
 
 from __future__ import annotations
@@ -22,23 +23,27 @@ from penstock.simulate.simulate import simulate_schedule
 #: Seconds that differ by less than this share of all are the same: they are sums of floats.
 _SAME = 1e-9
 
-#: Patterns of up to so many batches are looked for, or of twice those under way; of longer ones the mean is taken.
+#: Patterns of up to so many batches are looked for, or of twice those under way; of longer ones the
+#: mean is taken.
 _LONGEST = 16
 
-#: No more ops than that are simulated in search of a pattern. A stream fills slowly where the second slowest stage is nearly as
+#: No more ops than that are simulated in search of a pattern. A stream fills slowly where the
+#: second slowest stage is nearly as
 #: slow as the slowest; what it takes meanwhile is as near to what it takes at last.
 _MOST_OPS = 30_000
 
 
 @dataclass(frozen=True)
 class Steady:
-    """A stream in its steady state; or one batch of a synchronous schedule, with filling and draining.
+    """A stream in its steady state; or one batch of a synchronous schedule, with filling and
+    draining.
 
     Attributes:
         seconds_per_batch: from the end of one batch to the end of the next, in the mean.
         bubble_ratio: idle time of all ranks / (ranks x seconds).
         batches: how many of them were looked at, of a stream those of one pattern.
-        timeline: all that belongs to these, from the first's beginning to the last's end; the batches before and after, which
+        timeline: all that belongs to these, from the first's beginning to the last's end; the
+        batches before and after, which
             run beside them, left out.
     """
 
@@ -71,13 +76,14 @@ def steady(
     12.0
 
     Args:
-        schedule: a sound schedule. If it is a stream, of any number of batches in which it repeats itself.
-        costs: as for `simulate_schedule`. Where they differ by micro-batch, no more batches than the schedule's are looked at.
-        recompute, overlap: as for `simulate_schedule`.
+        schedule: a sound schedule. If it is a stream, of any number of batches in which it repeats
+        itself. costs: as for `simulate_schedule`. Where they differ by micro-batch, no more batches
+        than the schedule's are looked at. recompute, overlap: as for `simulate_schedule`.
 
     Raises:
         SettingError: the costs do not fit the schedule.
-        ScheduleError: the schedule lacks an op, cannot finish, or is a stream that does not repeat itself.
+        ScheduleError: the schedule lacks an op, cannot finish, or is a stream that does not repeat
+        itself.
     """
     if schedule.stream is None:
         timeline = simulate_schedule(schedule, costs, overlap=overlap, recompute=recompute)
@@ -110,7 +116,8 @@ def _entries(costs: Costs, name: str) -> tuple[object, ...]:
 class _Seen:
     """A simulated stretch of a stream.
 
-    `ends` are by batch and then by op, updates left out; `whole` is the number of batches that the stream's end does not touch.
+    `ends` are by batch and then by op, updates left out; `whole` is the number of batches that the
+    stream's end does not touch.
     """
 
     timeline: Timeline
@@ -139,7 +146,8 @@ class _Seen:
     @property
     def whole(self) -> int:
         """Number of batches whose ops run as they would if the stream never ended."""
-        # An op waits for ops of batches up to `spread` later, which stand before it, and those on their ranks likewise.
+        # An op waits for ops of batches up to `spread` later, which stand before it, and those on
+        # their ranks likewise.
         return len(self.ends) - 2 * (self.spread + 1)
 
     def pattern(self) -> Steady | None:
@@ -155,7 +163,9 @@ class _Seen:
         return None
 
     def mean(self) -> Steady:
-        """What a batch takes in the second half of those that the stream's end does not touch; of what there is, if that is none."""
+        """What a batch takes in the second half of those that the stream's end does not touch; of
+        what there is, if that is none.
+        """
         last = self.whole if self.whole > self.period else len(self.ends)
         batches = max(last // 2 // self.period, 1) * self.period
         if batches >= last:
@@ -182,14 +192,22 @@ class _Seen:
         )
         moves = log.moves
         if moves is not None:
-            moves = Moves(moves.link[rows], moves.to_rank, moves.start[rows] - origin, moves.end[rows] - origin, moves.place[rows],
-                          moves.sizes)  # fmt: skip
+            moves = Moves(
+                moves.link[rows],
+                moves.to_rank,
+                moves.start[rows] - origin,
+                moves.end[rows] - origin,
+                moves.place[rows],
+                moves.sizes,
+            )
         shown = Log(some, log.start[rows] - origin, log.end[rows] - origin, moves)
         return Steady.of(seconds, batches, Timeline.of_log(shown, self.timeline.title))
 
 
 def _spread(schedule: Schedule) -> int:
-    """By how many batches, at most, an op comes behind one of a later batch in the program of its rank."""
+    """By how many batches, at most, an op comes behind one of a later batch in the program of its
+    rank.
+    """
     most = 0
     for program in schedule.programs:
         latest = 0

@@ -28,12 +28,11 @@ class Structure:
         waits: who waits for whom, see there.
         missing: how many others each group waits for, kept with its leader.
         links: per link, the rank that sends and the one that receives.
-        source: per op, the op that makes the value it takes from the neighbour stage, wherever that stands; or -1.
-        pairs: the first ops of all pairs; the second stands behind it.
-        column: per op, the place of its micro-batch (uncut) among `numbers`, those of all.
-        micro_batches: of one batch.
-        effort: ops walked in simulations so far; says when Numba pays.
-        cache: what others derive from this and the costs' form, once.
+        source: per op, the op that makes the value it takes from the neighbour stage, wherever that
+        stands; or -1. pairs: the first ops of all pairs; the second stands behind it. column: per
+        op, the place of its micro-batch (uncut) among `numbers`, those of all. micro_batches: of
+        one batch. effort: ops walked in simulations so far; says when Numba pays. cache: what
+        others derive from this and the costs' form, once.
     """
 
     ops: OpArrays
@@ -69,7 +68,8 @@ def structure(schedule: Schedule) -> Structure:
     """The schedule's graph, made once and kept with it.
 
     Raises:
-        ScheduleError: an op's predecessor or a value's taker is missing, or the programs cannot finish.
+        ScheduleError: an op's predecessor or a value's taker is missing, or the programs cannot
+        finish.
     """
     found = schedule.__dict__.get("_structure")
     if not isinstance(found, Structure):
@@ -90,7 +90,8 @@ class _Builder:
             if forwards.max(initial=0) >= len(ops)
             else np.arange(forwards.max(initial=-1) + 1)
         )
-        # Every stage runs every micro-batch; so in a sound schedule the tables below are no larger than the programs.
+        # Every stage runs every micro-batch; so in a sound schedule the tables below are no larger
+        # than the programs.
         if (
             ops.stages * len(self.numbers) > len(ops)
             or ops.stage.min(initial=0) < 0
@@ -125,9 +126,18 @@ class _Builder:
         followers = np.flatnonzero(leader != np.arange(len(ops)))
         np.add.at(missing, leader[followers], missing[followers])
         waits = Waits(
-            ops.rank, self.takes, self.also_takes, taker, also_taker, after, leader, following, self.link, beside,
+            ops.rank,
+            self.takes,
+            self.also_takes,
+            taker,
+            also_taker,
+            after,
+            leader,
+            following,
+            self.link,
+            beside,
             self._none(),
-        )  # fmt: skip
+        )
         column, numbers = self.column, self.numbers
         if ops.slicing is not None:
             column, numbers = (
@@ -197,7 +207,9 @@ class _Builder:
         return row if row >= 0 else self.lacking()
 
     def _found(self, rows: Array, offset: int, kinds: tuple[Kind, ...]) -> tuple[Array, Array]:
-        """Those of `rows` that have a stage so far on, and where its op of one of these kinds stands; -1 for nowhere."""
+        """Those of `rows` that have a stage so far on, and where its op of one of these kinds
+        stands; -1 for nowhere.
+        """
         stage = self.ops.stage[rows] + offset
         rows = rows[(stage >= 0) & (stage < self.ops.stages)]
         return rows, self._standing(self.key[rows] + offset * len(self.numbers), kinds)
@@ -228,7 +240,9 @@ class _Builder:
             self._wait(rows, self._standing(self.key[rows] + offset, kinds))
 
     def _wait(self, rows: Array, found: Array) -> None:
-        """Let each of `rows` wait for the op found for it, unless its place behind that says so already."""
+        """Let each of `rows` wait for the op found for it, unless its place behind that says so
+        already.
+        """
         if (found < 0).any():
             self.lacking()
         own = (self.ops.rank[found] == self.ops.rank[rows]) & (found < rows)
@@ -311,9 +325,11 @@ class _Builder:
         }
 
     def _waves(self, taker: Array, missing: Array) -> Array:
-        """Let the last U of every wave wait for those of earlier waves on all ranks; returns who stands beside whom.
+        """Let the last U of every wave wait for those of earlier waves on all ranks; returns who
+        stands beside whom.
 
-        It waits for its own copy's too, which its place says already: so all of them wait for the same ops.
+        It waits for its own copy's too, which its place says already: so all of them wait for the
+        same ops.
         """
         stream = self.schedule.stream
         if stream is None or stream.waves is None or stream.waves.distance == 0:
@@ -370,7 +386,9 @@ class _Builder:
 
 
 def numbered(keys: Array, bound: int) -> tuple[Array, Array]:
-    """The different keys, ascending, and for each key its place among them; without sorting where the bound allows."""
+    """The different keys, ascending, and for each key its place among them; without sorting where
+    the bound allows.
+    """
     if bound > 4 * len(keys) + 1024:
         found, places = np.unique(keys, return_inverse=True)
         return found, places

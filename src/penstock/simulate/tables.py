@@ -1,10 +1,13 @@
 """Seconds and bytes of every op and transfer, as tables that the loops look up.
 
-Where nothing differs by micro-batch a table has one row of stages for each of these blocks, the same for all micro-batches:
+Where nothing differs by micro-batch a table has one row of stages for each of these blocks, the
+same for all micro-batches:
 
-    F  B  I  W  U  B again  I again  up  down  E, L      "again": with the forward that recompute runs before it
+    F  B  I  W  U  B again  I again  up  down  E, L      "again": with the forward that recompute
+       runs before it
 
-Else, and where micro-batches are cut or ops paired, it has an entry for every op, and behind them one for every op's message.
+Else, and where micro-batches are cut or ops paired, it has an entry for every op, and behind them
+one for every op's message.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ _AGAIN = 4  #: from the blocks of B and I to those of the recomputed
 
 
 def recomputes(recompute: str, micro_batch: int, micro_batches: int) -> bool:
-    """Whether this micro-batch's whole forward runs again before its backward (torchgpipe's `checkpoint`). With "selective" none does, and
-    some layers of every one do.
+    """Whether this micro-batch's whole forward runs again before its backward (torchgpipe's
+    `checkpoint`). With "selective" none does, and some layers of every one do.
     """
     if recompute not in RECOMPUTE:
         raise SettingError(f"recompute is one of {', '.join(RECOMPUTE)}, not {recompute!r}")
@@ -107,7 +110,9 @@ class Tables:
 
     @cached_property
     def again(self) -> Array:
-        """Per op, whether its micro-batch is recomputed, wholly or in part: of a stream too, the last one of every batch is its last."""
+        """Per op, whether its micro-batch is recomputed, wholly or in part: of a stream too, the
+        last one of every batch is its last.
+        """
         if self.selective:
             return np.ones(len(self.made.ops), bool)
         numbers, count = self.made.numbers, self.made.micro_batches

@@ -15,8 +15,9 @@ from penstock.weights.uses import readings
 
 
 def versions_held(schedule: Schedule, rule: WeightRule | None = None) -> tuple[float, ...]:
-    """Per stage, how many tensors of the size of its weights a rank holds: versions, on all copies of the weights that take turns
-    there, and what else the rule needs. 1 for all in a synchronous schedule.
+    """Per stage, how many tensors of the size of its weights a rank holds: versions, on all copies
+    of the weights that take turns there, and what else the rule needs. 1 for all in a synchronous
+    schedule.
 
     Args:
         schedule: sound.
@@ -32,15 +33,17 @@ def versions_held(schedule: Schedule, rule: WeightRule | None = None) -> tuple[f
 
 
 def with_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -> Costs:
-    """`costs` with the versions that a rule keeps in a stream; unchanged if the schedule is none, or nothing is known of bytes."""
+    """`costs` with the versions that a rule keeps in a stream; unchanged if the schedule is none,
+    or nothing is known of bytes.
+    """
     if schedule.stream is None or costs.weight_bytes is None:
         return costs
     return replace(costs, weight_versions=versions_held(schedule, rule))
 
 
 def weighed(amounts: Amounts, schedule: Schedule) -> Amounts:
-    """`amounts` with what a stream holds: the versions of its own rule where they do not say how many there are, and an optimizer
-    state for each copy of the weights.
+    """`amounts` with what a stream holds: the versions of its own rule where they do not say how
+    many there are, and an optimizer state for each copy of the weights.
     """
     weights, states = amounts.get("weight_bytes"), amounts.get("optimizer_bytes")
     if schedule.stream is None or weights is None:

@@ -1,1 +1,3 @@
-"""What was asked, what came of it, and what that says: questions, records, statistics, verdicts, figures."""
+"""What was asked, what came of it, and what that says: questions, records, statistics, verdicts,
+figures.
+"""

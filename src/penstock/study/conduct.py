@@ -1,4 +1,6 @@
-"""Conduct: run the cases that have no record yet, several at a time, and keep each record as it comes."""
+"""Conduct: run the cases that have no record yet, several at a time, and keep each record as it
+comes.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,14 @@ Told = Callable[[Record | Failed], None]
 
 
 def conduct(cases: Sequence[Case], notebook: Notebook, jobs: int, told: Told) -> list[Failed]:
-    """Run what the notebook does not have yet. An interrupt loses the cases under way and no others.
+    """Run what the notebook does not have yet. An interrupt loses the cases under way and no
+    others.
 
     Args:
         cases: in the order in which they are begun.
         notebook: keeps the records.
-        jobs: cases at a time, each in a process with one thread for its stages to compute in; 1 runs them in this process.
-        told: of each case that ends.
+        jobs: cases at a time, each in a process with one thread for its stages to compute in; 1
+        runs them in this process. told: of each case that ends.
 
     Returns:
         The cases that failed; the others are run all the same, and these again the next time.
@@ -93,8 +96,10 @@ def _in_processes(cases: Sequence[Case], jobs: int) -> Iterator[Record | Failed]
         for future in as_completed(futures):
             yield future.result()
     except BrokenProcessPool as error:
-        raise RunError(f"a process that ran cases was killed, perhaps for memory: there were {jobs} at a time. What is done is kept; "
-                       "go on with fewer --jobs") from error  # fmt: skip
+        raise RunError(
+            f"a process that ran cases was killed, perhaps for memory: there were {jobs} at a time. What is done is kept; "
+            "go on with fewer --jobs"
+        ) from error
     except BaseException:
         for child in set(multiprocessing.active_children()) - before:
             child.terminate()
@@ -104,7 +109,9 @@ def _in_processes(cases: Sequence[Case], jobs: int) -> Iterator[Record | Failed]
 
 
 def _begin() -> None:
-    """A process of the study begins: it leaves interrupts to the one that started it, and ends with it."""
+    """A process of the study begins: it leaves interrupts to the one that started it, and ends with
+    it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()

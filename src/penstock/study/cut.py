@@ -1,4 +1,6 @@
-"""Cut: into how many layers per stage a study cuts a model; the same on every machine, since it goes by shapes and not by times."""
+"""Cut: into how many layers per stage a study cuts a model; the same on every machine, since it
+goes by shapes and not by times.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from penstock.errors import SettingError
 from penstock.partition.bottleneck import minimax
 from penstock.tracing.chain import TracedChain
 
-#: Multiply-adds that a number read or written is worth. With it the weights of VGG-11's layers, an eighth as wide, are within a
+#: Multiply-adds that a number read or written is worth. With it the weights of VGG-11's layers, an
+#: eighth as wide, are within a
 #: half of their times on one core, where normalising takes as long as convolving.
 _PER_NUMBER = 20
 
@@ -33,7 +36,9 @@ def cut(traced: TracedChain, example: Tensor, stages: int) -> list[int]:
 
 
 def weights(traced: TracedChain, example: Tensor) -> list[float]:
-    """Per layer, what it has to do for one sample, in multiply-adds: those of its matrices, and numbers in and out."""
+    """Per layer, what it has to do for one sample, in multiply-adds: those of its matrices, and
+    numbers in and out.
+    """
     found = []
     value = example[:2].to("meta")
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""Figures: what every rule learns beside flush, against samples and against time; and what all have come to at the end."""
+"""Figures: what every rule learns beside flush, against samples and against time; and what all have
+come to at the end.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: By depth, from the palette of the drawings: the deeper, the darker; of more depths the last is used again.
+#: By depth, from the palette of the drawings: the deeper, the darker; of more depths the last is
+#: used again.
 _DEPTHS = ("#4f86c6", "#e99a1f", "#5b2a73", "#17744a", "#87101e")
 _FLUSH, _FAILED, _GRID, _SOFT = "#8b95a3", "#87101e", "#d3d8df", "#4a5563"
-_STYLE = {"font.family": "DejaVu Sans", "font.size": 8, "svg.hashsalt": "penstock", "svg.fonttype": "none", "axes.edgecolor": "#5b6675",
-          "text.color": BLACK, "axes.labelcolor": _SOFT, "xtick.color": _SOFT, "ytick.color": _SOFT, "axes.linewidth": 0.7}  # fmt: skip
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8,
+    "svg.hashsalt": "penstock",
+    "svg.fonttype": "none",
+    "axes.edgecolor": "#5b6675",
+    "text.color": BLACK,
+    "axes.labelcolor": _SOFT,
+    "xtick.color": _SOFT,
+    "ytick.color": _SOFT,
+    "axes.linewidth": 0.7,
+}
 _DPI = 130
 _COLUMNS = 4
 
@@ -151,7 +164,9 @@ def _curves(results: Results, task: str, word: str, scale: Scale) -> Figure | No
 
 
 def _lines(axes: Axes, results: Results, group: Group, per_batch: float, colour: str) -> None:
-    """The mean over the seeds where all go on, within their least and most; a cross where a run was given up."""
+    """The mean over the seeds where all go on, within their least and most; a cross where a run was
+    given up.
+    """
     runs = results.groups[group]
     window = window_of(runs[0].case.batches)
     means = [curve(run.losses, window) for run in runs]
@@ -169,8 +184,14 @@ def _lines(axes: Axes, results: Results, group: Group, per_batch: float, colour:
         linewidth=0,
         zorder=order,
     )
-    axes.plot(xs, [one.mean for one in at], color=colour, linewidth=1.0 if flush else 1.3, zorder=order,
-              linestyle=(0, (1.2, 1.2)) if flush else "-")  # fmt: skip
+    axes.plot(
+        xs,
+        [one.mean for one in at],
+        color=colour,
+        linewidth=1.0 if flush else 1.3,
+        zorder=order,
+        linestyle=(0, (1.2, 1.2)) if flush else "-",
+    )
     for run, mean in zip(runs, means, strict=True):
         if run.given_up is not None and mean:
             end = len(mean) * window * per_batch
@@ -194,13 +215,29 @@ def _key(axes: Axes, depths: Sequence[int], apart: bool) -> None:
     from matplotlib.lines import Line2D
 
     axes.set_axis_off()
-    handles = [Line2D([], [], color=colour, linewidth=1.6, label=f"{depth} stages")
-               for depth, colour in zip(depths, _colours(depths), strict=True)]  # fmt: skip
+    handles = [
+        Line2D([], [], color=colour, linewidth=1.6, label=f"{depth} stages")
+        for depth, colour in zip(depths, _colours(depths), strict=True)
+    ]
     handles += [
-        Line2D([], [], color=_SOFT if apart else _FLUSH, linewidth=1.2, linestyle=(0, (1.2, 1.2)),
-               label="flush, by depth" if apart else "flush, every depth"),
-        Line2D([], [], color=_SOFT, marker="x", linestyle="", markeredgewidth=1.8, label="given up: the loss ran away"),
-    ]  # fmt: skip
+        Line2D(
+            [],
+            [],
+            color=_SOFT if apart else _FLUSH,
+            linewidth=1.2,
+            linestyle=(0, (1.2, 1.2)),
+            label="flush, by depth" if apart else "flush, every depth",
+        ),
+        Line2D(
+            [],
+            [],
+            color=_SOFT,
+            marker="x",
+            linestyle="",
+            markeredgewidth=1.8,
+            label="given up: the loss ran away",
+        ),
+    ]
     axes.legend(
         handles=handles,
         loc="center left",
@@ -233,8 +270,13 @@ def _finals(results: Results, task: str) -> Figure | None:
     ]
     grid[0].set_yticks(range(len(rules)), names)
     grid[0].set_ylim(len(rules) - 0.4, -0.6)
-    figure.suptitle(f"{task}: {metric.name} of every run; grey: flush; red: worse; \N{MULTIPLICATION SIGN}: did not train",
-                    x=0.01, ha="left", fontweight="bold", fontsize=9)  # fmt: skip
+    figure.suptitle(
+        f"{task}: {metric.name} of every run; grey: flush; red: worse; \N{MULTIPLICATION SIGN}: did not train",
+        x=0.01,
+        ha="left",
+        fontweight="bold",
+        fontsize=9,
+    )
     return figure
 
 
@@ -270,5 +312,12 @@ def _dots(axes: Axes, results: Results, group: Group, place: int) -> None:
         else:
             failed += 1
     if failed:
-        axes.annotate(f"{failed} \N{MULTIPLICATION SIGN}", (0.02 if metric.higher else 0.98, place), xycoords=("axes fraction", "data"),
-                      ha="left" if metric.higher else "right", va="center", color=_FAILED, fontweight="bold")  # fmt: skip
+        axes.annotate(
+            f"{failed} \N{MULTIPLICATION SIGN}",
+            (0.02 if metric.higher else 0.98, place),
+            xycoords=("axes fraction", "data"),
+            ha="left" if metric.higher else "right",
+            va="center",
+            color=_FAILED,
+            fontweight="bold",
+        )

@@ -63,7 +63,8 @@ def stream(task: Task, config: TrainConfig, count: int) -> Iterator[tuple[Tensor
 
 
 def learn(case: Case) -> Record:
-    """Train and test. What a rule makes of the weights does not depend on where the stages run, so here they share this process.
+    """Train and test. What a rule makes of the weights does not depend on where the stages run, so
+    here they share this process.
 
     Raises:
         PenstockError: the case cannot be run, or a stage failed.

@@ -1,4 +1,6 @@
-"""Pace: how long a batch takes, simulated with a device for every rank, and measured where there are as many cores."""
+"""Pace: how long a batch takes, simulated with a device for every rank, and measured where there
+are as many cores.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,9 @@ class Pace:
         schedule, ranks: the programs.
         staleness: per stage, the most updates by which a gradient is old.
         versions: per stage, the most versions of the weights kept.
-        across: the most batches of another virtual worker that a batch's weights lack; 0 where there is none.
-        simulated_s: seconds per batch in the steady state, links free.
-        measured_s: the same in real processes here; None where it was not measured.
+        across: the most batches of another virtual worker that a batch's weights lack; 0 where
+        there is none. simulated_s: seconds per batch in the steady state, links free. measured_s:
+        the same in real processes here; None where it was not measured.
     """
 
     schedule: str
@@ -53,7 +55,8 @@ class Pace:
 
 
 def profile_of(task_name: str, path: Path) -> Profile:
-    """What a task's layers take here, with one thread: from `path` if it is there, else measured, and written there.
+    """What a task's layers take here, with one thread: from `path` if it is there, else measured,
+    and written there.
 
     Raises:
         FileError: the file is there and is the profile of something else, or cannot be written.
@@ -85,8 +88,9 @@ def simulated_s(case: Case, measured: Profile, lengths: Sequence[int]) -> float:
 
 
 def fastest_flush(case: Case, measured: Profile, lengths: Sequence[int]) -> Case:
-    """Flush with so many micro-batches that a batch takes least: powers of 2 up to four for each stage are simulated, and one for
-    each. More of them fill the pipeline better, and cost every layer's calls again.
+    """Flush with so many micro-batches that a batch takes least: powers of 2 up to four for each
+    stage are simulated, and one for each. More of them fill the pipeline better, and cost every
+    layer's calls again.
     """
     batch = study_task(case.task).settings.batch
     powers = {
@@ -103,8 +107,15 @@ def pace(case: Case, measured: Profile, lengths: Sequence[int], timed_s: float |
     made = case.programs
     found = readings(made, rule_of(made, case.rule))
     staleness = tuple(max(ages, default=0) for ages in found.ages)
-    return Pace(made.name, made.ranks, staleness, found.versions, simulated_s(case, measured, lengths), timed_s,
-                max(found.across, default=0))  # fmt: skip
+    return Pace(
+        made.name,
+        made.ranks,
+        staleness,
+        found.versions,
+        simulated_s(case, measured, lengths),
+        timed_s,
+        max(found.across, default=0),
+    )
 
 
 def measure(case: Case) -> Measured:
@@ -118,7 +129,9 @@ def measure(case: Case) -> Measured:
 
 
 def _timed(case: Case) -> float:
-    """Seconds per batch. A full stream takes in a batch when it is done with one: so the times of taking in are what counts."""
+    """Seconds per batch. A full stream takes in a batch when it is done with one: so the times of
+    taking in are what counts.
+    """
     pipe, task, config = pipeline(case, "processes")
     taken: list[float] = []
 

@@ -24,7 +24,8 @@ from penstock.weights.choice import rule_of, schedule_for
 BASELINE = "flush"
 #: Torch's name of each optimizer that a configuration may name.
 OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
-#: PipeMare's learning rates come back to the usual ones in the first quarter of the run. Its paper chooses their number by model.
+#: PipeMare's learning rates come back to the usual ones in the first quarter of the run. Its paper
+#: chooses their number by model.
 _ANNEALED = 4
 #: No more micro-batches are tried than so many for each stage.
 _MOST_PER_STAGE = 4
@@ -43,15 +44,16 @@ class Group(NamedTuple):
 
     @property
     def baseline(self) -> Group:
-        """Flush, all else the same: what it learns is what these could learn. Batch norm sees one micro-batch at a time, so their
-        number counts, too.
+        """Flush, all else the same: what it learns is what these could learn. Batch norm sees one
+        micro-batch at a time, so their number counts, too.
         """
         return self._replace(rule=BASELINE)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: everything that what is learned depends on. Batches of one task and seed are the same in all cases.
+    """One run: everything that what is learned depends on. Batches of one task and seed are the
+    same in all cases.
 
     `options` are the weight rule's; `lr` and the samples of a batch are the same for all rules.
     """
@@ -102,13 +104,13 @@ class Question:
 
     Attributes:
         tasks, rules, depths: names, names, numbers of stages. Flush is always among the rules.
-        seeds: how many, from 0: each has its own initial weights and order of the data, the same for all rules.
-        epochs: times through the data; None for the task's own number.
-        optimizer: what every rule runs with whose paper does not ask for another.
-        lr_scale: learning rates are so many times the task's own.
-        micro_batches: "least": as few as the rule goes with, so that gradients are as old as they get, and one for each stage
-            where none is old. "stages": one for each stage, or more where the rule wants more. Flush is run with every number that
-            another rule has.
+        seeds: how many, from 0: each has its own initial weights and order of the data, the same
+        for all rules. epochs: times through the data; None for the task's own number. optimizer:
+        what every rule runs with whose paper does not ask for another. lr_scale: learning rates are
+        so many times the task's own. micro_batches: "least": as few as the rule goes with, so that
+        gradients are as old as they get, and one for each stage
+            where none is old. "stages": one for each stage, or more where the rule wants more.
+            Flush is run with every number that another rule has.
         most_batches: stop after so many.
     """
 
@@ -149,7 +151,8 @@ class Question:
             raise SettingError(f"micro-batches is 'least' or 'stages', not {self.micro_batches!r}")
 
     def cases(self) -> tuple[list[Case], list[Refused]]:
-        """The cases, those of one seed together so that an interrupted study has something whole to show; and what is refused.
+        """The cases, those of one seed together so that an interrupted study has something whole to
+        show; and what is refused.
 
         Raises:
             SettingError: a model cannot be cut into so many stages.
@@ -187,8 +190,18 @@ class Question:
                     if "annealing" in weight_rule(rule).options
                     else {}
                 )
-                yield Case(task.name, rule, schedule_for(rule), stages, parts, optimizer, self.lr_scale * task.lr[optimizer], batches,
-                           0, tuple(options.items()))  # fmt: skip
+                yield Case(
+                    task.name,
+                    rule,
+                    schedule_for(rule),
+                    stages,
+                    parts,
+                    optimizer,
+                    self.lr_scale * task.lr[optimizer],
+                    batches,
+                    0,
+                    tuple(options.items()),
+                )
 
     def _optimizer(self, rule: str) -> str:
         """The one asked for, if the rule's paper has a formula for it, else the first that it has."""
@@ -229,7 +242,9 @@ def flush_for(case: Case, micro_batches: int | None = None) -> Case:
 
 
 def _ages(rule: str, stages: int, micro_batches: int) -> list[int]:
-    """Per stage, the most updates that a gradient is old, if the rule goes with so many micro-batches."""
+    """Per stage, the most updates that a gradient is old, if the rule goes with so many
+    micro-batches.
+    """
     made = schedule(schedule_for(rule), stages, micro_batches)
     return [max(ages, default=0) for ages in uses.staleness(made, rule_of(made, rule))]
 

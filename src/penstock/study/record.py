@@ -40,7 +40,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Measured:
-    """How long a batch took in real processes, one thread in each, from batch to batch in the middle of the run."""
+    """How long a batch took in real processes, one thread in each, from batch to batch in the
+    middle of the run.
+    """
 
     group: Group
     seconds_per_batch: float
@@ -50,7 +52,8 @@ Entry = Record | Measured
 
 
 class Notebook:
-    """The file `records.jsonl` of a folder: one line of JSON for each record, written as soon as it is there.
+    """The file `records.jsonl` of a folder: one line of JSON for each record, written as soon as it
+    is there.
 
     Raises:
         FileError: the folder cannot be made or written, or the file holds something else.

@@ -12,8 +12,22 @@ from penstock.study.verdict import Standing
 from penstock.units import format_seconds
 from penstock.weights.catalogue import weight_rule
 
-HEAD = ("rule", "S", "M", "ranks", "stale", "versions", "test", "least to most", "to flush", "train loss", "simulated", "measured",
-        "to its loss", "verdict")  # fmt: skip
+HEAD = (
+    "rule",
+    "S",
+    "M",
+    "ranks",
+    "stale",
+    "versions",
+    "test",
+    "least to most",
+    "to flush",
+    "train loss",
+    "simulated",
+    "measured",
+    "to its loss",
+    "verdict",
+)
 _LEFT = (0, 13)
 
 
@@ -94,8 +108,17 @@ def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 def text(results: Results) -> str:
     """For a terminal."""
-    parts = [part for task in results.question.tasks if results.of_task(task)
-             for part in (_title(results, study_task(task)), aligned(HEAD, rows(results, task)), *results.sentences(task), "")]  # fmt: skip
+    parts = [
+        part
+        for task in results.question.tasks
+        if results.of_task(task)
+        for part in (
+            _title(results, study_task(task)),
+            aligned(HEAD, rows(results, task)),
+            *results.sentences(task),
+            "",
+        )
+    ]
     return "\n".join([*parts, *_explained(results)])
 
 
@@ -131,8 +154,10 @@ def _title(results: Results, task: StudyTask) -> str:
         f"{name} lr {lr:g}" + f" momentum {settings.momentum:g}" * (name == "sgd")
         for name, lr in rates.items()
     )
-    return (f"{task.name}: {settings.model} ({options}) on {settings.data}, {size}, {case.batches} batches of {settings.batch} samples, "
-            f"{said}, {results.question.seeds} seeds")  # fmt: skip
+    return (
+        f"{task.name}: {settings.model} ({options}) on {settings.data}, {size}, {case.batches} batches of {settings.batch} samples, "
+        f"{said}, {results.question.seeds} seeds"
+    )
 
 
 def _explained(results: Results) -> list[str]:

@@ -26,7 +26,8 @@ class Results:
         question: what was asked.
         records: of the cases that are done.
         paces: per group of cases, what does not depend on the seed.
-        fastest: per group, flush with the number of micro-batches at which it is fastest: what its time is held against. `paces` has
+        fastest: per group, flush with the number of micro-batches at which it is fastest: what its
+        time is held against. `paces` has
             it, too.
         refused: combinations that make no sense.
         failed: cases that could not be run, with the reason.
@@ -54,8 +55,14 @@ class Results:
     def of_task(self, task: str) -> list[Group]:
         """The groups of a task: flush first, then rule by rule; by depth."""
         order = [BASELINE, *(rule for rule in self.question.rules if rule != BASELINE)]
-        return sorted((group for group in self.groups if group.task == task),
-                      key=lambda group: (order.index(group.rule), group.optimizer != self.question.optimizer, *group[3:]))  # fmt: skip
+        return sorted(
+            (group for group in self.groups if group.task == task),
+            key=lambda group: (
+                order.index(group.rule),
+                group.optimizer != self.question.optimizer,
+                *group[3:],
+            ),
+        )
 
     def baseline(self, group: Group) -> list[Record]:
         """Flush's runs to hold a group against."""
@@ -70,7 +77,9 @@ class Results:
         }
 
     def target(self, group: Group) -> float | None:
-        """The loss to which a group is timed: flush's mean after three quarters of its batches; None without flush."""
+        """The loss to which a group is timed: flush's mean after three quarters of its batches;
+        None without flush.
+        """
         runs = self.baseline(group)
         if not runs:
             return None
@@ -81,11 +90,14 @@ class Results:
         return Spread(tuple(reached)).mean if reached else None
 
     def batches_to_target(self, group: Group) -> float | None:
-        """Batches after which a group's runs are at the target, in the mean; None if one of them never is."""
+        """Batches after which a group's runs are at the target, in the mean; None if one of them
+        never is.
+        """
         target = self.target(group)
         if target is None:
             return None
-        # A mean over twice as many batches as a point of the curves, for one lucky batch is not an arrival.
+        # A mean over twice as many batches as a point of the curves, for one lucky batch is not an
+        # arrival.
         found = [
             reaches(run.losses, target, 2 * window_of(run.case.batches))
             for run in self.groups[group]
@@ -94,8 +106,8 @@ class Results:
         return Spread(tuple(map(float, known))).mean if len(known) == len(found) else None
 
     def speed_up(self, group: Group) -> float | None:
-        """How many times sooner than flush at its fastest a group comes to the target, in simulated time; None if one of its runs
-        never does.
+        """How many times sooner than flush at its fastest a group comes to the target, in simulated
+        time; None if one of its runs never does.
         """
         own, base = self.batches_to_target(group), self.batches_to_target(group.baseline)
         if own is None or base is None:
@@ -136,13 +148,17 @@ class Results:
         if seeds < 2:
             return "One seed: differences are shown, and nothing is said of them."
         odds = chance(seeds, seeds)
-        return (f"A rule loses (or gains) where each of its {seeds} runs is worse (better) than each of flush's {seeds}, and the means are "
-                "further apart than the best and the worst run of either. Were there no difference, that would happen less than once in "
-                f"{1 / odds:.0f} comparisons each way; there are {count} here, so less than {count * odds:.1f} times. It holds where the "
-                "means are no further apart than flush's own runs; between the two nothing is said but that its seeds differ.")  # fmt: skip
+        return (
+            f"A rule loses (or gains) where each of its {seeds} runs is worse (better) than each of flush's {seeds}, and the means are "
+            "further apart than the best and the worst run of either. Were there no difference, that would happen less than once in "
+            f"{1 / odds:.0f} comparisons each way; there are {count} here, so less than {count * odds:.1f} times. It holds where the "
+            "means are no further apart than flush's own runs; between the two nothing is said but that its seeds differ."
+        )
 
     def as_json(self, thin: bool = False) -> str:
-        """Everything, raw: one line for each record. `thin` has means over a window of batches in place of all losses."""
+        """Everything, raw: one line for each record. `thin` has means over a window of batches in
+        place of all losses.
+        """
         rows = [self._row(record, thin) for record in self.records]
         head = {
             "schema": 1,
@@ -154,9 +170,15 @@ class Results:
         }
         paces = [{**group._asdict(), **asdict(pace)} for group, pace in self.paces.items()]
         said = [
-            {**each.group._asdict(), "standing": each.standing, "values": list(each.values.values) if each.values else [],
-             "difference": each.difference, "words": each.words} for each in self.verdicts.values()
-        ]  # fmt: skip
+            {
+                **each.group._asdict(),
+                "standing": each.standing,
+                "values": list(each.values.values) if each.values else [],
+                "difference": each.difference,
+                "words": each.words,
+            }
+            for each in self.verdicts.values()
+        ]
         text = json.dumps(head, indent=1)[:-2]
         for name, lines in (("paces", paces), ("verdicts", said), ("records", rows)):
             body = ",\n".join("  " + json.dumps(line, separators=(",", ":")) for line in lines)

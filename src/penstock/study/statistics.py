@@ -1,4 +1,6 @@
-"""Few numbers, shown whole: spreads over seeds, smoothed losses, and what difference could be chance."""
+"""Few numbers, shown whole: spreads over seeds, smoothed losses, and what difference could be
+chance.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def apart(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def chance(one: int, other: int) -> float:
-    """How likely all of `one` numbers are below all of `other` if they are drawn alike: 1 in (one + other) over one.
+    """How likely all of `one` numbers are below all of `other` if they are drawn alike: 1 in (one +
+    other) over one.
 
     >>> chance(3, 3)
     0.05
@@ -79,7 +82,8 @@ def ends_at(losses: Sequence[float]) -> float:
 
 
 def reaches(losses: Sequence[float], target: float, window: int) -> int | None:
-    """After how many batches the mean over the last `window` is at `target` or below; None if it never is.
+    """After how many batches the mean over the last `window` is at `target` or below; None if it
+    never is.
 
     >>> reaches([4.0, 2.0, 1.0, 1.0], 1.5, 2)
     3

@@ -53,7 +53,8 @@ class Study:
             say: told what goes on besides.
 
         Raises:
-            PenstockError: the question makes no sense, the folder cannot be written, or a process was killed.
+            PenstockError: the question makes no sense, the folder cannot be written, or a process
+            was killed.
         """
         cases, refused = self.question.cases()
         notebook = Notebook(self.folder)
@@ -81,10 +82,16 @@ class Study:
         }
         records = notebook.of(cases)
         fastest = {group: case.group for group, case in quickest.items()}
-        results = Results(self.question, tuple(records), paces, fastest, tuple(refused),
-                          tuple((str(each.case), each.reason) for each in [*failed, *more]),
-                          {**machine_facts(torch.device("cpu")), "threads": "1", "torch": torch.__version__},
-                          len(cases) - len(records) - len(failed))  # fmt: skip
+        results = Results(
+            self.question,
+            tuple(records),
+            paces,
+            fastest,
+            tuple(refused),
+            tuple((str(each.case), each.reason) for each in [*failed, *more]),
+            {**machine_facts(torch.device("cpu")), "threads": "1", "torch": torch.__version__},
+            len(cases) - len(records) - len(failed),
+        )
         if records:
             self._write(results)
         return results
@@ -99,7 +106,9 @@ class Study:
         return found
 
     def _measure(self, one_of: Mapping[Group, Case], notebook: Notebook, say: Say) -> list[Failed]:
-        """Time what has no more ranks than there are cores, one after the other, when nothing else runs."""
+        """Time what has no more ranks than there are cores, one after the other, when nothing else
+        runs.
+        """
         cores = len(os.sched_getaffinity(0))
         failed = []
         for group, case in one_of.items():

@@ -1,4 +1,6 @@
-"""What a convergence study trains: models, data and learning rates that a laptop gets through in seconds."""
+"""What a convergence study trains: models, data and learning rates that a laptop gets through in
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -72,26 +74,44 @@ class StudyTask:
         return replace(self.settings, optimizer=optimizer, lr=lr, seed=seed)  # type: ignore[arg-type]  # a Literal
 
 
-#: Learning rates: those with the best mean on the test part over three seeds of plain training, of 0.01, 0.02, 0.04, 0.08 (digits,
-#: sgd), 0.0005, 0.001, 0.002, 0.004 (digits, adam), 0.01, 0.03, 0.1 (gpt, sgd) and 0.001, 0.002, 0.004 (gpt, adam). Dropout is 0: its
-#: masks would differ with the number of micro-batches. VGG-11 without batch norm trains nearly as well under flush, but hardly at all
+#: Learning rates: those with the best mean on the test part over three seeds of plain training, of
+#: 0.01, 0.02, 0.04, 0.08 (digits,
+#: sgd), 0.0005, 0.001, 0.002, 0.004 (digits, adam), 0.01, 0.03, 0.1 (gpt, sgd) and 0.001, 0.002,
+#: 0.004 (gpt, adam). Dropout is 0: its
+#: masks would differ with the number of micro-batches. VGG-11 without batch norm trains nearly as
+#: well under flush, but hardly at all
 #: under any rule with gradients 3 updates old, so that rules could not be told apart.
-TASKS: Mapping[str, StudyTask] = MappingProxyType({
-    "digits": StudyTask(
-        "digits",
-        TrainConfig(model="vgg11_bn", model_options={"width": 8, "dropout": 0.0}, data="digits", image=32, channels=1, batch=32),
-        epochs=10,
-        lr=MappingProxyType({"sgd": 0.02, "adam": 0.0005}),
-        metric=ACCURACY,
-    ),
-    "gpt": StudyTask(
-        "gpt",
-        TrainConfig(model="gpt", model_options={"layers": 8, "width": 32, "heads": 4}, data="text", tokens=32, batch=16),
-        epochs=0.6,
-        lr=MappingProxyType({"sgd": 0.03, "adam": 0.002}),
-        metric=LOSS,
-    ),
-})  # fmt: skip
+TASKS: Mapping[str, StudyTask] = MappingProxyType(
+    {
+        "digits": StudyTask(
+            "digits",
+            TrainConfig(
+                model="vgg11_bn",
+                model_options={"width": 8, "dropout": 0.0},
+                data="digits",
+                image=32,
+                channels=1,
+                batch=32,
+            ),
+            epochs=10,
+            lr=MappingProxyType({"sgd": 0.02, "adam": 0.0005}),
+            metric=ACCURACY,
+        ),
+        "gpt": StudyTask(
+            "gpt",
+            TrainConfig(
+                model="gpt",
+                model_options={"layers": 8, "width": 32, "heads": 4},
+                data="text",
+                tokens=32,
+                batch=16,
+            ),
+            epochs=0.6,
+            lr=MappingProxyType({"sgd": 0.03, "adam": 0.002}),
+            metric=LOSS,
+        ),
+    }
+)
 
 
 def study_task(name: str) -> StudyTask:

@@ -11,7 +11,8 @@ from penstock.study.record import Record
 from penstock.study.statistics import Spread, apart, ends_at
 from penstock.study.tasks import Metric
 
-#: A run whose loss ends within this share of where it began has learned nothing; one that ends higher has diverged.
+#: A run whose loss ends within this share of where it began has learned nothing; one that ends
+#: higher has diverged.
 _STILL = 0.02
 
 
@@ -39,9 +40,11 @@ class Verdict:
     """One rule at one depth.
 
     Attributes:
-        standing: `loses` and `gains` where every run ends on one side of every run of flush, and the means are further apart than
-            the runs of either; `holds` where the means are no further apart than the runs of flush; `unclear` between the two: then
-            it is the rule's own seeds that differ; `does not train` where any run has diverged or learned nothing, unless one of flush has, too; `open`
+        standing: `loses` and `gains` where every run ends on one side of every run of flush, and
+        the means are further apart than
+            the runs of either; `holds` where the means are no further apart than the runs of flush;
+            `unclear` between the two: then it is the rule's own seeds that differ; `does not train`
+            where any run has diverged or learned nothing, unless one of flush has, too; `open`
             where nothing can be said.
         values: of the metric, per run that was tested.
         failures: what became of the others, in words.
@@ -78,7 +81,8 @@ def values_of(records: Sequence[Record], metric: Metric) -> tuple[float, ...]:
 
 
 def judge(flush: Sequence[Record], records: Sequence[Record], metric: Metric) -> Verdict:
-    """Hold the runs of one rule at one depth against those of flush with the same optimizer, micro-batches and seeds.
+    """Hold the runs of one rule at one depth against those of flush with the same optimizer,
+    micro-batches and seeds.
 
     Args:
         flush: its runs; none if there are none yet.

@@ -1,9 +1,11 @@
-"""One run of a model on tensors without contents, written down op by op: torch.export's graph of it, with what the graph holds for.
+"""One run of a model on tensors without contents, written down op by op: torch.export's graph of
+it, with what the graph holds for.
 
-torch.export was chosen over torch.fx by what they can do (docs/models.md has the figures): it takes every form of Python that does not
-look at values of tensors, keeps composite ops whole (a linear map, attention, dropout), so that autograd does what it does in the model,
-and knows for which other shapes its graph is right. What it gets wrong without a word is put right here, or refused: functions with
-a backward of their own, `.data`, buffers that are replaced, and hooks on gradients.
+torch.export was chosen over torch.fx by what they can do (docs/models.md has the figures): it takes
+every form of Python that does not look at values of tensors, keeps composite ops whole (a linear
+map, attention, dropout), so that autograd does what it does in the model, and knows for which other
+shapes its graph is right. What it gets wrong without a word is put right here, or refused:
+functions with a backward of their own, `.data`, buffers that are replaced, and hooks on gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """Inputs without their contents: nesting, tensors' forms, and all that is no tensor, which becomes part of the graph."""
+    """Inputs without their contents: nesting, tensors' forms, and all that is no tensor, which
+    becomes part of the graph.
+    """
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
@@ -81,7 +85,9 @@ class Form:
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """A model on a micro-batch's inputs: a tensor is its argument, a tuple or list its arguments, a dict its keyword arguments."""
+    """A model on a micro-batch's inputs: a tensor is its argument, a tuple or list its arguments, a
+    dict its keyword arguments.
+    """
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
@@ -89,7 +95,9 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """A graph over flat tensors: what holds its constants, how outputs nest, and for which shapes it is right."""
+    """A graph over flat tensors: what holds its constants, how outputs nest, and for which shapes
+    it is right.
+    """
 
     graph: fx.Graph
     holder: fx.GraphModule
@@ -129,7 +137,8 @@ class _Flat(nn.Module):
                 made = holder.get(key)
                 if made is buffer:
                     continue
-                # The model has put another tensor in its place: the same values in the same tensor, where others find them.
+                # The model has put another tensor in its place: the same values in the same tensor,
+                # where others find them.
                 holder[key] = buffer
                 if buffer is None or made is None or made.shape != buffer.shape:
                     raise Refused(
@@ -145,12 +154,14 @@ def skeleton_of(
     before: nn.Module | None = None,
     written: Mapping[str, Collection[str]] | None = None,
 ) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on the meta device: what it does, without its weights.
+    """A copy of a model whose parameters and buffers are on the meta device: what it does, without
+    its weights.
 
     Args:
         model: the model.
         before: an earlier skeleton.
-        written: by the path of a module, attributes that the copy has from `before`: caches of the forward, which may hold by now what
+        written: by the path of a module, attributes that the copy has from `before`: caches of the
+        forward, which may hold by now what
             cannot be copied.
     """
     made: dict[int, object] = {}
@@ -170,9 +181,11 @@ def skeleton_of(
     try:
         copied = copy.deepcopy(model, made)
     except Exception as error:
-        raise ChainError(f"{type(model).__name__} cannot be copied to be traced ({type(error).__name__}: {error}). A tensor that the model "
-                         "keeps must be a buffer, or none that autograd has made; locks, files and their like it should make when "
-                         "they are needed") from error  # fmt: skip
+        raise ChainError(
+            f"{type(model).__name__} cannot be copied to be traced ({type(error).__name__}: {error}). A tensor that the model "
+            "keeps must be a buffer, or none that autograd has made; locks, files and their like it should make when "
+            "they are needed"
+        ) from error
     for path, names in (written or {}).items():
         held = vars(copied.get_submodule(path))
         old = {} if before is None else vars(before.get_submodule(path))
@@ -189,13 +202,15 @@ def capture(
     training: bool,
     caches: Mapping[str, Collection[str]] | None = None,
 ) -> Capture:
-    """Write down what a model does with inputs of a form, and of other shapes where it does the same with these.
+    """Write down what a model does with inputs of a form, and of other shapes where it does the
+    same with these.
 
     Args:
         skeleton: the model, from `skeleton_of`.
         form: of the inputs.
         training: in the modes that its parts have; else all of them in evaluation mode.
-        caches: by the path of a module, attributes that its forward may change, since another graph has found them to be caches.
+        caches: by the path of a module, attributes that its forward may change, since another graph
+        has found them to be caches.
 
     Raises:
         ChainError: the model does what cannot be written down; the message has its file and line.
@@ -232,7 +247,8 @@ def _captured(request: _Request) -> Capture:
 
 
 def _checked(request: _Request, *, dynamic: bool) -> Capture:
-    """A graph; what may be caches of the forward is held against a second call that finds them filled.
+    """A graph; what may be caches of the forward is held against a second call that finds them
+    filled.
 
     Raises:
         Refused: the second call changes them again.
@@ -270,8 +286,9 @@ def _located(request: _Request) -> Drawn | None:
 
 
 def _apart(work: Callable[[], Capture]) -> Capture:
-    """Work in a thread of its own, where there is nothing of what surrounds the caller: a batch of another form may come up while a rank
-    counts what autograd keeps, or on fake tensors. Only autocast is the caller's: a model may go by dtypes.
+    """Work in a thread of its own, where there is nothing of what surrounds the caller: a batch of
+    another form may come up while a rank counts what autograd keeps, or on fake tensors. Only
+    autocast is the caller's: a model may go by dtypes.
     """
     autocast = [
         (kind, torch.get_autocast_dtype(kind))
@@ -351,7 +368,9 @@ def _faked(skeleton: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def _dimensions(tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """Which sizes may change: samples, and tokens. Sides of images and the like seldom do; where they do, they have a graph each."""
+    """Which sizes may change: samples, and tokens. Sides of images and the like seldom do; where
+    they do, they have a graph each.
+    """
     auto = torch.export.Dim.AUTO
 
     def of(tensor: Tensor) -> dict[int, Any]:
@@ -363,7 +382,9 @@ def _dimensions(tensors: Sequence[Tensor]) -> dict[str, Any]:
 
 @contextmanager
 def without_caches(model: nn.Module) -> Iterator[None]:
-    """Models of transformers return keys and values for generation unless told otherwise; in a pipeline these would travel to its end."""
+    """Models of transformers return keys and values for generation unless told otherwise; in a
+    pipeline these would travel to its end.
+    """
     configs = {
         id(config): config
         for part in model.modules()
@@ -392,15 +413,20 @@ def _check_constants(holder: fx.GraphModule) -> None:
     for node in holder.graph.find_nodes(op="get_attr"):
         value = constant(holder, node.target)
         if isinstance(value, torch.Generator):
-            raise Refused("it draws from a torch.Generator of its own, whose sequence would depend on the order of micro-batches and on the "
-                          "cut: leave `generator` out, then draws depend on seed, step, layer and micro-batch", place=line_of(next(iter(node.users))))  # fmt: skip
+            raise Refused(
+                "it draws from a torch.Generator of its own, whose sequence would depend on the order of micro-batches and on the "
+                "cut: leave `generator` out, then draws depend on seed, step, layer and micro-batch",
+                place=line_of(next(iter(node.users))),
+            )
         if isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor)):
             shape = tuple(value.shape)
             named = str(node.target).removeprefix("model.")
             if id(value) in known and not named.startswith("lifted_tensor"):
                 continue
-            raise Refused(f"it uses a tensor of shape {shape} ({named}) that it has hidden from tracing, or that is on the meta device and no "
-                          "buffer, so that its values are not known")  # fmt: skip
+            raise Refused(
+                f"it uses a tensor of shape {shape} ({named}) that it has hidden from tracing, or that is on the meta device and no "
+                "buffer, so that its values are not known"
+            )
 
 
 def constant(holder: nn.Module, target: Any) -> Any:

@@ -20,15 +20,18 @@ from penstock.tracing.variants import Variants
 
 @dataclass(frozen=True, eq=False)
 class TracedChain:
-    """A chain and the modules that run its layers: `modules[i]` takes what `modules[i - 1]` returned.
+    """A chain and the modules that run its layers: `modules[i]` takes what `modules[i - 1]`
+    returned.
 
-    `aliases` has every name that `state_dict` of the whole model uses for a shared tensor, with the name that the chain uses.
-    `container_names` are those of them that a container has, and no layer: `self.weight = self[0].weight` in an nn.Sequential.
-    `order` has the parameters' names as `model.parameters()` gives them; empty, they are in the order of the layers.
+    `aliases` has every name that `state_dict` of the whole model uses for a shared tensor, with the
+    name that the chain uses. `container_names` are those of them that a container has, and no
+    layer: `self.weight = self[0].weight` in an nn.Sequential. `order` has the parameters' names as
+    `model.parameters()` gives them; empty, they are in the order of the layers.
 
-    Where a stage begins at layer i, what it takes is `entries[i](crossed, inputs)`: what came over the boundary, with what can be made
-    again of the micro-batch's inputs, which every rank has; where one ends after layer i, `exits[i](made)` is what crosses. Layers that
-    are in neither have nothing of the kind: what one returns crosses, and the next one takes.
+    Where a stage begins at layer i, what it takes is `entries[i](crossed, inputs)`: what came over
+    the boundary, with what can be made again of the micro-batch's inputs, which every rank has;
+    where one ends after layer i, `exits[i](made)` is what crosses. Layers that are in neither have
+    nothing of the kind: what one returns crosses, and the next one takes.
 
     `variants` are the graphs of a traced model. `roots` are the model as it was given, or the
     modules of a list.
@@ -81,18 +84,24 @@ class TracedChain:
 def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> TracedChain:
     """Make a chain of layers from a model.
 
-    An `nn.Sequential`, or a list of modules, is taken as it is: nested ones are flattened, and a layer is a module, named by its qualified
-    name in `model`. Any other model is traced on `example`, and a layer is what runs around one module with weights of its own; see
-    docs/models.md. Either way the layers hold the model's own tensors, so that training them trains the model.
+    An `nn.Sequential`, or a list of modules, is taken as it is: nested ones are flattened, and a
+    layer is a module, named by its qualified name in `model`. Any other model is traced on
+    `example`, and a layer is what runs around one module with weights of its own; see
+    docs/models.md. Either way the layers hold the model's own tensors, so that training them trains
+    the model.
 
     Args:
-        model: any model; or a list of modules, each of which takes what the one before returned: a tensor, or nested tuples, lists and
+        model: any model; or a list of modules, each of which takes what the one before returned: a
+        tensor, or nested tuples, lists and
             dicts of tensors. Modules on the meta device are welcome.
-        example: inputs of a model that must be traced, two or more samples: a tensor for `model(x)`, a tuple or list for `model(*x)`, a
-            dict for `model(**x)`. Batches may later have other numbers of samples and tokens. Not needed otherwise.
+        example: inputs of a model that must be traced, two or more samples: a tensor for
+        `model(x)`, a tuple or list for `model(*x)`, a
+            dict for `model(**x)`. Batches may later have other numbers of samples and tokens. Not
+            needed otherwise.
 
     Raises:
-        ChainError: the model must be traced, and there is no example, or it cannot be; or it has no layers, or a layer's weights have
+        ChainError: the model must be traced, and there is no example, or it cannot be; or it has no
+        layers, or a layer's weights have
             no shape yet.
     """
     if isinstance(model, nn.Module):
@@ -116,8 +125,17 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
     if not named:
         raise ChainError("the model has no layers")
     check_containers(roots, named)
-    described = _describe([Part(name, type(module).__name__, tuple(part for part, _ in module.named_modules(prefix=name)), carried)
-                           for (name, module), (_, carried) in zip(named, carrying(named), strict=True)])  # fmt: skip
+    described = _describe(
+        [
+            Part(
+                name,
+                type(module).__name__,
+                tuple(part for part, _ in module.named_modules(prefix=name)),
+                carried,
+            )
+            for (name, module), (_, carried) in zip(named, carrying(named), strict=True)
+        ]
+    )
     described = replace(described, roots=tuple(part for part, _ in roots))
     return _with_containers(described, roots, named)
 
@@ -139,7 +157,9 @@ def _with_containers(
     roots: Sequence[tuple[nn.Module, str]],
     named: Sequence[tuple[str, nn.Module]],
 ) -> TracedChain:
-    """The chain with the names that containers have for tensors of their layers, and the order of the whole model's parameters."""
+    """The chain with the names that containers have for tensors of their layers, and the order of
+    the whole model's parameters.
+    """
     first: dict[int, str] = {}
     for name, module in named:
         for tensor_name, tensor in (
@@ -175,7 +195,9 @@ def _traced(model: nn.Module, example: Any) -> TracedChain:
 
 
 def _flatten(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Layers with their names; an nn.Sequential that does more than calling its children in turn is one layer."""
+    """Layers with their names; an nn.Sequential that does more than calling its children in turn is
+    one layer.
+    """
     if runs_otherwise(module):
         yield name, module
         return
@@ -203,8 +225,12 @@ def _describe(parts: Sequence[Part]) -> TracedChain:
     )
 
 
-def _names(named: Iterator[tuple[str, Tensor]], first_name: dict[int, str], aliases: dict[str, str],
-           facts: dict[str, TensorFacts]) -> tuple[str, ...]:  # fmt: skip
+def _names(
+    named: Iterator[tuple[str, Tensor]],
+    first_name: dict[int, str],
+    aliases: dict[str, str],
+    facts: dict[str, TensorFacts],
+) -> tuple[str, ...]:
     names = []
     for name, tensor in named:
         if nn.parameter.is_lazy(tensor):

@@ -1,8 +1,9 @@
-"""Checks of values in a model's forward: `if labels.max() >= limit: raise ValueError(...)` and `assert`.
+"""Checks of values in a model's forward: `if labels.max() >= limit: raise ValueError(...)` and
+`assert`.
 
-While a model is traced its tensors have no values, so that a branch on one cannot be decided. Where the other side of the branch only
-raises, there is one way to go on: the branch is taken as if the check passed, and the check itself becomes an op of the graph, which
-fails when a batch fails it.
+While a model is traced its tensors have no values, so that a branch on one cannot be decided. Where
+the other side of the branch only raises, there is one way to go on: the branch is taken as if the
+check passed, and the check itself becomes an op of the graph, which fails when a batch fails it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from torch import Tensor
 #: First line, last line, first column, last column.
 _Span = tuple[int, int, int, int]
 
-#: Instructions, with their caches, between the one that asks for a truth and the jump that goes by it, in Python 3.13.
+#: Instructions, with their caches, between the one that asks for a truth and the jump that goes by
+#: it, in Python 3.13.
 _DISTANCE = 6
 
 
 def passing(frame: FrameType | None) -> bool | None:
-    """Which truth value lets the check pass that a frame is about to decide; None where it decides something else than a check.
+    """Which truth value lets the check pass that a frame is about to decide; None where it decides
+    something else than a check.
 
     Args:
         frame: of the Python code that asks for the truth of a value.
@@ -88,8 +91,11 @@ def _spans(code: CodeType) -> dict[int, _Span | None]:
 @lru_cache(maxsize=256)
 def _jumps(code: CodeType) -> list[int]:
     """The offsets of all conditional jumps."""
-    return [each.offset for each in dis.get_instructions(code)
-            if "JUMP" in each.opname and "_IF_" in each.opname]  # fmt: skip
+    return [
+        each.offset
+        for each in dis.get_instructions(code)
+        if "JUMP" in each.opname and "_IF_" in each.opname
+    ]
 
 
 def _span_of(node: ast.stmt | ast.expr) -> _Span:
@@ -105,7 +111,9 @@ def _within(inner: _Span, outer: _Span) -> bool:
 
 @lru_cache(maxsize=64)
 def _checks(filename: str) -> list[tuple[ast.stmt, ast.expr, bool]]:
-    """Per statement of a file that only checks: it, its test, and the truth of that with which nothing is raised."""
+    """Per statement of a file that only checks: it, its test, and the truth of that with which
+    nothing is raised.
+    """
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):
@@ -131,7 +139,9 @@ def _only_raises(body: list[ast.stmt]) -> bool:
 
 
 def _calls_bool(leaf: ast.expr, span: _Span) -> bool:
-    """Whether a part of a test is the call `bool(...)` at a place: a call further inside may make anything of its answer."""
+    """Whether a part of a test is the call `bool(...)` at a place: a call further inside may make
+    anything of its answer.
+    """
     return (
         isinstance(leaf, ast.Call)
         and isinstance(leaf.func, ast.Name)
@@ -145,7 +155,8 @@ def _answer(
 ) -> bool | None:
     """The truth that is wanted of the part whose jump stands at an offset, or right behind it.
 
-    Parts of a test are decided in their order, with one jump each; a `finally` stands in the code several times.
+    Parts of a test are decided in their order, with one jump each; a `finally` stands in the code
+    several times.
     """
     at = next((jump for jump in jumps if jump >= offset), None)
     if at is None or at - offset > 2 * _DISTANCE or len(jumps) % len(leaves):
@@ -155,10 +166,11 @@ def _answer(
 
 
 def _leaves(test: ast.expr, wanted: bool, *, exact: bool) -> Iterator[tuple[ast.expr, bool, bool]]:
-    """The parts of a test that are decided one by one, each with the truth that it must have, and whether it must have that exactly.
+    """The parts of a test that are decided one by one, each with the truth that it must have, and
+    whether it must have that exactly.
 
-    Of `a or b`, which must be false, both must be. Of `a and b`, which must be false, b alone must be if a is known and true; what a
-    must be depends on b.
+    Of `a or b`, which must be false, both must be. Of `a and b`, which must be false, b alone must
+    be if a is known and true; what a must be depends on b.
     """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _leaves(test.operand, not wanted, exact=exact)

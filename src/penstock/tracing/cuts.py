@@ -1,8 +1,10 @@
-"""Where a captured graph is cut into layers: one for every module with weights of its own, with the ops around it.
+"""Where a captured graph is cut into layers: one for every module with weights of its own, with the
+ops around it.
 
-Ops run in one order, so that any cut between two of them is sound; where values share memory and one is changed later, they must stay
-together. Of the places between two modules with weights that is taken where the least has to cross; of equals the last, so that an
-activation stays with what made its input.
+Ops run in one order, so that any cut between two of them is sound; where values share memory and
+one is changed later, they must stay together. Of the places between two modules with weights that
+is taken where the least has to cross; of equals the last, so that an activation stays with what
+made its input.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from torch import fx, nn
 from penstock.errors import ChainError
 from penstock.tracing.flow import Flow, is_heavy
 
-#: A module and how manyth of its calls, of those that use its weights: the same in all graphs of a model.
+#: A module and how manyth of its calls, of those that use its weights: the same in all graphs of a
+#: model.
 Key = tuple[str, int]
 
 
@@ -67,7 +70,9 @@ def groups_of(flow: Flow, model: nn.Module) -> list[Group]:
 
 
 def _owner(flow: Flow, node: fx.Node) -> str:
-    """What stands in no module's forward but the model's own goes by the module whose weights it uses."""
+    """What stands in no module's forward but the model's own goes by the module whose weights it
+    uses.
+    """
     for used in node.all_input_nodes:
         if used in flow.weights and used not in flow.again:
             return flow.weights[used].rpartition(".")[0]
@@ -94,12 +99,14 @@ def common(one: Sequence[Key], other: Sequence[Key]) -> list[Key]:
 def cut(
     flow: Flow, groups: Sequence[Group], keys: Sequence[Key], home: Mapping[str, int]
 ) -> list[int | None]:
-    """For each key the index in the order where its layer begins; None where no place between it and the group before is sound.
+    """For each key the index in the order where its layer begins; None where no place between it
+    and the group before is sound.
 
     Args:
         flow: what is cut.
         groups: from `groups_of`.
-        keys: of the layers, in order; the first layer begins with the first op. One that this graph does not have begins where the next
+        keys: of the layers, in order; the first layer begins with the first op. One that this graph
+        does not have begins where the next
             begins: its layer has nothing to do.
         home: of weights that have a layer already, which: an op that uses one cannot go to another.
     """
@@ -129,7 +136,9 @@ def cut(
 
 @dataclass(frozen=True)
 class _Soundness:
-    """By memory that is changed: when last, and of the values in it when each is made and last used."""
+    """By memory that is changed: when last, and of the values in it when each is made and last
+    used.
+    """
 
     spans: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
@@ -150,7 +159,9 @@ class _Soundness:
         )
 
     def at(self, where: int) -> bool:
-        """Whether no two values that cross share memory which is changed behind the cut: they would arrive as two."""
+        """Whether no two values that cross share memory which is changed behind the cut: they would
+        arrive as two.
+        """
         return all(
             sum(made < where <= used for made, used in spans) < 2
             for last, spans in self.spans
@@ -159,7 +170,9 @@ class _Soundness:
 
 
 def _windows(flow: Flow, count: int, home: Mapping[str, int]) -> list[tuple[int, int]]:
-    """By layer, where it can begin at the earliest and at the latest, so that every op is where the weights are that it uses."""
+    """By layer, where it can begin at the earliest and at the latest, so that every op is where the
+    weights are that it uses.
+    """
     first, last = [len(flow.order)] * count, [-1] * count
     for index, node in enumerate(flow.order):
         for used in node.all_input_nodes:
@@ -181,8 +194,10 @@ def segments_of(
     bounds: list[int] = []
     for begin, key in zip(begins, keys, strict=True):
         if begin is None or (bounds and begin < bounds[-1]):
-            raise ChainError(f"for inputs of this form the model runs {key[0]} in another order than for the example, so that its layers "
-                             "are others: make a chain for inputs of this form")  # fmt: skip
+            raise ChainError(
+                f"for inputs of this form the model runs {key[0]} in another order than for the example, so that its layers "
+                "are others: make a chain for inputs of this form"
+            )
         bounds.append(begin)
     bounds = [0, *bounds[1:], len(flow.order)]
     return [range(start, stop) for start, stop in pairwise(bounds)]

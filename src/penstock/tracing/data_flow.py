@@ -1,8 +1,10 @@
-"""Where the contents of some tensors go while a module runs: followed from op to op, below autograd.
+"""Where the contents of some tensors go while a module runs: followed from op to op, below
+autograd.
 
-A buffer that a forward changes matters to training only if a later forward reads it. Batch norm's running statistics are changed and
-not read; a codebook's means are both. The difference is not in the buffer but in what is computed from it, which is followed here by the
-memory that every op reads and writes.
+A buffer that a forward changes matters to training only if a later forward reads it. Batch norm's
+running statistics are changed and not read; a codebook's means are both. The difference is not in
+the buffer but in what is computed from it, which is followed here by the memory that every op reads
+and writes.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: Batch norms that in training normalise by the batch: (argument that says so, arguments that are then only written).
+#: Batch norms that in training normalise by the batch: (argument that says so, arguments that are
+#: then only written).
 _BATCH_NORMS: Final = {
     "native_batch_norm": (5, (3, 4)),
     "_native_batch_norm_legit": (5, (3, 4)),
@@ -42,9 +45,9 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch say
     """Follows some tensors by name while it is entered.
 
     Attributes:
-        read_by_python: names whose contents became a number of Python's, by which the program may have branched.
-        written: names that an op has written to.
-        sparse: the tables of which an op has asked for sparse gradients.
+        read_by_python: names whose contents became a number of Python's, by which the program may
+        have branched. written: names that an op has written to. sparse: the tables of which an op
+        has asked for sparse gradients.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -109,7 +112,9 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch say
 
 
 def has_custom_function(value: Any) -> bool:
-    """Whether the graph behind any tensor in `value` has an `autograd.Function` of Python, whose backward may read anything."""
+    """Whether the graph behind any tensor in `value` has an `autograd.Function` of Python, whose
+    backward may read anything.
+    """
     waiting: list[Any] = [tensor.grad_fn for tensor in _tensors(value)]
     seen: set[Any] = set()
     while waiting:
@@ -124,7 +129,9 @@ def has_custom_function(value: Any) -> bool:
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in a nested value; objects that torch takes for leaves (dataclasses, user classes) are looked into."""
+    """The tensors in a nested value; objects that torch takes for leaves (dataclasses, user
+    classes) are looked into.
+    """
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf

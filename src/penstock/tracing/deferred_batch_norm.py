@@ -1,11 +1,15 @@
-"""Batch norm that normalises by micro-batch, and updates its running statistics once per batch, by the whole batch's.
+"""Batch norm that normalises by micro-batch, and updates its running statistics once per batch, by
+the whole batch's.
 
-Plain batch norm in a pipeline updates them at every micro-batch: with m of them, momentum works m times, and the variance between
-micro-batches is in no average. Here each micro-batch's count, mean and sum of squared deviations are merged as they come, which loses no
-digits (Chan, Golub and LeVeque 1979), and after the batch's last one the running statistics are updated as plain batch norm on the whole
-batch would have. What is normalised by stays the micro-batch's own: outputs are those of plain batch norm on micro-batches.
+Plain batch norm in a pipeline updates them at every micro-batch: with m of them, momentum works m
+times, and the variance between micro-batches is in no average. Here each micro-batch's count, mean
+and sum of squared deviations are merged as they come, which loses no digits (Chan, Golub and
+LeVeque 1979), and after the batch's last one the running statistics are updated as plain batch norm
+on the whole batch would have. What is normalised by stays the micro-batch's own: outputs are those
+of plain batch norm on micro-batches.
 
-The idea is torchgpipe's (Kim et al. 2020), which sums squares instead and keeps the biased variance, where torch's is unbiased.
+The idea is torchgpipe's (Kim et al. 2020), which sums squares instead and keeps the biased
+variance, where torch's is unbiased.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from penstock.errors import SettingError
 from penstock.tracing.recomputing import is_recomputing
 
-#: Its own state: buffers, so that who runs a forward again and restores buffers restores these too; not in any `state_dict`.
+#: Its own state: buffers, so that who runs a forward again and restores buffers restores these too;
+#: not in any `state_dict`.
 _PARTIAL = ("batch_mean", "batch_variance", "batch_count", "batch_seen")
 
 
@@ -36,7 +41,9 @@ class DeferredBatchNorm(_BatchNorm):
     batch_seen: Tensor
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
-        """Normalise a micro-batch, (samples, channels, ...); in training, take note of its statistics."""
+        """Normalise a micro-batch, (samples, channels, ...); in training, take note of its
+        statistics.
+        """
         self.kind._check_input_dim(self, input)  # type: ignore[no-untyped-call]
         counts = self.training and not is_recomputing()
         if not self.training or not counts:
@@ -47,7 +54,8 @@ class DeferredBatchNorm(_BatchNorm):
                 input, mean, variance, self.weight, self.bias, self.training, 0.0, self.eps
             )
         assert self.running_mean is not None
-        # With momentum 1 these become the micro-batch's mean and unbiased variance, which every backend has at hand anyway.
+        # With momentum 1 these become the micro-batch's mean and unbiased variance, which every
+        # backend has at hand anyway.
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_mean)
         made = functional.batch_norm(
             input, mean, variance, self.weight, self.bias, True, 1.0, self.eps
@@ -57,7 +65,9 @@ class DeferredBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _take_in(self, count: int, mean: Tensor, variance: Tensor) -> None:
-        """Merge one micro-batch's statistics; after the last, update. Without a branch on a tensor, for which a GPU would wait."""
+        """Merge one micro-batch's statistics; after the last, update. Without a branch on a tensor,
+        for which a GPU would wait.
+        """
         kind = torch.promote_types(mean.dtype, torch.float32)
         before = self.batch_count.to(kind)
         self.batch_count += count
@@ -105,25 +115,30 @@ class DeferredBatchNorm(_BatchNorm):
 def convert(module: nn.Module, micro_batches: int) -> nn.Module:
     """Let all `nn.BatchNorm1d`, `2d` and `3d` in `module` that track running statistics defer them.
 
-    Parameters, buffers and hooks stay the same objects, and names in `state_dict` the same names. Subclasses with a forward of their own
-    stay as they are. A shared layer counts every use as a micro-batch, so it must be used once per forward.
+    Parameters, buffers and hooks stay the same objects, and names in `state_dict` the same names.
+    Subclasses with a forward of their own stay as they are. A shared layer counts every use as a
+    micro-batch, so it must be used once per forward.
 
     Args:
         module: changed in place, unless it is a batch norm itself.
-        micro_batches: how many a batch has, at least 1. Where it differs (a small last batch), `begin` must say so before the batch.
+        micro_batches: how many a batch has, at least 1. Where it differs (a small last batch),
+        `begin` must say so before the batch.
 
     Returns:
         `module`, or what takes its place.
 
     Raises:
-        SettingError: `micro_batches` is below 1; or there is a SyncBatchNorm, whose statistics span other processes.
+        SettingError: `micro_batches` is below 1; or there is a SyncBatchNorm, whose statistics span
+        other processes.
     """
     if micro_batches < 1:
         raise SettingError(f"a batch has at least 1 micro-batch, not {micro_batches}")
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
-            raise SettingError(f"{name or 'the module'} is a SyncBatchNorm, which cannot be deferred: it takes its statistics over "
-                               "several processes. Use nn.BatchNorm, or do without deferred_batch_norm")  # fmt: skip
+            raise SettingError(
+                f"{name or 'the module'} is a SyncBatchNorm, which cannot be deferred: it takes its statistics over "
+                "several processes. Use nn.BatchNorm, or do without deferred_batch_norm"
+            )
 
     def deferred(part: nn.Module) -> nn.Module:
         if isinstance(part, DeferredBatchNorm):
@@ -190,7 +205,9 @@ def _with_the_state_of(part: nn.Module, kind: Any) -> Any:
 
 
 def _replaced(module: nn.Module, replace: Any, made: dict[int, nn.Module]) -> nn.Module:
-    """`module` with `replace` applied to all its parts; one that stands in several places stays one."""
+    """`module` with `replace` applied to all its parts; one that stands in several places stays
+    one.
+    """
     if id(module) not in made:
         found: nn.Module = replace(module)
         made[id(module)] = found

@@ -11,9 +11,11 @@ from torch import SymInt, Tensor, fx
 
 @dataclass(frozen=True, eq=False)
 class Domain:
-    """Sizes of every input as numbers or expressions of symbols; conditions on these; and the least and greatest of each.
+    """Sizes of every input as numbers or expressions of symbols; conditions on these; and the least
+    and greatest of each.
 
-    The conditions are all that the model has asked of a size while it was traced, as `if x.shape != y.shape` does.
+    The conditions are all that the model has asked of a size while it was traced, as `if x.shape !=
+    y.shape` does.
     """
 
     sizes: tuple[tuple[Any, ...], ...]
@@ -46,8 +48,11 @@ class Domain:
         free = {
             symbol for row in sizes for size in row for symbol in getattr(size, "free_symbols", ())
         }
-        ranges = tuple((symbol, int(held.lower), int(held.upper) if held.upper.is_Integer else None)
-                       for symbol, held in shapes.var_to_range.items() if symbol in free)  # fmt: skip
+        ranges = tuple(
+            (symbol, int(held.lower), int(held.upper) if held.upper.is_Integer else None)
+            for symbol, held in shapes.var_to_range.items()
+            if symbol in free
+        )
         return cls(tuple(sizes), conditions, ranges)
 
     def has(self, tensors: Sequence[Tensor]) -> bool:
@@ -73,5 +78,6 @@ class Domain:
             for symbol, low, high in self.ranges
         ):
             return False
-        # A condition on something else than sizes of inputs is not known to hold, so that it counts as broken.
+        # A condition on something else than sizes of inputs is not known to hold, so that it counts
+        # as broken.
         return all(condition.xreplace(bound) == True for condition in self.conditions)  # noqa: E712  # sympy's own true

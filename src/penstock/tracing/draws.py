@@ -1,7 +1,9 @@
-"""Draws that a trace cannot see: random numbers from Python, NumPy or the operating system, and the clock.
+"""Draws that a trace cannot see: random numbers from Python, NumPy or the operating system, and the
+clock.
 
-What they give while a model is traced would be a constant of its graph: a layer that is dropped once would be dropped for ever. So they
-are refused, with the line that draws. torch's own random ops are part of the graph and draw anew for every micro-batch.
+What they give while a model is traced would be a constant of its graph: a layer that is dropped
+once would be dropped for ever. So they are refused, with the line that draws. torch's own random
+ops are part of the graph and draw anew for every micro-batch.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from torch import nn
 
 from penstock.tracing.faults import Refused, is_standard, is_torchs, is_users
 
-_ADVICE = ("a trace would repeat this one value in every batch. Draw with torch: `keep = torch.rand(()) < p` and `torch.where(keep, a, b)`, "
-           "or hand the drawn values to the model as inputs")  # fmt: skip
+_ADVICE = (
+    "a trace would repeat this one value in every batch. Draw with torch: `keep = torch.rand(()) < p` and `torch.where(keep, a, b)`, "
+    "or hand the drawn values to the model as inputs"
+)
 
 #: Objects that draw, and how to read where they are in their sequence.
 _STATES: dict[str, Callable[[Any], Any]] = {
@@ -35,8 +39,16 @@ _STATES: dict[str, Callable[[Any], Any]] = {
     "numpy.random.mtrand.RandomState": lambda each: each.get_state(legacy=False),
 }
 
-_CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns",
-           "process_time", "process_time_ns")  # fmt: skip
+_CLOCKS = (
+    "time",
+    "time_ns",
+    "perf_counter",
+    "perf_counter_ns",
+    "monotonic",
+    "monotonic_ns",
+    "process_time",
+    "process_time_ns",
+)
 _SEEDS = ("manual_seed", "seed", "set_rng_state")
 
 _DEPTH = 4
@@ -203,7 +215,9 @@ def _reader(value: Any) -> Callable[[Any], Any] | None:
 
 @contextmanager
 def _refusing(model: nn.Module) -> Iterator[None]:
-    """Let functions that have no state to compare refuse by themselves, where this thread calls them for the model."""
+    """Let functions that have no state to compare refuse by themselves, where this thread calls
+    them for the model.
+    """
     own = threading.get_ident()
     places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for files in (time, os, random, uuid, torch, torch.random, *_files_of(model)):
@@ -212,8 +226,13 @@ def _refusing(model: nn.Module) -> Iterator[None]:
     changed: list[tuple[dict[str, Any], str, Any]] = []
     for function, why, direct in _stateless():
 
-        def refuses(*args: Any, _function: Any = function, _why: str = why, _direct: bool = direct,
-                    **named: Any) -> Any:  # fmt: skip
+        def refuses(
+            *args: Any,
+            _function: Any = function,
+            _why: str = why,
+            _direct: bool = direct,
+            **named: Any,
+        ) -> Any:
             if threading.get_ident() == own and _for_model(sys._getframe(1), direct=_direct):
                 raise Refused(_why)
             return _function(*args, **named)
@@ -256,7 +275,9 @@ def _stateless() -> Iterator[tuple[Any, str, bool]]:
 
 
 def _for_model(frame: FrameType | None, *, direct: bool) -> bool:
-    """Whether the model's code has called, by itself or through Python's own modules; not torch, and not what Python does besides."""
+    """Whether the model's code has called, by itself or through Python's own modules; not torch,
+    and not what Python does besides.
+    """
     while frame is not None:
         name = frame.f_code.co_filename
         if is_torchs(name):

@@ -1,4 +1,6 @@
-"""Layers that other ranks hold, as far as this one must know them: their forms, without the memory of their parameters."""
+"""Layers that other ranks hold, as far as this one must know them: their forms, without the memory
+of their parameters.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from penstock.tracing.hooks import copy_tensor_hooks
 def without_others(traced: TracedChain, held: Collection[int]) -> TracedChain:
     """The chain with copies on the meta device in the places of layers that are not in `held`.
 
-    Nobody's own modules change: whoever still has the model has it whole. Parameters that a held layer uses too, and buffers, stay as
-    they are; so do layers that were cut out of a traced model, which may have to be traced again.
+    Nobody's own modules change: whoever still has the model has it whole. Parameters that a held
+    layer uses too, and buffers, stay as they are; so do layers that were cut out of a traced model,
+    which may have to be traced again.
     """
     if any(getattr(module, "whole_names", False) for module in traced.modules):
         return replace(traced, roots=())
@@ -44,7 +47,9 @@ def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """A copy of a module whose tensors are those in `memo`; the module itself where it is of a kind that cannot be copied."""
+    """A copy of a module whose tensors are those in `memo`; the module itself where it is of a kind
+    that cannot be copied.
+    """
     try:
         return copy.deepcopy(module, memo)
     except Exception:  # noqa: BLE001 - whatever a user's module raises, it can stay as it is

@@ -14,8 +14,10 @@ from torch import fx, nn
 
 from penstock.errors import ChainError
 
-_ADVICE = ("Take what depends on values of tensors out of forward, or give the layers by hand, in the order in which they run, each taking "
-           "what the one before returned: ps.chain([model.stem, *model.blocks, model.head])")  # fmt: skip
+_ADVICE = (
+    "Take what depends on values of tensors out of forward, or give the layers by hand, in the order in which they run, each taking "
+    "what the one before returned: ps.chain([model.stem, *model.blocks, model.head])"
+)
 
 
 #: Packages that torch.export calls as it traces.
@@ -23,7 +25,9 @@ _BEHIND_TORCH = ("sympy", "mpmath", "networkx", "optree")
 
 
 class Refused(Exception):  # for the inside: users see a ChainError
-    """The model does what a trace would get wrong; `place` is where, if the traceback does not tell."""
+    """The model does what a trace would get wrong; `place` is where, if the traceback does not
+    tell.
+    """
 
     def __init__(self, message: str, place: traceback.FrameSummary | None = None) -> None:
         super().__init__(message)
@@ -57,7 +61,9 @@ def is_torchs(filename: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_users(filename: str) -> bool:
-    """Whether a file is the model's, or a library's with models: neither torch's, NumPy's, Python's own nor of this folder."""
+    """Whether a file is the model's, or a library's with models: neither torch's, NumPy's, Python's
+    own nor of this folder.
+    """
     inside = [str(Path(__file__).parent)]
     numpy = sys.modules.get("numpy")
     if numpy is not None and numpy.__file__ is not None:

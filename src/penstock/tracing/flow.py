@@ -1,4 +1,6 @@
-"""What flows through a captured graph: where each value is made and last used, what it weighs, and what the inputs alone decide."""
+"""What flows through a captured graph: where each value is made and last used, what it weighs, and
+what the inputs alone decide.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,45 @@ from penstock.errors import ChainError
 from penstock.tracing.capture import Capture, constant
 from penstock.tracing.interception import custom_function
 
-#: Not made again from the inputs on every rank, though it could be: what such an op takes is more than sending what it makes.
-_DEAR = frozenset({"conv1d", "conv2d", "conv3d", "convolution", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu",
-                   "stft", "_fft_r2c", "_fft_c2c", "linear", "addmm"})  # fmt: skip
-#: Products of matrices are, if so few numbers are added up for each that they make: rotary angles are of one.
+#: Not made again from the inputs on every rank, though it could be: what such an op takes is more
+#: than sending what it makes.
+_DEAR = frozenset(
+    {
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "convolution",
+        "scaled_dot_product_attention",
+        "lstm",
+        "gru",
+        "rnn_tanh",
+        "rnn_relu",
+        "stft",
+        "_fft_r2c",
+        "_fft_c2c",
+        "linear",
+        "addmm",
+    }
+)
+#: Products of matrices are, if so few numbers are added up for each that they make: rotary angles
+#: are of one.
 _PRODUCTS = frozenset({"mm", "bmm", "matmul", "einsum", "baddbmm"})
 _FEW = 16
 #: What a layer is worth having for, even if its weights belong to no module of their own.
-_HEAVY = _DEAR | _PRODUCTS | {"einsum", "bilinear", "embedding", "conv_transpose2d", "conv_transpose1d", "conv_transpose3d",
-                              "baddbmm", "batch_norm"}  # fmt: skip
+_HEAVY = (
+    _DEAR
+    | _PRODUCTS
+    | {
+        "einsum",
+        "bilinear",
+        "embedding",
+        "conv_transpose2d",
+        "conv_transpose1d",
+        "conv_transpose3d",
+        "baddbmm",
+        "batch_norm",
+    }
+)
 
 
 def op_name(node: fx.Node) -> str:
@@ -45,12 +77,12 @@ class Flow:
         outputs: what the model returns, in order: nodes, or None.
         weights: by get_attr node, the name of the parameter or buffer.
         constants: by get_attr node, what else it stands for: a tensor, or a graph of its own.
-        again: what depends on the inputs and on constants alone, changes nothing, and takes little to make.
-        last_use: index in `order` of the last op that uses a value; `len(order)` for what is returned.
-        size: bytes of a value at the example.
-        alike: a number for each value, the same for those that share memory.
-        changes: by index in `order`, those of what the op changes.
-        crossing: by index in `order`, what crosses a cut before that op: bytes, and a byte for each value, so that of equals fewer cross.
+        again: what depends on the inputs and on constants alone, changes nothing, and takes little
+        to make. last_use: index in `order` of the last op that uses a value; `len(order)` for what
+        is returned. size: bytes of a value at the example. alike: a number for each value, the same
+        for those that share memory. changes: by index in `order`, those of what the op changes.
+        crossing: by index in `order`, what crosses a cut before that op: bytes, and a byte for each
+        value, so that of equals fewer cross.
     """
 
     order: tuple[fx.Node, ...]
@@ -134,12 +166,27 @@ def flow_of(capture: Capture, names: Mapping[str, str], steady: Collection[str])
         (_memory(changes), alike),
     )
     size = {node: _bytes(node) for node in (*inputs, *order)}
-    return Flow(order, inputs, outputs, weights, constants, frozenset(again), last_use, size, alike, changes,
-                _crossing(order, inputs, again, (last_use, size)))  # fmt: skip
+    return Flow(
+        order,
+        inputs,
+        outputs,
+        weights,
+        constants,
+        frozenset(again),
+        last_use,
+        size,
+        alike,
+        changes,
+        _crossing(order, inputs, again, (last_use, size)),
+    )
 
 
-def _crossing(order: tuple[fx.Node, ...], inputs: tuple[fx.Node, ...], again: set[fx.Node],
-              found: tuple[Mapping[fx.Node, int], Mapping[fx.Node, int]]) -> tuple[int, ...]:  # fmt: skip
+def _crossing(
+    order: tuple[fx.Node, ...],
+    inputs: tuple[fx.Node, ...],
+    again: set[fx.Node],
+    found: tuple[Mapping[fx.Node, int], Mapping[fx.Node, int]],
+) -> tuple[int, ...]:
     last_use, size = found
     steps = [0] * (len(order) + 2)
     for made, node in [*((0, node) for node in inputs), *enumerate(order)]:
@@ -182,7 +229,9 @@ def _is_check(node: fx.Node) -> bool:
 
 
 def _ordered(graph: fx.Graph, weights: Mapping[fx.Node, str]) -> tuple[fx.Node, ...]:
-    """Ops as they ran; but parts of a result stand right behind it, and a buffer gets its new values as soon as these are there."""
+    """Ops as they ran; but parts of a result stand right behind it, and a buffer gets its new
+    values as soon as these are there.
+    """
     ops = [node for node in graph.nodes if node.op == "call_function"]
     order: list[fx.Node] = []
     placed: set[fx.Node] = set()
@@ -291,7 +340,9 @@ def _changed(node: fx.Node) -> list[fx.Node]:
 
 
 def _inner(node: fx.Node) -> tuple[fx.Node, fx.GraphModule] | None:
-    """The graph that an op runs, as a region without gradients or with another autocast has one; and the node that stands for it."""
+    """The graph that an op runs, as a region without gradients or with another autocast has one;
+    and the node that stands for it.
+    """
     if isinstance(node.target, HigherOrderOperator):
         for used in node.all_input_nodes:
             module = used.graph.owning_module
@@ -320,16 +371,22 @@ def _check_changes(
         if alike[node] in changed and not str(node.target).rpartition(".")[2].startswith(
             ("lifted_tensor", "_tensor_constant")
         ):
-            raise ChainError(f"the model changes {str(node.target).removeprefix('model.')} as it runs, a tensor that is no buffer, so that "
-                             "checkpoints would not have it: make it one by register_buffer")  # fmt: skip
+            raise ChainError(
+                f"the model changes {str(node.target).removeprefix('model.')} as it runs, a tensor that is no buffer, so that "
+                "checkpoints would not have it: make it one by register_buffer"
+            )
 
 
 def _memory(changes: Mapping[int, frozenset[int]]) -> set[int]:
     return {memory for each in changes.values() for memory in each}
 
 
-def _again(order: tuple[fx.Node, ...], inputs: tuple[fx.Node, ...], steady: Sequence[fx.Node],
-           changed: tuple[set[int], Mapping[fx.Node, int]]) -> set[fx.Node]:  # fmt: skip
+def _again(
+    order: tuple[fx.Node, ...],
+    inputs: tuple[fx.Node, ...],
+    steady: Sequence[fx.Node],
+    changed: tuple[set[int], Mapping[fx.Node, int]],
+) -> set[fx.Node]:
     """What is made again: of inputs, constants, and buffers that stay as they are."""
     written, alike = changed
     found = {node for node in (*inputs, *steady) if alike[node] not in written}

@@ -1,6 +1,8 @@
-"""Python's and NumPy's global random generators: `random.random()`, `numpy.random.rand()` and their like in a forward.
+"""Python's and NumPy's global random generators: `random.random()`, `numpy.random.rand()` and their
+like in a forward.
 
-Saving and restoring both costs some 50 µs, so it is done for layers whose code mentions them, and for those that were seen to draw.
+Saving and restoring both costs some 50 µs, so it is done for layers whose code mentions them, and
+for those that were seen to draw.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def _comparable(state: Any) -> Any:
 
 
 def mentions_host_generators(module: nn.Module) -> bool:
-    """Whether code that a module could run names Python's `random` or `numpy.random`. It may be true of code that never draws."""
+    """Whether code that a module could run names Python's `random` or `numpy.random`. It may be
+    true of code that never draws.
+    """
     reader = _Reader()
     return any(reader.read(function) for part in module.modules() for function in _functions(part))
 

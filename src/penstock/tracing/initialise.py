@@ -1,7 +1,8 @@
 """First values for tensors of a model on the meta device, by its own modules' ways to draw them.
 
-A tensor gets them from `reset_parameters` of the module that has it, then from `_init_weights` of the model around it, as models of
-transformers have it; both run on a copy of the model of which nothing else is real.
+A tensor gets them from `reset_parameters` of the module that has it, then from `_init_weights` of
+the model around it, as models of transformers have it; both run on a copy of the model of which
+nothing else is real.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def drawn(
 
 
 def _unset(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory whose content tells whether anybody has written there: not a number, or the least whole number."""
+    """Memory whose content tells whether anybody has written there: not a number, or the least
+    whole number.
+    """
     empty: Tensor = torch.empty_like(tensor, device=device)
     if empty.is_floating_point() or empty.is_complex():
         empty.fill_(float("nan"))
@@ -91,8 +94,8 @@ def _reset_of(module: nn.Module) -> Any:
 
 
 def _resetting(model: nn.Module, owner: str) -> Iterator[str]:
-    """Whose reset draws the tensors of a module: its own, or that of the next module around it that has one; and torch's transformer
-    draws those of all its parts once more.
+    """Whose reset draws the tensors of a module: its own, or that of the next module around it that
+    has one; and torch's transformer draws those of all its parts once more.
     """
     found = False
     for path in _around(owner):
@@ -110,7 +113,9 @@ def _around(path: str) -> Iterator[str]:
 
 
 def _upwards(paths: Mapping[str, None]) -> Iterator[str]:
-    """Some modules and all around them, inner ones first: a block may draw its last projection in another way than others."""
+    """Some modules and all around them, inner ones first: a block may draw its last projection in
+    another way than others.
+    """
     found = dict.fromkeys(around for path in paths for around in _around(path))
     yield from sorted(found, key=lambda each: -(each.count(".") + (each != "")))
 

@@ -1,4 +1,6 @@
-"""What torch.export would get wrong without a word while it traces: caught here, and put right or refused."""
+"""What torch.export would get wrong without a word while it traces: caught here, and put right or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "reta
 
 
 class Interceptor(TorchFunctionMode):
-    """While the model runs: `.data` is `.detach()`, checks of values become ops, and hooks on gradients are refused. `functions` by
-    name, those with a backward of their own that the model has called.
+    """While the model runs: `.data` is `.detach()`, checks of values become ops, and hooks on
+    gradients are refused. `functions` by name, those with a backward of their own that the model
+    has called.
     """
 
     def __init__(self) -> None:
@@ -54,8 +57,10 @@ class Interceptor(TorchFunctionMode):
         if func in (functional.ctc_loss, torch.ctc_loss):
             return _ctc_loss(self, *args, **(kwargs or {}))
         if name in _HOOKS:
-            raise Refused(f"it calls {name} on a tensor, and what a hook does to gradients is not written down: give the tensor a "
-                          "torch.autograd.Function with that backward instead")  # fmt: skip
+            raise Refused(
+                f"it calls {name} on a tensor, and what a hook does to gradients is not written down: give the tensor a "
+                "torch.autograd.Function with that backward instead"
+            )
         return func(*args, **(kwargs or {}))
 
     def name_of(self, kind: Any) -> str:
@@ -118,8 +123,8 @@ def custom_function() -> HigherOrderOperator:
 
 @contextmanager
 def intercepted(interceptor: Interceptor) -> Iterator[None]:
-    """Let calls of autograd.Functions in this thread stand in the trace as such: torch.export would follow their forward, and
-    autograd would then differentiate that, whatever their backward says.
+    """Let calls of autograd.Functions in this thread stand in the trace as such: torch.export would
+    follow their forward, and autograd would then differentiate that, whatever their backward says.
     """
     original = torch.autograd.Function.__dict__["apply"]
     own = threading.get_ident()

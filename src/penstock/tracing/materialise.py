@@ -1,4 +1,6 @@
-"""Real weights for layers that were built on the meta device: only for the layers that a rank holds."""
+"""Real weights for layers that were built on the meta device: only for the layers that a rank
+holds.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,20 @@ def materialise(
 ) -> list[nn.Module]:
     """The modules of some layers, on `device`.
 
-    Layers with real weights are moved and stay the user's own modules. Layers on the meta device are copied, get memory, and
-    are initialised by their submodules' `reset_parameters()`, children first, with random numbers that depend on `seed` and
-    the layer's index alone. What already has values, in them or shared with them, keeps these.
+    Layers with real weights are moved and stay the user's own modules. Layers on the meta device
+    are copied, get memory, and are initialised by their submodules' `reset_parameters()`, children
+    first, with random numbers that depend on `seed` and the layer's index alone. What already has
+    values, in them or shared with them, keeps these.
 
     Raises:
-        ChainError: a submodule on the meta device has tensors of its own and no `reset_parameters`; for traced models see `initialise`.
+        ChainError: a submodule on the meta device has tensors of its own and no `reset_parameters`;
+        for traced models see `initialise`.
     """
     modules = [traced.modules[index] for index in indices]
     if not any(tensor.is_meta for module in modules for tensor in _tensors(module)):
         return [module.to(device) for module in modules]
-    # One copy of all of them together keeps what they share shared; of real tensors, and layers of these, no copy is made.
+    # One copy of all of them together keeps what they share shared; of real tensors, and layers of
+    # these, no copy is made.
     kept: dict[int, object] = {
         id(tensor): tensor
         for module in modules
@@ -66,7 +71,9 @@ def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
 
 
 def _fill(part: nn.Module, name: str, device: torch.device, made: dict[int, Tensor]) -> None:
-    """Give `part`'s own tensors memory and values; those that had values before, or share an earlier module's, keep them."""
+    """Give `part`'s own tensors memory and values; those that had values before, or share an
+    earlier module's, keep them.
+    """
     fresh: set[int] = set()
     for holder in (part._parameters, part._buffers):
         for key, tensor in holder.items():
@@ -89,7 +96,8 @@ def _fill(part: nn.Module, name: str, device: torch.device, made: dict[int, Tens
             f"{name} ({type(part).__name__}) is on the meta device and has weights of its own, but no reset_parameters() "
             "to initialise them. Give the class one, or build the model on a real device"
         )
-    # A head with a bias of its own and the embedding's weight, say: its reset draws both, and only the bias is to be drawn.
+    # A head with a bias of its own and the embedding's weight, say: its reset draws both, and only
+    # the bias is to be drawn.
     own = (*part._parameters.values(), *part._buffers.values())
     settled = [
         (tensor, tensor.clone()) for tensor in own if tensor is not None and id(tensor) not in fresh

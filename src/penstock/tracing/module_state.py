@@ -1,4 +1,6 @@
-"""What modules hold besides their weights, before and after a forward: buffers, attributes of Python, variables of hooks."""
+"""What modules hold besides their weights, before and after a forward: buffers, attributes of
+Python, variables of hooks.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Kept:
-    """A value of Python, to be put back: the object itself, and what it contained if that may change."""
+    """A value of Python, to be put back: the object itself, and what it contained if that may
+    change.
+    """
 
     value: Any
     content: Any
@@ -81,7 +85,9 @@ class ModuleState:
         return {name: content(buffer) for name, buffer in self.buffers().items()}
 
     def weight_marks(self) -> dict[str, Content]:
-        """What differs if a weight has been changed: versions, and sums for changes behind autograd's back."""
+        """What differs if a weight has been changed: versions, and sums for changes behind
+        autograd's back.
+        """
         return {name: _mark(weight) for name, weight in self.weights().items()}
 
     def versions(self) -> tuple[tuple[int, int], ...]:
@@ -122,9 +128,11 @@ class ModuleState:
 
 
 def made_tensors(modules: Iterable[nn.Module]) -> dict[int, object]:
-    """For `copy.deepcopy`, by their ids: tensors that forwards have left in modules, without the graphs that torch does not copy.
+    """For `copy.deepcopy`, by their ids: tensors that forwards have left in modules, without the
+    graphs that torch does not copy.
 
-    `nn.utils.weight_norm` keeps the weight that it makes in its module; a layer may keep what it returned last.
+    `nn.utils.weight_norm` keeps the weight that it makes in its module; a layer may keep what it
+    returned last.
     """
     found: dict[int, object] = {}
     for module in modules:
@@ -143,7 +151,9 @@ def differing(before: Mapping[str, Content], after: Mapping[str, Content]) -> li
 
 
 def content(value: Any, depth: int = _DEPTH) -> Content:
-    """Something that tells values apart by what they are, not by which object they are; of what is unknown, by the object."""
+    """Something that tells values apart by what they are, not by which object they are; of what is
+    unknown, by the object.
+    """
     if isinstance(value, Tensor):
         return _digest(value)
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
@@ -219,7 +229,9 @@ def _attributes(name: str, module: nn.Module) -> Iterator[Place]:
 
 
 def _hook_variables(name: str, module: nn.Module) -> Iterator[Place]:
-    """The variables of functions that hook into a module's forward, and the attributes of objects that do."""
+    """The variables of functions that hook into a module's forward, and the attributes of objects
+    that do.
+    """
     for registered in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
         hook: Any = registered
         while hasattr(hook, "func"):

@@ -1,8 +1,9 @@
 """What a forward reads that forwards change: state that moves from micro-batch to micro-batch.
 
-One process runs all micro-batches, and each finds what those before it have left. Copies of a layer find only what their own have left,
-so they train to other numbers. State that is only written (batch norm's running statistics in training, what a layer records) does not
-matter, nor does what a forward makes once and finds again (a cache of positions).
+One process runs all micro-batches, and each finds what those before it have left. Copies of a layer
+find only what their own have left, so they train to other numbers. State that is only written
+(batch norm's running statistics in training, what a layer records) does not matter, nor does what a
+forward makes once and finds again (a cache of positions).
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ def observe(
     Args:
         state: of the modules that run.
         run: the forward.
-        again: the same forward on the same inputs with the same random numbers, for state of Python: called, without gradients and on
-            copies of the buffers, only where such state has changed. None where it cannot be run again.
+        again: the same forward on the same inputs with the same random numbers, for state of
+        Python: called, without gradients and on
+            copies of the buffers, only where such state has changed. None where it cannot be run
+            again.
         follow: whether to follow from op to op what is read; compiled code cannot be followed.
     """
     contents, weights, values = state.buffer_contents(), state.weight_marks(), state.values()
@@ -102,7 +105,9 @@ def observe(
 def steady_buffers(
     state: ModuleState, changed: frozenset[str]
 ) -> list[tuple[str, dict[str, Any], str]]:
-    """The buffers that a forward has left alone and that are no running statistics: name, holder, key."""
+    """The buffers that a forward has left alone and that are no running statistics: name, holder,
+    key.
+    """
     harmless = _running_statistics(state)
     return [
         (f"{name}.{key}" if name else key, module._buffers, key)
@@ -129,7 +134,9 @@ def _running_statistics(state: ModuleState) -> frozenset[str]:
 def _unseen(
     name: str, before: Mapping[str, Tensor], state: ModuleState, flow: DataFlow, *, follow: bool
 ) -> bool:
-    """Whether a buffer has changed by something that is not followed, so that reads may be missing too."""
+    """Whether a buffer has changed by something that is not followed, so that reads may be missing
+    too.
+    """
     if not follow:
         return True
     return state.buffers().get(name) is before.get(name) and name not in flow.written
@@ -169,7 +176,9 @@ def _moving_values(
 
 
 def _sparse_tables(state: ModuleState, flow: DataFlow) -> list[str]:
-    """Weights with sparse gradients, in words, whose modules do not say so: copies would not know how to add them up."""
+    """Weights with sparse gradients, in words, whose modules do not say so: copies would not know
+    how to add them up.
+    """
     known = {
         id(module.weight)
         for _, module in state.modules

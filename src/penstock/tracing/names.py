@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 
 def prefix_of(layer: str, module: nn.Module) -> str:
-    """What the names in `module` are preceded by: the layer's own name, or nothing where the module was cut out of a traced model
-    and has `whole_names`, under which its tensors stand in it as they do in the model.
+    """What the names in `module` are preceded by: the layer's own name, or nothing where the module
+    was cut out of a traced model and has `whole_names`, under which its tensors stand in it as they
+    do in the model.
     """
     return "" if getattr(module, "whole_names", False) else layer
 

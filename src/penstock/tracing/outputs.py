@@ -27,7 +27,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 @dataclass(eq=False)
 class Outputs:
-    """How a model's outputs nest: dataclasses that torch cannot take apart are lists of their fields here."""
+    """How a model's outputs nest: dataclasses that torch cannot take apart are lists of their
+    fields here.
+    """
 
     spec: pytree.TreeSpec | None = None
     constants: list[Any] = field(default_factory=list)

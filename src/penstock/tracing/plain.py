@@ -17,8 +17,16 @@ from torch import Tensor, nn
 from penstock.tracing.faults import is_standard, is_torchs
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial,
-           nn.Module, torch.Generator)  # fmt: skip
+_OPAQUE = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+    nn.Module,
+    torch.Generator,
+)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 #: Objects in one value after which the rest count as themselves.
@@ -42,8 +50,8 @@ def summary(value: Any, shared: Collection[int] = (), seen: set[int] | None = No
 
     Args:
         value: anything. Functions, classes, modules and the like count as themselves.
-        shared: ids of tensors that count as themselves: parameters and buffers, whose content a graph takes from where it is.
-        seen: ids of what has been summed up on the way to here.
+        shared: ids of tensors that count as themselves: parameters and buffers, whose content a
+        graph takes from where it is. seen: ids of what has been summed up on the way to here.
     """
     if isinstance(value, _NUMBERS):
         return type(value).__name__, value
@@ -67,7 +75,9 @@ def summary(value: Any, shared: Collection[int] = (), seen: set[int] | None = No
 
 
 def containers(value: Any, seen: set[int]) -> Iterator[Any]:
-    """What can change in a value in place, and is not in `seen`: lists, dicts, sets, arrays, tensors, and objects' dicts."""
+    """What can change in a value in place, and is not in `seen`: lists, dicts, sets, arrays,
+    tensors, and objects' dicts.
+    """
     if id(value) in seen or isinstance(value, _NUMBERS):
         return
     seen.add(id(value))

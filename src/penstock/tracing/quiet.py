@@ -51,7 +51,9 @@ def quietly() -> Iterator[None]:
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """Log the work in here; where it takes more than 2 s, write one line to stderr as well, on the first rank of several."""
+    """Log the work in here; where it takes more than 2 s, write one line to stderr as well, on the
+    first rank of several.
+    """
     _LOG.info("%s", what)
     timer = threading.Timer(_LONG_S, _say, [what])
     timer.daemon = True

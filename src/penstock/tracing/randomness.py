@@ -1,4 +1,6 @@
-"""Random numbers that depend on seed, step, layer and micro-batch, never on the cut or on who runs beside whom."""
+"""Random numbers that depend on seed, step, layer and micro-batch, never on the cut or on who runs
+beside whom.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,36 @@ from torch.nn.modules import module as _hooks
 
 from penstock.tracing.host_random import host_state, restore_host, seed_host
 
-#: The modules of torch.nn that draw random numbers, or hold parts that do without being modules themselves.
-_DRAW = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention,
-         nn.modules.transformer.Transformer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # fmt: skip
+#: The modules of torch.nn that draw random numbers, or hold parts that do without being modules
+#: themselves.
+_DRAW = (
+    nn.RReLU,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+    nn.modules.transformer.Transformer,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
 
 #: A subclass of one of these that only initialises its weights in another way draws nothing ...
 _SILENT = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 #: ... which is to say that it has left these as they were.
 _RUN = ("__call__", "forward", "_conv_forward", "weight", "bias")
 
-# Threads of one process share torch's generators: whoever seeds one must hold this until the layer has run.
+# Threads of one process share torch's generators: whoever seeds one must hold this until the layer
+# has run.
 _GENERATORS = threading.RLock()
 
 
 def may_draw(module: nn.Module) -> bool:
-    """Whether a forward of `module` could draw random numbers: true unless every part of it is known never to.
+    """Whether a forward of `module` could draw random numbers: true unless every part of it is
+    known never to.
 
-    Seeding costs some 10 µs per layer and micro-batch, so layers that cannot draw are spared it. A layer that was cut out of a traced
-    model knows, and says so by `draws`.
+    Seeding costs some 10 µs per layer and micro-batch, so layers that cannot draw are spared it. A
+    layer that was cut out of a traced model knows, and says so by `draws`.
     """
     known = getattr(module, "draws", None)
     if isinstance(known, bool):
@@ -40,9 +54,11 @@ def may_draw(module: nn.Module) -> bool:
 
 
 def draw_settings(modules: Iterable[nn.Module]) -> list[object]:
-    """What `may_draw` depends on, for all parts of modules: as long as it is equal, so is the answer.
+    """What `may_draw` depends on, for all parts of modules: as long as it is equal, so is the
+    answer.
 
-    Hooks may be registered, rates of dropout raised and children exchanged at any time between batches.
+    Hooks may be registered, rates of dropout raised and children exchanged at any time between
+    batches.
     """
     return [
         (
@@ -143,7 +159,8 @@ def drawing(device: torch.device, *, host: bool = False) -> Iterator[None]:
 
 
 def seed_generators(device: torch.device, seed: int, *, host: bool = False) -> None:
-    """Seed the generators that a module on `device` draws from, with `host` those of `random` and `numpy.random`, too.
+    """Seed the generators that a module on `device` draws from, with `host` those of `random` and
+    `numpy.random`, too.
 
     Call it inside `drawing` with the same `host`.
     """

@@ -1,8 +1,8 @@
 """Which attributes of a model's modules its forward reads, and which it changes.
 
-What a forward reads becomes part of the graph: a number is a constant in it, a branch is taken once and for all. What is read is
-therefore watched afterwards (see `watch`). What a forward changes and reads again in its next call, as a counter, cannot be part of a
-graph at all, and is refused.
+What a forward reads becomes part of the graph: a number is a constant in it, a branch is taken once
+and for all. What is read is therefore watched afterwards (see `watch`). What a forward changes and
+reads again in its next call, as a counter, cannot be part of a graph at all, and is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from penstock.tracing.plain import contents, described, summary
 
 MISSING = object()
 
-#: What every module keeps, and what torch's recurrent modules do besides their parameters: set anew when these are exchanged, as
+#: What every module keeps, and what torch's recurrent modules do besides their parameters: set anew
+#: when these are exchanged, as
 #: torch.export does.
 TORCHS = frozenset({"_flat_weights", "_flat_weight_refs", *vars(nn.Module())} - {"training"})
 
@@ -36,11 +37,13 @@ class Reads:
 
     Attributes:
         names: by the path of a module, the attributes that were read.
-        written: by the path of a module, the attributes that the forward has set before it read them, or that are caches.
-        sizes: by path and name, numbers that the forward has read and then set to a size of its inputs, each in words: caches, if
+        written: by the path of a module, the attributes that the forward has set before it read
+        them, or that are caches. sizes: by path and name, numbers that the forward has read and
+        then set to a size of its inputs, each in words: caches, if
             they do not depend on what they were before.
 
-        tables: by path and name, the shape and dtype of tensors that the forward makes where there is None: caches, if the next call
+        tables: by path and name, the shape and dtype of tensors that the forward makes where there
+        is None: caches, if the next call
             does not change them.
 
     Args:
@@ -172,7 +175,9 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def _of_sizes(old: Any, new: Any) -> bool:
-    """Whether a new value is a cache: made of sizes of the inputs and of constants, so that the next call would make it again."""
+    """Whether a new value is a cache: made of sizes of the inputs and of constants, so that the
+    next call would make it again.
+    """
     if isinstance(new, bool) or new is MISSING or new is None:
         return False
     if isinstance(new, int):
@@ -199,9 +204,11 @@ def _added_of_sizes(before: Any, value: Any) -> bool:
 
 
 def _is_table(tensor: Tensor, *, alone: bool) -> bool:
-    """Whether a tensor of the trace depends on no weights, no content of the inputs, and no random numbers.
+    """Whether a tensor of the trace depends on no weights, no content of the inputs, and no random
+    numbers.
 
-    With `alone`, on no tensor at all that was there before: the one in whose place it is put may be one.
+    With `alone`, on no tensor at all that was there before: the one in whose place it is put may be
+    one.
     """
     mode = get_proxy_mode()
     if mode is None:

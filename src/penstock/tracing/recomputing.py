@@ -1,6 +1,7 @@
 """Whether the forward that this thread is in runs for the first of two times, or for the second.
 
-A layer that has effects besides its output, such as a counter, asks here so as to have them once per micro-batch.
+A layer that has effects besides its output, such as a counter, asks here so as to have them once
+per micro-batch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ PASSES = Passes()
 
 
 def is_checkpointing() -> bool:
-    """Whether this forward keeps nothing for its backward, because it will be run again before that."""
+    """Whether this forward keeps nothing for its backward, because it will be run again before
+    that.
+    """
     return PASSES.checkpointing
 
 

@@ -41,20 +41,26 @@ class Segment:
         nodes = [flow.order[index] for index in ops if flow.order[index] not in flow.again]
         inside = set(nodes)
         last = ops.stop == len(flow.order)
-        used = list(dict.fromkeys([each for node in nodes for each in node.all_input_nodes]
-                                  + ([each for each in flow.outputs if each is not None] if last else [])))  # fmt: skip
+        used = list(
+            dict.fromkeys(
+                [each for node in nodes for each in node.all_input_nodes]
+                + ([each for each in flow.outputs if each is not None] if last else [])
+            )
+        )
         arriving = list(flow.live(ops.start))
         leaving = [] if last else list(flow.live(ops.stop))
-        # An input that the model changes in place goes from the first layer on like what the model has made.
+        # An input that the model changes in place goes from the first layer on like what the model
+        # has made.
         given = [node for node in flow.inputs if node not in flow.again and ops.start == 0]
         return cls(
-            flow, ops,
+            flow,
+            ops,
             tuple(node for node in arriving if node in used),
             tuple(node.name for node in leaving if node in arriving),
             tuple(node for node in leaving if node in inside or node in given),
             tuple(node for node in used if node in flow.again) + tuple(given),
             tuple(node for node in used if node in flow.weights and node not in flow.again),
-        )  # fmt: skip
+        )
 
     @property
     def is_last(self) -> bool:
@@ -73,7 +79,9 @@ class Segment:
 
     @cached_property
     def run(self) -> Callable[..., tuple[Any, ...]]:
-        """From device, weights, values taken, and those made again, in this order, to what is made; of the last, the outputs."""
+        """From device, weights, values taken, and those made again, in this order, to what is made;
+        of the last, the outputs.
+        """
         nodes = [
             self.flow.order[index]
             for index in self.ops
@@ -88,7 +96,9 @@ class Segment:
 def remade(
     flow: Flow, wanted: Sequence[fx.Node]
 ) -> tuple[Callable[..., tuple[Any, ...]], list[fx.Node]]:
-    """What makes these values of inputs, constants and buffers that stay as they are: from device and those, which come along."""
+    """What makes these values of inputs, constants and buffers that stay as they are: from device
+    and those, which come along.
+    """
     needed: set[fx.Node] = set()
     waiting = list(wanted)
     while waiting:

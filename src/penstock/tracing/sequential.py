@@ -1,4 +1,6 @@
-"""What an nn.Sequential has besides its children: a way of its own to run them, and tensors of its own."""
+"""What an nn.Sequential has besides its children: a way of its own to run them, and tensors of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from penstock.errors import ChainError
 
 
 def runs_otherwise(module: nn.Module) -> bool:
-    """Whether a module does anything else, or more, than an nn.Sequential that calls its children in turn."""
+    """Whether a module does anything else, or more, than an nn.Sequential that calls its children
+    in turn.
+    """
     kind = type(module)
     return bool(
         kind.forward is not nn.Sequential.forward
@@ -25,9 +29,11 @@ def runs_otherwise(module: nn.Module) -> bool:
 
 
 def container_tensors(module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that containers below, and at, a module have themselves, by their names in the model.
+    """The parameters and buffers that containers below, and at, a module have themselves, by their
+    names in the model.
 
-    Containers are those that a chain takes apart. Buffers that are not part of the state are left out.
+    Containers are those that a chain takes apart. Buffers that are not part of the state are left
+    out.
     """
     if runs_otherwise(module):
         return

@@ -1,7 +1,8 @@
-"""Losses that layers inside a model have besides the model's own: load balancing of mixtures of experts, penalties on activations.
+"""Losses that layers inside a model have besides the model's own: load balancing of mixtures of
+experts, penalties on activations.
 
-A layer says `side_loss(value)` in its forward. What a pipeline trains on, and reports, is then the loss of the output plus all of
-these, wherever the layers that have them stand.
+A layer says `side_loss(value)` in its forward. What a pipeline trains on, and reports, is then the
+loss of the output plus all of these, wherever the layers that have them stand.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _COLLECTOR = _Collector()
 
 
 def side_loss(value: Tensor) -> None:
-    """Add a number to what is trained on. Outside `collecting_side_losses`, as when the model runs without a pipeline, it is dropped.
+    """Add a number to what is trained on. Outside `collecting_side_losses`, as when the model runs
+    without a pipeline, it is dropped.
 
     Args:
         value: one number: a mean over the samples that the layer was given, like the loss itself.
@@ -44,7 +46,9 @@ def side_loss(value: Tensor) -> None:
 
 @contextmanager
 def collecting_side_losses() -> Iterator[list[Tensor]]:
-    """The side losses of what this thread runs in here, for training without a pipeline: `(loss + sum(found)).backward()`."""
+    """The side losses of what this thread runs in here, for training without a pipeline: `(loss +
+    sum(found)).backward()`.
+    """
     found: list[Tensor] = []
     before = collect_side_losses(found)
     try:

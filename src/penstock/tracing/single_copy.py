@@ -1,7 +1,9 @@
-"""Why a layer cannot be held by several ranks at once: what two copies of it would do differently from one.
+"""Why a layer cannot be held by several ranks at once: what two copies of it would do differently
+from one.
 
-Copies of a stage run different micro-batches and add up their gradients. A layer whose forward reads state that forwards change, or whose
-gradients pass through a hook, then trains to other numbers than in one process. What can be seen without running the layer is found here;
+Copies of a stage run different micro-batches and add up their gradients. A layer whose forward
+reads state that forwards change, or whose gradients pass through a hook, then trains to other
+numbers than in one process. What can be seen without running the layer is found here;
 `module_state` finds what only a forward shows.
 """
 
@@ -64,7 +66,9 @@ def weights_with_max_norm(traced: TracedChain) -> frozenset[str]:
 
 
 def weight_hook(tensor: Tensor) -> str:
-    """What registered a hook on a tensor, one that may change weights before others; empty where it has none."""
+    """What registered a hook on a tensor, one that may change weights before others; empty where it
+    has none.
+    """
     if getattr(tensor, "_post_accumulate_grad_hooks", None):
         return "register_post_accumulate_grad_hook"
     return "register_hook" if tensor._backward_hooks else ""
@@ -93,7 +97,9 @@ def _max_norm(part: nn.Module) -> float | None:
 
 
 def _spectral_norms(part: nn.Module) -> Iterator[str]:
-    """Both of torch's spectral norms: their power iteration moves a buffer in every forward, and divides by what it comes to."""
+    """Both of torch's spectral norms: their power iteration moves a buffer in every forward, and
+    divides by what it comes to.
+    """
     names = [
         hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)
     ]
@@ -110,7 +116,9 @@ def _spectral_norms(part: nn.Module) -> Iterator[str]:
 
 
 def _module_hooks(part: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The hooks of a module that may change what runs, with what registered each. Torch's own are known to `_spectral_norms`."""
+    """The hooks of a module that may change what runs, with what registered each. Torch's own are
+    known to `_spectral_norms`.
+    """
     registered: Mapping[str, Mapping[int, Callable[..., Any]]] = {
         "register_forward_pre_hook": part._forward_pre_hooks,
         "register_forward_hook": part._forward_hooks,
@@ -124,7 +132,8 @@ def _module_hooks(part: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _changes_variables(hook: Callable[..., Any]) -> bool:
-    """Whether a hook returns something, and rebinds a variable from outside or an attribute meanwhile.
+    """Whether a hook returns something, and rebinds a variable from outside or an attribute
+    meanwhile.
 
     A hook that only records what it sees returns None, and changes nothing that training reads.
     """
@@ -146,7 +155,9 @@ def _changes_variables(hook: Callable[..., Any]) -> bool:
 
 
 def _changes_containers(hook: Callable[..., Any]) -> bool:
-    """Whether a hook may write into a list or dict from outside; of forward hooks that is observed while they run."""
+    """Whether a hook may write into a list or dict from outside; of forward hooks that is observed
+    while they run.
+    """
     function = _function_of(hook)
     code = getattr(function, "__code__", None)
     if code is None or not any(

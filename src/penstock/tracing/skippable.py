@@ -1,4 +1,5 @@
-"""Long skips by hand: a layer stashes a tensor by name, a later one pops it, and the layers between know nothing of it.
+"""Long skips by hand: a layer stashes a tensor by name, a later one pops it, and the layers between
+know nothing of it.
 
     @ps.skippable(stash=["early"])
     class Down(nn.Module):
@@ -12,11 +13,13 @@
             early = yield ps.pop("early")
             return self.conv(x) + early
 
-Inside plain `nn.Sequential` what is stashed waits, per thread, for its pop. In `ps.Pipe` it goes straight to the device that pops it. In
-a chain it travels with what crosses from layer to layer: see `carrying`.
+Inside plain `nn.Sequential` what is stashed waits, per thread, for its pop. In `ps.Pipe` it goes
+straight to the device that pops it. In a chain it travels with what crosses from layer to layer:
+see `carrying`.
 
-The interface is that of torchgpipe (Kim et al. 2020, torchgpipe, section 3.2), as FairScale has it too. Names of parameters are the
-user's own here; state_dicts of theirs, which have `.module.` in them, load as well.
+The interface is that of torchgpipe (Kim et al. 2020, torchgpipe, section 3.2), as FairScale has it
+too. Names of parameters are the user's own here; state_dicts of theirs, which have `.module.` in
+them, load as well.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ from penstock.errors import ChainError
 
 
 class Namespace:
-    """Keeps apart skips of the same name: see `Skippable.isolate`. Copies of a namespace, pickled or not, are equal to it."""
+    """Keeps apart skips of the same name: see `Skippable.isolate`. Copies of a namespace, pickled
+    or not, are equal to it.
+    """
 
     __slots__ = ("id",)
 
@@ -63,7 +68,9 @@ class Skip(NamedTuple):
 
 
 class stash:  # noqa: N801 - stands where a keyword would
-    """`yield stash(name, tensor)` in a skippable layer's forward: hand the tensor, or None, to the layer that pops `name`."""
+    """`yield stash(name, tensor)` in a skippable layer's forward: hand the tensor, or None, to the
+    layer that pops `name`.
+    """
 
     __slots__ = ("name", "tensor")
 
@@ -72,7 +79,9 @@ class stash:  # noqa: N801 - stands where a keyword would
 
 
 class pop:  # noqa: N801 - stands where a keyword would
-    """`tensor = yield pop(name)` in a skippable layer's forward: take what an earlier layer has stashed as `name`."""
+    """`tensor = yield pop(name)` in a skippable layer's forward: take what an earlier layer has
+    stashed as `name`.
+    """
 
     __slots__ = ("name",)
 
@@ -106,13 +115,16 @@ def waiting_skips(waiting: Waiting) -> Iterator[None]:
 
 
 class Skippable(nn.Module):
-    """What `skippable` makes of a module's class: that class, with a forward that handles what the user's own yields."""
+    """What `skippable` makes of a module's class: that class, with a forward that handles what the
+    user's own yields.
+    """
 
     stashable_names: ClassVar[frozenset[str]] = frozenset()
     poppable_names: ClassVar[frozenset[str]] = frozenset()
 
     def isolate(self, namespace: Namespace, *, only: Iterable[str] | None = None) -> Self:
-        """Give this layer's skips, or `only` those of these names, a namespace; the layer at the other end needs the same.
+        """Give this layer's skips, or `only` those of these names, a namespace; the layer at the
+        other end needs the same.
 
         Raises:
             ValueError: a name in `only` is none of the layer's.
@@ -141,7 +153,8 @@ class Skippable(nn.Module):
         """Run the user's own forward, and do what it yields.
 
         Raises:
-            RuntimeError: it stashes or pops what was not declared, or does not do what was; or what it pops is not there.
+            RuntimeError: it stashes or pops what was not declared, or does not do what was; or what
+            it pops is not there.
         """
         waiting = _CURRENT.waiting
         for skip in self.poppable():
@@ -221,26 +234,34 @@ class Skippable(nn.Module):
 def skippable(
     stash: Iterable[str] = (), pop: Iterable[str] = ()
 ) -> Callable[[type[nn.Module]], type[Skippable]]:
-    """A decorator for a module's class whose forward stashes or pops tensors for, or from, layers far away.
+    """A decorator for a module's class whose forward stashes or pops tensors for, or from, layers
+    far away.
 
     Args:
         stash: names that its forward stashes, all of them, each time.
         pop: names that it pops.
 
-    Every skip has one layer that stashes it and, later, one that pops it: `verify_skippables` checks it.
+    Every skip has one layer that stashes it and, later, one that pops it: `verify_skippables`
+    checks it.
     """
     stashes, pops = frozenset(stash), frozenset(pop)
 
     def extend(kind: type[nn.Module]) -> type[Skippable]:
-        body = {"stashable_names": stashes, "poppable_names": pops, "__module__": kind.__module__, "__doc__": kind.__doc__,
-                "__qualname__": kind.__qualname__}  # fmt: skip
+        body = {
+            "stashable_names": stashes,
+            "poppable_names": pops,
+            "__module__": kind.__module__,
+            "__doc__": kind.__doc__,
+            "__qualname__": kind.__qualname__,
+        }
         return type(kind.__name__, (Skippable, kind), body)
 
     return extend
 
 
 def verify_skippables(module: nn.Module | Mapping[str, nn.Module]) -> None:
-    """Check that the layers of an `nn.Sequential`, or named layers in order, stash and pop every skip exactly once, in this order.
+    """Check that the layers of an `nn.Sequential`, or named layers in order, stash and pop every
+    skip exactly once, in this order.
 
     Raises:
         TypeError: they do not; every fault is listed.
@@ -288,9 +309,11 @@ def verify_skippables(module: nn.Module | Mapping[str, nn.Module]) -> None:
 
 
 class _Carrying(nn.Module):
-    """A layer under, or at an end of, a skip: takes `(value, skips)` where skips reach it, gives the same where any go on.
+    """A layer under, or at an end of, a skip: takes `(value, skips)` where skips reach it, gives
+    the same where any go on.
 
-    Its tensors have the names that they have in the model: the layer stands in here under its full name.
+    Its tensors have the names that they have in the model: the layer stands in here under its full
+    name.
     """
 
     whole_names = True
@@ -321,10 +344,12 @@ class _Carrying(nn.Module):
 
 
 def carrying(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Layers of a chain, by name and in order, as layers between which skips travel with what one returns and the next takes.
+    """Layers of a chain, by name and in order, as layers between which skips travel with what one
+    returns and the next takes.
 
-    Without skippable layers they come back as they are; so do layers that no skip begins at, ends at or passes. The others come back
-    under `whole_names`, see `tracing.names.prefix_of`. A layer with skippable parts of its own further inside runs these by itself.
+    Without skippable layers they come back as they are; so do layers that no skip begins at, ends
+    at or passes. The others come back under `whole_names`, see `tracing.names.prefix_of`. A layer
+    with skippable parts of its own further inside runs these by itself.
 
     Raises:
         ChainError: skips do not match.

@@ -1,9 +1,12 @@
-"""Which layers can work on slices of sequences, one after another, and give what they give on the whole.
+"""Which layers can work on slices of sequences, one after another, and give what they give on the
+whole.
 
-Those that look at one token at a time can: torch's own that are known to, and others that say so by `per_token = True`. Those that
-look at earlier tokens can, too, if they hand on what later ones need of them: `forward_slice(value, past) -> (value, past)`, where
-`past` is None for the first slice, and else what `forward_slice` returned for the slice before: nested tuples, lists and dicts of
-tensors (the keys and values of attention, say, also known as its KV cache or past_key_values) and plain constants (a position).
+Those that look at one token at a time can: torch's own that are known to, and others that say so by
+`per_token = True`. Those that look at earlier tokens can, too, if they hand on what later ones need
+of them: `forward_slice(value, past) -> (value, past)`, where `past` is None for the first slice,
+and else what `forward_slice` returned for the slice before: nested tuples, lists and dicts of
+tensors (the keys and values of attention, say, also known as its KV cache or past_key_values) and
+plain constants (a position).
 """
 
 from __future__ import annotations
@@ -19,10 +22,34 @@ from penstock.tracing.chain import TracedChain
 
 #: Work on each number, or on the last dimension alone, whatever their settings.
 _PER_TOKEN = (
-    nn.Identity, nn.Linear, nn.Embedding, nn.Dropout, nn.AlphaDropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU,
-    nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Tanhshrink, nn.Softplus, nn.Softsign, nn.Softshrink,
-    nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Threshold, nn.RReLU,
-)  # fmt: skip
+    nn.Identity,
+    nn.Linear,
+    nn.Embedding,
+    nn.Dropout,
+    nn.AlphaDropout,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.SELU,
+    nn.CELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Sigmoid,
+    nn.LogSigmoid,
+    nn.Tanh,
+    nn.Tanhshrink,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Softshrink,
+    nn.Hardshrink,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.Threshold,
+    nn.RReLU,
+)
 #: Do so with some settings.
 _LAST_DIMENSION: dict[type[nn.Module], Callable[[Any], bool]] = {
     nn.LayerNorm: lambda norm: len(norm.normalized_shape) == 1,
@@ -54,7 +81,8 @@ def is_per_token(module: nn.Module) -> bool:
     if _runs_as(module, nn.Sequential):
         return all(is_per_token(child) for child in module.children())
     if any(_runs_as(module, kind) for kind in _PER_TOKEN):
-        # Settings by which an embedding does something to weights or gradients that depends on all tokens at once.
+        # Settings by which an embedding does something to weights or gradients that depends on all
+        # tokens at once.
         return not isinstance(module, nn.Embedding) or (
             module.max_norm is None and not module.scale_grad_by_freq
         )
@@ -62,7 +90,8 @@ def is_per_token(module: nn.Module) -> bool:
 
 
 def check_slices(traced: TracedChain, schedule: Schedule) -> None:
-    """Refuse a model that would learn something else under this schedule, because it cuts sequences.
+    """Refuse a model that would learn something else under this schedule, because it cuts
+    sequences.
 
     Raises:
         SettingError: a layer is neither known to work token by token nor hands on a past.
@@ -79,14 +108,24 @@ def check_slices(traced: TracedChain, schedule: Schedule) -> None:
                 or module._backward_hooks
                 or module._backward_pre_hooks
             ):
-                found.append(f"{place} has hooks, which run with forward and not with forward_slice: take them off, or hook a "
-                             "module inside")  # fmt: skip
+                found.append(
+                    f"{place} has hooks, which run with forward and not with forward_slice: take them off, or hook a "
+                    "module inside"
+                )
         elif not is_per_token(module):
             found.append(f"{place} {_why(module)}")
     if found:
         more = [f"and {len(found) - 6} more"] if len(found) > 6 else []
-        raise SettingError("\n  ".join([f"{schedule.name} cuts sequences into slices, over which this model is not known to be causal:",
-                                        *found[:6], *more, _ADVICE]))  # fmt: skip
+        raise SettingError(
+            "\n  ".join(
+                [
+                    f"{schedule.name} cuts sequences into slices, over which this model is not known to be causal:",
+                    *found[:6],
+                    *more,
+                    _ADVICE,
+                ]
+            )
+        )
 
 
 def _why(module: nn.Module) -> str:

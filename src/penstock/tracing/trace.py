@@ -18,7 +18,9 @@ from penstock.tracing.variants import Variants
 
 @dataclass(frozen=True)
 class Part:
-    """A layer: its name, the class of the module that it is made of, the modules it runs, and its module."""
+    """A layer: its name, the class of the module that it is made of, the modules it runs, and its
+    module.
+    """
 
     name: str
     kind: str
@@ -71,9 +73,11 @@ def _check_hooks(model: nn.Module) -> None:
 
 
 def _held(model: nn.Module, variants: Variants) -> list[dict[str, tuple[str, bool]]]:
-    """By layer, the names under which it holds tensors, each with the first name of that tensor and whether it is part of the state.
+    """By layer, the names under which it holds tensors, each with the first name of that tensor and
+    whether it is part of the state.
 
-    A tensor goes by a name of the module that uses it. What no op uses, but the state has, goes where its module's relatives are.
+    A tensor goes by a name of the module that uses it. What no op uses, but the state has, goes
+    where its module's relatives are.
     """
     count = len(variants.keys)
     spellings: dict[str, list[str]] = {}

@@ -1,4 +1,6 @@
-"""The layers of a traced model: modules that hold the model's own tensors, and run their part of its graph."""
+"""The layers of a traced model: modules that hold the model's own tensors, and run their part of
+its graph.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from penstock.tracing.capture import Form
 from penstock.tracing.variants import Variant, Variants
 from penstock.values.constants import Whole
 
-#: In the value between two layers, what goes with it and never crosses: its name is none that a graph has.
+#: In the value between two layers, what goes with it and never crosses: its name is none that a
+#: graph has.
 INPUTS = "inputs."
 
 
@@ -58,12 +61,15 @@ class Given(Whole):
 
 @final
 class TracedLayer(nn.Module):
-    """A layer of a traced model. Its tensors are the model's own, and stand in it under the names they have in the model.
+    """A layer of a traced model. Its tensors are the model's own, and stand in it under the names
+    they have in the model.
 
-    In training mode it runs the model in the modes that the parts of this have; in evaluation mode, all of it in evaluation mode.
+    In training mode it runs the model in the modes that the parts of this have; in evaluation mode,
+    all of it in evaluation mode.
 
-    Between layers goes a dict of what is made before and needed behind, by the names of the graph, and with it, under `INPUTS`, the
-    micro-batch's inputs; the first takes these as they come, the last returns what the model returns.
+    Between layers goes a dict of what is made before and needed behind, by the names of the graph,
+    and with it, under `INPUTS`, the micro-batch's inputs; the first takes these as they come, the
+    last returns what the model returns.
     """
 
     #: See `penstock.tracing.names`.
@@ -80,7 +86,8 @@ class TracedLayer(nn.Module):
         Args:
             index: of the layer.
             variants: the model's graphs.
-            tensors: by every name that a tensor has here, the first of its names in the model, and whether it is part of the state.
+            tensors: by every name that a tensor has here, the first of its names in the model, and
+            whether it is part of the state.
         """
         super().__init__()
         self._index, self._variants = index, variants
@@ -92,7 +99,8 @@ class TracedLayer(nn.Module):
         holder: nn.Module = self
         *path, key = name.split(".")
         for part in path:
-            # Written into the dict: a module of the model may have a name that nn.Module, or this class, uses itself.
+            # Written into the dict: a module of the model may have a name that nn.Module, or this
+            # class, uses itself.
             holder = holder._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
         tensor = self._variants.tensors[first]
         if isinstance(tensor, nn.Parameter):
@@ -133,8 +141,10 @@ class TracedLayer(nn.Module):
         """
         place = self._places.get(first)
         if place is None:
-            raise ChainError(f"for inputs of this form, layer {self._index} uses {first}, which another layer holds: make the chain with an "
-                             "example of this form")  # fmt: skip
+            raise ChainError(
+                f"for inputs of this form, layer {self._index} uses {first}, which another layer holds: make the chain with an "
+                "example of this form"
+            )
         found: Tensor = place[0][place[1]]
         return found
 
@@ -170,7 +180,9 @@ class TracedLayer(nn.Module):
 
 @final
 class Entry(nn.Module):
-    """What a stage that begins inside a traced model does first: the micro-batch's inputs join what came over the boundary."""
+    """What a stage that begins inside a traced model does first: the micro-batch's inputs join what
+    came over the boundary.
+    """
 
     def __init__(self, variants: Variants) -> None:
         super().__init__()

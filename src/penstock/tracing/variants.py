@@ -1,4 +1,6 @@
-"""All graphs of one model: for training and evaluation, and for inputs whose form or shapes another graph is not right for."""
+"""All graphs of one model: for training and evaluation, and for inputs whose form or shapes another
+graph is not right for.
+"""
 
 from __future__ import annotations
 
@@ -184,18 +186,24 @@ class Variants:
         except ChainError as error:
             if not store.why:
                 raise
-            raise ChainError(f"since the chain was made, {store.why}, and its layers cannot be traced as it is now: {error}. "
-                             "Make the chain and the pipeline anew: ps.chain(model, example)") from error  # fmt: skip
+            raise ChainError(
+                f"since the chain was made, {store.why}, and its layers cannot be traced as it is now: {error}. "
+                "Make the chain and the pipeline anew: ps.chain(model, example)"
+            ) from error
 
     def _captured(self, form: Form, training: bool) -> Variant:
         captured = self._capture(form, training)
         if changed_tensors(captured, self.names) & self.steady:
-            raise ChainError(f"for inputs of this form {self.model_name} changes buffers that it does not change for the example: make "
-                             "the chain with an example of this form")  # fmt: skip
+            raise ChainError(
+                f"for inputs of this form {self.model_name} changes buffers that it does not change for the example: make "
+                "the chain with an example of this form"
+            )
         return self._add(form, training, captured, flow_of(captured, self.names, self.steady))
 
     def is_current(self, training: bool) -> bool:
-        """Whether the model's Python state is surely the one that the graphs were made with. Fast: it is asked before every batch."""
+        """Whether the model's Python state is surely the one that the graphs were made with. Fast:
+        it is asked before every batch.
+        """
         watch = self._stores[training][0].watch
         return watch is None or watch.unchanged()
 
@@ -219,7 +227,8 @@ class Variants:
             Whether it has changed, so that other graphs are in use from here on.
 
         Raises:
-            ChainError: the model has other submodules, parameters, buffers or hooks on its backward.
+            ChainError: the model has other submodules, parameters, buffers or hooks on its
+            backward.
         """
         watch = self._stores[training][0].watch
         if watch is None or watch.unchanged():
@@ -246,13 +255,17 @@ class Variants:
     def _check_structure(self, changes: Sequence[Change]) -> None:
         found = [change.text for change in changes if not change.traceable]
         if found:
-            raise ChainError(f"{self.model_name} is not the model that was traced: {'; '.join(found)}. The layers of a chain hold the modules "
-                             "and tensors that the model had when the chain was made, so this would not be trained. Undo the change (new "
-                             "values of a tensor are written in place: `buffer.copy_(values)`), or make the chain and the pipeline anew: "
-                             "ps.chain(model, example)")  # fmt: skip
+            raise ChainError(
+                f"{self.model_name} is not the model that was traced: {'; '.join(found)}. The layers of a chain hold the modules "
+                "and tensors that the model had when the chain was made, so this would not be trained. Undo the change (new "
+                "values of a tensor are written in place: `buffer.copy_(values)`), or make the chain and the pipeline anew: "
+                "ps.chain(model, example)"
+            )
 
     def state(self, training: bool) -> int:
-        """A number of the model's Python state: another one whenever `refresh` has found a new state."""
+        """A number of the model's Python state: another one whenever `refresh` has found a new
+        state.
+        """
         return self._stores[training][0].number
 
     @property
@@ -261,7 +274,8 @@ class Variants:
         return bool(self._stores[True][0].known)
 
     def buffer(self, first: str) -> Tensor:
-        """A buffer that no graph changes; of a model on the meta device, with the values that its module gives it.
+        """A buffer that no graph changes; of a model on the meta device, with the values that its
+        module gives it.
 
         Raises:
             ChainError: the module gives it none.
@@ -309,13 +323,16 @@ class Variants:
         return captured
 
     def _copy_model(self) -> None:
-        """Let the skeleton have the Python state that the model has now: what no graph has read so far was not watched."""
+        """Let the skeleton have the Python state that the model has now: what no graph has read so
+        far was not watched.
+        """
         if self._fresh:
             return
         try:
             self.skeleton = skeleton_of(self.model, self.skeleton, self._written)
         except ChainError:
-            # The model keeps something new that cannot be copied. What graphs have read is as it was, or this is a new state.
+            # The model keeps something new that cannot be copied. What graphs have read is as it
+            # was, or this is a new state.
             if self._stores[True][0].why or self._stores[False][0].why:
                 raise
 
@@ -343,8 +360,10 @@ class Variants:
             for node in segment.weights:
                 first = made.flow.weights[node]
                 if first not in self.holds[layer]:
-                    raise ChainError(f"for inputs of this form, layer {layer} uses {first}, which another layer holds: make the chain with an "
-                                     "example of this form")  # fmt: skip
+                    raise ChainError(
+                        f"for inputs of this form, layer {layer} uses {first}, which another layer holds: make the chain with an "
+                        "example of this form"
+                    )
 
 
 def _surroundings() -> object:

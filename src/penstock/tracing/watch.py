@@ -1,7 +1,8 @@
 """Whether the Python state of a model is still the one that its graphs were traced with.
 
-Watched is what the forward has read: attributes of modules, of their classes, and plain values and functions among the globals of
-their files; and, of all modules, which submodules, parameters, buffers and hooks they have.
+Watched is what the forward has read: attributes of modules, of their classes, and plain values and
+functions among the globals of their files; and, of all modules, which submodules, parameters,
+buffers and hooks they have.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ class Watch:
             self._contents.append((each, saved(each)))
 
     def unchanged(self) -> bool:
-        """Whether everything is the very same object with the same parts. Fast; False also where only equal values were set."""
+        """Whether everything is the very same object with the same parts. Fast; False also where
+        only equal values were set.
+        """
         for names, key, value in self._items:
             if names.get(key, MISSING) is not value:
                 return False
@@ -225,7 +228,9 @@ class Watch:
                     yield from self._of_class(base, key, seen)
 
     def _of_function(self, function: FunctionType, seen: set[tuple[int, str]]) -> Iterator[_Value]:
-        """Globals that a function of the user's reads: plain values, and functions with what they read."""
+        """Globals that a function of the user's reads: plain values, and functions with what they
+        read.
+        """
         function = getattr(function, "__wrapped__", function)
         if not isinstance(function, FunctionType) or not is_users(function.__code__.co_filename):
             return

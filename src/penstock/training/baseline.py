@@ -17,7 +17,9 @@ from penstock.training.task import make_task
 
 
 def plain_step_seconds(config: TrainConfig, device: torch.device) -> list[float]:
-    """Seconds of `config.baseline_steps` steps of plain training, after one to warm up, with as many threads as torch has now."""
+    """Seconds of `config.baseline_steps` steps of plain training, after one to warm up, with as
+    many threads as torch has now.
+    """
     task = make_task(config)
     traced = chain(task.model)
     model = nn.Sequential(*materialise(traced, range(len(traced)), device, config.seed))

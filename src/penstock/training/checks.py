@@ -72,21 +72,29 @@ def _check_asynchrony(config: TrainConfig) -> None:
 
 
 def _check_together(config: TrainConfig, *, synchronous: bool) -> None:
-    """Refuse what needs the gradients of all stages at once where these update at different times, or may do so.
+    """Refuse what needs the gradients of all stages at once where these update at different times,
+    or may do so.
 
     Raises:
         SettingError: that is so.
     """
-    asked = {"clip_grad_norm": config.clip_grad_norm is not None, "accumulate": config.accumulate > 1,
-             "autocast float16, which scales the loss,": config.autocast == "float16"}  # fmt: skip
+    asked = {
+        "clip_grad_norm": config.clip_grad_norm is not None,
+        "accumulate": config.accumulate > 1,
+        "autocast float16, which scales the loss,": config.autocast == "float16",
+    }
     for name, wish in asked.items():
         if wish and not synchronous:
-            raise SettingError(f"{name} needs a schedule whose stages update together, and this run's is asynchronous, or may be: take a "
-                               "synchronous one, or leave it out")  # fmt: skip
+            raise SettingError(
+                f"{name} needs a schedule whose stages update together, and this run's is asynchronous, or may be: take a "
+                "synchronous one, or leave it out"
+            )
 
 
 def _check_numbers(config: TrainConfig, name: str, rule: WeightRule) -> None:
-    """Refuse an asynchronous schedule that the weight rule goes with at none of the numbers that are asked for or left open."""
+    """Refuse an asynchronous schedule that the weight rule goes with at none of the numbers that
+    are asked for or left open.
+    """
     stages = config.stage_count()
     refused: list[ScheduleError] = []
     for count in _SOME_STAGES if stages is None else (stages,):
@@ -104,7 +112,9 @@ def _check_numbers(config: TrainConfig, name: str, rule: WeightRule) -> None:
 
 
 def _schedule_name(config: TrainConfig) -> str | None:
-    """The schedule asked for, by its name or by that of its weight rule; None where it is the planner's choice."""
+    """The schedule asked for, by its name or by that of its weight rule; None where it is the
+    planner's choice.
+    """
     if config.schedule is None and config.weights is not None and not config.asynchronous:
         return schedule_for(config.weights) if not weight_rule(config.weights).synchronous else None
     return config.schedule

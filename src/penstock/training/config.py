@@ -15,18 +15,21 @@ from penstock.measure.cards import DeviceRequest
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run. Every field is a key of the YAML file and, with dashes, a flag of `penstock train`.
+    """A training run. Every field is a key of the YAML file and, with dashes, a flag of `penstock
+    train`.
 
     Attributes:
-        model, model_options: a model of the zoo and its options. Classes, vocabulary and shapes follow the data.
-        data: "digits", "cifar100:PATH", "text", "text:PATH", "reversed" or "reversed:PATH".
-        image, channels, tokens: the form that the data is brought into.
-        batch, epochs, limit_steps: samples in a batch; times through the data; or fewer steps.
-        target_accuracy: stop after the epoch that reaches this test accuracy.
-        ranks: processes to start; by default as many as there are stages, or one per core; on CUDA one per card.
-        stages, schedule, micro_batches, partition, recompute: leave any to the planner with None (recompute: "auto");
+        model, model_options: a model of the zoo and its options. Classes, vocabulary and shapes
+        follow the data. data: "digits", "cifar100:PATH", "text", "text:PATH", "reversed" or
+        "reversed:PATH". image, channels, tokens: the form that the data is brought into. batch,
+        epochs, limit_steps: samples in a batch; times through the data; or fewer steps.
+        target_accuracy: stop after the epoch that reaches this test accuracy. ranks: processes to
+        start; by default as many as there are stages, or one per core; on CUDA one per card.
+        stages, schedule, micro_batches, partition, recompute: leave any to the planner with None
+        (recompute: "auto");
             stages may be "cores", as many as this machine has; on CUDA as many as it has cards.
-        weights, weights_options: the weight rule, and numbers that it takes; by default the schedule's own. Where no schedule is
+        weights, weights_options: the weight rule, and numbers that it takes; by default the
+        schedule's own. Where no schedule is
             named, an asynchronous rule brings the one that is made for it.
         asynchronous: let the planner choose among asynchronous schedules too.
         memory_limit: bytes per rank that the plan may use, such as "2 GiB".
@@ -35,17 +38,20 @@ class TrainConfig:
         autocast: mixed precision; float16 with dynamic loss scaling.
         accumulate: batches for each step.
         compile: torch.compile for every stage.
-        device: what profile, plan, training, self-check and the plain training compared with run on: "cpu", "cuda", or "auto", which
+        device: what profile, plan, training, self-check and the plain training compared with run
+        on: "cpu", "cuda", or "auto", which
             takes the visible CUDA cards if there are any. See `penstock.training.devices`.
         seed: of weights, dropout and the order of the data.
         out: the run's folder; by default a new one in runs/.
         resume: go on from the last checkpoint in `out`.
         checkpoint: when to write one.
-        profile, profile_repeats: a profile to use instead of measuring; or how often each layer is timed.
-        baseline_steps: steps of plain training in one process with one thread to compare with; 0 for none.
-        deadline_s: seconds that a rank waits for another.
-        self_check: hold the first batch of a new run against plain training, in micro-batches and undivided, and refuse to train
-            where they differ. Costs about four steps of plain training in one process, and rank 0 holds the whole model meanwhile.
+        profile, profile_repeats: a profile to use instead of measuring; or how often each layer is
+        timed. baseline_steps: steps of plain training in one process with one thread to compare
+        with; 0 for none. deadline_s: seconds that a rank waits for another. self_check: hold the
+        first batch of a new run against plain training, in micro-batches and undivided, and refuse
+        to train
+            where they differ. Costs about four steps of plain training in one process, and rank 0
+            holds the whole model meanwhile.
     """
 
     model: str = "vgg11_bn"
@@ -88,8 +94,19 @@ class TrainConfig:
     self_check: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("batch", 1), ("epochs", 1), ("limit_steps", 1), ("ranks", 1), ("stages", 1), ("image", 1), ("channels", 1),
-                            ("tokens", 1), ("accumulate", 1), ("profile_repeats", 1), ("baseline_steps", 0)):  # fmt: skip
+        for name, least in (
+            ("batch", 1),
+            ("epochs", 1),
+            ("limit_steps", 1),
+            ("ranks", 1),
+            ("stages", 1),
+            ("image", 1),
+            ("channels", 1),
+            ("tokens", 1),
+            ("accumulate", 1),
+            ("profile_repeats", 1),
+            ("baseline_steps", 0),
+        ):
             number = getattr(self, name)
             if isinstance(number, int) and number < least:
                 raise SettingError(f"{name} is {number}; it must be {least} or more")
@@ -122,8 +139,8 @@ def load(path: str | Path | None, changes: dict[str, Any]) -> TrainConfig:
     """The configuration in a YAML file, or the defaults, with some fields changed.
 
     Raises:
-        FileError: the file is missing, is no YAML mapping, or has a key or value that a run does not know.
-        SettingError: a change makes no sense.
+        FileError: the file is missing, is no YAML mapping, or has a key or value that a run does
+        not know. SettingError: a change makes no sense.
     """
     found = {} if path is None else read_settings(path)
     return validate_settings(

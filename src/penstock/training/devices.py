@@ -1,7 +1,7 @@
 """What the ranks of a training run compute on: the CPU cores of this host, or its CUDA cards.
 
-On cards every rank is a process with a card to itself. More ranks than cards are refused, except on a
-host with a single card: there the ranks are threads of one process that share it. A pipeline that
+On cards every rank is a process with a card to itself. More ranks than cards are refused, except on
+a host with a single card: there the ranks are threads of one process that share it. A pipeline that
 shares one card is slower than plain training; it is of use to try out a plan for several cards.
 """
 

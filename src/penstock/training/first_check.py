@@ -1,8 +1,10 @@
-"""The self-check of a new run: its first batch through the pipeline and through plain training, before anything is trained.
+"""The self-check of a new run: its first batch through the pipeline and through plain training,
+before anything is trained.
 
-It takes a forward and backward of the batch on all ranks, two on rank 0 alone, and two copies of the model: 3.9 times the CPU time of a step of
-plain training of VGG-11 in one process. Rank 0 holds the whole model meanwhile. Weights, gradients, buffers, random numbers and the order of the
-data stay as they are.
+It takes a forward and backward of the batch on all ranks, two on rank 0 alone, and two copies of
+the model: 3.9 times the CPU time of a step of plain training of VGG-11 in one process. Rank 0 holds
+the whole model meanwhile. Weights, gradients, buffers, random numbers and the order of the data
+stay as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from penstock.schedule.op import Schedule
 from penstock.training.config import TrainConfig
 from penstock.training.task import Task
 
-#: Largest differences from the same micro-batches, in proportion, without mixed precision and with it.
+#: Largest differences from the same micro-batches, in proportion, without mixed precision and with
+#: it.
 _TOLERANCE, _MIXED_TOLERANCE = 1e-3, 0.05
 
 
@@ -27,7 +30,8 @@ def check_first_batch(pipe: Pipeline, task: Task, config: TrainConfig) -> str:
         One line on what was found.
 
     Raises:
-        RunError: gradients, buffers, outputs or loss differ from those of plain training, and nothing is known that makes them.
+        RunError: gradients, buffers, outputs or loss differ from those of plain training, and
+        nothing is known that makes them.
     """
     x, y = next(task.epoch(config, 0))
     comparison = pipe.compare_with_one_device(x, y)

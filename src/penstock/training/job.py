@@ -40,16 +40,18 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run, beside what was predicted. Seconds are of one step; of an asynchronous plan of one batch while the
-    pipeline is full, and so is the bubble.
+    """What came of a run, beside what was predicted. Seconds are of one step; of an asynchronous
+    plan of one batch while the pipeline is full, and so is the bubble.
 
-    `measured_peak_memory` is what the ranks have held in weights, gradients, optimizer and activations, `measured_peak_rss` the
-    whole process. `predicted_weight_versions` and the measured ones: per stage, the most versions of the weights that are kept.
-    `one_thread_step_s` is plain training in one process with one thread, measured in the same run; None if that was left out.
-    `idle_on` has the shares of the measured step in which each rank stood still. `device` is "cpu" or the name of the cards.
-    `measured_peak_allocated`, of cards alone: per process, the most bytes that torch's allocator had given out while it trained. Where
-    ranks share a card there is one process, and one number in it and in `measured_peak_rss`; `one_thread_step_s` is then, as on all cards,
-    of one process on one card.
+    `measured_peak_memory` is what the ranks have held in weights, gradients, optimizer and
+    activations, `measured_peak_rss` the whole process. `predicted_weight_versions` and the measured
+    ones: per stage, the most versions of the weights that are kept. `one_thread_step_s` is plain
+    training in one process with one thread, measured in the same run; None if that was left out.
+    `idle_on` has the shares of the measured step in which each rank stood still. `device` is "cpu"
+    or the name of the cards. `measured_peak_allocated`, of cards alone: per process, the most bytes
+    that torch's allocator had given out while it trained. Where ranks share a card there is one
+    process, and one number in it and in `measured_peak_rss`; `one_thread_step_s` is then, as on all
+    cards, of one process on one card.
     """
 
     folder: str
@@ -127,10 +129,21 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
     measured = _profile(config, traced, ranks, devices, say)
     host = _host(ranks, devices, say)
     named = None if config.schedule is None else [config.schedule]
-    chosen = plan(measured, host, config.batch, schedules=named, stages=config.stage_count(), recompute=config.recompute,
-                  micro_batches=config.micro_batches, memory_limit=config.memory_limit, partition=config.lengths(),
-                  asynchronous=config.asynchronous, weights=config.weights, weights_options=config.weights_options,
-                  optimizer=an_optimizer(config))  # fmt: skip
+    chosen = plan(
+        measured,
+        host,
+        config.batch,
+        schedules=named,
+        stages=config.stage_count(),
+        recompute=config.recompute,
+        micro_batches=config.micro_batches,
+        memory_limit=config.memory_limit,
+        partition=config.lengths(),
+        asynchronous=config.asynchronous,
+        weights=config.weights,
+        weights_options=config.weights_options,
+        optimizer=an_optimizer(config),
+    )
     traced.description.stage_bounds(chosen.lengths)
     predicted = simulate_plan(chosen, measured, host)
     folder = _folder(config)
@@ -146,8 +159,8 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
 def find_devices(request: str) -> Devices:
     """Return what a run is to use of this host.
 
-    The cards are described by a process that ends at once: what asks a card for its free memory holds a
-    part of it from then on.
+    The cards are described by a process that ends at once: what asks a card for its free memory
+    holds a part of it from then on.
 
     Args:
         request: "auto", "cpu" or "cuda".
@@ -176,7 +189,8 @@ def _host(ranks: int, devices: Devices, say: Say) -> Cluster:
 
 
 def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Timeline]:
-    """Train on all ranks of the plan; the outcome and the last step's timeline are written into the run's folder too.
+    """Train on all ranks of the plan; the outcome and the last step's timeline are written into the
+    run's folder too.
 
     Raises:
         RunError: a rank failed; the message says which and why. Checkpoints that were written stay.
@@ -204,12 +218,27 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
     chosen = prepared.plan
     bubble = measured.bubble_ratio if chosen.synchronous else 1.0 - statistics.mean(first.busy)
     outcome = Outcome(
-        str(folder), first.steps, first.loss, first.test_loss, first.test_accuracy,
-        chosen.predicted.step_s, first.step_s, chosen.predicted.bubble_ratio, bubble,
-        chosen.predicted.peak_memory, tuple(result.peak_rss_bytes for result in results), first.seconds, plain,
-        measured.peak_memory, chosen.synchronous, chosen.weights, readings(chosen.schedule, rule_of(chosen.schedule, chosen.weights)).versions,
-        first.weight_versions or (1,) * chosen.stages, devices.name, _peaks_allocated(results),
-    )  # fmt: skip
+        str(folder),
+        first.steps,
+        first.loss,
+        first.test_loss,
+        first.test_accuracy,
+        chosen.predicted.step_s,
+        first.step_s,
+        chosen.predicted.bubble_ratio,
+        bubble,
+        chosen.predicted.peak_memory,
+        tuple(result.peak_rss_bytes for result in results),
+        first.seconds,
+        plain,
+        measured.peak_memory,
+        chosen.synchronous,
+        chosen.weights,
+        readings(chosen.schedule, rule_of(chosen.schedule, chosen.weights)).versions,
+        first.weight_versions or (1,) * chosen.stages,
+        devices.name,
+        _peaks_allocated(results),
+    )
     for suffix in ("svg", "json"):
         draw(measured, folder / f"measured.{suffix}")
         draw_pair(prepared.predicted, measured, folder / f"predicted-and-measured.{suffix}")
@@ -225,7 +254,8 @@ def _plain_step_s(config: TrainConfig, devices: Devices, say: Say) -> float:
         "one process with one thread" if devices.type == "cpu" else f"one process on {devices.name}"
     )
     say(f"plain training in {place}, {config.baseline_steps} steps, to compare …")
-    # One thread is the unit that ranks on the CPU are compared by; beside a card the host needs all.
+    # One thread is the unit that ranks on the CPU are compared by; beside a card the host needs
+    # all.
     threads = 1 if devices.type == "cpu" else None
     steps: list[float] = launch(plain_step_s, 1, config, devices.of_process(0), threads=threads)
     return steps[0]
@@ -238,7 +268,9 @@ def _peaks_allocated(results: list[RankResult]) -> tuple[int, ...] | None:
 
 
 def _ranks(config: TrainConfig, devices: Devices) -> int:
-    """Ranks to start: as asked, else those of the schedule if it is known, else one for each stage, else one per core or card."""
+    """Ranks to start: as asked, else those of the schedule if it is known, else one for each stage,
+    else one per core or card.
+    """
     made = None if config.ranks else known_schedule(config)
     if made is not None:
         return made.ranks if devices.cards else max(made.ranks, made.stages)
@@ -248,7 +280,8 @@ def _ranks(config: TrainConfig, devices: Devices) -> int:
 def _profile(
     config: TrainConfig, traced: TracedChain, ranks: int, devices: Devices, say: Say
 ) -> Profile:
-    """The profile that is given, or what all ranks measure together: each is slowed down by the others, as it will be.
+    """The profile that is given, or what all ranks measure together: each is slowed down by the
+    others, as it will be.
 
     Cards do not slow each other down: the first measures alone.
     """
@@ -263,8 +296,10 @@ def _profile(
         return _launch_profile(config, ranks, threads, devices)
     found = Profile.load(config.profile)
     if found.fingerprint != traced.fingerprint:
-        raise FileError(f"{config.profile} is the profile of another model: its layers and shapes have fingerprint "
-                        f"{found.fingerprint}, this model's have {traced.fingerprint}")  # fmt: skip
+        raise FileError(
+            f"{config.profile} is the profile of another model: its layers and shapes have fingerprint "
+            f"{found.fingerprint}, this model's have {traced.fingerprint}"
+        )
     if devices.cards and found.device == "cpu":
         raise FileError(
             f"{config.profile} was measured on a CPU, and this run is on {devices.name}: leave the profile out, or measure one by "

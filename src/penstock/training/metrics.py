@@ -1,4 +1,6 @@
-"""What a run writes down as it goes: one JSON line per step and per epoch, and TensorBoard events if it is installed."""
+"""What a run writes down as it goes: one JSON line per step and per epoch, and TensorBoard events
+if it is installed.
+"""
 
 from __future__ import annotations
 

@@ -33,8 +33,13 @@ def an_optimizer(config: TrainConfig) -> Optimizer:
 
 def training_options(config: TrainConfig) -> dict[str, Any]:
     """Keywords of `Pipeline` beyond schedule, loss and optimizer."""
-    return {"clip_grad_norm": config.clip_grad_norm, "autocast": autocast_dtype(config), "scaler": config.autocast == "float16",
-            "accumulate": config.accumulate, "compile": config.compile}  # fmt: skip
+    return {
+        "clip_grad_norm": config.clip_grad_norm,
+        "autocast": autocast_dtype(config),
+        "scaler": config.autocast == "float16",
+        "accumulate": config.accumulate,
+        "compile": config.compile,
+    }
 
 
 def autocast_dtype(config: TrainConfig) -> torch.dtype | None:

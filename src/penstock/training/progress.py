@@ -1,4 +1,6 @@
-"""A progress bar with loss, speed, and how busy the stages are; on a terminal a bar, elsewhere a line per epoch."""
+"""A progress bar with loss, speed, and how busy the stages are; on a terminal a bar, elsewhere a
+line per epoch.
+"""
 
 from __future__ import annotations
 

@@ -46,12 +46,15 @@ _LOOK_EVERY = 10
 
 @dataclass
 class RankResult:
-    """What a rank brings back. All but `peak_rss_bytes` and `peak_allocated_bytes` is the same on every rank.
+    """What a rank brings back. All but `peak_rss_bytes` and `peak_allocated_bytes` is the same on
+    every rank.
 
-    `step_s` is the median step of the last epoch, its first step left out; `timeline` is of the last step with a whole batch. Of an
-    asynchronous plan it is the mean time per batch while the pipeline was full, and `timeline` is of the last batches. `busy` has
-    the shares of that time in which the ranks worked; `weight_versions`, per stage, the most versions that were kept.
-    `peak_allocated_bytes`: the most that torch's allocator had given out on a card while it trained; None on the CPU.
+    `step_s` is the median step of the last epoch, its first step left out; `timeline` is of the
+    last step with a whole batch. Of an asynchronous plan it is the mean time per batch while the
+    pipeline was full, and `timeline` is of the last batches. `busy` has the shares of that time in
+    which the ranks worked; `weight_versions`, per stage, the most versions that were kept.
+    `peak_allocated_bytes`: the most that torch's allocator had given out on a card while it
+    trained; None on the CPU.
     """
 
     steps: int = 0
@@ -73,12 +76,23 @@ def profile_rank(
 ) -> Profile:
     """Measure the model of a run, alone or with all other ranks."""
     task = make_task(config)
-    return profile(task.model, task.example(), config.batch, repeats=config.profile_repeats, threads=threads, device=device,
-                   loss=task.loss, targets=task.data.train_targets[: len(task.example())], together=together)  # fmt: skip
+    return profile(
+        task.model,
+        task.example(),
+        config.batch,
+        repeats=config.profile_repeats,
+        threads=threads,
+        device=device,
+        loss=task.loss,
+        targets=task.data.train_targets[: len(task.example())],
+        together=together,
+    )
 
 
 def take_device(devices: Devices) -> torch.device:
-    """Return the device of this process, and make a card the current one, where torch puts what names no card."""
+    """Return the device of this process, and make a card the current one, where torch puts what
+    names no card.
+    """
     device = devices.of_process(int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -101,14 +115,24 @@ def train_on(
     device: torch.device,
     executor: Literal["processes", "threads"],
 ) -> RankResult:
-    """Train on a device, as one rank of the plan or by threads as all; rank 0 writes the run's metrics and weights into `folder`.
+    """Train on a device, as one rank of the plan or by threads as all; rank 0 writes the run's
+    metrics and weights into `folder`.
 
     Raises:
         RunError: a rank failed, or the loss is no longer a number.
     """
     task = make_task(config)
-    pipe = Pipeline(task.model, plan, loss=task.loss, optimizer=optimizer_factory(config), seed=config.seed, device=device,
-                    deadline_s=config.deadline_s, executor=executor, **training_options(config))  # fmt: skip
+    pipe = Pipeline(
+        task.model,
+        plan,
+        loss=task.loss,
+        optimizer=optimizer_factory(config),
+        seed=config.seed,
+        device=device,
+        deadline_s=config.deadline_s,
+        executor=executor,
+        **training_options(config),
+    )
     first = executor == "threads" or dist.get_rank() == 0
     if config.resume:
         pipe.load(folder / CHECKPOINT)
@@ -154,7 +178,9 @@ def train_on(
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with memory of their own, as the file wants them: a tied one has several names for one."""
+    """Tensors with memory of their own, as the file wants them: a tied one has several names for
+    one.
+    """
     met: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -164,7 +190,9 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def busy_shares(timeline: Timeline, whole: float | None = None) -> list[float]:
-    """Per rank, the share of the step in which it worked; or of `whole` seconds, if the step's are not all that there was."""
+    """Per rank, the share of the step in which it worked; or of `whole` seconds, if the step's are
+    not all that there was.
+    """
     whole = timeline.makespan if whole is None else whole
     return [min(seconds / whole, 1.0) if whole else 0.0 for seconds in timeline.busy]
 
@@ -199,10 +227,12 @@ class _Training:
             self.task.epoch(self.config, number), skipped, skipped + until - result.steps
         )
         if self.synchronous:
-            # The epoch's last batch may be a small one, which would not show a step as it was planned.
+            # The epoch's last batch may be a small one, which would not show a step as it was
+            # planned.
             last_whole = number * per_epoch + len(self.task.data.train_inputs) // self.config.batch
             self._steps(batches, {last_whole, until})
-            self.pipe.update()  # with what the epoch's last batches have left, if they were too few for a step
+            # with what the epoch's last batches have left, if they were too few for a step
+            self.pipe.update()
         else:
             self._stream(batches)
         result.test_loss, result.test_accuracy = test(self.pipe, self.task, self.config.batch)
@@ -212,15 +242,22 @@ class _Training:
                 found["peak_memory"] = result.timeline.peak_memory
             if not self.synchronous:
                 found["weight_versions"] = result.weight_versions
-            self.metrics.write(result.steps, epoch=number + 1, test_loss=result.test_loss,
-                               test_accuracy=result.test_accuracy, **found)  # fmt: skip
+            self.metrics.write(
+                result.steps,
+                epoch=number + 1,
+                test_loss=result.test_loss,
+                test_accuracy=result.test_accuracy,
+                **found,
+            )
         done = self.reached_target() or result.steps >= last_step
         if self.config.checkpoint == "epoch" or (self.config.checkpoint == "end" and done):
             self.pipe.save(self.folder / CHECKPOINT)
         self.progress.epoch(number + 1, result.test_accuracy)
 
     def _steps(self, batches: Iterator[tuple[Tensor, Tensor]], looks: set[int]) -> None:
-        """Train on the batches, one after the other; look at the timeline now and then, and after the steps in `looks`."""
+        """Train on the batches, one after the other; look at the timeline now and then, and after
+        the steps in `looks`.
+        """
         result = self.result
         for x, y in batches:
             start = time.perf_counter()
@@ -242,7 +279,8 @@ class _Training:
         pace = Pace(feed, self.config.batch)
         for loss, seconds in pace.losses(self.pipe.train(feed)):
             size = feed.sizes.popleft()
-            # What is left behind by a drain would be taken for the steady state, and a small batch for one as it was planned.
+            # What is left behind by a drain would be taken for the steady state, and a small batch
+            # for one as it was planned.
             look = (
                 not feed.over
                 and size == self.config.batch
@@ -274,8 +312,10 @@ class _Training:
         result.loss = loss
         result.steps += 1
         if not math.isfinite(loss):
-            raise RunError(f"the loss is {loss} at step {result.steps}: the weights have run away. A learning rate "
-                           f"below {self.config.lr:g} may help. Checkpoints of earlier epochs are kept")  # fmt: skip
+            raise RunError(
+                f"the loss is {loss} at step {result.steps}: the weights have run away. A learning rate "
+                f"below {self.config.lr:g} may help. Checkpoints of earlier epochs are kept"
+            )
         result.step_times.append(seconds)
         if self.metrics is not None:
             self.metrics.write(

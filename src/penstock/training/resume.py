@@ -1,4 +1,6 @@
-"""Going on with a run: from its own configuration, with the settings that may change; its folder changes when all is accepted."""
+"""Going on with a run: from its own configuration, with the settings that may change; its folder
+changes when all is accepted.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,20 @@ from penstock.training.optimizer import an_optimizer
 
 CHECKPOINT = "checkpoint"
 
-#: What makes a run this run and no other: its model, its data and their order, and what its optimizer keeps.
+#: What makes a run this run and no other: its model, its data and their order, and what its
+#: optimizer keeps.
 FIXED = (
-    "model", "model_options", "data", "image", "channels", "tokens", "batch", "seed", "optimizer", "autocast",
-)  # fmt: skip
+    "model",
+    "model_options",
+    "data",
+    "image",
+    "channels",
+    "tokens",
+    "batch",
+    "seed",
+    "optimizer",
+    "autocast",
+)
 #: Options that lie in the optimizer's parameter groups, and so in the checkpoint.
 _OF_GROUPS = ("lr", "momentum", "weight_decay")
 #: Which folder is meant, and that it is meant.
@@ -35,10 +47,12 @@ def resume_settings(
 
     Args:
         path: the run's folder; or a YAML file, whose settings count as said by the caller.
-        changes: what else the caller said, by the names of the fields. Everything else is as the run's own `config.yaml` says.
+        changes: what else the caller said, by the names of the fields. Everything else is as the
+        run's own `config.yaml` says.
 
     Returns:
-        The configuration, and a line for every setting that is not what it was, such as "lr: 0.05 -> 0.01".
+        The configuration, and a line for every setting that is not what it was, such as "lr: 0.05
+        -> 0.01".
 
     Raises:
         FileError: the folder holds no run, or no checkpoint.
@@ -96,7 +110,9 @@ def _explicit(path: str | Path | None, changes: Mapping[str, Any]) -> tuple[Path
 
 
 def _run_folder(path: Path) -> Path | None:
-    """The folder that a path means: itself, or that of a run's own configuration, which says nothing new."""
+    """The folder that a path means: itself, or that of a run's own configuration, which says
+    nothing new.
+    """
     if path.name == "config.yaml" and (path.parent / CHECKPOINT).is_dir():
         return path.parent
     return path if path.is_dir() else None
@@ -119,11 +135,13 @@ def _word(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-# -- the folder ---------------------------------------------------------------------------------------------------------------
+# -- the folder
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def check_checkpoint(config: TrainConfig, fingerprint: str, per_epoch: int) -> Checkpoint:
-    """Before anything is measured: the checkpoint is there and of this model, and there is something left to train.
+    """Before anything is measured: the checkpoint is there and of this model, and there is
+    something left to train.
 
     Raises:
         FileError: it is damaged, or of another model.
@@ -152,7 +170,9 @@ def last_step(config: TrainConfig, per_epoch: int) -> int:
 
 
 def staging_folder(folder: Path, config: TrainConfig) -> Path:
-    """Where the files of a run go: into its folder, or, while a resumed one is not accepted, beside what is there."""
+    """Where the files of a run go: into its folder, or, while a resumed one is not accepted, beside
+    what is there.
+    """
     if not config.resume:
         return folder
     staging = folder / _STAGING
@@ -165,8 +185,9 @@ def staging_folder(folder: Path, config: TrainConfig) -> Path:
 
 
 def accept_run(folder: Path, step: int) -> None:
-    """On rank 0, when all ranks have loaded the checkpoint: the new files take their places. What configuration and plan were until
-    then stays as `config-<step>.yaml` and `plan-<step>.json`, if it was another.
+    """On rank 0, when all ranks have loaded the checkpoint: the new files take their places. What
+    configuration and plan were until then stays as `config-<step>.yaml` and `plan-<step>.json`, if
+    it was another.
 
     Raises:
         FileError: the folder cannot be written.
@@ -191,7 +212,9 @@ def remove_staging(folder: Path) -> None:
 
 
 def set_options(pipe: Pipeline, config: TrainConfig) -> None:
-    """After a load, which brings back the options that the optimizers had: let them have those of the configuration."""
+    """After a load, which brings back the options that the optimizers had: let them have those of
+    the configuration.
+    """
     fresh = an_optimizer(config).param_groups[0]
     for optimizer in pipe._made.optimizers():
         for group in optimizer.param_groups:

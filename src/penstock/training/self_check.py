@@ -1,4 +1,6 @@
-"""The self-check from the command line: one batch of real data through a pipeline on ranks, and through plain training."""
+"""The self-check from the command line: one batch of real data through a pipeline on ranks, and
+through plain training.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from penstock.training.task import make_task
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What is to be checked: a model of the zoo on its data, cut as a plan says, or as evenly as may be under a schedule.
+    """What is to be checked: a model of the zoo on its data, cut as a plan says, or as evenly as
+    may be under a schedule.
 
     `words` are more keywords of `Pipeline`, such as recompute.
     """
@@ -67,8 +70,17 @@ def check(asked: SelfCheck, executor: str) -> Comparison:
         layers, stages = len(chain(task.model)), asked.schedule.stages
         words["balance"] = [layers // stages + (stage < layers % stages) for stage in range(stages)]
         words["schedule"] = asked.schedule
-    pipe = Pipeline(task.model, asked.plan, loss=task.loss, optimizer=optimizer_factory(asked.config), seed=asked.config.seed,
-                    deadline_s=asked.config.deadline_s, executor=executor, **words, **training_options(asked.config))  # fmt: skip
+    pipe = Pipeline(
+        task.model,
+        asked.plan,
+        loss=task.loss,
+        optimizer=optimizer_factory(asked.config),
+        seed=asked.config.seed,
+        deadline_s=asked.config.deadline_s,
+        executor=executor,
+        **words,
+        **training_options(asked.config),
+    )
     x, y = next(task.epoch(asked.config, 0))
     # A step first: of what is compared then, weights have moved on every rank by its own update.
     pipe.train_batch(x, y)

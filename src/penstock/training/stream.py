@@ -54,7 +54,8 @@ class Feed:
 
 @dataclass
 class Pace:
-    """Times a stream. A batch counts while the pipeline is full: after the first loss has come, until there is nothing to feed.
+    """Times a stream. A batch counts while the pipeline is full: after the first loss has come,
+    until there is nothing to feed.
 
     Attributes:
         feed: what the stream is fed with.
@@ -68,8 +69,8 @@ class Pace:
     _last: tuple[int, float] | None = None
 
     def losses(self, stream: Iterable[Tensor]) -> Iterator[tuple[Tensor, float]]:
-        """Each loss with the seconds since the one before, those of making batches left out. Those that a drain brings together
-        share its time.
+        """Each loss with the seconds since the one before, those of making batches left out. Those
+        that a drain brings together share its time.
         """
         losses, drain = iter(stream), 0.0
         for done in itertools.count():
@@ -90,7 +91,9 @@ class Pace:
 
     @property
     def seconds_per_batch(self) -> float:
-        """The mean while the pipeline was full; of all batches, where it never was for long enough to tell."""
+        """The mean while the pipeline was full; of all batches, where it never was for long enough
+        to tell.
+        """
         if self._first is not None and self._last is not None and self._first[0] < self._last[0]:
             return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
         return self._total / max(self.feed.count, 1)

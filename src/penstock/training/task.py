@@ -24,7 +24,9 @@ _AT_HAND = {"classify": "digits", "next_token": "text", "translate": "reversed"}
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is trained on what. `model` is on the meta device: no rank holds more than its own stages."""
+    """What is trained on what. `model` is on the meta device: no rank holds more than its own
+    stages.
+    """
 
     model: nn.Sequential
     data: Dataset
@@ -58,17 +60,23 @@ def make_task(config: TrainConfig) -> Task:
     options = known[config.model].options
     data = dataset(config.data, image=config.image, channels=config.channels, tokens=config.tokens)
     if data.task != known[config.model].task:
-        raise SettingError(f"model {config.model} takes {_TAKES[known[config.model].task]}, but data {data.name} is "
-                           f"{_TAKES[data.task]}: take --data {fitting_data(config.model)}")  # fmt: skip
+        raise SettingError(
+            f"model {config.model} takes {_TAKES[known[config.model].task]}, but data {data.name} is "
+            f"{_TAKES[data.task]}: take --data {fitting_data(config.model)}"
+        )
     if "features" in options:
         data = replace(
             data, train_inputs=data.train_inputs.flatten(1), test_inputs=data.test_inputs.flatten(1)
         )
     shape = data.train_inputs.shape
     fitting: dict[str, object] = {
-        "classes": data.classes, "vocabulary": data.classes, "tokens": shape[-1], "image": shape[-1],
-        "features": shape[-1], "channels": shape[1] if len(shape) > 1 else 1,
-    }  # fmt: skip
+        "classes": data.classes,
+        "vocabulary": data.classes,
+        "tokens": shape[-1],
+        "image": shape[-1],
+        "features": shape[-1],
+        "channels": shape[1] if len(shape) > 1 else 1,
+    }
     chosen = {
         name: value for name, value in fitting.items() if name in options
     } | config.model_options
@@ -89,5 +97,7 @@ def fitting_data(name: str) -> str:
 
 
 def accuracy(output: Tensor, target: Tensor) -> float:
-    """The share of right answers: the class, or the next token, with the highest score is the answer."""
+    """The share of right answers: the class, or the next token, with the highest score is the
+    answer.
+    """
     return float((output.argmax(-1).to(target.device) == target).to(torch.float64).mean())

@@ -1,10 +1,12 @@
 """Memory that two processes of one host see, and the slots in it that messages lie in.
 
-Memory is of `memfd_create`: it has no name in /dev/shm (which containers keep small), and it is gone with the last process that
-holds it, however that ends. It is reserved when it is made, so that want of memory is an error there and not a signal later.
+Memory is of `memfd_create`: it has no name in /dev/shm (which containers keep small), and it is
+gone with the last process that holds it, however that ends. It is reserved when it is made, so that
+want of memory is an error there and not a signal later.
 
-Rules: a slot is given out by its sender alone, which sets the first word of its head; it is freed by its receiver alone, which
-clears that word. So an arena is as large as what was in flight at once, and nothing is locked.
+Rules: a slot is given out by its sender alone, which sets the first word of its head; it is freed
+by its receiver alone, which clears that word. So an arena is as large as what was in flight at
+once, and nothing is locked.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ _OFFSET_BITS = 40
 
 
 class Segment:
-    """A piece of shared memory: as bytes of a tensor, and as words of 8 bytes. Its first line is its head.
+    """A piece of shared memory: as bytes of a tensor, and as words of 8 bytes. Its first line is
+    its head.
 
-    The first word of the head is set by the other side, once it has opened the segment: until then the owner must live.
+    The first word of the head is set by the other side, once it has opened the segment: until then
+    the owner must live.
     """
 
     __slots__ = ("bytes", "fd", "memory", "words")
@@ -87,7 +91,8 @@ class Segment:
 
 
 class Slot:
-    """A head of one line, and room for a message after it; `views` are tensors there, by the number of their layout.
+    """A head of one line, and room for a message after it; `views` are tensors there, by the number
+    of their layout.
 
     `place` names it to the other side; `pool` is what the sender finds it again in.
     """
@@ -111,7 +116,8 @@ def split_place(place: int) -> tuple[int, int]:
 
 
 class Pool:
-    """The slots of one room in bytes: free ones, of which the last freed is taken first, and those that are out.
+    """The slots of one room in bytes: free ones, of which the last freed is taken first, and those
+    that are out.
 
     A `kept` pool never has slots of another, nor others its slots.
     """
@@ -124,7 +130,9 @@ class Pool:
         self.out: deque[Slot] = deque()
 
     def sweep(self) -> bool:
-        """Look for slots that the receiver has freed, at the oldest first. Returns whether there is a free one."""
+        """Look for slots that the receiver has freed, at the oldest first. Returns whether there is
+        a free one.
+        """
         for _ in range(min(len(self.out), _LOOKED_AT)):
             slot = self.out.popleft()
             (self.out if slot.words[slot.state] else self.free).append(slot)
@@ -180,7 +188,9 @@ class Arena:
             pool.out.clear()
 
     def _lent(self, pool: Pool) -> Slot | None:
-        """A free slot of at most four times the size, so that lengths that vary do not each keep memory of their own."""
+        """A free slot of at most four times the size, so that lengths that vary do not each keep
+        memory of their own.
+        """
         for size in () if pool.kept else self._sizes:
             if pool.nbytes < size <= 4 * pool.nbytes:
                 other = self._pools[size]
@@ -189,7 +199,9 @@ class Arena:
         return None
 
     def _cut(self, pool: Pool) -> Slot:
-        """A new slot, of a new segment if the last one is full. Segments grow with the arena, by an eighth."""
+        """A new slot, of a new segment if the last one is full. Segments grow with the arena, by an
+        eighth.
+        """
         last, whole = self.segments[-1] if self.segments else None, LINE + pool.nbytes
         if last is None or self._used + whole > len(last.memory):
             last = self._grow(max(LINE + whole, self.nbytes // 8, _SMALLEST_SEGMENT))
@@ -202,9 +214,11 @@ class Arena:
         try:
             segment = Segment.make(whole)
         except OSError as error:
-            raise RunError(f"there is no memory for messages to another rank of this host: {whole:,} bytes are wanted beside "
-                           f"{self.nbytes:,} that are there ({error}): fewer micro-batches in flight, or smaller ones, need "
-                           "less") from error  # fmt: skip
+            raise RunError(
+                f"there is no memory for messages to another rank of this host: {whole:,} bytes are wanted beside "
+                f"{self.nbytes:,} that are there ({error}): fewer micro-batches in flight, or smaller ones, need "
+                "less"
+            ) from error
         self.segments.append(segment)
         self.nbytes += whole
         self._used = LINE
@@ -212,7 +226,8 @@ class Arena:
 
 
 def _rounded(nbytes: int) -> int:
-    """Up to one of four sizes in an octave: less than a quarter is wasted, and nothing of a power of two.
+    """Up to one of four sizes in an octave: less than a quarter is wasted, and nothing of a power
+    of two.
 
     >>> [_rounded(nbytes) for nbytes in (0, 256, 257, 1000, 1025, 2**20)]
     [256, 256, 320, 1024, 1280, 1048576]

@@ -27,7 +27,8 @@ Asked = str | torch.device | None
 
 
 def rank_facts(asked: Asked = None) -> RankFacts:
-    """The facts of this process. Torch's errors become facts: a rank that raised here would leave the others waiting.
+    """The facts of this process. Torch's errors become facts: a rank that raised here would leave
+    the others waiting.
 
     Args:
         asked: the `device=` of the caller.
@@ -79,14 +80,18 @@ def cuda_card(index: int) -> Card:
 
 
 def is_mig(index: int, name: str, environment: Mapping[str, str]) -> bool:
-    """Whether a CUDA device is a slice: its name says so ("NVIDIA A100-SXM4-40GB MIG 1g.5gb"), or the entry that selected it."""
+    """Whether a CUDA device is a slice: its name says so ("NVIDIA A100-SXM4-40GB MIG 1g.5gb"), or
+    the entry that selected it.
+    """
     entries = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
     selected = entries[index].strip() if index < len(entries) else ""
     return "MIG" in name.split() or selected.startswith("MIG-")
 
 
 def host_identity() -> str:
-    """What all processes of a running kernel have in common, and no other's; empty if it does not say."""
+    """What all processes of a running kernel have in common, and no other's; empty if it does not
+    say.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -107,7 +112,9 @@ def gather_assignment(facts: RankFacts, group: dist.ProcessGroup | None = None) 
 
 
 def assign_device(asked: Asked = None, group: dist.ProcessGroup | None = None) -> Assignment:
-    """What this rank gets, made its current device and logged. Called by all ranks; raises as `gather_assignment`."""
+    """What this rank gets, made its current device and logged. Called by all ranks; raises as
+    `gather_assignment`.
+    """
     assignment = gather_assignment(rank_facts(asked), group)
     _LOG.log(logging.INFO if assignment.complete else logging.WARNING, "%s", assignment.line)
     set_current_device(torch.device(assignment.device))
@@ -118,7 +125,8 @@ def local_device(asked: Asked = None) -> torch.device:
     """The one device of a process without other ranks, with its index.
 
     Args:
-        asked: by default the calling thread's current card if torch can use one of `cards.AUTOMATIC`, else the CPU.
+        asked: by default the calling thread's current card if torch can use one of
+        `cards.AUTOMATIC`, else the CPU.
 
     Raises:
         SettingError: the device that is asked for is not visible.
@@ -132,6 +140,8 @@ def local_device(asked: Asked = None) -> torch.device:
 
 
 def set_current_device(device: torch.device) -> None:
-    """Make a device the calling thread's current one; nothing for the CPU. The current device is of a thread, not of a process."""
+    """Make a device the calling thread's current one; nothing for the CPU. The current device is of
+    a thread, not of a process.
+    """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)

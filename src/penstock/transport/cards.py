@@ -1,19 +1,25 @@
-"""Which device every rank computes on, and what carries messages: a pure function of the facts of all ranks.
+"""Which device every rank computes on, and what carries messages: a pure function of the facts of
+all ranks.
 
-Every rank states its facts, all ranks get the facts of all, and each evaluates `assign_devices` on the same list: so all come
-to the same result, or all raise the same error. The rules, in their order:
+Every rank states its facts, all ranks get the facts of all, and each evaluates `assign_devices` on
+the same list: so all come to the same result, or all raise the same error. The rules, in their
+order:
 
     device="cpu"        the CPU
     device="cuda:1"     that card; refused if it is not visible
-    device="cuda"       a visible card, by the local rank modulo the number of visible cards; refused if none is visible
+    device="cuda"       a visible card, by the local rank modulo the number of visible cards;
+                        refused if none is visible
     device=None         the same where a card of `AUTOMATIC` is visible, else the CPU
-    types               all ranks compute on one type of device; refused otherwise, since ranks would differ in their numbers
-    transport           NCCL where every rank has a physical card that no other rank has, told apart by UUID; else host memory
+    types               all ranks compute on one type of device; refused otherwise, since ranks
+                        would differ in their numbers
+    transport           NCCL where every rank has a physical card that no other rank has, told apart
+                        by UUID; else host memory
 
-The local rank is LOCAL_RANK (torchrun, `penstock.launch`), else SLURM_LOCALID where Slurm started the rank itself, else the
-place of the rank among the ranks of its host. NCCL refuses two ranks on one card ("Duplicate GPU detected") and does not serve
-slices of a card (MIG), so these exchange messages through host memory. An index says nothing about which card it is: under
-Slurm every task may see a single card as index 0, and CUDA_VISIBLE_DEVICES permutes indices.
+The local rank is LOCAL_RANK (torchrun, `penstock.launch`), else SLURM_LOCALID where Slurm started
+the rank itself, else the place of the rank among the ranks of its host. NCCL refuses two ranks on
+one card ("Duplicate GPU detected") and does not serve slices of a card (MIG), so these exchange
+messages through host memory. An index says nothing about which card it is: under Slurm every task
+may see a single card as index 0, and CUDA_VISIBLE_DEVICES permutes indices.
 """
 
 from __future__ import annotations
@@ -26,7 +32,8 @@ from penstock.errors import SettingError
 
 TransportName = Literal["nccl", "host memory"]
 
-#: Types of accelerators that are chosen where no device is asked for. Others are used where `device=` names them: clocks and
+#: Types of accelerators that are chosen where no device is asked for. Others are used where
+#: `device=` names them: clocks and
 #: random states are implemented for CUDA (and ROCm, which torch calls "cuda").
 AUTOMATIC: Final = ("cuda",)
 
@@ -65,13 +72,12 @@ class RankFacts:
 
     Attributes:
         hostname: of its host or container.
-        host: identity of the running kernel; containers of one machine share it, two machines of one name do not.
-        environment: those of `VARIABLES` that are set, with their values.
-        accelerator: torch's type of the visible cards, such as "cuda"; empty if torch supports none here.
-        cards: the visible ones, by index.
-        asked: the `device=` of the caller, such as "cuda:1"; None if there is none.
-        nccl: whether torch has NCCL here.
-        problem: what torch raised when it was asked for the cards; empty if nothing.
+        host: identity of the running kernel; containers of one machine share it, two machines of
+        one name do not. environment: those of `VARIABLES` that are set, with their values.
+        accelerator: torch's type of the visible cards, such as "cuda"; empty if torch supports none
+        here. cards: the visible ones, by index. asked: the `device=` of the caller, such as
+        "cuda:1"; None if there is none. nccl: whether torch has NCCL here. problem: what torch
+        raised when it was asked for the cards; empty if nothing.
     """
 
     hostname: str
@@ -127,8 +133,10 @@ def assign_devices(ranks: Sequence[RankFacts]) -> tuple[Assignment, ...]:
         One assignment for each rank, by rank.
 
     Raises:
-        SettingError: a device that was asked for is not visible, an environment variable is no number, torch could not list the
-            cards of a rank, or ranks would compute on different types of devices. The message names the ranks.
+        SettingError: a device that was asked for is not visible, an environment variable is no
+        number, torch could not list the
+            cards of a rank, or ranks would compute on different types of devices. The message names
+            the ranks.
     """
     choices = _choose(ranks)
     _check_types(ranks, choices)
@@ -143,11 +151,13 @@ def assign_devices(ranks: Sequence[RankFacts]) -> tuple[Assignment, ...]:
 
 
 def choose_local_device(facts: RankFacts, current: int) -> str:
-    """The device of a process that computes on one device alone: of all ranks as threads, or of a measurement.
+    """The device of a process that computes on one device alone: of all ranks as threads, or of a
+    measurement.
 
     Args:
         facts: of this process.
-        current: index of the calling thread's current card, which "cuda" without an index means, as everywhere in torch.
+        current: index of the calling thread's current card, which "cuda" without an index means, as
+        everywhere in torch.
 
     Raises:
         SettingError: the device that is asked for is not visible.
@@ -252,7 +262,8 @@ def _split(asked: str | None) -> tuple[str | None, int | None]:
 def _local_rank(ranks: Sequence[RankFacts], rank: int) -> tuple[int, str]:
     """The number of a rank on its host, and where it comes from.
 
-    SLURM_LOCALID counts only where SLURM_PROCID is the rank: processes that one Slurm task has started all inherit its number.
+    SLURM_LOCALID counts only where SLURM_PROCID is the rank: processes that one Slurm task has
+    started all inherit its number.
 
     Raises:
         SettingError: a variable is no number.
@@ -314,7 +325,9 @@ def _sharers(ranks: Sequence[RankFacts], choices: Sequence[_Choice]) -> list[tup
 
 
 def _key(facts: RankFacts, choice: _Choice) -> tuple[str, ...]:
-    """What tells a card from all others. Without a UUID it is a guess, by which NCCL is never chosen."""
+    """What tells a card from all others. Without a UUID it is a guess, by which NCCL is never
+    chosen.
+    """
     if choice.card is not None and choice.card.uuid:
         return (choice.card.uuid,)
     visible = dict(facts.environment).get("CUDA_VISIBLE_DEVICES", "")

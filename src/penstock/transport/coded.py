@@ -1,8 +1,10 @@
-"""Boundaries sent in fewer bits: activations and their gradients as bfloat16, or as 8-bit numbers with a scale for each row.
+"""Boundaries sent in fewer bits: activations and their gradients as bfloat16, or as 8-bit numbers
+with a scale for each row.
 
-Numbers change by this, so it is off unless asked for. Where 8 bits are sent, gradients have error feedback: what a message has lost
-is added to the next gradient of the same form that the stage sends over the link, so that losses do not add up over micro-batches
-(Seide et al. 2014, 1-bit stochastic gradient descent, section 3; Karimireddy et al. 2019, Error feedback fixes SignSGD).
+Numbers change by this, so it is off unless asked for. Where 8 bits are sent, gradients have error
+feedback: what a message has lost is added to the next gradient of the same form that the stage
+sends over the link, so that losses do not add up over micro-batches (Seide et al. 2014, 1-bit
+stochastic gradient descent, section 3; Karimireddy et al. 2019, Error feedback fixes SignSGD).
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _CODED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 
 
 def bits_of(tensor: Tensor, code: str) -> list[Tensor]:
-    """A tensor of floats in fewer bits: as bfloat16, or as 8-bit numbers and the scale of each row of the last dimension.
+    """A tensor of floats in fewer bits: as bfloat16, or as 8-bit numbers and the scale of each row
+    of the last dimension.
 
     Raises:
         SettingError: `code` is not one of `CODES`.
@@ -45,7 +48,8 @@ def bits_of(tensor: Tensor, code: str) -> list[Tensor]:
     check_code(code)
     rows = tensor if tensor.dim() else tensor.reshape(1)
     scale = rows.abs().amax(dim=-1, keepdim=True).float() / 127
-    # Rows with an infinity or a NaN keep it in their scale, so that whoever looks for overflow finds it.
+    # Rows with an infinity or a NaN keep it in their scale, so that whoever looks for overflow
+    # finds it.
     return [(rows / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.int8), scale]
 
 
@@ -78,7 +82,9 @@ class _Arrival:
 
 @dataclass
 class CodedTransport:
-    """A transport whose activations and gradients travel in fewer bits; everything else passes as it is."""
+    """A transport whose activations and gradients travel in fewer bits; everything else passes as
+    it is.
+    """
 
     inner: Transport
     code: str
@@ -125,7 +131,8 @@ class CodedTransport:
 def coded(
     payload: Payload, code: str, bits: Callable[[int, Tensor], list[Tensor]] | None = None
 ) -> Payload:
-    """A payload whose large tensors of floats are in fewer bits: a flat list, of what it was and the tensors.
+    """A payload whose large tensors of floats are in fewer bits: a flat list, of what it was and
+    the tensors.
 
     Args:
         payload: what is sent.

@@ -1,9 +1,11 @@
-"""NCCL communicators: one for each directed link between two ranks, all made before the first message.
+"""NCCL communicators: one for each directed link between two ranks, all made before the first
+message.
 
-NCCL matches the transfers of a communicator by their order alone, so that each direction of a link has its own. A communicator that
-is made by its first transfer makes both hosts wait for each other inside that transfer: two ranks that begin by sending to each
-other would wait for ever, where no deadline of ours can see it (pytorch#160210, Megatron-LM#5240). So all ranks make all
-communicators in one order, and pass a barrier before they go on.
+NCCL matches the transfers of a communicator by their order alone, so that each direction of a link
+has its own. A communicator that is made by its first transfer makes both hosts wait for each other
+inside that transfer: two ranks that begin by sending to each other would wait for ever, where no
+deadline of ours can see it (pytorch#160210, Megatron-LM#5240). So all ranks make all communicators
+in one order, and pass a barrier before they go on.
 """
 
 from __future__ import annotations
@@ -25,12 +27,20 @@ LinkKey = tuple[Link, bool]
 #: dtypes of torch that NCCL transfers (`ncclDataType_t`). All others travel as bytes.
 NCCL_DTYPES = frozenset(
     {
-        torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool,
-        torch.float16, torch.bfloat16, torch.float32, torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
     }
-)  # fmt: skip
+)
 
-#: Timeout of NCCL's process groups. torch's watchdog ends the process when it passes, without a word to the other ranks: our own
+#: Timeout of NCCL's process groups. torch's watchdog ends the process when it passes, without a
+#: word to the other ranks: our own
 #: deadline must always come first.
 GROUP_TIMEOUT = timedelta(days=7)
 
@@ -49,7 +59,9 @@ def communicator_keys(links: Iterable[Link], copies: Iterable[Link]) -> list[Lin
 
 
 def communicators_per_rank(keys: Iterable[LinkKey], rank: int) -> int:
-    """How many communicators a rank is in. Each takes device memory: hundreds of MB over NVLink (nccl#964)."""
+    """How many communicators a rank is in. Each takes device memory: hundreds of MB over NVLink
+    (nccl#964).
+    """
     return sum(rank in link for link, _ in keys)
 
 
@@ -67,7 +79,8 @@ def make_communicators(
     Returns:
         Those that this rank is in, connected.
     """
-    # With a device torch connects a group when it is made; where it does not, and for kernels that are loaded at their first
+    # With a device torch connects a group when it is made; where it does not, and for kernels that
+    # are loaded at their first
     # launch, one transfer follows.
     eager = "device_id" in inspect.signature(dist.new_group).parameters
     options: dict[str, Any] = {"device_id": device} if eager else {}
@@ -105,5 +118,7 @@ def abort_communicators(groups: Mapping[LinkKey, dist.ProcessGroup]) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as NCCL can transfer it: itself, or its bytes where NCCL has no such dtype. It shares the memory."""
+    """A contiguous tensor as NCCL can transfer it: itself, or its bytes where NCCL has no such
+    dtype. It shares the memory.
+    """
     return tensor if tensor.dtype in NCCL_DTYPES else tensor.reshape(-1).view(torch.uint8)

@@ -1,10 +1,11 @@
 """Transport over torch.distributed: gloo for CPU tensors, NCCL for tensors on GPUs of their own.
 
-A payload's header goes through the store, once for every form that messages of a stage have; from then on receives are posted
-straight into buffers of the known shapes. Sends never wait: their tensors are held until they have left.
+A payload's header goes through the store, once for every form that messages of a stage have; from
+then on receives are posted straight into buffers of the known shapes. Sends never wait: their
+tensors are held until they have left.
 
-Under NCCL a wait lets the device's stream wait and the host goes on: nothing else may stop the host in a steady step. The deadline is
-kept from outside, see `Wire.late`.
+Under NCCL a wait lets the device's stream wait and the host goes on: nothing else may stop the host
+in a steady step. The deadline is kept from outside, see `Wire.late`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _LEAVES = 32  # tags have room for this many tensors in one message
 _NUMBERS = 1 << 13  # and for this many micro-batches
 _KINDS = (Kind.F, Kind.B, Kind.E, Kind.L, Kind.U)
 
-#: How many messages that nothing answers are under way at most: of copies of a stage to each other, and of losses.
+#: How many messages that nothing answers are under way at most: of copies of a stage to each other,
+#: and of losses.
 MOST_UNDER_WAY = 64
 
 #: A tag that no message has.
@@ -55,10 +57,12 @@ Work = dist.Work | DeviceTransfer
 class Wire:
     """What all transports of a rank share: process groups, the store, the deadline.
 
-    `groups` holds one process group for each directed link under NCCL, whose transfers match in order per communicator: with
-    one for each direction, two ranks that send to each other at once do not wait for one another. Links between copies of a stage
-    have one more (True) for what they exchange at a U, whose receives are not posted in one order with the programs' own. Messages
-    for which there is none, such as the norms of clipping, go over `shared`, a gloo group where tags keep messages apart.
+    `groups` holds one process group for each directed link under NCCL, whose transfers match in
+    order per communicator: with one for each direction, two ranks that send to each other at once
+    do not wait for one another. Links between copies of a stage have one more (True) for what they
+    exchange at a U, whose receives are not posted in one order with the programs' own. Messages for
+    which there is none, such as the norms of clipping, go over `shared`, a gloo group where tags
+    keep messages apart.
     """
 
     rank: int
@@ -73,16 +77,21 @@ class Wire:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def communicator(self, link: Link, message: Message) -> dist.ProcessGroup | None:
-        """The NCCL group that carries a message over a link; None if it goes through host memory over `shared`."""
+        """The NCCL group that carries a message over a link; None if it goes through host memory
+        over `shared`.
+        """
         return self.groups.get((link, message.kind is Kind.U))
 
     @property
     def copies_to_host(self) -> bool:
-        """Whether what goes over `shared` must be copied to host memory first (gloo carries CPU tensors)."""
+        """Whether what goes over `shared` must be copied to host memory first (gloo carries CPU
+        tensors).
+        """
         return self.device.type != "cpu"
 
     def wait(self, work: Work) -> None:
-        """Stand until a transfer is done; if a communicator carries it, let the device's stream wait for it and go on.
+        """Stand until a transfer is done; if a communicator carries it, let the device's stream
+        wait for it and go on.
 
         Raises:
             TransportTimeout, TransportLost: see `Arrival.wait`.
@@ -108,15 +117,19 @@ class Wire:
             self._drop_finished()
 
     def _drop_finished(self) -> None:
-        """Forget the transfers that are over, from the oldest on; the clock of `late` starts anew with each."""
+        """Forget the transfers that are over, from the oldest on; the clock of `late` starts anew
+        with each.
+        """
         while self._awaited and self._awaited[0].work.is_completed():
             self._awaited.popleft()
             self._progress_s = time.monotonic()
 
     def late(self) -> str | None:
-        """What the device has waited for longer than the deadline, with no other transfer ending meanwhile.
+        """What the device has waited for longer than the deadline, with no other transfer ending
+        meanwhile.
 
-        Called again and again by the thread that watches the other ranks, since the host does not stand at a wait under NCCL.
+        Called again and again by the thread that watches the other ranks, since the host does not
+        stand at a wait under NCCL.
         """
         with self._lock:
             self._drop_finished()
@@ -130,7 +143,8 @@ class Wire:
         pause_s = 0.0005
         try:
             while not self.store.check([name]):
-                # Asked again and again, so that a stopped run is noticed: nothing lets go who waits inside the store.
+                # Asked again and again, so that a stopped run is noticed: nothing lets go who waits
+                # inside the store.
                 if self.lost:
                     raise TransportLost("the run was stopped")
                 if time.perf_counter() - started >= self.deadline_s:
@@ -153,8 +167,8 @@ class Wire:
     def abort(self) -> None:
         """Close all links, so that everybody who waits on one, here or elsewhere, is let go.
 
-        gloo has no abort of its own here (torch 2.13: `ProcessGroup.abort` leaves pairs open), but a receive that runs out of
-        time closes the whole context.
+        gloo has no abort of its own here (torch 2.13: `ProcessGroup.abort` leaves pairs open), but
+        a receive that runs out of time closes the whole context.
         """
         if self.lost:
             return
@@ -173,7 +187,8 @@ class Wire:
 def is_lost(error: RuntimeError) -> bool:
     """Whether an error of torch.distributed means that a link is closed or its other end is gone.
 
-    All others, such as a dtype that the backend lacks or memory that has run out, are this rank's own.
+    All others, such as a dtype that the backend lacks or memory that has run out, are this rank's
+    own.
     """
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return True
@@ -199,7 +214,9 @@ class _Arrival:
     posted: _Posted | None
 
     def of_channel(self, peer: int, message: Message) -> bool:
-        """Whether it is received in one order with `message` from `peer`: what copies exchange is in no order with the rest."""
+        """Whether it is received in one order with `message` from `peer`: what copies exchange is
+        in no order with the rest.
+        """
         return self.peer == peer and (self.message.kind is Kind.U) == (message.kind is Kind.U)
 
     def wait(self) -> Payload:
@@ -229,8 +246,8 @@ class DistributedTransport:
         """See `Transport.send`.
 
         Raises:
-            RunError: the payload's form differs from that of an earlier batch with the same signature, or it has too many tensors.
-            TransportLost: the links are closed.
+            RunError: the payload's form differs from that of an earlier batch with the same
+            signature, or it has too many tensors. TransportLost: the links are closed.
         """
         tensors = _checked(payload, message)
         forms = payload.forms()
@@ -243,9 +260,11 @@ class DistributedTransport:
         elif told != form and _agree(told, form, told_forms):
             forms = told_forms  # the receiver gives it the strides that it has had before
         elif told != form:
-            raise RunError(f"what {describe(message)} makes changed its form between batches whose inputs have the same shapes: it was {_words(told)} "
-                           f"and is {_words(form)}. Shapes and constants that depend on the data are not supported between "
-                           "hosts")  # fmt: skip
+            raise RunError(
+                f"what {describe(message)} makes changed its form between batches whose inputs have the same shapes: it was {_words(told)} "
+                f"and is {_words(form)}. Shapes and constants that depend on the data are not supported between "
+                "hosts"
+            )
         group = self.wire.communicator(link, message)
         leaving = self._leaving.setdefault((peer, message), [])
         for number, (known, tensor) in enumerate(zip(forms, tensors, strict=True)):
@@ -276,7 +295,9 @@ class DistributedTransport:
         return arrival
 
     def catch_up(self, awaited: _Arrival) -> _Posted:
-        """Post the receives that had to wait for their shapes, up to the awaited one, in the order of the sends."""
+        """Post the receives that had to wait for their shapes, up to the awaited one, in the order
+        of the sends.
+        """
         while awaited.posted is None:
             arrival = next(
                 arrival
@@ -303,7 +324,9 @@ class DistributedTransport:
             self._let_go(peer, Message(Kind.E, message.stage, message.micro_batch))
 
     def release(self, before: int) -> None:
-        """See `Transport.release`. gloo's sends do not know that they are over until somebody waits for them."""
+        """See `Transport.release`. gloo's sends do not know that they are over until somebody waits
+        for them.
+        """
         for peer, message in list(self._leaving):
             if message.micro_batch < before and message.kind is not Kind.U:
                 self._let_go(peer, message)
@@ -381,13 +404,17 @@ def _name(key: _Key) -> str:
 
 
 def _tag(message: Message, leaf: int) -> int:
-    """A tag of 31 bits: stage 10, micro-batch 13, kind 3, tensor 5. Never are messages under way that are 8,192 apart."""
+    """A tag of 31 bits: stage 10, micro-batch 13, kind 3, tensor 5. Never are messages under way
+    that are 8,192 apart.
+    """
     kind, stage, micro_batch = message
     return (((stage << 13 | micro_batch % _NUMBERS) << 3) | _KINDS.index(kind)) << 5 | leaf
 
 
 def _agree(told: tuple[Any, ...], form: tuple[Any, ...], forms: Sequence[TensorForm]) -> bool:
-    """Whether two forms differ by strides alone, so that what the first was told of serves for the second: it is no expanded tensor."""
+    """Whether two forms differ by strides alone, so that what the first was told of serves for the
+    second: it is no expanded tensor.
+    """
     plain = [
         (structure, [leaf[:2] for leaf in leaves], wants)
         for structure, leaves, wants, _ in (told, form)
@@ -413,6 +440,8 @@ def _words(form: tuple[Any, ...]) -> str:
 def _checked(payload: Payload, message: Message) -> list[Tensor]:
     tensors = payload.tensors
     if len(tensors) > _LEAVES or message.stage >= 1 << 10:
-        raise RunError(f"stage {message.stage} sends {len(tensors)} tensors for micro-batch {message.micro_batch}: at most "
-                       f"{_LEAVES} tensors and 1,024 stages fit a message's tag")  # fmt: skip
+        raise RunError(
+            f"stage {message.stage} sends {len(tensors)} tensors for micro-batch {message.micro_batch}: at most "
+            f"{_LEAVES} tensors and 1,024 stages fit a message's tag"
+        )
     return tensors

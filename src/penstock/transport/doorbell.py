@@ -1,8 +1,10 @@
-"""Doors and bells: how a rank that stands still is told that something has come for it, without a system call if it is awake.
+"""Doors and bells: how a rank that stands still is told that something has come for it, without a
+system call if it is awake.
 
-A bell is one word in shared memory. Who waits sets it, looks once more whether there is something after all, and sleeps on the
-word (Linux's futex). Who has left something looks at the word, and only if it is set clears it and wakes the sleeper. Each side
-writes one thing and reads the other's, so that a full fence between the two is needed: without it both could read the old.
+A bell is one word in shared memory. Who waits sets it, looks once more whether there is something
+after all, and sleeps on the word (Linux's futex). Who has left something looks at the word, and
+only if it is set clears it and wakes the sleeper. Each side writes one thing and reads the other's,
+so that a full fence between the two is needed: without it both could read the old.
 """
 
 from __future__ import annotations
@@ -68,13 +70,15 @@ class Bell:
         self._call(_SYS_FUTEX, self._address, _WAIT, 1, ctypes.addressof(spec))
 
     def _fence(self) -> None:
-        # A lock that nobody else holds is an exchange in memory, which on x86 orders all that stands before and after it.
+        # A lock that nobody else holds is an exchange in memory, which on x86 orders all that
+        # stands before and after it.
         self._lock.acquire()
         self._lock.release()
 
 
 class Door:
-    """One rank's page: a number that nobody can guess, whether the run was stopped, and one line for each rank that may send.
+    """One rank's page: a number that nobody can guess, whether the run was stopped, and one line
+    for each rank that may send.
 
     Such a line is its bell, and where the sender's first message lies, once there is one.
     """
@@ -94,7 +98,9 @@ class Door:
 
     @classmethod
     def open(cls, pid: int, fd: int) -> Door:
-        """Another process's, by the number that its memory has there. Raises OSError as `Segment.open`."""
+        """Another process's, by the number that its memory has there. Raises OSError as
+        `Segment.open`.
+        """
         return cls(Segment.open(pid, fd))
 
     @property

@@ -62,8 +62,8 @@ def barrier() -> None:
 def begin_barrier() -> dist.Work | None:
     """Tell all ranks that this one has come here; the work is complete when all have.
 
-    `dist.barrier` of a group that serves CPU and GPU may go over NCCL, where ranks that share a card are refused. What
-    carries a sum is decided by the tensor's device.
+    `dist.barrier` of a group that serves CPU and GPU may go over NCCL, where ranks that share a
+    card are refused. What carries a sum is decided by the tensor's device.
     """
     work: dist.Work | None = dist.all_reduce(_to_tensor(b"\1"), async_op=True)
     return work

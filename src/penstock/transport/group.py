@@ -1,4 +1,6 @@
-"""Joining the other ranks: each is a process, started by torchrun, by `launch`, or by the user's own init_process_group."""
+"""Joining the other ranks: each is a process, started by torchrun, by `launch`, or by the user's
+own init_process_group.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""How a process that trains gets memory: what it frees it keeps, for it will want the same again a moment later.
+"""How a process that trains gets memory: what it frees it keeps, for it will want the same again a
+moment later.
 
-glibc gives large blocks back to the system as soon as they are free, and fresh ones come as pages that the system has to clear
-when they are first touched. A training step asks for the same blocks again and again, so it pays that every time: VGG-11 with
-batch norm on 2 ranks took 463 ms a step, and 375 ms with what is freed kept; 946 and 527 ms in 8 micro-batches instead of 4, since
-each needs a fresh gradient of every weight (benchmarks/fidelity). The most that a process holds was the same.
+glibc gives large blocks back to the system as soon as they are free, and fresh ones come as pages
+that the system has to clear when they are first touched. A training step asks for the same blocks
+again and again, so it pays that every time: VGG-11 with batch norm on 2 ranks took 463 ms a step,
+and 375 ms with what is freed kept; 946 and 527 ms in 8 micro-batches instead of 4, since each needs
+a fresh gradient of every weight (benchmarks/fidelity). The most that a process holds was the same.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import sys
 #: From glibc's malloc.h: options of `mallopt`.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
-#: Bytes: blocks below it come from what is kept, and so much may lie free at its end. As large as `mallopt` can take, nearly.
+#: Bytes: blocks below it come from what is kept, and so much may lie free at its end. As large as
+#: `mallopt` can take, nearly.
 _KEPT = 2**30
 
 #: Whoever sets these has chosen for himself.
@@ -31,7 +34,8 @@ _CHOSEN = (
 def keep_freed_memory() -> bool:
     """Let this process keep the memory that it frees, from now on. Returns whether it does.
 
-    It does not where the C library is another than glibc, or the environment already says how its memory is to be had.
+    It does not where the C library is another than glibc, or the environment already says how its
+    memory is to be had.
     """
     if sys.platform != "linux" or any(name in os.environ for name in _CHOSEN):
         return False

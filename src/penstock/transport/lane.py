@@ -1,11 +1,14 @@
-"""One direction between two processes of a host: a chain of small entries, each of which names a message and where it lies.
+"""One direction between two processes of a host: a chain of small entries, each of which names a
+message and where it lies.
 
-    first ──▶ block of entries ── last entry ──▶ next block ──▶ …        blocks and messages are slots of the sender's arena
+    first ──▶ block of entries ── last entry ──▶ next block ──▶ …        blocks and messages are
+                                                                         slots of the sender's arena
                 [sequence | name | layout | place]
 
-Rules: the sender alone writes entries and the receiver alone reads them; the sequence number is written last, and x86 shows
-stores to others in their order, so an entry that has the expected number is whole. Numbers never come again, so a block that is
-used again needs no cleaning; but it must never have held a message. The chain has no end: sending never waits.
+Rules: the sender alone writes entries and the receiver alone reads them; the sequence number is
+written last, and x86 shows stores to others in their order, so an entry that has the expected
+number is whole. Numbers never come again, so a block that is used again needs no cleaning; but it
+must never have held a message. The chain has no end: sending never waits.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ _ENTRY_WORDS, _ENTRIES = 4, 256
 _BLOCK_BYTES = 8 * _ENTRY_WORDS * _ENTRIES
 _ENTRY = struct.Struct("QQQ")  # after the sequence number: name, layout, place
 
-#: Names below are of messages, see `same_host`; these two are nobody's: a new layout, and where the chain goes on.
+#: Names below are of messages, see `same_host`; these two are nobody's: a new layout, and where the
+#: chain goes on.
 _LAYOUT, _NEXT = 14, 15
 _KIND_BITS = 15
 
@@ -66,7 +70,9 @@ class Outgoing:
         self._bell.ring()
 
     def opened(self) -> bool:
-        """Whether the receiver has opened all the memory: until it has, the sender's process must live."""
+        """Whether the receiver has opened all the memory: until it has, the sender's process must
+        live.
+        """
         return all(segment.opened for segment in self.arena.segments)
 
     def _tell(self, payload: Payload) -> Layout:

@@ -1,4 +1,6 @@
-"""How the tensors of a payload lie in a slot. Known to both sides under a number once the sender has told it."""
+"""How the tensors of a payload lie in a slot. Known to both sides under a number once the sender
+has told it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _VIEWS = 64
 
 
 class Layout:
-    """One form of payloads: what is known before the tensors, and where in a slot these are. `pool` is the sender's alone."""
+    """One form of payloads: what is known before the tensors, and where in a slot these are. `pool`
+    is the sender's alone.
+    """
 
     __slots__ = ("bare", "forms", "header", "nbytes", "number", "pool", "straight", "wants")
 
@@ -62,7 +66,9 @@ class Layout:
             view.copy_(form.packed(tensor.detach()))
 
     def take(self, slot: Slot, device: torch.device | None) -> Payload:
-        """The payload that lies in a slot, copied out, to another device than the CPU where one is given."""
+        """The payload that lies in a slot, copied out, to another device than the CPU where one is
+        given.
+        """
         views = slot.views.get(self.number)
         if views is None:
             views = self.views(slot)

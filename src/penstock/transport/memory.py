@@ -12,9 +12,11 @@ from penstock.transport.transport import TransportLost, TransportTimeout
 
 
 class Exchange:
-    """What the ranks of one process share: payloads on their way, by sender, receiver and message; of one message in the order sent.
+    """What the ranks of one process share: payloads on their way, by sender, receiver and message;
+    of one message in the order sent.
 
-    Copies of a stage send each other the same message at every update, and one of two may be an update ahead.
+    Copies of a stage send each other the same message at every update, and one of two may be an
+    update ahead.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""One transport out of two: ranks of the same host are reached through memory, all others through the network."""
+"""One transport out of two: ranks of the same host are reached through memory, all others through
+the network.
+"""
 
 from __future__ import annotations
 

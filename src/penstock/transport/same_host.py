@@ -1,8 +1,9 @@
-"""Transport between processes of one host: tensors are copied into shared memory and out of it, and nothing else happens to them.
+"""Transport between processes of one host: tensors are copied into shared memory and out of it, and
+nothing else happens to them.
 
-On torch.distributed the same message passes through a socket and two threads of gloo's; here a small one costs a few
-microseconds on either side (benchmarks/transport). Only on Linux on x86-64, whose stores are seen in their order; elsewhere
-nobody is reachable this way.
+On torch.distributed the same message passes through a socket and two threads of gloo's; here a
+small one costs a few microseconds on either side (benchmarks/transport). Only on Linux on x86-64,
+whose stores are seen in their order; elsewhere nobody is reachable this way.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ from penstock.transport.lane import Incoming, Outgoing
 from penstock.transport.payload import Payload
 from penstock.transport.transport import TransportLost, TransportTimeout
 
-#: Seconds for which a rank looks again and again before it sleeps: some times what it takes to be woken, 25 µs. In between it
-#: lets others have its core, so that this costs nothing where ranks are more than cores (benchmarks/transport).
+#: Seconds for which a rank looks again and again before it sleeps: some times what it takes to be
+#: woken, 25 µs. In between it
+#: lets others have its core, so that this costs nothing where ranks are more than cores
+#: (benchmarks/transport).
 SPIN_S = 100e-6
 
 #: Seconds after which a sleeper looks whether the run was stopped, or the other process has ended.
 _SLICE_S = 0.05
 
-#: Seconds for which a rank that closes waits at most for peers that have not yet opened what it has sent.
+#: Seconds for which a rank that closes waits at most for peers that have not yet opened what it has
+#: sent.
 _LINGER_S = 5.0
 
 _KINDS = {kind: number for number, kind in enumerate(Kind)}
@@ -71,10 +75,12 @@ class _Arrival:
 
 
 class SameHostTransport:
-    """One rank's end of its links to the other ranks of this host. Nobody is reachable before `connect`.
+    """One rank's end of its links to the other ranks of this host. Nobody is reachable before
+    `connect`.
 
-    Messages are found by their names; several of one name come in the order of sending. Payloads may have any form at any time.
-    `reachable` are the ranks that this one reaches; they reach this one too. What is sent must be taken some time: it is kept.
+    Messages are found by their names; several of one name come in the order of sending. Payloads
+    may have any form at any time. `reachable` are the ranks that this one reaches; they reach this
+    one too. What is sent must be taken some time: it is kept.
     """
 
     def __init__(self, rank: int, deadline_s: float, device: torch.device | None = None) -> None:
@@ -87,9 +93,11 @@ class SameHostTransport:
         self._lost = False
 
     def connect(self, store: Store, size: int, *, willing: bool = True) -> None:
-        """Find out which of the `size` ranks are processes of this host whose memory can be opened. All ranks call it.
+        """Find out which of the `size` ranks are processes of this host whose memory can be opened.
+        All ranks call it.
 
-        Who is not `willing`, or whose machine cannot, is reachable for nobody. Raises what the store raises.
+        Who is not `willing`, or whose machine cannot, is reachable for nobody. Raises what the
+        store raises.
         """
         self._door = door = _made_door(size) if willing else None
         here = (
@@ -154,10 +162,14 @@ class SameHostTransport:
         """See `Transport.release`: what was sent has left, and its memory is found again by itself."""
 
     def drain(self) -> None:
-        """See `Transport.drain`: what was sent has left. Only its sender's process must live until it is opened, see `close`."""
+        """See `Transport.drain`: what was sent has left. Only its sender's process must live until
+        it is opened, see `close`.
+        """
 
     def abort(self) -> None:
-        """Stop the run: everybody who waits for this rank, and whoever waits here, is let go with TransportLost."""
+        """Stop the run: everybody who waits for this rank, and whoever waits here, is let go with
+        TransportLost.
+        """
         self._lost = True
         doors = [peer.door for peer in self._peers.values()]
         for door in [*doors, self._door]:
@@ -165,7 +177,9 @@ class SameHostTransport:
                 door.stop()
 
     def close(self) -> None:
-        """Let nobody begin to read from this rank any more, when all have who should; at most seconds later."""
+        """Let nobody begin to read from this rank any more, when all have who should; at most
+        seconds later.
+        """
         since = time.monotonic()
         if self._door is not None:
             self._door.leave()
@@ -191,7 +205,9 @@ class SameHostTransport:
         )
 
     def _opened(self, rank: int, entry: Mapping[str, Any], door: Door) -> _Peer | None:
-        """The peer whose entry in the store this is, if its memory can be opened and is really its own."""
+        """The peer whose entry in the store this is, if its memory can be opened and is really its
+        own.
+        """
         pid = int(entry["pid"])
         try:
             theirs = Door.open(pid, int(entry["door"]))

@@ -1,4 +1,6 @@
-"""Transport: how a payload gets from rank to rank. Small, so that executors can be told apart by it alone."""
+"""Transport: how a payload gets from rank to rank. Small, so that executors can be told apart by it
+alone.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ class Transport(Protocol):
         ...
 
     def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
-        """Hand the payload over and go on at once. Messages of a kind and stage with the same `signature` have the same form.
+        """Hand the payload over and go on at once. Messages of a kind and stage with the same
+        `signature` have the same form.
 
-        The gradient of a micro-batch is sent by who has taken its activation, as the rule table has it: transports may count
-        on that to let go of what has left.
+        The gradient of a micro-batch is sent by who has taken its activation, as the rule table has
+        it: transports may count on that to let go of what has left.
         """
         ...
 
@@ -42,9 +45,11 @@ class Transport(Protocol):
         ...
 
     def release(self, before: int) -> None:
-        """Stand until what was sent of micro-batches below `before` has left, and forget it: in a stream nobody drains.
+        """Stand until what was sent of micro-batches below `before` has left, and forget it: in a
+        stream nobody drains.
 
-        Whoever takes these messages must be able to come to them without anything that is yet to be sent from here.
+        Whoever takes these messages must be able to come to them without anything that is yet to be
+        sent from here.
         """
         ...
 

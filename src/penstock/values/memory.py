@@ -146,7 +146,8 @@ def copy_of(tensor: Tensor) -> Tensor:
         return tensor.clone()
     if not stride and shape:
         stride = torch.empty(shape, device="meta").stride()
-    # A matrix product of the CPU may choose another kernel for memory that begins elsewhere in a line
+    # A matrix product of the CPU may choose another kernel for memory that begins elsewhere in a
+    # line
     # of the cache, which rounds differently: the copy of a view begins where the view does.
     extent = 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
     memory = torch.empty(shift + extent, dtype=tensor.dtype, device=tensor.device)

@@ -23,10 +23,13 @@ def verify(
     (3, 2, 1)
 
     Args:
-        what: any schedule, ours or a user's; with its transfers, as `lower` and a CSV with communication have them, these are
-            checked too: every send has its receive, in time, and between two ranks in the order of the sends.
+        what: any schedule, ours or a user's; with its transfers, as `lower` and a CSV with
+        communication have them, these are
+            checked too: every send has its receive, in time, and between two ranks in the order of
+            the sends.
         in_flight_limit: the most micro-batches that a rank may hold, over all its stages.
-        weights: name of the weight rule, which says what staleness and versions are. If it is not given, the one that the
+        weights: name of the weight rule, which says what staleness and versions are. If it is not
+        given, the one that the
             schedule is made for: `flush` for synchronous ones.
 
     Raises:

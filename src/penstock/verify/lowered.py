@@ -1,4 +1,6 @@
-"""Schedules that come with their transfers, from a file or from `lower`: the ops by every rule, then the transfers."""
+"""Schedules that come with their transfers, from a file or from `lower`: the ops by every rule,
+then the transfers.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,12 @@ from penstock.schedule.transfers import ops_alone, transfer_findings, unsound, w
 from penstock.verify.verify import Report, verify
 
 
-def verify_lowered(lowered: LoweredSchedule, in_flight_limit: int | None = None, schedule: Schedule | None = None,
-                   weights: str | None = None) -> Report:  # fmt: skip
+def verify_lowered(
+    lowered: LoweredSchedule,
+    in_flight_limit: int | None = None,
+    schedule: Schedule | None = None,
+    weights: str | None = None,
+) -> Report:
     """Prove that programs with transfers are sound, or say all that is wrong.
 
     Args:
@@ -21,11 +27,13 @@ def verify_lowered(lowered: LoweredSchedule, in_flight_limit: int | None = None,
         schedule: `lowered` without its transfers, if it has a name or pairs.
 
     Returns:
-        As `verify`, but `channel_depth` is that of these transfers, in their places: the least number of messages that a
-        channel must buffer when a receive is posted where it stands and a send waits until there is room.
+        As `verify`, but `channel_depth` is that of these transfers, in their places: the least
+        number of messages that a channel must buffer when a receive is posted where it stands and a
+        send waits until there is room.
 
     Raises:
-        ScheduleError: a rule is broken. Findings on transfers have the rules `one transfer`, `receive order` and `no cycle`.
+        ScheduleError: a rule is broken. Findings on transfers have the rules `one transfer`,
+        `receive order` and `no cycle`.
     """
     schedule = ops_alone(lowered) if schedule is None else schedule
     report = verify(schedule, in_flight_limit, weights)
@@ -36,7 +44,9 @@ def verify_lowered(lowered: LoweredSchedule, in_flight_limit: int | None = None,
 
 
 def _depth(lowered: LoweredSchedule) -> int:
-    """The least k for which the programs finish when a send blocks until fewer than k messages of its link wait for a receive."""
+    """The least k for which the programs finish when a send blocks until fewer than k messages of
+    its link wait for a receive.
+    """
     _, waits, pairs = waits_of(lowered)
     most = max(map(len, pairs.values()), default=0)
 

@@ -30,13 +30,15 @@ _MOST_FINDINGS = 1000
 class Report:
     """What `verify` found out about a sound schedule.
 
-    `staleness_max` and `staleness_mean`: per stage, how many updates newer the weights are at the update than those that the
-    forward of its gradient has read by the weight rule `weights`, predictions not counted. `peak_in_flight`: per stage, the most micro-batches on any of its ranks; `peak_on_rank`: per
-    rank, over all its stages and what it has taken in from others. Both are fractions where micro-batches are cut.
-    `channel_depth`: the least number of messages a blocking channel must buffer. `versions`: per stage, the most versions of its
-    weights that a rank keeps at once, in all copies that take turns there. `staleness_across`: for streams with waves, per stage,
-    the most batches of any other copy that a batch's weights lack, of those that come before it in the copies' own numbering;
-    empty for all others.
+    `staleness_max` and `staleness_mean`: per stage, how many updates newer the weights are at the
+    update than those that the forward of its gradient has read by the weight rule `weights`,
+    predictions not counted. `peak_in_flight`: per stage, the most micro-batches on any of its
+    ranks; `peak_on_rank`: per rank, over all its stages and what it has taken in from others. Both
+    are fractions where micro-batches are cut. `channel_depth`: the least number of messages a
+    blocking channel must buffer. `versions`: per stage, the most versions of its weights that a
+    rank keeps at once, in all copies that take turns there. `staleness_across`: for streams with
+    waves, per stage, the most batches of any other copy that a batch's weights lack, of those that
+    come before it in the copies' own numbering; empty for all others.
     """
 
     schedule: str
@@ -58,7 +60,8 @@ def verify(
     Args:
         schedule: any schedule, ours or a user's.
         in_flight_limit: the most micro-batches that a rank may hold, over all its stages.
-        weights: name of the weight rule. If it is not given, the one that the stream is made for, `flush` for synchronous schedules,
+        weights: name of the weight rule. If it is not given, the one that the stream is made for,
+        `flush` for synchronous schedules,
             and `none` for asynchronous ones that do not say how they go on.
 
     Raises:
@@ -121,7 +124,8 @@ def _completeness(schedule: Schedule) -> Iterator[Finding]:
             )
     stages = sorted({op.stage for op in where})
     micro_batches = sorted({op.micro_batch for op in where if op.kind is not Kind.U})
-    # Numbers that no op names are one finding, however many there are; below, only those named are walked.
+    # Numbers that no op names are one finding, however many there are; below, only those named are
+    # walked.
     for word, numbers, text in (
         ("stage", stages, "{}F0"),
         ("micro-batch", micro_batches, f"{stages[0]}F{{}}"),
@@ -130,8 +134,13 @@ def _completeness(schedule: Schedule) -> Iterator[Finding]:
             (n for n, number in enumerate(n for n in numbers if n >= 0) if n != number), None
         )
         if gap is not None:
-            yield Finding("one forward", f"{word} {gap} has no op at all, but {word} {numbers[-1]} has: they count from 0 "
-                          "without gaps", None, text.format(gap))  # fmt: skip
+            yield Finding(
+                "one forward",
+                f"{word} {gap} has no op at all, but {word} {numbers[-1]} has: they count from 0 "
+                "without gaps",
+                None,
+                text.format(gap),
+            )
     for stage in stages:
         for m in micro_batches:
             forward, whole, inputs, weights = (
@@ -163,12 +172,19 @@ def _completeness(schedule: Schedule) -> Iterator[Finding]:
                 )
             for op in (whole, inputs, weights):
                 if op in where and where[op][0] != home:
-                    yield Finding("one rank", f"{op} stands on rank {where[op][0]}, but {forward} on rank {home} "
-                                  "holds its activations", where[op][0], str(op))  # fmt: skip
+                    yield Finding(
+                        "one rank",
+                        f"{op} stands on rank {where[op][0]}, but {forward} on rank {home} "
+                        "holds its activations",
+                        where[op][0],
+                        str(op),
+                    )
 
 
 def _numbers(schedule: Schedule) -> Iterator[Finding]:
-    """With slices, ops number exactly those that there are, and the slices of a sequence stay on one rank of each stage."""
+    """With slices, ops number exactly those that there are, and the slices of a sequence stay on
+    one rank of each stage.
+    """
     slicing = schedule.slicing
     if slicing is None:
         return
@@ -183,12 +199,19 @@ def _numbers(schedule: Schedule) -> Iterator[Finding]:
     for (stage, number), rank in schedule.placement.items():
         before = slicing.neighbour(number, -1)
         if before is not None and schedule.placement[stage, before] != rank:
-            yield Finding("slices", f"{stage}F{number} stands on rank {rank}, but {stage}F{before}, the slice before it of the same "
-                          f"micro-batch, on rank {schedule.placement[stage, before]}", rank, f"{stage}F{number}")  # fmt: skip
+            yield Finding(
+                "slices",
+                f"{stage}F{number} stands on rank {rank}, but {stage}F{before}, the slice before it of the same "
+                f"micro-batch, on rank {schedule.placement[stage, before]}",
+                rank,
+                f"{stage}F{number}",
+            )
 
 
 def _handing(schedule: Schedule) -> Iterator[Finding]:
-    """Every E has its L, both on the rank of the forward and on one partner; on the former, F, E, L and backward come in that order."""
+    """Every E has its L, both on the rank of the forward and on one partner; on the former, F, E, L
+    and backward come in that order.
+    """
     at: dict[Op, dict[int, int]] = defaultdict(dict)
     for rank, program in enumerate(schedule.programs):
         for i, op in enumerate(program):
@@ -201,11 +224,20 @@ def _handing(schedule: Schedule) -> Iterator[Finding]:
         owner = schedule.placement.get((stage, number))
         other = Op(Kind.L if op.kind is Kind.E else Kind.E, stage, number)
         if owner not in at[op] or len(at[op]) != 2:
-            yield Finding("evict and load", f"{op} stands on ranks {', '.join(map(str, at[op]))}: it stands on two, that of "
-                          f"{stage}F{number} ({'none' if owner is None else owner}) and a partner", next(iter(at[op])), str(op))  # fmt: skip
+            yield Finding(
+                "evict and load",
+                f"{op} stands on ranks {', '.join(map(str, at[op]))}: it stands on two, that of "
+                f"{stage}F{number} ({'none' if owner is None else owner}) and a partner",
+                next(iter(at[op])),
+                str(op),
+            )
         elif at.get(other, {}).keys() != at[op].keys():
-            yield Finding("evict and load", f"{op} needs {other} on the same two ranks, {' and '.join(map(str, sorted(at[op])))}",
-                          owner, str(op))  # fmt: skip
+            yield Finding(
+                "evict and load",
+                f"{op} needs {other} on the same two ranks, {' and '.join(map(str, sorted(at[op])))}",
+                owner,
+                str(op),
+            )
         elif op.kind is Kind.E:
             yield from _in_turn(schedule, op, other, at)
 
@@ -224,8 +256,13 @@ def _in_turn(
     life = [op for _, op in around if op.kind is not Kind.W]
     wanted = sorted(life, key=lambda op: _LIFE.index(op.kind))
     if life != wanted:
-        yield Finding("evict and load", f"rank {owner} runs {' '.join(map(str, life))}: the order is "
-                      f"{' '.join(map(str, wanted))}", owner, str(evict))  # fmt: skip
+        yield Finding(
+            "evict and load",
+            f"rank {owner} runs {' '.join(map(str, life))}: the order is "
+            f"{' '.join(map(str, wanted))}",
+            owner,
+            str(evict),
+        )
     for rank, place in at[evict].items():
         if rank != owner and at[load][rank] < place:
             yield Finding(
@@ -287,8 +324,8 @@ def _order(schedule: Schedule) -> Iterator[Finding]:
 
 
 def _updates(schedule: Schedule) -> Iterator[Finding]:
-    """Every copy of a stage updates after its gradients, as often as the others (with waves, but for the last one); versions count
-    1, 2, 3 …, up to 1 where the schedule is synchronous.
+    """Every copy of a stage updates after its gradients, as often as the others (with waves, but
+    for the last one); versions count 1, 2, 3 …, up to 1 where the schedule is synchronous.
     """
     waves = schedule.stream is not None and schedule.stream.waves is not None
     updates = Counter(
@@ -302,34 +339,64 @@ def _updates(schedule: Schedule) -> Iterator[Finding]:
             ops = [op for op in program if op.stage == stage]
             versions = [op.micro_batch for op in ops if op.kind is Kind.U]
             if not versions:
-                yield Finding("update", f"stage {stage} has no U on rank {rank}: its weights would never change", rank,
-                              f"{stage}U1")  # fmt: skip
+                yield Finding(
+                    "update",
+                    f"stage {stage} has no U on rank {rank}: its weights would never change",
+                    rank,
+                    f"{stage}U1",
+                )
                 continue
             most = max(schedule.ranks_of_stage[stage], key=lambda copy: updates[copy, stage])
             if len(versions) + waves < updates[most, stage]:
-                yield Finding("update", f"stage {stage} has {updates[most, stage]} U on rank {most}, but {len(versions)} on "
-                              f"rank {rank}: its copies {'take batches in turn' if waves else 'synchronise at every U'}", rank,
-                              f"{stage}U{len(versions) + 1}")  # fmt: skip
+                yield Finding(
+                    "update",
+                    f"stage {stage} has {updates[most, stage]} U on rank {most}, but {len(versions)} on "
+                    f"rank {rank}: its copies {'take batches in turn' if waves else 'synchronise at every U'}",
+                    rank,
+                    f"{stage}U{len(versions) + 1}",
+                )
             wrong = next((n for n, version in enumerate(versions, start=1) if version != n), None)
             if wrong is not None:
-                yield Finding("update", f"{stage}U{versions[wrong - 1]} on rank {rank} is update {wrong} of stage {stage}: "
-                              "versions count 1, 2, 3 …", rank, f"{stage}U{versions[wrong - 1]}")  # fmt: skip
+                yield Finding(
+                    "update",
+                    f"{stage}U{versions[wrong - 1]} on rank {rank} is update {wrong} of stage {stage}: "
+                    "versions count 1, 2, 3 …",
+                    rank,
+                    f"{stage}U{versions[wrong - 1]}",
+                )
             if schedule.synchronous and len(versions) > 1:
-                yield Finding("update", f"stage {stage} updates {len(versions)} times on rank {rank}, a synchronous "
-                              "schedule once", rank, f"{stage}U{versions[1]}")  # fmt: skip
+                yield Finding(
+                    "update",
+                    f"stage {stage} updates {len(versions)} times on rank {rank}, a synchronous "
+                    "schedule once",
+                    rank,
+                    f"{stage}U{versions[1]}",
+                )
             late = ops[-1]
             if late.kind is not Kind.U:
-                yield Finding("update", f"{late} on rank {rank} comes after the last U of stage {stage}: "
-                              "its gradient would be lost", rank, str(late))  # fmt: skip
+                yield Finding(
+                    "update",
+                    f"{late} on rank {rank} comes after the last U of stage {stage}: "
+                    "its gradient would be lost",
+                    rank,
+                    str(late),
+                )
 
 
 def _over_limit(schedule: Schedule, rank_peaks: tuple[float, ...], limit: int) -> Iterator[Finding]:
-    """Every rank that holds too many micro-batches, fullest first, at the op with which it first does."""
+    """Every rank that holds too many micro-batches, fullest first, at the op with which it first
+    does.
+    """
     for rank in sorted(range(schedule.ranks), key=lambda rank: -rank_peaks[rank]):
         for op, held in _held(schedule, rank):
             if held > limit + _DUST:
-                yield Finding("in flight", f"rank {rank} holds {rank_peaks[rank]} micro-batches in flight, over the limit of "
-                              f"{limit}, which {op} is the first to pass", rank, str(op))  # fmt: skip
+                yield Finding(
+                    "in flight",
+                    f"rank {rank} holds {rank_peaks[rank]} micro-batches in flight, over the limit of "
+                    f"{limit}, which {op} is the first to pass",
+                    rank,
+                    str(op),
+                )
                 break
 
 

@@ -11,15 +11,16 @@ from penstock.weights.uses import Readings, readings
 
 
 def read_by(schedule: Schedule, weights: str | None = None) -> tuple[WeightRule, Readings]:
-    """The weight rule called `weights`, or the schedule's own, and which versions are read and kept by it.
+    """The weight rule called `weights`, or the schedule's own, and which versions are read and kept
+    by it.
 
     Args:
         schedule: sound in everything but its weights.
         weights: if not given, as for `verify`.
 
     Raises:
-        ScheduleError: the two do not go together, or an op reads a version that is not there, each with its finding.
-        UnknownName: there is no such weight rule.
+        ScheduleError: the two do not go together, or an op reads a version that is not there, each
+        with its finding. UnknownName: there is no such weight rule.
     """
     if weights is None and schedule.stream is None and not schedule.synchronous:
         weights = "none"  # programs alone do not say what is kept

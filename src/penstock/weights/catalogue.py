@@ -22,18 +22,23 @@ register = WEIGHT_RULES.register
 
 
 def takes_plain_streams(schedule: Schedule) -> None:
-    """Refuse streams with several copies of the weights, which only rules that say so know how to bring together.
+    """Refuse streams with several copies of the weights, which only rules that say so know how to
+    bring together.
 
     Raises:
         ScheduleError: copies of the weights take turns, or tell each other only now and then.
     """
     stream = schedule.stream
     if stream is not None and stream.pipelines > 1:
-        raise ScheduleError(f"{schedule.name} has {stream.pipelines} copies of the weights that take turns: that goes with rules "
-                            "which average them, such as 'avgpipe'")  # fmt: skip
+        raise ScheduleError(
+            f"{schedule.name} has {stream.pipelines} copies of the weights that take turns: that goes with rules "
+            "which average them, such as 'avgpipe'"
+        )
     if stream is not None and stream.waves is not None:
-        raise ScheduleError(f"in {schedule.name} copies of a stage do not meet at every U: that goes with rules which exchange what "
-                            "waves have changed, such as 'hetpipe'")  # fmt: skip
+        raise ScheduleError(
+            f"in {schedule.name} copies of a stage do not meet at every U: that goes with rules which exchange what "
+            "waves have changed, such as 'hetpipe'"
+        )
 
 
 @final
@@ -46,14 +51,17 @@ class WeightRule:
         reads: which versions a micro-batch reads.
         synchronous: whether it goes with schedules that flush at every batch, and with no others.
         source: where it is published.
-        arithmetic: the entry of optim/ that does it on tensors. "versions": a backward finds the version that it reads as it was.
+        arithmetic: the entry of optim/ that does it on tensors. "versions": a backward finds the
+        version that it reads as it was.
             "newest": there is one version, which updates change in place, whatever is in flight.
-        one_version: whether it holds the newest version alone. What it reads further ahead is a prediction; what it reads of
+        one_version: whether it holds the newest version alone. What it reads further ahead is a
+        prediction; what it reads of
             earlier versions, a prediction that it has kept.
         extra: tensors of the size of the weights that a stage holds besides its versions.
-        optimizers: names of the torch optimizers that its paper has formulas for; empty for all. `because` says why.
-        options: the numbers that it takes, with their defaults.
-        check: raises ScheduleError for a schedule that it cannot go with. `reads` does, too, for a place that it cannot.
+        optimizers: names of the torch optimizers that its paper has formulas for; empty for all.
+        `because` says why. options: the numbers that it takes, with their defaults. check: raises
+        ScheduleError for a schedule that it cannot go with. `reads` does, too, for a place that it
+        cannot.
     """
 
     name: str

@@ -16,7 +16,8 @@ _PLAIN = {True: "1f1b", False: "pipedream"}
 def rule_of(
     schedule: Schedule, weights: str | None = None, options: Mapping[str, float] | None = None
 ) -> WeightRule:
-    """The weight rule called `weights`, or the one that the schedule is made for; refused if it does not go with the schedule.
+    """The weight rule called `weights`, or the one that the schedule is made for; refused if it
+    does not go with the schedule.
 
     Raises:
         UnknownName: there is no such rule.
@@ -53,7 +54,8 @@ def rules(synchronous: bool) -> list[str]:
 
 
 def schedule_for(weights: str) -> str:
-    """The name of the schedule that a weight rule runs with when none is named: the one made for it, else plain 1F1B.
+    """The name of the schedule that a weight rule runs with when none is named: the one made for
+    it, else plain 1F1B.
 
     >>> schedule_for("flush"), schedule_for("stash")
     ('1f1b', 'pipedream')

@@ -1,4 +1,6 @@
-"""Kept: which versions of its weights every rank keeps, op by op; and whether all that is read is there."""
+"""Kept: which versions of its weights every rank keeps, op by op; and whether all that is read is
+there.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ from penstock.weights.walk import Row, Walk
 
 @dataclass
 class _Copy:
-    """One copy of a stage's weights on a rank: the versions kept, how often what is in flight reads them, what the next F reads.
+    """One copy of a stage's weights on a rank: the versions kept, how often what is in flight reads
+    them, what the next F reads.
 
-    What is in flight holds what its forward has read, too, even if its backward reads another: saved activations refer to it.
+    What is in flight holds what its forward has read, too, even if its backward reads another:
+    saved activations refer to it.
     """
 
     newest: int = 0
@@ -27,7 +31,9 @@ class _Copy:
     next_forward: float = 0
 
     def let_go(self) -> None:
-        """Keep the newest, what something in flight reads, and what the next F reads and all after that."""
+        """Keep the newest, what something in flight reads, and what the next F reads and all after
+        that.
+        """
         if len(self.kept) > 1:
             self.kept = {
                 v
@@ -100,11 +106,18 @@ class _Count:
         return ahead > 0 and version == at
 
 
-def versions_held(rows: Sequence[Row], walk: Walk, reads: Sequence[Mapping[int, Reads]], rule: WeightRule,
-                  pipelines: int = 1) -> tuple[list[int], list[Finding]]:  # fmt: skip
-    """Per stage, the most versions that any of its ranks keeps at once, over all its copies of the weights, counted after each op.
+def versions_held(
+    rows: Sequence[Row],
+    walk: Walk,
+    reads: Sequence[Mapping[int, Reads]],
+    rule: WeightRule,
+    pipelines: int = 1,
+) -> tuple[list[int], list[Finding]]:
+    """Per stage, the most versions that any of its ranks keeps at once, over all its copies of the
+    weights, counted after each op.
 
-    A U lets go of what nothing in flight and no later F reads, and then makes the new version. `rule.one_version` has one only.
+    A U lets go of what nothing in flight and no later F reads, and then makes the new version.
+    `rule.one_version` has one only.
 
     Args:
         rows, walk, pipelines: programs, and what was found out about them.

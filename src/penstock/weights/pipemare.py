@@ -1,4 +1,6 @@
-"""PipeMare: no stash and no flush; the learning rate and the backward's weights are corrected instead."""
+"""PipeMare: no stash and no flush; the learning rate and the backward's weights are corrected
+instead.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +8,32 @@ from penstock.weights.catalogue import register
 from penstock.weights.reads import Place, Reads
 
 
-@register("pipemare", synchronous=False, arithmetic="corrected", one_version=True, extra=2.0,
-          options={"decay": 0.135, "annealing": 100.0, "lockstep": 0.0, "warm_up": 0.0},
-          source="Yang et al. 2021, PipeMare, section 3: techniques T1, T2, T3")  # fmt: skip
+@register(
+    "pipemare",
+    synchronous=False,
+    arithmetic="corrected",
+    one_version=True,
+    extra=2.0,
+    options={"decay": 0.135, "annealing": 100.0, "lockstep": 0.0, "warm_up": 0.0},
+    source="Yang et al. 2021, PipeMare, section 3: techniques T1, T2, T3",
+)
 def pipemare(place: Place) -> Reads:
-    """Forwards and backwards find the newest version; backwards read it moved back towards what their forward has read.
+    """Forwards and backwards find the newest version; backwards read it moved back towards what
+    their forward has read.
 
     τ is the delay of the stage, in updates. Three techniques:
 
-    T1, rescheduling: step k, from 0, has the learning rate lr / max(τ, 1)^(1 - min(k / annealing, 1)).
-    T2, correction: backwards read W - τ δ. After each update, δ ← γ δ + (1 - γ) (W(k+1) - W(k)), γ = decay^(1/τ). Not where τ = 0.
-    T3, warm-up: the first batches are run with a flush after each.
+    T1, rescheduling: step k, from 0, has the learning rate lr / max(τ, 1)^(1 - min(k / annealing,
+    1)). T2, correction: backwards read W - τ δ. After each update, δ ← γ δ + (1 - γ) (W(k+1) -
+    W(k)), γ = decay^(1/τ). Not where τ = 0. T3, warm-up: the first batches are run with a flush
+    after each.
 
-    The paper's τ, (2 (P - i) + 1) / N on stage i of P, from 1, with N micro-batches per batch, is that of a machine that runs a
-    forward and a backward at once. Here ranks run one op at a time, so τ is the mean staleness of the stage's gradients in the
-    program, (p - 1 - s) at N = 1 in 1F1B. Below 1 the learning rate is left as it is; the source at hand does not say. One
-    version is kept, with δ and a working copy for what the backward reads. PipeMare Recompute is the recompute setting.
+    The paper's τ, (2 (P - i) + 1) / N on stage i of P, from 1, with N micro-batches per batch, is
+    that of a machine that runs a forward and a backward at once. Here ranks run one op at a time,
+    so τ is the mean staleness of the stage's gradients in the program, (p - 1 - s) at N = 1 in
+    1F1B. Below 1 the learning rate is left as it is; the source at hand does not say. One version
+    is kept, with δ and a working copy for what the backward reads. PipeMare Recompute is the
+    recompute setting.
 
     Options:
         decay: D of T2, 0 to 1; the paper has e^-2 and tunes from 0.1 to 0.7.

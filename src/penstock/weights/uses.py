@@ -1,4 +1,6 @@
-"""Which versions every micro-batch reads, for whole programs; from that, how stale gradients are and how many versions are kept."""
+"""Which versions every micro-batch reads, for whole programs; from that, how stale gradients are
+and how many versions are kept.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,11 @@ class Use:
     Attributes:
         batch, micro_batch: its batch, counted from the stream's beginning, and its number in there.
         reads: the versions that it reads, of the copy of the weights that its batch uses.
-        next_forward: the version that the next F after its own reads on its copy of the weights: versions below it which nothing
+        next_forward: the version that the next F after its own reads on its copy of the weights:
+        versions below it which nothing
             in flight reads may go.
-        first, last: whether on its rank its F is the first of its batch, and whether its gradient is the last.
+        first, last: whether on its rank its F is the first of its batch, and whether its gradient
+        is the last.
     """
 
     batch: int
@@ -49,7 +53,8 @@ class _Row:
         after: the number of the F after its own.
         first, last: as in Use.
         age: updates between the version that its forward reads and its gradient.
-        updates, updates_of_first_stage: that its copy of the weights has in a period, on its own stage and on the first.
+        updates, updates_of_first_stage: that its copy of the weights has in a period, on its own
+        stage and on the first.
     """
 
     place: Place
@@ -70,7 +75,8 @@ class _Row:
 @final
 @dataclass(frozen=True)
 class Uses:
-    """The uses of every stage's weights, without end: from some number on they come again, a period of batches later.
+    """The uses of every stage's weights, without end: from some number on they come again, a period
+    of batches later.
 
     Attributes:
         rule: whose they are.
@@ -84,7 +90,9 @@ class Uses:
     _tables: tuple[tuple[_Row, ...], ...]
 
     def at(self, stage: int, number: int) -> Use:
-        """The use by micro-batch `number` of the stream, counted from 0 over all batches, however large that is."""
+        """The use by micro-batch `number` of the stream, counted from 0 over all batches, however
+        large that is.
+        """
         row, periods = self._find(stage, number)
         place = row.later(periods, self.batches)
         following, more = self._find(stage, row.after + periods * self.batches * self.micro_batches)
@@ -99,7 +107,9 @@ class Uses:
         )
 
     def staleness(self, stage: int) -> float:
-        """The mean staleness of a stage's gradients once the pipeline is full: updates between forward and gradient."""
+        """The mean staleness of a stage's gradients once the pipeline is full: updates between
+        forward and gradient.
+        """
         rows = self._tables[stage][-self.batches * self.micro_batches :]
         return sum(row.age for row in rows) / len(rows)
 
@@ -119,11 +129,12 @@ def uses(schedule: Schedule, rule: WeightRule) -> Uses:
     Reads(forward=997, backward=997, forward_ahead=0, backward_ahead=0)
 
     Args:
-        schedule: sound. A stream goes on as it repeats itself; other schedules are run again and again, from drain to drain.
-        rule: a weight rule that goes with it (see `choice.rule_of`).
+        schedule: sound. A stream goes on as it repeats itself; other schedules are run again and
+        again, from drain to drain. rule: a weight rule that goes with it (see `choice.rule_of`).
 
     Raises:
-        ScheduleError: a stream does not repeat itself; or an op reads a version that is not there, or one that the rule does not
+        ScheduleError: a stream does not repeat itself; or an op reads a version that is not there,
+        or one that the rule does not
             take, each with its finding.
     """
     going = _Going.of(schedule)
@@ -216,15 +227,17 @@ class _Going:
 
 @dataclass(frozen=True)
 class Readings:
-    """What a schedule makes of a weight rule; all per stage. All but `ages` is of the whole stream, however long it goes on, unless
-    its programs do not say how.
+    """What a schedule makes of a weight rule; all per stage. All but `ages` is of the whole stream,
+    however long it goes on, unless its programs do not say how.
 
     Attributes:
-        ages: of every gradient of the programs: how many updates newer the weights are when it is made than the version that its
+        ages: of every gradient of the programs: how many updates newer the weights are when it is
+        made than the version that its
             forward has read.
         oldest, mean: the most that an age can be, and the mean of them in the steady state.
         versions: the most versions that any rank keeps at once, of all its copies of the weights.
-        across: of a stream with waves, the most batches of any other copy that a batch's weights lack, of those that come before
+        across: of a stream with waves, the most batches of any other copy that a batch's weights
+        lack, of those that come before
             it in the copies' own numbering. Empty for other schedules.
     """
 
@@ -243,7 +256,8 @@ def readings(schedule: Schedule, rule: WeightRule) -> Readings:
         rule: a weight rule that goes with it (see `choice.rule_of`).
 
     Raises:
-        ScheduleError: an op reads a version that is not there, or one that the rule does not take, each with its finding.
+        ScheduleError: an op reads a version that is not there, or one that the rule does not take,
+        each with its finding.
     """
     if schedule.synchronous:
         none = (0,) * schedule.stages
@@ -260,7 +274,8 @@ def readings(schedule: Schedule, rule: WeightRule) -> Readings:
     with suppress(ScheduleError):  # it does not repeat itself: as far as it goes
         if stream is not None:
             going = _Going.of(schedule)
-            # By then it has been full for a period, and will be for longer; and whole waves have come from others at their distance.
+            # By then it has been full for a period, and will be for longer; and whole waves have
+            # come from others at their distance.
             enough = [2 * going.steady + 3 * going.batches]
             enough += (
                 [(waves.distance + 3) * waves.length * max(map(len, schedule.ranks_of_stage))]
@@ -295,7 +310,8 @@ def _across(found: Walk, reads: list[dict[int, Reads]], stage: int, waves: Waves
     standings = found.standings[stage]
     if len({standing.rank for standing in standings.values()}) == 1:
         return 0
-    # Weights contain whole waves of the others, up to D before the last that their own copy has ended. A gradient finds as many
+    # Weights contain whole waves of the others, up to D before the last that their own copy has
+    # ended. A gradient finds as many
     # updates of its copy as there are batches before its own.
     return max(
         standing.at_gradient
@@ -305,13 +321,15 @@ def _across(found: Walk, reads: list[dict[int, Reads]], stage: int, waves: Waves
 
 
 def staleness(schedule: Schedule, rule: WeightRule) -> list[list[int]]:
-    """Per stage, the ages of all gradients of the programs, in the order of their micro-batches. Raises as `readings`."""
+    """Per stage, the ages of all gradients of the programs, in the order of their micro-batches.
+    Raises as `readings`.
+    """
     return [list(ages) for ages in readings(schedule, rule).ages]
 
 
 def versions_kept(schedule: Schedule, rule: WeightRule) -> tuple[int, ...]:
-    """Per stage, the most versions of the weights that any of its ranks keeps at once, the newest included, however long a stream
-    goes on. Raises as `readings`.
+    """Per stage, the most versions of the weights that any of its ranks keeps at once, the newest
+    included, however long a stream goes on. Raises as `readings`.
 
     >>> from penstock.schedule.catalogue import schedule
     >>> from penstock.weights.catalogue import weight_rule
@@ -321,9 +339,12 @@ def versions_kept(schedule: Schedule, rule: WeightRule) -> tuple[int, ...]:
     return readings(schedule, rule).versions
 
 
-def _checked(schedule: Schedule, rows: Sequence[Row], found: Walk,
-             rule: WeightRule) -> tuple[list[dict[int, Reads]], list[int]]:  # fmt: skip
-    """What all micro-batches read, by stage and number, and the most versions kept; raises unless all that is read is there."""
+def _checked(
+    schedule: Schedule, rows: Sequence[Row], found: Walk, rule: WeightRule
+) -> tuple[list[dict[int, Reads]], list[int]]:
+    """What all micro-batches read, by stage and number, and the most versions kept; raises unless
+    all that is read is there.
+    """
     stream = schedule.stream
     pipelines, waves = (1, None) if stream is None else (stream.pipelines, stream.waves)
     reads: list[dict[int, Reads]] = []
@@ -348,7 +369,9 @@ def _checked(schedule: Schedule, rows: Sequence[Row], found: Walk,
 
 def _too_many(found: Walk, stage: int, number: int, waves: Waves) -> Finding:
     standing = found.standings[stage][number]
-    text = (f"{stage}F{number} on rank {standing.rank} lacks {standing.at_gradient - standing.at_forward} updates of the batches "
-            f"before it, and a wave has {waves.length}: waves are of all batches that are in flight, so it may lack "
-            f"{waves.length - 1}")  # fmt: skip
+    text = (
+        f"{stage}F{number} on rank {standing.rank} lacks {standing.at_gradient - standing.at_forward} updates of the batches "
+        f"before it, and a wave has {waves.length}: waves are of all batches that are in flight, so it may lack "
+        f"{waves.length - 1}"
+    )
     return Finding("wave", text, standing.rank, f"{stage}F{number}")

@@ -1,4 +1,6 @@
-"""Walk: one pass over programs with updates, which notes how far every stage's weights have come when a micro-batch gets there."""
+"""Walk: one pass over programs with updates, which notes how far every stage's weights have come
+when a micro-batch gets there.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ Row = Sequence[tuple[Op, int]]
 class Standing:
     """What is noted of one micro-batch on one stage.
 
-    Versions are of the copy of the weights that it uses, and the newest at that moment: at its F, at its B (or I), and at its
-    gradient (B or W). `order` is that of its F among those of its batch on its rank, `after` the number of the next F on the same
-    copy of the weights, None if there is none.
+    Versions are of the copy of the weights that it uses, and the newest at that moment: at its F,
+    at its B (or I), and at its gradient (B or W). `order` is that of its F among those of its batch
+    on its rank, `after` the number of the next F on the same copy of the weights, None if there is
+    none.
     """
 
     rank: int
@@ -32,7 +35,9 @@ class Standing:
 
 @dataclass(slots=True)
 class Share:
-    """What a rank runs of a batch on one stage: how many micro-batches, versions at the first F and the first B, the last gradient."""
+    """What a rank runs of a batch on one stage: how many micro-batches, versions at the first F and
+    the first B, the last gradient.
+    """
 
     count: int
     at_forward: int
@@ -56,9 +61,17 @@ class Walk:
         """Where a micro-batch stands on a stage, as weight rules want to know it."""
         found, share = self.standings[stage][number], self.share(stage, number)
         return Place(
-            stage, len(self.standings), found.batch, found.order, share.count, found.at_forward, found.at_backward,
-            share.at_forward, share.at_backward or 0, self.standings[0][number].at_forward,
-        )  # fmt: skip
+            stage,
+            len(self.standings),
+            found.batch,
+            found.order,
+            share.count,
+            found.at_forward,
+            found.at_backward,
+            share.at_forward,
+            share.at_backward or 0,
+            self.standings[0][number].at_forward,
+        )
 
 
 def walk(rows: Sequence[Row], stages: int, pipelines: int = 1) -> Walk:

@@ -22,9 +22,10 @@ register = MODELS.register
 class ModelFacts:
     """What is known of a model before it is made.
 
-    `parameters` counts the numbers in all parameters at the default options; `options` has every option's default by name;
-    `input` and `output` say what one call takes and gives, in the options' words. `task` is what it can learn, as data sets call it:
-    "classify", "next_token" or "translate".
+    `parameters` counts the numbers in all parameters at the default options; `options` has every
+    option's default by name; `input` and `output` say what one call takes and gives, in the
+    options' words. `task` is what it can learn, as data sets call it: "classify", "next_token" or
+    "translate".
     """
 
     name: str
@@ -55,21 +56,24 @@ def model(
 ) -> nn.Sequential:
     """Make the model called `name`, with fresh weights that depend on torch's random state alone.
 
-    The Sequential may hold Sequentials; its layers in the order of running are the leaves of that tree. Every submodule that
-    owns parameters or buffers can draw them anew by its own `reset_parameters()`, so that a model made on the meta device is
-    materialised one layer at a time.
+    The Sequential may hold Sequentials; its layers in the order of running are the leaves of that
+    tree. Every submodule that owns parameters or buffers can draw them anew by its own
+    `reset_parameters()`, so that a model made on the meta device is materialised one layer at a
+    time.
 
     >>> model("mlp", device="meta", layers=2).fc2
     NormalLinear(in_features=64, out_features=10, bias=True, std=0.125)
 
     Args:
         name: one of `models()`.
-        device: where its tensors are made; "meta" makes no memory. None takes torch's current default.
-        options: what this model takes besides; its own docstring and `models()[name].options` say.
+        device: where its tensors are made; "meta" makes no memory. None takes torch's current
+        default. options: what this model takes besides; its own docstring and
+        `models()[name].options` say.
 
     Raises:
         UnknownName: no model has that name.
-        SettingError: the model has no such option, the option's value makes no sense, or torch knows no such device.
+        SettingError: the model has no such option, the option's value makes no sense, or torch
+        knows no such device.
     """
     entry = MODELS.find(name)
     known = _options(entry)

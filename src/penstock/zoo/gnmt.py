@@ -1,4 +1,6 @@
-"""GNMT: recurrent layers that read a sentence, others that write its translation, and attention between."""
+"""GNMT: recurrent layers that read a sentence, others that write its translation, and attention
+between.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,17 @@ from penstock.zoo.catalogue import check_counts, check_dropout, register
 from penstock.zoo.layers import NormalEmbedding, NormalLinear
 
 #: What goes from layer to layer: `x`, and what later layers need besides.
-#: `target` (batch, s) int64: tokens to come, up to the decoder's embedding.  `memory` (batch, t, hidden): the encoder's output, up to
-#: the decoder's first layer.  `context` (batch, s, hidden): what attention read of it, through all decoder layers to the last.
+#: `target` (batch, s) int64: tokens to come, up to the decoder's embedding.  `memory` (batch, t,
+#: hidden): the encoder's output, up to
+#: the decoder's first layer.  `context` (batch, s, hidden): what attention read of it, through all
+#: decoder layers to the last.
 State = dict[str, Tensor]
 
 
 def _run(lstm: nn.LSTM, x: Tensor) -> Tensor:
-    """What an LSTM makes of `x`, the same to the bit with and without gradients: a layer that is recomputed runs once in each way, and
-    oneDNN's kernel for inference rounds otherwise than its kernel for training.
+    """What an LSTM makes of `x`, the same to the bit with and without gradients: a layer that is
+    recomputed runs once in each way, and oneDNN's kernel for inference rounds otherwise than its
+    kernel for training.
     """
     wanted = torch.is_grad_enabled()
     with torch.set_grad_enabled(wanted or lstm.training):
@@ -32,7 +37,9 @@ def _run(lstm: nn.LSTM, x: Tensor) -> Tensor:
 
 @final
 class SourceEmbedding(nn.Module):
-    """Vectors of the source tokens: int64 (batch, 2, t), source and target, to `x` (batch, t, hidden) and `target` (batch, t)."""
+    """Vectors of the source tokens: int64 (batch, 2, t), source and target, to `x` (batch, t,
+    hidden) and `target` (batch, t).
+    """
 
     def __init__(self, vocabulary: int, hidden: int) -> None:
         super().__init__()
@@ -53,8 +60,8 @@ class SourceEmbedding(nn.Module):
 
 @final
 class EncoderLayer(nn.Module):
-    """An LSTM over the source: (batch, t, inputs) to (batch, t, hidden), twice as much where it reads both ways. A skip goes round it
-    and its dropout.
+    """An LSTM over the source: (batch, t, inputs) to (batch, t, hidden), twice as much where it
+    reads both ways. A skip goes round it and its dropout.
     """
 
     def __init__(
@@ -93,7 +100,8 @@ class TargetEmbedding(nn.Module):
 
 @final
 class Attention(nn.Module):
-    """Additive attention: query (batch, s, hidden) and memory (batch, t, hidden) to (batch, s, hidden).
+    """Additive attention: query (batch, s, hidden) and memory (batch, t, hidden) to (batch, s,
+    hidden).
 
     Source: Bahdanau, Cho and Bengio 2015, section 3.1: score(q, k) = v · tanh(W q + U k).
     """
@@ -106,7 +114,8 @@ class Attention(nn.Module):
 
     def forward(self, query: Tensor, memory: Tensor) -> Tensor:
         """Run the attention."""
-        # (batch, s, 1, hidden) + (batch, 1, t, hidden): the one place whose memory grows with s x t x hidden
+        # (batch, s, 1, hidden) + (batch, 1, t, hidden): the one place whose memory grows with s x t
+        # x hidden
         scores: Tensor = self.score(
             torch.tanh(self.query(query)[:, :, None] + self.key(memory)[:, None])
         ).squeeze(-1)
@@ -115,7 +124,9 @@ class Attention(nn.Module):
 
 @final
 class FirstDecoderLayer(nn.Module):
-    """An LSTM over the target, and attention from what it makes to `memory`, which is needed no more afterwards."""
+    """An LSTM over the target, and attention from what it makes to `memory`, which is needed no
+    more afterwards.
+    """
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -130,8 +141,8 @@ class FirstDecoderLayer(nn.Module):
 
 @final
 class DecoderLayer(nn.Module):
-    """An LSTM over what the layer below makes and the context: twice (batch, s, hidden) to (batch, s, hidden). The last hands on `x`
-    alone.
+    """An LSTM over what the layer below makes and the context: twice (batch, s, hidden) to (batch,
+    s, hidden). The last hands on `x` alone.
     """
 
     def __init__(self, hidden: int, *, dropout: float, skip: bool, last: bool) -> None:
@@ -165,39 +176,49 @@ class Classifier(nn.Module):
 def gnmt(
     *, layers: int = 8, hidden: int = 1024, vocabulary: int = 32_320, dropout: float = 0.2
 ) -> nn.Sequential:
-    """GNMT with `layers` LSTM layers, half of them in the encoder and half in the decoder, each a layer of the chain.
+    """GNMT with `layers` LSTM layers, half of them in the encoder and half in the decoder, each a
+    layer of the chain.
 
-        tokens -> source_embedding -> encoder.lstm1 (both ways) ... encoder.lstm<n> -> target_embedding
+        tokens -> source_embedding -> encoder.lstm1 (both ways) ... encoder.lstm<n> ->
+        target_embedding
                -> decoder.lstm1 with attention ... decoder.lstm<n> -> classifier -> logits
 
-    Values between layers are dicts (see `State`): target tokens go past the whole encoder, and attention's context past all decoder
-    layers. That makes a cut inside the decoder twice as dear as one inside the encoder. A skip goes round every LSTM from the third.
+    Values between layers are dicts (see `State`): target tokens go past the whole encoder, and
+    attention's context past all decoder layers. That makes a cut inside the decoder twice as dear
+    as one inside the encoder. A skip goes round every LSTM from the third.
 
-    With h = hidden, v = vocabulary, n = layers / 2 it has 3 v h + v parameters in embeddings and classifier, and 8 h² + 8 h in an LSTM
-    of h inputs (12 h² + 8 h of 2 h inputs): 193,765,952 at the defaults, layer by layer as many as in PipeDream's profile of GNMT-8,
-    and 277,717,568 with 16 layers. Both embeddings are trained apart, as the original's are; tied, they would be 33 million fewer.
+    With h = hidden, v = vocabulary, n = layers / 2 it has 3 v h + v parameters in embeddings and
+    classifier, and 8 h² + 8 h in an LSTM of h inputs (12 h² + 8 h of 2 h inputs): 193,765,952 at
+    the defaults, layer by layer as many as in PipeDream's profile of GNMT-8, and 277,717,568 with
+    16 layers. Both embeddings are trained apart, as the original's are; tied, they would be 33
+    million fewer.
 
     Args:
-        layers: LSTM layers in all, an even number of 4 or more. `gnmt` has 8, 4 and 4; `gnmt16` has 8 and 8, as the original.
-        hidden: numbers per token between layers.
-        vocabulary: number of different tokens, of both languages together. Input: int64 (batch, 2, t), source tokens and target tokens
-            (moved by one: each is what the decoder has read when it says the next). Output: float (batch, t, vocabulary), logits.
+        layers: LSTM layers in all, an even number of 4 or more. `gnmt` has 8, 4 and 4; `gnmt16` has
+        8 and 8, as the original. hidden: numbers per token between layers. vocabulary: number of
+        different tokens, of both languages together. Input: int64 (batch, 2, t), source tokens and
+        target tokens
+            (moved by one: each is what the decoder has read when it says the next). Output: float
+            (batch, t, vocabulary), logits.
         dropout: share dropped before every LSTM but the first of encoder and decoder, in training.
 
     Raises:
         SettingError: layers is odd or below 4, dropout is not in [0, 1), or a count is below 1.
 
-    Source: Wu et al. 2016, "Google's neural machine translation system", section 3, in the form that PipeDream, DAPPLE and BaPipe
-    trained (NVIDIA's): the first decoder layer attends by its own output, instead of that of the step before, so that a layer runs
-    over all steps at once.
+    Source: Wu et al. 2016, "Google's neural machine translation system", section 3, in the form
+    that PipeDream, DAPPLE and BaPipe trained (NVIDIA's): the first decoder layer attends by its own
+    output, instead of that of the step before, so that a layer runs over all steps at once.
     """
     check_counts("gnmt", layers=layers, hidden=hidden, vocabulary=vocabulary)
     check_dropout("gnmt", dropout)
     if layers < 4 or layers % 2:
-        raise SettingError(f"gnmt takes layers of 4 or more, an even number, half of them in the encoder and half in the decoder, "
-                           f"not {layers}")  # fmt: skip
+        raise SettingError(
+            f"gnmt takes layers of 4 or more, an even number, half of them in the encoder and half in the decoder, "
+            f"not {layers}"
+        )
     depth = layers // 2
-    # In the order of running: so the weights of a plain model are those of one whose ranks make them layer by layer.
+    # In the order of running: so the weights of a plain model are those of one whose ranks make
+    # them layer by layer.
     made: OrderedDict[str, nn.Module] = OrderedDict(
         source_embedding=SourceEmbedding(vocabulary, hidden)
     )
@@ -222,6 +243,11 @@ def gnmt(
 
 
 for _name, _layers, _count in (("gnmt", 8, 193_765_952), ("gnmt16", 16, 277_717_568)):
-    register(_name, parameters=_count, input="int64 (batch, 2, t), below vocabulary", output="float (batch, t, vocabulary)",
-             source="Wu et al. 2016, section 3; NVIDIA's form, as PipeDream profiled it", task="translate",
-             )(gnmt if _layers == 8 else partial(gnmt, layers=_layers))  # fmt: skip
+    register(
+        _name,
+        parameters=_count,
+        input="int64 (batch, 2, t), below vocabulary",
+        output="float (batch, t, vocabulary)",
+        source="Wu et al. 2016, section 3; NVIDIA's form, as PipeDream profiled it",
+        task="translate",
+    )(gnmt if _layers == 8 else partial(gnmt, layers=_layers))

@@ -20,7 +20,9 @@ STD = 0.02
 
 @final
 class TokenEmbedding(nn.Module):
-    """Token and learned position vectors, added: int64 (batch, t) to float (batch, t, width), t at most `tokens`."""
+    """Token and learned position vectors, added: int64 (batch, t) to float (batch, t, width), t at
+    most `tokens`.
+    """
 
     def __init__(self, vocabulary: int, tokens: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -32,17 +34,22 @@ class TokenEmbedding(nn.Module):
         """Run the layer.
 
         Raises:
-            SettingError: the sequences are longer than the model has positions. On a GPU the look-up itself would not say so.
+            SettingError: the sequences are longer than the model has positions. On a GPU the
+            look-up itself would not say so.
         """
         return self.forward_slice(tokens, None)[0]
 
     def forward_slice(self, tokens: Tensor, past: int | None) -> tuple[Tensor, int]:
-        """Run the layer on the next tokens of sequences of which it has seen `past`; also returns how many it has seen then."""
+        """Run the layer on the next tokens of sequences of which it has seen `past`; also returns
+        how many it has seen then.
+        """
         start = past or 0
         length, limit = start + tokens.shape[-1], self.position.num_embeddings
         if length > limit:
-            raise SettingError(f"gpt was made with tokens={limit}, and the input has {length} per sequence: "
-                               f"make it with tokens={length}, or shorten the input")  # fmt: skip
+            raise SettingError(
+                f"gpt was made with tokens={limit}, and the input has {length} per sequence: "
+                f"make it with tokens={length}, or shorten the input"
+            )
         positions = torch.arange(start, length, device=tokens.device)
         return self.dropout(self.token(tokens) + self.position(positions)), length
 
@@ -69,7 +76,8 @@ class CausalSelfAttention(nn.Module):
     def forward_slice(
         self, x: Tensor, past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Run the attention on the next tokens. `past`: keys and values of all before, (batch, heads, t so far, width / heads) each.
+        """Run the attention on the next tokens. `past`: keys and values of all before, (batch,
+        heads, t so far, width / heads) each.
 
         Also returns keys and values with those of these tokens.
         """
@@ -85,7 +93,8 @@ class CausalSelfAttention(nn.Module):
         mask = None
         if past is not None:
             key, value = torch.cat([past[0], key], dim=2), torch.cat([past[1], value], dim=2)
-            # Row i is token t + i of its sequence. Torch's causal_lower_right would need no memory for this on a GPU; it is a
+            # Row i is token t + i of its sequence. Torch's causal_lower_right would need no memory
+            # for this on a GPU; it is a
             # prototype as yet, and loads torch._dynamo: a second at the start of every rank.
             before = key.shape[2] - length
             mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=x.device).tril(before)
@@ -102,7 +111,8 @@ class CausalSelfAttention(nn.Module):
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): float (batch, t, width) to the same shape.
 
-    12 width² + 13 width parameters. The two projections that add into the residual stream start smaller, by `residual_std`.
+    12 width² + 13 width parameters. The two projections that add into the residual stream start
+    smaller, by `residual_std`.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, residual_std: float) -> None:
@@ -134,37 +144,55 @@ class TransformerBlock(nn.Module):
         return x + self.mlp(self.norm2(x)), past
 
 
-@register("gpt", parameters=9_772_544, input="int64 (batch, t <= tokens), below vocabulary", output="float (batch, t, vocabulary)",
-          source="Radford et al. 2019, section 2.3")  # fmt: skip
-def gpt(*, layers: int = 12, width: int = 256, heads: int = 4, tokens: int = 128, vocabulary: int = 512,
-        dropout: float = 0.0) -> nn.Sequential:  # fmt: skip
-    """GPT with pre-norm blocks, each one layer, learned positions, and a head that is not tied to the embedding.
+@register(
+    "gpt",
+    parameters=9_772_544,
+    input="int64 (batch, t <= tokens), below vocabulary",
+    output="float (batch, t, vocabulary)",
+    source="Radford et al. 2019, section 2.3",
+)
+def gpt(
+    *,
+    layers: int = 12,
+    width: int = 256,
+    heads: int = 4,
+    tokens: int = 128,
+    vocabulary: int = 512,
+    dropout: float = 0.0,
+) -> nn.Sequential:
+    """GPT with pre-norm blocks, each one layer, learned positions, and a head that is not tied to
+    the embedding.
 
     Layers: `embedding`, `blocks.0`, ..., `blocks.<layers - 1>`, `norm`, `head`: layers + 3 in all.
-    With n = layers, w = width, t = tokens, v = vocabulary it has n (12 w² + 13 w) + 2 v w + t w + 2 w parameters: 9,772,544 at the
-    defaults. GPT-2's head shares the embedding's weights; here it has its own and no bias, so that first and last stage may part.
+    With n = layers, w = width, t = tokens, v = vocabulary it has n (12 w² + 13 w) + 2 v w + t w + 2
+    w parameters: 9,772,544 at the defaults. GPT-2's head shares the embedding's weights; here it
+    has its own and no bias, so that first and last stage may part.
 
     Args:
         layers: number of blocks.
         width: numbers per token between blocks.
         heads: attention heads; they divide width.
         tokens: the longest sequence (context length). Input: int64 (batch, t), t <= tokens.
-        vocabulary: number of different tokens. Output: float (batch, t, vocabulary), the logits of the next token.
-        dropout: share dropped after embedding, attention weights, attention and MLP, in training.
+        vocabulary: number of different tokens. Output: float (batch, t, vocabulary), the logits of
+        the next token. dropout: share dropped after embedding, attention weights, attention and
+        MLP, in training.
 
     Raises:
         SettingError: heads does not divide width, dropout is not in [0, 1), or a count is below 1.
 
-    Source: Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3, with its initial weights:
-    N(0, 0.02²), divided by sqrt(2 x layers) for the projections into the residual stream.
+    Source: Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3,
+    with its initial weights: N(0, 0.02²), divided by sqrt(2 x layers) for the projections into the
+    residual stream.
     """
     check_counts(
         "gpt", layers=layers, width=width, heads=heads, tokens=tokens, vocabulary=vocabulary
     )
     check_dropout("gpt", dropout)
     if width % heads:
-        raise SettingError(f"gpt cannot share width={width} among heads={heads}: {width % heads} of the width would be left over. "
-                           f"Take a width that is a multiple of {heads}, for example {-(-width // heads) * heads}")  # fmt: skip
+        raise SettingError(
+            f"gpt cannot share width={width} among heads={heads}: {width % heads} of the width would be left over. "
+            f"Take a width that is a multiple of {heads}, for example {-(-width // heads) * heads}"
+        )
     residual_std = STD / math.sqrt(2 * layers)
     return nn.Sequential(
         OrderedDict(

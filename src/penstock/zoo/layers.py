@@ -1,7 +1,8 @@
 """Layers that draw their own initial weights: torch's, with another `reset_parameters`.
 
-A rank makes its layers from the meta device by calling `reset_parameters()` on each submodule, children before parents. So whatever
-a model wants of its initial weights must stand there: a loop over the finished model would be lost.
+A rank makes its layers from the meta device by calling `reset_parameters()` on each submodule,
+children before parents. So whatever a model wants of its initial weights must stand there: a loop
+over the finished model would be lost.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from torch import nn
 
 @final
 class HeConv2d(nn.Conv2d):
-    """A convolution whose weights are drawn from N(0, 2 / (kernel area x output channels)), its biases 0.
+    """A convolution whose weights are drawn from N(0, 2 / (kernel area x output channels)), its
+    biases 0.
 
-    Torch's own default shrinks the signal about sixfold in variance at every ReLU, which stops deep plain nets.
+    Torch's own default shrinks the signal about sixfold in variance at every ReLU, which stops deep
+    plain nets.
 
-    Source: He et al. 2015, "Delving deep into rectifiers", section 2.2, the backward ("fan out") case.
+    Source: He et al. 2015, "Delving deep into rectifiers", section 2.2, the backward ("fan out")
+    case.
     """
 
     def reset_parameters(self) -> None:
@@ -36,7 +40,9 @@ class NormalLinear(nn.Linear):
     def __init__(
         self, in_features: int, out_features: int, *, std: float, bias: bool = True
     ) -> None:
-        self.std = std  # before nn.Linear's own __init__, which draws the weights; nn.Module takes plain numbers that early
+        # before nn.Linear's own __init__, which draws the weights; nn.Module takes plain numbers
+        # that early
+        self.std = std
         super().__init__(in_features, out_features, bias)
 
     def reset_parameters(self) -> None:

@@ -11,22 +11,27 @@ from penstock.zoo.catalogue import check_counts, register
 from penstock.zoo.layers import NormalLinear
 
 
-@register("mlp", parameters=29_770, input="float (batch, features)", output="float (batch, classes)",
-          source="Rumelhart, Hinton and Williams 1986, with ReLU for the sigmoid")  # fmt: skip
+@register(
+    "mlp",
+    parameters=29_770,
+    input="float (batch, features)",
+    output="float (batch, classes)",
+    source="Rumelhart, Hinton and Williams 1986, with ReLU for the sigmoid",
+)
 def mlp(
     *, features: int = 64, hidden: int = 64, layers: int = 8, classes: int = 10
 ) -> nn.Sequential:
     """Linear, ReLU, Linear, ..., Linear: `layers` linear maps in a chain of 2 x layers - 1.
 
-    Layers are called `fc1`, `relu1`, ..., `fc<layers>`. With n = layers >= 2, h = hidden, the parameters are
-    (features + 1) h + (n - 2) (h + 1) h + (h + 1) classes: 29,770 at the defaults. Weights start as He et al. 2015 say for
-    ReLU, N(0, 2 / width): with torch's own default, eight layers lose the signal and the network learns nothing for epochs.
+    Layers are called `fc1`, `relu1`, ..., `fc<layers>`. With n = layers >= 2, h = hidden, the
+    parameters are (features + 1) h + (n - 2) (h + 1) h + (h + 1) classes: 29,770 at the defaults.
+    Weights start as He et al. 2015 say for ReLU, N(0, 2 / width): with torch's own default, eight
+    layers lose the signal and the network learns nothing for epochs.
 
     Args:
-        features: numbers per sample; the defaults fit the 8 x 8 digits of scikit-learn. Input: (batch, features).
-        hidden: width of every layer but the last.
-        layers: how many linear maps; 1 is linear regression.
-        classes: numbers out per sample. Output: (batch, classes).
+        features: numbers per sample; the defaults fit the 8 x 8 digits of scikit-learn. Input:
+        (batch, features). hidden: width of every layer but the last. layers: how many linear maps;
+        1 is linear regression. classes: numbers out per sample. Output: (batch, classes).
 
     Raises:
         SettingError: an option is below 1.

@@ -28,7 +28,8 @@ def _skip(channels: int, out: int, stride: int) -> nn.Sequential | None:
 
 @final
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a skip: (batch, channels, h, w) to (batch, width, h / stride, w / stride).
+    """Two 3 x 3 convolutions beside a skip: (batch, channels, h, w) to (batch, width, h / stride, w
+    / stride).
 
     Source: He et al. 2016, figure 5 left.
     """
@@ -53,10 +54,11 @@ class BasicBlock(nn.Module):
 
 @final
 class Bottleneck(nn.Module):
-    """Convolutions of 1 x 1, 3 x 3 and 1 x 1 beside a skip: (batch, channels, h, w) to (batch, 4 width, h / stride, w / stride).
+    """Convolutions of 1 x 1, 3 x 3 and 1 x 1 beside a skip: (batch, channels, h, w) to (batch, 4
+    width, h / stride, w / stride).
 
-    The 3 x 3 convolution has the stride, as in torchvision and all later work; the paper's first 1 x 1 had it, which is less
-    accurate and has as many parameters.
+    The 3 x 3 convolution has the stride, as in torchvision and all later work; the paper's first 1
+    x 1 had it, which is less accurate and has as many parameters.
 
     Source: He et al. 2016, figure 5 right.
     """
@@ -120,41 +122,58 @@ def _resnet(
     )
 
 
-@register("resnet18", parameters=11_689_512, input="float (batch, channels, image, image)", output="float (batch, classes)",
-          source="He et al. 2016, table 1")  # fmt: skip
+@register(
+    "resnet18",
+    parameters=11_689_512,
+    input="float (batch, channels, image, image)",
+    output="float (batch, classes)",
+    source="He et al. 2016, table 1",
+)
 def resnet18(*, classes: int = 1000, image: int = 224, channels: int = 3) -> nn.Sequential:
-    """ResNet-18: 8 basic blocks, each one layer; 11,689,512 parameters at 1,000 classes and 224 pixels.
+    """ResNet-18: 8 basic blocks, each one layer; 11,689,512 parameters at 1,000 classes and 224
+    pixels.
 
-    Layers: `stem.conv1`, `stem.bn1`, `stem.relu1`, `stem.pool1` (224 only), `blocks.conv2_1`, ..., `blocks.conv5_2`,
-    `classifier.pool`, `classifier.flatten`, `classifier.fc`: 15 in all, 14 at 32 pixels.
+    Layers: `stem.conv1`, `stem.bn1`, `stem.relu1`, `stem.pool1` (224 only), `blocks.conv2_1`, ...,
+    `blocks.conv5_2`, `classifier.pool`, `classifier.flatten`, `classifier.fc`: 15 in all, 14 at 32
+    pixels.
 
     Args:
         classes: numbers out per sample. Output: (batch, classes).
-        image: pixels a side. Input: (batch, channels, image, image). 224 has the paper's stem, a 7 x 7 convolution of stride 2 and
+        image: pixels a side. Input: (batch, channels, image, image). 224 has the paper's stem, a 7
+        x 7 convolution of stride 2 and
             a max-pool; 32 a 3 x 3 convolution of stride 1 and no pool, as is usual for CIFAR.
         channels: of the input.
 
     Raises:
         SettingError: image is neither 224 nor 32, or a count below 1.
 
-    Source: He et al. 2016, "Deep residual learning for image recognition", table 1; He normal initial weights (section 3.4).
+    Source: He et al. 2016, "Deep residual learning for image recognition", table 1; He normal
+    initial weights (section 3.4).
     """
     check_counts("resnet18", classes=classes, channels=channels)
     check_image("resnet18", image)
     return _resnet(BasicBlock, (2, 2, 2, 2), classes, image, channels)
 
 
-@register("resnet50", parameters=25_557_032, input="float (batch, channels, image, image)", output="float (batch, classes)",
-          source="He et al. 2016, table 1")  # fmt: skip
+@register(
+    "resnet50",
+    parameters=25_557_032,
+    input="float (batch, channels, image, image)",
+    output="float (batch, classes)",
+    source="He et al. 2016, table 1",
+)
 def resnet50(*, classes: int = 1000, image: int = 224, channels: int = 3) -> nn.Sequential:
-    """ResNet-50: 16 bottleneck blocks, each one layer; 25,557,032 parameters at 1,000 classes and 224 pixels.
+    """ResNet-50: 16 bottleneck blocks, each one layer; 25,557,032 parameters at 1,000 classes and
+    224 pixels.
 
-    Layers and options as in `resnet18`, the blocks from `blocks.conv2_1` to `blocks.conv5_3`: 23 layers in all, 22 at 32 pixels.
+    Layers and options as in `resnet18`, the blocks from `blocks.conv2_1` to `blocks.conv5_3`: 23
+    layers in all, 22 at 32 pixels.
 
     Raises:
         SettingError: image is neither 224 nor 32, or a count below 1.
 
-    Source: He et al. 2016, "Deep residual learning for image recognition", table 1; stride as told in `Bottleneck`.
+    Source: He et al. 2016, "Deep residual learning for image recognition", table 1; stride as told
+    in `Bottleneck`.
     """
     check_counts("resnet50", classes=classes, channels=channels)
     check_image("resnet50", image)

@@ -13,13 +13,16 @@ from penstock.errors import SettingError
 from penstock.zoo.catalogue import check_counts, register
 from penstock.zoo.layers import HeConv2d
 
-#: What goes from layer to layer: `x`, and under `skip1`, `skip2`, ... what the way down has left for the way up, each up to its user.
+#: What goes from layer to layer: `x`, and under `skip1`, `skip2`, ... what the way down has left
+#: for the way up, each up to its user.
 State = dict[str, Tensor]
 
 
 @final
 class DoubleConv(nn.Module):
-    """Twice a 3 x 3 convolution, batch norm and a ReLU: (batch, channels, h, w) to (batch, width, h, w)."""
+    """Twice a 3 x 3 convolution, batch norm and a ReLU: (batch, channels, h, w) to (batch, width,
+    h, w).
+    """
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -36,7 +39,9 @@ class DoubleConv(nn.Module):
 
 @final
 class Down(nn.Module):
-    """A double convolution, which is left as a skip, and halved sides: the first takes the images themselves."""
+    """A double convolution, which is left as a skip, and halved sides: the first takes the images
+    themselves.
+    """
 
     def __init__(self, channels: int, width: int, level: int) -> None:
         super().__init__()
@@ -65,7 +70,9 @@ class Bottom(nn.Module):
 
 @final
 class Up(nn.Module):
-    """Doubled sides, beside the skip of this level, which is needed no more: (batch, 2 width, h, w) to (batch, width, 2 h, 2 w)."""
+    """Doubled sides, beside the skip of this level, which is needed no more: (batch, 2 width, h, w)
+    to (batch, width, 2 h, 2 w).
+    """
 
     def __init__(self, width: int, level: int) -> None:
         super().__init__()
@@ -95,20 +102,33 @@ class PixelScores(nn.Module):
         return scores if self.per_pixel else scores.mean(dim=(2, 3))
 
 
-@register("unet", parameters=31_037_698, input="float (batch, channels, image, image)",
-          output="float (batch, classes), or per pixel (batch, classes, image, image)",
-          source="Ronneberger et al. 2015, figure 1")  # fmt: skip
-def unet(*, classes: int = 2, image: int = 224, channels: int = 3, width: int = 64, levels: int = 4,
-         per_pixel: bool = False) -> nn.Sequential:  # fmt: skip
+@register(
+    "unet",
+    parameters=31_037_698,
+    input="float (batch, channels, image, image)",
+    output="float (batch, classes), or per pixel (batch, classes, image, image)",
+    source="Ronneberger et al. 2015, figure 1",
+)
+def unet(
+    *,
+    classes: int = 2,
+    image: int = 224,
+    channels: int = 3,
+    width: int = 64,
+    levels: int = 4,
+    per_pixel: bool = False,
+) -> nn.Sequential:
     """U-Net: 31,037,698 parameters at 2 classes, 3 channels, 64 numbers wide and 4 levels.
 
         images -> down.level1 ... down.level<n> -> bottom -> up.level<n> ... up.level1 -> scores
 
-    Values between layers are dicts (see `State`): what a level leaves on the way down goes past all that lies between to the same level
-    on the way up, so that the dearest cut is the one at the bottom. 2 levels + 2 layers in all.
+    Values between layers are dicts (see `State`): what a level leaves on the way down goes past all
+    that lies between to the same level on the way up, so that the dearest cut is the one at the
+    bottom. 2 levels + 2 layers in all.
 
-    With w = width, the double convolutions, of 3 x 3 and without biases, take i inputs to o outputs with 9 (i o + o²) + 4 o parameters,
-    and every way up has 8 w² 4^(level - 1) + w 2^(level - 1) more.
+    With w = width, the double convolutions, of 3 x 3 and without biases, take i inputs to o outputs
+    with 9 (i o + o²) + 4 o parameters, and every way up has 8 w² 4^(level - 1) + w 2^(level - 1)
+    more.
 
     Args:
         classes: scored at every pixel.
@@ -116,14 +136,16 @@ def unet(*, classes: int = 2, image: int = 224, channels: int = 3, width: int = 
         channels: of the input.
         width: channels after the first level; every further level has twice as many.
         levels: halvings of the sides on the way down.
-        per_pixel: whether the output is the scores at every pixel, (batch, classes, image, image), as for segmentation; else their mean
+        per_pixel: whether the output is the scores at every pixel, (batch, classes, image, image),
+        as for segmentation; else their mean
             over the image, (batch, classes), with which it learns to classify.
 
     Raises:
         SettingError: image is no multiple of 2^levels, per_pixel is no flag, or a count is below 1.
 
-    Source: Ronneberger, Fischer and Brox 2015, "U-Net: convolutional networks for biomedical image segmentation", figure 1; with padding,
-    so that nothing need be cropped, and batch norm, as is usual since.
+    Source: Ronneberger, Fischer and Brox 2015, "U-Net: convolutional networks for biomedical image
+    segmentation", figure 1; with padding, so that nothing need be cropped, and batch norm, as is
+    usual since.
     """
     check_counts(
         "unet", classes=classes, channels=channels, image=image, width=width, levels=levels
@@ -140,7 +162,8 @@ def unet(*, classes: int = 2, image: int = 224, channels: int = 3, width: int = 
     for level in range(1, levels + 1):
         down[f"level{level}"] = Down(reached, width * 2 ** (level - 1), level)
         reached = width * 2 ** (level - 1)
-    # In the order of running: so the weights of a plain model are those of one whose ranks make them layer by layer.
+    # In the order of running: so the weights of a plain model are those of one whose ranks make
+    # them layer by layer.
     bottom = Bottom(reached, 2 * reached)
     for level in range(levels, 0, -1):
         up[f"level{level}"] = Up(width * 2 ** (level - 1), level)

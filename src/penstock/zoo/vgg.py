@@ -1,4 +1,6 @@
-"""VGG, with and without batch normalisation: light and large first layers, heavy and small last ones."""
+"""VGG, with and without batch normalisation: light and large first layers, heavy and small last
+ones.
+"""
 
 from __future__ import annotations
 
@@ -11,50 +13,70 @@ from torch import nn
 from penstock.zoo.catalogue import check_counts, check_dropout, check_image, register
 from penstock.zoo.layers import HeConv2d, NormalLinear
 
-#: Convolutions in each of the five blocks: table 1 of the paper, columns A, B, D and E. Every block ends in a 2 x 2 max-pool.
+#: Convolutions in each of the five blocks: table 1 of the paper, columns A, B, D and E. Every block
+#: ends in a 2 x 2 max-pool.
 BLOCKS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 #: Output channels of each block, in those of the first.
 WIDTHS = (1, 2, 4, 8, 8)
-#: Output channels of the paper's first block; and how many times as many numbers go between its linear maps.
+#: Output channels of the paper's first block; and how many times as many numbers go between its
+#: linear maps.
 WIDTH, LINEAR = 64, 64
-#: Parameters without and with batch normalisation, at 1,000 classes and 224 x 224 pixels of 3 channels.
-PARAMETERS = {11: (132_863_336, 132_868_840), 13: (133_047_848, 133_053_736),
-              16: (138_357_544, 138_365_992), 19: (143_667_240, 143_678_248)}  # fmt: skip
+#: Parameters without and with batch normalisation, at 1,000 classes and 224 x 224 pixels of 3
+#: channels.
+PARAMETERS = {
+    11: (132_863_336, 132_868_840),
+    13: (133_047_848, 133_053_736),
+    16: (138_357_544, 138_365_992),
+    19: (143_667_240, 143_678_248),
+}
 
 
-def vgg(depth: int, batch_norm: bool, *, classes: int = 1000, image: int = 224, channels: int = 3,
-        dropout: float = 0.5, width: int = WIDTH) -> nn.Sequential:  # fmt: skip
-    """VGG-`depth`, each convolution, normalisation, ReLU, pool, dropout and linear map a layer of its own.
+def vgg(
+    depth: int,
+    batch_norm: bool,
+    *,
+    classes: int = 1000,
+    image: int = 224,
+    channels: int = 3,
+    dropout: float = 0.5,
+    width: int = WIDTH,
+) -> nn.Sequential:
+    """VGG-`depth`, each convolution, normalisation, ReLU, pool, dropout and linear map a layer of
+    its own.
 
-    Names are those of the paper's Caffe models: `features.conv1_1`, `features.bn1_1` (if any), `features.relu1_1`, ...,
-    `features.pool5`, `classifier.flatten`, `classifier.fc6`, `classifier.relu6`, `classifier.drop6`, ..., `classifier.fc8`.
+    Names are those of the paper's Caffe models: `features.conv1_1`, `features.bn1_1` (if any),
+    `features.relu1_1`, ..., `features.pool5`, `classifier.flatten`, `classifier.fc6`,
+    `classifier.relu6`, `classifier.drop6`, ..., `classifier.fc8`.
 
     depth                    11            13            16            19
-    parameters               132,863,336   133,047,848   138,357,544   143,667,240      at 1,000 classes, image=224
+    parameters               132,863,336   133,047,848   138,357,544   143,667,240      at 1,000
+                             classes, image=224
     with batch norm          132,868,840   133,053,736   138,365,992   143,678,248
     layers                   29            33            39            45
     with batch norm          37            43            52            61
 
-    At image=32 the last feature map is 1 x 1, and `fc6` takes 512 numbers instead of 25,088; VGG-19 at 100 classes has
-    39,316,644 parameters.
+    At image=32 the last feature map is 1 x 1, and `fc6` takes 512 numbers instead of 25,088; VGG-19
+    at 100 classes has 39,316,644 parameters.
 
     Args:
         depth: 11, 13, 16 or 19 layers with weights.
-        batch_norm: normalise after every convolution (torchvision's `_bn`; the convolutions keep their biases).
-        classes: numbers out per sample. Output: (batch, classes).
-        image: pixels a side, 224 or 32. Input: (batch, channels, image, image).
-        channels: of the input.
-        dropout: share of `fc6` and `fc7` outputs dropped in training; at 0 the two layers stay in the chain and do nothing.
-        width: channels of the first block. The other blocks have 2, 4, 8 and 8 times as many, `fc6` and `fc7` 64 times, so that
-            width=8 is a VGG with an eighth of the paper's channels everywhere, for machines that have no GPU.
+        batch_norm: normalise after every convolution (torchvision's `_bn`; the convolutions keep
+        their biases). classes: numbers out per sample. Output: (batch, classes). image: pixels a
+        side, 224 or 32. Input: (batch, channels, image, image). channels: of the input. dropout:
+        share of `fc6` and `fc7` outputs dropped in training; at 0 the two layers stay in the chain
+        and do nothing. width: channels of the first block. The other blocks have 2, 4, 8 and 8
+        times as many, `fc6` and `fc7` 64 times, so that
+            width=8 is a VGG with an eighth of the paper's channels everywhere, for machines that
+            have no GPU.
 
     Raises:
         SettingError: image is neither 224 nor 32, dropout not in [0, 1), or a count below 1.
 
-    Source: Simonyan and Zisserman 2015, "Very deep convolutional networks for large-scale image recognition", table 1.
-    Initial weights as in torchvision: He normal for convolutions, N(0, 0.01²) for linear maps. Without batch norm the logits then
-    start near 0, and the loss leaves its first value late: at 32 pixels, batch 16 and SGD with momentum 0.9, VGG-11 after about 40
-    steps at lr=0.02, VGG-19 after about 90 at lr=0.03.
+    Source: Simonyan and Zisserman 2015, "Very deep convolutional networks for large-scale image
+    recognition", table 1. Initial weights as in torchvision: He normal for convolutions, N(0,
+    0.01²) for linear maps. Without batch norm the logits then start near 0, and the loss leaves its
+    first value late: at 32 pixels, batch 16 and SGD with momentum 0.9, VGG-11 after about 40 steps
+    at lr=0.02, VGG-19 after about 90 at lr=0.03.
     """
     name = f"vgg{depth}" + "_bn" * batch_norm
     check_counts(name, classes=classes, channels=channels, width=width)
@@ -92,6 +114,10 @@ def _features(
 
 for _depth, _counts in PARAMETERS.items():
     for _batch_norm, _count in zip((False, True), _counts, strict=True):
-        register(f"vgg{_depth}" + "_bn" * _batch_norm, parameters=_count, input="float (batch, channels, image, image)",
-                 output="float (batch, classes)", source="Simonyan and Zisserman 2015, table 1",
-                 )(partial(vgg, _depth, _batch_norm))  # fmt: skip
+        register(
+            f"vgg{_depth}" + "_bn" * _batch_norm,
+            parameters=_count,
+            input="float (batch, channels, image, image)",
+            output="float (batch, classes)",
+            source="Simonyan and Zisserman 2015, table 1",
+        )(partial(vgg, _depth, _batch_norm))

@@ -15,7 +15,8 @@ from penstock.verify.verify import Report, verify
 
 
 def check_laws(made: Schedule) -> Report:
-    """Sound, synchronous, its text reads back, its gradients add up in plain order, and no faster than is possible.
+    """Sound, synchronous, its text reads back, its gradients add up in plain order, and no faster
+    than is possible.
 
     Returns:
         What `verify` found.
@@ -43,7 +44,9 @@ def whole_stage_peaks(report: Report, each: int) -> tuple[float, ...]:
 def check_row(
     made: Schedule, each: int, makespan: float, ratio: float, peaks: tuple[float, ...]
 ) -> None:
-    """A row of LITERATURE 11.2: f = 1 and b = 2 per rank, dealt out to the `each` stages of a rank; links are free."""
+    """A row of LITERATURE 11.2: f = 1 and b = 2 per rank, dealt out to the `each` stages of a rank;
+    links are free.
+    """
     line = simulate_schedule(made, Costs(forward=1 / each, backward=2 / each))
     assert line.makespan == pytest.approx(makespan, rel=1e-12)
     assert line.bubble_ratio == pytest.approx(ratio, abs=5e-5)
@@ -60,9 +63,17 @@ def rows_of(made: Schedule) -> list[str]:
     return [" ".join(row) for row in without_updates(made)]
 
 
-def played(made: Schedule, f: float = 1, b: float = 2, i: float | None = None, w: float | None = None, u: float = 0,
-           handing: float = 0) -> Timeline:  # fmt: skip
-    """The timeline where a whole micro-batch takes these seconds on every stage, a slice its share; links are free.
+def played(
+    made: Schedule,
+    f: float = 1,
+    b: float = 2,
+    i: float | None = None,
+    w: float | None = None,
+    u: float = 0,
+    handing: float = 0,
+) -> Timeline:
+    """The timeline where a whole micro-batch takes these seconds on every stage, a slice its share;
+    links are free.
 
     Args:
         f, b, i, w: i and w are half of b each if they are not given.
@@ -84,7 +95,8 @@ def played(made: Schedule, f: float = 1, b: float = 2, i: float | None = None, w
 
 
 def check_copies(made: Schedule) -> Report:
-    """Sound, synchronous, its text reads back; on every rank a stage's gradients come in plain order; copies meet in one order.
+    """Sound, synchronous, its text reads back; on every rank a stage's gradients come in plain
+    order; copies meet in one order.
 
     Returns:
         What `verify` found.

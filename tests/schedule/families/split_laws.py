@@ -1,4 +1,6 @@
-"""What every family with a split backward promises; a longer word on its time; and its gradients on the real runtime."""
+"""What every family with a split backward promises; a longer word on its time; and its gradients on
+the real runtime.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from penstock.verify.verify import Report, verify
 
 
 def check_split(made: Schedule) -> Report:
-    """Sound, synchronous, its text reads back, and every stage's gradients add up in the order of the micro-batches.
+    """Sound, synchronous, its text reads back, and every stage's gradients add up in the order of
+    the micro-batches.
 
     Returns:
         What `verify` found.
@@ -34,7 +37,9 @@ def simulated(made: Schedule, f: float = 1, i: float = 1, w: float = 1, c: float
 
 
 def longest_span(line: Timeline) -> float:
-    """Seconds between the first op's start and the last op's end on the rank where they are most; updates left out."""
+    """Seconds between the first op's start and the last op's end on the rank where they are most;
+    updates left out.
+    """
     spans: dict[int, list[float]] = {}
     for rank, op, start, end, *_ in line.compute:
         if op.kind is not Kind.U:
@@ -43,7 +48,9 @@ def longest_span(line: Timeline) -> float:
 
 
 def check_gradients(made: Schedule) -> None:
-    """Run on all ranks, as threads: loss and gradients are, to the bit, those of one stage with whole backwards."""
+    """Run on all ranks, as threads: loss and gradients are, to the bit, those of one stage with
+    whole backwards.
+    """
     import torch  # here: planning's other tests need none of it
     from tests.conformance.models import CASES, Case, lengths_of
     from tests.conformance.models import made as made_case
@@ -53,8 +60,12 @@ def check_gradients(made: Schedule) -> None:
     from penstock.zoo.catalogue import model as zoo_model
 
     small = CASES["gpt"]  # with more blocks: nine layers, enough for eight stages
-    deep = Case(lambda: zoo_model("gpt", layers=6, width=16, heads=2, tokens=6, vocabulary=11, dropout=0.2),
-                small.data, small.loss, whole=False)  # fmt: skip
+    deep = Case(
+        lambda: zoo_model("gpt", layers=6, width=16, heads=2, tokens=6, vocabulary=11, dropout=0.2),
+        small.data,
+        small.loss,
+        whole=False,
+    )
 
     def trained(schedule: Schedule) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model, x, y = made_case(

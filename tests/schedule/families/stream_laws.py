@@ -1,4 +1,6 @@
-"""What every asynchronous family promises, and its figures counted from the programs and from a simulation."""
+"""What every asynchronous family promises, and its figures counted from the programs and from a
+simulation.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from penstock.verify.verify import Report, verify
 
 
 def check_stream(made: Schedule) -> Report:
-    """Sound; its text reads back; on every rank a stage has its gradients in plain order, and one U per batch, right after the last.
+    """Sound; its text reads back; on every rank a stage has its gradients in plain order, and one U
+    per batch, right after the last.
 
     Returns:
         What `verify` found.
@@ -29,8 +32,11 @@ def check_stream(made: Schedule) -> Report:
             assert [
                 op.micro_batch for op in program if op.stage == stage and op.kind is Kind.B
             ] == sorted(own)
-            last = [n for n, after in zip(sorted(own), [*sorted(own)[1:], -1], strict=True)
-                    if after < 0 or after // made.micro_batches > n // made.micro_batches]  # fmt: skip
+            last = [
+                n
+                for n, after in zip(sorted(own), [*sorted(own)[1:], -1], strict=True)
+                if after < 0 or after // made.micro_batches > n // made.micro_batches
+            ]
             updates = [
                 (program[place - 1], op)
                 for place, op in enumerate(program)
@@ -44,7 +50,9 @@ def check_stream(made: Schedule) -> Report:
 
 
 def gaps(made: Schedule) -> dict[tuple[int, int], int]:
-    """By stage and micro-batch, the updates of its rank's copy between its forward and its backward, counted op by op."""
+    """By stage and micro-batch, the updates of its rank's copy between its forward and its
+    backward, counted op by op.
+    """
     found: dict[tuple[int, int], int] = {}
     for program in made.programs:
         version: Counter[int] = Counter()
@@ -65,9 +73,11 @@ def expected_gap(ahead: int, size: int, number: int) -> int:
 
 
 def seconds_per_batch(made: Schedule, f: float = 1, b: float = 2) -> float:
-    """Where every rank needs f and b for a micro-batch: seconds from one batch's last op to the next one's, on the first stage.
+    """Where every rank needs f and b for a micro-batch: seconds from one batch's last op to the
+    next one's, on the first stage.
 
-    Counted over a dozen batches of each copy in the middle of a long stream; asked of every rank, which all must say the same.
+    Counted over a dozen batches of each copy in the middle of a long stream; asked of every rank,
+    which all must say the same.
     """
     each = max(map(len, made.stages_of_rank))
     copies = len(made.ranks_of_stage[0])

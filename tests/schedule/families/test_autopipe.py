@@ -1,4 +1,6 @@
-"""AutoPipe's slicer: half the start-up, how many micro-batches have to be cut for it, and the memory of 1F1B."""
+"""AutoPipe's slicer: half the start-up, how many micro-batches have to be cut for it, and the
+memory of 1F1B.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_the_first_micro_batches_run_as_two_halves():
     [(4, 8, 1, 31.5), (8, 16, 2, 65.5), (4, 8, 0, 33), (8, 16, 0, 69)],
 )
 def test_autopipe_agrees_with_the_oracles(p, m, sliced, makespan):
-    """LITERATURE 6.4, f = 1, b = 2: the start-up falls from (p - 1)f to (p - 1)f/2, and the makespan with it."""
+    """LITERATURE 6.4, f = 1, b = 2: the start-up falls from (p - 1)f to (p - 1)f/2, and the
+    makespan with it.
+    """
     assert played(schedule("autopipe", p, m, sliced=sliced)).makespan == makespan
 
 
@@ -46,7 +50,9 @@ def test_as_few_are_cut_as_suffice_for_backwards_of_twice_a_forward(p, m, sliced
 @given(st.integers(1, 8), st.integers(1, 32), st.integers(0, 8), st.integers(1, 4))
 @settings(deadline=None, max_examples=80)
 def test_autopipe_gains_half_the_start_up_exactly_from_the_number_it_says(p, m, sliced, b):
-    """(p - 1)f/2b of them: the first whole micro-batch must be there when the last stage has finished with the halves."""
+    """(p - 1)f/2b of them: the first whole micro-batch must be there when the last stage has
+    finished with the halves.
+    """
     sliced = min(sliced, m)
     made = schedule("autopipe", p, m, sliced=sliced)
     plain = (m + p - 1) * (1 + b)

@@ -17,7 +17,9 @@ from penstock.schedule.op import Kind, Op
 @pytest.mark.parametrize("stages", range(1, 9))
 @pytest.mark.parametrize("size", range(1, 9))
 def test_every_forward_comes_after_its_copys_last_update(stages, size):
-    """Batch t reads what batch t - N has left, on every stage: no gradient is stale, and the copy needs no second version."""
+    """Batch t reads what batch t - N has left, on every stage: no gradient is stale, and the copy
+    needs no second version.
+    """
     for pipelines in (2, 3, 4):
         made = schedule("avgpipe", stages, size, pipelines=pipelines)
         for stage, program in enumerate(made.programs):
@@ -35,7 +37,9 @@ def test_every_forward_comes_after_its_copys_last_update(stages, size):
 def test_there_is_no_bubble_where_the_other_copies_batches_fill_the_pipeline(
     stages, size, pipelines
 ):
-    """With k = (N - 1)m + 1 in flight; with fewer than p the time is ceil(p / k) times as long, which is the best that k can do."""
+    """With k = (N - 1)m + 1 in flight; with fewer than p the time is ceil(p / k) times as long,
+    which is the best that k can do.
+    """
     made = schedule("avgpipe", stages, size, pipelines=pipelines)
     most = (pipelines - 1) * size + 1
     peaks = check_stream(made).peak_in_flight
@@ -63,8 +67,11 @@ def test_between_1f1b_and_all_that_a_copy_may_the_forwards_ahead_are_free():
         0,
         1,
     }  # updates of other copies, which are no concern of this one's
-    with pytest.raises(ScheduleError, match="avgpipe with 2 pipelines and 4 micro-batches per batch runs at most 5 forwards ahead, not 6: "
-                                            "one more would be of a copy's next batch, before its update; take more pipelines"):  # fmt: skip
+    with pytest.raises(
+        ScheduleError,
+        match="avgpipe with 2 pipelines and 4 micro-batches per batch runs at most 5 forwards ahead, not 6: "
+        "one more would be of a copy's next batch, before its update; take more pipelines",
+    ):
         schedule("avgpipe", 3, 4, warm_up=(6, 2, 1))
     with pytest.raises(ScheduleError, match="avgpipe would hang: stage 1 wants 2 forwards"):
         schedule("avgpipe", 2, 4, warm_up=(1, 2))

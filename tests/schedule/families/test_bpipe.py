@@ -15,8 +15,10 @@ from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
 
 #: LITERATURE 6.7: p = 8, x = 0, m = 16.
-EVICTOR = ("F0 F1 F2 F3 F4 E4 F5 E5 F6 E6 F7 B0 F8 B1 F9 B2 F10 B3 F11 E11 L4 B4 F12 E12 L5 B5 F13 E13 L6 B6 F14 B7 F15 B8 B9 "
-           "B10 L11 B11 L12 B12 L13 B13 B14 B15")  # fmt: skip
+EVICTOR = (
+    "F0 F1 F2 F3 F4 E4 F5 E5 F6 E6 F7 B0 F8 B1 F9 B2 F10 B3 F11 E11 L4 B4 F12 E12 L5 B5 F13 E13 L6 B6 F14 B7 F15 B8 B9 "
+    "B10 L11 B11 L12 B12 L13 B13 B14 B15"
+)
 
 
 def test_the_first_stage_has_the_order_of_the_literature():
@@ -41,7 +43,9 @@ def test_the_partner_takes_half_a_period_late_and_gives_half_a_period_early():
 @given(st.integers(1, 12), st.integers(1, 32), st.sampled_from([0.5, 1, 1.5, 2, 3]))
 @settings(deadline=None, max_examples=60)
 def test_bpipe_takes_the_time_of_1f1b_and_no_rank_holds_more_than_the_bound(p, m, ratio):
-    """ceil((p + 2)/2) micro-batches on every evictor that would hold more, and never more on its partner."""
+    """ceil((p + 2)/2) micro-batches on every evictor that would hold more, and never more on its
+    partner.
+    """
     made = schedule("bpipe", p, m, ratio=ratio)
     bound = -(-(p + 2) // 2)
     peaks = check_laws(made).peak_on_rank
@@ -57,7 +61,9 @@ def test_bpipe_takes_the_time_of_1f1b_and_no_rank_holds_more_than_the_bound(p, m
 )
 @settings(deadline=None, max_examples=60)
 def test_other_backwards_or_slower_links_do_not_hold_it_up_either(p, m, b_and_c):
-    """Made for b = 2f: there is room for b from 1.5f to 3f on free links, or for half a period of travel at b = 2f."""
+    """Made for b = 2f: there is room for b from 1.5f to 3f on free links, or for half a period of
+    travel at b = 2f.
+    """
     b, travel = b_and_c
     made = schedule("bpipe", p, m)
     if travel == 0:
@@ -68,7 +74,9 @@ def test_other_backwards_or_slower_links_do_not_hold_it_up_either(p, m, b_and_c)
 @given(st.integers(4, 10), st.integers(1, 24), st.sampled_from([1, 1.5, 2]))
 @settings(deadline=None, max_examples=40)
 def test_what_travels_is_one_micro_batch_more(p, m, ratio):
-    """A rank holds what it is about to load as soon as it leaves the partner, and what it evicts until it is there."""
+    """A rank holds what it is about to load as soon as it leaves the partner, and what it evicts
+    until it is there.
+    """
     line = simulate_schedule(
         schedule("bpipe", p, m, ratio=ratio),
         Costs(1, ratio, activation_bytes=1, boundary_buffers=False),

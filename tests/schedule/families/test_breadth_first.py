@@ -18,7 +18,8 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
 
-#: LITERATURE 11.2, rows breadth-first v=2: p, m, makespan, bubble ratio. In flight: m whole stages on every rank.
+#: LITERATURE 11.2, rows breadth-first v=2: p, m, makespan, bubble ratio. In flight: m whole stages
+#: on every rank.
 ROWS = [(2, 2, 7.5, 0.2000), (2, 4, 13.5, 0.1111), (2, 8, 25.5, 0.0588), (4, 4, 16.5, 0.2727), (4, 8, 28.5, 0.1579),
         (4, 16, 52.5, 0.0857), (8, 8, 34.5, 0.3043), (8, 16, 58.5, 0.1795), (8, 32, 106.5, 0.0986)]  # fmt: skip
 
@@ -36,11 +37,19 @@ def test_breadth_first_agrees_with_the_table_of_the_literature(p, m, makespan, r
     )
 
 
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 16), st.integers(1, 9), st.integers(1, 9),
-       st.sampled_from(["forward", "reverse"]))  # fmt: skip
+@given(
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(1, 16),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.sampled_from(["forward", "reverse"]),
+)
 @settings(deadline=None, max_examples=60)
 def test_breadth_first_takes_interleaveds_time_where_the_ring_is_full(p, v, m, f, b, order):
-    """m(f + b) + (p - 1)(f + b)/v for m >= p; below, a rank waits in every round for the ring to come round."""
+    """m(f + b) + (p - 1)(f + b)/v for m >= p; below, a rank waits in every round for the ring to
+    come round.
+    """
     made = schedule("breadth-first", v * p, m, chunks=v, backward_order=order)
     report = check_laws(made) if order == "forward" else verify(made)
     assert report.peak_on_rank == (m * v,) * p
@@ -52,7 +61,9 @@ def test_breadth_first_takes_interleaveds_time_where_the_ring_is_full(p, v, m, f
 
 @pytest.mark.parametrize("order", ["forward", "reverse"])
 def test_every_stage_works_in_one_stretch_forward_and_one_backward(order):
-    """The point of the order: sharded weights are gathered once for each, and gradients reduced once."""
+    """The point of the order: sharded weights are gathered once for each, and gradients reduced
+    once.
+    """
     for program in schedule("breadth-first", 12, 5, chunks=3, backward_order=order).programs:
         stretches = [
             key
@@ -98,8 +109,11 @@ def test_looped_bfs_is_another_name():
 
 def test_numbers_and_words_that_breadth_first_does_not_take_are_refused():
     """Each message has what was given and what is taken."""
-    with pytest.raises(ScheduleError, match="breadth-first with chunks=3 holds 3 stages on every rank, so it takes a multiple of 3 "
-                       "stages, not 8: say 6 or 9, or other chunks"):  # fmt: skip
+    with pytest.raises(
+        ScheduleError,
+        match="breadth-first with chunks=3 holds 3 stages on every rank, so it takes a multiple of 3 "
+        "stages, not 8: say 6 or 9, or other chunks",
+    ):
         schedule("breadth-first", 8, 8, chunks=3)
     with pytest.raises(ScheduleError, match="breadth-first needs at least 1 of chunks and got -2"):
         schedule("breadth-first", 8, 8, chunks=-2)

@@ -1,4 +1,6 @@
-"""Chimera: its orders, its time in both ways to more micro-batches, its memory, and where its copies meet."""
+"""Chimera: its orders, its time in both ways to more micro-batches, its memory, and where its
+copies meet.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_chimera_with_backwards_as_fast_as_forwards_agrees_with_the_oracles(p, m
 
 @pytest.mark.parametrize(("p", "m", "makespan"), DOUBLING_ROWS)
 def test_forward_doubling_agrees_with_the_oracles(p, m, makespan):
-    """1.5(D - 2) however many units: the next unit's forwards fill the last one's bubbles without rest."""
+    """1.5(D - 2) however many units: the next unit's forwards fill the last one's bubbles without
+    rest.
+    """
     assert played(schedule("chimera", p, m, concatenation="doubling")).makespan == makespan
 
 
@@ -123,7 +127,9 @@ def test_forward_doubling_keeps_its_formulas(p, units):
 @given(sizes, st.floats(0, 9), st.sampled_from([1, 2]))
 @settings(deadline=None, max_examples=40)
 def test_copies_meet_as_early_as_costs_nothing(size, update_s, b):
-    """The paper's eager synchronisation, only where bubbles hide it: never later than with all meetings at the end."""
+    """The paper's eager synchronisation, only where bubbles hide it: never later than with all
+    meetings at the end.
+    """
     made = schedule("chimera", *size)
     programs = []
     for program in made.programs:
@@ -134,19 +140,44 @@ def test_copies_meet_as_early_as_costs_nothing(size, update_s, b):
 
 
 def test_a_meeting_is_hidden_where_there_is_a_bubble():
-    """On the outer ranks the late stage is done before the early one's last gradients come: 2 of 4 seconds are free."""
+    """On the outer ranks the late stage is done before the early one's last gradients come: 2 of 4
+    seconds are free.
+    """
     made = schedule("chimera", 4, 4)
     assert str(made).splitlines()[0] == "rank 0 | 0F0 0F1 3F2 3B2 3F3 3B3 3U1 0B0 0B1 0U1"
     assert played(made, u=2).makespan == played(made).makespan + 4 - 2
 
 
-@pytest.mark.parametrize(("p", "m", "options", "message"), [
-    (5, 4, {}, r"chimera puts two stages on every rank, s and 4 - s, .* even number of stages and got 5; gems takes any"),
-    (1, 2, {}, r"chimera puts two stages on every rank, s and 0 - s"),
-    (4, 5, {}, r"chimera sends half of the micro-batches each way: .* even number of them and got 5; gems takes any"),
-    (4, 12, {"concatenation": "doubling"}, r"concatenation='doubling' takes a multiple of 8 micro-batches, not 12; 'direct' "),
-    (4, 8, {"concatenation": "halving"}, r"chimera takes concatenation 'direct' or 'doubling', not 'halving'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("p", "m", "options", "message"),
+    [
+        (
+            5,
+            4,
+            {},
+            r"chimera puts two stages on every rank, s and 4 - s, .* even number of stages and got 5; gems takes any",
+        ),
+        (1, 2, {}, r"chimera puts two stages on every rank, s and 0 - s"),
+        (
+            4,
+            5,
+            {},
+            r"chimera sends half of the micro-batches each way: .* even number of them and got 5; gems takes any",
+        ),
+        (
+            4,
+            12,
+            {"concatenation": "doubling"},
+            r"concatenation='doubling' takes a multiple of 8 micro-batches, not 12; 'direct' ",
+        ),
+        (
+            4,
+            8,
+            {"concatenation": "halving"},
+            r"chimera takes concatenation 'direct' or 'doubling', not 'halving'",
+        ),
+    ],
+)
 def test_numbers_that_chimera_does_not_take_are_refused(p, m, options, message):
     """Each message says what is taken instead."""
     with pytest.raises(ScheduleError, match=message):

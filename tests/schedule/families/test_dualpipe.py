@@ -30,7 +30,9 @@ ROWS = [
 
 
 def test_dualpipe_has_the_published_order():
-    """DeepSeek's eight steps, to the op and to the pair; the n-th micro-batch down is 2n, the n-th up is 2n + 1."""
+    """DeepSeek's eight steps, to the op and to the pair; the n-th micro-batch down is 2n, the n-th
+    up is 2n + 1.
+    """
     for rank, (line, found) in enumerate(
         zip(ORDER.splitlines(), str(schedule("dualpipe", 4, 8)).splitlines(), strict=True)
     ):
@@ -57,7 +59,9 @@ def test_dualpipe_agrees_with_the_table_of_the_literature(p, m, makespan, ratio)
 @given(st.integers(1, 4), st.integers(0, 8), st.integers(1, 5))
 @settings(deadline=None, max_examples=40)
 def test_dualpipe_keeps_its_formulas(half, more, unit):
-    """(p/2 - 1)(FB + b - 3w) for f = i = w, p + 1 micro-batches on every rank, two copies of every stage."""
+    """(p/2 - 1)(FB + b - 3w) for f = i = w, p + 1 micro-batches on every rank, two copies of every
+    stage.
+    """
     p, m = 2 * half, 4 * half + 2 * more
     made = schedule("dualpipe", p, m)
     assert played(made, unit, 2 * unit).makespan == unit * (3 * m + (p // 2 - 1) * (3 + 2 - 3))

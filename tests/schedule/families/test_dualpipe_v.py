@@ -16,7 +16,8 @@ from penstock.schedule.catalogue import schedule
 from penstock.schedule.placement import vee
 from penstock.verify.verify import verify
 
-#: LITERATURE 11.2, rows dualpipe-v with FB = f + b: p, m, makespan, ratio; p + 1/2 micro-batches in flight on every rank.
+#: LITERATURE 11.2, rows dualpipe-v with FB = f + b: p, m, makespan, ratio; p + 1/2 micro-batches in
+#: flight on every rank.
 ROWS = [(2, 4, 13, 0.0769), (2, 8, 25, 0.0400), (4, 8, 27, 0.1111), (4, 16, 51, 0.0588), (8, 16, 55, 0.1273),
         (8, 32, 103, 0.0680)]  # fmt: skip
 
@@ -83,7 +84,9 @@ def test_dualpipe_v_agrees_with_the_table_of_the_literature(p, m, makespan, rati
 
 @pytest.mark.parametrize("p", range(1, 9))
 def test_a_pair_waits_for_both_of_its_inputs(p):
-    """(p - 1)(FB + b - 3w) is exact for f = i = w; the same ops one after the other take half of it, ZB-V's (p - 1)f."""
+    """(p - 1)(FB + b - 3w) is exact for f = i = w; the same ops one after the other take half of
+    it, ZB-V's (p - 1)f.
+    """
     for m in (2 * p, 2 * p + 3, 4 * p):
         made = schedule("dualpipe-v", 2 * p, m)
         assert played(made).makespan == 6 * m + (p - 1) * (3 + 2 - 3)

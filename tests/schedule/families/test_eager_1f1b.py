@@ -43,7 +43,9 @@ def test_eager_1f1b_takes_1f1bs_time_on_free_links_with_up_to_twice_as_many_in_f
 
 @pytest.mark.parametrize(("c", "makespan"), [(1, 63), (1.5, 66), (2, 75)])
 def test_eager_1f1b_with_slow_hops_agrees_with_the_oracles(c, makespan):
-    """LITERATURE 11.5: p = 4, m = 16, f = 1, b = 2, c seconds each way. With c = 2 hops are too long to be hidden: not 69."""
+    """LITERATURE 11.5: p = 4, m = 16, f = 1, b = 2, c seconds each way. With c = 2 hops are too
+    long to be hidden: not 69.
+    """
     line = simulate_schedule(
         schedule("eager-1f1b", 4, 16), Costs(forward=1, backward=2, transfer=c)
     )
@@ -53,7 +55,9 @@ def test_eager_1f1b_with_slow_hops_agrees_with_the_oracles(c, makespan):
 @pytest.mark.parametrize("p", range(2, 9))
 @pytest.mark.parametrize(("f", "b", "c"), [(1, 2, 1.5), (3, 4, 2), (2, 1, 0.5)])
 def test_eager_1f1b_pays_two_hops_per_stage_and_not_per_micro_batch(p, f, b, c):
-    """The hop-hiding law of LITERATURE 4.1 for BaPipe's 1F1B-SO, on its whole range, while 2c <= f + b."""
+    """The hop-hiding law of LITERATURE 4.1 for BaPipe's 1F1B-SO, on its whole range, while 2c <= f
+    + b.
+    """
     for m in range(1, 40):
         line = simulate_schedule(
             schedule("eager-1f1b", p, m), Costs(forward=f, backward=b, transfer=c)

@@ -17,7 +17,9 @@ sizes = given(st.integers(1, 8), st.integers(1, 32))
 @sizes
 @settings(deadline=None, max_examples=50)
 def test_fbp_as_takes_the_published_time_when_ops_alone_have_the_stage_to_themselves(p, m):
-    """(M + N - 1)(F + B), Zhao et al. 2020; a stage holds twice as many as with 1F1B: 2(N - i + 1), i from 1."""
+    """(M + N - 1)(F + B), Zhao et al. 2020; a stage holds twice as many as with 1F1B: 2(N - i + 1),
+    i from 1.
+    """
     made = schedule("fbp-as", p, m)
     assert check_laws(made).peak_in_flight == tuple(min(m, 2 * (p - s)) for s in range(p))
     for f, b in ((1, 2), (3, 1), (2, 2)):
@@ -27,7 +29,9 @@ def test_fbp_as_takes_the_published_time_when_ops_alone_have_the_stage_to_themse
 @sizes
 @settings(deadline=None, max_examples=50)
 def test_fbp_as_at_fixed_shares_takes_a_pipeline_of_twice_the_length(p, m):
-    """(M + 2N - 1)(F + B), LITERATURE 4.3: one slot of F + B for every op or pair, since a stage is a slot each way."""
+    """(M + 2N - 1)(F + B), LITERATURE 4.3: one slot of F + B for every op or pair, since a stage is
+    a slot each way.
+    """
     made = schedule("fbp-as", p, m)
     paired = {op for pair in made.pairs for op in pair}
     rows = build(made).events(

@@ -11,7 +11,8 @@ from penstock.schedule.catalogue import schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
-#: LITERATURE 11.2, rows gpipe: p, m, makespan, bubble ratio; m in flight on every stage. f = 1, b = 2.
+#: LITERATURE 11.2, rows gpipe: p, m, makespan, bubble ratio; m in flight on every stage. f = 1, b =
+#: 2.
 ROWS = [(2, 2, 9, 0.3333), (2, 4, 15, 0.2000), (2, 8, 27, 0.1111), (4, 4, 21, 0.4286), (4, 8, 33, 0.2727), (4, 16, 57, 0.1579),
         (8, 8, 45, 0.4667), (8, 16, 69, 0.3043), (8, 32, 117, 0.1795)]  # fmt: skip
 

@@ -52,7 +52,9 @@ def test_hanayo_ordered_for_slow_backwards_agrees_with_the_literature(p, waves, 
 def test_hanayo_with_several_waves_ordered_for_equal_times_is_faster_in_one_unit(
     p, waves, m, makespan
 ):
-    """Greed is no optimum: with m = p the plain order beats the one made for these very times (LITERATURE 6.5 warns)."""
+    """Greed is no optimum: with m = p the plain order beats the one made for these very times
+    (LITERATURE 6.5 warns).
+    """
     assert seconds(schedule("hanayo", 2 * waves * p, m, waves=waves), waves, 1, 2) < makespan
 
 
@@ -67,7 +69,9 @@ def test_with_one_wave_the_order_made_for_slow_backwards_is_never_slower_with_th
 @pytest.mark.parametrize("waves", [1, 2, 4])
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 def test_the_bubble_shrinks_with_the_waves(p, waves):
-    """LITERATURE 6.5: 2m + (p - 1)/W and a ratio of (p - 1)/(2Wm + p - 1), f = b = 1 per rank; other m pay for the gap."""
+    """LITERATURE 6.5: 2m + (p - 1)/W and a ratio of (p - 1)/(2Wm + p - 1), f = b = 1 per rank;
+    other m pay for the gap.
+    """
     for m in (*range(1, p + 2), 2 * p, 3 * p):
         made = schedule("hanayo", 2 * waves * p, m, waves=waves)
         lacking = -m % p
@@ -82,7 +86,9 @@ def test_the_bubble_shrinks_with_the_waves(p, waves):
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 14))
 @settings(deadline=None, max_examples=50)
 def test_no_rank_holds_more_than_p_micro_batches(p, waves, m):
-    """In whole ranks' worth of stages: a micro-batch that passed all 2W stages of a rank counts as one."""
+    """In whole ranks' worth of stages: a micro-batch that passed all 2W stages of a rank counts as
+    one.
+    """
     made = schedule("hanayo", 2 * waves * p, m, waves=waves)
     assert max(check_laws(made).peak_on_rank) == 2 * waves * min(m, p)
     assert made.ranks_of_stage == tuple((rank,) for rank in zigzag(2 * waves * p, p))
@@ -97,8 +103,11 @@ def test_any_ratio_makes_a_sound_order(p, waves, m, ratio):
 
 def test_stages_that_make_no_whole_waves_are_refused():
     """The last wave would not come back to the first rank."""
-    with pytest.raises(ScheduleError, match="hanayo with waves=2 holds 4 stages on every rank, so it takes a multiple of 4 stages, "
-                       "not 6: say 4 or 8, or other waves"):  # fmt: skip
+    with pytest.raises(
+        ScheduleError,
+        match="hanayo with waves=2 holds 4 stages on every rank, so it takes a multiple of 4 stages, "
+        "not 6: say 4 or 8, or other waves",
+    ):
         schedule("hanayo", 6, 4, waves=2)
     with pytest.raises(ScheduleError, match=r"hanayo needs at least 1 of waves and got 1\.5"):
         schedule("hanayo", 6, 4, waves=1.5)

@@ -32,8 +32,16 @@ def test_batches_go_to_the_virtual_workers_in_turn(stages, size, workers, in_fli
     }
     assert made.batches % workers == 0
     assert made.stream.waves == Waves(in_flight or stages, distance)
-    one = schedule("pipedream", stages, size, batches=made.batches // workers,
-                   warm_up=[sum(op.kind is Kind.F for op in row[: row.index(Op(Kind.B, s, 0))]) for s, row in enumerate(made.programs[:stages])])  # fmt: skip
+    one = schedule(
+        "pipedream",
+        stages,
+        size,
+        batches=made.batches // workers,
+        warm_up=[
+            sum(op.kind is Kind.F for op in row[: row.index(Op(Kind.B, s, 0))])
+            for s, row in enumerate(made.programs[:stages])
+        ],
+    )
 
     def own(op):
         """Renumbered as if no other virtual worker were there."""
@@ -52,7 +60,9 @@ def test_batches_go_to_the_virtual_workers_in_turn(stages, size, workers, in_fli
 @pytest.mark.parametrize("stages", range(1, 6))
 @pytest.mark.parametrize("in_flight", range(1, 8))
 def test_no_micro_batch_lacks_more_of_its_own_than_the_local_bound(stages, in_flight):
-    """s_local = N_m - 1 (Park et al. 2020): N_m batches are in flight, and each lacks the others at most."""
+    """s_local = N_m - 1 (Park et al. 2020): N_m batches are in flight, and each lacks the others at
+    most.
+    """
     made = schedule("hetpipe", stages, 1, in_flight=in_flight)
     found = gaps(made)
     assert max(found.values()) == in_flight - 1
@@ -67,7 +77,9 @@ def test_no_micro_batch_lacks_more_of_its_own_than_the_local_bound(stages, in_fl
 
 
 def contained(made, rank, stage, place):
-    """How many of every other virtual worker's batches are in the weights that the F at this place reads, by the words of waves."""
+    """How many of every other virtual worker's batches are in the weights that the F at this place
+    reads, by the words of waves.
+    """
     waves = made.stream.waves
     updates = sum(op.kind is Kind.U and op.stage == stage for op in made.programs[rank][:place])
     return max(0, updates // waves.length - waves.distance) * waves.length
@@ -76,8 +88,9 @@ def contained(made, rank, stage, place):
 @pytest.mark.parametrize("distance", range(4))
 @pytest.mark.parametrize(("stages", "in_flight"), [(1, 1), (2, 2), (4, 4), (2, 5), (4, 2), (3, 4)])
 def test_no_micro_batch_lacks_more_of_the_others_than_the_global_bound(stages, in_flight, distance):
-    """s_global = (D + 1)(s_local + 1) + s_local - 1: minibatch q has all of everyone's 1 to q - (s_global + 1). On the first stage
-    of a full pipeline it has no more when it lacks the most: the bound is tight.
+    """s_global = (D + 1)(s_local + 1) + s_local - 1: minibatch q has all of everyone's 1 to q -
+    (s_global + 1). On the first stage of a full pipeline it has no more when it lacks the most: the
+    bound is tight.
     """
     made = schedule("hetpipe", stages, 1, in_flight=in_flight, distance=distance, batches=2 * 40)
     bound = (distance + 1) * in_flight + in_flight - 1 - 1
@@ -91,7 +104,9 @@ def test_no_micro_batch_lacks_more_of_the_others_than_the_global_bound(stages, i
 
 
 def test_the_papers_example_of_the_global_bound():
-    """LITERATURE 5.5: with D = 0 and s_local = 3, minibatch 11 must contain everyone's 1 to 4; it has those and no more."""
+    """LITERATURE 5.5: with D = 0 and s_local = 3, minibatch 11 must contain everyone's 1 to 4; it
+    has those and no more.
+    """
     made = schedule("hetpipe", 4, 1, batches=40)
     place = made.programs[0].index(Op(Kind.F, 0, 2 * 10))
     assert contained(made, 0, 0, place) == 4
@@ -113,9 +128,17 @@ def test_virtual_workers_have_no_bubble_with_as_many_in_flight_as_stages(
     assert seconds_per_batch(made) == pytest.approx(3 * size * few)
 
 
-@pytest.mark.parametrize(("option", "wrong", "least"), [
-    ("distance", -1, 0), ("distance", 0.5, 0), ("in_flight", 0, 1), ("in_flight", True, 1), ("virtual_workers", 0, 1), ("virtual_workers", "2", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "wrong", "least"),
+    [
+        ("distance", -1, 0),
+        ("distance", 0.5, 0),
+        ("in_flight", 0, 1),
+        ("in_flight", True, 1),
+        ("virtual_workers", 0, 1),
+        ("virtual_workers", "2", 1),
+    ],
+)
 def test_numbers_that_make_no_waves_are_refused(option, wrong, least):
     """A distance below 0 would wait for waves that nobody has begun."""
     with pytest.raises(

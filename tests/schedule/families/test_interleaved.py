@@ -62,8 +62,14 @@ def test_torchs_own_interleaved_1f1b_has_the_same_order():
             assert [str(action) for action in actions if action is not None] == row
 
 
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 18), st.none() | st.integers(1, 18), st.integers(1, 9),
-       st.integers(1, 9))  # fmt: skip
+@given(
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(1, 18),
+    st.none() | st.integers(1, 18),
+    st.integers(1, 9),
+    st.integers(1, 9),
+)
 @settings(deadline=None, max_examples=100)
 def test_the_bubble_shrinks_with_the_stages_of_a_rank_for_every_group_that_is_taken(
     p, v, m, group, f, b
@@ -107,8 +113,11 @@ def test_the_least_group_that_leaves_none_too_small_is_taken(ranks, micro_batche
 @pytest.mark.parametrize("group", [3, 5, 9, 0, True, "4", 4.0])
 def test_a_group_that_would_leave_ranks_waiting_is_refused_with_those_that_do(group):
     """Megatron-LM's rule: with fewer than p in a group the schedule has other bubbles, or hangs."""
-    with pytest.raises(ScheduleError, match=r"interleaved on 4 ranks cannot run 8 micro-batches in groups of .*: every group, the "
-                       r"last too, needs 4 or more; groups of 4, 8 do"):  # fmt: skip
+    with pytest.raises(
+        ScheduleError,
+        match=r"interleaved on 4 ranks cannot run 8 micro-batches in groups of .*: every group, the "
+        r"last too, needs 4 or more; groups of 4, 8 do",
+    ):
         schedule("interleaved", 8, 8, group=group)
 
 
@@ -122,8 +131,11 @@ def test_fewer_micro_batches_than_ranks_are_refused():
 
 def test_stages_that_the_ranks_cannot_share_evenly_are_refused():
     """The rank of a stage would not be told by its number."""
-    with pytest.raises(ScheduleError, match="interleaved with chunks=2 holds 2 stages on every rank, so it takes a multiple of 2 "
-                       "stages, not 7: say 6 or 8, or other chunks"):  # fmt: skip
+    with pytest.raises(
+        ScheduleError,
+        match="interleaved with chunks=2 holds 2 stages on every rank, so it takes a multiple of 2 "
+        "stages, not 7: say 6 or 8, or other chunks",
+    ):
         schedule("interleaved", 7, 8)
     with pytest.raises(ScheduleError, match="interleaved needs at least 1 of chunks and got 0"):
         schedule("interleaved", 8, 8, chunks=0)

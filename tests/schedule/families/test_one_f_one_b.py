@@ -37,7 +37,9 @@ def test_one_f_one_b_has_the_published_order():
 
 @pytest.mark.parametrize("alias", ["dapple", "pipedream-flush", "1f1b-as", "1f1b-sno"])
 def test_the_other_published_names_make_the_same_schedule(alias):
-    """DAPPLE's policy A, PipeDream-Flush, BaPipe's 1F1B-AS and 1F1B-SNO are 1F1B (LITERATURE 0.4, 4.1)."""
+    """DAPPLE's policy A, PipeDream-Flush, BaPipe's 1F1B-AS and 1F1B-SNO are 1F1B (LITERATURE 0.4,
+    4.1).
+    """
     assert schedule(alias, 3, 5) == schedule("1f1b", 3, 5)
 
 
@@ -119,7 +121,9 @@ def test_more_forwards_ahead_than_p_minus_s_take_no_more_time_on_free_links(p, m
 
 @pytest.mark.parametrize("c", [0.5, 1, 1.5])
 def test_warm_up_between_plain_and_eager_interpolates(c):
-    """The knob for slow links (LITERATURE 4.1): every forward more ahead hides some of the hops, until there is none to hide."""
+    """The knob for slow links (LITERATURE 4.1): every forward more ahead hides some of the hops,
+    until there is none to hide.
+    """
     costs = Costs(forward=1, backward=2, transfer=c)
     times = []
     for more in range(4):
@@ -133,7 +137,9 @@ def test_warm_up_between_plain_and_eager_interpolates(c):
 @given(st.integers(1, 6), st.integers(1, 9))
 @settings(deadline=None, max_examples=30)
 def test_one_parameter_makes_five_published_schedules(p, m):
-    """LITERATURE 13.3: naive, 1F1B, eager 1F1B and GPipe differ in how far each stage warms up, and in nothing else."""
+    """LITERATURE 13.3: naive, 1F1B, eager 1F1B and GPipe differ in how far each stage warms up, and
+    in nothing else.
+    """
     for name, warm_up in (
         ("naive", [1] * p),
         ("1f1b", [p - s for s in range(p)]),
@@ -145,8 +151,11 @@ def test_one_parameter_makes_five_published_schedules(p, m):
 
 def test_a_warm_up_that_grows_is_refused_since_it_would_hang():
     """Stage 2 would wait for a forward that stage 1 runs only after stage 2's backward."""
-    with pytest.raises(ScheduleError, match="1f1b would hang: stage 2 wants 3 forwards before its first backward, but stage 1 passes "
-                       "on 2 before it waits for that backward; let warm_up never grow from one stage to the next"):  # fmt: skip
+    with pytest.raises(
+        ScheduleError,
+        match="1f1b would hang: stage 2 wants 3 forwards before its first backward, but stage 1 passes "
+        "on 2 before it waits for that backward; let warm_up never grow from one stage to the next",
+    ):
         schedule("1f1b", 3, 4, warm_up=(4, 2, 3))
     assert schedule("1f1b", 3, 2, warm_up=(4, 2, 3)).programs == schedule("gpipe", 3, 2).programs
 

@@ -16,7 +16,8 @@ from penstock.schedule.op import Kind
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
-#: LITERATURE 3.1 and 5: p - s forwards ahead, an update after every backward, no flush. p = 4, m = 1.
+#: LITERATURE 3.1 and 5: p - s forwards ahead, an update after every backward, no flush. p = 4, m =
+#: 1.
 ORDER = """\
 0: F0 F1 F2 F3 B0 U1 F4 B1 U2 F5 B2 U3 B3 U4 B4 U5 B5 U6
 1: F0 F1 F2 B0 U1 F3 B1 U2 F4 B2 U3 F5 B3 U4 B4 U5 B5 U6
@@ -80,7 +81,8 @@ def test_the_rows_of_a_stream_are_those_of_one_long_flushed_batch_without_its_up
     ]
 
 
-#: Such a row works in bursts of as many as it runs ahead; with these numbers they are over after the dozen batches that are counted.
+#: Such a row works in bursts of as many as it runs ahead; with these numbers they are over after
+#: the dozen batches that are counted.
 FALLING = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=6).map(
     lambda numbers: sorted(numbers, reverse=True)
 )
@@ -89,7 +91,9 @@ FALLING = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=6).map
 @given(FALLING, st.integers(1, 4))
 @settings(deadline=None, max_examples=30)
 def test_a_row_of_stages_with_equal_warm_up_takes_turns(warm_up, size):
-    """The law behind the defaults: of r neighbours that run equally far ahead only one works at a time, so all wait r times as long."""
+    """The law behind the defaults: of r neighbours that run equally far ahead only one works at a
+    time, so all wait r times as long.
+    """
     made = schedule("pipedream", len(warm_up), size, warm_up=warm_up)
     row = max(len(list(equal)) for _, equal in groupby(warm_up))
     assert check_stream(made).peak_in_flight == tuple(warm_up)
@@ -116,8 +120,9 @@ def test_few_in_flight_are_spread_so_that_no_row_is_longer_than_it_must_be(stage
     ((1, 2), None, 3), ((1, 2), (4, 2), 0), ((2, 1, 1), None, 3), ((2, 1, 1), (5, 3, 1), 0),
 ])  # fmt: skip
 def test_replicas_share_the_work_of_slower_stages(replicas, warm_up, bubble):
-    """1F1B-RR where stage s takes as many times as long as it has ranks: no bubble, as PipeDream's planner assumes, but where copies
-    come to their meeting one after the other, whom its start-up rule then keeps waiting; one more forward ahead hides that.
+    """1F1B-RR where stage s takes as many times as long as it has ranks: no bubble, as PipeDream's
+    planner assumes, but where copies come to their meeting one after the other, whom its start-up
+    rule then keeps waiting; one more forward ahead hides that.
     """
     size = 12
     made = schedule(
@@ -135,8 +140,11 @@ def test_replicas_share_the_work_of_slower_stages(replicas, warm_up, bubble):
 
 def test_a_warm_up_that_would_hang_is_refused_by_its_own_name():
     """As in 1f1b; a stream has no end, so no number is too large to matter."""
-    with pytest.raises(ScheduleError, match="pipedream would hang: stage 2 wants 3 forwards before its first backward, but stage 1 "
-                                            "passes on 2 before it waits"):  # fmt: skip
+    with pytest.raises(
+        ScheduleError,
+        match="pipedream would hang: stage 2 wants 3 forwards before its first backward, but stage 1 "
+        "passes on 2 before it waits",
+    ):
         schedule("pipedream", 3, 1, warm_up=(4, 2, 3))
     with pytest.raises(
         ScheduleError,

@@ -33,7 +33,9 @@ def test_terapipe_runs_slices_forward_in_order_and_backward_in_reverse():
 )
 @settings(deadline=None, max_examples=60)
 def test_terapipe_keeps_its_formula_for_any_shares(p, m, numbers, b):
-    """Per direction the sum of all slices and p - 1 times the largest (Li et al. 2021, section 3.3)."""
+    """Per direction the sum of all slices and p - 1 times the largest (Li et al. 2021, section
+    3.3).
+    """
     shares = shares_of(numbers)
     made = schedule("terapipe", p, m, slice_shares=shares)
     assert played(made, 1, b).makespan == pytest.approx((m + (p - 1) * max(shares)) * (1 + b))

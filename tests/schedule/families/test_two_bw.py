@@ -11,7 +11,9 @@ from penstock.schedule.catalogue import schedule, schedules
 
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_no_forward_lacks_more_than_one_update(stages):
-    """So two versions are enough (Narayanan et al. 2021, section 3.1); with one micro-batch less too, as its refusal says."""
+    """So two versions are enough (Narayanan et al. 2021, section 3.1); with one micro-batch less
+    too, as its refusal says.
+    """
     for size in range(stages, 10):
         made = schedule("2bw", stages, size)
         report = check_stream(made)
@@ -32,9 +34,12 @@ def test_there_is_no_bubble_once_it_is_full(stages, size):
 
 def test_smaller_batches_are_refused_with_the_reason():
     """Two versions would not do; what would, is said."""
-    with pytest.raises(ScheduleError, match=r"2bw in 4 stages keeps two versions of the weights, which is enough with 4 or more "
-                                            r"micro-batches per batch \(in this order one less would still do, but no fewer\), not with 3: "
-                                            r"take more of them, or pipedream"):  # fmt: skip
+    with pytest.raises(
+        ScheduleError,
+        match=r"2bw in 4 stages keeps two versions of the weights, which is enough with 4 or more "
+        r"micro-batches per batch \(in this order one less would still do, but no fewer\), not with 3: "
+        r"take more of them, or pipedream",
+    ):
         schedule("2bw", 4, 3)
 
 

@@ -69,7 +69,9 @@ def test_they_agree_with_the_table_of_the_literature(name, p, m, makespan, ratio
 @both
 @pytest.mark.parametrize("p", [*range(2, 10), 12])
 def test_the_bubble_is_the_closed_form_by_both_definitions(name, p):
-    """LITERATURE 7.6 for even p and p = 3 (V-Half) and for all p (V-Min); V-Half's figure for odd p was found here."""
+    """LITERATURE 7.6 for even p and p = 3 (V-Half) and for all p (V-Min); V-Half's figure for odd p
+    was found here.
+    """
     for m in (p + 1, 2 * p, 3 * p + 1):
         line = simulated(schedule(name, 2 * p, m), 0.5, 0.5, 0.5)
         assert line.makespan == 3 * m + bubble_of(name, p)
@@ -114,8 +116,11 @@ def test_the_block_repeats_for_many_ranks(name, p):
 @pytest.mark.parametrize(("stages", "around"), [(1, "2"), (5, "4 or 6")])
 def test_an_odd_number_of_stages_is_refused(name, stages, around):
     """The way back would lack a stage."""
-    with pytest.raises(ScheduleError, match=f"{name} goes down the ranks and back up, two stages on each: it takes an even "
-                       f"number of stages and got {stages}; ask for {around}$"):  # fmt: skip
+    with pytest.raises(
+        ScheduleError,
+        match=f"{name} goes down the ranks and back up, two stages on each: it takes an even "
+        f"number of stages and got {stages}; ask for {around}$",
+    ):
         schedule(name, stages, 8)
 
 

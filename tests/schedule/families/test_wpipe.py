@@ -12,7 +12,8 @@ from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.stream import Stream
 from penstock.schedule.updates import with_updates_of_batches
 
-#: LITERATURE 5.7: rank r runs m + 2(p - 1 - r) forwards, then 1F1B; group 0 is stages 0 to 3, group 1 stages 4 to 7. p = 4, m = 6.
+#: LITERATURE 5.7: rank r runs m + 2(p - 1 - r) forwards, then 1F1B; group 0 is stages 0 to 3, group
+#: 1 stages 4 to 7. p = 4, m = 6.
 ORDER = """\
 0: 0F0 0F1 0F2 0F3 0F4 0F5 4F0 4F1 4F2 4F3 4F4 4F5 0F6 4B0 0F7 4B1 0F8 4B2 0F9 4B3 0F10 4B4 0F11 4B5 4U1 4F6 0B0 4F7 0B1 4F8 0B2 4F9 0B3 \
 4F10 0B4 4F11 0B5 0U1 4B6 4B7 4B8 4B9 4B10 4B11 4U2 0B6 0B7 0B8 0B9 0B10 0B11 0U2
@@ -51,15 +52,20 @@ def test_group_0_is_one_update_behind_and_group_1_none_in_every_batch(ranks):
 
 @pytest.mark.parametrize("ranks", range(3, 7))
 def test_with_one_micro_batch_less_gradients_would_be_two_updates_old(ranks):
-    """The condition is sharp: the same order of smaller batches has longer delays in both groups, so they are refused."""
+    """The condition is sharp: the same order of smaller batches has longer delays in both groups,
+    so they are refused.
+    """
     size = 2 * (ranks - 1) - 1
     rows = tuple(with_updates_of_batches(row, size) for row in in_groups(ranks, 2, 6 * size, size))
     found = gaps(Schedule(rows, synchronous=False, stream=Stream(6)))
     assert [
         max(gap for (stage, _), gap in found.items() if stage // ranks == group) for group in (0, 1)
     ] == [2, 1]
-    with pytest.raises(ScheduleError, match=f"wpipe on {ranks} ranks keeps two versions of the weights, which is enough with {size + 1} or "
-                                            f"more micro-batches per batch; with {size} some gradients would be 2 updates old"):  # fmt: skip
+    with pytest.raises(
+        ScheduleError,
+        match=f"wpipe on {ranks} ranks keeps two versions of the weights, which is enough with {size + 1} or "
+        f"more micro-batches per batch; with {size} some gradients would be 2 updates old",
+    ):
         schedule("wpipe", 2 * ranks, size)
 
 

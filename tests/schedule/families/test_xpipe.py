@@ -10,7 +10,9 @@ from penstock.schedule.catalogue import schedule, schedules
 
 @pytest.mark.parametrize(("stages", "size"), [(1, 1), (2, 1), (3, 2), (4, 4), (8, 3)])
 def test_it_runs_in_pipedreams_order_and_time(stages, size):
-    """Micro-batches of several batches are in flight, as in Guan et al. 2019; what differs is what they read."""
+    """Micro-batches of several batches are in flight, as in Guan et al. 2019; what differs is what
+    they read.
+    """
     made = schedule("xpipe", stages, size)
     assert check_stream(made).peak_in_flight == tuple(range(stages, 0, -1))
     assert made.programs == schedule("pipedream", stages, size).programs

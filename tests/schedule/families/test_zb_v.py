@@ -14,7 +14,8 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.placement import vee
 
-#: LITERATURE 11.2, rows zb-v: p, m, makespan, bubble ratio; p micro-batches in flight on every rank.
+#: LITERATURE 11.2, rows zb-v: p, m, makespan, bubble ratio; p micro-batches in flight on every
+#: rank.
 ROWS = [(2, 4, 12.5, 0.0400), (2, 8, 24.5, 0.0204), (4, 8, 25.5, 0.0588), (4, 16, 49.5, 0.0303), (8, 16, 51.5, 0.0680),
         (8, 32, 99.5, 0.0352)]  # fmt: skip
 
@@ -72,7 +73,9 @@ def test_zb_v_has_no_bubble_in_the_span_and_half_of_p_minus_1_in_the_makespan(p)
 @given(st.integers(1, 7), st.integers(1, 16))
 @settings(deadline=None, max_examples=60)
 def test_zb_v_of_any_size_is_sound_and_holds_no_more_than_p_micro_batches(p, m):
-    """Below 2p - 1 micro-batches parts of the order are missing; what is left must still fit together."""
+    """Below 2p - 1 micro-batches parts of the order are missing; what is left must still fit
+    together.
+    """
     made = schedule("zb-v", 2 * p, m)
     assert max(check_split(made).peak_on_rank) <= 2 * min(m, p)
     assert made.ranks_of_stage == tuple((rank,) for rank in vee(2 * p, p))
@@ -81,8 +84,11 @@ def test_zb_v_of_any_size_is_sound_and_holds_no_more_than_p_micro_batches(p, m):
 @pytest.mark.parametrize(("stages", "around"), [(1, "2"), (3, "2 or 4"), (7, "6 or 8")])
 def test_zb_v_of_an_odd_number_of_stages_is_refused(stages, around):
     """The way back would lack a stage."""
-    with pytest.raises(ScheduleError, match="zb-v goes down the ranks and back up, two stages on each: it takes an even number "
-                       f"of stages and got {stages}; ask for {around}$"):  # fmt: skip
+    with pytest.raises(
+        ScheduleError,
+        match="zb-v goes down the ranks and back up, two stages on each: it takes an even number "
+        f"of stages and got {stages}; ask for {around}$",
+    ):
         schedule("zb-v", stages, 8)
 
 

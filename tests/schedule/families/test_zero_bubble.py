@@ -1,4 +1,6 @@
-"""ZB-H1 and ZB-H2: their orders, their time by both definitions of a bubble, their memory, and the paper's own table."""
+"""ZB-H1 and ZB-H2: their orders, their time by both definitions of a bubble, their memory, and the
+paper's own table.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from penstock.schedule.op import Kind
 
 both = pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
 
-#: LITERATURE 11.2, rows zb-h1 and zb-h2: p, m, makespan and ratio of each, peak of each on every rank. f = i = w = 1.
+#: LITERATURE 11.2, rows zb-h1 and zb-h2: p, m, makespan and ratio of each, peak of each on every
+#: rank. f = i = w = 1.
 ROWS = [
     (2, 2, (7, 0.1429, 2), (7, 0.1429, 2)), (2, 4, (13, 0.0769, 2), (13, 0.0769, 3)), (2, 8, (25, 0.0400, 2), (25, 0.0400, 3)),
     (4, 4, (15, 0.2000, 4), (16, 0.2500, 4)), (4, 8, (27, 0.1111, 4), (27, 0.1111, 7)),
@@ -34,7 +37,8 @@ H2 = """\
 2F0 2F1 2F2 2I0 2F3 2I1 2F4 2I2 2F5 2I3 2F6 2I4 2W0 2F7 2I5 2W1 2I6 2W2 2I7 2W3 2W4 2W5 2W6 2W7
 3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3F4 3I4 3F5 3I5 3F6 3I6 3W0 3F7 3I7 3W1 3W2 3W3 3W4 3W5 3W6 3W7"""
 
-#: Qi et al. 2024, tables 9 and 5 (LITERATURE 11.4): p, m, measured ms of F, I, W and a hop; bubble rates of 1F1B, ZB-H1, ZB-H2.
+#: Qi et al. 2024, tables 9 and 5 (LITERATURE 11.4): p, m, measured ms of F, I, W and a hop; bubble
+#: rates of 1F1B, ZB-H1, ZB-H2.
 MEASURED = [
     (8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1585, 0.1083)),
     (8, 32, (18.513, 18.086, 9.331, 0.626), (0.1985, 0.1242, 0.0837)),
@@ -59,14 +63,17 @@ def test_the_handmade_schedules_have_the_published_orders(name, m, order):
 
 @pytest.mark.parametrize(("p", "m", "h1", "h2"), ROWS)
 def test_the_handmade_schedules_agree_with_the_table_of_the_literature(p, m, h1, h2):
-    """The oracle was made by another simulator; its ratio is of the makespan, by which ZB-H2 gains nothing over ZB-H1."""
+    """The oracle was made by another simulator; its ratio is of the makespan, by which ZB-H2 gains
+    nothing over ZB-H1.
+    """
     for name, (makespan, ratio, peak) in (("zb-h1", h1), ("zb-h2", h2)):
         check_row(schedule(name, p, m), 1, makespan, ratio, (peak,) * p)
 
 
 @pytest.mark.parametrize(("p", "m", "times", "rates"), MEASURED)
 def test_the_papers_measured_times_give_the_papers_bubble_rates(p, m, times, rates):
-    """The best outside oracle for a simulator with hops: another group's profile of another machine, to four digits.
+    """The best outside oracle for a simulator with hops: another group's profile of another
+    machine, to four digits.
 
     By the span definition, the only one in which the paper's figures can be met.
     """
@@ -90,7 +97,9 @@ times = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)).filte
 @given(st.integers(1, 8), st.integers(1, 24), times)
 @settings(deadline=None, max_examples=100)
 def test_zb_h1_hides_a_weight_gradient_of_every_stage_but_one(p, m, fiw):
-    """1F1B's bubble is (p - 1)(f + i + w): twice w less. With few micro-batches all but one W of m are hidden."""
+    """1F1B's bubble is (p - 1)(f + i + w): twice w less. With few micro-batches all but one W of m
+    are hidden.
+    """
     f, i, w = fiw
     line = simulated(schedule("zb-h1", p, m), f, i, w)
     if m >= p:
@@ -116,7 +125,9 @@ def test_zb_h2_hides_two_weight_gradients_in_the_span_of_a_stage(p, more, fiw):
 @given(st.integers(1, 10), st.integers(0, 12), st.integers(1, 9))
 @settings(deadline=None, max_examples=50)
 def test_zb_h2_has_the_makespan_of_zb_h1_for_equal_times(p, more, t):
-    """Its zero is a matter of definition: the last stage still starts late, and the first still ends early."""
+    """Its zero is a matter of definition: the last stage still starts late, and the first still
+    ends early.
+    """
     made = [simulated(schedule(name, p, 2 * p - 1 + more), t, t, t) for name in ("zb-h1", "zb-h2")]
     assert made[0].makespan == made[1].makespan == (3 * (2 * p - 1 + more) + p - 1) * t
     assert made[1].span_bubble_ratio == 0
@@ -124,7 +135,9 @@ def test_zb_h2_has_the_makespan_of_zb_h1_for_equal_times(p, more, t):
 
 @pytest.mark.parametrize("p", range(2, 9))
 def test_zb_h2_with_too_few_micro_batches_takes_longer_than_zb_h1(p):
-    """Its forwards run far ahead of backwards that could begin; it is made all the same, since it is sound."""
+    """Its forwards run far ahead of backwards that could begin; it is made all the same, since it
+    is sound.
+    """
     for m in range(1, 2 * p):
         longer = (
             simulated(schedule("zb-h2", p, m)).makespan
@@ -136,7 +149,9 @@ def test_zb_h2_with_too_few_micro_batches_takes_longer_than_zb_h1(p):
 @given(st.integers(1, 8), st.integers(1, 24))
 @settings(deadline=None, max_examples=60)
 def test_the_handmade_schedules_are_sound_and_hold_what_they_say(p, m):
-    """A stage further down waits less for its I and has more W behind it: the sum is the same on all."""
+    """A stage further down waits less for its I and has more W behind it: the sum is the same on
+    all.
+    """
     assert check_split(schedule("zb-h1", p, m)).peak_on_rank == (min(m, p),) * p
     assert check_split(schedule("zb-h2", p, m)).peak_on_rank == (min(m, 2 * p - 1),) * p
 
@@ -144,7 +159,9 @@ def test_the_handmade_schedules_are_sound_and_hold_what_they_say(p, m):
 @both
 @pytest.mark.parametrize("p", range(1, 9))
 def test_the_memory_of_stage_s_is_of_two_sizes(name, p):
-    """After I a stage keeps only what W needs: (p - s) M_B + s M_W in ZB-H1, (2p - 2s - 1) M_B + 2s M_W in ZB-H2."""
+    """After I a stage keeps only what W needs: (p - s) M_B + s M_W in ZB-H1, (2p - 2s - 1) M_B + 2s
+    M_W in ZB-H2.
+    """
     whole, weights = 5, 2  # M_W < M_B
     for stage, program in enumerate(schedule(name, p, 3 * p).programs):
         change = {Kind.F: whole, Kind.I: weights - whole, Kind.W: -weights, Kind.U: 0}

@@ -48,7 +48,9 @@ def test_options_it_does_not_know_are_refused():
 
 @pytest.mark.parametrize("placement", ["linear", "interleaved", "v", "bidirectional"])
 def test_gradients_are_those_of_plain_training_to_the_bit(placement):
-    """It is a program like any other: it runs. Whole backwards and halves, several stages on a rank, copies of them."""
+    """It is a program like any other: it runs. Whole backwards and halves, several stages on a
+    rank, copies of them.
+    """
     case = CASES["gpt"]
     model, x, y = made(case)
     found = schedule(

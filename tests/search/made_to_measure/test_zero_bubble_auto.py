@@ -1,4 +1,6 @@
-"""ZB-1p, ZB-2p and any limit: the paper's own table, memory, soundness for uneven costs, and the handmade schedules beaten."""
+"""ZB-1p, ZB-2p and any limit: the paper's own table, memory, soundness for uneven costs, and the
+handmade schedules beaten.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from penstock.simulate.simulate import simulate_schedule
 
 NAMES = ["zb-1p", "zb-2p", "zb-auto"]
 
-#: Qi et al. 2024, tables 9 and 5 (LITERATURE 11.4), all models with 1024 tokens: heads, hidden size, p, m, measured ms of F, I, W
+#: Qi et al. 2024, tables 9 and 5 (LITERATURE 11.4), all models with 1024 tokens: heads, hidden
+#: size, p, m, measured ms of F, I, W
 #: and a hop; bubble rates of ZB-1p and ZB-2p.
 MEASURED = [
     (24, 2304, 8, 24, (18.522, 18.086, 9.337, 0.601), (0.1585, 0.0433)),
@@ -52,7 +55,9 @@ def most_held(made: Schedule, kept: float) -> list[float]:
 
 @pytest.mark.parametrize(("heads", "hidden", "p", "m", "times", "rates"), MEASURED)
 def test_the_papers_measured_times_give_the_papers_bubble_rates(heads, hidden, p, m, times, rates):
-    """The remaining 24 of the paper's 60 figures, to four digits; the other 36 are in test_zero_bubble."""
+    """The remaining 24 of the paper's 60 figures, to four digits; the other 36 are in
+    test_zero_bubble.
+    """
     costs = costs_of(*times)
     kept = 32 * hidden / (34 * hidden + 5 * heads * 1024)
     for name, rate, limit in zip(("zb-1p", "zb-2p"), rates, (p, 2 * p), strict=True):
@@ -73,8 +78,13 @@ def uneven(draw, most_transfer: float = 3.0) -> Costs:
         return draw(st.lists(each, min_size=count, max_size=count))
 
     hop = st.floats(0, most_transfer)
-    return Costs(forward=row(seconds, p), input_grad=row(seconds, p), weight_grad=row(seconds, p),
-                 transfer=row(hop, p - 1), transfer_back=row(hop, p - 1))  # fmt: skip
+    return Costs(
+        forward=row(seconds, p),
+        input_grad=row(seconds, p),
+        weight_grad=row(seconds, p),
+        transfer=row(hop, p - 1),
+        transfer_back=row(hop, p - 1),
+    )
 
 
 @given(uneven(), st.integers(1, 20), st.data())
@@ -128,7 +138,9 @@ def test_in_the_same_memory_no_handmade_schedule_has_a_shorter_span(p, m, fiw):
 
 @pytest.mark.parametrize("p", range(1, 9))
 def test_for_equal_times_1p_is_zb_h1_and_2p_has_no_bubble(p):
-    """Where all is even there is nothing for a heuristic to find: the handmade schedules are the answer."""
+    """Where all is even there is nothing for a heuristic to find: the handmade schedules are the
+    answer.
+    """
     even = costs_of(1, 1, 1)
     for m in range(1, 3 * p + 2):
         one, two = schedule("zb-1p", p, m, costs=even), schedule("zb-2p", p, m, costs=even)
@@ -157,7 +169,9 @@ def test_without_a_limit_it_takes_what_memory_it_can_use():
 
 
 def test_costs_that_differ_by_micro_batch_are_measured_each():
-    """A short last micro-batch must not be planned as a long one: its order is that of its own times."""
+    """A short last micro-batch must not be planned as a long one: its order is that of its own
+    times.
+    """
     long_first = Costs(forward=[[4, 1, 1, 1]] * 3, input_grad=[[4, 1, 1, 1]] * 3, weight_grad=1)
     made = schedule("zb-2p", micro_batches=4, costs=long_first)
     check_split(made)

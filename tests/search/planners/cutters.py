@@ -24,7 +24,9 @@ def profile(
     fixed: float = 0.0,
     **counts: Sequence[float],
 ) -> Profile:
-    """A profile from seconds of forward and backward per sample; `counts`: parameters, parameter_bytes, activation, output."""
+    """A profile from seconds of forward and backward per sample; `counts`: parameters,
+    parameter_bytes, activation, output.
+    """
 
     def timing(per_sample: float) -> Timing:
         return Timing((1, batch), (fixed + per_sample, fixed + batch * per_sample))
@@ -33,10 +35,21 @@ def profile(
         return counts[name][layer] if name in counts else default
 
     layers = tuple(
-        LayerProfile(f"l{i}", "L", timing(f), timing(b), timing(b / 2), timing(b / 2), int(count("parameters", i, 1)),
-                     int(count("parameter_bytes", i, 4)), 0, count("activation", i, 8.0), count("output", i, 8.0))
+        LayerProfile(
+            f"l{i}",
+            "L",
+            timing(f),
+            timing(b),
+            timing(b / 2),
+            timing(b / 2),
+            int(count("parameters", i, 1)),
+            int(count("parameter_bytes", i, 4)),
+            0,
+            count("activation", i, 8.0),
+            count("output", i, 8.0),
+        )
         for i, (f, b) in enumerate(seconds)
-    )  # fmt: skip
+    )
     return Profile(layers, "abc", 8.0, batch)
 
 

@@ -46,8 +46,12 @@ def latency(request, micro_batches, lengths, sizes, *, everyone=True):
 )
 def test_no_stages_on_submeshes_have_less_latency(blocks, where, room, count):
     """Against all of them."""
-    costs = profile([(f, 2 * f) for f, _ in blocks], parameter_bytes=[bytes_ for _, bytes_ in blocks],
-                    activation=[5e6] * len(blocks), batch=8)  # fmt: skip
+    costs = profile(
+        [(f, 2 * f) for f, _ in blocks],
+        parameter_bytes=[bytes_ for _, bytes_ in blocks],
+        activation=[5e6] * len(blocks),
+        batch=8,
+    )
     request = ask(costs, where, batch=8, micro_batches=count, memory_limit=room)
     ways = list(shared(len(blocks), request.cluster.ranks))
     best = min(latency(request, count, *way) for way in ways)
@@ -93,7 +97,9 @@ def test_a_stage_on_several_devices_has_them_in_one_node():
 
 
 def test_devices_that_no_submeshes_make_up_are_left_over():
-    """One layer on six devices of a node, and four micro-batches: 1, 2 and 4 are submeshes, and the node, which is too many."""
+    """One layer on six devices of a node, and four micro-batches: 1, 2 and 4 are submeshes, and the
+    node, which is too many.
+    """
     assert [
         len(r) for r in alpa(ask(profile([(0.1, 0.2)]), "6xV100-NVLink")).schedule.ranks_of_stage
     ] == [6]

@@ -1,4 +1,6 @@
-"""The papers' planners on whatever they may be asked: a sound plan that keeps to it, or a refusal with words."""
+"""The papers' planners on whatever they may be asked: a sound plan that keeps to it, or a refusal
+with words.
+"""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,17 +23,27 @@ sizes = st.sampled_from((0, 1000, 10**6))
 def clusters(draw):
     """Up to six devices of one or two kinds on nodes of several sizes."""
     ranks = draw(st.integers(1, 6))
-    kinds = [Device(f"k{i}", memory, flops=(("float32", 1e12 * (i + 1)),)) for i, memory in
-             enumerate(draw(st.lists(st.sampled_from((10**7, 10**10)), min_size=1, max_size=2)))]  # fmt: skip
+    kinds = [
+        Device(f"k{i}", memory, flops=(("float32", 1e12 * (i + 1)),))
+        for i, memory in enumerate(
+            draw(st.lists(st.sampled_from((10**7, 10**10)), min_size=1, max_size=2))
+        )
+    ]
     devices = tuple(kinds[i * len(kinds) // ranks] for i in range(ranks))
     link = draw(st.sampled_from((1e7, 1e9)))
     return Cluster("c", devices, draw(st.integers(1, 3)), Link(1e-5, 1e10), Link(1e-4, link))
 
 
-asked = st.fixed_dictionaries({}, optional={
-    "stages": st.integers(1, 3), "micro_batches": st.integers(1, 6), "max_replicas": st.integers(1, 3),
-    "asynchronous": st.booleans(), "recompute": st.sampled_from(("never", "except_last", "always")),
-})  # fmt: skip
+asked = st.fixed_dictionaries(
+    {},
+    optional={
+        "stages": st.integers(1, 3),
+        "micro_batches": st.integers(1, 6),
+        "max_replicas": st.integers(1, 3),
+        "asynchronous": st.booleans(),
+        "recompute": st.sampled_from(("never", "except_last", "always")),
+    },
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,7 +59,9 @@ asked = st.fixed_dictionaries({}, optional={
 def test_a_planner_keeps_to_what_is_asked_or_says_why_not(
     profile_of, name, rows, cluster, batch, asked
 ):
-    """The plan is sound, fits, uses no device twice, has its paper's objective, and the numbers that were asked for."""
+    """The plan is sound, fits, uses no device twice, has its paper's objective, and the numbers
+    that were asked for.
+    """
     seconds, activation, output, parameters = (list(column) for column in zip(*rows, strict=True))
     profile = profile_of(seconds, activation=activation, output=output, parameters=parameters)
     try:

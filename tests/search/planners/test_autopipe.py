@@ -11,7 +11,8 @@ from penstock.partition.bottleneck import minimax
 from penstock.search.planners.autopipe import autopipe, search
 from penstock.search.planners.autopipe_path import critical_path
 
-#: How far the search's best may be from the best of all cuts: seen 2.8 % in 100 random chains, 98 of them exact.
+#: How far the search's best may be from the best of all cuts: seen 2.8 % in 100 random chains, 98
+#: of them exact.
 BAND = 0.08
 
 
@@ -30,7 +31,9 @@ def path_of(forward, backward, lengths, hop=0.0):
     data=st.data(),
 )
 def test_the_search_finds_a_cut_that_is_best_or_near_it(blocks, data):
-    """It is a local search: never worse than the minimax cut that it begins with, and near the best of all."""
+    """It is a local search: never worse than the minimax cut that it begins with, and near the best
+    of all.
+    """
     forward = [f for f, _ in blocks]
     backward = [f * ratio for f, ratio in blocks]
     stages = data.draw(st.integers(1, min(len(blocks), 4)))
@@ -43,7 +46,9 @@ def test_the_search_finds_a_cut_that_is_best_or_near_it(blocks, data):
 
 
 def test_equal_blocks_that_do_not_divide_go_to_the_front():
-    """Work at the front is over sooner in the cool-down, so the heavier stages stand there; the minimax cut alone does not say where."""
+    """Work at the front is over sooner in the cool-down, so the heavier stages stand there; the
+    minimax cut alone does not say where.
+    """
     found = search([1.0] * 10, [2.0] * 10, 4, 0.0, 10**6)
     assert max(found.cut) == 3
     assert found.path.step_s == min(
@@ -86,7 +91,9 @@ def test_micro_batches_are_sliced_until_the_start_up_is_bridged():
     ("stages", "count", "sliced", "seconds"), [(4, 8, 1, 31.5), (8, 16, 2, 65.5)]
 )
 def test_the_slicers_known_cases_come_out_of_the_whole_plan(stages, count, sliced, seconds):
-    """LITERATURE 6.4: 33 falls to 31.5 with one micro-batch cut in two, 69 to 65.5 with two; transfers are a millionth of a step."""
+    """LITERATURE 6.4: 33 falls to 31.5 with one micro-batch cut in two, 69 to 65.5 with two;
+    transfers are a millionth of a step.
+    """
     costs = profile([(1.0, 2.0)] * stages, batch=count, output=[0.0] * stages)
     found = autopipe(ask(costs, f"{stages}xV100-NVLink", batch=count, micro_batches=count))
     assert dict(found.schedule_options) == {"sliced": sliced}

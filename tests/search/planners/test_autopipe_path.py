@@ -15,8 +15,15 @@ seconds = st.floats(0.25, 4)
 def simulated(forward, backward):
     """1F1B with twice as many micro-batches as stages, transfers free."""
     made = schedule("1f1b", len(forward), 2 * len(forward))
-    return simulate_schedule(made, Costs(forward=list(forward), backward=list(backward), input_grad=[b / 2 for b in backward],
-                                         weight_grad=[b / 2 for b in backward])).makespan  # fmt: skip
+    return simulate_schedule(
+        made,
+        Costs(
+            forward=list(forward),
+            backward=list(backward),
+            input_grad=[b / 2 for b in backward],
+            weight_grad=[b / 2 for b in backward],
+        ),
+    ).makespan
 
 
 @settings(max_examples=40, deadline=None)
@@ -31,7 +38,9 @@ def test_equal_stages_take_what_1f1b_takes(stages, forward, backward):
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6))
 def test_it_is_a_lower_bound_of_the_simulated_step(rows):
-    """The formula leaves out waiting in the start-up and before the critical stage, and adds nothing that is not there."""
+    """The formula leaves out waiting in the start-up and before the critical stage, and adds
+    nothing that is not there.
+    """
     forward, backward = zip(*rows, strict=True)
     found, real = critical_path(forward, backward).step_s, simulated(forward, backward)
     assert found <= real * (1 + 1e-9)
@@ -56,7 +65,9 @@ def test_the_slowest_stage_is_critical():
 
 
 def test_hops_cost_their_time():
-    """The formula's C: start-up and drain have p - 1 hops each way, and every op of the steady phase one."""
+    """The formula's C: start-up and drain have p - 1 hops each way, and every op of the steady
+    phase one.
+    """
     plain, hops = (
         critical_path([1, 1, 1], [2, 2, 2]),
         critical_path([1, 1, 1], [2, 2, 2], transfer_s=0.5),

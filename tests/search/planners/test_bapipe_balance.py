@@ -55,8 +55,10 @@ def test_with_fewer_boundaries_only_those_are_cut(seconds, data):
     layers = len(seconds[0])
     allowed = data.draw(st.lists(st.booleans(), min_size=layers, max_size=layers))
     every = [
-        each for each in all_lengths(layers, len(seconds)) if all(allowed[end - 1] for end in list(accumulate(each))[:-1])
-    ]  # fmt: skip
+        each
+        for each in all_lengths(layers, len(seconds))
+        if all(allowed[end - 1] for end in list(accumulate(each))[:-1])
+    ]
     if not every:
         with pytest.raises(PlanError, match="places to cut"):
             balanced_lengths(seconds, allowed)

@@ -27,8 +27,14 @@ def simulated(name, stages):
     ).makespan
 
 
-SHAPES = st.builds(Stages, count=st.integers(1, 6), micro_batches=st.integers(1, 20), forward_s=st.floats(0.5, 2),
-                   backward_s=st.floats(0.5, 4), transfer_s=st.floats(0, 0.5))  # fmt: skip
+SHAPES = st.builds(
+    Stages,
+    count=st.integers(1, 6),
+    micro_batches=st.integers(1, 20),
+    forward_s=st.floats(0.5, 2),
+    backward_s=st.floats(0.5, 4),
+    transfer_s=st.floats(0, 0.5),
+)
 
 
 @settings(deadline=None, max_examples=40)
@@ -41,7 +47,9 @@ def test_1f1b_that_waits_takes_what_simulation_says(stages):
 @settings(deadline=None, max_examples=40)
 @given(SHAPES)
 def test_1f1b_with_twice_the_warm_up_takes_what_simulation_says(stages):
-    """SO is the eager order: only filling and draining pay for transfers, as long as a pair of ops hides one each way."""
+    """SO is the eager order: only filling and draining pay for transfers, as long as a pair of ops
+    hides one each way.
+    """
     assert 2 * stages.transfer_s <= stages.forward_s + stages.backward_s
     assert one_f_one_b_so(stages).seconds == pytest.approx(simulated("eager-1f1b", stages))
 

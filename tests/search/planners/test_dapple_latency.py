@@ -1,4 +1,6 @@
-"""DAPPLE's latency formula against its text, and against simulation where that is what it describes."""
+"""DAPPLE's latency formula against its text, and against simulation where that is what it
+describes.
+"""
 
 import pytest
 from hypothesis import given, settings

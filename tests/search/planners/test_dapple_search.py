@@ -16,13 +16,21 @@ from penstock.search.planners.layer_costs import LayerCosts
 def shares(forward, backward, output, weights, most, fixed=0.0):
     """The costs for 1, 2, … copies, each of which has its share of the samples."""
     return [
-        LayerCosts(tuple(fixed + f / k for f in forward), tuple(fixed + b / k for b in backward), tuple(output),
-                   (0.0,) * len(forward), tuple(weights)) for k in range(1, most + 1)
-    ]  # fmt: skip
+        LayerCosts(
+            tuple(fixed + f / k for f in forward),
+            tuple(fixed + b / k for b in backward),
+            tuple(output),
+            (0.0,) * len(forward),
+            tuple(weights),
+        )
+        for k in range(1, most + 1)
+    ]
 
 
 def evaluated(task, stages):
-    """L of a pipeline, put together from its stages and transfers; links written out here, not taken from `Network`."""
+    """L of a pipeline, put together from its stages and transfers; links written out here, not
+    taken from `Network`.
+    """
     forward, backward, reduce = [], [], []
     for i, (start, stop, place) in enumerate(stages):
         copies = sum(place)
@@ -64,11 +72,15 @@ def every(task):
 amounts = st.floats(0.05, 5)
 tasks = st.integers(1, 5).flatmap(
     lambda n: st.builds(
-        lambda f, b, o, w, net, m, fixed: Task(shares(f, b, o, w, 4, fixed), (4,), Network(net, net), m),
+        lambda f, b, o, w, net, m, fixed: Task(
+            shares(f, b, o, w, 4, fixed), (4,), Network(net, net), m
+        ),
         *(st.lists(amounts, min_size=n, max_size=n) for _ in range(4)),
-        st.tuples(st.floats(0, 0.1), st.floats(0, 0.5)), st.sampled_from((2, 3, 8, 32)), st.floats(0, 0.2),
+        st.tuples(st.floats(0, 0.1), st.floats(0, 0.5)),
+        st.sampled_from((2, 3, 8, 32)),
+        st.floats(0, 0.2),
     )
-)  # fmt: skip
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,7 +94,9 @@ def test_what_keeps_enough_ways_finds_the_best_of_all_cuts_and_copies(task):
 
 
 def test_few_kept_ways_are_nearly_always_enough():
-    """How near the heuristic comes, on 100 random chains of 7 layers: at most 2 in 100 are missed, none by more than 5 %."""
+    """How near the heuristic comes, on 100 random chains of 7 layers: at most 2 in 100 are missed,
+    none by more than 5 %.
+    """
     random = np.random.default_rng(5)
     ratios = []
     for turn in range(100):
@@ -128,7 +142,9 @@ def test_a_number_of_stages_and_of_copies_is_kept(task, stages, most):
 
 
 def test_placement_policies_are_those_of_the_paper():
-    """Fresh first stays within an unused machine, append first fills one in use, scatter first takes from all in use alike."""
+    """Fresh first stays within an unused machine, append first fills one in use, scatter first
+    takes from all in use alike.
+    """
     assert placements((4, 4, 4), (2, 2, 0), 2) == [(0, 0, 2), (2, 0, 0), (1, 1, 0)]
     assert placements((2, 2), (0, 0), 2) == [(2, 0), (1, 1)]
     assert placements((8,), (3,), 5) == [(5,)]
@@ -140,7 +156,8 @@ def test_the_devices_of_a_place_are_taken_from_each_node_in_order():
     assert devices_of(placed, [[0, 1], [2, 3, 4]]) == [(0, 1, 2), (3, 4)]
 
 
-#: VGG-19 on a V100, 32 samples (LITERATURE 11.7; profiling_results/vgg-19-pbs-32.txt of AlibabaPAI/DAPPLE): forward and backward ms,
+#: VGG-19 on a V100, 32 samples (LITERATURE 11.7; profiling_results/vgg-19-pbs-32.txt of
+#: AlibabaPAI/DAPPLE): forward and backward ms,
 #: output bytes, parameter bytes.
 VGG_19 = [
     (3.4, 6.8, 384e6, 6_835), (7.2, 14.4, 384e6, 140_869), (0.65, 1.3, 96e6, 0), (3.4, 6.8, 192e6, 281_738),
@@ -156,8 +173,13 @@ def vgg_19(bandwidth, samples=32, collective=None):
     """16 machines with a V100 each, batch 2,048; parameter bytes are given divided by 1.048576."""
     forward, backward, output, weights = zip(*VGG_19, strict=True)
     scale = samples / 32
-    costs = shares([f * scale / 1e3 for f in forward], [b * scale / 1e3 for b in backward], [o * scale for o in output],
-                   [w * 1.048576 for w in weights], 16)  # fmt: skip
+    costs = shares(
+        [f * scale / 1e3 for f in forward],
+        [b * scale / 1e3 for b in backward],
+        [o * scale for o in output],
+        [w * 1.048576 for w in weights],
+        16,
+    )
     network = Network(
         (0.0, 1 / 25e9), (0.0, 1 / bandwidth), None if collective is None else (0.0, 1 / collective)
     )
@@ -169,7 +191,9 @@ def vgg_19(bandwidth, samples=32, collective=None):
 def test_of_vgg_19_in_two_stages_the_best_is_the_published_15_to_1_between_convolutions_and_classifier(
     bandwidth, collective, samples
 ):
-    """DAPPLE's plan for configuration C (10 Gb/s), with its planner's own constants (P2P 1 GB/s, NCCL 3 GB/s) too."""
+    """DAPPLE's plan for configuration C (10 Gb/s), with its planner's own constants (P2P 1 GB/s,
+    NCCL 3 GB/s) too.
+    """
     found = {
         len(each.stages): each for each in search(vgg_19(bandwidth, samples, collective), keep=2)
     }

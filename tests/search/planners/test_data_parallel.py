@@ -33,7 +33,9 @@ def cluster_of(ranks, memory=10**12, speeds=(1.0,), latency=1e-4):
 def test_the_objective_is_the_ring_formula_and_what_simulation_says(
     profile_of, seconds, ranks, each
 ):
-    """Every device's share, then 2 (R - 1) pieces round the ring: the formula is exact for equal shares."""
+    """Every device's share, then 2 (R - 1) pieces round the ring: the formula is exact for equal
+    shares.
+    """
     found = plan(profile_of(seconds), cluster_of(ranks), ranks * each, planner="data-parallel")
     computing = sum(3 * each * second for second in seconds)
     ring = 2 * (ranks - 1) * (1e-4 + 1000 * len(seconds) / ranks / 1e6)

@@ -89,7 +89,9 @@ tables = st.integers(1, 6).flatmap(
 @settings(max_examples=80, deadline=None)
 @given(tables)
 def test_the_cut_is_the_best_of_all_that_fit(rows):
-    """Heterogeneous stages, each with a limit of its own: the paper's integer program, by enumeration."""
+    """Heterogeneous stages, each with a limit of its own: the paper's integer program, by
+    enumeration.
+    """
     n = len(rows[0][0])
     times, fits = [], []
     for seconds, limit in rows:
@@ -109,7 +111,9 @@ def test_the_cut_is_the_best_of_all_that_fit(rows):
 
 
 def objective(profile, cluster, found):
-    """The slowest stage of any virtual worker, computing and receiving, shared by them all; no memory asked."""
+    """The slowest stage of any virtual worker, computing and receiving, shared by them all; no
+    memory asked.
+    """
     stages, samples = found.stages, found.batch / found.micro_batches
     devices = found.devices or tuple(range(found.ranks))
     ends = list(accumulate(found.lengths, initial=0))
@@ -160,7 +164,9 @@ def test_the_slow_device_gets_the_shorter_stage(profile_of):
 
 
 def test_early_stages_stand_where_the_memory_is(profile_of):
-    """More micro-batches are in flight on them: with activations that fill it, the device with more memory comes first."""
+    """More micro-batches are in flight on them: with activations that fill it, the device with more
+    memory comes first.
+    """
     profile = profile_of([1e-3] * 8, activation=1000.0, parameters=1, output=1.0)
     found = plan(
         profile,

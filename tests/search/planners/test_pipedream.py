@@ -22,7 +22,9 @@ def cluster_of(ranks, per_node=1, inside=1e6, between=1e5, memory=10**12, names=
 
 
 def objective(profile, found, bandwidth):
-    """Section 3.1 written out for one level: the slowest stage or link for a micro-batch of the plan."""
+    """Section 3.1 written out for one level: the slowest stage or link for a micro-batch of the
+    plan.
+    """
     samples = found.batch / found.micro_batches
     replicas = dict(found.schedule_options).get("replicas", (1,) * found.stages)
     ends = list(accumulate(found.lengths, initial=0))
@@ -46,7 +48,9 @@ def objective(profile, found, bandwidth):
 
 @pytest.fixture
 def profile(profile_of):
-    """A heavy first layer, which wants copies, and a last one with nearly all weights, which does not."""
+    """A heavy first layer, which wants copies, and a last one with nearly all weights, which does
+    not.
+    """
     return profile_of(
         [6e-3, 1e-3, 1e-3, 1e-3], parameters=[10, 10, 10, 20_000], output=[5, 5, 1, 1]
     )
@@ -75,7 +79,9 @@ def test_with_asynchrony_the_schedule_is_pipedreams_own_with_stashed_weights(pro
 
 
 def test_more_copies_than_micro_batches_are_refused_with_what_would_do(profile_of):
-    """Every copy of a stage needs a micro-batch of its own: the message says how many copies would do."""
+    """Every copy of a stage needs a micro-batch of its own: the message says how many copies would
+    do.
+    """
     profile = profile_of([1e-3] * 4, parameters=1, output=1000)
     with pytest.raises(
         PlanError, match=r"a stage on 8 devices, and each needs one of the 2 .* max_replicas=2"
@@ -95,7 +101,9 @@ def test_more_copies_than_micro_batches_are_refused_with_what_would_do(profile_o
 
 
 def test_copies_in_several_nodes_are_numbered_so_that_a_micro_batch_stays_in_its_node():
-    """Micro-batch n goes to the n-th copies: on the same node at both stages, as long as these have copies on all nodes alike."""
+    """Micro-batch n goes to the n-th copies: on the same node at both stages, as long as these have
+    copies on all nodes alike.
+    """
     found = spread([Part(0, 2, 2, (Part(0, 1, 1), Part(1, 2, 3)))], [[0, 1, 2, 3], [4, 5, 6, 7]])
     (_, _, first), (_, _, second) = found
     assert all(first[n % 2] // 4 == second[n % 6] // 4 for n in range(12))
@@ -129,7 +137,9 @@ def test_a_number_of_stages_and_of_replicas_is_kept(profile):
 
 
 def test_where_a_cut_for_time_does_not_fit_it_is_cut_within_memory(profile_of):
-    """Two and two layers would be even; the second layer's activations wait only behind an early stage."""
+    """Two and two layers would be even; the second layer's activations wait only behind an early
+    stage.
+    """
     profile = profile_of([1e-3] * 4, activation=[100, 10_000, 100, 100], parameters=1, output=1)
     asked = {
         "planner": "pipedream",

@@ -14,8 +14,10 @@ from penstock.search.planners.pipedream_cut import Level, Part, Rules, hierarchi
 
 DATA = Path(__file__).parent / "data"
 
-#: Printed by optimizer_graph_hierarchical.py on its own profiles with activation_compression_ratio 1 (LITERATURE 11.6): the machines
-#: (components, bytes per second) from the lowest level, whether --straight_pipeline; (first layer, one past the last, copies) of the
+#: Printed by optimizer_graph_hierarchical.py on its own profiles with activation_compression_ratio
+#: 1 (LITERATURE 11.6): the machines
+#: (components, bytes per second) from the lowest level, whether --straight_pipeline; (first layer,
+#: one past the last, copies) of the
 #: highest level, and of the levels below inside each; seconds per stage.
 ORACLES = {
     "vgg16": [
@@ -48,8 +50,9 @@ every_row = pytest.mark.parametrize(("name", "machines", "straight", "stages", "
 
 
 def load(name):
-    """The profile as a chain: the input is no layer, and where a reshape takes its size from a node of its own, its input crosses a cut
-    between the two besides (antichains)."""
+    """The profile as a chain: the input is no layer, and where a reshape takes its size from a node
+    of its own, its input crosses a cut between the two besides (antichains).
+    """
     rows = json.loads((DATA / f"{name}.json").read_text())["layers"]
     rows = [row for row in rows if row[1] != "Input"]
     output = [
@@ -57,9 +60,12 @@ def load(name):
         for before, row in zip([rows[0], *rows], rows, strict=False)
     ]
     return LayerCosts(
-        tuple(row[2] / 1e3 for row in rows), tuple(row[3] / 1e3 for row in rows), tuple(map(float, output)),
-        tuple(float(row[4]) for row in rows), tuple(float(row[5]) for row in rows),
-    )  # fmt: skip
+        tuple(row[2] / 1e3 for row in rows),
+        tuple(row[3] / 1e3 for row in rows),
+        tuple(map(float, output)),
+        tuple(float(row[4]) for row in rows),
+        tuple(float(row[5]) for row in rows),
+    )
 
 
 def parts(rows):
@@ -68,7 +74,9 @@ def parts(rows):
 
 
 def slowest(costs, found, levels, form):
-    """The slowest stage or link, written out once more from the definitions, without any dynamic programming."""
+    """The slowest stage or link, written out once more from the definitions, without any dynamic
+    programming.
+    """
     bandwidth, below = levels[-1][1], levels[:-1]
     last = len(costs) - 1
     times = []
@@ -112,8 +120,9 @@ def test_the_code_form_takes_as_long_per_stage_as_the_authors_optimizer_printed(
 def test_the_cut_that_the_authors_optimizer_printed_is_among_the_best(
     name, machines, straight, stages, seconds
 ):
-    """Many cuts are equally good, and which is printed hangs on the order of a Python set there: theirs is as good as ours, and where no
-    other is, it is ours."""
+    """Many cuts are equally good, and which is printed hangs on the order of a Python set there:
+    theirs is as good as ours, and where no other is, it is ours.
+    """
     own = hierarchical_cut(
         load(name), [Level(*machine) for machine in machines], Rules("code", straight=straight)
     )
@@ -162,7 +171,9 @@ def test_the_time_of_the_whole_model_is_that_of_the_profile():
 
 
 def cuts(start, stop, sizes):
-    """Every way to cut layers at the highest level into parts whose components add up, and each part likewise below."""
+    """Every way to cut layers at the highest level into parts whose components add up, and each
+    part likewise below.
+    """
 
     def at(first, left):
         if first == stop:
@@ -226,9 +237,10 @@ def test_with_few_replicas_or_a_number_of_stages_the_cut_is_the_best_of_those(
 ):
     """What the user fixes is no more than a filter on the same objective."""
     every = [
-        each for each in cuts(0, len(costs), (components,))
+        each
+        for each in cuts(0, len(costs), (components,))
         if len(each) == stages and max(part.replicas for part in each) <= most
-    ]  # fmt: skip
+    ]
     rules = Rules(most_replicas=most, stages=stages)
     if not every:
         with pytest.raises(PlanError, match="cannot be spread over"):
@@ -248,7 +260,9 @@ def test_with_few_replicas_or_a_number_of_stages_the_cut_is_the_best_of_those(
 def test_within_memory_the_cut_is_the_best_of_those_whose_stages_hold_no_more(
     costs, components, memory, form, stash
 ):
-    """What waits behind a stage is components behind over its own, rounded up; the paper's form holds what is worked on besides."""
+    """What waits behind a stage is components behind over its own, rounded up; the paper's form
+    holds what is worked on besides.
+    """
 
     def fits(found):
         left = components

@@ -12,7 +12,9 @@ from penstock.search.planners.piper import piper
 
 
 def tps(request, micro_batches, lengths, copies, recompute):
-    """The slowest stage's time per micro-batch, by the formula of the docstring; infinite where memory does not suffice."""
+    """The slowest stage's time per micro-batch, by the formula of the docstring; infinite where
+    memory does not suffice.
+    """
     costs, samples = request.profile, request.batch / micro_batches
     bandwidth = request.cluster.link(0, request.cluster.ranks - 1).bandwidth_bytes_per_s
     room = request.memory_bytes(0)
@@ -53,8 +55,13 @@ def tps(request, micro_batches, lengths, copies, recompute):
 )
 def test_no_stages_have_a_faster_slowest_one(blocks, devices, room, recompute):
     """Against all of them: cuts, devices, and what memory allows."""
-    costs = profile([(f, 2 * f) for f, _ in blocks], parameter_bytes=[bytes_ for _, bytes_ in blocks],
-                    output=[1e5] * len(blocks), activation=[5e6] * len(blocks), batch=8)  # fmt: skip
+    costs = profile(
+        [(f, 2 * f) for f, _ in blocks],
+        parameter_bytes=[bytes_ for _, bytes_ in blocks],
+        output=[1e5] * len(blocks),
+        activation=[5e6] * len(blocks),
+        batch=8,
+    )
     request = ask(
         costs,
         f"{devices}xV100-10GbE",
@@ -69,7 +76,8 @@ def test_no_stages_have_a_faster_slowest_one(blocks, devices, room, recompute):
     except PlanError as error:
         found, refusal = None, str(error)
     if found is None:
-        # What fits by Piper's count may lack a byte by the simulator's: then it says what is needed.
+        # What fits by Piper's count may lack a byte by the simulator's: then it says what is
+        # needed.
         assert best == math.inf or "nothing fits the memory" in refusal
         return
     copies = tuple(len(ranks) for ranks in found.schedule.ranks_of_stage)
@@ -78,7 +86,9 @@ def test_no_stages_have_a_faster_slowest_one(blocks, devices, room, recompute):
 
 
 def test_a_heavy_front_gets_more_devices_and_a_heavy_back_one():
-    """VGG's shape on a slow link: all convolutions replicated, the fully connected layers on one device."""
+    """VGG's shape on a slow link: all convolutions replicated, the fully connected layers on one
+    device.
+    """
     costs = profile(
         [(0.03, 0.06)] * 6 + [(0.05, 0.1)],
         parameter_bytes=[1000] * 6 + [500_000_000],
@@ -92,8 +102,10 @@ def test_a_heavy_front_gets_more_devices_and_a_heavy_back_one():
 def test_recomputation_is_chosen_where_memory_asks_for_it():
     """Both plans are searched; only the one with recomputation fits."""
     costs = profile([(0.01, 0.02)] * 4, activation=[100e6] * 4, output=[1e3] * 4)
-    roomy, tight = (piper(ask(costs, "2xV100-10GbE", micro_batches=8, max_replicas=1, memory_limit=limit))
-                    for limit in (16 * 10**9, 10**9))  # fmt: skip
+    roomy, tight = (
+        piper(ask(costs, "2xV100-10GbE", micro_batches=8, max_replicas=1, memory_limit=limit))
+        for limit in (16 * 10**9, 10**9)
+    )
     assert (roomy.recompute, tight.recompute) == ("never", "always")
 
 

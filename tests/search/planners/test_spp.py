@@ -18,7 +18,9 @@ from penstock.simulate.plan_costs import meeting_seconds
 
 
 def parts(request, count, order, lengths, copies):
-    """Forward, backward and sync of every stage, and one way of every channel, from the profile and the cluster alone."""
+    """Forward, backward and sync of every stage, and one way of every channel, from the profile and
+    the cluster alone.
+    """
     costs, samples, target = request.profile, request.batch / count, request.cluster
     forward, backward, sync, groups = [], [], [], []
     for (a, b), r in zip(bounds(lengths), copies, strict=True):
@@ -32,8 +34,10 @@ def parts(request, count, order, lengths, copies):
         links = [target.link(x, y) for x in one for y in other]
         crossing = samples * costs.layers[end - 1].output_bytes_per_sample
         lanes = min(len(one), len(other))
-        channel.append(max(link.latency_s for link in links)
-                       + crossing / lanes / min(link.bandwidth_bytes_per_s for link in links))  # fmt: skip
+        channel.append(
+            max(link.latency_s for link in links)
+            + crossing / lanes / min(link.bandwidth_bytes_per_s for link in links)
+        )
     return forward, backward, channel, sync
 
 
@@ -55,8 +59,12 @@ def load(request, count, order, lengths, copies):
 )
 def test_no_stages_have_less_load_for_their_number(blocks, where):
     """Against all of them, on all devices, for every number of stages."""
-    costs = profile([(f, 2 * f) for f, _, _ in blocks], parameter_bytes=[bytes_ for _, bytes_, _ in blocks],
-                    output=[out for *_, out in blocks], batch=8)  # fmt: skip
+    costs = profile(
+        [(f, 2 * f) for f, _, _ in blocks],
+        parameter_bytes=[bytes_ for _, bytes_, _ in blocks],
+        output=[out for *_, out in blocks],
+        batch=8,
+    )
     request = ask(costs, where, batch=8)
     order = tuple(range(request.cluster.ranks))
     loads = Loads(LayerCosts.of(costs, 1.0), request.cluster, order, 8, len(order))

@@ -8,7 +8,9 @@ from penstock.search.planners.spp_execution import makespan
 
 
 def slowly(forward, backward, channel, sync, micro_batches):
-    """The same rule, by looking at everything at every moment at which something ends; times are whole numbers."""
+    """The same rule, by looking at everything at every moment at which something ends; times are
+    whole numbers.
+    """
     stages = len(forward)
     way = [("F", i) for i in range(2 * stages - 1)] + [
         ("B", i) for i in range(2 * stages - 2, -1, -1)
@@ -33,8 +35,13 @@ def slowly(forward, backward, channel, sync, micro_batches):
                 if resource % 2 == 0:
                     ended[resource // 2] = now
         for resource in range(2 * stages - 1):
-            ready = sorted((way[at][0] == "F", number) for number, at in place.items()
-                           if at < len(way) and way[at][1] == resource and number not in [n for n, _ in running.values()])  # fmt: skip
+            ready = sorted(
+                (way[at][0] == "F", number)
+                for number, at in place.items()
+                if at < len(way)
+                and way[at][1] == resource
+                and number not in [n for n, _ in running.values()]
+            )
             if resource not in running and ready:
                 number = ready[0][1]
                 running[resource] = (number, now + seconds(way[place[number]]))

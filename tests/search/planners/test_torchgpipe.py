@@ -13,7 +13,9 @@ from penstock.search.planners.torchgpipe import imbalance, torchgpipe, torchgpip
     ("stages", "lengths"), [(2, (8, 17)), (4, (4, 4, 5, 12)), (8, (2, 2, 3, 2, 2, 2, 3, 9))]
 )
 def test_vgg19_is_cut_as_torchgpipe_cuts_it(stages, lengths):
-    """LITERATURE 11.7: 31.8 ms on the slowest of eight stages, where 22.5 can be had. That is the planner to be compared with."""
+    """LITERATURE 11.7: 31.8 ms on the slowest of eight stages, where 22.5 can be had. That is the
+    planner to be compared with.
+    """
     found = torchgpipe(
         ask(profile([(f * 1e-3, b * 1e-3) for f, b in VGG19]), f"{stages}xV100-NVLink")
     )
@@ -34,7 +36,9 @@ def test_its_known_cuts_come_out(costs, stages, lengths):
 
 
 def test_its_own_defaults_are_taken():
-    """GPipe backwards in reverse order, and all but the last micro-batch recomputed, though all would fit."""
+    """GPipe backwards in reverse order, and all but the last micro-batch recomputed, though all
+    would fit.
+    """
     found = torchgpipe(ask(profile([(0.1, 0.2)] * 8), "4xV100-NVLink"))
     assert found.recompute == "except_last"
     assert dict(found.schedule_options) == {"backward_order": "reverse"}
@@ -60,8 +64,13 @@ def test_the_objective_is_the_imbalance_of_the_cut(planner):
     )
     found = planner(ask(costs, "4xV100-NVLink"))
     samples = 32 / found.micro_batches
-    raw = costs.step_seconds(samples) if planner is torchgpipe else \
-        [layer.output_bytes_per_sample * samples + 2 * layer.parameter_bytes for layer in costs]  # fmt: skip
+    raw = (
+        costs.step_seconds(samples)
+        if planner is torchgpipe
+        else [
+            layer.output_bytes_per_sample * samples + 2 * layer.parameter_bytes for layer in costs
+        ]
+    )
     scaled = [(each - min(raw)) / (max(raw) - min(raw)) for each in raw]
     sums = [sum(scaled[a:b]) for a, b in bounds(found.lengths)]
     assert found.objective.value == pytest.approx(max(sums) - min(sums))

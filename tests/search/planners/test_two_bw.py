@@ -22,7 +22,9 @@ def cluster_of(ranks, per_node=1, memory=10**12, names=("d",)):
 
 
 def held(profile, shape):
-    """2 |W| / d + |A| + d |A_in|, with |A| / d for |A| where it recomputes; |W| with gradients and momenta; the fullest stage's."""
+    """2 |W| / d + |A| + d |A_in|, with |A| / d for |A| where it recomputes; |W| with gradients and
+    momenta; the fullest stage's.
+    """
     ends = list(accumulate(shape.lengths, initial=0))
     parts = [profile.layers[a:b] for a, b in pairwise(ends)]
     weights = max(sum(layer.parameter_bytes for layer in part) for part in parts)

@@ -1,4 +1,6 @@
-"""The optimum by a model that knows nothing but the rules: no order of micro-batches, no bounds, no start."""
+"""The optimum by a model that knows nothing but the rules: no order of micro-batches, no bounds, no
+start.
+"""
 
 from itertools import combinations, pairwise
 
@@ -6,7 +8,9 @@ from ortools.sat.python import cp_model
 
 
 def optimum(problem):
-    """Least makespan of any program, by CP-SAT, for costs that are whole numbers; two routes are chosen per micro-batch."""
+    """Least makespan of any program, by CP-SAT, for costs that are whole numbers; two routes are
+    chosen per micro-batch.
+    """
     routes, c, m = problem.routes, problem.costs, problem.micro_batches
     splits = [[0] * m] if len(routes) == 1 else [[0] * n + [1] * (m - n) for n in range(1, m)]
     return min(_optimum(problem, [routes[way] for way in ways], c) for ways in splits)
@@ -47,7 +51,10 @@ def _optimum(problem, homes, c):
             )
             end["F", s], end["B", s], ends[s, n] = start["F", s] + f[s], turned, released
         for s, (here, there) in enumerate(pairwise(homes[n])):
-            for made, taken, link, seconds in (("F", s), ("F", s + 1), (here, there), up[s]), (("B", s + 1), ("B", s), (there, here), down[s]):  # fmt: skip
+            for made, taken, link, seconds in (
+                (("F", s), ("F", s + 1), (here, there), up[s]),
+                (("B", s + 1), ("B", s), (there, here), down[s]),
+            ):
                 sent = end[made]
                 if here != there:
                     leaves = time()

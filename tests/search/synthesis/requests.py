@@ -14,7 +14,9 @@ PLACED = {"linear": 1, "interleaved": 2, "v": 2, "bidirectional": 1}
 
 @st.composite
 def problems(draw, stages=(2, 4), micro_batches=5, placements=tuple(PLACED), whole=True):
-    """Costs, micro-batches and room for them: every number small and whole, some costs 0, so that ties are frequent."""
+    """Costs, micro-batches and room for them: every number small and whole, some costs 0, so that
+    ties are frequent.
+    """
     placement = draw(st.sampled_from(placements))
     count = draw(
         st.sampled_from(
@@ -70,7 +72,9 @@ def held(schedule, costs):
 
 
 def best_of_zoo(costs, micro_batches, routes, limit):
-    """The least makespan of the plain synchronous schedules whose stages stand on these routes and that fit, by name."""
+    """The least makespan of the plain synchronous schedules whose stages stand on these routes and
+    that fit, by name.
+    """
     best = {}
     for name, facts in catalogue.schedules().items():
         try:

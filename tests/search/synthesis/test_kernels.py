@@ -17,8 +17,18 @@ from penstock.search.synthesis.words import counts_of, schedule_of, words_of
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
-NAMES = {"gpipe": "linear", "1f1b": "linear", "zb-h1": "linear", "zb-h2": "linear", "interleaved": "interleaved",
-         "breadth-first": "interleaved", "zb-v": "v", "hanayo": "v", "v-half": "v", "chimera": "bidirectional"}  # fmt: skip
+NAMES = {
+    "gpipe": "linear",
+    "1f1b": "linear",
+    "zb-h1": "linear",
+    "zb-h2": "linear",
+    "interleaved": "interleaved",
+    "breadth-first": "interleaved",
+    "zb-v": "v",
+    "hanayo": "v",
+    "v-half": "v",
+    "chimera": "bidirectional",
+}
 COSTS = Costs(forward=(3.0, 1.0, 4.0, 1.5), input_grad=(5.0, 2.0, 2.0, 3.0), weight_grad=(1.0, 2.5, 3.0, 2.0),
               transfer=(1.5, 0.5, 2.0), transfer_back=(0.5, 1.0, 3.0))  # fmt: skip
 

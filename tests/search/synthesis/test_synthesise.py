@@ -1,4 +1,6 @@
-"""The search against the zoo, against its own bound, and against optima that an independent model proves."""
+"""The search against the zoo, against its own bound, and against optima that an independent model
+proves.
+"""
 
 import math
 import sys
@@ -37,7 +39,9 @@ def settings_of(room, **more):
 @settings(max_examples=25, **QUIET)
 @given(problems(stages=(2, 4, 6, 8), micro_batches=8, whole=False))
 def test_what_is_found_is_sound_and_within_the_limit_and_no_longer_than_the_zoo(request_):
-    """The promise of the search, on costs that nobody chose; halves that cost more than the whole, and updates, included."""
+    """The promise of the search, on costs that nobody chose; halves that cost more than the whole,
+    and updates, included.
+    """
     costs, m, room = request_
     found = synthesise(costs, m, settings_of(room, max_rounds=2))
     verify(found.schedule)
@@ -54,7 +58,9 @@ def test_what_is_found_is_sound_and_within_the_limit_and_no_longer_than_the_zoo(
 @settings(max_examples=10, **QUIET)
 @given(problems(micro_batches=3))
 def test_bound_search_and_proof_agree_with_an_independent_optimum(request_):
-    """No bound above it, no schedule below it, and the proof right on it: the model of the test shares no code with ours."""
+    """No bound above it, no schedule below it, and the proof right on it: the model of the test
+    shares no code with ours.
+    """
     costs, m, room = request_
     problem = problem_of(costs, m, room)
     least = optimum(problem)
@@ -93,7 +99,9 @@ def test_same_seed_and_rounds_give_the_same_schedule():
 
 
 def test_a_budget_of_nothing_still_gives_a_schedule():
-    """A search that is stopped at once has the zoo, or the first rule that works where nothing of the zoo fits."""
+    """A search that is stopped at once has the zoo, or the first rule that works where nothing of
+    the zoo fits.
+    """
     assert verify(synthesise(UNEVEN, 6, Settings(budget_s=0)).schedule)
     tight = synthesise(UNEVEN, 6, Settings(budget_s=0, memory_limit=2, placement="v"))
     assert max(verify(tight.schedule).peak_on_rank) <= 2
@@ -102,8 +110,10 @@ def test_a_budget_of_nothing_still_gives_a_schedule():
 
 def test_any_placement_is_the_best_of_all_that_fit():
     """`any` must not lose to a placement asked for by name; here two stages to a rank cannot pay."""
-    each = {name: synthesise(UNEVEN, 6, Settings(placement=name, budget_s=1000, max_rounds=1))
-            for name in ("linear", "v", "interleaved", "bidirectional")}  # fmt: skip
+    each = {
+        name: synthesise(UNEVEN, 6, Settings(placement=name, budget_s=1000, max_rounds=1))
+        for name in ("linear", "v", "interleaved", "bidirectional")
+    }
     found = synthesise(UNEVEN, 6, Settings(placement="any", budget_s=1000, max_rounds=1))
     assert found.makespan == min(each.values(), key=lambda one: one.makespan).makespan
     assert found.lower_bound <= min(one.makespan for one in each.values())
@@ -142,7 +152,9 @@ def test_whole_backwards_are_chosen_where_halves_cost_more():
 
 
 def test_limits_may_differ_by_rank_and_count_bytes():
-    """The first rank of 1F1B holds most; where it is the one with least memory, others have to wait for it."""
+    """The first rank of 1F1B holds most; where it is the one with least memory, others have to wait
+    for it.
+    """
     costs = Costs(forward=(1.0, 1.0, 1.0), activation_bytes=(2**20, 2**21, 2**20))
     found = synthesise(
         costs, 6, Settings(memory_limit=("2 MiB", "4 MiB", 2**21), budget_s=1000, max_rounds=1)
@@ -179,18 +191,21 @@ def test_a_limit_below_one_micro_batch_is_refused_with_what_is_needed():
         synthesise(UNEVEN, 4, Settings(memory_limit=(2, 1), placement="v"))
 
 
-@pytest.mark.parametrize(("wish", "message"), [
-    ({"placement": "circle"}, "no placement 'circle': take one of linear"),
-    ({"placement": "v", "ranks": 3}, "placement 'v' of 4 stages has 2 ranks, not 3"),
-    ({"placement": "interleaved", "ranks": 3}, "which 3 ranks cannot hold"),
-    ({"ranks": 0}, "at least 1 of ranks and got 0"),
-    ({"memory_limit": 0}, "memory_limit is above 0, not 0"),
-    ({"memory_limit": (1, 2)}, "memory_limit has 2 entries, but there are 4 ranks"),
-    ({"memory_limit": "2 GiB"}, "the costs carry no activation_bytes"),
-    ({"budget_s": -1}, "budget_s of 0 seconds or more, not -1"),
-    ({"max_rounds": -1}, "max_rounds of 0 or more, not -1"),
-    ({"seed": 0.5}, "seed of 0 or more, not 0.5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"placement": "circle"}, "no placement 'circle': take one of linear"),
+        ({"placement": "v", "ranks": 3}, "placement 'v' of 4 stages has 2 ranks, not 3"),
+        ({"placement": "interleaved", "ranks": 3}, "which 3 ranks cannot hold"),
+        ({"ranks": 0}, "at least 1 of ranks and got 0"),
+        ({"memory_limit": 0}, "memory_limit is above 0, not 0"),
+        ({"memory_limit": (1, 2)}, "memory_limit has 2 entries, but there are 4 ranks"),
+        ({"memory_limit": "2 GiB"}, "the costs carry no activation_bytes"),
+        ({"budget_s": -1}, "budget_s of 0 seconds or more, not -1"),
+        ({"max_rounds": -1}, "max_rounds of 0 or more, not -1"),
+        ({"seed": 0.5}, "seed of 0 or more, not 0.5"),
+    ],
+)
 def test_settings_that_make_no_sense_are_refused(wish, message):
     """Each message says what is taken instead."""
     with pytest.raises(ScheduleError, match=message):
@@ -253,7 +268,9 @@ def test_preemptive_bound_is_that_of_the_fullest_subset(jobs):
 
 
 def test_the_bound_is_one_for_a_zoo_schedule_that_hands_activations_to_partners():
-    """`bpipe` holds less than any other in its time: where it wins, limits bind it less, and the bound must not call that wrong."""
+    """`bpipe` holds less than any other in its time: where it wins, limits bind it less, and the
+    bound must not call that wrong.
+    """
     costs = Costs(
         forward=(1.0,) * 8, backward=(2.0,) * 8, input_grad=(2.0,) * 8, weight_grad=(2.0,) * 8
     )

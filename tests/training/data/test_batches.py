@@ -86,7 +86,9 @@ def test_shuffling_does_not_move_the_global_generators():
 
 
 def test_another_epoch_and_another_seed_give_other_orders_that_never_coincide():
-    """With seed + epoch as the seed, epoch 1 of seed 0 was epoch 0 of seed 1: the seeds of a study shared their orders."""
+    """With seed + epoch as the seed, epoch 1 of seed 0 was epoch 0 of seed 1: the seeds of a study
+    shared their orders.
+    """
     orders = {
         tuple(order(40, 5, seed=seed, epoch=epoch)) for seed in range(6) for epoch in range(6)
     }

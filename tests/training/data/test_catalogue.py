@@ -1,4 +1,6 @@
-"""The catalogue of data sets: one word in a config, and options that mean the same whichever data set it is."""
+"""The catalogue of data sets: one word in a config, and options that mean the same whichever data
+set it is.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def test_the_catalogue_has_the_four_data_sets():
 
 @pytest.mark.parametrize("name", list(DATASETS.entries()))
 def test_the_declared_options_are_those_of_the_function(name):
-    """An option that is declared and not taken would end in a TypeError; one not declared could never be given."""
+    """An option that is declared and not taken would end in a TypeError; one not declared could
+    never be given.
+    """
     entry = DATASETS.find(name)
     parameters = inspect.signature(entry.make).parameters
     assert entry.facts["takes"] == tuple(word for word in parameters if word != "path")

@@ -1,4 +1,6 @@
-"""CIFAR-100: the published format, read from a folder or an archive, and refused where it is anything else."""
+"""CIFAR-100: the published format, read from a folder or an archive, and refused where it is
+anything else.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def members(files: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def test_a_folder_gives_the_fine_labels_and_the_pixels_of_each_record(cifar_folder, cifar_bytes):
-    """Byte 0 is the coarse label, byte 1 the fine one, then red, green, blue row by row: a slip of one byte shows here."""
+    """Byte 0 is the coarse label, byte 1 the fine one, then red, green, blue row by row: a slip of
+    one byte shows here.
+    """
     data = cifar100(cifar_folder)
     raw = cifar_bytes["train.bin"]
     assert data.train_inputs.shape == (5, 3, 32, 32)
@@ -125,7 +129,9 @@ def test_an_empty_file_is_refused(cifar_folder):
     "foreign", [(0, 20, "coarse", 19), (1, 100, "fine", 99)], ids=["coarse", "fine"]
 )
 def test_a_label_out_of_range_names_the_record(foreign, cifar_folder, cifar_bytes):
-    """A foreign file of the right size is told by its labels, and the first bad record is where to look."""
+    """A foreign file of the right size is told by its labels, and the first bad record is where to
+    look.
+    """
     byte, label, which, last = foreign
     content = bytearray(cifar_bytes["train.bin"])
     content[3 * 3074 + byte] = label
@@ -207,7 +213,9 @@ def test_a_file_that_is_no_archive_is_refused(tmp_path):
 
 
 def test_an_archive_that_is_cut_off_is_refused_wherever_the_cut_is(cifar_bytes, write_archive):
-    """A cut in the header, in a member, or in the checksum: each fails in another library and must end in one message."""
+    """A cut in the header, in a member, or in the checksum: each fails in another library and must
+    end in one message.
+    """
     path = write_archive(members(cifar_bytes))
     whole = path.read_bytes()
     for length in (0, 5, 30, len(whole) // 3, len(whole) * 9 // 10):

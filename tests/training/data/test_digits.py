@@ -48,9 +48,15 @@ def test_both_parts_together_are_the_images_of_scikit_learn_in_their_order(plain
     """No image is lost, doubled, or given the label of another."""
     found = sklearn_datasets.load_digits()
     sums = torch.from_numpy(found.images).sum((1, 2))
-    restored = [(x.double().sum((1, 2, 3)), y) for x, y in ((plain.train_inputs, plain.train_targets),
-                                                             (plain.test_inputs, plain.test_targets))]  # fmt: skip
-    # Sums of pixels are moved and scaled like the pixels, so they tell the images apart by their ranks.
+    restored = [
+        (x.double().sum((1, 2, 3)), y)
+        for x, y in (
+            (plain.train_inputs, plain.train_targets),
+            (plain.test_inputs, plain.test_targets),
+        )
+    ]
+    # Sums of pixels are moved and scaled like the pixels, so they tell the images apart by their
+    # ranks.
     both, labels = torch.cat([x for x, _ in restored]), torch.cat([y for _, y in restored])
     slope = (both.max() - both.min()) / (sums.max() - sums.min())
     pixel_sums = ((both - both.min()) / slope + sums.min()).round().long()

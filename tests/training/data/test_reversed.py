@@ -1,4 +1,6 @@
-"""Reversed: the source as it stands, the target backwards, and of it only what comes before each token."""
+"""Reversed: the source as it stands, the target backwards, and of it only what comes before each
+token.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Text: windows that do not overlap, targets moved by one, a vocabulary from the training part alone."""
+"""Text: windows that do not overlap, targets moved by one, a vocabulary from the training part
+alone.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_windows_follow_each_other_and_targets_are_the_inputs_moved_by_one(writt
 def test_the_windows_decode_to_the_text_with_the_last_tenth_to_test(
     content, tokens, tmp_path_factory
 ):
-    """Nothing but the characters that fill no window is lost, and what the training part lacks is 0."""
+    """Nothing but the characters that fill no window is lost, and what the training part lacks is
+    0.
+    """
     path = tmp_path_factory.mktemp("text") / "any.txt"
     path.write_bytes(content.encode())
     data = text(path, tokens=tokens)
@@ -69,7 +73,9 @@ def test_the_windows_decode_to_the_text_with_the_last_tenth_to_test(
 
 
 def test_characters_that_only_the_test_part_has_become_index_0(written):
-    """The vocabulary must not know what is to be predicted; 0 is kept for it, below and above all known characters."""
+    """The vocabulary must not know what is to be predicted; 0 is kept for it, below and above all
+    known characters.
+    """
     data = text(written("mnop" * 18 + "m~a\u00e9nopm"), tokens=3)
     assert data.classes == 5
     assert data.test_inputs.tolist() == [[1, 0, 0], [2, 3, 4]]
@@ -114,7 +120,9 @@ def test_line_ends_are_kept_as_they_are(written):
 
 
 def test_two_windows_are_enough_and_one_character_less_is_not(written):
-    """One window to train and one to test: below that there is nothing to learn or nothing to check."""
+    """One window to train and one to test: below that there is nothing to learn or nothing to
+    check.
+    """
     data = text(written("abcdefgh"), tokens=3)
     assert (len(data.train_inputs), len(data.test_inputs)) == (1, 1)
     with pytest.raises(
@@ -143,7 +151,9 @@ def test_a_folder_is_refused_as_a_text(tmp_path):
 
 
 def test_bytes_that_are_not_utf_8_give_the_offset(written):
-    """Where to look is all that a reader needs; the offset is in bytes, after a character of two of them."""
+    """Where to look is all that a reader needs; the offset is in bytes, after a character of two of
+    them.
+    """
     with pytest.raises(FileError, match=r"story\.txt is not text in UTF-8: byte 4 is 0xff"):
         text(written("ab\u00e9".encode() + b"\xffcd" * 30))
 

@@ -1,4 +1,6 @@
-"""AutoPipe's slicer: 1F1B whose first micro-batches are cut in two, so that the last stage starts in half the time."""
+"""AutoPipe's slicer: 1F1B whose first micro-batches are cut in two, so that the last stage starts
+in half the time.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,24 @@ from penstock.schedule.op import Op, Program, Schedule
 from penstock.schedule.slicing import Slicing
 
 
-@register("autopipe", synchronous=True, stages_per_rank="1", splits_backward=False,
-          source="Liu et al. 2022, AutoPipe, its slicer; how many are cut is for equal stages, the paper solves from their times")  # fmt: skip
+@register(
+    "autopipe",
+    synchronous=True,
+    stages_per_rank="1",
+    splits_backward=False,
+    source="Liu et al. 2022, AutoPipe, its slicer; how many are cut is for equal stages, the paper solves from their times",
+)
 def autopipe(stages: int, micro_batches: int, sliced: int | None = None) -> Schedule:
-    """1F1B with the first k micro-batches as two halves each, forward and backward, along their samples.
+    """1F1B with the first k micro-batches as two halves each, forward and backward, along their
+    samples.
 
-    A half arrives on the last stage (p - 1)f/2 sooner than a whole. The first whole one must get there before that stage has
-    finished with the halves, or the time is lost again: from k = (p - 1)f/2b on it does.
+    A half arrives on the last stage (p - 1)f/2 sooner than a whole. The first whole one must get
+    there before that stage has finished with the halves, or the time is lost again: from k = (p -
+    1)f/2b on it does.
 
     Facts for equal costs f and b and free links, p stages, m micro-batches, (p - 1)f/2b <= k < m:
-        makespan            (m + p - 1)(f + b) - (p - 1)f/2; with k = m the drain is halved too: - (p - 1)(f + b)/2
+        makespan            (m + p - 1)(f + b) - (p - 1)f/2; with k = m the drain is halved too: -
+                            (p - 1)(f + b)/2
         in flight           min(m, p - s) on stage s, as 1F1B
 
     >>> schedule = autopipe(3, 3, sliced=1)
@@ -32,7 +42,8 @@ def autopipe(stages: int, micro_batches: int, sliced: int | None = None) -> Sche
     Args:
         stages: number of stages.
         micro_batches: micro-batches per batch.
-        sliced: how many are cut (k), 0 for none. If not given, the least that suffices for b = 2f: (p - 1)/4, rounded up.
+        sliced: how many are cut (k), 0 for none. If not given, the least that suffices for b = 2f:
+        (p - 1)/4, rounded up.
 
     Raises:
         ScheduleError: `sliced` is no number of these micro-batches.
@@ -54,7 +65,10 @@ def _cut(program: Program, slicing: Slicing) -> Program:
     """Every op once for each slice of its micro-batch."""
     *work, update = program
     return (
-        *(Op(op.kind, op.stage, slicing.first_of[op.micro_batch] + part)
-          for op in work for part in range(len(slicing.shares[op.micro_batch]))),
+        *(
+            Op(op.kind, op.stage, slicing.first_of[op.micro_batch] + part)
+            for op in work
+            for part in range(len(slicing.shares[op.micro_batch]))
+        ),
         update,
-    )  # fmt: skip
+    )

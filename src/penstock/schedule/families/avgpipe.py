@@ -1,4 +1,6 @@
-"""AvgPipe: several copies of the weights take turns in one pipeline, and are drawn towards their average."""
+"""AvgPipe: several copies of the weights take turns in one pipeline, and are drawn towards their
+average.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,33 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.stream import Stream
 
 
-@register("avgpipe", synchronous=False, stages_per_rank="1", splits_backward=False, weights="avgpipe",
-          source="Chen et al. 2023, AvgPipe, Elastic averaging for efficient pipelined DNN training (PPoPP), after its abstract and "
-          "figures")  # fmt: skip
-def avgpipe(stages: int, micro_batches: int, pipelines: int = 2, batches: int | None = None,
-            warm_up: Sequence[int] | None = None) -> Schedule:  # fmt: skip
-    """Batch t runs on copy t mod N of the weights; each copy has its update before its next batch begins.
+@register(
+    "avgpipe",
+    synchronous=False,
+    stages_per_rank="1",
+    splits_backward=False,
+    weights="avgpipe",
+    source="Chen et al. 2023, AvgPipe, Elastic averaging for efficient pipelined DNN training (PPoPP), after its abstract and "
+    "figures",
+)
+def avgpipe(
+    stages: int,
+    micro_batches: int,
+    pipelines: int = 2,
+    batches: int | None = None,
+    warm_up: Sequence[int] | None = None,
+) -> Schedule:
+    """Batch t runs on copy t mod N of the weights; each copy has its update before its next batch
+    begins.
 
-    So no gradient is stale, and while one copy drains the next fills. At most k = (N - 1)m + 1 micro-batches are in flight: one
-    more would be of a copy's next batch. The forwards ahead are the paper's advance forward propagation, as far as k leaves room.
+    So no gradient is stale, and while one copy drains the next fills. At most k = (N - 1)m + 1
+    micro-batches are in flight: one more would be of a copy's next batch. The forwards ahead are
+    the paper's advance forward propagation, as far as k leaves room.
 
     Facts for equal costs f and b and free links, p stages, m micro-batches, N copies:
         per batch           m(f + b) ceil(p/k): no bubble once it is full, if k >= p
-        in flight           min(2(p - s) - 1, k - s) micro-batches on stage s if k >= p, else ceil((p - s)k/p)
+        in flight           min(2(p - s) - 1, k - s) micro-batches on stage s if k >= p, else
+                            ceil((p - s)k/p)
         staleness           0
         versions            N copies, and the reference that they are drawn to (rule `avgpipe`)
 
@@ -38,10 +54,12 @@ def avgpipe(stages: int, micro_batches: int, pipelines: int = 2, batches: int | 
         micro_batches: micro-batches per batch.
         pipelines: copies of the weights (N), at least 2.
         batches: how many of them the programs run; enough to show how they repeat, if not given.
-        warm_up: forwards that each stage runs before its first backward: at most (N - 1)m + 1, never more than on the stage before.
+        warm_up: forwards that each stage runs before its first backward: at most (N - 1)m + 1,
+        never more than on the stage before.
 
     Raises:
-        ScheduleError: there are fewer than 2 copies; `warm_up` has another length, numbers with which no stage could go on, or with
+        ScheduleError: there are fewer than 2 copies; `warm_up` has another length, numbers with
+        which no stage could go on, or with
             which a copy would begin its next batch before its update; `batches` is none.
     """
     if isinstance(pipelines, bool) or not isinstance(pipelines, int) or pipelines < 2:
@@ -54,9 +72,11 @@ def avgpipe(stages: int, micro_batches: int, pipelines: int = 2, batches: int | 
         warm_up = eager if most >= stages else falling(stages, most)
     ahead = forwards_ahead("avgpipe", stages, warm_up)
     if ahead[0] > most:
-        raise ScheduleError(f"avgpipe with {pipelines} pipelines and {micro_batches} micro-batches per batch runs at most {most} "
-                            f"forwards ahead, not {ahead[0]}: one more would be of a copy's next batch, before its update; take more "
-                            "pipelines, or a smaller warm_up")  # fmt: skip
+        raise ScheduleError(
+            f"avgpipe with {pipelines} pipelines and {micro_batches} micro-batches per batch runs at most {most} "
+            f"forwards ahead, not {ahead[0]}: one more would be of a copy's next batch, before its update; take more "
+            "pipelines, or a smaller warm_up"
+        )
     count = (
         enough_batches(ahead[0], micro_batches, period=pipelines) if batches is None else batches
     )

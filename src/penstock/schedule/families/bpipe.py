@@ -1,4 +1,6 @@
-"""BPipe: 1F1B whose early stages, which hold most, hand activations to the late ones, which hold least."""
+"""BPipe: 1F1B whose early stages, which hold most, hand activations to the late ones, which hold
+least.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,29 @@ from penstock.schedule.op import Kind, Op, Program, Schedule
 Times = dict[Op, tuple[float, float]]
 
 
-@register("bpipe", synchronous=True, stages_per_rank="1", splits_backward=False,
-          source="Kim et al. 2023, BPipe; the places of its evictions and loads are those of a greedy rule")  # fmt: skip
+@register(
+    "bpipe",
+    synchronous=True,
+    stages_per_rank="1",
+    splits_backward=False,
+    source="Kim et al. 2023, BPipe; the places of its evictions and loads are those of a greedy rule",
+)
 def bpipe(stages: int, micro_batches: int, ratio: float = 2.0) -> Schedule:
-    """The order of 1F1B; stage x < p/2 keeps at most ceil((p + 2)/2) micro-batches and the rest with stage p - 1 - x.
+    """The order of 1F1B; stage x < p/2 keeps at most ceil((p + 2)/2) micro-batches and the rest
+    with stage p - 1 - x.
 
-    `0E4` hands the activations of micro-batch 4 over (evict), `0L4` takes them back (load); each stands in both programs. An evictor
-    that is full evicts, before it runs a forward or loads, the micro-batch whose backward is last, and loads right before the
-    backward. The partner takes in half a period, (f + b)/2, after that moment and gives back as long before, so that one
+    `0E4` hands the activations of micro-batch 4 over (evict), `0L4` takes them back (load); each
+    stands in both programs. An evictor that is full evicts, before it runs a forward or loads, the
+    micro-batch whose backward is last, and loads right before the backward. The partner takes in
+    half a period, (f + b)/2, after that moment and gives back as long before, so that one
     micro-batch travels meanwhile: the moments are those of f = 1, b = `ratio` and free links.
 
     Facts for equal costs f and b = `ratio` f and free links, p stages, m micro-batches:
-        makespan            (m + p - 1)(f + b), that of 1F1B; made for `ratio` 2 also where 1.5f <= b <= 3f, for up to 8 stages;
-                            and where E and L take (f + b)/2 each, for up to 8 stages
-        in flight           min(m, p - x, ceil((p + 2)/2)) on an evictor, no more than ceil((p + 2)/2) on its partner
+        makespan            (m + p - 1)(f + b), that of 1F1B; made for `ratio` 2 also where 1.5f <=
+                            b <= 3f, for up to 8 stages; and where E and L take (f + b)/2 each, for
+                            up to 8 stages
+        in flight           min(m, p - x, ceil((p + 2)/2)) on an evictor, no more than ceil((p +
+                            2)/2) on its partner
         memory              that and one micro-batch that travels, for `ratio` up to 2
     Below 4 stages the bound is no less than what 1F1B holds: it is `1f1b` then.
 
@@ -83,10 +94,11 @@ def _evicting(program: Program, bound: int) -> Program:
 
 
 def _accepting(program: Program, evictor: Program, times: Times, away: float) -> Program:
-    """The partner's program, with the evictor's E `away` seconds late, its L as early; of both at one place L first, as it frees.
+    """The partner's program, with the evictor's E `away` seconds late, its L as early; of both at
+    one place L first, as it frees.
 
-    Its own forward of the micro-batch needs the evictor's, so E may stand before it at the latest, and L after its own backward at
-    the earliest, without a wait whatever the costs.
+    Its own forward of the micro-batch needs the evictor's, so E may stand before it at the latest,
+    and L after its own backward at the earliest, without a wait whatever the costs.
     """
     *work, update = program
     stage = update.stage

@@ -1,4 +1,6 @@
-"""Breadth-first: several stages on every rank, each of which runs all micro-batches before the next begins."""
+"""Breadth-first: several stages on every rank, each of which runs all micro-batches before the next
+begins.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,33 @@ from penstock.schedule.placement import ranks_for, ring, stages_of
 from penstock.schedule.updates import with_updates
 
 
-@register("breadth-first", aliases=("looped-bfs",), synchronous=True, stages_per_rank="chunks", splits_backward=False,
-          source="Lamy-Poirier 2023, breadth-first pipeline parallelism; LoopedBFS of torch.distributed.pipelining")  # fmt: skip
+@register(
+    "breadth-first",
+    aliases=("looped-bfs",),
+    synchronous=True,
+    stages_per_rank="chunks",
+    splits_backward=False,
+    source="Lamy-Poirier 2023, breadth-first pipeline parallelism; LoopedBFS of torch.distributed.pipelining",
+)
 def breadth_first(
     stages: int, micro_batches: int, chunks: int = 2, backward_order: str = "forward"
 ) -> Schedule:
-    """GPipe over v stages on every rank: stages s, s + p, s + 2p … on rank s, one after the other, then back.
+    """GPipe over v stages on every rank: stages s, s + p, s + 2p … on rank s, one after the other,
+    then back.
 
-    Every stage's weights are needed for one stretch forward and one backward: with sharded weights they are gathered, and their
-    gradients reduced, once per batch, beside the work of the other stages.
+    Every stage's weights are needed for one stretch forward and one backward: with sharded weights
+    they are gathered, and their gradients reduced, once per batch, beside the work of the other
+    stages.
 
-    Facts for equal costs f and b per rank (f/v and b/v per stage) and free links, p ranks, m micro-batches, m >= p:
-        makespan            m(f + b) + (p - 1)(f + b)/v, in either backward order; below p micro-batches the ring runs dry, and
-                            it is ((v - 1)p + m + p - 1)(f + b)/v
+    Facts for equal costs f and b per rank (f/v and b/v per stage) and free links, p ranks, m
+    micro-batches, m >= p:
+        makespan            m(f + b) + (p - 1)(f + b)/v, in either backward order; below p
+                            micro-batches the ring runs dry, and it is ((v - 1)p + m + p - 1)(f +
+                            b)/v
         in flight           mv on every rank, over all its stages
 
-    Backwards run in the order of the forwards, so that gradients add up in the order of plain accumulation, to the bit. torch
-    runs them in reverse: `backward_order="reverse"`.
+    Backwards run in the order of the forwards, so that gradients add up in the order of plain
+    accumulation, to the bit. torch runs them in reverse: `backward_order="reverse"`.
 
     >>> print(breadth_first(4, 3, chunks=2))
     rank 0 | 0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 2U1 0B0 0B1 0B2 0U1
@@ -51,9 +63,11 @@ def breadth_first(
 
     def program(rank: int) -> Program:
         own = stages_of(placement, rank)
-        return with_updates([
-            *(Op(Kind.F, stage, m) for stage in own for m in forward),
-            *(Op(Kind.B, stage, m) for stage in reversed(own) for m in backward),
-        ])  # fmt: skip
+        return with_updates(
+            [
+                *(Op(Kind.F, stage, m) for stage in own for m in forward),
+                *(Op(Kind.B, stage, m) for stage in reversed(own) for m in backward),
+            ]
+        )
 
     return Schedule(tuple(map(program, range(ranks))))

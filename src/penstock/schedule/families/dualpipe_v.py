@@ -11,17 +11,24 @@ from penstock.schedule.updates import with_updates
 from penstock.schedule.v_shape import ranks_of_v, stages_of_v
 
 
-@register("dualpipe-v", synchronous=True, stages_per_rank="2", splits_backward=True,
-          source="DeepSeek-AI 2024, DualPipeV in github.com/deepseek-ai/DualPipe")  # fmt: skip
+@register(
+    "dualpipe-v",
+    synchronous=True,
+    stages_per_rank="2",
+    splits_backward=True,
+    source="DeepSeek-AI 2024, DualPipeV in github.com/deepseek-ai/DualPipe",
+)
 def dualpipe_v(stages: int, micro_batches: int) -> Schedule:
-    """In the steady state the forward of one way runs together with the backward of the other, to hide each other's transfers.
+    """In the steady state the forward of one way runs together with the backward of the other, to
+    hide each other's transfers.
 
     `0F3&3B1` is such a pair: both begin when all is there that either needs, and both end together.
 
-    Facts for f = i = w, b = i + w per stage (half a rank's) and free links, p ranks, 2p stages, m micro-batches, a pair taking
-    FB = f + b:
+    Facts for f = i = w, b = i + w per stage (half a rank's) and free links, p ranks, 2p stages, m
+    micro-batches, a pair taking FB = f + b:
         makespan            2m(f + b) + (p - 1)(FB + b - 3w)
-                            2m(f + b) + (p - 1)f if the ops of a pair run one after the other and wait only for their own
+                            2m(f + b) + (p - 1)f if the ops of a pair run one after the other and
+                            wait only for their own
         in flight           2p + 1 stages on every rank: p + 1/2 whole micro-batches
 
     >>> print(dualpipe_v(4, 4))
@@ -33,8 +40,10 @@ def dualpipe_v(stages: int, micro_batches: int) -> Schedule:
     """
     ranks = ranks_of_v("dualpipe-v", stages)
     if micro_batches < stages:
-        raise ScheduleError(f"dualpipe-v of {stages} stages takes {stages} micro-batches or more and got {micro_batches}; "
-                            "zb-v takes any number")  # fmt: skip
+        raise ScheduleError(
+            f"dualpipe-v of {stages} stages takes {stages} micro-batches or more and got {micro_batches}; "
+            "zb-v takes any number"
+        )
     lines = [TwoWays(stages_of_v(rank, ranks)) for rank in range(ranks)]
     for rank, line in enumerate(lines):
         write_steps(line, rank, ranks, micro_batches - 2 * ranks)

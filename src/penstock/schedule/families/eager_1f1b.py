@@ -7,16 +7,24 @@ from penstock.schedule.families.one_f_one_b import one_f_one_b
 from penstock.schedule.op import Schedule
 
 
-@register("eager-1f1b", aliases=("dapple-b", "1f1b-so"), synchronous=True, stages_per_rank="1", splits_backward=False,
-          source="Zhuang et al. 2023, eager 1F1B (Alpa's 1f1b_overlap_friendly); Fan et al. 2021, DAPPLE, policy B; Zhao et al. "
-          "2020, BaPipe, 1F1B-SO; Chen et al. 2023, AvgPipe, advance forward propagation at its full depth")  # fmt: skip
+@register(
+    "eager-1f1b",
+    aliases=("dapple-b", "1f1b-so"),
+    synchronous=True,
+    stages_per_rank="1",
+    splits_backward=False,
+    source="Zhuang et al. 2023, eager 1F1B (Alpa's 1f1b_overlap_friendly); Fan et al. 2021, DAPPLE, policy B; Zhao et al. "
+    "2020, BaPipe, 1F1B-SO; Chen et al. 2023, AvgPipe, advance forward propagation at its full depth",
+)
 def eager_one_f_one_b(stages: int, micro_batches: int) -> Schedule:
-    """1F1B whose stage s runs 2(p - s) - 1 forwards ahead, so that values travel while the rank works on others.
+    """1F1B whose stage s runs 2(p - s) - 1 forwards ahead, so that values travel while the rank
+    works on others.
 
     Facts for equal costs f and b, p stages, m micro-batches:
         makespan            (m + p - 1)(f + b) on free links, that of 1F1B
-                            (m + p - 1)(f + b) + (p - 1) 2c with c seconds for every hop, while 2c <= f + b: 1F1B pays 2c for
-                            nearly every micro-batch instead of every stage
+                            (m + p - 1)(f + b) + (p - 1) 2c with c seconds for every hop, while 2c
+                            <= f + b: 1F1B pays 2c for nearly every micro-batch instead of every
+                            stage
         in flight           min(m, 2(p - s) - 1) on stage s, up to twice as many as 1F1B
 
     >>> print(eager_one_f_one_b(3, 6))

@@ -1,4 +1,6 @@
-"""FBP-AS: forward and backward of different micro-batches run on a stage at the same time, so that its links are used evenly."""
+"""FBP-AS: forward and backward of different micro-batches run on a stage at the same time, so that
+its links are used evenly.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,26 @@ from penstock.schedule.catalogue import register
 from penstock.schedule.op import Kind, Op, Schedule
 
 
-@register("fbp-as", synchronous=True, stages_per_rank="1", splits_backward=False,
-          source="Zhao et al. 2020, BaPipe (arXiv 2012.12544), FBP-AS; as a program at the grain of micro-batches")  # fmt: skip
+@register(
+    "fbp-as",
+    synchronous=True,
+    stages_per_rank="1",
+    splits_backward=False,
+    source="Zhao et al. 2020, BaPipe (arXiv 2012.12544), FBP-AS; as a program at the grain of micro-batches",
+)
 def fbp_as(stages: int, micro_batches: int) -> Schedule:
-    """Once a stage is warm, every forward and a backward share it: one compound op, `0F5&0B0`, that takes f + b. An activation and
-    a gradient then have f + b to cross a link, where 1F1B leaves them f and b.
+    """Once a stage is warm, every forward and a backward share it: one compound op, `0F5&0B0`, that
+    takes f + b. An activation and a gradient then have f + b to cross a link, where 1F1B leaves
+    them f and b.
 
-    Stage s runs 2(p - s) - 1 forwards ahead, then pairs, then the backwards left. While a forward or a backward is alone on its
-    stage it has all of it, and takes f or b: the time modelled is then the published one. At BaPipe's fixed shares, where an op
-    takes f + b with company or without, fill and drain take twice as long; only streaming inside a micro-batch would save that.
+    Stage s runs 2(p - s) - 1 forwards ahead, then pairs, then the backwards left. While a forward
+    or a backward is alone on its stage it has all of it, and takes f or b: the time modelled is
+    then the published one. At BaPipe's fixed shares, where an op takes f + b with company or
+    without, fill and drain take twice as long; only streaming inside a micro-batch would save that.
 
     Facts for equal costs f and b and free links, p stages, m micro-batches:
-        makespan            (m + p - 1)(f + b), as 1F1B; (m + 2p - 1)(f + b) if ops alone take f + b too
+        makespan            (m + p - 1)(f + b), as 1F1B; (m + 2p - 1)(f + b) if ops alone take f + b
+                            too
         in flight           min(m, 2(p - s)) on stage s
 
     >>> print(fbp_as(2, 5))

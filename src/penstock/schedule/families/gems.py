@@ -1,4 +1,6 @@
-"""GEMS: two pipelines in opposite directions with one micro-batch each, for models of which no more fits."""
+"""GEMS: two pipelines in opposite directions with one micro-batch each, for models of which no more
+fits.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,20 @@ from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.placement import both_ways
 
 
-@register("gems", synchronous=True, stages_per_rank="2", splits_backward=False,
-          source="Jain et al. 2020, GEMS: GPU-enabled memory-aware model-parallelism system")  # fmt: skip
+@register(
+    "gems",
+    synchronous=True,
+    stages_per_rank="2",
+    splits_backward=False,
+    source="Jain et al. 2020, GEMS: GPU-enabled memory-aware model-parallelism system",
+)
 def gems(stages: int, micro_batches: int) -> Schedule:
-    """Even micro-batches go down the ranks, odd ones up; the next one sets out where the last one has just turned.
+    """Even micro-batches go down the ranks, odd ones up; the next one sets out where the last one
+    has just turned.
 
     Facts for equal costs f and b >= f and free links, p stages on p ranks, m micro-batches:
-        makespan            m(f + pb) + (p - 1)f: a bubble ratio that nears (p - 1)/(p + 1/2) for b = 2f
+        makespan            m(f + pb) + (p - 1)f: a bubble ratio that nears (p - 1)/(p + 1/2) for b
+                            = 2f
         in flight           1 micro-batch on every rank, of both stages together
         weights             two copies of every stage, but one of the middle stage where p is odd
 

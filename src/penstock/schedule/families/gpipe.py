@@ -7,8 +7,13 @@ from penstock.schedule.catalogue import register
 from penstock.schedule.op import Kind, Op, Schedule
 
 
-@register("gpipe", synchronous=True, stages_per_rank="1", splits_backward=False,
-          source="Huang et al. 2019, GPipe, section 2 and figure 2c")  # fmt: skip
+@register(
+    "gpipe",
+    synchronous=True,
+    stages_per_rank="1",
+    splits_backward=False,
+    source="Huang et al. 2019, GPipe, section 2 and figure 2c",
+)
 def gpipe(stages: int, micro_batches: int, backward_order: str = "forward") -> Schedule:
     """All forwards, then all backwards.
 
@@ -16,8 +21,9 @@ def gpipe(stages: int, micro_batches: int, backward_order: str = "forward") -> S
         makespan            (m + p - 1)(f + b), in either backward order
         in flight           m on every stage
 
-    Backwards run in the order of the forwards, so that gradients add up in the order of plain accumulation, to the bit.
-    torchgpipe runs them in reverse (LITERATURE 2.1): `backward_order="reverse"`.
+    Backwards run in the order of the forwards, so that gradients add up in the order of plain
+    accumulation, to the bit. torchgpipe runs them in reverse (LITERATURE 2.1):
+    `backward_order="reverse"`.
 
     >>> print(gpipe(2, 3))
     rank 0 | 0F0 0F1 0F2 0B0 0B1 0B2 0U1

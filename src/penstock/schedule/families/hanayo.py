@@ -13,17 +13,25 @@ from penstock.schedule.rules import feeds
 from penstock.schedule.updates import with_updates
 
 
-@register("hanayo", synchronous=True, stages_per_rank="2 x waves", splits_backward=False,
-          source="Liu et al. 2023, Hanayo; the order is a list scheduler's, as the paper's own is not published")  # fmt: skip
+@register(
+    "hanayo",
+    synchronous=True,
+    stages_per_rank="2 x waves",
+    splits_backward=False,
+    source="Liu et al. 2023, Hanayo; the order is a list scheduler's, as the paper's own is not published",
+)
 def hanayo(stages: int, micro_batches: int, waves: int = 1, ratio: float = 1.0) -> Schedule:
-    """W waves up and down the ranks; every rank always runs what it can, a backward before a forward.
+    """W waves up and down the ranks; every rank always runs what it can, a backward before a
+    forward.
 
-    Of several backwards the one of the smallest micro-batch goes first, of several forwards the deepest. Time is counted as if
-    a backward took `ratio` forwards: 1, as in the paper. Where backwards take twice as long, the order made for 2 is never
-    slower for W = 1 and often faster, for more waves now faster and now slower; it holds more micro-batches.
+    Of several backwards the one of the smallest micro-batch goes first, of several forwards the
+    deepest. Time is counted as if a backward took `ratio` forwards: 1, as in the paper. Where
+    backwards take twice as long, the order made for 2 is never slower for W = 1 and often faster,
+    for more waves now faster and now slower; it holds more micro-batches.
 
     Facts for f = b per rank (f/2W per stage) and free links, p ranks, m micro-batches:
-        makespan            2mf + (p - 1)f/W where p divides m; every micro-batch that lacks costs (2 - 1/W)f more
+        makespan            2mf + (p - 1)f/W where p divides m; every micro-batch that lacks costs
+                            (2 - 1/W)f more
         in flight           at most 2W min(m, p) on a rank, over all its stages
 
     >>> print(hanayo(4, 2))

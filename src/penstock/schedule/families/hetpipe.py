@@ -1,4 +1,6 @@
-"""HetPipe: several pipelines, each with weights of its own, that tell each other only once in a wave."""
+"""HetPipe: several pipelines, each with weights of its own, that tell each other only once in a
+wave.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,37 @@ from penstock.schedule.stream import Stream, Waves
 from penstock.schedule.updates import with_updates_of_batches
 
 
-@register("hetpipe", synchronous=False, stages_per_rank="1", splits_backward=False, weights="hetpipe",
-          source="Park et al. 2020, HetPipe (arXiv 2005.14038), virtual workers and wave synchronous parallelism")  # fmt: skip
-def hetpipe(stages: int, micro_batches: int, virtual_workers: int = 2, in_flight: int | None = None, distance: int = 0,
-            batches: int | None = None) -> Schedule:  # fmt: skip
-    """Batch t runs on virtual worker t mod W, a pipeline of p ranks of its own, in the order of `pipedream`.
+@register(
+    "hetpipe",
+    synchronous=False,
+    stages_per_rank="1",
+    splits_backward=False,
+    weights="hetpipe",
+    source="Park et al. 2020, HetPipe (arXiv 2005.14038), virtual workers and wave synchronous parallelism",
+)
+def hetpipe(
+    stages: int,
+    micro_batches: int,
+    virtual_workers: int = 2,
+    in_flight: int | None = None,
+    distance: int = 0,
+    batches: int | None = None,
+) -> Schedule:
+    """Batch t runs on virtual worker t mod W, a pipeline of p ranks of its own, in the order of
+    `pipedream`.
 
-    A virtual worker has at most N_m micro-batches in flight, and updates its own weights after each of its batches. N_m batches
-    are a wave: with the last update of each the virtual workers hand each other what they have learned in it (wave synchronous
-    parallelism), and wait for what the others have learned up to `distance` waves before.
+    A virtual worker has at most N_m micro-batches in flight, and updates its own weights after each
+    of its batches. N_m batches are a wave: with the last update of each the virtual workers hand
+    each other what they have learned in it (wave synchronous parallelism), and wait for what the
+    others have learned up to `distance` waves before.
 
     Facts for equal costs f and b and free links, p stages, m micro-batches, W virtual workers:
         per W batches       m(f + b) ceil(p/N_m): no bubble once it is full, if N_m >= p
         in flight           N_m - s micro-batches on stage s, or with N_m < p, ceil((p - s)N_m/p)
-        local staleness     a micro-batch reads all but the last N_m - 1 updates of its own virtual worker, or fewer
-        global staleness    with m = 1, all but the last (D + 1)N_m + N_m - 2 of the others', or fewer
+        local staleness     a micro-batch reads all but the last N_m - 1 updates of its own virtual
+                            worker, or fewer
+        global staleness    with m = 1, all but the last (D + 1)N_m + N_m - 2 of the others', or
+                            fewer
         versions            as many as micro-batches in flight with m = 1 (rule `hetpipe`)
 
     >>> print(hetpipe(2, 1, batches=6))
@@ -34,7 +52,8 @@ def hetpipe(stages: int, micro_batches: int, virtual_workers: int = 2, in_flight
     rank 2 | 0F1 0F3 0B1 0U1 0F5 0B3 0U2 0B5 0U3
     rank 3 | 1F1 1B1 1U1 1F3 1B3 1U2 1F5 1B5 1U3
 
-    The U of a stage with a version that is a multiple of N_m is a meeting of its copies if `distance` is 0; see `updates.met_by`.
+    The U of a stage with a version that is a multiple of N_m is a meeting of its copies if
+    `distance` is 0; see `updates.met_by`.
 
     Args:
         stages: number of stages.

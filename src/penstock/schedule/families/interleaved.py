@@ -9,17 +9,25 @@ from penstock.schedule.placement import ranks_for, ring, stages_of
 from penstock.schedule.updates import with_updates
 
 
-@register("interleaved", synchronous=True, stages_per_rank="chunks", splits_backward=False,
-          source="Narayanan et al. 2021, Megatron-LM, section 2.2; get_schedule_table of its schedules.py for the order")  # fmt: skip
+@register(
+    "interleaved",
+    synchronous=True,
+    stages_per_rank="chunks",
+    splits_backward=False,
+    source="Narayanan et al. 2021, Megatron-LM, section 2.2; get_schedule_table of its schedules.py for the order",
+)
 def interleaved(
     stages: int, micro_batches: int, chunks: int = 2, group: int | None = None
 ) -> Schedule:
-    """1F1B over v stages on every rank, in groups of g micro-batches: stages s, s + p, s + 2p … on rank s.
+    """1F1B over v stages on every rank, in groups of g micro-batches: stages s, s + p, s + 2p … on
+    rank s.
 
-    A group passes a rank's first stage, then its second, and so on; backward likewise from the last. Rank r starts with
-    2(p - r - 1) + (v - 1)g forwards, then runs one forward and one backward in turn.
+    A group passes a rank's first stage, then its second, and so on; backward likewise from the
+    last. Rank r starts with 2(p - r - 1) + (v - 1)g forwards, then runs one forward and one
+    backward in turn.
 
-    Facts for equal costs f and b per rank (f/v and b/v per stage) and free links, p ranks, m micro-batches:
+    Facts for equal costs f and b per rank (f/v and b/v per stage) and free links, p ranks, m
+    micro-batches:
         makespan            m(f + b) + (p - 1)(f + b)/v
         in flight           min(mv, 2(p - r - 1) + (v - 1)g + 1) on rank r, over all its stages
     With v = 1 it is `eager-1f1b` (Megatron-LM itself then runs plain 1F1B).
@@ -32,8 +40,10 @@ def interleaved(
         stages: number of stages, a multiple of `chunks`; there are p = stages / chunks ranks.
         micro_batches: micro-batches per batch, at least p.
         chunks: stages on every rank (v).
-        group: micro-batches in a group (g), at least p; what is left for the last group must be nothing, or p or more. The least
-            such number if not given, which is p where p divides m. Megatron-LM: microbatch_group_size_per_vp_stage.
+        group: micro-batches in a group (g), at least p; what is left for the last group must be
+        nothing, or p or more. The least
+            such number if not given, which is p where p divides m. Megatron-LM:
+            microbatch_group_size_per_vp_stage.
 
     Raises:
         ScheduleError: the numbers are others.
@@ -44,7 +54,9 @@ def interleaved(
 
 
 def in_groups(ranks: int, chunks: int, micro_batches: int, size: int) -> list[list[Op]]:
-    """The programs without updates: `chunks` stages on every rank, `micro_batches` in groups of `size`, at least `ranks` each."""
+    """The programs without updates: `chunks` stages on every rank, `micro_batches` in groups of
+    `size`, at least `ranks` each.
+    """
     stages = ranks * chunks
     placement = ring(stages, ranks)
     order = [
@@ -68,7 +80,9 @@ def in_groups(ranks: int, chunks: int, micro_batches: int, size: int) -> list[li
 
 
 def _group(ranks: int, micro_batches: int, group: int | None) -> int:
-    """The size of a group; `ranks` or more for every group, or the ranks wait for each other in a circle or in vain."""
+    """The size of a group; `ranks` or more for every group, or the ranks wait for each other in a
+    circle or in vain.
+    """
     if micro_batches < ranks:
         raise ScheduleError(
             f"interleaved on {ranks} ranks takes {ranks} or more micro-batches, not {micro_batches}"
@@ -83,6 +97,8 @@ def _group(ranks: int, micro_batches: int, group: int | None) -> int:
     if group is None:
         return next(known)
     if isinstance(group, bool) or not isinstance(group, int) or not fits(group):
-        raise ScheduleError(f"interleaved on {ranks} ranks cannot run {micro_batches} micro-batches in groups of {group!r}: every "
-                            f"group, the last too, needs {ranks} or more; groups of {', '.join(map(str, known))} do")  # fmt: skip
+        raise ScheduleError(
+            f"interleaved on {ranks} ranks cannot run {micro_batches} micro-batches in groups of {group!r}: every "
+            f"group, the last too, needs {ranks} or more; groups of {', '.join(map(str, known))} do"
+        )
     return group

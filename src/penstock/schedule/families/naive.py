@@ -6,12 +6,19 @@ from penstock.schedule.catalogue import register
 from penstock.schedule.op import Kind, Op, Schedule
 
 
-@register("naive", synchronous=True, stages_per_rank="1", splits_backward=False,
-          source="the baseline of GPipe (Huang et al. 2019, figure 2b)")  # fmt: skip
+@register(
+    "naive",
+    synchronous=True,
+    stages_per_rank="1",
+    splits_backward=False,
+    source="the baseline of GPipe (Huang et al. 2019, figure 2b)",
+)
 def naive(stages: int, micro_batches: int = 1) -> Schedule:
-    """Forward through all stages, backward through all, then the next micro-batch; usually there is only one.
+    """Forward through all stages, backward through all, then the next micro-batch; usually there is
+    only one.
 
-    Facts for equal costs f and b, p stages, m micro-batches: makespan m p (f + b); 1 micro-batch in flight.
+    Facts for equal costs f and b, p stages, m micro-batches: makespan m p (f + b); 1 micro-batch in
+    flight.
 
     >>> print(naive(2, 2))
     rank 0 | 0F0 0B0 0F1 0B1 0U1

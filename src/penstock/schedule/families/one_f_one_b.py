@@ -10,14 +10,24 @@ from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.replicas import round_robin, start_up
 
 
-@register("1f1b", aliases=("dapple", "pipedream-flush", "1f1b-as", "1f1b-sno"), synchronous=True, stages_per_rank="1",
-          splits_backward=False,
-          source="Narayanan et al. 2021, PipeDream-Flush, section 3.4; Fan et al. 2021, DAPPLE, policy A; Zhao et al. 2020, "
-          "BaPipe, 1F1B-AS and 1F1B-SNO; with warm_up: Chen et al. 2023, AvgPipe, advance forward propagation; with replicas per "
-          "stage: Narayanan et al. 2019, PipeDream, section 3.2, 1F1B-RR, with a flush")  # fmt: skip
-def one_f_one_b(stages: int, micro_batches: int, warm_up: Sequence[int] | None = None,
-                replicas: Sequence[int] | None = None) -> Schedule:  # fmt: skip
-    """Stage s runs K_s forwards ahead, then one backward and one forward in turn, then the backwards left.
+@register(
+    "1f1b",
+    aliases=("dapple", "pipedream-flush", "1f1b-as", "1f1b-sno"),
+    synchronous=True,
+    stages_per_rank="1",
+    splits_backward=False,
+    source="Narayanan et al. 2021, PipeDream-Flush, section 3.4; Fan et al. 2021, DAPPLE, policy A; Zhao et al. 2020, "
+    "BaPipe, 1F1B-AS and 1F1B-SNO; with warm_up: Chen et al. 2023, AvgPipe, advance forward propagation; with replicas per "
+    "stage: Narayanan et al. 2019, PipeDream, section 3.2, 1F1B-RR, with a flush",
+)
+def one_f_one_b(
+    stages: int,
+    micro_batches: int,
+    warm_up: Sequence[int] | None = None,
+    replicas: Sequence[int] | None = None,
+) -> Schedule:
+    """Stage s runs K_s forwards ahead, then one backward and one forward in turn, then the
+    backwards left.
 
     K_s is p - s, or `warm_up[s]`. One parameter makes a family of it (LITERATURE 13.3):
         K_s = 1                 naive
@@ -26,7 +36,8 @@ def one_f_one_b(stages: int, micro_batches: int, warm_up: Sequence[int] | None =
         K_s = m                 GPipe
 
     Facts for equal costs f and b and free links, p stages, m micro-batches:
-        makespan            (m + p - 1)(f + b), with any K_s of p - s or more that falls from stage to stage
+        makespan            (m + p - 1)(f + b), with any K_s of p - s or more that falls from stage
+                            to stage
         in flight           min(m, K_s) on stage s
     With c seconds for every hop, and K_s = p - s (BaPipe's 1F1B-SNO):
         makespan            (m + p - 1)(f + b) + (m + p - 2 - ceil((m - 1) / p)) 2c
@@ -40,8 +51,9 @@ def one_f_one_b(stages: int, micro_batches: int, warm_up: Sequence[int] | None =
     rank 1 | 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3 1U1
     rank 2 | 2F0 2F1 2B0 2F2 2B1 2F3 2B2 2B3 2U1
 
-    With k ranks for stage s, which take its micro-batches in turn (PipeDream's 1F1B-RR), K_s is PipeDream's start-up rule:
-    k(w + 1), w = floor((R - 1 - ranks before) / k) of R ranks, so that each rank runs w + 1 ahead.
+    With k ranks for stage s, which take its micro-batches in turn (PipeDream's 1F1B-RR), K_s is
+    PipeDream's start-up rule: k(w + 1), w = floor((R - 1 - ranks before) / k) of R ranks, so that
+    each rank runs w + 1 ahead.
 
     >>> print(one_f_one_b(2, 4, replicas=(2, 1)))
     rank 0 | 0F0 0F2 0B0 0B2 0U1
@@ -51,8 +63,10 @@ def one_f_one_b(stages: int, micro_batches: int, warm_up: Sequence[int] | None =
     Args:
         stages: number of stages.
         micro_batches: micro-batches per batch.
-        warm_up: forwards that each stage runs before its first backward, at least 1, never more than on the stage before.
-            More than there are micro-batches counts as all of them. With `replicas`, those of its ranks together.
+        warm_up: forwards that each stage runs before its first backward, at least 1, never more
+        than on the stage before.
+            More than there are micro-batches counts as all of them. With `replicas`, those of its
+            ranks together.
         replicas: ranks that each stage has; one if not given.
 
     Raises:
@@ -61,14 +75,19 @@ def one_f_one_b(stages: int, micro_batches: int, warm_up: Sequence[int] | None =
     if warm_up is None:
         warm_up = start_up(replicas or (1,) * stages)
     ahead = forwards_ahead("1f1b", stages, warm_up, micro_batches)
-    made = Schedule(tuple((*alternating(stage, range(micro_batches), number), Op(Kind.U, stage, 1))
-                          for stage, number in enumerate(ahead)), "1f1b")  # fmt: skip
+    made = Schedule(
+        tuple(
+            (*alternating(stage, range(micro_batches), number), Op(Kind.U, stage, 1))
+            for stage, number in enumerate(ahead)
+        ),
+        "1f1b",
+    )
     return made if replicas is None else round_robin(made, replicas)
 
 
 def alternating(stage: int, micro_batches: Sequence[int], ahead: int) -> list[Op]:
-    """The order of 1F1B on one stage, without updates: `ahead` forwards, then one backward and one forward in turn, and the
-    backwards left.
+    """The order of 1F1B on one stage, without updates: `ahead` forwards, then one backward and one
+    forward in turn, and the backwards left.
 
     >>> print(*alternating(0, [1, 3, 5], ahead=2))
     0F1 0F3 0B1 0F5 0B3 0B5
@@ -85,10 +104,12 @@ def alternating(stage: int, micro_batches: Sequence[int], ahead: int) -> list[Op
 def forwards_ahead(
     name: str, stages: int, warm_up: Sequence[int], micro_batches: int | None = None
 ) -> list[int]:
-    """`warm_up`, with more forwards than there are micro-batches counted as all of them; None is for a stream, which has no end.
+    """`warm_up`, with more forwards than there are micro-batches counted as all of them; None is
+    for a stream, which has no end.
 
     Raises:
-        ScheduleError: it has another length than there are stages, or numbers with which no stage could go on.
+        ScheduleError: it has another length than there are stages, or numbers with which no stage
+        could go on.
     """
     if len(warm_up) != stages:
         raise ScheduleError(
@@ -96,13 +117,18 @@ def forwards_ahead(
         )
     for stage, number in enumerate(warm_up):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ScheduleError(f"{name} runs at least 1 forward before the first backward, but warm_up has {number!r} for "
-                                f"stage {stage}")  # fmt: skip
+            raise ScheduleError(
+                f"{name} runs at least 1 forward before the first backward, but warm_up has {number!r} for "
+                f"stage {stage}"
+            )
     ahead = [number if micro_batches is None else min(micro_batches, number) for number in warm_up]
     for stage in range(1, stages):
-        # Stage s - 1 runs forward K_{s-1} only after its first backward, which waits for the first of stage s.
+        # Stage s - 1 runs forward K_{s-1} only after its first backward, which waits for the first
+        # of stage s.
         if ahead[stage] > ahead[stage - 1]:
-            raise ScheduleError(f"{name} would hang: stage {stage} wants {ahead[stage]} forwards before its first backward, but "
-                                f"stage {stage - 1} passes on {ahead[stage - 1]} before it waits for that backward; let "
-                                "warm_up never grow from one stage to the next")  # fmt: skip
+            raise ScheduleError(
+                f"{name} would hang: stage {stage} wants {ahead[stage]} forwards before its first backward, but "
+                f"stage {stage - 1} passes on {ahead[stage - 1]} before it waits for that backward; let "
+                "warm_up never grow from one stage to the next"
+            )
     return ahead

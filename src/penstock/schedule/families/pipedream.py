@@ -1,4 +1,6 @@
-"""One forward, one backward for ever: the pipeline never drains, and every stage updates when a batch's gradients are there."""
+"""One forward, one backward for ever: the pipeline never drains, and every stage updates when a
+batch's gradients are there.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,34 @@ from penstock.schedule.stream import Stream
 from penstock.schedule.updates import with_updates_of_batches
 
 
-@register("pipedream", synchronous=False, stages_per_rank="1", splits_backward=False, weights="stash",
-          source="Narayanan et al. 2019, PipeDream, sections 3.2 and 3.3; runtime.py of github.com/msr-fiddle/pipedream")  # fmt: skip
-def pipedream(stages: int, micro_batches: int, batches: int | None = None, warm_up: Sequence[int] | None = None,
-              replicas: Sequence[int] | None = None) -> Schedule:  # fmt: skip
-    """Stage s runs K_s forwards ahead, then one backward and one forward in turn, from batch to batch, with no flush.
+@register(
+    "pipedream",
+    synchronous=False,
+    stages_per_rank="1",
+    splits_backward=False,
+    weights="stash",
+    source="Narayanan et al. 2019, PipeDream, sections 3.2 and 3.3; runtime.py of github.com/msr-fiddle/pipedream",
+)
+def pipedream(
+    stages: int,
+    micro_batches: int,
+    batches: int | None = None,
+    warm_up: Sequence[int] | None = None,
+    replicas: Sequence[int] | None = None,
+) -> Schedule:
+    """Stage s runs K_s forwards ahead, then one backward and one forward in turn, from batch to
+    batch, with no flush.
 
-    K_s is p - s, PipeDream's NOAM on the first stage, or `warm_up[s]`. Its minibatch is a batch of one micro-batch; with more of
-    them it is PipeDream with gradient accumulation.
+    K_s is p - s, PipeDream's NOAM on the first stage, or `warm_up[s]`. Its minibatch is a batch of
+    one micro-batch; with more of them it is PipeDream with gradient accumulation.
 
     Facts for equal costs f and b and free links, p stages, m micro-batches:
-        per batch           m(f + b): no bubble once it is full; with `warm_up` r times as long, r being the number of stages in
-                            the longest row of equal K_s, since these cannot work at the same time
+        per batch           m(f + b): no bubble once it is full; with `warm_up` r times as long, r
+                            being the number of stages in the longest row of equal K_s, since these
+                            cannot work at the same time
         in flight           K_s micro-batches on stage s
-        staleness           of micro-batch j of batch t on stage s, min(t, max(0, ceil((K_s - 1 - j)/m))) updates; with m = 1 that is
-                            p - 1 - s
+        staleness           of micro-batch j of batch t on stage s, min(t, max(0, ceil((K_s - 1 -
+                            j)/m))) updates; with m = 1 that is p - 1 - s
         versions            p - s with m = 1, each as large as the stage's weights (rule `stash`)
 
     >>> print(pipedream(3, 1, batches=4))
@@ -34,9 +49,10 @@ def pipedream(stages: int, micro_batches: int, batches: int | None = None, warm_
     rank 1 | 1F0 1F1 1B0 1U1 1F2 1B1 1U2 1F3 1B2 1U3 1B3 1U4
     rank 2 | 2F0 2B0 2U1 2F1 2B1 2U2 2F2 2B2 2U3 2F3 2B3 2U4
 
-    With k ranks for stage s, which take its micro-batches in turn (1F1B-RR), K_s is PipeDream's start-up rule, as in `1f1b`. The
-    copies add up their gradients at every U, so a batch is what PipeDream's replicas do between two synchronisations. Where they come
-    to it one after the other the first waits; one forward more ahead, on the stages before too, mostly hides that.
+    With k ranks for stage s, which take its micro-batches in turn (1F1B-RR), K_s is PipeDream's
+    start-up rule, as in `1f1b`. The copies add up their gradients at every U, so a batch is what
+    PipeDream's replicas do between two synchronisations. Where they come to it one after the other
+    the first waits; one forward more ahead, on the stages before too, mostly hides that.
 
     >>> print(pipedream(2, 2, batches=2, replicas=(2, 1)))
     rank 0 | 0F0 0F2 0B0 0U1 0B2 0U2
@@ -47,12 +63,14 @@ def pipedream(stages: int, micro_batches: int, batches: int | None = None, warm_
         stages: number of stages.
         micro_batches: micro-batches per batch.
         batches: how many of them the programs run; enough to show how they repeat, if not given.
-        warm_up: forwards that each stage runs before its first backward, at least 1, never more than on the stage before. With
+        warm_up: forwards that each stage runs before its first backward, at least 1, never more
+        than on the stage before. With
             `replicas`, those of its ranks together.
         replicas: ranks that each stage has; one if not given.
 
     Raises:
-        ScheduleError: `warm_up` has another length, or numbers with which no stage could go on; `batches` is none; a stage has more
+        ScheduleError: `warm_up` has another length, or numbers with which no stage could go on;
+        `batches` is none; a stage has more
             replicas than a batch has micro-batches, or a number that does not divide them.
     """
     if warm_up is None:
@@ -65,7 +83,8 @@ def pipedream(stages: int, micro_batches: int, batches: int | None = None, warm_
 
 
 def enough_batches(in_flight: int, micro_batches: int, period: int = 1) -> int:
-    """Batches in which a stream with so many micro-batches in flight shows how it goes on, several times over.
+    """Batches in which a stream with so many micro-batches in flight shows how it goes on, several
+    times over.
 
     >>> enough_batches(4, 1), enough_batches(4, 8), enough_batches(4, 8, period=2)
     (8, 5, 10)
@@ -80,9 +99,11 @@ def enough_batches(in_flight: int, micro_batches: int, period: int = 1) -> int:
 
 
 def falling(stages: int, most: int) -> list[int]:
-    """Forwards ahead where at most so many micro-batches may be in flight: p - s, or where `most` is too few for that, the best.
+    """Forwards ahead where at most so many micro-batches may be in flight: p - s, or where `most`
+    is too few for that, the best.
 
-    Stages with equal numbers wait for each other's backwards and take turns, so the numbers fall as often as they can.
+    Stages with equal numbers wait for each other's backwards and take turns, so the numbers fall as
+    often as they can.
 
     >>> falling(4, most=9), falling(4, most=2)
     ([4, 3, 2, 1], [2, 2, 1, 1])
@@ -91,7 +112,8 @@ def falling(stages: int, most: int) -> list[int]:
 
 
 def streamed(name: str, micro_batches: int, ahead: Sequence[int], stream: Stream) -> Schedule:
-    """1F1B without a flush: stage s runs `ahead[s]` forwards before its first backward, and has a U after each batch's last.
+    """1F1B without a flush: stage s runs `ahead[s]` forwards before its first backward, and has a U
+    after each batch's last.
 
     Args:
         name: of the schedule.

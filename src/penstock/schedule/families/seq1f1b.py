@@ -9,20 +9,28 @@ from penstock.schedule.families.terapipe import along_tokens, backwards
 from penstock.schedule.op import Kind, Op, Schedule
 
 
-@register("seq1f1b", synchronous=True, stages_per_rank="1", splits_backward=False, causal=True,
-          source="Sun et al. 2024, Seq1F1B (arXiv 2406.03488), section 3")  # fmt: skip
+@register(
+    "seq1f1b",
+    synchronous=True,
+    stages_per_rank="1",
+    splits_backward=False,
+    causal=True,
+    source="Sun et al. 2024, Seq1F1B (arXiv 2406.03488), section 3",
+)
 def seq1f1b(
     stages: int,
     micro_batches: int,
     slices: int | None = None,
     slice_shares: Sequence[float] | None = None,
 ) -> Schedule:
-    """Stage s runs p - s - 2 + k slices ahead, then one forward and one backward in turn, then the backwards left.
+    """Stage s runs p - s - 2 + k slices ahead, then one forward and one backward in turn, then the
+    backwards left.
 
-    Of every micro-batch the last slice's backward comes first. Only for models in which a token depends on those before it and on
-    no later one (causal attention).
+    Of every micro-batch the last slice's backward comes first. Only for models in which a token
+    depends on those before it and on no later one (causal attention).
 
-    Facts for equal costs f and b of a whole micro-batch and free links, p stages, m micro-batches, k equal slices:
+    Facts for equal costs f and b of a whole micro-batch and free links, p stages, m micro-batches,
+    k equal slices:
         makespan            m(f + b) + (p - 1)(f + b)/k
         in flight           min(m, (p - s - 1 + k)/k) micro-batches on stage s
     With k = 1 it is `1f1b`.
@@ -36,7 +44,8 @@ def seq1f1b(
         stages: number of stages.
         micro_batches: micro-batches per batch.
         slices: into how many equal slices every sequence is cut (k); 2 if nothing is said.
-        slice_shares: or the share of each slice, from the first token on, together 1. The paper's shares make all slices take
+        slice_shares: or the share of each slice, from the first token on, together 1. The paper's
+        shares make all slices take
             equal time (its cwp): the more tokens before a slice, the shorter it is.
 
     Raises:

@@ -10,8 +10,14 @@ from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.slicing import Slicing
 
 
-@register("terapipe", synchronous=True, stages_per_rank="1", splits_backward=False, causal=True,
-          source="Li et al. 2021, TeraPipe (arXiv 2102.07988), section 3")  # fmt: skip
+@register(
+    "terapipe",
+    synchronous=True,
+    stages_per_rank="1",
+    splits_backward=False,
+    causal=True,
+    source="Li et al. 2021, TeraPipe (arXiv 2102.07988), section 3",
+)
 def terapipe(
     stages: int,
     micro_batches: int,
@@ -20,9 +26,11 @@ def terapipe(
 ) -> Schedule:
     """All forwards slice by slice, then all backwards, of every micro-batch the last slice first.
 
-    Only for models in which a token depends on those before it and on no later one (causal attention).
+    Only for models in which a token depends on those before it and on no later one (causal
+    attention).
 
-    Facts for equal costs f and b of a whole micro-batch and free links, p stages, m micro-batches, x the largest share:
+    Facts for equal costs f and b of a whole micro-batch and free links, p stages, m micro-batches,
+    x the largest share:
         makespan            (m + (p - 1)x)(f + b): with k equal slices m(f + b) + (p - 1)(f + b)/k
         in flight           m on every stage
 
@@ -34,7 +42,8 @@ def terapipe(
         stages: number of stages.
         micro_batches: micro-batches per batch.
         slices: into how many equal slices every sequence is cut; 2 if nothing is said.
-        slice_shares: or the share of each slice, from the first token on, together 1. The more tokens before a slice, the longer
+        slice_shares: or the share of each slice, from the first token on, together 1. The more
+        tokens before a slice, the longer
             it takes per token: slices that shall take equal time get shorter.
 
     Raises:
@@ -59,10 +68,12 @@ def terapipe(
 def along_tokens(
     name: str, micro_batches: int, slices: int | None, slice_shares: Sequence[float] | None
 ) -> Slicing:
-    """Every micro-batch cut into `slices` equal slices (2 if nothing is said), or into those of `slice_shares`.
+    """Every micro-batch cut into `slices` equal slices (2 if nothing is said), or into those of
+    `slice_shares`.
 
     Raises:
-        ScheduleError: the slices are none, are said twice, or have shares that do not add up to 1; `name` is for the message.
+        ScheduleError: the slices are none, are said twice, or have shares that do not add up to 1;
+        `name` is for the message.
     """
     if slice_shares is not None:
         if slices is not None and slices != len(slice_shares):
@@ -77,7 +88,9 @@ def along_tokens(
 
 
 def backwards(slicing: Slicing) -> list[int]:
-    """The slices in the order of their backwards: micro-batch after micro-batch, the last slice of each first."""
+    """The slices in the order of their backwards: micro-batch after micro-batch, the last slice of
+    each first.
+    """
     return [
         first + n
         for first, row in zip(slicing.first_of, slicing.shares, strict=True)

@@ -9,13 +9,20 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.stream import Stream
 
 
-@register("2bw", aliases=("pipedream-2bw",), synchronous=False, stages_per_rank="1", splits_backward=False, weights="double-buffer",
-          source="Narayanan et al. 2021, PipeDream-2BW (arXiv 2006.09503), section 3.1")  # fmt: skip
+@register(
+    "2bw",
+    aliases=("pipedream-2bw",),
+    synchronous=False,
+    stages_per_rank="1",
+    splits_backward=False,
+    weights="double-buffer",
+    source="Narayanan et al. 2021, PipeDream-2BW (arXiv 2006.09503), section 3.1",
+)
 def two_bw(stages: int, micro_batches: int, batches: int | None = None) -> Schedule:
     """The order of `pipedream` with at least as many micro-batches per batch as there are stages.
 
-    So no forward is more than one update behind, and two versions of the weights are enough: all of batch t reads version
-    max(t - 1, 0), forward and backward, on every stage.
+    So no forward is more than one update behind, and two versions of the weights are enough: all of
+    batch t reads version max(t - 1, 0), forward and backward, on every stage.
 
     Facts for equal costs f and b and free links, p stages, m >= p micro-batches:
         per batch           m(f + b): no bubble once it is full
@@ -29,7 +36,8 @@ def two_bw(stages: int, micro_batches: int, batches: int | None = None) -> Sched
 
     Args:
         stages: number of stages.
-        micro_batches: micro-batches per batch, at least `stages`. The paper asks for so many; in this order, in which the first
+        micro_batches: micro-batches per batch, at least `stages`. The paper asks for so many; in
+        this order, in which the first
             stage has its backward before the next forward, one less would still be sound.
         batches: how many of them the programs run; enough to show how they repeat, if not given.
 
@@ -38,8 +46,10 @@ def two_bw(stages: int, micro_batches: int, batches: int | None = None) -> Sched
     """
     if micro_batches < stages:
         least = " (in this order one less would still do, but no fewer)" if stages > 1 else ""
-        raise ScheduleError(f"2bw in {stages} stages keeps two versions of the weights, which is enough with {stages} or more "
-                            f"micro-batches per batch{least}, not with {micro_batches}: take more of them, or pipedream, which keeps "
-                            "as many versions as it takes")  # fmt: skip
+        raise ScheduleError(
+            f"2bw in {stages} stages keeps two versions of the weights, which is enough with {stages} or more "
+            f"micro-batches per batch{least}, not with {micro_batches}: take more of them, or pipedream, which keeps "
+            "as many versions as it takes"
+        )
     count = enough_batches(stages, micro_batches) if batches is None else batches
     return streamed("2bw", micro_batches, range(stages, 0, -1), Stream(count, "double-buffer"))

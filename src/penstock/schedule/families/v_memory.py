@@ -12,7 +12,8 @@ from penstock.schedule.v_shape import ranks_of_v, stages_of_v
 
 _SOURCE = "Qi et al. 2024, Pipeline Parallelism with Controllable Memory (arXiv 2405.15362)"
 
-#: One micro-batch's slots on a rank: F on the way down, F on the way back, I on the way back, I on the way down.
+#: One micro-batch's slots on a rank: F on the way down, F on the way back, I on the way back, I on
+#: the way down.
 Offsets = tuple[int, int, int, int]
 
 
@@ -26,9 +27,11 @@ Offsets = tuple[int, int, int, int]
 def v_half(stages: int, micro_batches: int) -> Schedule:
     """Half the activations of 1F1B, and about half its bubble.
 
-    Facts for f = i = w = 1 on both stages of a rank together and free links, p ranks, 2p stages, m micro-batches, m >= p:
-        makespan            3m + (3p - 7)/2 for even p, + (3p - 4)/2 for odd p, but + 1/2 for p = 2 and + 0 for p = 1
-                            (1F1B: 3m + 3(p - 1)); the longest span too, for m >= 2p
+    Facts for f = i = w = 1 on both stages of a rank together and free links, p ranks, 2p stages, m
+    micro-batches, m >= p:
+        makespan            3m + (3p - 7)/2 for even p, + (3p - 4)/2 for odd p, but + 1/2 for p = 2
+                            and + 0 for p = 1 (1F1B: 3m + 3(p - 1)); the longest span too, for m >=
+                            2p
         in flight           p // 2 + 1 whole micro-batches
 
     >>> print(v_half(4, 3))
@@ -40,19 +43,29 @@ def v_half(stages: int, micro_batches: int) -> Schedule:
     """
     ranks = ranks_of_v("v-half", stages)
     late = 3 if ranks % 2 == 0 else 0
-    return _schedule(ranks, micro_batches, lambda rank: (
-        2 * rank, 3 * ranks - rank - 2, 3 * ranks + late + 2 * rank - 1, 6 * ranks + late - rank - 2))  # fmt: skip
+    return _schedule(
+        ranks,
+        micro_batches,
+        lambda rank: (
+            2 * rank,
+            3 * ranks - rank - 2,
+            3 * ranks + late + 2 * rank - 1,
+            6 * ranks + late - rank - 2,
+        ),
+    )
 
 
 @register(
     "v-min", synchronous=True, stages_per_rank="2", splits_backward=True, source=f"{_SOURCE}, V-Min"
 )
 def v_min(stages: int, micro_batches: int) -> Schedule:
-    """A third of the activations of 1F1B, and about two thirds of its bubble. Its time suffers most if f, i and w differ.
+    """A third of the activations of 1F1B, and about two thirds of its bubble. Its time suffers most
+    if f, i and w differ.
 
-    Facts for f = i = w = 1 on both stages of a rank together and free links, p ranks, 2p stages, m micro-batches, m > p:
-        makespan            3m + 2p - 3.5 if 3 divides p, else 3m + 2p - 2.5, but 3m for p = 1 (1F1B: 3m + 3(p - 1)); the
-                            longest span too, for m >= 2p
+    Facts for f = i = w = 1 on both stages of a rank together and free links, p ranks, 2p stages, m
+    micro-batches, m > p:
+        makespan            3m + 2p - 3.5 if 3 divides p, else 3m + 2p - 2.5, but 3m for p = 1
+                            (1F1B: 3m + 3(p - 1)); the longest span too, for m >= 2p
         in flight           2, 2, 2, 3, 4, 5, 6 whole micro-batches for p = 2, 3, 4, 6, 8, 12, 16
 
     >>> print(v_min(4, 3))
@@ -64,12 +77,22 @@ def v_min(stages: int, micro_batches: int) -> Schedule:
     """
     ranks = ranks_of_v("v-min", stages)
     late = 2 if ranks % 3 == 0 else 0
-    return _schedule(ranks, micro_batches, lambda rank: (
-        rank, 2 * ranks - rank - 1, 2 * ranks + late + rank, 4 * ranks + late - rank - 1))  # fmt: skip
+    return _schedule(
+        ranks,
+        micro_batches,
+        lambda rank: (
+            rank,
+            2 * ranks - rank - 1,
+            2 * ranks + late + rank,
+            4 * ranks + late - rank - 1,
+        ),
+    )
 
 
 def _schedule(ranks: int, micro_batches: int, offsets: Callable[[int], Offsets]) -> Schedule:
-    """The V-shaped block with these offsets, repeated every six slots: three kinds of op for each of two stages."""
+    """The V-shaped block with these offsets, repeated every six slots: three kinds of op for each
+    of two stages.
+    """
     block = []
     for rank in range(ranks):
         down, back = stages_of_v(rank, ranks)

@@ -1,4 +1,6 @@
-"""WPipe: two groups of stages, of which the second is updated before the first reads what comes of it."""
+"""WPipe: two groups of stages, of which the second is updated before the first reads what comes of
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,29 @@ from penstock.schedule.stream import Stream
 from penstock.schedule.updates import with_updates_of_batches
 
 
-@register("wpipe", synchronous=False, stages_per_rank="2", splits_backward=False, weights="wpipe",
-          source="Yang et al. 2022, WPipe, Group-based interleaved pipeline parallelism for large-scale DNN training (ICLR); the "
-          "order is Penstock's own, after the paper's abstract, and has its properties")  # fmt: skip
+@register(
+    "wpipe",
+    synchronous=False,
+    stages_per_rank="2",
+    splits_backward=False,
+    weights="wpipe",
+    source="Yang et al. 2022, WPipe, Group-based interleaved pipeline parallelism for large-scale DNN training (ICLR); the "
+    "order is Penstock's own, after the paper's abstract, and has its properties",
+)
 def wpipe(stages: int, micro_batches: int, batches: int | None = None) -> Schedule:
-    """`interleaved` over two stages on every rank without a flush, with batches for groups: stages r and r + p on rank r.
+    """`interleaved` over two stages on every rank without a flush, with batches for groups: stages
+    r and r + p on rank r.
 
-    A batch passes the first half of the model (group 0), then the second (group 1); backward the second, then the first. Rank r
-    starts with m + 2(p - 1 - r) forwards, then runs one forward and one backward in turn.
+    A batch passes the first half of the model (group 0), then the second (group 1); backward the
+    second, then the first. Rank r starts with m + 2(p - 1 - r) forwards, then runs one forward and
+    one backward in turn.
 
-    Facts for equal costs f and b per rank (f/2 and b/2 per stage) and free links, p ranks, m >= 2(p - 1) micro-batches:
+    Facts for equal costs f and b per rank (f/2 and b/2 per stage) and free links, p ranks, m >= 2(p
+    - 1) micro-batches:
         per batch           m(f + b): no bubble once it is full
         in flight           m + 2(p - 1 - r) + 1 on rank r, of both its stages together
-        staleness           1 update on the stages of group 0 from the second batch on, 0 on those of group 1
+        staleness           1 update on the stages of group 0 from the second batch on, 0 on those
+                            of group 1
         versions            2 of group 0, 1 of group 1 (rule `wpipe`)
 
     >>> print(wpipe(4, 2, batches=2))
@@ -41,8 +53,10 @@ def wpipe(stages: int, micro_batches: int, batches: int | None = None) -> Schedu
     """
     ranks = ranks_for("wpipe", stages, "groups", 2)
     if micro_batches < 2 * (ranks - 1):
-        raise ScheduleError(f"wpipe on {ranks} ranks keeps two versions of the weights, which is enough with {2 * (ranks - 1)} or "
-                            f"more micro-batches per batch; with {micro_batches} some gradients would be 2 updates old")  # fmt: skip
+        raise ScheduleError(
+            f"wpipe on {ranks} ranks keeps two versions of the weights, which is enough with {2 * (ranks - 1)} or "
+            f"more micro-batches per batch; with {micro_batches} some gradients would be 2 updates old"
+        )
     count = enough_batches(2 * micro_batches, micro_batches) if batches is None else batches
     stream = Stream(count, "wpipe")
     rows = in_groups(ranks, 2, count * micro_batches, micro_batches)

@@ -8,12 +8,19 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.stream import Stream
 
 
-@register("xpipe", synchronous=False, stages_per_rank="1", splits_backward=False, weights="xpipe",
-          source="Guan et al. 2019, XPipe (arXiv 1911.04610)")  # fmt: skip
+@register(
+    "xpipe",
+    synchronous=False,
+    stages_per_rank="1",
+    splits_backward=False,
+    weights="xpipe",
+    source="Guan et al. 2019, XPipe (arXiv 1911.04610)",
+)
 def xpipe(stages: int, micro_batches: int, batches: int | None = None) -> Schedule:
     """The order of `pipedream`, in which micro-batches of several batches are in flight at a time.
 
-    The first micro-batch of every batch, its bellwether, predicts the weights with which all of them run; one version is kept.
+    The first micro-batch of every batch, its bellwether, predicts the weights with which all of
+    them run; one version is kept.
 
     Facts for equal costs f and b and free links, p stages, m micro-batches:
         per batch           m(f + b): no bubble once it is full

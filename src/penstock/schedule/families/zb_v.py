@@ -9,20 +9,28 @@ from penstock.schedule.updates import with_updates
 from penstock.schedule.v_shape import ranks_of_v, stages_of_v
 
 
-@register("zb-v", synchronous=True, stages_per_rank="2", splits_backward=True,
-          source="Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 6; "
-                 "the order of torch's ScheduleZBVZeroBubble")  # fmt: skip
+@register(
+    "zb-v",
+    synchronous=True,
+    stages_per_rank="2",
+    splits_backward=True,
+    source="Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 6; "
+    "the order of torch's ScheduleZBVZeroBubble",
+)
 def zb_v(stages: int, micro_batches: int) -> Schedule:
-    """Stages go down the ranks and back up, so that the last stage's gradient starts out where the first stage is.
+    """Stages go down the ranks and back up, so that the last stage's gradient starts out where the
+    first stage is.
 
         rank 0   stages 0 and 2p - 1        F0 I0 W0: the way down, stage r of rank r
         rank 1   stages 1 and 2p - 2        F1 I1 W1: the way back, stage 2p - 1 - r
         ...
 
     Facts for f = i = w and free links, p ranks, 2p stages, m micro-batches, m >= 2p:
-        longest span        2m(f + i + w), of one stage each (half a rank's): no bubble in the span definition
+        longest span        2m(f + i + w), of one stage each (half a rank's): no bubble in the span
+                            definition
         makespan            (p - 1)f more
-        in flight           2p stages on every rank: p whole micro-batches, as many as 1F1B's first rank holds
+        in flight           2p stages on every rank: p whole micro-batches, as many as 1F1B's first
+                            rank holds
 
     Below 2p - 1 micro-batches the order is that for 2p - 1 without those that are not there.
 

@@ -12,11 +12,14 @@ _SOURCE = "Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), 
     "zb-h1", synchronous=True, stages_per_rank="1", splits_backward=True, source=f"{_SOURCE}, ZB-H1"
 )
 def zb_h1(stages: int, micro_batches: int) -> Schedule:
-    """1F1B with a third of its bubble in the same memory: stage s keeps s weight gradients back for the drain.
+    """1F1B with a third of its bubble in the same memory: stage s keeps s weight gradients back for
+    the drain.
 
     Facts for equal costs f, i, w with w <= f and w <= i, and free links, p stages, m micro-batches:
-        makespan            m(f + i + w) + (p - 1)(f + i - w) for m >= p; (m + p - 1)(f + i) + w for m <= p
-        in flight           min(m, p) on every stage, of which min(m, p - s) still wait for their I on stage s
+        makespan            m(f + i + w) + (p - 1)(f + i - w) for m >= p; (m + p - 1)(f + i) + w for
+                            m <= p
+        in flight           min(m, p) on every stage, of which min(m, p - s) still wait for their I
+                            on stage s
 
     >>> print(zb_h1(3, 4))
     rank 0 | 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3 0U1
@@ -35,15 +38,19 @@ def zb_h1(stages: int, micro_batches: int) -> Schedule:
     "zb-h2", synchronous=True, stages_per_rank="1", splits_backward=True, source=f"{_SOURCE}, ZB-H2"
 )
 def zb_h2(stages: int, micro_batches: int) -> Schedule:
-    """Twice the forwards ahead and twice the weight gradients behind: no stage idles between its first op and its last.
+    """Twice the forwards ahead and twice the weight gradients behind: no stage idles between its
+    first op and its last.
 
-    Facts for equal costs f, i, w with w <= f and w <= i, and free links, p stages, m micro-batches, m >= 2p - 1:
-        longest span        m(f + i + w) + (p - 1)(f + i - 2w): without bubble for f = i = w, in the span definition;
-                            the makespan is that of zb-h1 then, m(f + i + w) + (p - 1)f
-        in flight           2p - 1 on every stage, of which 2(p - s) - 1 still wait for their I on stage s
+    Facts for equal costs f, i, w with w <= f and w <= i, and free links, p stages, m micro-batches,
+    m >= 2p - 1:
+        longest span        m(f + i + w) + (p - 1)(f + i - 2w): without bubble for f = i = w, in the
+                            span definition; the makespan is that of zb-h1 then, m(f + i + w) + (p -
+                            1)f
+        in flight           2p - 1 on every stage, of which 2(p - s) - 1 still wait for their I on
+                            stage s
 
-    Below 2p - 1 micro-batches it is sound, but the warm-up lasts too long: for 3 <= m <= 2p - 3 and f = i = w the makespan is
-    above that of zb-h1.
+    Below 2p - 1 micro-batches it is sound, but the warm-up lasts too long: for 3 <= m <= 2p - 3 and
+    f = i = w the makespan is above that of zb-h1.
 
     >>> print(zb_h2(3, 5))
     rank 0 | 0F0 0F1 0F2 0F3 0F4 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4 0U1

@@ -1,4 +1,6 @@
-"""Zero bubble by a heuristic: how many forwards run ahead and where every weight gradient stands follows from the costs."""
+"""Zero bubble by a heuristic: how many forwards run ahead and where every weight gradient stands
+follows from the costs.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ _SOURCE = "Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), 
 def zb_1p(costs: Costs, micro_batches: int, kept_for_weight_grad: float | None = None) -> Schedule:
     """`zb-auto` in the memory of 1F1B: the activations of p micro-batches on each of p stages.
 
-    For f = i = w on all stages and free links it takes the time of `zb-h1`, and for more than p micro-batches is `zb-h1`. Here
-    stage 2 waits for the slow stage 1, and does W meanwhile:
+    For f = i = w on all stages and free links it takes the time of `zb-h1`, and for more than p
+    micro-batches is `zb-h1`. Here stage 2 waits for the slow stage 1, and does W meanwhile:
 
     >>> from penstock.search.schedules import schedule
     >>> print(schedule("zb-1p", micro_batches=4, costs=Costs(forward=[1, 2, 1], input_grad=[1, 2, 1], weight_grad=1)))
@@ -39,11 +41,12 @@ def zb_1p(costs: Costs, micro_batches: int, kept_for_weight_grad: float | None =
     "zb-2p", synchronous=True, stages_per_rank="1", splits_backward=True, source=f"{_SOURCE}, ZB-2p"
 )
 def zb_2p(costs: Costs, micro_batches: int, kept_for_weight_grad: float | None = None) -> Schedule:
-    """`zb-auto` in twice the memory of 1F1B: for most costs enough for next to no bubble in the span of a stage.
+    """`zb-auto` in twice the memory of 1F1B: for most costs enough for next to no bubble in the
+    span of a stage.
 
-    For f = i = w on all stages, free links, and 2p - 1 micro-batches or more there is none, as in `zb-h2`; for fewer it still
-    takes the time of `zb-h1`. Here stage 0 runs one more
-    forward early, and is done sooner:
+    For f = i = w on all stages, free links, and 2p - 1 micro-batches or more there is none, as in
+    `zb-h2`; for fewer it still takes the time of `zb-h1`. Here stage 0 runs one more forward early,
+    and is done sooner:
 
     >>> from penstock.search.schedules import schedule
     >>> print(schedule("zb-2p", micro_batches=4, costs=Costs(forward=[1, 2, 1], input_grad=[1, 2, 1], weight_grad=1)))
@@ -54,27 +57,39 @@ def zb_2p(costs: Costs, micro_batches: int, kept_for_weight_grad: float | None =
     return zb_auto(costs, micro_batches, 2 * stages_of(costs), kept_for_weight_grad)
 
 
-@register("zb-auto", synchronous=True, stages_per_rank="1", splits_backward=True,
-          source=f"{_SOURCE}, with any memory limit")  # fmt: skip
-def zb_auto(costs: Costs, micro_batches: int, memory_limit: float | Sequence[float] | None = None,
-            kept_for_weight_grad: float | None = None) -> Schedule:  # fmt: skip
+@register(
+    "zb-auto",
+    synchronous=True,
+    stages_per_rank="1",
+    splits_backward=True,
+    source=f"{_SOURCE}, with any memory limit",
+)
+def zb_auto(
+    costs: Costs,
+    micro_batches: int,
+    memory_limit: float | Sequence[float] | None = None,
+    kept_for_weight_grad: float | None = None,
+) -> Schedule:
     """The best of eight programs that the heuristic of `penstock.search.rounds` makes.
 
-    Best is that whose longest stage span is shortest, as in the paper; among equals, the shortest makespan. Links count as free
-    for as many messages at a time as there are.
+    Best is that whose longest stage span is shortest, as in the paper; among equals, the shortest
+    makespan. Links count as free for as many messages at a time as there are.
 
     Args:
         costs: one entry per stage in `forward`; the others as they come.
         micro_batches: at least 1.
-        memory_limit: what a stage may hold, in its activations of a whole micro-batch: at least 1, one number for all stages
+        memory_limit: what a stage may hold, in its activations of a whole micro-batch: at least 1,
+        one number for all stages
             or one each; None for no limit.
-        kept_for_weight_grad: the fraction of a micro-batch's activations that a stage still holds from I to W. In the paper's
-            transformers it is 32h / (34h + 5as) for hidden size h, a heads and s tokens. None for what the costs say
-            (`activation_bytes_after_input_grad` / `activation_bytes`), or else 1, which is how `verify` counts.
+        kept_for_weight_grad: the fraction of a micro-batch's activations that a stage still holds
+        from I to W. In the paper's
+            transformers it is 32h / (34h + 5as) for hidden size h, a heads and s tokens. None for
+            what the costs say (`activation_bytes_after_input_grad` / `activation_bytes`), or else
+            1, which is how `verify` counts.
 
     Raises:
-        ScheduleError: a limit is below 1, there is another number of them than of stages, or the fraction is not one.
-        SettingError: the costs are for different numbers of stages.
+        ScheduleError: a limit is below 1, there is another number of them than of stages, or the
+        fraction is not one. SettingError: the costs are for different numbers of stages.
     """
     stages = stages_of(costs)
     memory = Memory(_limits(memory_limit, stages), _kept(kept_for_weight_grad, costs, stages))

@@ -26,7 +26,8 @@ from penstock.search.request import PlanRequest
 from penstock.search.score import best_of
 from penstock.simulate.plan_costs import meeting_seconds
 
-#: Steps of the dynamic program, (layers x devices)^2: of one, and of all that are searched together.
+#: Steps of the dynamic program, (layers x devices)^2: of one, and of all that are searched
+#: together.
 MOST_STEPS, STEPS_IN_ALL = 5e7, 8e7
 
 
@@ -35,20 +36,23 @@ MOST_STEPS, STEPS_IN_ALL = 5e7, 8e7
     source="Zheng et al. 2022, Alpa, section 5; alpa/pipeline_parallel/stage_construction.py, training_dp",
 )
 def alpa(request: PlanRequest) -> Plan:
-    """The stages and submeshes with the least sum of t + (B - 1) max t over the stages' latencies t, for B micro-batches.
+    """The stages and submeshes with the least sum of t + (B - 1) max t over the stages' latencies
+    t, for B micro-batches.
 
-    A submesh is 1, 2, 4, … devices of a node, or all devices of 1, 2, … nodes; together they are all devices, or
-    where no submeshes make these up, as fast as some can be. Inside a submesh
-    Alpa shares out single operators, and finds out how by another planner; here it is data parallelism: a stage's t is its forward
-    and backward over the number n of its devices, and a B-th part of what it takes them to add up the stage's gradients. The
-    stage that is the s-th from the end keeps s micro-batches, an n-th of each on every device. Transfers between stages are not
+    A submesh is 1, 2, 4, … devices of a node, or all devices of 1, 2, … nodes; together they are
+    all devices, or where no submeshes make these up, as fast as some can be. Inside a submesh Alpa
+    shares out single operators, and finds out how by another planner; here it is data parallelism:
+    a stage's t is its forward and backward over the number n of its devices, and a B-th part of
+    what it takes them to add up the stage's gradients. The stage that is the s-th from the end
+    keeps s micro-batches, an n-th of each on every device. Transfers between stages are not
     counted, as in the paper. Layers are the profile's; Alpa clusters operators into layers before.
 
-    All numbers of micro-batches are searched, and the best few are simulated under "1f1b", each device of a submesh with whole
-    micro-batches in turn.
+    All numbers of micro-batches are searched, and the best few are simulated under "1f1b", each
+    device of a submesh with whole micro-batches in turn.
 
     Raises:
-        PlanError: another cut or schedule is asked for, devices are of several kinds, the search is too large, or nothing fits.
+        PlanError: another cut or schedule is asked for, devices are of several kinds, the search is
+        too large, or nothing fits.
     """
     check_scope(request, "alpa", "1f1b")
     check_alike(request, "alpa")
@@ -56,8 +60,10 @@ def alpa(request: PlanRequest) -> Plan:
     check_size("alpa", steps, MOST_STEPS, "(layers x devices)^2")
     found = sorted(_proposals(request, steps), key=lambda each: each[0])
     if not found:
-        raise PlanError(f"alpa finds no stages of {len(request.profile)} layers for submeshes of {request.cluster.ranks} "
-                        "devices that fit the memory and have a micro-batch for each device: give more micro-batches, or other devices")  # fmt: skip
+        raise PlanError(
+            f"alpa finds no stages of {len(request.profile)} layers for submeshes of {request.cluster.ranks} "
+            "devices that fit the memory and have a micro-batch for each device: give more micro-batches, or other devices"
+        )
     return best_of(request, quickest([proposal for _, proposal in found]))
 
 
@@ -107,8 +113,8 @@ def submeshes(cluster: Cluster) -> list[int]:
 def tables(
     request: PlanRequest, costs: LayerCosts, count: int
 ) -> tuple[Numbers, NDArray[np.int64]]:
-    """The latency of every stage on every submesh, infinite on other numbers of devices, and how many stages it and those after it may
-    be, for its memory to suffice.
+    """The latency of every stage on every submesh, infinite on other numbers of devices, and how
+    many stages it and those after it may be, for its memory to suffice.
 
     Returns:
         Two arrays of shape (layers + 1, layers + 1, devices + 1), as `replicated_sum` takes them.

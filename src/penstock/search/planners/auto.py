@@ -1,9 +1,13 @@
-"""The default planner: pipelines on all shapes of the cluster, every schedule asked for, exact cuts, simulated in full.
+"""The default planner: pipelines on all shapes of the cluster, every schedule asked for, exact
+cuts, simulated in full.
 
 In this order, each stage of the search with so much work at most, and all of it with so much time:
 
-    shapes and numbers of micro-batches with one schedule  |  what the other planners propose  |  stages with copies of their own  |
-    what can win of all other schedules, most promising first  |  programs made to measure  |  the best cut again by what simulation says
+    shapes and numbers of micro-batches with one schedule  |  what the other planners propose  |
+                                                           stages with copies of their own  |
+    what can win of all other schedules, most promising first  |  programs made to measure  |  the
+                                                               best cut again by what simulation
+                                                               says
 
 Most ways are never simulated: one whose lower bound is above the best time found cannot win.
 """
@@ -38,7 +42,8 @@ NAME = "auto"
 #: Ops simulated at most in the usual budget: with one schedule, and with all others.
 SCAN, SEARCH = 400_000, 1_300_000
 
-#: Of a schedule with so many stages and copies no more ways are looked at once so many came to nothing, or where the best is this many
+#: Of a schedule with so many stages and copies no more ways are looked at once so many came to
+#: nothing, or where the best is this many
 #: times slower than the best of all.
 MISSES, FAR = 4, 1.2
 
@@ -54,14 +59,17 @@ MISFITS = 4
     source="Penstock: enumeration with lower bounds, exact cuts, full simulation, local search",
 )
 def auto(request: PlanRequest) -> Plan:
-    """The fastest plan that fits; of those within 0.1 % of it a synchronous one, then the leanest (to about 2 %), then the one with
-    the fewest micro-batches. Never slower than what any other planner proposes for the same request, if its budget lets it ask them all.
+    """The fastest plan that fits; of those within 0.1 % of it a synchronous one, then the leanest
+    (to about 2 %), then the one with the fewest micro-batches. Never slower than what any other
+    planner proposes for the same request, if its budget lets it ask them all.
 
-    Every way is cut exactly for its devices and links at its micro-batch size. Where it does not fit so, it is cut within the limits
-    of memory; if nothing fits at all, everything is tried again cut for memory alone.
+    Every way is cut exactly for its devices and links at its micro-batch size. Where it does not
+    fit so, it is cut within the limits of memory; if nothing fits at all, everything is tried again
+    cut for memory alone.
 
     Raises:
-        PlanError: nothing fits, and the message says what the nearest ways need; or no schedule takes these numbers.
+        PlanError: nothing fits, and the message says what the nearest ways need; or no schedule
+        takes these numbers.
     """
     hunt = Hunt(request)
     space = Space(request, shapes(request))
@@ -93,8 +101,8 @@ def auto(request: PlanRequest) -> Plan:
 
 
 def _scan(hunt: Hunt, space: Space) -> dict[tuple[Shape, int], float]:
-    """A first look, at ways with one schedule: what they really take says where the others are worth one. Returns what they take over
-    what was estimated, by shape and number of micro-batches.
+    """A first look, at ways with one schedule: what they really take says where the others are
+    worth one. Returns what they take over what was estimated, by shape and number of micro-batches.
     """
     hunt.allow(SCAN, 0.4)
     found: dict[tuple[Shape, int], float] = {}
@@ -111,8 +119,8 @@ def _scan(hunt: Hunt, space: Space) -> dict[tuple[Shape, int], float]:
 def _search(
     hunt: Hunt, space: Space, scanned: Mapping[tuple[Shape, int], float], balance: Balance
 ) -> None:
-    """All ways that were not looked at: of every schedule, number of stages and of copies the most promising, then the next of those
-    that came near, and so on.
+    """All ways that were not looked at: of every schedule, number of stages and of copies the most
+    promising, then the next of those that came near, and so on.
     """
 
     def promise(way: Way) -> float:
@@ -149,8 +157,8 @@ def _weigh_all(hunt: Hunt, proposals: Iterable[Proposal]) -> None:
 
 
 def _ask_others(hunt: Hunt) -> float:
-    """Weigh what the planners of the literature propose, within what is asked; where it may be asynchronous, also what they do with a
-    flush. Returns the seconds of the fastest.
+    """Weigh what the planners of the literature propose, within what is asked; where it may be
+    asynchronous, also what they do with a flush. Returns the seconds of the fastest.
     """
     fastest = math.inf
     kinds = (
@@ -170,8 +178,17 @@ def _ask_others(hunt: Hunt) -> float:
             continue
         fastest = min(fastest, plan.predicted.step_s)
         if plan.predicted.step_s <= hunt.reach:
-            hunt.weigh(Proposal(plan.lengths, plan.schedule_name, plan.micro_batches, plan.schedule_options, plan.recompute,
-                                plan.weights, plan.devices))  # fmt: skip
+            hunt.weigh(
+                Proposal(
+                    plan.lengths,
+                    plan.schedule_name,
+                    plan.micro_batches,
+                    plan.schedule_options,
+                    plan.recompute,
+                    plan.weights,
+                    plan.devices,
+                )
+            )
     return fastest
 
 
@@ -197,12 +214,19 @@ def _say_why_none(hunt: Hunt, space: Space) -> None:
     if space.ways or hunt.request.stages is None:
         return
     for facts in hunt.request.families():
-        hunt.weigh(Proposal(tuple(partition_uniform(len(hunt.request.profile), hunt.request.stages)), facts.name,
-                            hunt.request.micro_batch_counts()[-1]))  # fmt: skip
+        hunt.weigh(
+            Proposal(
+                tuple(partition_uniform(len(hunt.request.profile), hunt.request.stages)),
+                facts.name,
+                hunt.request.micro_batch_counts()[-1],
+            )
+        )
 
 
 def _see_off(hunt: Hunt, space: Space) -> None:
-    """Simulate, of the kinds that were skipped, the way that came nearest, so that the table says by how much it loses."""
+    """Simulate, of the kinds that were skipped, the way that came nearest, so that the table says
+    by how much it loses.
+    """
     known = {each.kind for each in hunt.fits + hunt.near}
     nearest: dict[object, Way] = {}
     for way in space.ways:

@@ -1,4 +1,6 @@
-"""AutoPipe's planner: cuts between blocks, by a model of 1F1B's critical path and a search around its critical stage."""
+"""AutoPipe's planner: cuts between blocks, by a model of 1F1B's critical path and a search around
+its critical stage.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,19 @@ Cut = tuple[int, ...]
     source="Liu et al. 2022, AutoPipe, section 3; github.com/HPDL-Group/Merak, autopipe.cpp",
 )
 def autopipe(request: PlanRequest) -> Plan:
-    """The cut with the shortest critical path of 1F1B that the search finds, run with its slicer or without.
+    """The cut with the shortest critical path of 1F1B that the search finds, run with its slicer or
+    without.
 
-    Its blocks are a profile's layers (in the paper halves of a transformer's), the number of stages is one on each device unless asked
-    otherwise, and the path is that of twice as many micro-batches, whatever the plan has: see `critical_path`. A hop takes what the
-    median layer's output does on the slowest link between neighbours. All numbers of micro-batches are simulated under "autopipe",
-    which cuts the first of them in two (as many as the last stage needs to bridge the start-up), and under "1f1b"; the best is taken.
+    Its blocks are a profile's layers (in the paper halves of a transformer's), the number of stages
+    is one on each device unless asked otherwise, and the path is that of twice as many
+    micro-batches, whatever the plan has: see `critical_path`. A hop takes what the median layer's
+    output does on the slowest link between neighbours. All numbers of micro-batches are simulated
+    under "autopipe", which cuts the first of them in two (as many as the last stage needs to bridge
+    the start-up), and under "1f1b"; the best is taken.
 
     Raises:
-        PlanError: another cut or schedule is asked for, devices are of several kinds, or nothing fits.
+        PlanError: another cut or schedule is asked for, devices are of several kinds, or nothing
+        fits.
     """
     check_scope(request, "autopipe", "autopipe", "1f1b")
     check_alike(request, "autopipe")
@@ -73,8 +79,9 @@ def _hop_s(request: PlanRequest, costs: LayerCosts, stages: int) -> float:
 
 
 def _sliced(costs: LayerCosts, cut: Cut, count: int) -> int:
-    """How many micro-batches are halved: a half arrives on the last stage after half of the forwards before it, and that stage's
-    backwards of the halved ones have to bridge the other half. For equal stages (p - 1) f / 2b, as of the schedule "autopipe".
+    """How many micro-batches are halved: a half arrives on the last stage after half of the
+    forwards before it, and that stage's backwards of the halved ones have to bridge the other half.
+    For equal stages (p - 1) f / 2b, as of the schedule "autopipe".
     """
     first = len(costs) - cut[-1]
     other_half, bridged = sum(costs.forward_s[:first]) / 2, sum(costs.backward_s[first:])
@@ -101,16 +108,19 @@ def search(
 
     It begins with the exact minimax cut of f + b. Of each cut that waits in the queue:
 
-    1. stages behind the critical one hand their first block to the stage before, while that stays lighter than the critical one and
-       the critical stage stays the same: work at the front is over sooner in the cool-down;
-    2. two more cuts are queued: the critical stage's first block given to the stages before it, which are cut anew by minimax, and
-       its last block given to the next stage. A cut whose critical stage is later is left out, and one that was met before.
+    1. stages behind the critical one hand their first block to the stage before, while that stays
+       lighter than the critical one and the critical stage stays the same: work at the front is
+       over sooner in the cool-down;
+    2. two more cuts are queued: the critical stage's first block given to the stages before it,
+       which are cut anew by minimax, and its last block given to the next stage. A cut whose
+       critical stage is later is left out, and one that was met before.
 
     Args:
         forward, backward: seconds of every block.
         stages: how many stages to make.
         transfer_s: of a hop.
-        most_steps: rounds x stages after which the best so far is taken; the cuts of a transformer take far fewer.
+        most_steps: rounds x stages after which the best so far is taken; the cuts of a transformer
+        take far fewer.
     """
     loads = [f + b for f, b in zip(forward, backward, strict=True)]
 

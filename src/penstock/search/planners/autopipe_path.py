@@ -24,21 +24,27 @@ def critical_path(
 ) -> Path:
     """What 1F1B takes for m = 2p micro-batches on p stages.
 
-    F[i][k] and B[i][k] are the starts of stage i's k-th forward and backward of the steady phase; of micro-batch p - 1 - i + k and k.
+    F[i][k] and B[i][k] are the starts of stage i's k-th forward and backward of the steady phase;
+    of micro-batch p - 1 - i + k and k.
 
-        F[i][0] = never waited for                       the start-up is one micro-batch's way to the last stage
+        F[i][0] = never waited for                       the start-up is one micro-batch's way to
+                                                         the last stage
         B[i][0] = all forwards + backwards behind i      (a transfer with each)
         F[i][k] = max(F[i-1][k-1] + f[i-1], B[i][k-1] + b[i])      + transfer, if i > 0
-        B[i][k] = max(B[i+1][k] + b[i+1], F[i][k] + f[i])          + transfer, if i < p - 1          k = 1 … m - p + i
+        B[i][k] = max(B[i+1][k] + b[i+1], F[i][k] + f[i])          + transfer, if i < p - 1
+                                                                   k = 1 … m - p + i
 
-    The critical stage is the last whose own chain sets all of its maxima: it never waits. Then the cool-down, from that stage on;
-    D[r][c] is the start of the c-th backward from the end on the r-th stage from the critical one:
+    The critical stage is the last whose own chain sets all of its maxima: it never waits. Then the
+    cool-down, from that stage on; D[r][c] is the start of the c-th backward from the end on the
+    r-th stage from the critical one:
 
-        D[r][c] = max(D[r][c+1] + b, D[r+1][c] + b of the next stage) + transfer, and for r > 0 not before D[r-1][c+1]
+        D[r][c] = max(D[r][c+1] + b, D[r+1][c] + b of the next stage) + transfer, and for r > 0 not
+        before D[r-1][c+1]
         step    = D[0][0] + backwards of the stages up to the critical one (a transfer with each)
 
-    Stages before the critical one are taken to pass the last gradient on at once, and those behind it to have started in time: in a
-    pipeline whose slowest stage is in the middle the formula is a little less than what the program takes.
+    Stages before the critical one are taken to pass the last gradient on at once, and those behind
+    it to have started in time: in a pipeline whose slowest stage is in the middle the formula is a
+    little less than what the program takes.
 
     >>> critical_path([1, 1, 1, 1], [2, 2, 2, 2])
     Path(step_s=33.0, critical=3)
@@ -47,7 +53,8 @@ def critical_path(
         forward, backward: seconds of every stage.
         transfer_s: of every hop; the repository of its authors has 0.
 
-    Source: Liu et al. 2022, AutoPipe, section 3.2; github.com/HPDL-Group/Merak, autopipe.cpp. LITERATURE 6.4.
+    Source: Liu et al. 2022, AutoPipe, section 3.2; github.com/HPDL-Group/Merak, autopipe.cpp.
+    LITERATURE 6.4.
     """
     stages = len(forward)
     starts, waits = _steady(forward, backward, transfer_s)
@@ -59,7 +66,9 @@ def critical_path(
 def _steady(
     forward: Sequence[float], backward: Sequence[float], transfer_s: float
 ) -> tuple[list[float], list[bool]]:
-    """The start of every stage's last backward of the steady phase, and whether it ever waited for another stage."""
+    """The start of every stage's last backward of the steady phase, and whether it ever waited for
+    another stage.
+    """
     stages = len(forward)
     fill = sum(forward) + (stages - 1) * transfer_s
     before = [float("-inf")] * stages

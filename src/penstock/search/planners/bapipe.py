@@ -40,9 +40,10 @@ TINY_S = 1e-12
 class Way:
     """A schedule with a cut, by the paper's table.
 
-    `step_s` is the table's time of a batch with the slowest stage; `split_s` the same if boundary layers were split so that all are
-    equally long. `excess_bytes` is by how much the stages hold too much, `starved` whether a link carries less than is asked of it.
-    `held_bytes` is what the fullest holds.
+    `step_s` is the table's time of a batch with the slowest stage; `split_s` the same if boundary
+    layers were split so that all are equally long. `excess_bytes` is by how much the stages hold
+    too much, `starved` whether a link carries less than is asked of it. `held_bytes` is what the
+    fullest holds.
     """
 
     schedule: str
@@ -60,23 +61,28 @@ class Way:
     source="Zhao et al. 2020, BaPipe (arXiv 2012.12544); journal: Parallel Processing Letters 2022",
 )
 def bapipe(request: PlanRequest) -> Plan:
-    """The whole exploration: for every number of micro-batches a balanced partition, for every schedule that the kind of accelerator
-    can run the paper's formulas; the fastest that fits, then the leanest.
+    """The whole exploration: for every number of micro-batches a balanced partition, for every
+    schedule that the kind of accelerator can run the paper's formulas; the fastest that fits, then
+    the leanest.
 
-    FPGAs compute and transfer at once at a fine grain: they choose between 1F1B-AS, and FBP-AS where a link does not carry what that
-    asks for. GPUs and CPUs choose between 1F1B-SNO, and 1F1B-SO where transfers take notable time and twice the features fit.
+    FPGAs compute and transfer at once at a fine grain: they choose between 1F1B-AS, and FBP-AS
+    where a link does not carry what that asks for. GPUs and CPUs choose between 1F1B-SNO, and
+    1F1B-SO where transfers take notable time and twice the features fit.
 
-    All accelerators are used, in the cluster's order, as far as there are layers for them; a stage has one copy. On FPGAs the paper also
-    splits the layers at the boundaries: `split_s` has the time that this would take, and it is the plan's objective there. The plan
-    itself has whole layers, for that is what can run here.
+    All accelerators are used, in the cluster's order, as far as there are layers for them; a stage
+    has one copy. On FPGAs the paper also splits the layers at the boundaries: `split_s` has the
+    time that this would take, and it is the plan's objective there. The plan itself has whole
+    layers, for that is what can run here.
 
     Raises:
         PlanError: FPGAs are mixed with devices of another kind; or nothing fits.
     """
     kinds = {device.kind for device in request.cluster.devices}
     if "fpga" in kinds and len(kinds) > 1:
-        raise PlanError(f"bapipe chooses the schedule by the kind of accelerator, and {request.cluster.name} mixes "
-                        f"{', '.join(sorted(kinds))}: FPGAs compute and transfer at once, the others do not. Plan for one of them")  # fmt: skip
+        raise PlanError(
+            f"bapipe chooses the schedule by the kind of accelerator, and {request.cluster.name} mixes "
+            f"{', '.join(sorted(kinds))}: FPGAs compute and transfer at once, the others do not. Plan for one of them"
+        )
     table = AS if kinds == {"fpga"} else S
     check_scope(request, "bapipe", *(name.lower() for name in table))
     asked = (
@@ -99,17 +105,19 @@ def bapipe(request: PlanRequest) -> Plan:
 
 
 def preferred(ways: Iterable[Way]) -> list[Way]:
-    """Those that fit and whose links carry what is asked first, the fastest of these first; before it those that are as fast to within
-    0.1 % and leaner.
+    """Those that fit and whose links carry what is asked first, the fastest of these first; before
+    it those that are as fast to within 0.1 % and leaner.
     """
     left = sorted(ways, key=lambda way: (way.excess_bytes, way.starved, way.step_s, way.held_bytes))
     if not left:
         return []
     first = left[0]
     near = [
-        way for way in left
-        if (way.excess_bytes, way.starved) == (first.excess_bytes, first.starved) and way.step_s <= first.step_s * (1 + CLOSE)
-    ]  # fmt: skip
+        way
+        for way in left
+        if (way.excess_bytes, way.starved) == (first.excess_bytes, first.starved)
+        and way.step_s <= first.step_s * (1 + CLOSE)
+    ]
     near.sort(key=lambda way: way.held_bytes)
     return [*near, *(way for way in left if way not in near)]
 
@@ -126,8 +134,10 @@ def explore(request: PlanRequest, rows: dict[str, Callable[[Stages], Row]]) -> I
     """Every schedule with every number of micro-batches, each with its own partition."""
     stages = request.stages or min(request.cluster.ranks, len(request.profile))
     if stages > request.cluster.ranks:
-        raise PlanError(f"bapipe has one stage on every accelerator: {stages} need as many, {request.cluster.name} has "
-                        f"{request.cluster.ranks}")  # fmt: skip
+        raise PlanError(
+            f"bapipe has one stage on every accelerator: {stages} need as many, {request.cluster.name} has "
+            f"{request.cluster.ranks}"
+        )
     counts = request.micro_batch_counts(request.cluster.ranks)
     for count in [each for each in counts if each * stages <= MOST_FORWARDS] or counts[:1]:
         kinds = {id(request.profile_of(rank)): request.profile_of(rank) for rank in range(stages)}
@@ -224,8 +234,16 @@ class _Chain:
             equal, forward_s=equal.forward_s * share, backward_s=equal.backward_s * share
         )
         held = self.held(row, tuned)
-        return Way(name, self.micro_batches, tuned, row(equal).seconds, row(split).seconds, max(held),
-                   sum(self.excess(row, tuned)), self.starved(row, tuned, ends))  # fmt: skip
+        return Way(
+            name,
+            self.micro_batches,
+            tuned,
+            row(equal).seconds,
+            row(split).seconds,
+            max(held),
+            sum(self.excess(row, tuned)),
+            self.starved(row, tuned, ends),
+        )
 
     def equal_stages(self, lengths: Sequence[int]) -> Stages:
         """What the table takes: as if all stages were as the slowest, and all links as the slowest."""
@@ -260,8 +278,8 @@ class _Chain:
         return False
 
     def held(self, row: Callable[[Stages], Row], lengths: Sequence[int]) -> list[float]:
-        """Bytes of every stage: features and weights by the table, no more features than there are micro-batches, and the numbers
-        of the optimizer, which the table leaves out.
+        """Bytes of every stage: features and weights by the table, no more features than there are
+        micro-batches, and the numbers of the optimizer, which the table leaves out.
         """
         found = []
         for stage, (forward, backward, kept, weights) in enumerate(self.sums(lengths)):
@@ -289,7 +307,9 @@ class _Chain:
         return [max(0.0, own - self.request.memory_bytes(rank)) for rank, own in enumerate(held)]
 
     def on_chip(self, row: Callable[[Stages], Row], lengths: tuple[int, ...]) -> tuple[int, ...]:
-        """Layers moved so that more boards have their weights on the chip, as long as it costs neither time nor memory."""
+        """Layers moved so that more boards have their weights on the chip, as long as it costs
+        neither time nor memory.
+        """
         slowest, excess = max(self.seconds(lengths)), sum(self.excess(row, lengths))
         chips = [self.request.cluster.devices[rank].on_chip_bytes for rank in range(self.stages)]
 

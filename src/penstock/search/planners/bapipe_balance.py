@@ -1,10 +1,13 @@
-"""BaPipe's balanced partitions: between layers, through layers, with fewer cuts where transfers bound, and within memory.
+"""BaPipe's balanced partitions: between layers, through layers, with fewer cuts where transfers
+bound, and within memory.
 
     1. ideal          | every accelerator is busy equally long: T* = 1 / sum over n of 1 / T^n
     2. inter-layer    | whole layers, the slowest stage as fast as can be
-    3. coarse-grained | the same with only those cuts at which the link carries what crosses within a stage's time
+    3. coarse-grained | the same with only those cuts at which the link carries what crosses within
+       a stage's time
     4. memory         | layers at the boundaries move to neighbours with room
-    5. intra-layer    | the layers at the boundaries are split so that all are busy equally long (FPGA)
+    5. intra-layer    | the layers at the boundaries are split so that all are busy equally long
+       (FPGA)
 
 Source: Zhao et al. 2020, BaPipe (arXiv 2012.12544), as LITERATURE 4.3 has it.
 """
@@ -23,7 +26,8 @@ Seconds = Sequence[Sequence[float]]
 
 
 def ideal_seconds(totals: Sequence[float]) -> float:
-    """T*: what a stage takes if accelerators that need so long for the whole model share it ideally.
+    """T*: what a stage takes if accelerators that need so long for the whole model share it
+    ideally.
 
     >>> ideal_seconds((4.0, 4.0)), ideal_seconds((2.0, 6.0))
     (2.0, 1.5)
@@ -32,10 +36,11 @@ def ideal_seconds(totals: Sequence[float]) -> float:
 
 
 def fractional_cut(seconds: Seconds) -> tuple[float, tuple[float, ...]]:
-    """Seconds of every stage when layers may be split, and how many layers lie before the end of each.
+    """Seconds of every stage when layers may be split, and how many layers lie before the end of
+    each.
 
-    A part of a layer takes its share of the layer's seconds. It is T* where one accelerator is as many times faster than another at
-    every layer.
+    A part of a layer takes its share of the layer's seconds. It is T* where one accelerator is as
+    many times faster than another at every layer.
 
     >>> seconds, ends = fractional_cut([[1.0, 1.0, 4.0], [1.0, 1.0, 4.0]])
     >>> round(seconds, 6), [round(end, 6) for end in ends]
@@ -48,7 +53,8 @@ def fractional_cut(seconds: Seconds) -> tuple[float, tuple[float, ...]]:
         found, at = [], 0.0
         for row in sums:
             start = float(np.interp(at, np.arange(layers + 1), row))
-            # The last place where so much is done: layers that take no time go with the stage before.
+            # The last place where so much is done: layers that take no time go with the stage
+            # before.
             done = start + each
             at = float(layers) if done >= row[-1] else _place(row, done)
             found.append(at)
@@ -70,11 +76,13 @@ def _place(sums: np.ndarray[tuple[int], np.dtype[np.float64]], done: float) -> f
 
 
 def balanced_lengths(seconds: Seconds, allowed: Sequence[bool] | None = None) -> tuple[int, ...]:
-    """The cut in whole layers whose slowest stage is fastest, accelerators in the given order; of equals the one cut earliest.
+    """The cut in whole layers whose slowest stage is fastest, accelerators in the given order; of
+    equals the one cut earliest.
 
     Args:
         seconds: of every layer on every accelerator; as many stages as accelerators.
-        allowed: for every layer but the last, whether the chain may be cut behind it; all, if not given.
+        allowed: for every layer but the last, whether the chain may be cut behind it; all, if not
+        given.
 
     Raises:
         PlanError: there are fewer places to cut than are needed.
@@ -105,8 +113,8 @@ def balanced_lengths(seconds: Seconds, allowed: Sequence[bool] | None = None) ->
 
 
 def coarse_boundaries(hops_s: Sequence[float], stage_s: float, cuts: int) -> list[bool]:
-    """Which boundaries a link may have: those that it carries within a stage's time, or where they are too few for so many cuts, the
-    quickest.
+    """Which boundaries a link may have: those that it carries within a stage's time, or where they
+    are too few for so many cuts, the quickest.
 
     Args:
         hops_s: seconds of a micro-batch over every boundary.
@@ -120,10 +128,12 @@ def coarse_boundaries(hops_s: Sequence[float], stage_s: float, cuts: int) -> lis
 def fine_tuned(
     lengths: Sequence[int], excess: Callable[[Sequence[int]], Sequence[float]]
 ) -> tuple[int, ...]:
-    """The cut after boundary layers have moved to neighbours, one by one, for as long as the stages together hold less too much.
+    """The cut after boundary layers have moved to neighbours, one by one, for as long as the stages
+    together hold less too much.
 
-    A layer leaves the stage that holds most too much, for whichever stage makes least of it; the stages between pass on a layer each.
-    That ends where nothing is gained, or where no stage has room.
+    A layer leaves the stage that holds most too much, for whichever stage makes least of it; the
+    stages between pass on a layer each. That ends where nothing is gained, or where no stage has
+    room.
 
     Args:
         lengths: layers in every stage.
@@ -149,7 +159,9 @@ def fine_tuned(
 
 
 def _moved(lengths: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
-    """One layer fewer in stage `one`, and one more in stage `other`, all between them shifted by it."""
+    """One layer fewer in stage `one`, and one more in stage `other`, all between them shifted by
+    it.
+    """
     new = list(lengths)
     new[one] -= 1
     new[other] += 1

@@ -1,18 +1,26 @@
-"""BaPipe's four schedules by its own formulas: time of a batch, memory for features and weights, and the bandwidth they ask for.
+"""BaPipe's four schedules by its own formulas: time of a batch, memory for features and weights,
+and the bandwidth they ask for.
 
-    schedule    seconds of a batch                              features, stage i of N    weights   bandwidth asked
-    1F1B-AS     (M+N-1)(F+B)                                    (N-i+1) a                 2w        a/F, a/B
-    FBP-AS      (M+N-1)(F+B)                                    2(N-i+1) a                2w        2a/(F+B), both ways
-    1F1B-SNO    (M+N-1)(F+B) + (M+N-2-ceil((M-1)/N)) 2SR        (N-i+1) a                 2w        none
-    1F1B-SO     (M+N-1)(F+B) + (N-1) 2SR                        2(N-i+1) a                2w        none
+    schedule    seconds of a batch                              features, stage i of N    weights
+                bandwidth asked
+    1F1B-AS     (M+N-1)(F+B)                                    (N-i+1) a                 2w
+                a/F, a/B
+    FBP-AS      (M+N-1)(F+B)                                    2(N-i+1) a                2w
+                2a/(F+B), both ways
+    1F1B-SNO    (M+N-1)(F+B) + (M+N-2-ceil((M-1)/N)) 2SR        (N-i+1) a                 2w
+                none
+    1F1B-SO     (M+N-1)(F+B) + (N-1) 2SR                        2(N-i+1) a                2w
+                none
 
-Stages i = 1..N are alike; M micro-batches; F and B seconds of a micro-batch in one stage, SR of one transfer, a bytes of a micro-batch's
-features at a boundary, w bytes of a stage's weights. A kind of device is asynchronous (AS, an FPGA) if it computes and transfers at once
-at fine grain, so that transfers cost no time as long as the link carries what is asked; synchronous ones (S, a GPU) either wait for every
-transfer (SNO) or hide them behind twice the warm-up (SO).
+Stages i = 1..N are alike; M micro-batches; F and B seconds of a micro-batch in one stage, SR of one
+transfer, a bytes of a micro-batch's features at a boundary, w bytes of a stage's weights. A kind of
+device is asynchronous (AS, an FPGA) if it computes and transfers at once at fine grain, so that
+transfers cost no time as long as the link carries what is asked; synchronous ones (S, a GPU) either
+wait for every transfer (SNO) or hide them behind twice the warm-up (SO).
 
-Source: Zhao et al. 2020, BaPipe, as LITERATURE 4.3 has it. 1F1B-SO holds while 2 SR <= F + B, beyond which the link is what limits.
-FBP-AS at the grain of a micro-batch would take (M+2N-1)(F+B); the formula is that of the paper, which streams inside a micro-batch.
+Source: Zhao et al. 2020, BaPipe, as LITERATURE 4.3 has it. 1F1B-SO holds while 2 SR <= F + B,
+beyond which the link is what limits. FBP-AS at the grain of a micro-batch would take (M+2N-1)(F+B);
+the formula is that of the paper, which streams inside a micro-batch.
 """
 
 from __future__ import annotations
@@ -25,7 +33,9 @@ from typing import Final, final
 @final
 @dataclass(frozen=True)
 class Stages:
-    """N equal stages and a batch of M micro-batches. Seconds and bytes are of one micro-batch in one stage."""
+    """N equal stages and a batch of M micro-batches. Seconds and bytes are of one micro-batch in
+    one stage.
+    """
 
     count: int
     micro_batches: int
@@ -50,7 +60,8 @@ class Row:
         seconds: of a batch.
         feature_bytes: per stage, first to last.
         weight_bytes: of every stage, gradients included.
-        demand_bytes_per_s: of a link, for features and for their gradients, where transfers go on beside the computing; else 0.
+        demand_bytes_per_s: of a link, for features and for their gradients, where transfers go on
+        beside the computing; else 0.
     """
 
     seconds: float
@@ -66,7 +77,9 @@ def one_f_one_b_as(stages: Stages) -> Row:
 
 
 def fbp_as(stages: Stages) -> Row:
-    """Forward and backward of two micro-batches at the same time, each on its share of the units: traffic spread evenly."""
+    """Forward and backward of two micro-batches at the same time, each on its share of the units:
+    traffic spread evenly.
+    """
     demand = 2 * stages.feature_bytes / (stages.forward_s + stages.backward_s)
     return Row(stages.compute_s, _features(stages, 2), 2 * stages.weight_bytes, (demand, demand))
 

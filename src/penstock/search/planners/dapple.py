@@ -1,4 +1,6 @@
-"""DAPPLE's planner: cuts, copies of stages and their places for the least latency by its pivot formula."""
+"""DAPPLE's planner: cuts, copies of stages and their places for the least latency by its pivot
+formula.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.score import best_of
 
-#: Layers x states of the devices x ways to place a stage that the search may take, which is some seconds; and beyond which it is only
+#: Layers x states of the devices x ways to place a stage that the search may take, which is some
+#: seconds; and beyond which it is only
 #: asked for a few numbers of micro-batches.
 MOST_WAYS, MANY_WAYS = 1.5e6, 2e5
 FEW_COUNTS = (8, 32)
 
-#: Policy B from here on: the slowest transfer over the mean stage's forward and backward. The paper says "notable"; so much costs
+#: Policy B from here on: the slowest transfer over the mean stage's forward and backward. The paper
+#: says "notable"; so much costs
 #: policy A a tenth of a step.
 NOTABLE = 0.05
 
@@ -34,25 +38,30 @@ NOTABLE = 0.05
     source="Fan et al. 2021, DAPPLE (arXiv 2007.01045), section 4; github.com/AlibabaPAI/DAPPLE",
 )
 def dapple(request: PlanRequest) -> Plan:
-    """The pipelines with the least L = T_w + T_s + T_e, of which the fastest in simulation is the plan.
+    """The pipelines with the least L = T_w + T_s + T_e, of which the fastest in simulation is the
+    plan.
 
-    The paper takes the micro-batch as given: here several numbers of micro-batches are searched, and the pipelines with the least L
-    simulated. Its runtime splits a micro-batch over a stage's k copies; ours gives whole micro-batches to the copies in turn, so a plan
-    runs with k times as many of them, of the same size as the paper's shares, where the batch has samples for that.
+    The paper takes the micro-batch as given: here several numbers of micro-batches are searched,
+    and the pipelines with the least L simulated. Its runtime splits a micro-batch over a stage's k
+    copies; ours gives whole micro-batches to the copies in turn, so a plan runs with k times as
+    many of them, of the same size as the paper's shares, where the batch has samples for that.
 
-    Policy A (a stage runs as many forwards ahead as there are stages from it on) is "1f1b"; policy B (up to twice as many) is taken
-    where transfers are notable, unless only A fits the memory.
+    Policy A (a stage runs as many forwards ahead as there are stages from it on) is "1f1b"; policy
+    B (up to twice as many) is taken where transfers are notable, unless only A fits the memory.
 
     Raises:
-        PlanError: devices are of different kinds; there are too many of them for the search; or nothing fits.
+        PlanError: devices are of different kinds; there are too many of them for the search; or
+        nothing fits.
     """
     check_scope(request, "dapple", "1f1b")
     check_alike(request, "dapple")
     nodes = nodes_of(request.cluster)
     ways = _ways(nodes, len(request.profile))
     if ways > MOST_WAYS:
-        raise PlanError(f"dapple's search has some {ways:.0e} ways to place stages of {len(request.profile)} layers on "
-                        f"{request.cluster.name}, and is not made for more than {MOST_WAYS:.0e}: use fewer devices, or merge layers")  # fmt: skip
+        raise PlanError(
+            f"dapple's search has some {ways:.0e} ways to place stages of {len(request.profile)} layers on "
+            f"{request.cluster.name}, and is not made for more than {MOST_WAYS:.0e}: use fewer devices, or merge layers"
+        )
     found: list[tuple[Placed, int]] = []
     for count in _counts(request, many=ways > MANY_WAYS):
         found += [
@@ -71,7 +80,9 @@ def dapple(request: PlanRequest) -> Plan:
 
 
 def _ways(nodes: Sequence[Sequence[int]], layers: int) -> int:
-    """About how many steps the search has: layers, numbers of devices used of each node, and policies with numbers of devices."""
+    """About how many steps the search has: layers, numbers of devices used of each node, and
+    policies with numbers of devices.
+    """
     sizes = Counter(map(len, nodes))
     devices = sum(map(len, nodes))
     states = prod(
@@ -105,7 +116,9 @@ def _task(request: PlanRequest, nodes: Sequence[Sequence[int]], count: int) -> T
 
 
 def network_of(cluster: Cluster) -> Network:
-    """The links of a cluster as the planner sees them; of nodes with different links inside the slowest counts."""
+    """The links of a cluster as the planner sees them; of nodes with different links inside the
+    slowest counts.
+    """
     inside = [cluster.inside, *(link for _, link in cluster.insides)]
     return Network(
         (
@@ -119,7 +132,9 @@ def network_of(cluster: Cluster) -> Network:
 def _proposals(
     request: PlanRequest, placed: Placed, count: int, nodes: Sequence[Sequence[int]]
 ) -> list[Proposal]:
-    """The same pipeline with one of our micro-batches for each of the paper's, and with one for each share; policy B before A."""
+    """The same pipeline with one of our micro-batches for each of the paper's, and with one for
+    each share; policy B before A.
+    """
     replicas = tuple(sum(place) for *_, place in placed.stages)
     samples = request.batch / count
     shares = count * max(replicas)
@@ -163,8 +178,9 @@ def _ratio(request: PlanRequest, placed: Placed, samples: float) -> float:
 
 
 def twice_ahead(replicas: Sequence[int]) -> tuple[int, ...]:
-    """Policy B for stages with copies: per stage, forwards that its ranks together run before the first backward. Where policy A has w
-    + 1 of them on each, as PipeDream's start-up rule says, B has 2w + 1.
+    """Policy B for stages with copies: per stage, forwards that its ranks together run before the
+    first backward. Where policy A has w + 1 of them on each, as PipeDream's start-up rule says, B
+    has 2w + 1.
 
     >>> twice_ahead((1, 1, 1, 1)), twice_ahead((2, 2))
     ((7, 5, 3, 1), (6, 2))

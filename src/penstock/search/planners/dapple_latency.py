@@ -1,4 +1,5 @@
-"""DAPPLE's latency of a pipeline: what warming up, the steady state and the ending take, seen from its pivot stage.
+"""DAPPLE's latency of a pipeline: what warming up, the steady state and the ending take, seen from
+its pivot stage.
 
         | warm up         | steady                       | ending
     Q   |       F0  ...   | F1 B0 F2 B1 ...              | B, and what is behind it
@@ -46,7 +47,8 @@ def latency(
     15
 
     Args:
-        forward_s, backward_s: of a micro-batch on every stage; a transfer is a stage, its forward the activation's, its backward the
+        forward_s, backward_s: of a micro-batch on every stage; a transfer is a stage, its forward
+        the activation's, its backward the
             gradient's.
         all_reduce_s: of the stage's gradients over its copies; 0 for a transfer.
         micro_batches: M.

@@ -1,15 +1,18 @@
-"""DAPPLE's search: cuts, copies of every stage, and the places of these, for the least latency of a step.
+"""DAPPLE's search: cuts, copies of every stage, and the places of these, for the least latency of a
+step.
 
-    state         | the first layers are stages on certain devices; the rest is one stage on all others
+    state         | the first layers are stages on certain devices; the rest is one stage on all
+                  others
     one step on   | some layers of the rest become a stage of their own, on some of the others
 
-A state is the number of layers and of devices used on each node; of all ways to it only some are kept. The paper keeps one, and ranks
-them, as far as we know, by the latency with the rest as one stage. That is often the slowest stage by far, so that ways which differ
-much look alike: straight pipelines of eight stages came out half again as slow as they could be. So as many are kept again, ranked by
-the latency with the rest spread evenly over the devices that are left.
+A state is the number of layers and of devices used on each node; of all ways to it only some are
+kept. The paper keeps one, and ranks them, as far as we know, by the latency with the rest as one
+stage. That is often the slowest stage by far, so that ways which differ much look alike: straight
+pipelines of eight stages came out half again as slow as they could be. So as many are kept again,
+ranked by the latency with the rest spread evenly over the devices that are left.
 
-Latency is no sum over stages, so that the best whole may have a part that is not kept: with `keep` large enough the search is exact,
-and the tests say how near it comes with few.
+Latency is no sum over stages, so that the best whole may have a part that is not kept: with `keep`
+large enough the search is exact, and the tests say how near it comes with few.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class Task:
     """What is to be planned.
 
     Attributes:
-        costs: by the number of copies k, from 1: of a k-th of a micro-batch's samples, but `output_bytes` of all of them in the first.
+        costs: by the number of copies k, from 1: of a k-th of a micro-batch's samples, but
+        `output_bytes` of all of them in the first.
             As many entries as a stage may have copies.
         sizes: devices of every node.
         network: links.
@@ -59,7 +63,9 @@ class Placed:
 
 @dataclass(frozen=True)
 class _Move:
-    """A stage on `place`, so that `used` is, and the rest on `rest`; with what `extend` takes of it."""
+    """A stage on `place`, so that `used` is, and the rest on `rest`; with what `extend` takes of
+    it.
+    """
 
     place: Place
     used: Place
@@ -86,7 +92,9 @@ class _Table:
 
 
 def search(task: Task, keep: int = KEEP) -> list[Placed]:
-    """The pipeline with the least latency for every number of stages that the search came by; the best of all first."""
+    """The pipeline with the least latency for every number of stages that the search came by; the
+    best of all first.
+    """
     return _Search(task, keep).run()
 
 
@@ -101,9 +109,13 @@ class _Search:
         work = np.min(
             [copies * np.asarray(each.seconds) for copies, each in enumerate(task.costs, 1)], axis=0
         )
-        self.sums = np.stack([
-            np.concatenate(([0.0], task.costs[0].output_bytes)), before(task.costs[0].parameter_bytes), before(work)
-        ])  # fmt: skip
+        self.sums = np.stack(
+            [
+                np.concatenate(([0.0], task.costs[0].output_bytes)),
+                before(task.costs[0].parameter_bytes),
+                before(work),
+            ]
+        )
         self.prefixes: list[_Prefix] = []
         self.moves: list[_Move] = []
         self.moves_from: dict[Place, list[int]] = {}
@@ -189,8 +201,9 @@ class _Search:
                     self.found[depth + 2] = best, number, move, where
 
     def _hopeless(self, prefix: _Prefix) -> bool:
-        """Whether no pipeline with these stages can be as good as what is known: none is faster than its first stage once and any
-        stage, or an even share of the layers that are left, M - 1 times.
+        """Whether no pipeline with these stages can be as good as what is known: none is faster
+        than its first stage once and any stage, or an even share of the layers that are left, M - 1
+        times.
         """
         if not prefix.rows:
             return False
@@ -249,8 +262,13 @@ class _Search:
             self.own[sum(move.place) - 1][:, stop] - self.own[sum(move.place) - 1][:, prefix.start]
         )
         latency, per_byte = network.all_reduce(move.place)
-        rows.append((float(forward), float(backward),
-                     latency + per_byte * float(self.sums[1, stop] - self.sums[1, prefix.start])))  # fmt: skip
+        rows.append(
+            (
+                float(forward),
+                float(backward),
+                latency + per_byte * float(self.sums[1, stop] - self.sums[1, prefix.start]),
+            )
+        )
         return _Prefix(stop, move.used, (*prefix.stages, (prefix.start, stop, move.place)), rows)
 
     def _placed(self, seconds: float, prefix: int, move: int, where: int) -> Placed:

@@ -18,11 +18,13 @@ from penstock.search.score import scored
 def data_parallel(request: PlanRequest) -> Plan:
     """Every device computes its share of the batch, then all add up their gradients.
 
-    Where a share does not fit the memory at once, its gradients are accumulated over as few parts as do. Each device holds all weights,
-    gradients and optimizer state; there is nothing to cut. It is a pipeline of one stage with a copy on every device.
+    Where a share does not fit the memory at once, its gradients are accumulated over as few parts
+    as do. Each device holds all weights, gradients and optimizer state; there is nothing to cut. It
+    is a pipeline of one stage with a copy on every device.
 
     Raises:
-        PlanError: more than one stage is asked for, or a model in its smallest parts does not fit a device.
+        PlanError: more than one stage is asked for, or a model in its smallest parts does not fit a
+        device.
     """
     check_scope(request, "data-parallel", "1f1b", "gpipe")
     if request.stages not in (None, 1):
@@ -51,17 +53,24 @@ def data_parallel(request: PlanRequest) -> Plan:
 def _proposal(request: PlanRequest, ranks: int, micro_batches: int) -> Proposal:
     options = (("replicas", ranks),) if ranks > 1 else ()
     name = "gpipe" if request.schedules is not None and "1f1b" not in request.schedules else "1f1b"
-    return Proposal((len(request.profile),), name, micro_batches, options,
-                    objective=Objective("step", step_seconds(request, ranks, micro_batches), "s"))  # fmt: skip
+    return Proposal(
+        (len(request.profile),),
+        name,
+        micro_batches,
+        options,
+        objective=Objective("step", step_seconds(request, ranks, micro_batches), "s"),
+    )
 
 
 def step_seconds(request: PlanRequest, ranks: int, micro_batches: int) -> float:
-    """Seconds of a step: the slowest device's parts of the batch one after the other, the ring, the update.
+    """Seconds of a step: the slowest device's parts of the batch one after the other, the ring, the
+    update.
 
-        max over ranks( ceil(M / R) (F + B)(batch / M) + update )  +  2 (R - 1) (latency + weights / (R bandwidth))
+        max over ranks( ceil(M / R) (F + B)(batch / M) + update )  +  2 (R - 1) (latency + weights /
+                                                                   (R bandwidth))
 
-    F and B are of the whole model for so many samples; latency and bandwidth are of the slowest link on the ring. Gradients of one part
-    are added to those of the parts before.
+    F and B are of the whole model for so many samples; latency and bandwidth are of the slowest
+    link on the ring. Gradients of one part are added to those of the parts before.
     """
     parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
     each = -(-micro_batches // ranks)

@@ -18,11 +18,14 @@ from penstock.search.score import best_of
     source="DeepSpeed 2025, runtime/pipe/module.py, PipelineModule, partition_method='parameters'",
 )
 def deepspeed(request: PlanRequest) -> Plan:
-    """PipelineModule's default cut: the least difference of the stages' numbers of parameters that `partition_balanced` finds.
+    """PipelineModule's default cut: the least difference of the stages' numbers of parameters that
+    `partition_balanced` finds.
 
-    The number of stages is its user's: one on each device unless asked otherwise. Devices that are left then are more pipelines, as
-    many as are whole, each with its share of the micro-batches (PipeDataParallelTopology). All numbers of micro-batches are simulated,
-    and the best is taken; the schedule is 1F1B. Recomputation is off by default there and is taken here where memory asks for it.
+    The number of stages is its user's: one on each device unless asked otherwise. Devices that are
+    left then are more pipelines, as many as are whole, each with its share of the micro-batches
+    (PipeDataParallelTopology). All numbers of micro-batches are simulated, and the best is taken;
+    the schedule is 1F1B. Recomputation is off by default there and is taken here where memory asks
+    for it.
 
     With `partition` "uniform" or "type:<regex>" it is that partition method.
 
@@ -39,7 +42,8 @@ def deepspeed(request: PlanRequest) -> Plan:
     source="DeepSpeed 2025, runtime/pipe/module.py, PipelineModule, partition_method='uniform'",
 )
 def deepspeed_uniform(request: PlanRequest) -> Plan:
-    """As "deepspeed", with equal numbers of layers, one more in the first stages where they do not divide.
+    """As "deepspeed", with equal numbers of layers, one more in the first stages where they do not
+    divide.
 
     Raises:
         PlanError: another cut or schedule is asked for, or nothing fits.

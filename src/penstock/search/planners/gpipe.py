@@ -21,11 +21,13 @@ from penstock.search.score import best_of
     source="Huang et al. 2019, GPipe, section 2.2: minimise the variance in the estimated costs of all cells",
 )
 def gpipe(request: PlanRequest) -> Plan:
-    """The cut with the least variance of the stages' costs, which for so many stages is the least sum of squares: found exactly.
+    """The cut with the least variance of the stages' costs, which for so many stages is the least
+    sum of squares: found exactly.
 
-    The cost is a layer's seconds of forward and backward for a micro-batch on the first device; the paper's is a function that its user
-    may give, by default the number of operations. The number of stages is its user's, too: one on each device unless asked
-    otherwise. All numbers of micro-batches are simulated, and the best is taken. GPipe recomputes every stage, so with
+    The cost is a layer's seconds of forward and backward for a micro-batch on the first device; the
+    paper's is a function that its user may give, by default the number of operations. The number of
+    stages is its user's, too: one on each device unless asked otherwise. All numbers of
+    micro-batches are simulated, and the best is taken. GPipe recomputes every stage, so with
     recompute="auto" that is taken, whatever would fit.
 
     Raises:
@@ -46,7 +48,8 @@ def gpipe(request: PlanRequest) -> Plan:
 
 
 def least_variance(costs: Sequence[float], stages: int) -> list[int]:
-    """Stage lengths with the least variance of the stages' sums; of equal ones that with the longest last stage.
+    """Stage lengths with the least variance of the stages' sums; of equal ones that with the
+    longest last stage.
 
     >>> least_variance([1, 1, 1, 1, 4], 3)
     [2, 2, 1]

@@ -26,7 +26,8 @@ from penstock.search.score import best_of
 class Found:
     """Virtual workers, the cut of all of them, and what it takes.
 
-    `slowest_s` is the slowest stage's time for a micro-batch, of any virtual worker, and `step_s` what that makes of a batch.
+    `slowest_s` is the slowest stage's time for a micro-batch, of any virtual worker, and `step_s`
+    what that makes of a batch.
     """
 
     policy: str
@@ -38,21 +39,26 @@ class Found:
 
     @property
     def step_s(self) -> float:
-        """Seconds for a batch once all are full: they take batches, or a batch's micro-batches, in turn."""
+        """Seconds for a batch once all are full: they take batches, or a batch's micro-batches, in
+        turn.
+        """
         turns = -(-len(self.lengths) // self.in_flight)
         return self.micro_batches * self.slowest_s * turns / len(self.devices)
 
 
 @register("hetpipe", source="Park et al. 2020, HetPipe (arXiv 2005.14038), sections 4 and 5")
 def hetpipe(request: PlanRequest) -> Plan:
-    """Virtual workers by node partition, by equal distribution and by hybrid distribution, their devices in every order, cut so that the
-    slowest stage is fastest and all fits; of those the best in simulation.
+    """Virtual workers by node partition, by equal distribution and by hybrid distribution, their
+    devices in every order, cut so that the slowest stage is fastest and all fits; of those the best
+    in simulation.
 
-    The paper cuts every virtual worker for itself. Here all have the same cut, since a stage's copies have the same weights here: the
-    cut that is best for the slowest of them. Its integer program is a dynamic program on the chain, and as exact.
+    The paper cuts every virtual worker for itself. Here all have the same cut, since a stage's
+    copies have the same weights here: the cut that is best for the slowest of them. Its integer
+    program is a dynamic program on the chain, and as exact.
 
-    With `asynchronous` the schedule is the paper's own: virtual workers train on batches in turn, each with up to N_m in flight, and
-    tell each other after every wave. Without, they are pipelines that share each batch, "1f1b" with a flush.
+    With `asynchronous` the schedule is the paper's own: virtual workers train on batches in turn,
+    each with up to N_m in flight, and tell each other after every wave. Without, they are pipelines
+    that share each batch, "1f1b" with a flush.
 
     Raises:
         PlanError: the devices make no virtual workers of equal size; or nothing fits.
@@ -64,8 +70,10 @@ def hetpipe(request: PlanRequest) -> Plan:
     )
     if not found:
         stages = "" if request.stages is None else f" of {request.stages} devices"
-        raise PlanError(f"hetpipe finds no virtual workers{stages} on {request.cluster.name} whose stages fit: they need equally many "
-                        "devices each, and memory for their stages with one micro-batch in flight; it does not recompute")  # fmt: skip
+        raise PlanError(
+            f"hetpipe finds no virtual workers{stages} on {request.cluster.name} whose stages fit: they need equally many "
+            "devices each, and memory for their stages with one micro-batch in flight; it does not recompute"
+        )
     return best_of(
         request, quickest([_proposal(each, asynchronous=request.asynchronous) for each in found])
     )
@@ -143,7 +151,9 @@ class _Task:
         )
 
     def cut(self, policy: str, order: Allocation) -> Found | None:
-        """The best cut with as many in flight as fit, up to the number of stages; None if not even one fits."""
+        """The best cut with as many in flight as fit, up to the number of stages; None if not even
+        one fits.
+        """
         stages = len(order[0])
         times = self.times(order)
         # A flush needs no limit: 1F1B has stage s run no further ahead anyway.
@@ -156,7 +166,9 @@ class _Task:
         return None
 
     def times(self, order: Allocation) -> list[Numbers]:
-        """Per stage, [first layer, last layer]: computing and receiving, on the slowest virtual worker's device."""
+        """Per stage, [first layer, last layer]: computing and receiving, on the slowest virtual
+        worker's device.
+        """
         output = np.asarray(self.costs.output_bytes)
         cluster, stages = self.request.cluster, len(order[0])
         alike = {
@@ -186,9 +198,11 @@ class _Task:
     def fits(
         self, order: Allocation, stage: int, count: int
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """[first layer, last layer]: whether the stage fits its devices, so many micro-batches being in flight on the first stage.
+        """[first layer, last layer]: whether the stage fits its devices, so many micro-batches
+        being in flight on the first stage.
 
-        What waits for its backward is kept, and a version of the weights for every batch of it; gradients and the optimizer's numbers besides.
+        What waits for its backward is kept, and a version of the weights for every batch of it;
+        gradients and the optimizer's numbers besides.
         """
         stages = len(order[0])
         ahead = count - stage if count >= stages else falling(stages, count)[stage]

@@ -22,9 +22,10 @@ def allocations(
 ) -> list[tuple[str, Allocation]]:
     """Ways to make virtual workers, all of equally many devices, with the policy's name.
 
-    Node partition: a node is a virtual worker. Equal distribution: each has as many of every kind as the others; the paper's, with as
-    few as can be, and with twice as many, and so on. Hybrid distribution: the fastest kind with the slowest, the second with the
-    second but one, half of each.
+    Node partition: a node is a virtual worker. Equal distribution: each has as many of every kind
+    as the others; the paper's, with as few as can be, and with twice as many, and so on. Hybrid
+    distribution: the fastest kind with the slowest, the second with the second but one, half of
+    each.
 
     Args:
         cluster: all its devices are used.
@@ -61,11 +62,19 @@ def allocations(
         and {len(ranks) for ranks in ordered} == {each}
         and each % pairs == 0
     ):
-        found.append(("hybrid distribution", tuple(
-            (*fast[turn * pairs : (turn + 1) * pairs], *slow[turn * pairs : (turn + 1) * pairs])
-            for fast, slow in zip(ordered[:pairs], reversed(ordered[pairs:]), strict=True)
-            for turn in range(each // pairs)
-        )))  # fmt: skip
+        found.append(
+            (
+                "hybrid distribution",
+                tuple(
+                    (
+                        *fast[turn * pairs : (turn + 1) * pairs],
+                        *slow[turn * pairs : (turn + 1) * pairs],
+                    )
+                    for fast, slow in zip(ordered[:pairs], reversed(ordered[pairs:]), strict=True)
+                    for turn in range(each // pairs)
+                ),
+            )
+        )
     return list(
         {
             each: (name, each) for name, each in reversed(found) if len(each[0]) <= most_stages
@@ -80,9 +89,11 @@ def _share(ranks: Sequence[int], turn: int, count: int) -> Sequence[int]:
 
 
 def orders(cluster: Cluster, allocation: Allocation, speeds: Sequence[float]) -> list[Allocation]:
-    """The allocation with the devices of every virtual worker in all orders that differ, those with equal devices in the same one.
+    """The allocation with the devices of every virtual worker in all orders that differ, those with
+    equal devices in the same one.
 
-    Where these are too many, all by memory or all by speed, up or down: what an early stage needs is memory.
+    Where these are too many, all by memory or all by speed, up or down: what an early stage needs
+    is memory.
     """
     signatures = [tuple(sorted(_kind(cluster, rank) for rank in own)) for own in allocation]
     choices = {
@@ -91,9 +102,13 @@ def orders(cluster: Cluster, allocation: Allocation, speeds: Sequence[float]) ->
     }
     if prod(len(each) for each in choices.values()) > MOST_ORDERS:
         keys = (lambda rank: cluster.devices[rank].memory_bytes, lambda rank: speeds[rank])
-        return list(dict.fromkeys(
-            tuple(tuple(sorted(own, key=key, reverse=down)) for own in allocation) for key in keys for down in (True, False)
-        ))  # fmt: skip
+        return list(
+            dict.fromkeys(
+                tuple(tuple(sorted(own, key=key, reverse=down)) for own in allocation)
+                for key in keys
+                for down in (True, False)
+            )
+        )
     found = []
     for chosen in product(*choices.values()):
         order = dict(zip(choices, chosen, strict=True))
@@ -111,7 +126,9 @@ def _kind(cluster: Cluster, rank: int) -> str:
 
 
 def _orders_of(cluster: Cluster, own: Sequence[int]) -> list[tuple[str, ...]]:
-    """Different orders of the kinds of these devices; one more than are tried, if there are so many."""
+    """Different orders of the kinds of these devices; one more than are tried, if there are so
+    many.
+    """
     kinds = [_kind(cluster, rank) for rank in own]
     counts = Counter(kinds)
     if len(counts) == 1:

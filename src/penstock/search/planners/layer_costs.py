@@ -21,9 +21,9 @@ class LayerCosts:
 
     Attributes:
         forward_s, backward_s: seconds.
-        output_bytes: what crosses to the next layer, if that is on another device. The last layer's crosses to nobody.
-        activation_bytes: what is kept for backward.
-        parameter_bytes: weights, which are also as many bytes of gradients.
+        output_bytes: what crosses to the next layer, if that is on another device. The last layer's
+        crosses to nobody. activation_bytes: what is kept for backward. parameter_bytes: weights,
+        which are also as many bytes of gradients.
     """
 
     forward_s: tuple[float, ...]
@@ -62,7 +62,9 @@ def before(numbers: tuple[float, ...] | Numbers) -> Numbers:
 
 
 def over_ranges(numbers: tuple[float, ...]) -> Numbers:
-    """Sums over all ranges: entry [i, j] is of the layers i .. j, infinite where there are none (j < i)."""
+    """Sums over all ranges: entry [i, j] is of the layers i .. j, infinite where there are none (j
+    < i).
+    """
     sums = before(numbers)
     found = sums[None, 1:] - sums[:-1, None]
     found[np.tril_indices(len(numbers), -1)] = np.inf

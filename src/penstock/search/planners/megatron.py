@@ -1,4 +1,6 @@
-"""Megatron-LM's way: equal numbers of layers, tried on a grid of pipelines, stages and virtual stages."""
+"""Megatron-LM's way: equal numbers of layers, tried on a grid of pipelines, stages and virtual
+stages.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.score import best_of
 
-#: Stages on a rank that are tried, and proposals that are simulated: those with the least estimates.
+#: Stages on a rank that are tried, and proposals that are simulated: those with the least
+#: estimates.
 VIRTUAL, SIMULATED = (1, 2, 4), 12
 
 
@@ -24,14 +27,18 @@ VIRTUAL, SIMULATED = (1, 2, 4), 12
     source="Narayanan et al. 2021, SC, section 3, with equal numbers of layers and no tensor parallelism",
 )
 def megatron(request: PlanRequest) -> Plan:
-    """The best of a grid: p ranks in a pipeline, d pipelines, as many as there are devices for, v stages on a rank, every stage as many layers.
+    """The best of a grid: p ranks in a pipeline, d pipelines, as many as there are devices for, v
+    stages on a rank, every stage as many layers.
 
-    Megatron has no planner; the paper's section 3 says how to choose by hand, from the bubble (p - 1) / v m of m micro-batches of one
-    pipeline. The objective is its estimate, (v m + p - 1) / v times a micro-batch's seconds on the slowest rank; the dozen with the
-    least are simulated. One stage per rank runs 1F1B, several run it interleaved. Layers that do not divide go to the first stages.
+    Megatron has no planner; the paper's section 3 says how to choose by hand, from the bubble (p -
+    1) / v m of m micro-batches of one pipeline. The objective is its estimate, (v m + p - 1) / v
+    times a micro-batch's seconds on the slowest rank; the dozen with the least are simulated. One
+    stage per rank runs 1F1B, several run it interleaved. Layers that do not divide go to the first
+    stages.
 
     Raises:
-        PlanError: another cut or schedule is asked for, devices are of several kinds, or nothing fits.
+        PlanError: another cut or schedule is asked for, devices are of several kinds, or nothing
+        fits.
     """
     check_scope(request, "megatron", "1f1b", "interleaved")
     check_alike(request, "megatron")
@@ -39,8 +46,10 @@ def megatron(request: PlanRequest) -> Plan:
         _proposals(request), key=lambda each: (_value(each), each.micro_batches, each.stages)
     )
     if not found:
-        raise PlanError(f"megatron finds no way to cut {len(request.profile)} layers for {request.cluster.ranks} devices with these "
-                        "numbers: leave stages and micro_batches out")  # fmt: skip
+        raise PlanError(
+            f"megatron finds no way to cut {len(request.profile)} layers for {request.cluster.ranks} devices with these "
+            "numbers: leave stages and micro_batches out"
+        )
     return best_of(request, found[:SIMULATED])
 
 
@@ -87,7 +96,9 @@ def _value(proposal: Proposal) -> float:
 
 
 def _slowest(seconds: tuple[float, ...], lengths: tuple[int, ...], width: int) -> float:
-    """Seconds of a micro-batch on the slowest rank, which has every stage s with s mod width its number."""
+    """Seconds of a micro-batch on the slowest rank, which has every stage s with s mod width its
+    number.
+    """
     busy, start = [0.0] * width, 0
     for stage, length in enumerate(lengths):
         busy[stage % width] += sum(seconds[start : start + length])

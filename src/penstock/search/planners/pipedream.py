@@ -24,7 +24,8 @@ from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.score import best_of
 
-#: Steps of the dynamic program, layers^2 x components^2: about as many as take 2 s, and as many as all numbers of micro-batches may
+#: Steps of the dynamic program, layers^2 x components^2: about as many as take 2 s, and as many as
+#: all numbers of micro-batches may
 #: take together.
 MOST_STEPS, STEPS_IN_ALL = 5e9, 6e8
 
@@ -34,16 +35,19 @@ MOST_STEPS, STEPS_IN_ALL = 5e9, 6e8
     source="Narayanan et al. 2019, PipeDream, section 3.1; optimizer_graph_hierarchical.py",
 )
 def pipedream(request: PlanRequest) -> Plan:
-    """The cut with the least time of its slowest stage or link, each stage on as many devices as is best.
+    """The cut with the least time of its slowest stage or link, each stage on as many devices as is
+    best.
 
-    A node is a component of the network, a device one of its node; where nodes have different numbers of devices, or a number of
-    stages or of replicas is asked for, all devices are components of the slowest link. The paper's minibatch is a micro-batch here: its
-    size is what the paper leaves to the user, so all sizes are cut for, and the best of them is simulated.
+    A node is a component of the network, a device one of its node; where nodes have different
+    numbers of devices, or a number of stages or of replicas is asked for, all devices are
+    components of the slowest link. The paper's minibatch is a micro-batch here: its size is what
+    the paper leaves to the user, so all sizes are cut for, and the best of them is simulated.
 
-    With `asynchronous` the schedule is the paper's own, 1F1B-RR with stashed weights; a batch then has as many micro-batches as let
-    every copy of a stage have equally many. Without, it is "1f1b" on the same stages and copies: a flush after every batch, and
-    gradients are added up once in it, not after each micro-batch, as the cut supposes. Where nothing that was cut for time alone fits, all
-    is cut again within memory.
+    With `asynchronous` the schedule is the paper's own, 1F1B-RR with stashed weights; a batch then
+    has as many micro-batches as let every copy of a stage have equally many. Without, it is "1f1b"
+    on the same stages and copies: a flush after every batch, and gradients are added up once in it,
+    not after each micro-batch, as the cut supposes. Where nothing that was cut for time alone fits,
+    all is cut again within memory.
 
     Raises:
         PlanError: devices are of different kinds; the search would take too long; or nothing fits.
@@ -74,8 +78,10 @@ def _check_size(request: PlanRequest, levels: Sequence[Level]) -> float:
     """
     steps = float(len(request.profile) * max(level.components for level in levels)) ** 2
     if steps > MOST_STEPS:
-        raise PlanError(f"pipedream's search takes layers^2 x devices^2 = {steps:.1e} steps on {request.cluster.name}, more than "
-                        f"{MOST_STEPS:.0e}: merge layers, or describe the devices as nodes of several")  # fmt: skip
+        raise PlanError(
+            f"pipedream's search takes layers^2 x devices^2 = {steps:.1e} steps on {request.cluster.name}, more than "
+            f"{MOST_STEPS:.0e}: merge layers, or describe the devices as nodes of several"
+        )
     return steps
 
 
@@ -123,16 +129,20 @@ def _proposal(request: PlanRequest, count: int, *, within_memory: bool) -> tuple
     stages = spread(found.parts, components)
     replicas = tuple(len(devices) for *_, devices in stages)
     if max(replicas) > most:
-        raise PlanError(f"pipedream puts a stage on {max(replicas)} devices, and each needs one of the {count} micro-batches: give "
-                        f"more of them, or max_replicas={most}")  # fmt: skip
+        raise PlanError(
+            f"pipedream puts a stage on {max(replicas)} devices, and each needs one of the {count} micro-batches: give "
+            f"more of them, or max_replicas={most}"
+        )
     fill = sum(costs.seconds)
     name, total = "1f1b", count
     if request.asynchronous:
         every = lcm(*replicas)
         name, total, fill = "pipedream", -(-count // every) * every, 0.0
         if total > request.batch or (request.micro_batches is not None and total != count):
-            raise PlanError(f"pipedream puts the stages on {', '.join(map(str, replicas))} devices, so that a batch needs a multiple of "
-                            f"{every} micro-batches: {count} of {request.batch} samples are not")  # fmt: skip
+            raise PlanError(
+                f"pipedream puts the stages on {', '.join(map(str, replicas))} devices, so that a batch needs a multiple of "
+                f"{every} micro-batches: {count} of {request.batch} samples are not"
+            )
     return total * found.slowest_s + fill, Proposal(
         tuple(stop - start for start, stop, _ in stages),
         name,

@@ -1,10 +1,12 @@
-"""PipeDream's partitioning: where to cut and how often each stage stands, level by level of the machine.
+"""PipeDream's partitioning: where to cut and how often each stage stands, level by level of the
+machine.
 
     level 1   | devices of one node, joined by the link inside it
     level 2   | nodes, joined by the network
 
-At every level a range of layers is cut into stages, each on some of the level's components. What one component takes for a range
-is what the level below found best for it, with all components that it has; at the bottom it is one device's forward and backward.
+At every level a range of layers is cut into stages, each on some of the level's components. What
+one component takes for a range is what the level below found best for it, with all components that
+it has; at the bottom it is one device's forward and backward.
 
     A[i, j, m]  | the slowest stage of layers i .. j on m components: the best of
                 | one stage, m times:               time(i, j, m)
@@ -26,7 +28,9 @@ from penstock.search.planners.layer_costs import LayerCosts, Numbers, over_range
 @final
 @dataclass(frozen=True)
 class Level:
-    """So many components, joined by links of this bandwidth: of the lowest level devices, of the others the level below."""
+    """So many components, joined by links of this bandwidth: of the lowest level devices, of the
+    others the level below.
+    """
 
     components: int
     bandwidth_bytes_per_s: float
@@ -38,18 +42,23 @@ class Rules:
     """What a cut may be and how it counts.
 
     Attributes:
-        form: "paper": a stage takes max(compute, sync) / m; sync is 2 (m - 1)/m of its weights over the link, a boundary 2 a of
-            activation and gradient. "code", as the authors' optimizer has it with `activation_compression_ratio=1`: (compute +
-            4 (m - 1)/m of its weights) / m, a boundary 2 a / m', towards the layers before and behind alike; and a level's
-            all-reduce of a stage that is a whole range by itself counts for a component of the level below only.
+        form: "paper": a stage takes max(compute, sync) / m; sync is 2 (m - 1)/m of its weights over
+        the link, a boundary 2 a of
+            activation and gradient. "code", as the authors' optimizer has it with
+            `activation_compression_ratio=1`: (compute + 4 (m - 1)/m of its weights) / m, a boundary
+            2 a / m', towards the layers before and behind alike; and a level's all-reduce of a
+            stage that is a whole range by itself counts for a component of the level below only.
         straight: no stage stands twice, as in `--straight_pipeline`.
         most_replicas: the most components of a stage; None is no limit.
         stages: how many stages; None leaves it free. Only where there is one level.
-        memory_bytes: what a component may hold; None is no limit. With w micro-batches waiting behind a stage, w = ceil(components behind
-            / components of the stage), it holds activations of w + 1, and as many versions of the weights, gradients and momenta. In
-            the code: w times activations and weights, and nothing else.
+        memory_bytes: what a component may hold; None is no limit. With w micro-batches waiting
+        behind a stage, w = ceil(components behind
+            / components of the stage), it holds activations of w + 1, and as many versions of the
+            weights, gradients and momenta. In the code: w times activations and weights, and
+            nothing else.
         stash: weights have a version for every micro-batch in flight; else one.
-        besides: how many times the weights a component holds in gradients and the optimizer's numbers: momenta by default.
+        besides: how many times the weights a component holds in gradients and the optimizer's
+        numbers: momenta by default.
     """
 
     form: Literal["paper", "code"] = "paper"
@@ -64,8 +73,8 @@ class Rules:
 @final
 @dataclass(frozen=True)
 class Part:
-    """Layers `start` up to `stop`, which is not among them, on so many components, each of them cut further as `inner` says; empty at
-    the lowest level.
+    """Layers `start` up to `stop`, which is not among them, on so many components, each of them cut
+    further as `inner` says; empty at the lowest level.
     """
 
     start: int
@@ -96,7 +105,8 @@ def hierarchical_cut(costs: LayerCosts, levels: Sequence[Level], rules: Rules | 
     Raises:
         PlanError: with `straight`, or with few replicas, so many components cannot be used.
 
-    Source: Narayanan et al. 2019, PipeDream, section 3.1; optimizer_graph_hierarchical.py of github.com/msr-fiddle/pipedream.
+    Source: Narayanan et al. 2019, PipeDream, section 3.1; optimizer_graph_hierarchical.py of
+    github.com/msr-fiddle/pipedream.
     """
     rules = rules or Rules()
     seconds, weights = over_ranges(costs.seconds), over_ranges(costs.parameter_bytes)
@@ -111,8 +121,10 @@ def hierarchical_cut(costs: LayerCosts, levels: Sequence[Level], rules: Rules | 
         tables.append(table)
     slowest = tables[-1].best(0, len(costs) - 1)
     if not np.isfinite(slowest):
-        raise PlanError(f"{len(costs)} layers cannot be spread over {' x '.join(str(level.components) for level in levels)} "
-                        f"components: {_limits(rules)}")  # fmt: skip
+        raise PlanError(
+            f"{len(costs)} layers cannot be spread over {' x '.join(str(level.components) for level in levels)} "
+            f"components: {_limits(rules)}"
+        )
     return Cut(float(slowest), _parts(tables, 0, len(costs) - 1))
 
 
@@ -140,9 +152,11 @@ def _parts(tables: Sequence[_Table], start: int, stop: int) -> tuple[Part, ...]:
 
 
 class _Table:
-    """One level: for all ranges and numbers of components, the slowest stage, and where the last cut is.
+    """One level: for all ranges and numbers of components, the slowest stage, and where the last
+    cut is.
 
-    `time[s]` has [i, j, m]; s counts stages where their number is asked for, and is 0 where it is not.
+    `time[s]` has [i, j, m]; s counts stages where their number is asked for, and is 0 where it is
+    not.
     """
 
     def __init__(
@@ -167,7 +181,8 @@ class _Table:
         self.counts = counts.astype(float)
         senders = self.counts if rules.form == "code" else np.ones(self.replicas)
         self.hop = 2 * output[:, None] / (level.bandwidth_bytes_per_s * senders)
-        # In the code a stage's output counts with its own number of components too; the last layer's goes nowhere.
+        # In the code a stage's output counts with its own number of components too; the last
+        # layer's goes nowhere.
         self.out = self.hop.copy() if rules.form == "code" else np.zeros_like(self.hop)
         self.out[-1] = 0.0
 
@@ -209,7 +224,9 @@ class _Table:
     def _over(
         self, rows: slice, j: int, behind: Numbers | int
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """Whether the stages from each of `rows` to layer j hold more than they may, by number of components."""
+        """Whether the stages from each of `rows` to layer j hold more than they may, by number of
+        components.
+        """
         if self.rules.memory_bytes is None:
             return np.zeros((1, 1), bool)
         waiting: Numbers = np.ceil(behind / self.counts)
@@ -265,10 +282,11 @@ class _Table:
 def spread(
     parts: Sequence[Part], components: Sequence[object]
 ) -> list[tuple[int, int, tuple[int, ...]]]:
-    """The stages of the lowest level with the devices of each: (first layer, one past the last, devices).
+    """The stages of the lowest level with the devices of each: (first layer, one past the last,
+    devices).
 
-    Copies of a stage in several components are numbered round them, so that a micro-batch that goes to the n-th copies stays in one
-    component all the way.
+    Copies of a stage in several components are numbered round them, so that a micro-batch that goes
+    to the n-th copies stays in one component all the way.
 
     >>> spread([Part(0, 4, 2, (Part(0, 3, 1), Part(3, 4, 1))), Part(4, 5, 1, (Part(4, 5, 2),))], [[0, 1], [2, 3], [4, 5]])
     [(0, 3, (0, 2)), (3, 4, (1, 3)), (4, 5, (4, 5))]

@@ -1,4 +1,6 @@
-"""Piper's planner: stages, devices for each and recomputation, so that the slowest stage's time per sample is least."""
+"""Piper's planner: stages, devices for each and recomputation, so that the slowest stage's time per
+sample is least.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +36,24 @@ MOST_ENTRIES, ENTRIES_IN_ALL = 5e6, 1.2e7
     "piper", source="Tarnawski et al. 2021, Piper, section 4; github.com/msr-fiddle/piper, algo.cpp"
 )
 def piper(request: PlanRequest) -> Plan:
-    """The stages with the least TPS (time per sample) of the slowest, each on as many devices as it likes, if it fits the memory there.
+    """The stages with the least TPS (time per sample) of the slowest, each on as many devices as it
+    likes, if it fits the memory there.
 
-    Piper's sample is a micro-batch here, and there is no tensor parallelism, so a stage's layers a .. b - 1 on d devices take
+    Piper's sample is a micro-batch here, and there is no tensor parallelism, so a stage's layers a
+    .. b - 1 on d devices take
 
         TPS = (compute + (2 (bytes in + bytes out) + 4 (d - 1) weights / N) / bandwidth) / d
 
-    for N micro-batches, of which d is a divisor; 2 for activations and their gradients, 4 for summing gradients around a ring and
-    back. The bandwidth is that of the slowest link. With s stages from this one to the last, ceil(s / d) micro-batches are in
-    flight on each device. With recomputation the forward counts twice, and what is kept is the stage's input; it is one
-    choice for the whole plan here, for the runtime has no other. All numbers of micro-batches are searched, with recomputation and
-    without, and the best few are simulated under "1f1b".
+    for N micro-batches, of which d is a divisor; 2 for activations and their gradients, 4 for
+    summing gradients around a ring and back. The bandwidth is that of the slowest link. With s
+    stages from this one to the last, ceil(s / d) micro-batches are in flight on each device. With
+    recomputation the forward counts twice, and what is kept is the stage's input; it is one choice
+    for the whole plan here, for the runtime has no other. All numbers of micro-batches are
+    searched, with recomputation and without, and the best few are simulated under "1f1b".
 
     Raises:
-        PlanError: another cut or schedule is asked for, devices are of several kinds, the search is too large, or nothing fits.
+        PlanError: another cut or schedule is asked for, devices are of several kinds, the search is
+        too large, or nothing fits.
     """
     check_scope(request, "piper", "1f1b")
     check_alike(request, "piper")
@@ -55,8 +61,10 @@ def piper(request: PlanRequest) -> Plan:
     check_size("piper", entries, MOST_ENTRIES, "layers^2 x devices")
     found = sorted(_proposals(request, entries), key=lambda each: each[0])
     if not found:
-        raise PlanError(f"piper finds no way to put {len(request.profile)} layers on the devices of {request.cluster.name}: no stages "
-                        f"fit memory of {least_memory(request)} bytes with these numbers of micro-batches")  # fmt: skip
+        raise PlanError(
+            f"piper finds no way to put {len(request.profile)} layers on the devices of {request.cluster.name}: no stages "
+            f"fit memory of {least_memory(request)} bytes with these numbers of micro-batches"
+        )
     return best_of(request, quickest([proposal for _, proposal in found]))
 
 
@@ -97,7 +105,8 @@ def _proposals(request: PlanRequest, entries: float) -> Iterator[tuple[float, Pr
 def tables(
     request: PlanRequest, costs: LayerCosts, count: int, *, recompute: bool
 ) -> tuple[Numbers, NDArray[np.int64]]:
-    """TPS of every stage on 1, 2, … devices, and how many stages it and those after it may be, for its memory to suffice.
+    """TPS of every stage on 1, 2, … devices, and how many stages it and those after it may be, for
+    its memory to suffice.
 
     Returns:
         Two arrays of shape (layers + 1, layers + 1, devices + 1), as `replicated_table` takes them.

@@ -11,7 +11,8 @@ from penstock.schedule.replicas import start_up
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 
-#: Most proposals of a planner that are simulated, and most forwards of all of them but the first together.
+#: Most proposals of a planner that are simulated, and most forwards of all of them but the first
+#: together.
 SIMULATED, SIMULATED_FORWARDS = 4, 50_000
 
 
@@ -22,15 +23,19 @@ def check_scope(request: PlanRequest, planner: str, *schedules: str) -> None:
         PlanError: the request says how to cut, or names schedules that are none of these.
     """
     if request.by != "bottleneck":
-        raise PlanError(f"{planner} cuts by its own method, and partition={request.by!r} is asked for: leave that out, or ask "
-                        "planner 'auto'")  # fmt: skip
+        raise PlanError(
+            f"{planner} cuts by its own method, and partition={request.by!r} is asked for: leave that out, or ask "
+            "planner 'auto'"
+        )
     if request.schedules is None:
         return
     own = {FAMILIES.find(name).name for name in schedules}
     asked = [FAMILIES.find(name).name for name in request.schedules]
     if not own.intersection(asked):
-        raise PlanError(f"{planner} runs {' or '.join(sorted(own))}, and {', '.join(asked)} is asked for: leave schedules out, or "
-                        "ask planner 'auto'")  # fmt: skip
+        raise PlanError(
+            f"{planner} runs {' or '.join(sorted(own))}, and {', '.join(asked)} is asked for: leave schedules out, or "
+            "ask planner 'auto'"
+        )
 
 
 def check_alike(request: PlanRequest, planner: str) -> None:
@@ -41,8 +46,10 @@ def check_alike(request: PlanRequest, planner: str) -> None:
     """
     kinds = request.cluster.kinds
     if len(kinds) > 1:
-        raise PlanError(f"{planner} takes all devices for equal, and {request.cluster.name} has {', '.join(kinds)}: ask bapipe, "
-                        "hetpipe or auto, or plan for those of one kind")  # fmt: skip
+        raise PlanError(
+            f"{planner} takes all devices for equal, and {request.cluster.name} has {', '.join(kinds)}: ask bapipe, "
+            "hetpipe or auto, or plan for those of one kind"
+        )
 
 
 def likely(request: PlanRequest, proposals: Sequence[Proposal]) -> list[Proposal]:
@@ -51,7 +58,9 @@ def likely(request: PlanRequest, proposals: Sequence[Proposal]) -> list[Proposal
 
 
 def may_fit(request: PlanRequest, proposal: Proposal) -> bool:
-    """Whether the stages of a 1F1B with copies may fit, at a glance, before anything is simulated; with as much recomputing as may be."""
+    """Whether the stages of a 1F1B with copies may fit, at a glance, before anything is simulated;
+    with as much recomputing as may be.
+    """
     replicas = proposal.replicas if isinstance(proposal.replicas, tuple) else (1,) * proposal.stages
     ahead = dict(proposal.options).get("warm_up") or start_up(replicas)
     if not isinstance(ahead, tuple):
@@ -72,7 +81,9 @@ def may_fit(request: PlanRequest, proposal: Proposal) -> bool:
             held = in_flight * kept
         elif again in ("always", "except_last"):
             held = (in_flight - 1) * samples * before + kept
-        else:  # whatever runs again, the first layer keeps its input or what it saves, and each layer's comes back
+        # whatever runs again, the first layer keeps its input or what it saves, and each layer's
+        # comes back
+        else:
             first = layers[0].activation_bytes_per_sample + layers[0].entry_bytes_per_sample
             largest = max(layer.activation_bytes_per_sample for layer in layers)
             held = samples * ((in_flight - 1) * min(before, first) + largest)

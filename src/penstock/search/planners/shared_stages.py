@@ -1,4 +1,6 @@
-"""Planners whose stages may each stand on several devices: tables of what every possible stage takes, and where its devices are."""
+"""Planners whose stages may each stand on several devices: tables of what every possible stage
+takes, and where its devices are.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from penstock.search.request import PlanRequest
 @final
 @dataclass(frozen=True)
 class Ranges:
-    """Sums of a micro-batch's costs over all ranges of layers; entry [a, b] is of the layers a .. b - 1, 0 where b <= a."""
+    """Sums of a micro-batch's costs over all ranges of layers; entry [a, b] is of the layers a .. b
+    - 1, 0 where b <= a.
+    """
 
     costs: LayerCosts
 
@@ -50,7 +54,9 @@ class Ranges:
 
     @cached_property
     def input_bytes(self) -> Numbers:
-        """Shape (layers + 1,): bytes that cross before a layer; none does before the first, or after the last."""
+        """Shape (layers + 1,): bytes that cross before a layer; none does before the first, or
+        after the last.
+        """
         return np.array([0.0, *self.costs.output_bytes[:-1], 0.0])
 
 
@@ -61,13 +67,15 @@ def check_size(planner: str, work: float, most: float, what: str) -> None:
         PlanError: it is; `what` says what `work` counts.
     """
     if work > most:
-        raise PlanError(f"{planner}'s search is for {what} up to {most:.3g}, and here are {work:.3g}: merge layers, ask for fewer "
-                        "devices, or ask planner 'auto'")  # fmt: skip
+        raise PlanError(
+            f"{planner}'s search is for {what} up to {most:.3g}, and here are {work:.3g}: merge layers, ask for fewer "
+            "devices, or ask planner 'auto'"
+        )
 
 
 def likely_counts(request: PlanRequest, work: float, most: float) -> list[int]:
-    """Numbers of micro-batches to search for, ascending: all of them, or if a search takes `work` of `most` that may be taken together,
-    those nearest to four for every device or layer.
+    """Numbers of micro-batches to search for, ascending: all of them, or if a search takes `work`
+    of `most` that may be taken together, those nearest to four for every device or layer.
     """
     counts = request.micro_batch_counts(request.copies_allowed)
     usual = 4 * min(request.cluster.ranks, len(request.profile))
@@ -92,11 +100,13 @@ def least_memory(request: PlanRequest) -> int:
 
 
 def packed(cluster: Cluster, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Devices for groups of these sizes, such that as few as can be stand in two nodes: in the order of the groups.
+    """Devices for groups of these sizes, such that as few as can be stand in two nodes: in the
+    order of the groups.
 
-    In the order of the nodes, if no group is in more of them than it must be then. Else the largest is placed first, each on
-    whole nodes as far as it fills them, then in the node that it leaves the least room in: powers of two in nodes of a power of two
-    always fit without gaps (Zheng et al. 2022, Alpa, appendix A).
+    In the order of the nodes, if no group is in more of them than it must be then. Else the largest
+    is placed first, each on whole nodes as far as it fills them, then in the node that it leaves
+    the least room in: powers of two in nodes of a power of two always fit without gaps (Zheng et
+    al. 2022, Alpa, appendix A).
 
     >>> from penstock.cluster.cluster import cluster
     >>> packed(cluster("2x4xV100-NVLink-25GbE"), [1, 4, 2, 1])

@@ -1,4 +1,6 @@
-"""SPP's planner: an order of the devices, stages on neighbours in it, and a list schedule that says what they take."""
+"""SPP's planner: an order of the devices, stages on neighbours in it, and a list schedule that says
+what they take.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.score import best_of
 
-#: Steps of PRM, stages x devices^2 x layers^2, that are searched together; and devices beyond which one search takes too long.
+#: Steps of PRM, stages x devices^2 x layers^2, that are searched together; and devices beyond which
+#: one search takes too long.
 STEPS_IN_ALL, MOST_DEVICES = 2e8, 32
 
 #: Layers beyond which it does.
@@ -29,17 +32,20 @@ def spp(request: PlanRequest) -> Plan:
     """The stages, copies and devices with the least makespan of the list schedule.
 
     1. RDO orders the devices by recursive minimum cuts (`device_order`).
-    2. PRM puts stages on neighbours in that order, each on as many as it likes and all devices used, as far as
-       there are layers and micro-batches for them, for the least load of the busiest
-       stage or channel; for every number of stages (`least_load`).
-    3. PE schedules the micro-batches on stages and channels (`makespan`), and the number of stages with the least makespan is taken.
+    2. PRM puts stages on neighbours in that order, each on as many as it likes and all devices
+       used, as far as there are layers and micro-batches for them, for the least load of the
+       busiest stage or channel; for every number of stages (`least_load`).
+    3. PE schedules the micro-batches on stages and channels (`makespan`), and the number of stages
+       with the least makespan is taken.
 
-    That makespan is the objective. PE shares each micro-batch among a stage's copies, and lets forwards run ahead without a limit; the
-    plan runs the same stages, copies and devices under "1f1b", each copy with whole micro-batches in turn, which takes a little
-    longer and far less memory. All numbers of micro-batches are searched, and the best few are simulated.
+    That makespan is the objective. PE shares each micro-batch among a stage's copies, and lets
+    forwards run ahead without a limit; the plan runs the same stages, copies and devices under
+    "1f1b", each copy with whole micro-batches in turn, which takes a little longer and far less
+    memory. All numbers of micro-batches are searched, and the best few are simulated.
 
     Raises:
-        PlanError: another cut or schedule is asked for, devices are of several kinds, the search is too large, or nothing fits.
+        PlanError: another cut or schedule is asked for, devices are of several kinds, the search is
+        too large, or nothing fits.
     """
     check_scope(request, "spp", "1f1b")
     check_alike(request, "spp")
@@ -49,8 +55,10 @@ def spp(request: PlanRequest) -> Plan:
     steps = float(min(devices, layers) * devices**2 * layers**2)
     found = sorted(_proposals(request, steps), key=lambda each: each[0])
     if not found:
-        raise PlanError(f"spp finds no stages of {layers} layers for all {devices} devices, each copy with a micro-batch: give more "
-                        "micro-batches, or other devices")  # fmt: skip
+        raise PlanError(
+            f"spp finds no stages of {layers} layers for all {devices} devices, each copy with a micro-batch: give more "
+            "micro-batches, or other devices"
+        )
     return best_of(request, quickest([proposal for _, proposal in found]))
 
 
@@ -68,7 +76,8 @@ def _proposals(request: PlanRequest, steps: float) -> Iterator[tuple[float, Prop
             found = {number: way for number, way in found.items() if number == request.stages}
         chosen: tuple[float, Stages] | None = None
         for load, stages in sorted(found.values(), key=lambda way: (way[0], len(way[1]))):
-            # No schedule is faster than its busiest resource: the load has the sync's share of each micro-batch.
+            # No schedule is faster than its busiest resource: the load has the sync's share of each
+            # micro-batch.
             if chosen is None or count * load < chosen[0]:
                 seconds = execution_s(loads, stages)
                 chosen = (seconds, stages) if chosen is None or seconds < chosen[0] else chosen

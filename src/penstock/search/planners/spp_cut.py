@@ -1,4 +1,6 @@
-"""SPP's PRM: the stages, and how many devices of a given order each has, for the least load of the busiest stage or channel."""
+"""SPP's PRM: the stages, and how many devices of a given order each has, for the least load of the
+busiest stage or channel.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,10 @@ Stages = list[tuple[int, int]]
 class Loads:
     """What stages and channels take for a micro-batch, devices standing in `order`.
 
-    A stage of the layers a .. b - 1 on the r devices before place i takes (forward + backward) / r, and its part of the batch's sum
-    of gradients: sync / micro_batches. The channel between r' devices and the next r carries the activations and their gradients,
-    both over the slowest of their links, as many at a time as the fewer of them are.
+    A stage of the layers a .. b - 1 on the r devices before place i takes (forward + backward) / r,
+    and its part of the batch's sum of gradients: sync / micro_batches. The channel between r'
+    devices and the next r carries the activations and their gradients, both over the slowest of
+    their links, as many at a time as the fewer of them are.
     """
 
     costs: LayerCosts
@@ -58,7 +61,9 @@ class Loads:
         return np.where(held > 0, fixed + per_byte * held, 0.0)
 
     def channel(self, place: int, copies_before: int, copies: int) -> Numbers:
-        """Shape (layers + 1,): seconds one way of the cut before a layer, from the devices before `place` to those from it on."""
+        """Shape (layers + 1,): seconds one way of the cut before a layer, from the devices before
+        `place` to those from it on.
+        """
         found: Numbers = self.channels(place, copies)[copies_before - 1]
         return found
 
@@ -86,13 +91,16 @@ class Loads:
 
 
 def least_load(loads: Loads, most_stages: int) -> dict[int, tuple[float, Stages]]:
-    """By number of stages, the stages on all devices with the least load of the busiest stage or channel, and that load.
+    """By number of stages, the stages on all devices with the least load of the busiest stage or
+    channel, and that load.
 
-        W(l, x, r, i) = min over l' < l, r' of max( W(l', x - 1, r', i - r), 2 channel(l', r', r), stage(l' .. l - 1, r, i) )
+        W(l, x, r, i) = min over l' < l, r' of max( W(l', x - 1, r', i - r), 2 channel(l', r', r),
+        stage(l' .. l - 1, r, i) )
 
     is of the first l layers on the first i devices in x stages, the last on r of them.
 
-    Source: Luo et al. 2022, SPP, partition, replication and mapping. Time O(stages x devices^2 x (layers^2 + layers x devices)).
+    Source: Luo et al. 2022, SPP, partition, replication and mapping. Time O(stages x devices^2 x
+    (layers^2 + layers x devices)).
     """
     layers, devices, most = len(loads.costs), len(loads.order), loads.most_copies
     stage = {
@@ -119,7 +127,9 @@ def least_load(loads: Loads, most_stages: int) -> dict[int, tuple[float, Stages]
 def _one_more(
     stage: dict[tuple[int, int], Numbers], channels: dict[tuple[int, int], Numbers], before: Numbers
 ) -> tuple[Numbers, Choices, Choices]:
-    """W with one more stage, and for every entry the layer at which that begins, and the devices of the one before."""
+    """W with one more stage, and for every entry the layer at which that begins, and the devices of
+    the one before.
+    """
     most = before.shape[2] - 1
     least = np.full_like(before, np.inf)
     begins: Choices = np.zeros(before.shape, np.int16)

@@ -9,25 +9,32 @@ from collections.abc import Sequence
 _Block = tuple[bool, int]
 
 
-def makespan(forward: Sequence[float], backward: Sequence[float], channel: Sequence[float], sync: Sequence[float],
-             micro_batches: int) -> float:  # fmt: skip
+def makespan(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    channel: Sequence[float],
+    sync: Sequence[float],
+    micro_batches: int,
+) -> float:
     """Seconds until all stages have their summed gradients.
 
-    Every stage is a resource, and so is every channel between two of them, for both directions. A block of a micro-batch is available
-    once the block before it on its way is done: stage 0, channel 0, … the last stage, and back. Whenever a resource is free it
-    starts the first block that is available, of the order: backwards, then forwards, each by micro-batch. So the last stage runs
-    each backward right after its forward, and nothing waits on purpose: memory is no limit here. Copies of a stage share each
-    micro-batch, and add up their gradients after the stage's last backward.
+    Every stage is a resource, and so is every channel between two of them, for both directions. A
+    block of a micro-batch is available once the block before it on its way is done: stage 0,
+    channel 0, … the last stage, and back. Whenever a resource is free it starts the first block
+    that is available, of the order: backwards, then forwards, each by micro-batch. So the last
+    stage runs each backward right after its forward, and nothing waits on purpose: memory is no
+    limit here. Copies of a stage share each micro-batch, and add up their gradients after the
+    stage's last backward.
 
     >>> makespan([1, 1, 1], [2, 2, 2], [0, 0], [0, 0, 0], micro_batches=6)
     24.0
 
     Args:
-        forward, backward, sync: seconds of every stage; the first two of a micro-batch, the last of a batch.
-        channel: seconds of every boundary, one way.
-        micro_batches: of a batch.
+        forward, backward, sync: seconds of every stage; the first two of a micro-batch, the last of
+        a batch. channel: seconds of every boundary, one way. micro_batches: of a batch.
 
-    Source: Luo et al. 2022, SPP, pipeline execution scheduler; LITERATURE 8.3, which has no more of the order than this.
+    Source: Luo et al. 2022, SPP, pipeline execution scheduler; LITERATURE 8.3, which has no more of
+    the order than this.
     """
     stages = len(forward)
     last = 2 * stages - 2  # resources are in the order of the way: stage, channel, stage, …

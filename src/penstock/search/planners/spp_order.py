@@ -11,10 +11,11 @@ from penstock.search.planners.layer_costs import Numbers
 
 
 def device_order(cluster: Cluster) -> tuple[int, ...]:
-    """The devices by recursive bisection: of a set the part with its first device, then the other, each ordered likewise.
+    """The devices by recursive bisection: of a set the part with its first device, then the other,
+    each ordered likewise.
 
-    The parts are those between which all links together carry least (a minimum cut of the graph of bandwidths). Sets whose links are
-    all alike stay in the order of their ranks.
+    The parts are those between which all links together carry least (a minimum cut of the graph of
+    bandwidths). Sets whose links are all alike stay in the order of their ranks.
 
     Source: Luo et al. 2022, SPP, recursive device ordering; LITERATURE 8.3.
     """

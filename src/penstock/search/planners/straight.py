@@ -1,4 +1,6 @@
-"""What planners share that only cut: how many stages, and into how many micro-batches, is left to their users."""
+"""What planners share that only cut: how many stages, and into how many micro-batches, is left to
+their users.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ def stages_of(request: PlanRequest) -> int:
 
 
 def copies_of(request: PlanRequest, stages: int) -> int:
-    """How many whole pipelines of so many stages there are devices, samples and leave for; of a number of micro-batches that is asked
-    for, each gets equally many.
+    """How many whole pipelines of so many stages there are devices, samples and leave for; of a
+    number of micro-batches that is asked for, each gets equally many.
     """
     most = max(1, min(request.cluster.ranks // stages, request.copies_allowed, request.batch))
     asked = request.micro_batches
@@ -47,8 +49,8 @@ def method_of(request: PlanRequest, planner: str, methods: tuple[str, ...], *sch
 
 
 def counts_of(request: PlanRequest, stages: int, copies: int = 1) -> Iterator[int]:
-    """The numbers of micro-batches to try, of all the pipelines together: equally many for each, larger numbers only while they are
-    quick to simulate; or the one that is asked for.
+    """The numbers of micro-batches to try, of all the pipelines together: equally many for each,
+    larger numbers only while they are quick to simulate; or the one that is asked for.
     """
     forwards = 0
     for each in request.micro_batch_counts():

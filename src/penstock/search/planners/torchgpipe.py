@@ -19,12 +19,15 @@ from penstock.search.score import best_of
     source="Kim et al. 2020, torchgpipe, balance/__init__.py and blockpartition.py",
 )
 def torchgpipe(request: PlanRequest) -> Plan:
-    """The cut of `balance_by_time`: neighbours hand on layers until no partition stands out by more than the dearest layer.
+    """The cut of `balance_by_time`: neighbours hand on layers until no partition stands out by more
+    than the dearest layer.
 
-    torchgpipe's user says how many partitions, one on each device unless asked otherwise, and how many micro-batches: all numbers of
-    these are simulated, and the best is taken. Times are those of one micro-batch on the first device, as torchgpipe measures them on
-    one. Its schedule is GPipe with backwards in reverse order; it recomputes all but the last micro-batch, so with recompute="auto"
-    that is taken, whatever would fit. With `partition="size"` it is the planner "torchgpipe-size".
+    torchgpipe's user says how many partitions, one on each device unless asked otherwise, and how
+    many micro-batches: all numbers of these are simulated, and the best is taken. Times are those
+    of one micro-batch on the first device, as torchgpipe measures them on one. Its schedule is
+    GPipe with backwards in reverse order; it recomputes all but the last micro-batch, so with
+    recompute="auto" that is taken, whatever would fit. With `partition="size"` it is the planner
+    "torchgpipe-size".
 
     FairScale's Pipe is its fork, with the same balances.
 
@@ -40,7 +43,8 @@ def torchgpipe(request: PlanRequest) -> Plan:
     source="Kim et al. 2020, torchgpipe, balance_by_size",
 )
 def torchgpipe_size(request: PlanRequest) -> Plan:
-    """As "torchgpipe", by `balance_by_size`: the bytes of a micro-batch's outputs, and twice those of the parameters.
+    """As "torchgpipe", by `balance_by_size`: the bytes of a micro-batch's outputs, and twice those
+    of the parameters.
 
     Raises:
         PlanError: another cut or schedule is asked for, or nothing fits.
@@ -79,8 +83,8 @@ def _proposal(request: PlanRequest, stages: int, count: int, method: str) -> Pro
 
 
 def imbalance(costs: Sequence[float], lengths: Sequence[int]) -> float:
-    """The difference of the heaviest and the lightest stage, once the cheapest layer counts 0 and the dearest 1; the block partition
-    makes it 1 or less.
+    """The difference of the heaviest and the lightest stage, once the cheapest layer counts 0 and
+    the dearest 1; the block partition makes it 1 or less.
 
     >>> imbalance([1, 1, 1, 1, 1, 1, 1, 1, 20], [3, 3, 3])
     1.0

@@ -1,4 +1,6 @@
-"""PipeDream-2BW's planner: all widths and depths of equal pipelines, each with the largest micro-batch that fits."""
+"""PipeDream-2BW's planner: all widths and depths of equal pipelines, each with the largest
+micro-batch that fits.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ EXTRA = 4 / 3
 class Shape:
     """`width` pipelines of `depth` stages, each `micro_batches` a batch of `micro_batch` samples.
 
-    `seconds` is the paper's t, of a micro-batch on every pipeline; `bytes` what a device holds at most.
+    `seconds` is the paper's t, of a micro-batch on every pipeline; `bytes` what a device holds at
+    most.
     """
 
     width: int
@@ -46,16 +49,20 @@ class Shape:
 
 @register("2bw", source="Narayanan et al. 2021, PipeDream-2BW (arXiv 2006.09503), section 3.3")
 def two_bw(request: PlanRequest) -> Plan:
-    """The width, depth, micro-batch and recomputing with the most throughput by the paper's cost functions.
+    """The width, depth, micro-batch and recomputing with the most throughput by the paper's cost
+    functions.
 
-    The paper's models are blocks that repeat, so that equal cuts have equal layers; here the stages have equal seconds, as nearly as
-    whole layers can, which is the same for such models. Devices of one pipeline are neighbours.
+    The paper's models are blocks that repeat, so that equal cuts have equal layers; here the stages
+    have equal seconds, as nearly as whole layers can, which is the same for such models. Devices of
+    one pipeline are neighbours.
 
-    With `asynchronous` the schedule is the paper's own, with two versions of the weights. Without, it is its PipeDream-Flush, "1f1b"
-    with a flush after every batch, which the paper plans in the same way.
+    With `asynchronous` the schedule is the paper's own, with two versions of the weights. Without,
+    it is its PipeDream-Flush, "1f1b" with a flush after every batch, which the paper plans in the
+    same way.
 
     Raises:
-        PlanError: devices are of different kinds; a number of replicas is asked for that has no depth; or no width and depth fits.
+        PlanError: devices are of different kinds; a number of replicas is asked for that has no
+        depth; or no width and depth fits.
     """
     name = "2bw" if request.asynchronous else "1f1b"
     check_scope(request, "2bw", name)
@@ -70,9 +77,11 @@ def two_bw(request: PlanRequest) -> Plan:
 def _nothing(request: PlanRequest) -> str:
     depth = "" if request.stages is None else f" in {request.stages} stages"
     least = min(request.memory_bytes(rank) for rank in range(request.cluster.ranks))
-    return (f"2bw finds no width and depth{depth} for {request.cluster.ranks} devices with {format_bytes(least)} each: a batch of "
-            f"{request.batch} must have as many micro-batches for each pipeline as it has stages, and with its cost functions none "
-            "of that fits. Use more devices, or a larger batch")  # fmt: skip
+    return (
+        f"2bw finds no width and depth{depth} for {request.cluster.ranks} devices with {format_bytes(least)} each: a batch of "
+        f"{request.batch} must have as many micro-batches for each pipeline as it has stages, and with its cost functions none "
+        "of that fits. Use more devices, or a larger batch"
+    )
 
 
 def _proposal(shape: Shape, name: str) -> Proposal:
@@ -88,8 +97,8 @@ def _proposal(shape: Shape, name: str) -> Proposal:
 
 
 def shapes(request: PlanRequest) -> Iterator[Shape]:
-    """Every width and depth whose product is the number of devices, with and without recomputing, at the largest micro-batch, a power
-    of two, that fits.
+    """Every width and depth whose product is the number of devices, with and without recomputing,
+    at the largest micro-batch, a power of two, that fits.
     """
     ranks = request.cluster.ranks
     for depth in range(1, min(ranks, len(request.profile)) + 1):
@@ -105,7 +114,9 @@ def shapes(request: PlanRequest) -> Iterator[Shape]:
 
 
 def _largest(request: PlanRequest, width: int, depth: int, recompute: bool) -> Shape | None:
-    """The shape with the largest micro-batch that fits and leaves every pipeline as many micro-batches as it has stages."""
+    """The shape with the largest micro-batch that fits and leaves every pipeline as many
+    micro-batches as it has stages.
+    """
     share = request.batch // width
     sizes = [2**power for power in range(max(share, 1).bit_length())]
     if request.micro_batches is not None:
@@ -133,16 +144,30 @@ def _shape(
     (width, depth), (size, count) = devices, batch
     costs = LayerCosts.of(request.profile, size)
     lengths = balanced_lengths([costs.seconds] * depth)
-    return Shape(width, depth, size, count, recompute, lengths, seconds(request, costs, lengths, width, count, recompute),
-                 memory(costs, lengths, recompute=recompute, besides=request.held_per_parameter_byte - 1))  # fmt: skip
+    return Shape(
+        width,
+        depth,
+        size,
+        count,
+        recompute,
+        lengths,
+        seconds(request, costs, lengths, width, count, recompute),
+        memory(costs, lengths, recompute=recompute, besides=request.held_per_parameter_byte - 1),
+    )
 
 
-def seconds(request: PlanRequest, costs: LayerCosts, lengths: tuple[int, ...], width: int, micro_batches: int,
-            recompute: bool) -> float:  # fmt: skip
+def seconds(
+    request: PlanRequest,
+    costs: LayerCosts,
+    lengths: tuple[int, ...],
+    width: int,
+    micro_batches: int,
+    recompute: bool,
+) -> float:
     """The paper's t = max over stages i of max( T_comp,i + sum over j of T_comm,i->j, T_dp,i / m ).
 
-    T_comm counts an activation and its gradient; T_dp is a ring's time for the stage's gradients over the pipelines. Stage i is on
-    ranks i, i + depth, i + 2 depth, …
+    T_comm counts an activation and its gradient; T_dp is a ring's time for the stage's gradients
+    over the pipelines. Stage i is on ranks i, i + depth, i + 2 depth, …
     """
     depth, worst, start = len(lengths), 0.0, 0
     for stage, length in enumerate(lengths):
@@ -161,9 +186,14 @@ def seconds(request: PlanRequest, costs: LayerCosts, lengths: tuple[int, ...], w
         if width > 1:
             ring = [pipeline * depth + stage for pipeline in range(width)]
             piece = sum(costs.parameter_bytes[start:stop]) / width
-            shared = 2 * (width - 1) * max(
-                request.cluster.transfer_seconds(piece, one, other) for one, other in zip(ring, [*ring[1:], ring[0]], strict=True)
-            )  # fmt: skip
+            shared = (
+                2
+                * (width - 1)
+                * max(
+                    request.cluster.transfer_seconds(piece, one, other)
+                    for one, other in zip(ring, [*ring[1:], ring[0]], strict=True)
+                )
+            )
         worst, start = max(worst, own, shared / micro_batches), stop
     return worst
 
@@ -171,7 +201,8 @@ def seconds(request: PlanRequest, costs: LayerCosts, lengths: tuple[int, ...], w
 def memory(
     costs: LayerCosts, lengths: tuple[int, ...], *, recompute: bool, besides: float = 2.0
 ) -> float:
-    """What a device holds at most, by the paper's functions: 2 |W| / d + |A| + d |A_in|, or with recomputing 2 |W| / d + |A| / d + d
+    """What a device holds at most, by the paper's functions: 2 |W| / d + |A| + d |A_in|, or with
+    recomputing 2 |W| / d + |A| / d + d
     |A_in|.
 
     |A| / d is the fullest stage's here, and so is |W| / d, whose 2 are the versions; its gradients and the optimizer's numbers are counted

@@ -1,4 +1,5 @@
-"""A stage more after a prefix of a pipeline, and the rest of the layers as the last stage: the latency of all such pipelines.
+"""A stage more after a prefix of a pipeline, and the rest of the layers as the last stage: the
+latency of all such pipelines.
 
 Compiled by Numba and kept on disk; importing this file loads Numba.
 """
@@ -20,9 +21,10 @@ Numbers = Any
 class Numbered:
     """What `extend` gets as one array.
 
-    `micro_batches`; `known`, a latency that is possible, so that what is surely above it need not be entered; `behind`, latency and
-    seconds per byte of the transfer from the new stage to the rest; `reduce` and `reduce_rest`, the same of the all-reduce of the new
-    stage and of the rest; `devices` left behind the new stage; `prefix` and `move`, where this comes from.
+    `micro_batches`; `known`, a latency that is possible, so that what is surely above it need not
+    be entered; `behind`, latency and seconds per byte of the transfer from the new stage to the
+    rest; `reduce` and `reduce_rest`, the same of the all-reduce of the new stage and of the rest;
+    `devices` left behind the new stage; `prefix` and `move`, where this comes from.
     """
 
     micro_batches: float
@@ -113,17 +115,18 @@ def _extend(
     numbers: Numbers,
     table: tuple[Numbers, Numbers],
 ) -> tuple[float, int]:
-    """Enter every pipeline with one more stage into the table of the state that it leads to; the least latency of them, and where the
-    rest starts; -1 where there is none.
+    """Enter every pipeline with one more stage into the table of the state that it leads to; the
+    least latency of them, and where the rest starts; -1 where there is none.
 
     Args:
-        stages: [3, at + 3 or more]: forward, backward and all-reduce of the prefix and of the transfer behind it, and room.
-        at: how many of them there are.
-        start: the new stage's first layer; it ends before any later layer.
-        sums: [7, n + 1], before every layer: forward and backward at the new stage's number of copies, and at that of the rest; output
+        stages: [3, at + 3 or more]: forward, backward and all-reduce of the prefix and of the
+        transfer behind it, and room. at: how many of them there are. start: the new stage's first
+        layer; it ends before any later layer. sums: [7, n + 1], before every layer: forward and
+        backward at the new stage's number of copies, and at that of the rest; output
             bytes of the layer before; weights; the least work.
         numbers: see `Numbered`.
-        table: [2 keep, n + 1], the least latencies by the layer that the rest starts with, ascending: with the rest as one stage, and
+        table: [2 keep, n + 1], the least latencies by the layer that the rest starts with,
+        ascending: with the rest as one stage, and
             with the rest spread evenly; [2, 2 keep, n + 1], their prefixes and moves.
     """
     rounds, known, devices, last = numbers[0] - 1, numbers[1], numbers[4], sums.shape[1] - 1
@@ -153,7 +156,8 @@ def _extend(
         value = latency(stages[0], stages[1], stages[2], at + 3, rounds + 1)
         if value < best:
             best, where = value, stop
-        # What the rest adds is the same for all ways to a state, unless it is what they are too slow for.
+        # What the rest adds is the same for all ways to a state, unless it is what they are too
+        # slow for.
         spread = (
             rounds * max(most, f + b, 2 * hop, share)
             + forward

@@ -1,8 +1,9 @@
-"""Kernel: simulated annealing of words. Every move takes an op of the critical path past others of its block.
+"""Kernel: simulated annealing of words. Every move takes an op of the critical path past others of
+its block.
 
-A *block* is a run of ops on one rank that follow each other without a wait on the longest path. Only a move that takes an op of
-a block before its first or behind its last can shorten that path (Nowicki and Smutnicki 1996; Balas and Vazacopoulos 1998), so
-these are most of the moves.
+A *block* is a run of ops on one rank that follow each other without a wait on the longest path.
+Only a move that takes an op of a block before its first or behind its last can shorten that path
+(Nowicki and Smutnicki 1996; Balas and Vazacopoulos 1998), so these are most of the moves.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def roll(dice: Ints) -> float:
 
 @compiled
 def anneal(spec: Spec, words: Words, work: Work, knobs: Knobs) -> float:
-    """Shorten `words` in place. Returns the makespan of what they are at the end: the best that was seen."""
+    """Shorten `words` in place. Returns the makespan of what they are at the end: the best that was
+    seen.
+    """
     ranks, size = words.codes.shape
     now = best = play(spec, words, work)
     kept, row = np.empty((ranks, size + 1), np.int64), np.empty(size + 1, np.int64)
@@ -97,7 +100,9 @@ def _restore(words: Words, rank: int, row: Ints) -> None:
 
 @compiled
 def _critical(words: Words, work: Work, path: Ints) -> int:
-    """Write the ops of a longest path into `path`, the last first, as rank x L + place. Returns how many they are."""
+    """Write the ops of a longest path into `path`, the last first, as rank x L + place. Returns how
+    many they are.
+    """
     last = 0
     for rank in range(1, len(words.lengths)):
         if work.free[rank] > work.free[last]:
@@ -113,7 +118,9 @@ def _critical(words: Words, work: Work, path: Ints) -> int:
 
 @compiled
 def _moved(words: Words, path: Ints, count: int, chosen: int, knobs: Knobs) -> bool:
-    """Change the word of the rank of op `chosen` of the path, by a move out of its block. Whether anything has changed."""
+    """Change the word of the rank of op `chosen` of the path, by a move out of its block. Whether
+    anything has changed.
+    """
     length = words.codes.shape[1]
     rank, place = path[chosen] // length, path[chosen] % length
     if knobs.splits[0] == 1 and roll(knobs.dice) < 0.15:
@@ -140,7 +147,9 @@ def _moved(words: Words, path: Ints, count: int, chosen: int, knobs: Knobs) -> b
 
 @compiled
 def _shifted(codes: Ints, rank: int, source: int, target: int) -> bool:
-    """Take the op at `source` to `target`, the others between move up. False if all of these are the same op."""
+    """Take the op at `source` to `target`, the others between move up. False if all of these are
+    the same op.
+    """
     code, changed = codes[rank, source], False
     step = 1 if target > source else -1
     for place in range(source, target, step):
@@ -152,7 +161,9 @@ def _shifted(codes: Ints, rank: int, source: int, target: int) -> bool:
 
 @compiled
 def _split_or_join(words: Words, rank: int, place: int, early: bool) -> bool:
-    """Make I and W of the B at `place`; or make B of the I or W there and its other half, where the `early` or late one stood."""
+    """Make I and W of the B at `place`; or make B of the I or W there and its other half, where the
+    `early` or late one stood.
+    """
     codes, size = words.codes, words.lengths[rank]
     copy, kind = codes[rank, place] >> 2, codes[rank, place] & 3
     if kind == 0:

@@ -1,18 +1,21 @@
 """Seconds that no program of a problem undercuts.
 
-Every op gets a *head*, before which it cannot start, and a *tail*, which is left when it has ended. Both grow from what must
-come before and after it: its own micro-batch's way up and back, and on its rank the micro-batches before it; and where limits
-are tight, the backwards that must have made room for it. Then every rank alone, its ops not starting before their heads, each
-followed by its tail, takes at least the seconds of Jackson's preemptive schedule (Carlier 1982): the op with the longest tail
-always goes first, and is put aside for one with a longer tail.
+Every op gets a *head*, before which it cannot start, and a *tail*, which is left when it has ended.
+Both grow from what must come before and after it: its own micro-batch's way up and back, and on its
+rank the micro-batches before it; and where limits are tight, the backwards that must have made room
+for it. Then every rank alone, its ops not starting before their heads, each followed by its tail,
+takes at least the seconds of Jackson's preemptive schedule (Carlier 1982): the op with the longest
+tail always goes first, and is put aside for one with a longer tail.
 
-Micro-batches of a route may be taken in order (see `arrays`). So with room for k of them on a copy of a stage:
+Micro-batches of a route may be taken in order (see `arrays`). So with room for k of them on a copy
+of a stage:
 
     before F n    F 0..n-1, I 0..n-k, W 0..n-k              after F n    F n+1.., I n.., W n.., U
     before I n    F 0..n,   I 0..n-1, W 0..n-k              after I n    F n+k.., I n+1.., W n.., U
 
-and what other stages of the same rank do for the same micro-batches on their way. A whole B counts as I and W, each at its
-cheapest: links are free at all times but when they carry messages of the same kind and boundary.
+and what other stages of the same rank do for the same micro-batches on their way. A whole B counts
+as I and W, each at its cheapest: links are free at all times but when they carry messages of the
+same kind and boundary.
 """
 
 from __future__ import annotations
@@ -77,7 +80,9 @@ def seconds_of(problem: Problem, counts: tuple[int, ...]) -> float:
 
 
 class _Machine:
-    """One rank and ops that all must end before some moment: how early that can be, however they are ordered."""
+    """One rank and ops that all must end before some moment: how early that can be, however they
+    are ordered.
+    """
 
     def __init__(self, most: int) -> None:
         self._at, self._own, self._load = np.zeros(most), np.zeros(most), np.zeros(most)
@@ -92,7 +97,9 @@ class _Machine:
         self._count += 1
 
     def end(self) -> float:
-        """The most, over all moments, of that moment and the seconds of the ops that cannot start earlier."""
+        """The most, over all moments, of that moment and the seconds of the ops that cannot start
+        earlier.
+        """
         return float((self._at[: self._count] + self._load[: self._count]).max(initial=0.0))
 
 
@@ -130,7 +137,9 @@ class Way:
             yield float(self.head_i[s, n]) + self.turn[s], self.rest[s], self.update[s]
 
     def held(self, s: int) -> float:
-        """The least that the stage's micro-batches hold, times the seconds for which they do: their way up and back."""
+        """The least that the stage's micro-batches hold, times the seconds for which they do: their
+        way up and back.
+        """
         above = (
             sum(self.f[s + 1 :]) + sum(self.turn[s + 1 :]) + sum(self.up[s:]) + sum(self.down[s:])
         )
@@ -212,7 +221,9 @@ class Way:
                     tail_f[s, n] = max(tail_f[s, n], sent_f[s])
 
     def _after_i(self, machine: _Machine, s: int, n: int) -> None:
-        """What follows I n of stage s on its rank, more than I n + 1: time runs backwards, and tails are heads."""
+        """What follows I n of stage s on its rank, more than I n + 1: time runs backwards, and
+        tails are heads.
+        """
         for q in self.beside[s]:
             if q < s:
                 machine.add(self.tail_i[q, n], self.turn[q])
@@ -235,7 +246,8 @@ class Way:
 
 
 def preemptive(jobs: Iterable[Job]) -> float:
-    """The least seconds of one machine that may put ops aside, with heads and tails: Jackson's rule.
+    """The least seconds of one machine that may put ops aside, with heads and tails: Jackson's
+    rule.
 
     >>> preemptive([(0, 3, 5), (1, 2, 9), (4, 1, 0)])
     12

@@ -1,11 +1,14 @@
-"""Kernel: list scheduling. Every rank always begins the op that is due first, of those that it can begin soon.
+"""Kernel: list scheduling. Every rank always begins the op that is due first, of those that it can
+begin soon.
 
-Giffler and Thompson 1960: the rank whose next op could end first of all is the one that decides, so that it knows of every op
-that could begin before that end. How long it may wait for an op that is due earlier is the rule's patience.
+Giffler and Thompson 1960: the rank whose next op could end first of all is the one that decides, so
+that it knows of every op that could begin before that end. How long it may wait for an op that is
+due earlier is the rule's patience.
 
-Where all micro-batches' ops are due at one offset each, and a steady pace later than those of the micro-batch before, the offsets
-are a block that repeats, as in controllable memory's (Qi et al. 2024); I far before all others makes 1F1B, F far before all others
-GPipe, W far behind fills bubbles. Where ops are due when a given program starts them, the rule makes about that program.
+Where all micro-batches' ops are due at one offset each, and a steady pace later than those of the
+micro-batch before, the offsets are a block that repeats, as in controllable memory's (Qi et al.
+2024); I far before all others makes 1F1B, F far before all others GPipe, W far behind fills
+bubbles. Where ops are due when a given program starts them, the rule makes about that program.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ class Rule(NamedTuple):
 
     Attributes:
         due: (C, 3, M) when the k-th F, I or B, W of each copy are due.
-        patience: (1,) 0: begin what can begin now; 1: wait for what is due earlier as long as no op would end meanwhile.
-        cap: (R,) the most to hold: the limit or less.
-        whole: (C, M) 1 where the backward is not split.
+        patience: (1,) 0: begin what can begin now; 1: wait for what is due earlier as long as no op
+        would end meanwhile. cap: (R,) the most to hold: the limit or less. whole: (C, M) 1 where
+        the backward is not split.
     """
 
     due: Floats
@@ -37,7 +40,9 @@ class Rule(NamedTuple):
 
 @compiled
 def build(spec: Spec, rule: Rule, words: Words, work: Work) -> float:
-    """Write the words that the rule makes. Returns their makespan, or -1 where the rule's cap lets nothing go on."""
+    """Write the words that the rule makes. Returns their makespan, or -1 where the rule's cap lets
+    nothing go on.
+    """
     reset(spec, work)
     codes, lengths, copies, cost, copies_of = (
         words.codes,
@@ -49,7 +54,8 @@ def build(spec: Spec, rule: Rule, words: Words, work: Work) -> float:
     dues, whole = rule.due, rule.whole
     arrive, done, link, free = work.arrive, work.done, work.link, work.free
     ranks, stages, far = len(lengths), len(copies) // len(spec.counts), _far(spec, rule.cap)
-    # Per copy and kind when the next could begin; per rank when one could begin, and when one could end.
+    # Per copy and kind when the next could begin; per rank when one could begin, and when one could
+    # end.
     begin, soon = np.empty((len(copies), 3)), np.empty((2, ranks))
     look, looks, left = np.empty(2, np.int64), ranks, 0
     for copy in range(len(copies)):
@@ -108,7 +114,9 @@ def build(spec: Spec, rule: Rule, words: Words, work: Work) -> float:
 
 @compiled
 def _far(spec: Spec, cap: Floats) -> bool:
-    """Whether micro-batches go two ways and some rank cannot hold one of each: then no rank can tell alone what fits."""
+    """Whether micro-batches go two ways and some rank cannot hold one of each: then no rank can
+    tell alone what fits.
+    """
     for rank in range(len(cap) if len(spec.counts) > 1 else 0):
         both = 0.0
         for i in range(spec.copies_of.shape[1]):
@@ -122,7 +130,8 @@ def _far(spec: Spec, cap: Floats) -> bool:
 def _fits(spec: Spec, cap: Floats, done: Ints, copy: int, far: bool) -> bool:
     """Whether a forward of `copy` leaves its rank within the cap, and everybody able to finish.
 
-    On two routes it is enough that either always leaves room for one micro-batch of the other: both then drain as if alone.
+    On two routes it is enough that either always leaves room for one micro-batch of the other: both
+    then drain as if alone.
     """
     rank, stages = spec.copies[copy, 0], len(spec.copies) // len(spec.counts)
     held, most, own = (
@@ -152,8 +161,9 @@ def _fits(spec: Spec, cap: Floats, done: Ints, copy: int, far: bool) -> bool:
 def _way_out_of_rank(spec: Spec, cap: Floats, done: Ints, rank: int) -> bool:
     """Whether the micro-batches in flight can finish on `rank`, oldest first.
 
-    Each needs room on its later stages while itself and all that are behind it hold theirs; a W that waits can run at once.
-    Since micro-batches stay in order, no other order of finishing exists, and every rank can be asked alone.
+    Each needs room on its later stages while itself and all that are behind it hold theirs; a W
+    that waits can run at once. Since micro-batches stay in order, no other order of finishing
+    exists, and every rank can be asked alone.
     """
     first = spec.copies_of[rank, 0]
     for i in range(spec.copies_of.shape[1]):
@@ -179,7 +189,9 @@ def _way_out_of_rank(spec: Spec, cap: Floats, done: Ints, rank: int) -> bool:
 
 @compiled
 def _way_out(spec: Spec, cap: Floats, done: Ints) -> bool:
-    """Whether all in flight can finish, one after the other, on two routes: the banker's algorithm (Dijkstra 1965)."""
+    """Whether all in flight can finish, one after the other, on two routes: the banker's algorithm
+    (Dijkstra 1965).
+    """
     stages = len(spec.copies) // 2
     out = np.empty(2, np.int64)
     out[0], out[1] = done[0, 1], done[stages, 1]

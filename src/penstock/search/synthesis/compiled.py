@@ -1,6 +1,7 @@
 """Functions compiled by Numba where it is installed, and played by Python where it is not.
 
-Only the kernels of this folder import it, and they are imported when a search begins: Numba takes a second to load.
+Only the kernels of this folder import it, and they are imported when a search begins: Numba takes a
+second to load.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _NJIT = _njit()
 
 
 def compiled(function: Kernel) -> Kernel:
-    """`function`, compiled at its first call; what that made is kept on disk, where there is a folder to write to."""
+    """`function`, compiled at its first call; what that made is kept on disk, where there is a
+    folder to write to.
+    """
     if _NJIT is None:
         return function
     try:

@@ -1,8 +1,9 @@
 """The optimum, proved by OR-Tools' CP-SAT.
 
-One interval for every op, none of a rank's overlapping; messages in the order of their sending. Micro-batches of a route are in
-order, which loses nothing (see `arrays`), and every op lies between its head and what its tail leaves of the best makespan known
-(see `bound`), which is most of the proof. Where micro-batches go two ways every number of each is a model of its own.
+One interval for every op, none of a rank's overlapping; messages in the order of their sending.
+Micro-batches of a route are in order, which loses nothing (see `arrays`), and every op lies between
+its head and what its tail leaves of the best makespan known (see `bound`), which is most of the
+proof. Where micro-batches go two ways every number of each is a model of its own.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from penstock.search.synthesis.bound import Way, seconds_of
 from penstock.search.synthesis.problem import Problem, StageCosts
 from penstock.simulate.simulate import simulate_schedule
 
-#: Where seconds are no whole numbers of any tick, so many ticks make the best makespan known, and seconds are rounded down to
+#: Where seconds are no whole numbers of any tick, so many ticks make the best makespan known, and
+#: seconds are rounded down to
 #: them: a bound stays one, and is short of the truth by a tick for every op of the longest path.
 MOST_TICKS = 10**8
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What CP-SAT found: a schedule shorter than the one given, if there is one, and what no schedule undercuts."""
+    """What CP-SAT found: a schedule shorter than the one given, if there is one, and what no
+    schedule undercuts.
+    """
 
     schedule: Schedule | None
     lower_bound: float
@@ -83,7 +87,9 @@ def prove(problem: Problem, best: Schedule, most: float, until_s: float, seed: i
 
 
 def ticks_per_second(costs: StageCosts, most: float) -> Fraction:
-    """Ticks in which all seconds are whole numbers if `most` then has less than `MOST_TICKS`, else so many that it has these."""
+    """Ticks in which all seconds are whole numbers if `most` then has less than `MOST_TICKS`, else
+    so many that it has these.
+    """
     numbers = {number for row in costs.seconds for number in row if number}
     exact = [_decimal(number) for number in numbers]
     bottom = math.lcm(*(each.denominator for each in exact))
@@ -109,7 +115,9 @@ def in_ticks(costs: StageCosts, ticks: Fraction) -> StageCosts:
 
 @dataclass(frozen=True)
 class _Turn:
-    """One micro-batch on one stage: variables of the starts of F, of I or B, of W; of the end of I or B, and of W or B."""
+    """One micro-batch on one stage: variables of the starts of F, of I or B, of W; of the end of I
+    or B, and of W or B.
+    """
 
     op: tuple[int, int]
     forward: Any
@@ -121,7 +129,9 @@ class _Turn:
 
 
 class _Message(NamedTuple):
-    """A value on its way: variables of the start and end of the op that makes it, and of when it leaves; its ticks on the link."""
+    """A value on its way: variables of the start and end of the op that makes it, and of when it
+    leaves; its ticks on the link.
+    """
 
     begin: Any
     made: Any
@@ -191,7 +201,9 @@ class _Model:
         return self.model.new_int_var(low, max(low, self.most - math.ceil(tail - 1e-6)), "")
 
     def _messages(self) -> None:
-        """An op that takes a value starts when it has come; each link carries its messages one at a time, as they are sent."""
+        """An op that takes a value starts when it has come; each link carries its messages one at a
+        time, as they are sent.
+        """
         c, model = self.problem.costs, self.model
         links: dict[tuple[int, int], list[list[_Message]]] = {}
         for route, homes in enumerate(self.problem.routes):
@@ -255,7 +267,9 @@ class _Model:
             model.add_cumulative(spans, demands, math.floor(limit))
 
     def _end(self) -> None:
-        """Updates come after all backwards of their stage, at one time on all copies; the last of them ends the batch."""
+        """Updates come after all backwards of their stage, at one time on all copies; the last of
+        them ends the batch.
+        """
         p = self.problem
         for s in range(p.stages):
             seconds = int(p.costs.update[s])
@@ -290,7 +304,9 @@ class _Model:
         return (self._schedule(solver), round(solver.objective_value)), bound
 
     def _schedule(self, solver: Any) -> Schedule:
-        """The programs that start times are; of what starts at one time, first what takes no time and is needed first."""
+        """The programs that start times are; of what starts at one time, first what takes no time
+        and is needed first.
+        """
         p = self.problem
         rows: list[list[tuple[int, int, int, int, Op]]] = [[] for _ in range(p.ranks)]
         for route, homes in enumerate(p.routes):
@@ -298,8 +314,10 @@ class _Model:
                 for turn in self.turns[route][s]:
                     _, m = turn.op
                     joined = turn.whole is not None and bool(solver.value(turn.whole))
-                    ops = [(turn.forward, turn.forward + int(p.costs.forward[s]), s, Kind.F),
-                           (turn.back, turn.turned, 2 * p.stages - s, Kind.B if joined else Kind.I)]  # fmt: skip
+                    ops = [
+                        (turn.forward, turn.forward + int(p.costs.forward[s]), s, Kind.F),
+                        (turn.back, turn.turned, 2 * p.stages - s, Kind.B if joined else Kind.I),
+                    ]
                     ops += (
                         [] if joined else [(turn.weights, turn.released, 2 * p.stages + 1, Kind.W)]
                     )

@@ -1,4 +1,6 @@
-"""The search: rules known to be good, rules near the best of them, and annealing of what they make, in turn."""
+"""The search: rules known to be good, rules near the best of them, and annealing of what they make,
+in turn.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ from penstock.search.synthesis.problem import Problem
 from penstock.search.synthesis.rules import Shape, as_played, known, near, wholes
 from penstock.search.synthesis.words import counts_of, joined, schedule_of, words_of
 
-#: Ops that a round of annealing plays, in about a twentieth of a second; and rules of a round of list scheduling, times what each
-#: costs, in ops. On random costs with tight limits annealing finds what is ten times nearer to the best than rules do.
+#: Ops that a round of annealing plays, in about a twentieth of a second; and rules of a round of
+#: list scheduling, times what each
+#: costs, in ops. On random costs with tight limits annealing finds what is ten times nearer to the
+#: best than rules do.
 OPS_A_ROUND = 3_000_000
 BUILT_A_ROUND = 80_000
 ROUNDS_A_CLIMB = 6
@@ -116,7 +120,9 @@ class Search:
                 self.keep(Found(seconds, case, words))
 
     def schedules(self) -> Iterator[Schedule]:
-        """The pool, shortest first, with halves of a backward that stand together joined where that costs nothing."""
+        """The pool, shortest first, with halves of a backward that stand together joined where that
+        costs nothing.
+        """
         for found in self.pool:
             words = Words(found.words.codes.copy(), found.words.lengths.copy())
             joined(found.case.spec, words, found.case.work)
@@ -132,7 +138,9 @@ class Search:
         return [(n, m - n) for n in ordered]
 
     def run(self, until_s: float, max_rounds: int | None) -> None:
-        """Search until the clock (`time.monotonic`) says so, so many rounds are over, or nothing shorter can exist."""
+        """Search until the clock (`time.monotonic`) says so, so many rounds are over, or nothing
+        shorter can exist.
+        """
         for counts in self.splits():
             case = self.case(counts)
             rules = [*known(case.spec, case.shape, wholes(case.spec, case.split))]
@@ -157,7 +165,9 @@ class Search:
                 self._anneal()
 
     def _climb(self) -> None:
-        """List scheduling by rules near the best one; each that is no worse is the next to start from."""
+        """List scheduling by rules near the best one; each that is no worse is the next to start
+        from.
+        """
         now = self.pool[min(int(self.luck.exponential(1.0)), len(self.pool) - 1)]
         case, rule, least = now.case, now.rule, now.seconds
         if rule is None or self.luck.random() < 0.5:
@@ -171,7 +181,9 @@ class Search:
                 least, rule = tried.seconds, tried.rule
 
     def _anneal(self) -> None:
-        """Annealing of one of the pool, or of the best of some split of the micro-batches, from a heat that luck decides."""
+        """Annealing of one of the pool, or of the best of some split of the micro-batches, from a
+        heat that luck decides.
+        """
         start = self.pool[min(int(self.luck.exponential(1.5)), len(self.pool) - 1)]
         if len(self.best_of) > 1 and self.luck.random() < 0.4:
             start = list(self.best_of.values())[self.luck.integers(len(self.best_of))]
@@ -183,8 +195,11 @@ class Search:
             (case.spec.cost[:, 3] < case.spec.cost[:, 1] + case.spec.cost[:, 2]).any()
         )
         knobs = Knobs(
-            np.array([max(200, OPS_A_ROUND // case.ops)]), np.array([heat, heat * 0.02]), np.array([self.goal * (1 + 1e-12)]),
-            self.luck.integers(1, 2**40, 1), np.array([int(joins)]),
-        )  # fmt: skip
+            np.array([max(200, OPS_A_ROUND // case.ops)]),
+            np.array([heat, heat * 0.02]),
+            np.array([self.goal * (1 + 1e-12)]),
+            self.luck.integers(1, 2**40, 1),
+            np.array([int(joins)]),
+        )
         seconds = anneal(case.spec, words, case.work, knobs)
         self.keep(Found(seconds, case, words, start.rule if seconds == start.seconds else None))

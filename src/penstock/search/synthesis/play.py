@@ -8,10 +8,11 @@ from penstock.search.synthesis.compiled import compiled
 
 @compiled
 def play(spec: Spec, words: Words, work: Work) -> float:
-    """Seconds until the last op ends, updates included; -1 if the programs wait for each other in a circle.
+    """Seconds until the last op ends, updates included; -1 if the programs wait for each other in a
+    circle.
 
-    Ranks play their words in turn, each as far as it can go; a message for a rank lets it have another turn. So every op is
-    looked at once, and once more for each message that it waits for.
+    Ranks play their words in turn, each as far as it can go; a message for a rank lets it have
+    another turn. So every op is looked at once, and once more for each message that it waits for.
     """
     reset(spec, work)
     codes, lengths, copies, cost = words.codes, words.lengths, spec.copies, spec.cost
@@ -99,7 +100,9 @@ def _update_in_gap(spec: Spec, work: Work, rank: int, until: float) -> None:
 
 @compiled
 def ended(spec: Spec, work: Work) -> float:
-    """When the last rank has run the updates that are left. Two copies of a stage meet at theirs, at the end."""
+    """When the last rank has run the updates that are left. Two copies of a stage meet at theirs,
+    at the end.
+    """
     last, ranks = 0.0, len(work.free)
     for rank in range(ranks):
         end, others = work.free[rank], 0
@@ -118,7 +121,9 @@ def ended(spec: Spec, work: Work) -> float:
 
 @compiled
 def sound(spec: Spec, words: Words, work: Work, rank: int) -> bool:
-    """Whether the word of `rank` keeps the order within its copies and the limit on what it holds. Changes `work.done`."""
+    """Whether the word of `rank` keeps the order within its copies and the limit on what it holds.
+    Changes `work.done`.
+    """
     done, cost, codes, limit = work.done, spec.cost, words.codes, spec.limit[rank]
     for i in range(spec.copies_of.shape[1]):
         copy = spec.copies_of[rank, i]

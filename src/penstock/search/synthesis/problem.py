@@ -33,8 +33,8 @@ class StageCosts:
     Attributes:
         forward, inputs, weights, whole, update: seconds of F, I, W, B, U.
         up, down: seconds of a message from stage s to s + 1, and from s + 1 to s.
-        hold: what a micro-batch holds on the stage: its `activation_bytes`, or 1 where costs carry no bytes.
-        in_bytes: whether that is bytes.
+        hold: what a micro-batch holds on the stage: its `activation_bytes`, or 1 where costs carry
+        no bytes. in_bytes: whether that is bytes.
     """
 
     forward: tuple[float, ...]
@@ -95,8 +95,15 @@ class StageCosts:
 
     def costs(self) -> Costs:
         """The same as `Costs`."""
-        return Costs(forward=self.forward, backward=self.whole, input_grad=self.inputs, weight_grad=self.weights,
-                     update=self.update, transfer=self.up, transfer_back=self.down)  # fmt: skip
+        return Costs(
+            forward=self.forward,
+            backward=self.whole,
+            input_grad=self.inputs,
+            weight_grad=self.weights,
+            update=self.update,
+            transfer=self.up,
+            transfer_back=self.down,
+        )
 
     @property
     def may_join(self) -> bool:
@@ -107,13 +114,19 @@ class StageCosts:
         )
 
     def with_pairs(self, seconds: tuple[float, ...]) -> StageCosts:
-        """The least that ops can be said to take where an F and a B together take so many seconds, by the stage of the F."""
+        """The least that ops can be said to take where an F and a B together take so many seconds,
+        by the stage of the F.
+        """
         least, most = min(seconds), max(self.whole)
         forward = tuple(
             max(0.0, min(f, pair - most)) for f, pair in zip(self.forward, seconds, strict=True)
         )
-        return replace(self, forward=forward, inputs=tuple(min(i, least) for i in self.inputs),
-                       whole=tuple(min(b, least) for b in self.whole))  # fmt: skip
+        return replace(
+            self,
+            forward=forward,
+            inputs=tuple(min(i, least) for i in self.inputs),
+            whole=tuple(min(b, least) for b in self.whole),
+        )
 
     def unsplit(self) -> StageCosts:
         """The same for programs without I and W."""
@@ -175,8 +188,18 @@ class Problem:
             for s, rank in enumerate(homes):
                 copy, up, down = route * stages + s, s + 1 < stages, s > 0
                 ways.append((rank, copy + 1 if up else -1, copy - 1 if down else -1))
-                rows.append((c.forward[s], c.inputs[s], c.weights[s], c.whole[s], c.update[s], c.up[s] if up else 0.0,
-                             c.down[s - 1] if down else 0.0, c.hold[s]))  # fmt: skip
+                rows.append(
+                    (
+                        c.forward[s],
+                        c.inputs[s],
+                        c.weights[s],
+                        c.whole[s],
+                        c.update[s],
+                        c.up[s] if up else 0.0,
+                        c.down[s - 1] if down else 0.0,
+                        c.hold[s],
+                    )
+                )
         return Spec(
             np.array(counts, np.int64),
             np.array(
@@ -204,8 +227,10 @@ def routes_of(placement: str, stages: int, ranks: int | None) -> tuple[tuple[int
     if placement == "interleaved":
         over = ranks or stages // 2
         if not over or stages % over or stages == over:
-            raise ScheduleError(f"placement 'interleaved' deals {stages} stages out evenly, two or more to a rank, which "
-                                f"{over or 'no'} ranks cannot hold: give ranks=, a divisor of {stages} below it")  # fmt: skip
+            raise ScheduleError(
+                f"placement 'interleaved' deals {stages} stages out evenly, two or more to a rank, which "
+                f"{over or 'no'} ranks cannot hold: give ranks=, a divisor of {stages} below it"
+            )
         return (ring(stages, over),)
     if placement == "v" and stages % 2:
         raise ScheduleError(
@@ -217,8 +242,10 @@ def routes_of(placement: str, stages: int, ranks: int | None) -> tuple[tuple[int
         )
     needed = stages // 2 if placement == "v" else stages
     if ranks not in (None, needed):
-        raise ScheduleError(f"placement {placement!r} of {stages} stages has {needed} ranks, not {ranks}: leave ranks out, or "
-                            "take another placement")  # fmt: skip
+        raise ScheduleError(
+            f"placement {placement!r} of {stages} stages has {needed} ranks, not {ranks}: leave ranks out, or "
+            "take another placement"
+        )
     if placement == "v":
         return (vee(stages, needed),)
     return (
@@ -249,8 +276,10 @@ def limits_of(memory_limit: Limit, ranks: int, costs: StageCosts) -> tuple[float
     limits = []
     for given in each:
         if isinstance(given, str) and not costs.in_bytes:
-            raise ScheduleError(f"memory_limit {given!r} is in bytes, but the costs carry no activation_bytes: add them, or give "
-                                "the number of micro-batches that a rank may hold")  # fmt: skip
+            raise ScheduleError(
+                f"memory_limit {given!r} is in bytes, but the costs carry no activation_bytes: add them, or give "
+                "the number of micro-batches that a rank may hold"
+            )
         number = parse_bytes(given) if isinstance(given, str) else given
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
             raise ScheduleError(f"memory_limit is above 0, not {given!r}")
@@ -259,7 +288,8 @@ def limits_of(memory_limit: Limit, ranks: int, costs: StageCosts) -> tuple[float
 
 
 def check_fits(problem: Problem) -> None:
-    """Every rank can hold what one micro-batch alone needs: then some program exists, one micro-batch at a time.
+    """Every rank can hold what one micro-batch alone needs: then some program exists, one
+    micro-batch at a time.
 
     Raises:
         ScheduleError: a rank cannot; the message has the worst.
@@ -282,7 +312,9 @@ def check_fits(problem: Problem) -> None:
 
 @dataclass(frozen=True)
 class Room:
-    """Where programs may stand: a placement, what ranks may hold, how many there are, and whether backwards may be split."""
+    """Where programs may stand: a placement, what ranks may hold, how many there are, and whether
+    backwards may be split.
+    """
 
     placement: str
     memory_limit: Limit = None

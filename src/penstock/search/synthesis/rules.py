@@ -72,7 +72,9 @@ class Shape:
 
 
 def known(spec: Spec, shape: Shape, wholes: list[Ints]) -> Iterator[Rule]:
-    """Rules worth a try anywhere: backwards first, forwards first, by what is left, by what a block repeated would be."""
+    """Rules worth a try anywhere: backwards first, forwards first, by what is left, by what a block
+    repeated would be.
+    """
     far = 10.0 * (shape.pace + 1.0) * (spec.counts.max() + len(spec.copies))
     kinds = [
         (0.0, -far, far),
@@ -127,7 +129,9 @@ def caps(spec: Spec, shape: Shape) -> list[Floats]:
 
 
 def wholes(spec: Spec, split: bool) -> list[Ints]:
-    """Which backwards not to split: none where halves cost no more; else none, all, and all but a stage's last few."""
+    """Which backwards not to split: none where halves cost no more; else none, all, and all but a
+    stage's last few.
+    """
     none = np.zeros((len(spec.copies), int(spec.counts.max())), np.int64)
     if not split:
         return [none + 1]
@@ -145,7 +149,9 @@ def wholes(spec: Spec, split: bool) -> list[Ints]:
 
 
 def near(rule: Rule, spec: Spec, shape: Shape, luck: np.random.Generator) -> Rule:
-    """A rule like another one: some ops due earlier or later, another patience, a rank that holds more or less."""
+    """A rule like another one: some ops due earlier or later, another patience, a rank that holds
+    more or less.
+    """
     due, patience, cap, whole = rule.due.copy(), rule.patience.copy(), rule.cap.copy(), rule.whole
     spread = shape.pace * 10 ** luck.uniform(-1.5, 0.8)
     copy, kind = luck.integers(len(due)), luck.integers(3)

@@ -23,7 +23,8 @@ from penstock.search.synthesis.zoo import candidates
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
-#: A schedule that is longer than the bound by no more than this part of it is proved: seconds that are no whole ticks, and sums
+#: A schedule that is longer than the bound by no more than this part of it is proved: seconds that
+#: are no whole ticks, and sums
 #: of floats, leave so much open.
 PROVED = 1e-6
 #: The part of the budget for the search when the rest is for the proof.
@@ -112,9 +113,9 @@ def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = Non
         settings: how to search.
 
     Raises:
-        ScheduleError: nothing fits, or the placement cannot have so many stages, ranks and micro-batches.
-        SettingError: the costs do not fit together, or a limit is a text that is no amount of bytes.
-        MissingExtra: `exact` without OR-Tools.
+        ScheduleError: nothing fits, or the placement cannot have so many stages, ranks and
+        micro-batches. SettingError: the costs do not fit together, or a limit is a text that is no
+        amount of bytes. MissingExtra: `exact` without OR-Tools.
     """
     wish = settings or Settings()
     begun = time.monotonic()
@@ -131,7 +132,8 @@ def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = Non
         _compile()
     end_s = max(begun + wish.budget_s, time.monotonic() + wish.budget_s / 4)
     tasks = [_Task(problem, costs, wish) for problem in _problems(table, micro_batches, wish)]
-    # Placements share what is left of the budget, the most promising first; what cannot win any more gets nothing.
+    # Placements share what is left of the budget, the most promising first; what cannot win any
+    # more gets nothing.
     for i, task in enumerate(sorted(tasks, key=lambda task: task.least)):
         if i and task.least >= min(other.makespan for other in tasks):
             continue
@@ -146,16 +148,25 @@ def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = Non
     )  # sums of floats may pass each other
     gap = best.makespan / least - 1 if least else 0.0
     found = Synthesis(
-        best.schedule, best.makespan, least, gap, best.makespan <= least * (1 + PROVED), best.problem.placement, best.zoo,
-        best.zoo_makespan if best.zoo else None, sum(task.rounds for task in tasks),
-    )  # fmt: skip
+        best.schedule,
+        best.makespan,
+        least,
+        gap,
+        best.makespan <= least * (1 + PROVED),
+        best.problem.placement,
+        best.zoo,
+        best.zoo_makespan if best.zoo else None,
+        sum(task.rounds for task in tasks),
+    )
     return replace(
         found, schedule=replace(found.schedule, name="synthesised", options=found.facts())
     )
 
 
 def _compile() -> None:
-    """Let the search's loops be compiled, which takes some seconds once on a machine, by a small search that has to try them all."""
+    """Let the search's loops be compiled, which takes some seconds once on a machine, by a small
+    search that has to try them all.
+    """
     costs = Costs(
         forward=[1, 1.2, 1, 0.8],
         input_grad=[1, 1.3, 1, 0.9],
@@ -167,7 +178,9 @@ def _compile() -> None:
 
 
 def _problems(costs: StageCosts, micro_batches: int, wish: Settings) -> list[Problem]:
-    """The problem of the placement, or of all that can have so many stages and that the limit allows."""
+    """The problem of the placement, or of all that can have so many stages and that the limit
+    allows.
+    """
     if wish.placement != "any":
         return [problem_for(costs, micro_batches, wish.room(wish.placement))]
     problems, reasons = [], []
@@ -231,12 +244,16 @@ class _Task:
         self._bound_it()
 
     def _plain(self) -> bool:
-        """Whether the best is of what the search makes: each op on its own, every activation on its rank."""
+        """Whether the best is of what the search makes: each op on its own, every activation on its
+        rank.
+        """
         paired = bool(self.schedule.pairs) and self.costs.pair is not None
         return not paired and all(op.kind in _WORDS for op in self.schedule.ops)
 
     def _bound_it(self) -> None:
-        """Make the bound one for the best, which may hand activations to other ranks, or have pairs that are cheap."""
+        """Make the bound one for the best, which may hand activations to other ranks, or have pairs
+        that are cheap.
+        """
         if not self._plain():
             pair = self.costs.spread("pair", self.problem.stages)
             costs = self.problem.costs if pair is None else self.problem.costs.with_pairs(pair)

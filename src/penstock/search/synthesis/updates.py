@@ -1,4 +1,6 @@
-"""Updates before the end: where they shorten a schedule, although other ops of their ranks then start later."""
+"""Updates before the end: where they shorten a schedule, although other ops of their ranks then
+start later.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from penstock.schedule.op import Kind, Op, Program, Schedule
 
 
 def with_early_updates(schedule: Schedule, seconds: Callable[[Schedule], float]) -> Schedule:
-    """The schedule with every stage's U right after its last backward, on all ranks that hold it, where that shortens it.
+    """The schedule with every stage's U right after its last backward, on all ranks that hold it,
+    where that shortens it.
 
-    Programs from words have the updates of two copies at the end, and others only in idle time that is long enough.
+    Programs from words have the updates of two copies at the end, and others only in idle time that
+    is long enough.
     """
     best = seconds(schedule)
     for stage in reversed(range(schedule.stages)):
@@ -22,7 +26,9 @@ def with_early_updates(schedule: Schedule, seconds: Callable[[Schedule], float])
         )
         try:
             now = seconds(moved)
-        except ScheduleError:  # two ranks would come to the updates of two stages in different orders, and wait for each other
+        # two ranks would come to the updates of two stages in different orders, and wait for each
+        # other
+        except ScheduleError:
             continue
         if now < best:
             schedule, best = moved, now

@@ -24,10 +24,16 @@ def counts_of(problem: Problem, schedule: Schedule) -> tuple[int, ...] | None:
     ):
         return None
     ways = [
-        next((route for route, homes in enumerate(problem.routes)
-              if all(schedule.placement.get((s, m)) == home for s, home in enumerate(homes))), None)
+        next(
+            (
+                route
+                for route, homes in enumerate(problem.routes)
+                if all(schedule.placement.get((s, m)) == home for s, home in enumerate(homes))
+            ),
+            None,
+        )
         for m in range(problem.micro_batches)
-    ]  # fmt: skip
+    ]
     if None in ways:
         return None
     counts = tuple(ways.count(route) for route in range(len(problem.routes)))
@@ -35,7 +41,9 @@ def counts_of(problem: Problem, schedule: Schedule) -> tuple[int, ...] | None:
 
 
 def words_of(problem: Problem, spec: Spec, schedule: Schedule) -> Words | None:
-    """The words of a schedule placed as the problem asks; None if it has ops that words have not, or more of them."""
+    """The words of a schedule placed as the problem asks; None if it has ops that words have not,
+    or more of them.
+    """
     words = words_for(spec)
     route = {
         m: next(
@@ -59,7 +67,9 @@ def words_of(problem: Problem, spec: Spec, schedule: Schedule) -> Words | None:
 
 
 def schedule_of(problem: Problem, spec: Spec, words: Words, work: Work) -> Schedule:
-    """The schedule that words are: micro-batches numbered by their turn, those of the second route after those of the first."""
+    """The schedule that words are: micro-batches numbered by their turn, those of the second route
+    after those of the first.
+    """
     play(spec, words, work)
     return Schedule(
         tuple(_program(problem, spec, words, work, rank) for rank in range(problem.ranks)),
@@ -68,7 +78,9 @@ def schedule_of(problem: Problem, spec: Spec, words: Words, work: Work) -> Sched
 
 
 def joined(spec: Spec, words: Words, work: Work) -> None:
-    """Make every I and W of one micro-batch that stand together one B, where the makespan stays: real halves cost a little more."""
+    """Make every I and W of one micro-batch that stand together one B, where the makespan stays:
+    real halves cost a little more.
+    """
     least = play(spec, words, work)
     rows = range(len(words.lengths))
     for places in [[(rank, pair) for pair in _pairs(spec, words, rank)[::-1]] for rank in rows]:
@@ -110,7 +122,9 @@ def _join(words: Words, rank: int, place: int) -> None:
 
 
 def _program(problem: Problem, spec: Spec, words: Words, work: Work, rank: int) -> Program:
-    """The program of a rank, with updates where `play` has them; those that take no time right after the last backward."""
+    """The program of a rank, with updates where `play` has them; those that take no time right
+    after the last backward.
+    """
     first = np.concatenate([[0], np.cumsum(spec.counts)])
     width, stages = len(problem.routes), problem.stages
     turn: Counter[tuple[int, int]] = Counter()

@@ -13,7 +13,8 @@ from penstock.search.synthesis.words import counts_of
 
 
 def candidates(problem: Problem) -> Iterator[Schedule]:
-    """The fitting schedules, alphabetically; found by where they place stages, and not by their names.
+    """The fitting schedules, alphabetically; found by where they place stages, and not by their
+    names.
 
     Those that cut micro-batches into slices are left out: they need a model that can be cut so.
     """
@@ -52,7 +53,8 @@ def _options(name: str, problem: Problem) -> list[dict[str, int]]:
 def fits(problem: Problem, schedule: Schedule) -> bool:
     """Whether no rank holds more than its limit.
 
-    A micro-batch is held from its F to its B or W by the rank of its stage; between an E and its L by the rank that has no F of it.
+    A micro-batch is held from its F to its B or W by the rank of its stage; between an E and its L
+    by the rank that has no F of it.
     """
     return all(
         peak <= limit * (1 + 1e-12)
@@ -61,7 +63,9 @@ def fits(problem: Problem, schedule: Schedule) -> bool:
 
 
 def held_most(problem: Problem, schedule: Schedule) -> tuple[float, ...]:
-    """What every rank holds at its fullest: bytes of activations where costs have them, else micro-batches over all its stages."""
+    """What every rank holds at its fullest: bytes of activations where costs have them, else
+    micro-batches over all its stages.
+    """
     peaks = []
     for rank, program in enumerate(schedule.programs):
         held = peak = 0.0

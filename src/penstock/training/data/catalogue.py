@@ -10,11 +10,13 @@ from penstock.registry import Registered, Registry
 from penstock.training.data.batches import Dataset
 
 DATASETS: Registry[Callable[..., Dataset]] = Registry("data set", "penstock.training.data")
-#: Facts of an entry: `usage` is how its name is written, with `:PATH` where it takes one and `[:PATH]` where it may;
+#: Facts of an entry: `usage` is how its name is written, with `:PATH` where it takes one and
+#: `[:PATH]` where it may;
 #: `takes` are its options; `source` says where the data comes from.
 register = DATASETS.register
 
-#: What a trainer says of every data set, whichever it is; an entry gets those of them that it takes.
+#: What a trainer says of every data set, whichever it is; an entry gets those of them that it
+#: takes.
 SHARED_OPTIONS = ("image", "channels", "tokens")
 
 
@@ -22,8 +24,9 @@ def dataset(name: str, **options: object) -> Dataset:
     """Load the data set called `name`. Nothing is downloaded.
 
     Args:
-        name: `"digits"`, `"cifar100:PATH"`, `"text"`, `"text:PATH"`, `"reversed"`: what follows the first colon is a path, where `~` is home.
-        options: `image` (pixels), `channels`, `tokens`: whoever does not take them is not told. All other options must be
+        name: `"digits"`, `"cifar100:PATH"`, `"text"`, `"text:PATH"`, `"reversed"`: what follows the
+        first colon is a path, where `~` is home. options: `image` (pixels), `channels`, `tokens`:
+        whoever does not take them is not told. All other options must be
             among those that the data set takes; its own docstring says.
 
     Raises:
@@ -39,8 +42,10 @@ def dataset(name: str, **options: object) -> Dataset:
         option for option in options if option not in takes and option not in SHARED_OPTIONS
     ]
     if strangers:
-        raise SettingError(f"the data set {entry.name} does not take {', '.join(strangers)}; "
-                           f"it takes {', '.join(takes)} and is written {entry.facts['usage']}")  # fmt: skip
+        raise SettingError(
+            f"the data set {entry.name} does not take {', '.join(strangers)}; "
+            f"it takes {', '.join(takes)} and is written {entry.facts['usage']}"
+        )
     given = {option: value for option, value in options.items() if option in takes}
     return entry.make(*_path(entry, colon, path), **given)
 
@@ -55,7 +60,8 @@ def _path(entry: Registered[Callable[..., Dataset]], colon: str, path: str) -> t
         raise SettingError(
             f"the data set {entry.name} is given without a path; write {usage} ({entry.facts['source']})"
         )
-    # Not Path.expanduser, which fails without a home: here the file is then just not found, and the data set says so.
+    # Not Path.expanduser, which fails without a home: here the file is then just not found, and the
+    # data set says so.
     return (os.path.expanduser(path),) if path else ()  # noqa: PTH111
 
 

@@ -26,36 +26,45 @@ from penstock.training.data.catalogue import register
 ARCHIVE_MD5 = "03b5dce01913d631647c71ecec9e9cb8"
 #: Bytes of one record.
 RECORD_BYTES = 2 + 3 * 32 * 32
-#: Mean and standard deviation of red, green and blue over the published training images, of values 0..1.
+#: Mean and standard deviation of red, green and blue over the published training images, of values
+#: 0..1.
 MEAN, STD = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
 
 _FOLDER, _TRAIN, _TEST = "cifar-100-binary", "train.bin", "test.bin"
 _PUBLISHED = {_TRAIN: 50_000, _TEST: 10_000}
 
 
-@register("cifar100", usage="cifar100:PATH", takes=("check",),
-          source="a folder with train.bin and test.bin, or cifar-100-binary.tar.gz from www.cs.toronto.edu/~kriz/cifar.html")  # fmt: skip
+@register(
+    "cifar100",
+    usage="cifar100:PATH",
+    takes=("check",),
+    source="a folder with train.bin and test.bin, or cifar-100-binary.tar.gz from www.cs.toronto.edu/~kriz/cifar.html",
+)
 def cifar100(path: str | Path, *, check: bool = False) -> Dataset:
-    """Colour images: inputs (n, 3, 32, 32) float32, normalised by `MEAN` and `STD`, targets the fine labels (n,) in 0..99.
+    """Colour images: inputs (n, 3, 32, 32) float32, normalised by `MEAN` and `STD`, targets the
+    fine labels (n,) in 0..99.
 
-    The published files have 50,000 images to train and 10,000 to test (737 MB as float32); any other number of records is
-    taken too, and the description says so. It also has the sha256 of both files.
+    The published files have 50,000 images to train and 10,000 to test (737 MB as float32); any
+    other number of records is taken too, and the description says so. It also has the sha256 of
+    both files.
 
     Args:
-        path: the folder of train.bin and test.bin, or one of the two, or cifar-100-binary.tar.gz, which is read in place.
-        check: compare the archive's md5 with the published one first.
+        path: the folder of train.bin and test.bin, or one of the two, or cifar-100-binary.tar.gz,
+        which is read in place. check: compare the archive's md5 with the published one first.
 
     Raises:
-        FileError: a file is missing, short, or foreign, or the archive is not the published one though `check` asks for it.
-        SettingError: `check` is given with files that are no archive.
+        FileError: a file is missing, short, or foreign, or the archive is not the published one
+        though `check` asks for it. SettingError: `check` is given with files that are no archive.
     """
     place = Path(path)
     if place.name in _PUBLISHED:
         place = place.parent
     if place.is_dir():
         if check:
-            raise SettingError(f"check compares the md5 of the whole archive, but {place} is a folder: "
-                               "give cifar-100-binary.tar.gz, or leave check out")  # fmt: skip
+            raise SettingError(
+                f"check compares the md5 of the whole archive, but {place} is a folder: "
+                "give cifar-100-binary.tar.gz, or leave check out"
+            )
         raw = {name: _read(place / name) for name in _PUBLISHED}
     else:
         raw = _read_archive(place, check=check)
@@ -90,19 +99,24 @@ def _read(path: Path) -> bytes:
 
 
 def _unreadable(path: Path, error: OSError) -> FileError:
-    return FileError(f"cannot read {path}: {error.strerror or error}. "
-                     f"CIFAR-100 is a folder with {_TRAIN} and {_TEST}, or {_FOLDER}.tar.gz")  # fmt: skip
+    return FileError(
+        f"cannot read {path}: {error.strerror or error}. "
+        f"CIFAR-100 is a folder with {_TRAIN} and {_TEST}, or {_FOLDER}.tar.gz"
+    )
 
 
 def _read_archive(path: Path, *, check: bool) -> dict[str, bytes]:
-    """Both files' bytes. Nothing is written to disk, so a member's name, link or mode can do no harm."""
+    """Both files' bytes. Nothing is written to disk, so a member's name, link or mode can do no
+    harm.
+    """
     wanted = {f"{_FOLDER}/{name}": name for name in _PUBLISHED}
     raw: dict[str, bytes] = {}
     try:
         if check:
             _check_md5(path)
         with tarfile.open(path, "r:gz") as archive:
-            # One pass in the archive's own order: going back in a gzip file means to decompress it again from the start.
+            # One pass in the archive's own order: going back in a gzip file means to decompress it
+            # again from the start.
             for member in archive:
                 name = wanted.get(member.name)
                 if name is None or name in raw:
@@ -119,8 +133,10 @@ def _read_archive(path: Path, *, check: bool) -> dict[str, bytes]:
     except (FileNotFoundError, PermissionError) as error:
         raise _unreadable(path, error) from error
     except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
-        raise FileError(f"{path} is no whole .tar.gz: {error}. Fetch it again, or give the folder of "
-                        f"{_TRAIN} and {_TEST}") from error  # fmt: skip
+        raise FileError(
+            f"{path} is no whole .tar.gz: {error}. Fetch it again, or give the folder of "
+            f"{_TRAIN} and {_TEST}"
+        ) from error
     missing = [member for member, name in wanted.items() if name not in raw]
     if missing:
         raise FileError(
@@ -133,16 +149,20 @@ def _check_md5(path: Path) -> None:
     with path.open("rb") as archive:
         found = hashlib.file_digest(archive, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     if found != ARCHIVE_MD5:
-        raise FileError(f"{path} is not the published {_FOLDER}.tar.gz: expected md5 {ARCHIVE_MD5}, found {found}. "
-                        "Fetch it again, or leave check out if it is meant to differ")  # fmt: skip
+        raise FileError(
+            f"{path} is not the published {_FOLDER}.tar.gz: expected md5 {ARCHIVE_MD5}, found {found}. "
+            "Fetch it again, or leave check out if it is meant to differ"
+        )
 
 
 def _parse(raw: bytes, where: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Images (n, 3, 32, 32) float32, normalised, and fine labels (n,) int64."""
     count, left_over = divmod(len(raw), RECORD_BYTES)
     if left_over:
-        raise FileError(f"{where} has {len(raw):,} bytes, which is {count:,} x {RECORD_BYTES:,} and {left_over:,} bytes "
-                        f"left over: record {count:,} is cut off, or this is no CIFAR-100 binary file")  # fmt: skip
+        raise FileError(
+            f"{where} has {len(raw):,} bytes, which is {count:,} x {RECORD_BYTES:,} and {left_over:,} bytes "
+            f"left over: record {count:,} is cut off, or this is no CIFAR-100 binary file"
+        )
     if not count:
         raise FileError(f"{where} is empty: it needs records of {RECORD_BYTES:,} bytes")
     records = np.frombuffer(raw, dtype=np.uint8).reshape(count, RECORD_BYTES)
@@ -150,8 +170,10 @@ def _parse(raw: bytes, where: str) -> tuple[torch.Tensor, torch.Tensor]:
         labels = records[:, column]
         if labels.max() >= classes:
             record = int(np.argmax(labels >= classes))
-            raise FileError(f"{where}: record {record:,} (from byte {record * RECORD_BYTES:,}) has {which} label {labels[record]}, "
-                            f"but CIFAR-100 has 0..{classes - 1}: this is another file")  # fmt: skip
+            raise FileError(
+                f"{where}: record {record:,} (from byte {record * RECORD_BYTES:,}) has {which} label {labels[record]}, "
+                f"but CIFAR-100 has 0..{classes - 1}: this is another file"
+            )
     images = torch.from_numpy(records[:, 2:].astype(np.float32)).view(count, 3, 32, 32)
     # In place: a second copy of the published training images would take another 614 MB.
     images.sub_(torch.tensor(MEAN).view(3, 1, 1) * 255).div_(torch.tensor(STD).view(3, 1, 1) * 255)

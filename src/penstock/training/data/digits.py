@@ -1,6 +1,8 @@
-"""Handwritten digits, 1,797 images of 8x8 pixels: real data that is always at hand, since scikit-learn carries it.
+"""Handwritten digits, 1,797 images of 8x8 pixels: real data that is always at hand, since
+scikit-learn carries it.
 
-Source: Alpaydin and Kaynak 1998, Optical Recognition of Handwritten Digits (UCI), of which scikit-learn has the test part.
+Source: Alpaydin and Kaynak 1998, Optical Recognition of Handwritten Digits (UCI), of which
+scikit-learn has the test part.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ _SIDE = 8
 
 @register("digits", usage="digits", takes=("image", "channels"), source="comes with scikit-learn")
 def digits(*, image: int = _SIDE, channels: int = 1) -> Dataset:
-    """1,437 digits to train and 360 to test: inputs (n, channels, image, image) float32, targets (n,) in 0..9.
+    """1,437 digits to train and 360 to test: inputs (n, channels, image, image) float32, targets
+    (n,) in 0..9.
 
-    Resized by bilinear interpolation, then moved and scaled so that the training part has mean 0 and variance 1 at the
-    size that the model sees; the test part is moved and scaled by the same two numbers. The channels are copies of one.
+    Resized by bilinear interpolation, then moved and scaled so that the training part has mean 0
+    and variance 1 at the size that the model sees; the test part is moved and scaled by the same
+    two numbers. The channels are copies of one.
 
-    The split is the same always and everywhere: of the images sorted by digit, in their own order within a digit, every
-    fifth is to test. So each part has a fifth, give or take one image, of every digit.
+    The split is the same always and everywhere: of the images sorted by digit, in their own order
+    within a digit, every fifth is to test. So each part has a fifth, give or take one image, of
+    every digit.
 
     Args:
         image: height and width, in pixels. 224 with 3 channels makes 1.1 GB.

@@ -18,18 +18,20 @@ from penstock.training.data.text import windows_of
     source="a UTF-8 file, or the documentation that comes with Python",
 )
 def reversed_text(path: str | Path | None = None, *, tokens: int = 128) -> Dataset:
-    """Windows of a text and the same backwards: inputs (n, 2, tokens) int64, targets (n, tokens) int64.
+    """Windows of a text and the same backwards: inputs (n, 2, tokens) int64, targets (n, tokens)
+    int64.
 
-    The first row is the source, the second the target moved by one: what is known of it before each of its characters. Vocabulary and
-    parts are those of `text`; 0 also begins the target.
+    The first row is the source, the second the target moved by one: what is known of it before each
+    of its characters. Vocabulary and parts are those of `text`; 0 also begins the target.
 
         text      T h e _ c a        tokens = 3
         source    T h e | _ c a
         known     0 e h | 0 a c
         targets   e h T | a c _
 
-    The last character that was read is the first to be written: without attention a recurrent model has to keep the whole window.
-    Source of the task: Sutskever, Vinyals and Le 2014, section 3.3, who turned their sources round because it is so much easier.
+    The last character that was read is the first to be written: without attention a recurrent model
+    has to keep the whole window. Source of the task: Sutskever, Vinyals and Le 2014, section 3.3,
+    who turned their sources round because it is so much easier.
 
     Args:
         path: a file in UTF-8; without it, the language reference that comes with Python.

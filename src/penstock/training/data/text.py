@@ -23,17 +23,19 @@ from penstock.training.data.catalogue import register
 def text(path: str | Path | None = None, *, tokens: int = 128) -> Dataset:
     """Windows of a text that do not overlap: inputs and targets (n, tokens) int64.
 
-    The last tenth of the text, and at least one window, is to test. The vocabulary is the training part's characters in
-    order of their code points, from 1; index 0 stands for a character that the training part does not have.
+    The last tenth of the text, and at least one window, is to test. The vocabulary is the training
+    part's characters in order of their code points, from 1; index 0 stands for a character that the
+    training part does not have.
 
         text     T h e _ c a t _ s       tokens = 2: windows of 3 characters
         inputs   T h | _ c | t _
         targets  h e | c a | _ s
 
     Args:
-        path: a file in UTF-8; without it, the language reference that comes with Python (pydoc_data.topics, topics
-            in alphabetical order; 465,048 characters of English in Python 3.11.7). It changes a little from one Python version to the next:
-            compare the sha256 in the description.
+        path: a file in UTF-8; without it, the language reference that comes with Python
+        (pydoc_data.topics, topics
+            in alphabetical order; 465,048 characters of English in Python 3.11.7). It changes a
+            little from one Python version to the next: compare the sha256 in the description.
         tokens: characters that the model sees at once, at least 1.
 
     Raises:
@@ -55,16 +57,20 @@ def text(path: str | Path | None = None, *, tokens: int = 128) -> Dataset:
 
 
 def windows_of(path: str | Path | None, window: int) -> tuple[torch.Tensor, torch.Tensor, int, str]:
-    """Windows of a text to train and to test, (n, window) int64 each; the size of the vocabulary with 0; and what the text is.
+    """Windows of a text to train and to test, (n, window) int64 each; the size of the vocabulary
+    with 0; and what the text is.
 
     Raises:
         FileError: the file is missing, is not text, or is shorter than two windows.
     """
     content, what = _documentation() if path is None else _read(Path(path))
     if len(content) < 2 * window:
-        raise FileError(f"{what} has {len(content):,} characters, but needs {2 * window:,}: a window of {window:,} "
-                        "to train and one to test. Give a longer text or fewer tokens")  # fmt: skip
-    # Code points as an array: 18 ms for the documentation, against 70 ms by a dictionary (one core of the build machine),
+        raise FileError(
+            f"{what} has {len(content):,} characters, but needs {2 * window:,}: a window of {window:,} "
+            "to train and one to test. Give a longer text or fewer tokens"
+        )
+    # Code points as an array: 18 ms for the documentation, against 70 ms by a dictionary (one core
+    # of the build machine),
     # and a large file never stands in memory as a Python list.
     points = np.frombuffer(content.encode("utf-32-le"), dtype="<u4")
     cut = len(points) - max(len(points) // 10, window)
