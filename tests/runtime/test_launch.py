@@ -39,7 +39,7 @@ def is_rank(process):
         return (
             process.is_running()
             and process.status() != psutil.STATUS_ZOMBIE
-            and "penstock.runtime.rank_process" in process.cmdline()
+            and process.name().startswith("penstock-rank")
         )
     except psutil.Error:
         return False

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ import cloudpickle
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from penstock.errors import RankDied, RunError, SettingError
+from penstock.runtime.forked_ranks import RankProcess, search_path, start_rank
 
 _GRACE_S = 3.0
 
@@ -40,7 +40,7 @@ class RankFailed(RunError):
 @dataclass
 class _Child:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: RankProcess
     result: Path
 
     def record(self) -> dict[str, Any] | None:
@@ -111,18 +111,9 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
                     "MASTER_PORT": str(store.port),
                     "TORCHELASTIC_USE_AGENT_STORE": "True",
                     "OMP_NUM_THREADS": str(per_rank),
-                    "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
+                    "PYTHONPATH": os.pathsep.join(search_path()),
                 }
-                command = [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "penstock.runtime.rank_process",
-                    str(job),
-                    str(result),
-                    str(os.getpid()),
-                ]
-                process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603 - our own program
+                process = start_rank(environment, job, result)
                 children.append(_Child(rank, process, result))
             _watch(children, store)
             return [(child.record() or {})["value"] for child in children]
@@ -197,8 +188,8 @@ def _failure(noticed: _Child, children: list[_Child]) -> RunError:
     return RankFailed(first["rank"], first["error"], first["traceback"])
 
 
-def _how(status: int) -> str:
-    if status < 0:
+def _how(status: int | None) -> str:
+    if status is not None and status < 0:
         try:
             return f"was killed by {signal.Signals(-status).name}"
         except ValueError:

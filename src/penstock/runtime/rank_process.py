@@ -10,18 +10,27 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-_PR_SET_PDEATHSIG = 1
+#: Options of prctl(2), from Linux's prctl.h.
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-def main(job: Path, result: Path, launcher: int) -> int:
-    """Run the job and write down its value or its error. Returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears Ctrl-C and ends all ranks
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends.
+
+    Args:
+        parent: process id. This process ends at once if that is no longer its parent.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it died before the line above
-        return 1
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main(job: Path, result: Path) -> int:
+    """Run the job and write its value or its error to a file. Returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher receives Ctrl-C and ends all ranks
     from penstock.transport.host_memory import keep_freed_memory
 
     keep_freed_memory()
@@ -30,6 +39,8 @@ def main(job: Path, result: Path, launcher: int) -> int:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     rank = int(os.environ["RANK"])
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"penstock-rank{rank}".encode()[:15])
     try:
         fn, args = cloudpickle.loads(job.read_bytes())
         record = {"value": _value(fn, args)}
@@ -75,12 +86,15 @@ def _error(rank: int, error: BaseException) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    code = main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+def finish(code: int) -> NoReturn:
+    """End the process of a rank, or of the fork server, with an exit status."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
-        os._exit(
-            code
-        )  # a failed rank must not stay behind in a destructor that waits for the others
+        os._exit(code)  # a failed rank must not wait for the others in a destructor
     sys.exit(0)
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[3]))
+    finish(main(Path(sys.argv[1]), Path(sys.argv[2])))
