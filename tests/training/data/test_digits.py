@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,9 +106,20 @@ def test_a_size_that_is_no_positive_whole_number_is_refused(option, value):
 
 def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch):
     """The extra's name is not the package's name."""
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(
         MissingExtra, match=r"the data set digits needs scikit-learn; .*'penstock\[data\]'"
     ) as caught:
         digits()
     assert (caught.value.package, caught.value.extra) == ("scikit-learn", "data")
+
+
+def test_a_scikit_learn_that_keeps_its_data_elsewhere_gives_the_same_digits(monkeypatch, tmp_path):
+    """The file is read directly, as importing scikit-learn takes a second; its place may change."""
+    expected = digits()
+
+    elsewhere = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: elsewhere)
+    same = digits()
+    assert torch.equal(same.train_inputs, expected.train_inputs)
+    assert torch.equal(same.test_targets, expected.test_targets)
