@@ -71,7 +71,7 @@ def verified(x, y, call="train_batch", **words):
     """What rank 0 finds when it hears the loss of rank 1, which has begun another batch."""
     one, other = two_ranks()
     batch, source = begun(one, X, Y), begun(other, x, y, call, **words)
-    one.verify(1, float(source.check), batch)
+    one.verify(1, float(source.checksum()), batch)
 
 
 def test_the_same_batches_are_no_difference():
@@ -80,9 +80,9 @@ def test_the_same_batches_are_no_difference():
     one, other = two_ranks()
     nested = {"ids": X, "names": ["a", 1]}
     batch, source = begun(one, nested, (Y, Y)), begun(other, dict(nested), (Y, Y))
-    one.verify(1, float(source.check), batch)
-    assert batch.check == source.check
-    assert float(batch.check) == batch.check < 2**53
+    one.verify(1, float(source.checksum()), batch)
+    assert batch.checksum() == source.checksum()
+    assert float(batch.checksum()) == batch.checksum() < 2**53
 
 
 OTHERS = {
@@ -127,7 +127,7 @@ def test_a_call_that_one_rank_alone_has_made_is_named():
     with pytest.raises(
         RanksDiffer, match=r"(?s)call 1 .*load_state_dict on rank 0.*train_batch with .* on rank 1"
     ):
-        one.verify(1, float(source.check), batch)
+        one.verify(1, float(source.checksum()), batch)
     assert "load_state_dict" in one._board.failed
 
 
@@ -176,9 +176,9 @@ def test_without_check_data_ranks_may_have_batches_of_their_own():
     one, other = two_ranks()
     one.check_data = other.check_data = False
     batch, source = begun(one, X, torch.zeros(8)), begun(other, torch.zeros(8, 4), Y)
-    one.verify(1, float(source.check), batch)
+    one.verify(1, float(source.checksum()), batch)
     with pytest.raises(RanksDiffer, match="eval_batch with 2 micro-batches on rank 1"):
-        one.verify(1, float(begun(other, X, Y, "eval_batch").check), begun(one, X, Y))
+        one.verify(1, float(begun(other, X, Y, "eval_batch").checksum()), begun(one, X, Y))
 
 
 def test_numbers_that_were_not_read_are_like_all_others():
@@ -220,4 +220,4 @@ def test_a_module_of_calls_costs_threads_nothing():
     )
     pipe.train_batch(X, Y)
     assert pipe._player.played is not None
-    assert pipe._batch(X, Y, training=True, call="train_batch").check == 0
+    assert pipe._batch(X, Y, training=True, call="train_batch").checksum() == 0

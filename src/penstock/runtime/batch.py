@@ -5,7 +5,7 @@ same on every rank.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -36,7 +36,8 @@ class Batch:
     n is multiplied by in the loss of the batch; the last stage sets it before its first loss (see
     `loss_weights.py`). `slicing` is how those micro-batches that this batch fills are cut.
     `keeps_outputs`: leave the model's outputs behind, though there are targets. `check` is a
-    checksum that all ranks have in common, see `calls`. `whole`: inputs and targets before they
+    checksum that all ranks have in common, see `calls`; `pending_check` computes it, for `checksum`.
+    `whole`: inputs and targets before they
     were cut. `device_batches`: their copies on other devices, see `device_batch.py`.
     """
 
@@ -51,10 +52,18 @@ class Batch:
     slicing: Slicing | None = None
     keeps_outputs: bool = False
     check: int = 0
+    pending_check: Callable[[], int] | None = None
     loss_weights: list[float] | None = None
     loss_counts: dict[int, float] = field(default_factory=dict)
     whole: tuple[Any, Any] = (None, None)
     device_batches: dict[torch.device, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def checksum(self) -> int:
+        """Return `check`, computed now if that was put off until the rank waits for a message."""
+        pending, self.pending_check = self.pending_check, None
+        if pending is not None:
+            self.check = pending()
+        return self.check
 
     @property
     def micro_batches(self) -> int:

@@ -7,7 +7,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -159,16 +159,24 @@ class ComparedCalls(Calls):
             form, tensors = self._nested(batch, x, y)
         words = _crc(call) + _crc(form) + 7919 * self._number + 104729 * batch.step
         check = (words & _MASK) << _BITS
-        values: Sequence[Glimpse] = ()
-        if tensors and self._readable(tensors, turn, whole=whole):
-            content, values = batch_checksum(tensors, turn)
-            check |= 1 + content % _MASK
         batch.check = check
-        entry = Call(self._number, call, form, check, values)
+        entry = Call(self._number, call, form, check)
         self._recent.append(entry)
+        if tensors and self._readable(tensors, turn, whole=whole):
+            batch.pending_check = partial(self._read, entry, tensors, turn)
         if whole:
-            self._meet(entry, batch.step, whole_checksum(tensors))
+            batch.checksum()
+            self._meet(self._recent[-1], batch.step, whole_checksum(tensors))
         return batch
+
+    def _read(self, entry: Call, tensors: Sequence[Tensor], turn: int) -> int:
+        """Add the numbers of a batch to its call. Returns the checksum."""
+        content, values = batch_checksum(tensors, turn)
+        complete = entry._replace(check=entry.check | 1 + content % _MASK, values=values)
+        for place in range(len(self._recent)):
+            if self._recent[place] is entry:
+                self._recent[place] = complete
+        return complete.check
 
     def _nested(self, batch: Batch, x: Any, y: Any) -> tuple[str, list[Tensor]]:
         """Nested inputs and targets in words, and their tensors."""
@@ -218,9 +226,10 @@ class ComparedCalls(Calls):
 
     def verify(self, source: int, check: float, batch: Batch) -> None:
         """See `Calls.verify`."""
-        if not unlike(batch.check, int(check)):
+        expected = batch.checksum()
+        if not unlike(expected, int(check)):
             return
-        number = next((call.number for call in self._recent if call.check == batch.check), 0)
+        number = next((call.number for call in self._recent if call.check == expected), 0)
         until = time.monotonic() + _PATIENCE_S
         others = self._board.other_calls()
         while (

@@ -188,7 +188,7 @@ class Interpreter:
         elif (found := batches.find(step.number)) is not None:
             batch, number = found
             self._at_step = batch.step
-            arrived = None if step.taken is None else self._arrived(step)
+            arrived = None if step.taken is None else self._arrived(step, batch)
             self._begun(step)
             made = self._compute(op, batch, number, arrived)
             self._ended(op)
@@ -210,7 +210,7 @@ class Interpreter:
         self.marks[op] = self._started, self.clock.mark()
         self._computing = False
 
-    def _arrived(self, step: Step) -> Payload | None:
+    def _arrived(self, step: Step, batch: Batch) -> Payload | None:
         """What the op takes from another stage or rank, waited for."""
         message = step.taken
         assert message is not None
@@ -220,6 +220,8 @@ class Interpreter:
         if arrival is None and step.kind in HANDING:
             return None
         assert arrival is not None
+        if batch.pending_check is not None:
+            batch.checksum()  # while the message is on its way
         self.board.doing(step.waits)
         self._stands_at, self._since = step.maker, time.monotonic()
         return arrival.wait()

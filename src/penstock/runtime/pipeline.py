@@ -336,6 +336,8 @@ class Pipeline(Optimizing, ModelState, Inspection):
             slicing=self.setting.schedule.slicing,
         )
         batch = self._world.calls.begin(batch, x, y, call)
+        if self._stream is not None:
+            batch.checksum()  # the next batches come before this one is done
         batch = self._trainability.checked(batch)
         return self._preparation.prepare(batch)
 

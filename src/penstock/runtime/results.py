@@ -36,7 +36,7 @@ def mean_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor:
         return _on_device(world, numbers[0])
     total = torch.stack([batch.losses[m] for m in sorted(batch.losses)]).sum().float()
     if len(world.local_ranks) < world.size:
-        numbers = torch.tensor([float(total), batch.check], dtype=torch.float64)
+        numbers = torch.tensor([float(total), batch.checksum()], dtype=torch.float64)
         world.run(lambda _: world.tell(numbers))
     return total
 
@@ -69,7 +69,9 @@ def _compare_batches(world: World, source: int, batch: Batch) -> None:
     if len(world.local_ranks) == world.size:
         return
     if source in world.local_ranks:
-        world.run(lambda _: world.tell(torch.tensor([float(batch.check)], dtype=torch.float64)))
+        world.run(
+            lambda _: world.tell(torch.tensor([float(batch.checksum())], dtype=torch.float64))
+        )
     else:
         world.calls.verify(source, float(world.hear(source, 1)()[0]), batch)
 
@@ -93,7 +95,7 @@ def _held_by(schedule: Schedule, rank: int, micro_batches: int) -> list[int]:
 def _numbers(batch: Batch, held: list[int]) -> Tensor:
     dtype = batch.losses[held[0]].dtype
     losses = [float(batch.losses[m]) for m in held]
-    return torch.tensor([_DTYPES.index(dtype), batch.check, *losses], dtype=torch.float64)
+    return torch.tensor([_DTYPES.index(dtype), batch.checksum(), *losses], dtype=torch.float64)
 
 
 def _from_copies(world: World, schedule: Schedule, batch: Batch) -> Tensor | None:
@@ -119,7 +121,7 @@ def _from_copies(world: World, schedule: Schedule, batch: Batch) -> Tensor | Non
     parts = [(held, gathered[rank][0]) for rank, held in own.items()]
     for rank, (_, row) in zip(own, parts, strict=True):
         world.calls.verify(rank, float(row[1]), batch)
-    return torch.tensor([float(_mean(parts)), batch.check], dtype=torch.float64)
+    return torch.tensor([float(_mean(parts)), batch.checksum()], dtype=torch.float64)
 
 
 def _mean(parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
