@@ -1,9 +1,8 @@
-"""Parameters that are frozen or thawed while a pipeline trains: noticed at the next batch, on every
-copy of a parameter.
+"""Detect parameters that are frozen or thawed between batches, and apply the change to all holders.
 
-A parameter may stand in this process more than once: the model's own, and those of copies of a
-stage or of tied weights on other ranks that are threads. `requires_grad_` on any of them is meant
-for all. What trains, meets and clips gradients then learns of it.
+A parameter may exist more than once in this process: in the user's model, in replicas of its stage
+and, for tied weights, on other ranks that are threads. `requires_grad_` on any of them applies to
+all. Optimizers, gradient synchronisation and clipping are then refreshed.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from penstock.tracing.names import parameters_of
 
 @dataclass
 class Trainability:
-    """Whether the parameters of the model want gradients.
+    """Which parameters of the model require gradients.
 
     Attributes:
         made: the ranks.
         together: what they do after a program.
         traced: the whole model, as the user has it in this process. Parameters of stages that other
-        processes hold are
-            watched as long as they live, so that all processes count the same changes.
-        epoch: how often that has changed. Messages of batches carry it in their signatures, for
-        their forms change with it.
+            processes hold are watched as long as they exist, so that all processes count the same
+            changes.
+        epoch: number of changes so far. Batches carry it in their signatures, because the forms of
+            their messages change with it.
     """
 
     made: Assembly
@@ -55,28 +54,32 @@ class Trainability:
                     self._add(name, parameter)
                 else:
                     self._elsewhere.setdefault(name, weakref.ref(parameter))
-        self._watched = [each for holders in self._holders.values() for each in holders]
-        self._flags = [each.requires_grad for each in self._watched]
-        self._flags_elsewhere = self._seen_elsewhere()
+        self._watched = [parameter for holders in self._holders.values() for parameter in holders]
+        self._flags = [parameter.requires_grad for parameter in self._watched]
+        self._flags_elsewhere = self._read_elsewhere()
         self._frozen_elsewhere = {
             name
-            for name, wanted in zip(self._elsewhere, self._flags_elsewhere, strict=True)
-            if wanted is False
+            for name, trains in zip(self._elsewhere, self._flags_elsewhere, strict=True)
+            if trains is False
         }
 
-    def _seen_elsewhere(self) -> list[bool | None]:
-        found = [reference() for reference in self._elsewhere.values()]
-        return [None if each is None else each.requires_grad for each in found]
+    def _read_elsewhere(self) -> list[bool | None]:
+        """By parameter of another process's stage, whether it wants a gradient; None once it is
+        gone.
+        """
+        flags: list[bool | None] = []
+        for reference in self._elsewhere.values():
+            parameter = reference()
+            flags.append(None if parameter is None else parameter.requires_grad)
+        return flags
 
     def _add(self, name: str, parameter: nn.Parameter) -> None:
         holders = self._holders.setdefault(name, [])
-        if all(parameter is not each for each in holders):
+        if all(parameter is not holder for holder in holders):
             holders.append(parameter)
 
     def checked(self, batch: Batch) -> Batch:
-        """A batch that is about to be run, its signature that of the parameters that are trained
-        now. Raises as `check`.
-        """
+        """Return the batch with a signature that includes `epoch`. Raises as `check`."""
         if batch.training:
             self.check()
             if self.epoch:
@@ -84,48 +87,54 @@ class Trainability:
         return batch
 
     def check(self) -> None:
-        """Before a batch: take note of what was frozen or thawed since the one before.
+        """Apply what was frozen or thawed since the last batch.
 
         Raises:
             SettingError: a parameter was thawed, and the schedule is asynchronous.
         """
-        flags = [each.requires_grad for each in self._watched]
-        elsewhere = self._seen_elsewhere()
+        flags = [parameter.requires_grad for parameter in self._watched]
+        elsewhere = self._read_elsewhere()
         if flags == self._flags and elsewhere == self._flags_elsewhere:
             return
         rows = zip(self._elsewhere, elsewhere, self._flags_elsewhere, strict=True)
-        moved = [(name, now) for name, now, then in rows if now is not None and now != then]
+        changed = [
+            (name, trains)
+            for name, trains, trained in rows
+            if trains is not None and trains != trained
+        ]
         # All processes refuse together what one of them cannot do.
-        self._check_stream([name for name, now in moved if now and name in self._frozen_elsewhere])
+        self._check_stream(
+            [name for name, trains in changed if trains and name in self._frozen_elsewhere]
+        )
         self._flags_elsewhere = elsewhere
         if flags != self._flags:
-            self._take_over()
-        elif not moved:  # parameters that nothing refers to any more
+            self._copy_flags()
+        elif not changed:  # parameters that nothing refers to any more
             return
         self.epoch += 1
         self.together.epoch = self.epoch
 
-    def _take_over(self) -> None:
-        """Let all holders of a parameter that was changed have what one of them has."""
-        before = dict(zip(map(id, self._watched), self._flags, strict=True))
-        changed = {
-            name: not before[id(holders[0])]
-            for name, holders in self._holders.items()
-            if any(each.requires_grad != before[id(each)] for each in holders)
-        }
-        self._check_stream(self._newly_trained([name for name, now in changed.items() if now]))
-        for name, wanted in changed.items():
+    def _copy_flags(self) -> None:
+        """Set the flag of a changed parameter on all its holders."""
+        flags_before = dict(zip(map(id, self._watched), self._flags, strict=True))
+        changed: dict[str, bool] = {}
+        for name, holders in self._holders.items():
+            if any(holder.requires_grad != flags_before[id(holder)] for holder in holders):
+                changed[name] = not flags_before[id(holders[0])]
+        thawed = [name for name, trains in changed.items() if trains]
+        self._check_stream(self._newly_trained(thawed))
+        for name, trains in changed.items():
             for parameter in self._holders[name]:
-                parameter.requires_grad_(wanted)
-        self._flags = [each.requires_grad for each in self._watched]
-        self._refresh({name for name, wanted in changed.items() if wanted})
+                parameter.requires_grad_(trains)
+        self._flags = [parameter.requires_grad for parameter in self._watched]
+        self._refresh(set(thawed))
 
     def _newly_trained(self, thawed: list[str]) -> list[str]:
-        """Those of some parameters held here that the stages did not train when they were made."""
-        known = {
+        """Those of some parameters held here that the stages have not trained so far."""
+        trained = {
             id(parameter) for stage in self.made.stages for parameter in stage.update.parameters
         }
-        return [name for name in thawed if id(self._holders[name][0]) not in known]
+        return [name for name in thawed if id(self._holders[name][0]) not in trained]
 
     def _check_stream(self, new: list[str]) -> None:
         schedule = self.made.setting.schedule
