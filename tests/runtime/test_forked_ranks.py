@@ -104,7 +104,7 @@ def test_a_server_that_is_killed_takes_its_ranks_with_it_and_is_replaced(server)
 
 
 BAD_FORK = """
-import sys
+from pathlib import Path
 
 if "penstock.runtime.fork_server" in Path("/proc/self/cmdline").read_text():
     import torch

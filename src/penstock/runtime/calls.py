@@ -31,7 +31,7 @@ FIRST_BATCHES = 4
 GPU_PERIOD = 16
 
 #: Tensors of a batch whose numbers a message shows.
-_SHOWN = 4
+_VALUES_IN_MESSAGE = 4
 
 #: Forms of nested batches whose words are remembered.
 _MOST_FORMS = 1024
@@ -111,7 +111,7 @@ class Call(NamedTuple):
 
     def row(self) -> list[Any]:
         """What other ranks are told."""
-        numbers = "; ".join(map(in_words, self.values[:_SHOWN]))
+        numbers = "; ".join(map(in_words, self.values[:_VALUES_IN_MESSAGE]))
         return [self.number, self.check, self.name, self.form, numbers]
 
 
@@ -289,23 +289,35 @@ class ComparedCalls(Calls):
             replicas = getattr(sampler, "num_replicas", 1)
             if "DistributedSampler" in kinds and replicas > 1:
                 raise SettingError(
-                    f"the loader's {type(sampler).__name__} gives every rank another one of {replicas} parts of the data. All ranks "
-                    f"of a Pipeline work on the same batch: give every rank the whole batch, by a loader without this sampler "
-                    "whose shuffling is seeded (generator=torch.Generator().manual_seed(0)), or with shuffle=False"
+                    f"the loader's {type(sampler).__name__} gives every rank another one of "
+                    f"{replicas} parts of the data. All ranks of a Pipeline work on the same batch: "
+                    "give every rank the whole batch, by a loader without this sampler whose "
+                    "shuffling is seeded (generator=torch.Generator().manual_seed(0)), or with "
+                    "shuffle=False"
                 )
 
 
-_LATE = ". This batch has already been computed, and the weights have been updated with it: begin again from a checkpoint"
-
-_DATA = (
-    "Give every rank the same batches: seed the loader's shuffling (generator=torch.Generator().manual_seed(0)), or take "
-    "shuffle=False. A Pipeline wants the whole batch on every rank, not a part of it as DistributedSampler gives; "
-    "check_data=False switches this check off"
+_LATE = (
+    ". This batch has already been computed, and the weights have been updated with it: begin "
+    "again from a checkpoint"
 )
-_END = "The loaders must give the same number of batches on every rank (drop_last=True, or samplers of one length)"
+_DATA = (
+    "Give every rank the same batches: seed the loader's shuffling "
+    "(generator=torch.Generator().manual_seed(0)), or take shuffle=False. A Pipeline needs the "
+    "whole batch on every rank, not a part of it as DistributedSampler gives; check_data=False "
+    "switches this check off"
+)
+_END = (
+    "The loaders must give the same number of batches on every rank (drop_last=True, or samplers "
+    "of one length)"
+)
 _ORDER = (
-    "Every rank must call the same methods of its Pipeline in the same order; what one rank alone needs, such as printing a "
-    "result, goes after the call"
+    "Every rank must call the same methods of its Pipeline in the same order; what one rank alone "
+    "needs, such as printing a result, goes after the call"
+)
+
+_STEPS = (
+    "The ranks have not trained the same number of batches: load the same checkpoint on every rank"
 )
 
 #: Calls after which there are no more batches.
@@ -328,27 +340,34 @@ def message_of(number: int, rows: Mapping[int, Sequence[Any]], steps: Mapping[in
         steps: by rank, in words, where they are known.
     """
     names = {row[2] for row in rows.values()}
-    forms = {row[3] for row in rows.values()}
+    same_form = len({row[3] for row in rows.values()}) == 1
+    same_step = len(set(steps.values())) <= 1
     groups: dict[str, list[int]] = {}
     for rank, row in rows.items():
-        words = row[2]
-        if row[3] and (len(forms) > 1 or not row[4]):
-            words += f" with {row[3]}"
-        elif row[3]:
-            words += f" with {row[3]}, values {row[4]} (checksum {row[1] & _MASK:x})"
-        if len(set(steps.values())) > 1:
-            words += f" at {steps[rank]}"
-        groups.setdefault(words, []).append(rank)
-    lines = [f"  {words} on {ranks_in_words(ranks)}" for words, ranks in groups.items()]
+        description = _description(row, with_values=same_form)
+        if not same_step:
+            description += f" at {steps[rank]}"
+        groups.setdefault(description, []).append(rank)
+    lines = [f"  {call} on {ranks_in_words(ranks)}" for call, ranks in groups.items()]
     advice = _DATA
     if len(names) > 1:
         advice = _END if names & {END_OF_TRAIN, CLOSED} else _ORDER
-    elif len(set(steps.values())) > 1:
-        advice = "The ranks have not trained the same number of batches: load the same checkpoint on every rank"
+    elif not same_step:
+        advice = _STEPS
     head = f"the ranks do not do the same in call {number} of this Pipeline:"
     if len(names) == 1 and advice is _DATA:
         head = f"the ranks have different batches in call {number} of this Pipeline:"
     return "\n".join([head, *lines, advice])
+
+
+def _description(row: Sequence[Any], *, with_values: bool) -> str:
+    """One rank's call in words, with the values of its batch where those may be the difference."""
+    _, check, name, form, values = row[:5]
+    if not form:
+        return str(name)
+    if not values or not with_values:
+        return f"{name} with {form}"
+    return f"{name} with {form}, values {values} (checksum {check & _MASK:x})"
 
 
 @lru_cache(maxsize=1024)
@@ -400,10 +419,10 @@ def _samplers(loader: object) -> list[object]:
     waiting = [loader]
     while waiting and len(samplers) < 16:
         item = waiting.pop()
-        inner = [getattr(item, name, None) for name in ("sampler", "batch_sampler")]
-        new = [
-            part for part in inner if part is not None and all(part is not old for old in samplers)
-        ]
-        samplers += new
-        waiting += new
+        for name in ("sampler", "batch_sampler"):
+            sampler = getattr(item, name, None)
+            visited = any(sampler is other for other in samplers)
+            if sampler is not None and not visited:
+                samplers.append(sampler)
+                waiting.append(sampler)
     return samplers

@@ -124,9 +124,10 @@ def nonlinear_in_batch(
         joined: those of both parts in one batch. Where it has more of them, they come once per
         sample.
     """
-    names = [[function.name for function in functions] for functions in (first, second, joined)]
-    if not names[0] == names[1] == names[2]:
-        return None
+    names = [function.name for function in first]
+    for functions in (second, joined):
+        if [function.name for function in functions] != names:
+            return None
     for parts in zip(first, second, joined, strict=True):
         sizes = {function.size for function in parts}
         if len(sizes) == 1 and sizes != {0}:

@@ -8,6 +8,7 @@ when the first backward asks for it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,15 +98,16 @@ class _Joint:
                     self.loss, outputs, start.to(self.loss.dtype), allow_unused=True
                 )
         self.loss = self.loss.detach()
-        waiting = iter(zip(outputs, grads, strict=True))
-        return {
-            n: [_or_zeros(*next(waiting)) for leaf in self.leaves[n] if leaf.requires_grad]
-            for n in numbers
-        }
-
-
-def _or_zeros(leaf: Tensor, grad: Tensor | None) -> Tensor:
-    return torch.zeros_like(leaf) if grad is None else grad
+        # Leaves that the loss does not depend on have no gradient, and take zeros.
+        grads_in_order = iter(
+            torch.zeros_like(leaf) if grad is None else grad
+            for leaf, grad in zip(outputs, grads, strict=True)
+        )
+        by_number: dict[int, list[Tensor]] = {}
+        for number in numbers:
+            count = sum(leaf.requires_grad for leaf in self.leaves[number])
+            by_number[number] = list(itertools.islice(grads_in_order, count))
+        return by_number
 
 
 class _Part(Function):

@@ -4,6 +4,7 @@ is run.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -115,17 +116,21 @@ def _parts_of_function(function: Callable[..., Any]) -> Iterator[tuple[str, obje
         yield name.format("what it wraps"), function.__wrapped__
     if (function.__module__ or "").partition(".")[0] in ("torch", "penstock", "numpy"):
         return
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    for key, cell in cells:
-        try:
-            yield name.format(key), cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
+    for key, value in _closure_of(function):
+        yield name.format(key), value
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield name.format("a default"), value
     for key in _globals_of(function.__code__):
         if key in function.__globals__:
             yield name.format(key), function.__globals__[key]
+
+
+def _closure_of(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """The variables of enclosing functions that a function reads, with their values."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    for key, cell in cells:
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield key, cell.cell_contents
 
 
 def _globals_of(code: CodeType) -> Iterator[str]:

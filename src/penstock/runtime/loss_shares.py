@@ -73,10 +73,11 @@ def columns_of(
     """
     if any(len(terms) != len(whole) for terms in rows):
         raise UnknownForm("terms that come and go")
-    return [
-        weights_of([terms[i].divisor for terms in rows], term.divisor, shares)
-        for i, term in enumerate(whole)
-    ]
+    columns = []
+    for place, term in enumerate(whole):
+        divisors = [terms[place].divisor for terms in rows]
+        columns.append(weights_of(divisors, term.divisor, shares))
+    return columns
 
 
 def agreed(columns: Sequence[list[float]]) -> list[float]:

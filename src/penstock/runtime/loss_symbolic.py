@@ -32,13 +32,15 @@ class Unpredictable(Exception):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is known of a loss on some targets.
+    """The form of a loss on some targets.
 
     Attributes:
         terms: what the loss adds up; of a loss that returns (sum, count) one, whose divisor is the
-        count. by_values: whether divisors may depend on the values of targets, and not on their
-        shapes alone. leaves: the outputs without contents, in the order of their leaves. counted:
-        whether the loss returns (sum, count).
+            count.
+        by_values: whether divisors may depend on the values of targets, and not on their shapes
+            alone.
+        leaves: the outputs without contents, in the order of their leaves.
+        counted: whether the loss returns (sum, count).
     """
 
     terms: list[Term]
@@ -64,8 +66,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one op."""
         kwargs = dict(kwargs or {})
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "meta" and not _has_meta(args):
+        if _moves_to_meta(args, kwargs):
             # Targets that follow the outputs to their device, and constants that are made there,
             # keep their values.
             kwargs["device"] = self.device
@@ -90,15 +91,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.by_values or not leaves:
             return
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.by_values = (
-            not results
-            or torch.Tag.dynamic_output_shape in func.tags
-            or (func in _INDICES and any(_is_mask(index) for index in args[1]))
-            or (
-                any(leaf.numel() > 1 for leaf in leaves)
-                and any(leaf.numel() == 1 for leaf in results)
-            )
-        )
+        chooses_by_mask = func in _INDICES and any(map(_is_mask, args[1]))
+        shape_by_values = torch.Tag.dynamic_output_shape in func.tags or chooses_by_mask
+        self.by_values = not results or shape_by_values or _reduces(leaves, results)
 
     def _index(self, index: Any) -> list[Any]:
         """A mask as the places where it is true: how many there are is known."""
@@ -126,8 +121,19 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _has_meta(args: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(args))
+def _reduces(leaves: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+    """Whether an op makes one number of several."""
+    several = any(leaf.numel() > 1 for leaf in leaves)
+    return several and any(leaf.numel() == 1 for leaf in results)
+
+
+def _moves_to_meta(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op puts real tensors, or none, on the meta device."""
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type != "meta":
+        return False
+    leaves = pytree.tree_leaves(args)
+    return not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
 
 
 def _without_contents(value: Any) -> Any:
@@ -136,13 +142,13 @@ def _without_contents(value: Any) -> Any:
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
-def outputs_like(value: Any, here: tuple[int, int], there: tuple[int, int]) -> Any:
-    """A model's output for other samples and tokens, without contents.
+def outputs_like(value: Any, extents: tuple[int, int], new_extents: tuple[int, int]) -> Any:
+    """Return a model's output for other samples and tokens, without contents.
 
     Args:
         value: an output.
-        here: how many samples, and tokens of each, it is for; tokens are 0 where sequences are not
-        cut. there: how many it is to be for.
+        extents: its samples, and the tokens of each; tokens are 0 where sequences are not cut.
+        new_extents: those of the result.
 
     Raises:
         UnknownForm: a tensor's first extent is not a multiple of the samples.
@@ -151,28 +157,28 @@ def outputs_like(value: Any, here: tuple[int, int], there: tuple[int, int]) -> A
     def like(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        shape = resized(tuple(leaf.shape), here, there)
+        shape = resized(tuple(leaf.shape), extents, new_extents)
         return torch.empty(shape, dtype=leaf.dtype, device="meta").requires_grad_(is_float(leaf))
 
     return map_tensors(like, value)
 
 
 def resized(
-    shape: tuple[int, ...], here: tuple[int, int], there: tuple[int, int]
+    shape: tuple[int, ...], extents: tuple[int, int], new_extents: tuple[int, int]
 ) -> tuple[int, ...]:
     """The shape of an output for other samples and tokens; see `outputs_like`."""
     if not shape:
         return shape
-    (samples, tokens), (others, lengths) = here, there
+    (samples, tokens), (new_samples, new_tokens) = extents, new_extents
     if shape[0] % samples:
         raise UnknownForm(f"an output of {shape} for {samples} samples")
-    first = shape[0] // samples * others
-    if not tokens or tokens == lengths:
+    first = shape[0] // samples * new_samples
+    if not tokens or tokens == new_tokens:
         return (first, *shape[1:])
     if len(shape) > 1 and shape[1] == tokens:
-        return (first, lengths, *shape[2:])
+        return (first, new_tokens, *shape[2:])
     if shape[0] == samples * tokens:
-        return (others * lengths, *shape[1:])
+        return (new_samples * new_tokens, *shape[1:])
     raise UnknownForm(f"an output of {shape} for {samples} samples of {tokens} tokens")
 
 

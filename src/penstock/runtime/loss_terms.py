@@ -67,8 +67,9 @@ class Term:
     Attributes:
         divisor: 1 for a plain sum.
         node: the node of a negative log-likelihood, where the term is nothing else.
-        leaf: the tensor that the graph begins with, where the term is that tensor, multiplied by 1
-        / `divisor`. summed: whether the term is a sum that is divided by nothing but constants.
+        leaf: the tensor that the graph begins with, where the term is that tensor, multiplied by
+            1 / `divisor`.
+        summed: whether the term is a sum that is divided by nothing but constants.
     """
 
     divisor: float
@@ -92,15 +93,8 @@ def terms_of(loss: Tensor) -> list[Term]:
 
 def _terms(node: Any, factor: float) -> list[Term]:
     """The terms of `node`, multiplied by `factor`."""
-    while True:
-        name = node.name()
-        if name in _SAME_VALUE:
-            node = _following(node)
-        elif name in _SCALING:
-            changed, node = _SCALING[name](node)
-            factor *= changed
-        else:
-            break
+    node, factor = _unscaled(node, factor)
+    name = node.name()
     if name in ("AddBackward0", "SubBackward0"):
         parts = [child for child, _ in node.next_functions if child is not None]
         return [term for part in parts for term in _terms(part, factor)]
@@ -112,6 +106,19 @@ def _terms(node: Any, factor: float) -> list[Term]:
     divisor = _divisor(node, name)
     bare = factor == 1.0 and name in _NLL
     return [Term(divisor / factor, node if bare else None, summed=_is_sum(node, name))]
+
+
+def _unscaled(node: Any, factor: float) -> tuple[Any, float]:
+    """The first node that does more than multiply, and the product of the factors before it."""
+    while True:
+        name = node.name()
+        if name in _SAME_VALUE:
+            node = _following(node)
+        elif name in _SCALING:
+            scale, node = _SCALING[name](node)
+            factor *= scale
+        else:
+            return node, factor
 
 
 def _is_sum(node: Any, name: str) -> bool:

@@ -96,35 +96,32 @@ class ModelLoss:
             UnknownForm: the loss is no sum that is divided by a number, or samples see each other
             in it.
         """
-        given = [
-            Given(self.layer.variants, self._inputs(batch, number), self.device)
-            for number in batch.numbers
-        ]
-        rows = [
-            self._terms(each, share, place) for each, share in zip(given, batch.shares, strict=True)
-        ]
+        rows = []
+        for number, share in zip(batch.numbers, batch.shares, strict=True):
+            inputs = Given(self.layer.variants, self._inputs(batch, number), self.device)
+            rows.append(self._terms(inputs, share, place))
         if any(len(row) != len(rows[0]) for row in rows):
             raise UnknownForm("terms that come and go")
-        columns = []
-        for parts in zip(*rows, strict=True):
-            summed = all(part is None for part in parts)
-            total = sum(part or 0.0 for part in parts)
-            if summed:
-                columns.append([1.0] * len(parts))
-            else:
-                columns.append([(part or 0.0) / total for part in parts] if total else batch.shares)
-        return columns
+        return [_column(counts, batch.shares) for counts in zip(*rows, strict=True)]
 
     def _inputs(self, batch: Batch, number: int) -> Any:
         if self.device.type != "cpu":
             return device_batch(batch, self.device).part(INPUTS, number)
         return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[number])
 
-    def _terms(self, given: Given, share: float, place: int) -> list[float | None]:
+    def _terms(self, inputs: Given, share: float, place: int) -> list[float | None]:
         """By term what the micro-batch counts; None for a sum."""
-        variant = given.variant(self.layer.training)
-        reading = _Reading(given, variant, self.layer, share)
+        variant = inputs.variant(self.layer.training)
+        reading = _Reading(inputs, variant, self.layer, share)
         return reading.terms(_output(variant, place))
+
+
+def _column(counts: Sequence[float | None], shares: list[float]) -> list[float]:
+    """The weights of the micro-batches in one term; see `_terms` for `counts`."""
+    if all(count is None for count in counts):
+        return [1.0] * len(counts)
+    total = sum(count or 0.0 for count in counts)
+    return [(count or 0.0) / total for count in counts] if total else shares
 
 
 def _output(variant: Variant, place: int) -> fx.Node:
@@ -142,33 +139,49 @@ def _output(variant: Variant, place: int) -> fx.Node:
 class _Reading:
     """Reads one graph with one micro-batch's inputs."""
 
-    given: Given
+    inputs: Given
     variant: Variant
     layer: TracedLayer
     share: float
 
     def terms(self, node: fx.Node) -> list[float | None]:
+        """By term of a node what the micro-batch counts; None for a sum."""
         name = op_name(node)
         if name in _SAME_VALUE:
             return self.terms(_node(node.args[0]))
         if name in ("div", "true_divide", "mul"):
-            first, second = node.args[0], node.args[1]
-            if name == "mul" and (not isinstance(first, fx.Node) or self._is_known(first)):
-                first, second = second, first
-            return self._scaled(self.terms(_node(first)), second, name == "mul")
+            return self._product(node, times=name == "mul")
         if name in ("add", "sub", "add_", "sub_"):
-            parts = [argument for argument in node.args[:2] if isinstance(argument, fx.Node)]
-            return [term for part in parts if not self._is_known(part) for term in self.terms(part)]
+            return self._sum(node)
+        return [self._reduction(node, name)]
+
+    def _product(self, node: fx.Node, *, times: bool) -> list[float | None]:
+        """The terms of a product or a quotient of terms with a number."""
+        first, second = node.args[0], node.args[1]
+        if times and (not isinstance(first, fx.Node) or self._is_known(first)):
+            first, second = second, first
+        return self._scaled(self.terms(_node(first)), second, times)
+
+    def _sum(self, node: fx.Node) -> list[float | None]:
+        """The terms of both sides; what depends on no output is a constant."""
+        terms: list[float | None] = []
+        for part in node.args[:2]:
+            if isinstance(part, fx.Node) and not self._is_known(part):
+                terms += self.terms(part)
+        return terms
+
+    def _reduction(self, node: fx.Node, name: str) -> float | None:
+        """What the micro-batch counts in a reduction to one number."""
         if name in _NLL:
-            return [self._nll(node)]
+            return self._nll(node)
         if name in _ELEMENTWISE:
-            return [self.share if _argument(node, "reduction", MEAN) == MEAN else None]
+            return self.share if _argument(node, "reduction", MEAN) == MEAN else None
         if name == "ctc_loss":
-            return [self._ctc(node)]
+            return self._ctc(node)
         if name == "mean":
-            return [self.share]
+            return self.share
         if name == "sum":
-            return [None]
+            return None
         raise UnknownForm(name)
 
     def _is_known(self, node: fx.Node) -> bool:
@@ -182,7 +195,7 @@ class _Reading:
             return terms  # a number, the same for all micro-batches
         if not self._is_known(by):
             raise UnknownForm("a factor that depends on outputs")
-        (value,) = self.given.again(self.layer.training, [by])
+        (value,) = self.inputs.again(self.layer.training, [by])
         number = float(value)
         if times and number:
             number = 1 / number
@@ -200,7 +213,7 @@ class _Reading:
         if not _depends_on_contents(target):
             # Numbers of rows: each sample's own place is its class, as in a contrastive loss.
             raise UnknownForm("classes that are the numbers of the samples")
-        (value,) = self.given.again(self.layer.training, [target])
+        (value,) = self.inputs.again(self.layer.training, [target])
         if value.is_floating_point():
             return self.share
         return class_count(value, self._weight(node), int(_argument(node, "ignore_index", -100)))
@@ -219,7 +232,7 @@ class _Reading:
         if weight is None:
             return None
         if self._is_known(weight):
-            (value,) = self.given.again(self.layer.training, [weight])
+            (value,) = self.inputs.again(self.layer.training, [weight])
             return value  # type: ignore[no-any-return]
         if weight not in self.variant.flow.weights:
             raise UnknownForm("class weights that the model computes")

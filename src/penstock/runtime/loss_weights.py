@@ -358,7 +358,11 @@ class LossWeights:
         way = consistent(readings, ways)
         if way is None:
             expected = ways.get("counts", ways["shares"])
-            worst = next((each for each in readings if not each.fits(expected)), readings[0])
+            worst = readings[0]
+            for reading in readings:
+                if not reading.fits(expected):
+                    worst = reading
+                    break
             raise SettingError(not_additive(worst, sizes, ways, view.along_tokens))
         function = next((reading.nonlinear for reading in readings if reading.nonlinear), None)
         if function is not None:

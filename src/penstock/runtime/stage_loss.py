@@ -170,18 +170,18 @@ def nothing(value: Any, loss: Tensor) -> Tensor:
 
 @dataclass
 class Starts:
-    """Gradients that losses begin with, each made once."""
+    """Gradients that the backward of a loss starts with, by their value and type."""
 
-    _known: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
+    _grads: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
     def of(self, value: float, root: Tensor) -> Tensor:
-        """The gradient `value` for `root`, which is one number. Nobody may change it."""
-        found = self._known.get((value, root.dtype))
-        if found is None:
-            if len(self._known) >= _MOST_STARTS:
-                self._known.clear()
-            found = self._known[value, root.dtype] = torch.full_like(root, value)
-        return found
+        """Return the gradient `value` of `root`, which is one number. It must not be changed."""
+        grad = self._grads.get((value, root.dtype))
+        if grad is None:
+            if len(self._grads) >= _MOST_STARTS:
+                self._grads.clear()
+            grad = self._grads[value, root.dtype] = torch.full_like(root, value)
+        return grad
 
 
 def total(terms: Sequence[Tensor]) -> Tensor:
