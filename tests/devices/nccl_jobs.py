@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -225,8 +226,9 @@ FAILURES = [(0, "F", 1), (1, "F", 3), (0, "B", 2), (1, "B", 2)]
 def disturb(pipe: Any, kind: str, call: int, action: Callable[[], object]) -> None:
     """Let the ops of a kind in this rank do something else first, at one call of them."""
     (stage,) = pipe._made.stages
-    name = {"F": "forward", "B": "backward"}[kind]
-    run, calls = getattr(stage, name), itertools.count(1)
+    owner = stage.update if kind == "U" else stage
+    name = {"F": "forward", "B": "backward", "U": "step"}[kind]
+    run, calls = getattr(owner, name), itertools.count(1)
 
     def disturbed(*args: Any) -> Any:
         """Run the op, and the action before it."""
@@ -234,7 +236,7 @@ def disturb(pipe: Any, kind: str, call: int, action: Callable[[], object]) -> No
             action()
         return run(*args)
 
-    setattr(stage, name, disturbed)
+    setattr(owner, name, disturbed)
 
 
 def fail(rank: int, kind: str, call: int) -> list[float]:
@@ -251,6 +253,23 @@ def fail(rank: int, kind: str, call: int) -> list[float]:
     if dist.get_rank() == rank:
         disturb(pipe, kind, call, refuse)
     return [float(pipe.train_batch(*data()))]
+
+
+#: Micro-batches of the run in which a rank is killed.
+KILLED_MICRO_BATCHES = 2
+
+
+def be_killed(rank: int, kind: str, call: int) -> None:
+    """Train one batch, then let one rank be killed in an op of the next."""
+    from tests.devices import lookalike
+
+    install()
+    case = {**CASES[2]["1f1b"], "micro_batches": KILLED_MICRO_BATCHES}
+    pipe = pipeline(case, "processes", lookalike.DEVICE)
+    pipe.train_batch(*data())
+    if dist.get_rank() == rank:
+        disturb(pipe, kind, call, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    pipe.train_batch(*data())
 
 
 def be_late() -> list[float]:
