@@ -207,17 +207,20 @@ class _Input:
         self._leaves = [_PLACE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         kept = [tensor.detach() for tensor in tensors]
         anchor = torch.empty(0, requires_grad=True)
-        saved = _Keep.apply(anchor, *([copy_of(each) for each in kept] if changes else kept))  # type: ignore[no-untyped-call]  # torch's
-        self._node: Any = saved.grad_fn
+        # The output is held, not its node: torch 2.11 frees what a node has saved with its last output.
+        self._output: Tensor = _Keep.apply(  # type: ignore[no-untyped-call]  # torch's
+            anchor, *([copy_of(each) for each in kept] if changes else kept)
+        )
         self.devices = sorted({"cpu", *(tensor.device.type for tensor in tensors)})
 
     def again(self) -> Any:
         """The value, its tensors as leaves, or where the layers change them in place, as copies of
         leaves.
         """
+        node: Any = self._output.grad_fn
         tensors = [
             kept.detach().requires_grad_(wanted)
-            for kept, wanted in zip(self._node.saved_tensors, self._wants_grad, strict=True)
+            for kept, wanted in zip(node.saved_tensors, self._wants_grad, strict=True)
         ]
         if self._changes:
             tensors = [copy_of(tensor) for tensor in tensors]
