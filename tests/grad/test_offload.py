@@ -71,26 +71,26 @@ def test_on_the_cpu_nothing_moves():
     with offloading(weights_of(net)):
         out = net(x)
     saved = out.grad_fn.next_functions[1][0]
-    assert not isinstance(saved, offload._Away)
+    assert not isinstance(saved, offload._Offloaded)
 
 
 def test_a_tensor_that_is_saved_twice_goes_once_unless_it_has_changed_in_between():
     """Its address and its version say which it is."""
     x = torch.randn(200, 200, requires_grad=True)
     made = []
-    original = offload._Away.__init__
+    original = offload._Offloaded.__init__
 
     def counting(self, tensor):
         made.append(tensor)
         original(self, tensor)
 
-    offload._Away.__init__ = counting
+    offload._Offloaded.__init__ = counting
     try:
         with offloading(frozenset(), lambda tensor: True):
             a = x * 2
             loss = (a * a).sum() + (a * 3 * a).sum()
         loss.backward()
     finally:
-        offload._Away.__init__ = original
+        offload._Offloaded.__init__ = original
     assert len(made) == 2
     torch.testing.assert_close(x.grad, 4 * 2 * x.detach() * 4)

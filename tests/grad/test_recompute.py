@@ -413,12 +413,12 @@ def test_a_forward_that_is_not_the_same_twice_is_refused():
             return x[: -self.runs[0]].tanh().sin()
 
     for how, message in (
-        ("fewer", "it made 1 of 2"),
-        ("shape", "it made one of shape .* for one of"),
+        ("fewer", "it computed 1 of 2"),
+        ("shape", "it computed one of shape .* for one of"),
     ):
         layers = [Layer(3, Growing(how)), Layer(4, nn.Identity())]
         out = run(layers, torch.randn(9, requires_grad=True), {3, 4}, unseeded)
-        with pytest.raises(RunError, match=f"layers 3 to 4: run again .*{message}"):
+        with pytest.raises(RunError, match=f"layers 3 to 4: recomputed .*{message}"):
             out.sum().backward()
 
 
@@ -462,7 +462,9 @@ def test_a_layer_that_walks_over_its_own_graph_is_refused():
         def forward(self, x: Tensor) -> Tensor:
             return torch.autograd.grad(x.tanh().sum(), x, create_graph=True)[0]
 
-    with pytest.raises(RunError, match="layer 5: its forward walks back over its own graph"):
+    with pytest.raises(
+        RunError, match="layer 5: the forward runs a backward through its own graph"
+    ):
         run([Layer(5, Penalty())], torch.randn(3, requires_grad=True), {5}, unseeded)
 
 
