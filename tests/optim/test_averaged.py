@@ -166,7 +166,7 @@ def test_a_schedule_with_one_pipeline_is_refused(lab):
     """There is nothing to average."""
     with pytest.raises(
         SettingError,
-        match=r"'avgpipe' ties copies of the weights together, and this schedule has 1: give it pipelines=2",
+        match=r"'avgpipe' averages several copies of the weights, and this schedule has 1: give it pipelines=2",
     ):
         lab.make(
             lab.site_of(

@@ -165,7 +165,7 @@ def test_without_a_delay_there_is_nothing_to_correct_and_nothing_to_hold(lab):
             r"'pipemare': decay is above 0 and below 1, not 0; the paper's is 0.135",
         ),
         ({"decay": 1.0}, {}, r"decay is above 0 and below 1, not 1"),
-        ({"lockstep": 1.0}, {"stages": 0}, r"lockstep=1 needs to know how many stages there are"),
+        ({"lockstep": 1.0}, {"stages": 0}, r"lockstep=1 needs the number of stages"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(lab, options, facts, message):
@@ -192,6 +192,6 @@ def test_an_optimizer_without_a_learning_rate_is_refused(lab):
 
     with pytest.raises(
         SettingError,
-        match=r"'pipemare' has no formula for Still: .*; it reschedules the learning rate, and this one has no",
+        match=r"'pipemare' has no formula for Still: .*; it reschedules the learning rate, which this optimizer does",
     ):
         lab.make(lab.site_of(lab.mlp(), lab.line_of("pipemare", 0, 3, 1, 4), "pipemare", Still))

@@ -303,7 +303,7 @@ REFUSED = [
     (
         "pipeoptim",
         lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
-        r"SGD with nesterov=True: .*; leave nesterov away",
+        r"SGD with nesterov=True: .*; omit nesterov",
     ),
     ("pipeoptim", lambda ps: torch.optim.RMSprop(ps, momentum=0.9), r"RMSprop with momentum"),
     ("pipeoptim", lambda ps: torch.optim.RMSprop(ps, centered=True), r"RMSprop with centered=True"),
@@ -334,7 +334,7 @@ def test_a_users_rule_that_predicts_does_so_with_the_optimizers_own_formula_or_i
     )
     with pytest.raises(
         SettingError,
-        match=r"'mine' has no formula for Adagrad: .*; those it has are for SGD, Adam, AdamW, RMSprop",
+        match=r"'mine' has no formula for Adagrad: .*; it supports SGD, Adam, AdamW, RMSprop",
     ):
         lab.make(lab.site_of(lab.mlp(), line, "mine", torch.optim.Adagrad, rule=rule))
 

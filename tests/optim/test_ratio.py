@@ -20,7 +20,7 @@ def tensors(seed, shapes=SHAPES, dtype=torch.float64):
 @pytest.mark.parametrize("most", [1, 7, 64, 10_000])
 def test_it_is_the_formula_however_it_is_cut(monkeypatch, most):
     """Long tensors go row by row; short ones together; scalars and empty ones count."""
-    monkeypatch.setattr(ratio, "_ON_CPU", most)
+    monkeypatch.setattr(ratio, "_CPU_ELEMENTS", most)
     changed, numerators, squares = tensors(0), tensors(1), tensors(2)
     wanted = [
         w - 0.3 * n / (q.sqrt() + 1e-3)

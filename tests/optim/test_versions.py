@@ -409,7 +409,7 @@ def test_a_version_that_was_let_go_or_not_made_yet_is_named_with_those_that_are_
     weights = lab.make(lab.site_of(module, line, "stash", FACTORIES["momentum"]))
     with pytest.raises(
         RunError,
-        match=r"stage 0: micro-batch 6 reads weight version 3, which has not been made yet; held are 0\. The pro",
+        match=r"stage 0: micro-batch 6 reads weight version 3, which does not exist yet; available are 0\. The pro",
     ):
         weights.before_forward(6)
     weights.drain()
@@ -419,7 +419,7 @@ def test_a_version_that_was_let_go_or_not_made_yet_is_named_with_those_that_are_
     weights.update(1)
     with pytest.raises(
         RunError,
-        match=r"micro-batch 1 reads weight version 0, which was let go, since nothing in flight .*; held are 1\.",
+        match=r"micro-batch 1 reads weight version 0, which was released, since no micro-batch in flight .*; available are 1\.",
     ):
         weights.before_forward(1)
 
