@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from penstock.tracing.flow import op_name
+from penstock.tracing.ops import op_name
 from penstock.tracing.hooks import hooked
 from penstock.tracing.traced import TracedLayer
 
