@@ -45,12 +45,7 @@ class Schedulers:
                 the optimizer passed to it, or one of another class than the saved one.
         """
         if not callable(make):
-            kind = type(make).__name__
-            raise SettingError(
-                "scheduler() takes a function from an optimizer to a scheduler, such as lambda "
-                f"optimizer: {kind}(optimizer, ...), since every stage has an optimizer of its "
-                f"own; this is a {kind} itself"
-            )
+            raise SettingError(_instance_message(type(make).__name__))
         self._optimizers = list(optimizers)
         separate_tensors(self._optimizers)
         # A new scheduler sets learning rate and momentum to their initial values.
@@ -137,6 +132,15 @@ class Schedulers:
             raise SettingError(
                 f"the state of {type(self._schedulers[0]).__name__} cannot go into a checkpoint: {error}"
             ) from error
+
+
+def _instance_message(kind: str) -> str:
+    """Return the message for a scheduler given in place of a function."""
+    return (
+        "scheduler() takes a function from an optimizer to a scheduler, such as lambda "
+        f"optimizer: {kind}(optimizer, ...), since every stage has an optimizer of its own; this "
+        f"is a {kind} itself"
+    )
 
 
 def _group_options(optimizer: Optimizer) -> list[dict[str, Any]]:

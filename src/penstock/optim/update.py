@@ -77,7 +77,8 @@ class Update:
             SettingError: see `make_optimizer`.
         """
         borrowed_ids = set(map(id, borrowed))
-        candidates, borrowed_candidates = [], []
+        candidates: list[nn.Parameter] = []
+        borrowed_candidates: list[nn.Parameter] = []
         for parameter in parameters:
             if parameter.is_floating_point() or parameter.is_complex():
                 is_borrowed = id(parameter) in borrowed_ids

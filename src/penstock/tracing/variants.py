@@ -218,8 +218,8 @@ class Variants:
     def _check_steady(self, captured: Capture) -> None:
         if changed_tensors(captured, self.names) & self.steady:
             raise ChainError(
-                f"for inputs of this form {self.model_name} changes buffers that it does not change "
-                "for the example: make the chain with an example of this form"
+                f"for inputs of this form {self.model_name} changes buffers that it does not "
+                "change for the example: make the chain with an example of this form"
             )
 
     def is_current(self, training: bool) -> bool:
