@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import ChainError
-from penstock.tracing.capture import Capture, Form, capture, skeleton_of
+from penstock.tracing.capture import Capture, Form, capture
 from penstock.tracing.cuts import Key, layer_keys, segments_of
 from penstock.tracing.flow import Flow, changed_tensors, clean, flow_of
 from penstock.tracing.initialise import initial_values
 from penstock.tracing.quiet import announced
 from penstock.tracing.segments import Segment, remade
+from penstock.tracing.skeleton import skeleton_of
 from penstock.tracing.watch import Change, Watch
 
 _LOG = logging.getLogger("penstock")
