@@ -18,10 +18,10 @@ def test_parameters_that_fill_one_storage_make_one_block():
     parameters = [*inside(torch.arange(10.0), (0, 4), (4, 10)), nn.Parameter(torch.zeros(3))]
     layout = Layout(parameters)
     assert layout.groups == [[0, 1], [2]]
-    (block, other) = [layout.room(group) for group in range(2)]
+    (block, other) = [layout.new_block(group) for group in range(2)]
     assert [tensor.storage_offset() for tensor in block.tensors] == [0, 4]
     assert block.flat.shape == (10,)
-    copy([block.flat, other.flat], [present.flat for present in layout.present()])
+    copy([block.flat, other.flat], [present.flat for present in layout.current_blocks()])
     assert all(map(torch.equal, layout.tensors([block, other]), parameters))
 
 
@@ -29,7 +29,7 @@ def test_parameters_far_apart_in_one_storage_make_blocks_of_their_own():
     """The memory between them contains no weights and should not be copied."""
     layout = Layout(inside(torch.arange(100.0), (0, 4), (90, 100)))
     assert layout.groups == [[0], [1]]
-    assert [layout.room(group).flat.numel() for group in range(2)] == [4, 10]
+    assert [layout.new_block(group).flat.numel() for group in range(2)] == [4, 10]
 
 
 def test_parameters_that_are_one_memory_stay_so():
@@ -37,7 +37,7 @@ def test_parameters_that_are_one_memory_stay_so():
     parameters = inside(torch.zeros(4), (0, 4), (0, 4))
     layout = Layout(parameters)
     assert layout.groups == [[0, 1]]
-    block = layout.room(0)
+    block = layout.new_block(0)
     point(parameters, layout.tensors([block]))
     with torch.no_grad():
         parameters[0].fill_(3)
@@ -54,8 +54,8 @@ def test_strides_and_empty_tensors_are_kept():
     ]
     parameters = [nn.Parameter(tensor) for tensor in tensors]
     layout = Layout(parameters)
-    blocks = [layout.room(group) for group in range(len(layout.groups))]
-    copy([block.flat for block in blocks], [block.flat for block in layout.present()])
+    blocks = [layout.new_block(group) for group in range(len(layout.groups))]
+    copy([block.flat for block in blocks], [block.flat for block in layout.current_blocks()])
     for value, parameter in zip(layout.tensors(blocks), parameters, strict=True):
         assert value.stride() == parameter.stride()
         assert torch.equal(value, parameter)

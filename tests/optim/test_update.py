@@ -272,7 +272,7 @@ def test_another_optimizer_is_over_the_same_parameters_with_a_state_of_its_own()
     held = parameters(1, 2)
     held.append(nn.Parameter(torch.ones(1), requires_grad=False))
     update = Update.make(held, lambda found: SGD(found, lr=0.5, momentum=0.9))
-    other = update.another()
+    other = update.new_optimizer()
     assert other.param_groups[0]["params"] == held
     update.advance(other)
     assert [parameter.item() for parameter in held] == [0.5, 1.5, 1]
@@ -285,7 +285,7 @@ def test_a_factory_that_makes_something_else_the_second_time_is_refused():
     results = [sgd(held), None]
     update = Update.make(held, lambda _: results.pop(0))
     with pytest.raises(SettingError, match=r"this one returned NoneType$"):
-        update.another()
+        update.new_optimizer()
 
 
 def test_a_factory_that_returns_the_same_optimizer_twice_is_refused():
@@ -294,4 +294,4 @@ def test_a_factory_that_returns_the_same_optimizer_twice_is_refused():
     only = sgd(held)
     update = Update.make(held, lambda _: only)
     with pytest.raises(SettingError, match="returned the same optimizer twice"):
-        update.another()
+        update.new_optimizer()

@@ -15,12 +15,12 @@ from penstock.errors import ChainError
 from penstock.runtime.pipe import Pipe
 from penstock.tracing.skippable import (
     Namespace,
-    carrying,
     pop,
     skippable,
     stash,
     verify_skippables,
     waiting_skips,
+    with_skip_carriers,
 )
 
 
@@ -190,7 +190,7 @@ def test_skips_that_do_not_match_are_listed(layers, says):
     with pytest.raises(TypeError, match=says):
         Pipe(model, [len(model)], devices=1)
     with pytest.raises(ChainError, match=says):
-        carrying(list(model.named_children()))
+        with_skip_carriers(list(model.named_children()))
 
 
 def test_one_name_twice_is_two_skips_in_two_namespaces():
@@ -285,7 +285,7 @@ def test_a_pop_before_its_stash_says_so():
 def test_without_skippables_the_layers_of_a_chain_are_left_as_they_are():
     """Most models have no skippable layers."""
     named = list(nn.Sequential(nn.Linear(1, 1), nn.Tanh()).named_children())
-    assert carrying(named) == named
+    assert with_skip_carriers(named) == named
 
 
 def test_in_a_chain_skips_travel_and_names_stay():
@@ -294,7 +294,7 @@ def test_in_a_chain_skips_travel_and_names_stay():
     """
     model, x = unet(), torch.randn(6, 4)
     named = [(f"body.{name}", layer) for name, layer in model.named_children()]
-    carried = carrying(named)
+    carried = with_skip_carriers(named)
     assert [name for name, _ in carried] == [name for name, _ in named]
     names = [name for _, layer in carried for name, _ in layer.named_parameters()]
     assert names == [f"body.{name}" for name, _ in model.named_parameters()]
@@ -314,7 +314,7 @@ def test_a_pipeline_trains_a_model_with_skips_as_one_device_does(balance, recomp
         functional.mse_loss(plainly(model, x), y), list(model.parameters())
     )
     pipe = ps.Pipeline(
-        [layer for _, layer in carrying(list(model.named_children()))],
+        [layer for _, layer in with_skip_carriers(list(model.named_children()))],
         loss=functional.mse_loss,
         balance=balance,
         schedule="1f1b",

@@ -13,7 +13,7 @@ torch.utils.checkpoint(use_reentrant=False).
 
 Differences from torch.utils.checkpoint:
 
-- It runs a segment again for every traversal of the graph. A split backward traverses the graph
+- torch runs a segment again for every traversal of the graph. A split backward traverses the graph
   once for the inputs and once for each group of weights, and would pay a forward for each. Here
   restored tensors stay until the graph releases them, so that a segment runs again once.
 - Buffers are not updated twice.
@@ -188,8 +188,9 @@ class _Segment(Generic[L]):
             )
 
     def is_sampled(self) -> bool:
-        """Return whether all saved tensors of the next forward are compared: in forwards 1, 2, 4,
-        8, ...
+        """Return whether to compare all saved tensors of the next forward.
+
+        They are compared in forwards 1, 2, 4, 8 and so on, to limit the cost.
         """
         self._count += 1
         return self._count & (self._count - 1) == 0
@@ -218,7 +219,7 @@ class _SaveForBackward(torch.autograd.Function):
 class _Input:
     """Input of a segment, kept for its second forward.
 
-    A tensor that occurs several times in the input occurs several times in the restored input too.
+    A tensor that occurs several times in the input is a single tensor in the restored input too.
     """
 
     def __init__(self, leaves: Sequence[Any], form: Structure, is_changed: bool) -> None:

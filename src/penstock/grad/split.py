@@ -44,8 +44,8 @@ class _Group:
             return
         captured = {edge.output_nr: grad for edge, grad in zip(self.edges, self.grads, strict=True)}
 
-        # The user's hooks on the tensor ran before the capture and run again now. This prehook is the
-        # last one and restores the captured gradients, so that the hooks take effect once.
+        # The user's hooks on the tensor ran before the capture and run again now. This prehook is
+        # the last one and restores the captured gradients, so that the hooks take effect once.
         def restore(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
             return tuple(captured.get(i) for i in range(len(grads)))
 

@@ -67,13 +67,13 @@ class Averaged(StageWeights):
             )
         self._stage, self._update, self._use = site.stage, site.update, site.use
         self._layout = Layout(site.update.parameters)
-        self._reference = self._layout.present()
+        self._reference = self._layout.current_blocks()
         self._reference_tensors = self._layout.tensors(self._reference)
         first_optimizer = site.update.optimizer
         assert first_optimizer is not None
         self._replicas = [
             _Replica(first_optimizer),
-            *(_Replica(site.update.another()) for _ in range(site.pipelines - 1)),
+            *(_Replica(site.update.new_optimizer()) for _ in range(site.pipelines - 1)),
         ]
         self._round_changes: list[Tensor] = []
         self._in_round = 0
@@ -112,8 +112,9 @@ class Averaged(StageWeights):
         self._next_update = self._replica_of(number)
 
     def update(self, version: int) -> None:
-        """Step the replica whose batch has ended and pull it to the reference; end the round if it
-        is full.
+        """Step the replica whose batch has ended, and pull it to the reference.
+
+        If it was the last of the round, end the round.
         """
         del version
         replica = self._next_update
@@ -238,7 +239,7 @@ class Averaged(StageWeights):
             return
         self._round_changes = [torch.zeros_like(block.flat) for block in self._reference]
         for replica in self._replicas:
-            replica.blocks = [self._layout.room(block.group) for block in self._reference]
+            replica.blocks = [self._layout.new_block(block.group) for block in self._reference]
             replica.tensors = self._layout.tensors(replica.blocks)
         self._reset_replicas()
 

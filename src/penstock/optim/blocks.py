@@ -50,7 +50,7 @@ class Layout:
         # For each parameter its group, and its position in the group.
         self._positions = [positions[index] for index in range(len(parameters))]
 
-    def present(self) -> list[Block]:
+    def current_blocks(self) -> list[Block]:
         """Return blocks over the memory that the parameters have now."""
         blocks = []
         for group, indices in enumerate(self.groups):
@@ -59,7 +59,7 @@ class Layout:
             blocks.append(Block(group, values[0].as_strided((size,), (1,), first), values))
         return blocks
 
-    def room(self, group: int) -> Block:
+    def new_block(self, group: int) -> Block:
         """Return a new block for a group, uninitialised."""
         values = [self.parameters[i].data for i in self.groups[group]]
         first, size = _span(values)

@@ -45,7 +45,7 @@ class Corrected(StageWeights):
 
     def __init__(self, site: Site) -> None:
         self._update = site.update
-        self._delay = delay_of(site)
+        self._delay = weight_delay(site)
         self._annealing = site.options.get("annealing", 0.0)
         self._warm_up = site.options.get("warm_up", 0.0)
         decay = site.options.get("decay", 0.135)
@@ -83,7 +83,7 @@ class Corrected(StageWeights):
         """Step at the rescheduled learning rate, then update the trend."""
         del version
         self._working.begin_step()
-        before = self._working.newest_aside() if self._delay else []
+        before = self._working.copy_newest() if self._delay else []
         with self._rescheduled():
             self._update.advance()
         if before:
@@ -142,7 +142,7 @@ class Corrected(StageWeights):
                 group["lr"] = rate
 
 
-def delay_of(site: Site) -> float:
+def weight_delay(site: Site) -> float:
     """Return τ: the number of updates between a forward and its backward at this stage.
 
     Raises:

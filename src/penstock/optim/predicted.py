@@ -117,7 +117,7 @@ class Predicted(StageWeights):
 
     def __init__(self, site: Site) -> None:
         self._stage, self._update, self._use = site.stage, site.update, site.use
-        self._direction = direction_of(site)
+        self._direction = prediction_direction(site)
         self._newest = 0
         # Number of predictions that may be stored besides the working copy, so that they need not
         # be computed again; the forward's has priority.
@@ -217,7 +217,7 @@ def _backward(reads: Reads) -> tuple[int, int]:
     return reads.backward, reads.backward_ahead
 
 
-def direction_of(site: Site) -> Direction:
+def prediction_direction(site: Site) -> Direction:
     """Return the direction of a rule's predictions for a stage.
 
     Raises:

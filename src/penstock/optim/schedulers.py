@@ -130,7 +130,8 @@ class Schedulers:
             return json.dumps(_plain(self.state_dict()))
         except (TypeError, ValueError) as error:
             raise SettingError(
-                f"the state of {type(self._schedulers[0]).__name__} cannot go into a checkpoint: {error}"
+                f"the state of {type(self._schedulers[0]).__name__} cannot go into a checkpoint: "
+                f"{error}"
             ) from error
 
 

@@ -106,7 +106,7 @@ class Update:
         """Whether any parameter requires a gradient here."""
         return any(parameter.requires_grad for parameter in self._all)
 
-    def another(self) -> Optimizer:
+    def new_optimizer(self) -> Optimizer:
         """Create one more optimizer over the same parameters, with a state of its own.
 
         Raises:

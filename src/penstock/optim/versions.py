@@ -54,7 +54,7 @@ class Versions(StageWeights):
         self._stage, self._update, self._use = site.stage, site.update, site.use
         self._layout = Layout(site.update.parameters)
         self._free: list[list[Block]] = [[] for _ in self._layout.groups]
-        first = self._version(self._layout.present())
+        first = self._version(self._layout.current_blocks())
         self._versions = {0: first}
         self._newest = 0
         self._current = first
@@ -170,7 +170,7 @@ class Versions(StageWeights):
         self._restore()
         return [block.flat for block in self._versions[self._newest].blocks]
 
-    def newest_for_writing(self) -> list[Tensor]:
+    def unshared_newest(self) -> list[Tensor]:
         """Return the values of the newest version, copied where other versions share them.
 
         The parameters point to the returned memory.
@@ -241,7 +241,7 @@ class Versions(StageWeights):
         return self._version([copies.get(block.group, block) for block in version.blocks])
 
     def _new_block(self, group: int) -> Block:
-        return self._free[group].pop() if self._free[group] else self._layout.room(group)
+        return self._free[group].pop() if self._free[group] else self._layout.new_block(group)
 
     def _release(self, version: int) -> None:
         for block in self._versions.pop(version).blocks:

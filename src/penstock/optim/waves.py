@@ -121,7 +121,7 @@ class WaveWeights(StageWeights):
         """
         arrived = self._exchange.take_in(self._received)
         self._received += 1
-        newest = self._versions.newest_for_writing()
+        newest = self._versions.unshared_newest()
         for *changes, _ in arrived:
             local = [
                 change.to(weight.device) for change, weight in zip(changes, newest, strict=True)

@@ -65,7 +65,7 @@ class Working:
         if content == self._current:
             return
         if self._current == self.newest:
-            self._copy_newest()
+            self.copy_newest()
         for name, cached in self._cached.items():
             if cached.soon and cached.content == self._current != self.newest:
                 self._store(name, cached)
@@ -117,12 +117,15 @@ class Working:
                 self._store(name, cached)
         self.show(self.newest)
 
-    def newest_aside(self) -> list[Tensor]:
-        """Return a copy of the newest version.
+    def copy_newest(self) -> list[Tensor]:
+        """Copy the newest version aside, unless that has been done, and return the copy.
 
-        Between a step and its `end_step` the memory may be used for other purposes.
+        Between a step and its `end_step` the copy's memory may be used for other purposes.
         """
-        self._copy_newest()
+        if not self._copy_is_valid:
+            self._newest_copy = self._newest_copy or list(map(torch.empty_like, self._memory()))
+            copy(self._newest_copy, self._memory())
+            self._copy_is_valid = True
         return self._newest_copy
 
     def end_step(self, newest: Hashable) -> None:
@@ -154,12 +157,6 @@ class Working:
                 parameter.data for parameter in parameters
             ]  # a layer has moved them, as recurrent ones do on a GPU
         return self._values
-
-    def _copy_newest(self) -> None:
-        if not self._copy_is_valid:
-            self._newest_copy = self._newest_copy or list(map(torch.empty_like, self._memory()))
-            copy(self._newest_copy, self._memory())
-            self._copy_is_valid = True
 
     def _store(self, name: str, cached: _CachedContent) -> None:
         """Copy the present contents of the parameters, which are those of `cached`."""

@@ -18,7 +18,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.device_batch import INPUTS, device_batch
 from penstock.runtime.loss_terms import MEAN, SUM, UnknownForm, class_count
 from penstock.tracing.ops import op_name
-from penstock.tracing.traced import Given, TracedLayer
+from penstock.tracing.traced import StageInputs, TracedLayer
 from penstock.tracing.variants import Variant
 from penstock.values.structure import map_tensors, tensors_of
 
@@ -97,7 +97,7 @@ class ModelLoss:
             in it.
         """
         given = [
-            Given(self.layer.variants, self._inputs(batch, number), self.device)
+            StageInputs(self.layer.variants, self._inputs(batch, number), self.device)
             for number in batch.numbers
         ]
         rows = [
@@ -120,7 +120,7 @@ class ModelLoss:
             return device_batch(batch, self.device).part(INPUTS, number)
         return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[number])
 
-    def _terms(self, given: Given, share: float, place: int) -> list[float | None]:
+    def _terms(self, given: StageInputs, share: float, place: int) -> list[float | None]:
         """By term what the micro-batch counts; None for a sum."""
         variant = given.variant(self.layer.training)
         reading = _Reading(given, variant, self.layer, share)
@@ -142,7 +142,7 @@ def _output(variant: Variant, place: int) -> fx.Node:
 class _Reading:
     """Reads one graph with one micro-batch's inputs."""
 
-    given: Given
+    given: StageInputs
     variant: Variant
     layer: TracedLayer
     share: float
@@ -174,7 +174,7 @@ class _Reading:
     def _is_known(self, node: fx.Node) -> bool:
         """Whether a value depends on inputs and constants alone."""
         flow = self.variant.flow
-        return node in flow.again or node in flow.constants
+        return node in flow.recomputed or node in flow.constants
 
     def _scaled(self, terms: list[float | None], by: Any, times: bool) -> list[float | None]:
         """Terms that are multiplied or divided by something."""
@@ -182,7 +182,7 @@ class _Reading:
             return terms  # a number, the same for all micro-batches
         if not self._is_known(by):
             raise UnknownForm("a factor that depends on outputs")
-        (value,) = self.given.again(self.layer.training, [by])
+        (value,) = self.given.recompute(self.layer.training, [by])
         number = float(value)
         if times and number:
             number = 1 / number
@@ -200,7 +200,7 @@ class _Reading:
         if not _depends_on_contents(target):
             # Numbers of rows: each sample's own place is its class, as in a contrastive loss.
             raise UnknownForm("classes that are the numbers of the samples")
-        (value,) = self.given.again(self.layer.training, [target])
+        (value,) = self.given.recompute(self.layer.training, [target])
         if value.is_floating_point():
             return self.share
         return class_count(value, self._weight(node), int(_argument(node, "ignore_index", -100)))
@@ -219,7 +219,7 @@ class _Reading:
         if weight is None:
             return None
         if self._is_known(weight):
-            (value,) = self.given.again(self.layer.training, [weight])
+            (value,) = self.given.recompute(self.layer.training, [weight])
             return value  # type: ignore[no-any-return]
         if weight not in self.variant.flow.weights:
             raise UnknownForm("class weights that the model computes")

@@ -12,7 +12,7 @@ from penstock.errors import ChainError
 from penstock.model.chain import Chain, Layer, TensorFacts
 from penstock.tracing.names import parameters_of, prefix_of
 from penstock.tracing.sequential import check_containers, container_tensors, runs_otherwise
-from penstock.tracing.skippable import carrying
+from penstock.tracing.skippable import with_skip_carriers
 from penstock.tracing.trace import Part, trace
 from penstock.tracing.traced import Entry, leave
 from penstock.tracing.variants import Variants
@@ -124,12 +124,15 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
     if not named:
         raise ChainError("the model has no layers")
     check_containers(roots, named)
+    return _with_containers(_describe(_parts(named)), roots, named)
+
+
+def _parts(named: Sequence[tuple[str, nn.Module]]) -> list[Part]:
     parts = []
-    for (name, module), (_, carrier) in zip(named, carrying(named), strict=True):
+    for (name, module), (_, carrier) in zip(named, with_skip_carriers(named), strict=True):
         inner_names = tuple(inner_name for inner_name, _ in module.named_modules(prefix=name))
         parts.append(Part(name, type(module).__name__, inner_names, carrier))
-    described = replace(_describe(parts), roots=tuple(module for module, _ in roots))
-    return _with_containers(described, roots, named)
+    return parts
 
 
 def _needs_example(model: nn.Module) -> ChainError:
@@ -181,6 +184,7 @@ def _with_containers(
         aliases={**described.aliases, **container_aliases},
         container_names=tuple(container_aliases),
         order=tuple(order),
+        roots=tuple(module for module, _ in roots),
     )
 
 

@@ -85,7 +85,7 @@ def _runs_with_weights(flow: Flow) -> list[_Run]:
         weights = [
             source
             for source in node.all_input_nodes
-            if source in flow.weights and source not in flow.again
+            if source in flow.weights and source not in flow.recomputed
         ]
         if not weights:
             continue
@@ -100,16 +100,6 @@ def _runs_with_weights(flow: Flow) -> list[_Run]:
     return runs
 
 
-def _owner(flow: Flow, node: fx.Node) -> str:
-    """What stands in no module's forward but the model's own goes by the module whose weights it
-    uses.
-    """
-    for used in node.all_input_nodes:
-        if used in flow.weights and used not in flow.again:
-            return flow.weights[used].rpartition(".")[0]
-    return ""
-
-
 def _is_leaf(model: nn.Module, path: str) -> bool:
     try:
         return path != "" and not any(True for _ in model.get_submodule(path).children())
@@ -118,7 +108,7 @@ def _is_leaf(model: nn.Module, path: str) -> bool:
 
 
 def common(one: Sequence[Key], other: Sequence[Key]) -> list[Key]:
-    """Return the longest sequence of keys that occur in both, in the same order."""
+    """Return keys that occur in both sequences in the same order (difflib's matching blocks)."""
     matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
     return [
         key
@@ -187,7 +177,7 @@ class _SharedMemory:
             last_change.update(dict.fromkeys(changed, index))
         values: dict[int, list[tuple[int, int]]] = {memory: [] for memory in last_change}
         for index, node in [*((-1, node) for node in flow.inputs), *enumerate(flow.order)]:
-            memory = flow.alike[node]
+            memory = flow.memory_of[node]
             if memory in values and node in flow.last_use:
                 values[memory].append((index, flow.last_use[node]))
         return cls(
@@ -219,7 +209,9 @@ def _windows(flow: Flow, count: int, home: Mapping[str, int]) -> list[tuple[int,
     first, last = [len(flow.order)] * count, [-1] * count
     for index, node in enumerate(flow.order):
         for source in node.all_input_nodes:
-            layer = home.get(flow.weights.get(source, "")) if source not in flow.again else None
+            layer = (
+                home.get(flow.weights.get(source, "")) if source not in flow.recomputed else None
+            )
             if layer is not None:
                 first[layer], last[layer] = min(first[layer], index), max(last[layer], index)
     return [(max(last[:number], default=-1) + 1, min(first[number:])) for number in range(count)]

@@ -37,11 +37,11 @@ class Flow:
         outputs: what the model returns, in order: nodes, or None.
         weights: by get_attr node, the name of the parameter or buffer.
         constants: by get_attr node, its other values: a tensor, or a graph of its own.
-        again: values that every rank recomputes from the inputs: they depend on inputs and
+        recomputed: values that every rank recomputes from the inputs: they depend on inputs and
             constants alone, are not changed, and are cheap to compute.
         last_use: index in `order` of the last op that uses a value; `len(order)` for outputs.
         size: bytes of a value for the example.
-        alike: a number for each value, equal for those that share memory.
+        memory_of: a number for each value, equal for those that share memory.
         changes: by index in `order`, the numbers of the memory that the op changes.
         crossing: by index in `order`, the cost of a cut before that op: the bytes of the values
             that cross, plus one for each value, so that of equal cuts one with fewer values wins.
@@ -52,10 +52,10 @@ class Flow:
     outputs: tuple[fx.Node | None, ...]
     weights: Mapping[fx.Node, str]
     constants: Mapping[fx.Node, Any]
-    again: frozenset[fx.Node]
+    recomputed: frozenset[fx.Node]
     last_use: Mapping[fx.Node, int]
     size: Mapping[fx.Node, int]
-    alike: Mapping[fx.Node, int]
+    memory_of: Mapping[fx.Node, int]
     changes: Mapping[int, frozenset[int]]
     crossing: tuple[int, ...]
 
@@ -63,7 +63,7 @@ class Flow:
         """Yield the values that cross a cut before op `cut`, without those recomputed."""
         values = [*self.order[:cut], *(self.inputs if cut > 0 else ())]
         for node in values:
-            if self.last_use.get(node, -1) >= cut and node not in self.again:
+            if self.last_use.get(node, -1) >= cut and node not in self.recomputed:
                 yield node
 
 
@@ -111,16 +111,16 @@ def flow_of(capture: Capture, names: Mapping[str, str], steady: Collection[str])
     changes = _changes(order, memory_of)
     _check_changes(changes, constants, memory_of)
     steady_nodes = [*constants, *(node for node in weights if weights[node] in steady)]
-    again = _recomputed(order, [*inputs, *steady_nodes], _changed_memory(changes), memory_of)
+    recomputed = _recomputed(order, [*inputs, *steady_nodes], _changed_memory(changes), memory_of)
     size = {node: bytes_at_example(node) for node in (*inputs, *order)}
-    sent = {node: last for node, last in last_use.items() if node not in again}
+    sent = {node: last for node, last in last_use.items() if node not in recomputed}
     return Flow(
         order,
         inputs,
         outputs,
         weights,
         constants,
-        frozenset(again),
+        frozenset(recomputed),
         last_use,
         size,
         memory_of,

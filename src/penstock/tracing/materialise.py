@@ -36,15 +36,8 @@ def materialise(
     modules = [traced.modules[index] for index in indices]
     if not any(map(_has_meta, modules)):
         return [module.to(device) for module in modules]
-    # One copy of all modules together preserves sharing. Tensors with memory, and layers that
-    # consist of these, are not copied.
-    memo: dict[int, object] = {}
-    for module in modules:
-        tensors = list(_tensors(module))
-        memo.update((id(tensor), tensor) for tensor in tensors if not tensor.is_meta)
-        if tensors and not _has_meta(module):
-            memo[id(module)] = module
-    modules = list(copy.deepcopy(nn.ModuleList(modules), memo))
+    # One copy of all modules together preserves sharing.
+    modules = list(copy.deepcopy(nn.ModuleList(modules), _uncopied(modules)))
     allocated: dict[int, Tensor] = {}
     with drawing(device), torch.no_grad():
         for index, module in zip(indices, modules, strict=True):
@@ -55,6 +48,20 @@ def materialise(
             for name, submodule in _children_first(module, traced.layers[index].name):
                 _initialise(submodule, name, device, allocated)
     return [module.to(device) for module in modules]
+
+
+def _uncopied(modules: Sequence[nn.Module]) -> dict[int, object]:
+    """Return a memo for `copy.deepcopy` by which objects with memory are not copied.
+
+    They are tensors, and layers whose tensors all have memory.
+    """
+    memo: dict[int, object] = {}
+    for module in modules:
+        tensors = list(_tensors(module))
+        memo.update((id(tensor), tensor) for tensor in tensors if not tensor.is_meta)
+        if tensors and not _has_meta(module):
+            memo[id(module)] = module
+    return memo
 
 
 def _has_meta(module: nn.Module) -> bool:

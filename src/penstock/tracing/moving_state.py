@@ -53,7 +53,7 @@ class Observation:
 def observe(
     state: ModuleState,
     run: Callable[[], Any],
-    again: Callable[[], Any] | None,
+    rerun: Callable[[], Any] | None,
     *,
     follow: bool = True,
 ) -> Observation:
@@ -62,7 +62,7 @@ def observe(
     Args:
         state: state of the modules that run.
         run: the forward.
-        again: the same forward on the same inputs with the same random numbers, to test Python
+        rerun: the same forward on the same inputs with the same random numbers, to test Python
             state. It is called only if such state has changed, without gradients and on copies of
             the buffers. None if the forward cannot be repeated.
         follow: follow the data flow from op to op, which is not possible in compiled code.
@@ -87,10 +87,10 @@ def observe(
             suspects.append(name)
         elif name not in harmless:
             unread.append(name)
-    if unread and _may_read_backwards(state, output, again):
+    if unread and _may_read_backwards(state, output, rerun):
         suspects += unread
     findings += [f"buffer {name} is changed by a forward and read by the next" for name in suspects]
-    findings += _moving_values(state, values, again)
+    findings += _moving_values(state, values, rerun)
     findings += _sparse_tables(state, flow)
     return Observation(output, tuple(findings), frozenset(changed))
 
@@ -154,34 +154,34 @@ def _is_unfollowed(
     return state.buffers().get(name) is before.get(name) and name not in flow.written
 
 
-def _may_read_backwards(state: ModuleState, output: Any, again: Callable[[], Any] | None) -> bool:
+def _may_read_backwards(state: ModuleState, output: Any, rerun: Callable[[], Any] | None) -> bool:
     """Return whether the backward runs the user's code, which may read any state."""
     if not torch.is_grad_enabled():  # no graph: this forward will run again before its backward
-        if again is None:
+        if rerun is None:
             return True
         snapshots = state.keep()
         with _on_copies(state), torch.enable_grad():
-            output = again()
+            output = rerun()
         state.put_back(snapshots)
     return has_custom_function(output)
 
 
 def _moving_values(
-    state: ModuleState, before: Mapping[str, Content], again: Callable[[], Any] | None
+    state: ModuleState, before: Mapping[str, Content], rerun: Callable[[], Any] | None
 ) -> list[str]:
     """Return descriptions of the Python variables that a second forward changes again."""
     values = state.values()
     moving = differing(before, values)
     if not moving:
         return []
-    if again is not None:
+    if rerun is not None:
         snapshots = state.keep()
         with _on_copies(state), torch.no_grad():
-            output = again()
+            output = rerun()
             second_values = state.values()
             moving = differing(values, second_values)
             recorded = [name for name in moving if _is_container(second_values.get(name))]
-            if recorded and content(output) == content(again()):
+            if recorded and content(output) == content(rerun()):
                 moving = [name for name in moving if name not in recorded]
         state.put_back(snapshots)
     return [f"{name} is changed by every forward" for name in moving]

@@ -24,7 +24,7 @@ class Segment:
         arriving: values of earlier layers that it uses.
         forwarded: names of values of earlier layers that later layers use.
         leaving: its own values that later layers use.
-        again: values that it uses and that are recomputed from the inputs.
+        recomputed: values that it uses and that are recomputed from the inputs.
         weights: parameters and buffers that it uses, without recomputed ones.
     """
 
@@ -33,7 +33,7 @@ class Segment:
     arriving: tuple[fx.Node, ...]
     forwarded: tuple[str, ...]
     leaving: tuple[fx.Node, ...]
-    again: tuple[fx.Node, ...]
+    recomputed: tuple[fx.Node, ...]
     weights: tuple[fx.Node, ...]
 
     @classmethod
@@ -45,11 +45,11 @@ class Segment:
         # like a value that it has computed.
         inputs: list[fx.Node] = []
         if ops.start == 0:
-            inputs = [node for node in flow.inputs if node not in flow.again]
+            inputs = [node for node in flow.inputs if node not in flow.recomputed]
         used = _used(flow, nodes, is_last=is_last)
         weights, recomputed = [], []
         for node in used:
-            if node in flow.again:
+            if node in flow.recomputed:
                 recomputed.append(node)
             elif node in flow.weights:
                 weights.append(node)
@@ -89,18 +89,18 @@ class Segment:
     def run(self) -> Callable[..., tuple[Any, ...]]:
         """The function that runs the ops.
 
-        It takes the device, and then the values of `weights`, `arriving` and `again`. It returns
-        the values of `leaving`; for the last segment, the outputs.
+        It takes the device, and then the values of `weights`, `arriving` and `recomputed`. It
+        returns the values of `leaving`; for the last segment, the outputs.
         """
         returned = list(self.leaving)
         if self.is_last:
             returned = [node for node in self.flow.outputs if node is not None]
         nodes = _own_nodes(self.flow, self.ops)
-        return function_of(nodes, [*self.weights, *self.arriving, *self.again], returned)
+        return function_of(nodes, [*self.weights, *self.arriving, *self.recomputed], returned)
 
 
 def _own_nodes(flow: Flow, ops: range) -> list[fx.Node]:
-    return [flow.order[index] for index in ops if flow.order[index] not in flow.again]
+    return [flow.order[index] for index in ops if flow.order[index] not in flow.recomputed]
 
 
 def _used(flow: Flow, nodes: Sequence[fx.Node], *, is_last: bool) -> list[fx.Node]:
@@ -113,7 +113,7 @@ def _used(flow: Flow, nodes: Sequence[fx.Node], *, is_last: bool) -> list[fx.Nod
     return list(used)
 
 
-def remade(
+def recomputation(
     flow: Flow, targets: Sequence[fx.Node]
 ) -> tuple[Callable[..., tuple[Any, ...]], list[fx.Node]]:
     """Return a function that recomputes values from inputs, constants and steady buffers.

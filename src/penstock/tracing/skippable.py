@@ -16,7 +16,7 @@ The layers between them are not involved.
 
 In a plain `nn.Sequential` a stashed tensor is stored, per thread, until it is popped. In `ps.Pipe`
 it is sent directly to the device that pops it. In a chain it travels with the activations from
-layer to layer: see `carrying`.
+layer to layer: see `with_skip_carriers`.
 
 The interface is that of torchgpipe (Kim et al. 2020, torchgpipe, section 3.2), which FairScale has
 too. Names of parameters are the user's own here; state_dicts of these libraries, whose names
@@ -364,7 +364,7 @@ class _SkipCarrier(nn.Module):
         return (output, tuple(waiting[skip] for skip in self.leaving)) if self.leaving else output
 
 
-def carrying(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+def with_skip_carriers(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """Return the layers of a chain, changed so that skips travel with the activations.
 
     Layers that no skip begins at, ends at or passes are returned unchanged. The others are wrapped,

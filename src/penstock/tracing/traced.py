@@ -19,7 +19,7 @@ INPUTS = "inputs."
 
 
 @final
-class Given(Whole):
+class StageInputs(Whole):
     """The inputs of a micro-batch on a stage, and the values recomputed from them.
 
     Args:
@@ -40,12 +40,12 @@ class Given(Whole):
         """Return the graph for these inputs."""
         return self._of(training)[0]
 
-    def again(self, training: bool, nodes: Sequence[fx.Node]) -> list[Any]:
+    def recompute(self, training: bool, nodes: Sequence[fx.Node]) -> list[Any]:
         """Return values that depend on the inputs alone; each is computed once."""
         variant, values = self._of(training)
         missing = tuple(node for node in nodes if node not in values)
         if missing:
-            function, sources = variant.remaker(missing)
+            function, sources = variant.recomputation_function(missing)
             arguments = [
                 values[node] if node in values else variant.held(node, self.device)
                 for node in sources
@@ -157,14 +157,14 @@ class TracedLayer(nn.Module):
         if type(value) is dict and INPUTS in value:
             inputs = value[INPUTS]
         else:
-            inputs = Given(self._variants, value, self._device())
+            inputs = StageInputs(self._variants, value, self._device())
         variant = inputs.variant(self.training)
         segment = variant.segments[self._index]
         outputs = segment.run(
             inputs.device,
             *[self.weight(variant.flow.weights[node]) for node in segment.weights],
             *[value[node.name] for node in segment.arriving],
-            *inputs.again(self.training, segment.again),
+            *inputs.recompute(self.training, segment.recomputed),
         )
         if segment.is_last:
             return variant.output(outputs)
@@ -199,7 +199,7 @@ class Entry(nn.Module):
         device = next(
             (tensor.device for tensor in crossed.values() if isinstance(tensor, Tensor)), None
         )
-        return {**crossed, INPUTS: Given(self._variants, inputs, device)}
+        return {**crossed, INPUTS: StageInputs(self._variants, inputs, device)}
 
 
 def leave(output: Any) -> Any:

@@ -18,7 +18,7 @@ from penstock.tracing.cuts import Key, layer_keys, segments_of
 from penstock.tracing.flow import Flow, changed_tensors, clean, flow_of
 from penstock.tracing.initialise import initial_values
 from penstock.tracing.quiet import announced
-from penstock.tracing.segments import Segment, remade
+from penstock.tracing.segments import Segment, recomputation
 from penstock.tracing.skeleton import skeleton_of
 from penstock.tracing.watch import Change, Watch
 
@@ -40,9 +40,9 @@ class Variant:
     flow: Flow
     segments: tuple[Segment, ...]
     steady: Callable[[str], Tensor]
-    _remakers: dict[tuple[fx.Node, ...], tuple[Callable[..., tuple[Any, ...]], list[fx.Node]]] = (
-        field(default_factory=dict)
-    )
+    _recomputations: dict[
+        tuple[fx.Node, ...], tuple[Callable[..., tuple[Any, ...]], list[fx.Node]]
+    ] = field(default_factory=dict)
     _copies: dict[tuple[fx.Node, torch.device], tuple[int, Any]] = field(default_factory=dict)
 
     @cached_property
@@ -50,14 +50,16 @@ class Variant:
         """The function from the computed outputs to the model's own output."""
         return self.captured.outputs.value
 
-    def remaker(
+    def recomputation_function(
         self, targets: tuple[fx.Node, ...]
     ) -> tuple[Callable[..., tuple[Any, ...]], list[fx.Node]]:
-        """Return the function that recomputes some values, see `remade`; created once."""
-        remaker = self._remakers.get(targets)
-        if remaker is None:
-            remaker = self._remakers[targets] = remade(self.flow, targets)
-        return remaker
+        """Return the function that recomputes some values, see `recomputation`; created once."""
+        recomputation_function = self._recomputations.get(targets)
+        if recomputation_function is None:
+            recomputation_function = self._recomputations[targets] = recomputation(
+                self.flow, targets
+            )
+        return recomputation_function
 
     def held(self, node: fx.Node, device: torch.device) -> Any:
         """Return a constant, or a buffer that no graph changes, on a device.

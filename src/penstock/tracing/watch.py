@@ -117,10 +117,10 @@ class Watch:
         self._hooks: list[tuple[Any, list[Any], str, str]] = []
         self._empty: list[Any] = []
         for path, part in self._parts:
-            self._add_structure(path, part)
+            self._watch_structure(path, part)
         self._hooks += [(hooks, list(hooks), "", "") for hooks in _global_hooks()]
 
-    def _add_structure(self, path: str, part: nn.Module) -> None:
+    def _watch_structure(self, path: str, part: nn.Module) -> None:
         for where in _MEMBER_DICTS:
             members = vars(part)[where]
             if members:
