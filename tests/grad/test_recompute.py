@@ -234,9 +234,8 @@ def test_a_step_leaves_what_it_leaves_when_nothing_runs_again(data, kinds, split
 
     try:
         expected = step(plain, straight, split, wants_grad)
-    except (
-        RuntimeError
-    ) as error:  # a layer changes in place what the one before has saved: no model of anybody's
+    except RuntimeError as error:
+        # A layer changes in place what the one before has saved, which no working model does.
         assume("modified by an inplace operation" not in str(error))
         raise
     same(expected, step(again, lambda value: recomputing.run(value, seeded), split, wants_grad))
@@ -342,8 +341,8 @@ class Exp(nn.Module):
         # The last result belongs to the caller. The whole segment comes back, its first forward's
         # last result is still there.
         (set(range(8)), set(), 1, 9),
-        # Inputs of three segments; then each comes back alone, and lets go of an input that nobody
-        # saves.
+        # Inputs of three segments; then each is restored alone, and releases an input that is not
+        # saved.
         (set(range(8)), {2, 4, 6}, 4, 5),
         # Two segments of three between two that are kept: their inputs are kept anyway, or given.
         ({1, 2, 3, 5, 6, 7}, set(), 3, 6),

@@ -174,8 +174,7 @@ def test_streams_do_what_the_published_rule_says(lab, batches, length, distance,
         assert lab.close(losses[c], plain[c].losses)
         assert lab.close(lab.values_of(modules[c]), plain[c].newest)
         assert lab.close(lab.values_of(modules[c]), lab.values_of(modules[0]))
-    # Whatever one hands on, all take in: a message that nobody waits for would be found by the next
-    # stream.
+    # Every message is received: one that is left would be received by the next stream.
     assert len({tuple(end.log) for end in ends}) == 1
     assert all(row.empty() for end in ends for row in end.queues[end.mine])
 
