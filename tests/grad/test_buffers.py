@@ -1,4 +1,4 @@
-"""Buffers between a forward and its recomputation."""
+"""Buffers during recomputation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.grad.buffers import Buffers
 
 
 def module_with(**tensors):
-    """A module with these buffers."""
+    """Return a module with these buffers."""
     module = nn.Module()
     for name, tensor in tensors.items():
         module.register_buffer(name, tensor)
@@ -19,48 +19,46 @@ def module_with(**tensors):
 
 
 def test_copies_stand_in_the_buffers_places_and_the_buffers_come_back():
-    """What happens to the copies is nobody's business afterwards; the buffers are the same objects
-    as before.
-    """
+    """Changes of the copies have no effect afterwards; the buffers are the same objects as before."""
     module = module_with(mean=torch.zeros(2), none=None)
     held = Buffers([module])
-    own = module.mean
-    seen = held.contents()
+    buffer = module.mean
+    contents = held.contents()
     module.mean.add_(1)  # as the forward does whose contents were taken
-    with held.as_they_were(seen):
+    with held.as_they_were(contents):
         assert module.mean.tolist() == [0, 0]
         module.mean.add_(5)
         module.mean = module.mean * 2
-    assert module.mean is own
-    assert own.tolist() == [1, 1]
+    assert module.mean is buffer
+    assert buffer.tolist() == [1, 1]
 
 
 def test_the_buffers_come_back_after_a_forward_that_failed():
-    """The error is told; the model must not be left with copies."""
+    """The error is raised, and the model is not left with copies."""
     module = module_with(mean=torch.zeros(2))
     held = Buffers([module])
-    own = module.mean
-    seen = held.contents()
-    with pytest.raises(ValueError, match="planted"), held.as_they_were(seen):
+    buffer = module.mean
+    contents = held.contents()
+    with pytest.raises(ValueError, match="planted"), held.as_they_were(contents):
         raise ValueError("planted")
-    assert module.mean is own
+    assert module.mean is buffer
 
 
 def test_a_buffer_that_is_replaced_by_a_new_tensor_each_time_comes_back_too():
     """`self.mean = 0.9 * self.mean + ...` is as common as working in place."""
     module = module_with(mean=torch.zeros(2))
     held = Buffers([module])
-    seen = held.contents()
+    contents = held.contents()
     module.mean = module.mean + 1
     newest = module.mean
-    with held.as_they_were(seen):
+    with held.as_they_were(contents):
         assert module.mean.tolist() == [0, 0]
         module.mean = module.mean + 1
     assert module.mean is newest
 
 
 def test_a_buffer_that_two_modules_share_is_one_copy():
-    """What one of them writes, the other reads, in the second forward as in the first."""
+    """In both forwards, one module reads what the other writes."""
     shared = torch.zeros(2)
     first, second = module_with(a=shared), module_with(b=shared)
     held = Buffers([first, second])
@@ -71,8 +69,8 @@ def test_a_buffer_that_two_modules_share_is_one_copy():
 
 
 def test_large_buffers_are_copied_only_while_they_change(monkeypatch):
-    """A mask of a thousand tokens squared in every micro-batch in flight would cost what
-    recomputation is to save.
+    """Copying a mask of squared sequence length for every micro-batch would cost the memory that
+    recomputation saves.
     """
     monkeypatch.setattr(buffers, "_LARGE_BYTES", 100)
     module = module_with(mask=torch.zeros(100), queue=torch.zeros(100), small=torch.zeros(2))

@@ -1,6 +1,4 @@
-"""What waits in host memory. There is no GPU here: the CPU stands for a device with a memory of its
-own.
-"""
+"""Activation offload. There is no GPU here: the CPU stands for a device with memory of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from penstock.grad.offload import offloading
 
 
 def model():
-    """Layers that save much."""
+    """Return layers that save large activations."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(64, 512),
@@ -27,12 +25,12 @@ def model():
 
 
 def weights_of(net):
-    """Where their memory begins."""
+    """Return the start addresses of the weights' memory."""
     return frozenset(parameter.untyped_storage().data_ptr() for parameter in net.parameters())
 
 
 def gradients(net, x, context):
-    """Of all parameters and the input."""
+    """Return the gradients of all parameters and the input."""
     net.zero_grad()
     leaf = x.clone().requires_grad_(True)
     with context:
@@ -42,55 +40,55 @@ def gradients(net, x, context):
 
 
 def test_gradients_are_the_same_to_the_bit():
-    """A copy there and a copy back."""
+    """Copies preserve values."""
     net, x = model(), torch.randn(128, 64)
     expected = gradients(net, x, torch.enable_grad())
-    found = gradients(net, x, offloading(weights_of(net), lambda tensor: True))
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    offloaded = gradients(net, x, offloading(weights_of(net), lambda tensor: True))
+    assert all(torch.equal(one, other) for one, other in zip(offloaded, expected, strict=True))
 
 
 def test_what_layers_made_is_let_go_and_weights_are_not_copied():
-    """The device's memory is what it is about."""
+    """Offloading must free the device's memory."""
     net, x = model(), torch.randn(128, 64)
-    made = []
+    activations = []
     for layer in net:
-        layer.register_forward_hook(lambda _m, _i, out: made.append(weakref.ref(out)))
+        layer.register_forward_hook(lambda _m, _i, out: activations.append(weakref.ref(out)))
     copied = []
     with offloading(
         weights_of(net), lambda tensor: copied.append(tensor.untyped_storage().data_ptr()) or True
     ):
         out = net(x)
-    assert [ref() is None for ref in made] == [True] * 5 + [False]
+    assert [ref() is None for ref in activations] == [True] * 5 + [False]
     assert weights_of(net) & set(copied), "they were asked for"
     del out
 
 
 def test_on_the_cpu_nothing_moves():
-    """It has no memory of its own."""
+    """The CPU has no memory of its own."""
     net, x = model(), torch.randn(128, 64)
     with offloading(weights_of(net)):
         out = net(x)
     saved = out.grad_fn.next_functions[1][0]
-    assert not isinstance(saved, offload._Away)
+    assert not isinstance(saved, offload._Offloaded)
 
 
 def test_a_tensor_that_is_saved_twice_goes_once_unless_it_has_changed_in_between():
-    """Its address and its version say which it is."""
+    """A tensor is identified by address and version."""
     x = torch.randn(200, 200, requires_grad=True)
-    made = []
-    original = offload._Away.__init__
+    copies = []
+    original = offload._Offloaded.__init__
 
     def counting(self, tensor):
-        made.append(tensor)
+        copies.append(tensor)
         original(self, tensor)
 
-    offload._Away.__init__ = counting
+    offload._Offloaded.__init__ = counting
     try:
         with offloading(frozenset(), lambda tensor: True):
             a = x * 2
             loss = (a * a).sum() + (a * 3 * a).sum()
         loss.backward()
     finally:
-        offload._Away.__init__ = original
-    assert len(made) == 2
+        offload._Offloaded.__init__ = original
+    assert len(copies) == 2
     torch.testing.assert_close(x.grad, 4 * 2 * x.detach() * 4)

@@ -1,4 +1,4 @@
-"""Layers that run again for their backward give what they give without, to the bit, and keep less."""
+"""Recomputed layers give the same results as others, to the bit, and keep less memory."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ SHAPE = (6, 4, 5, 5)
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's place and module."""
+    """A layer's index and module."""
 
     index: int
     module: nn.Module
 
 
 class Split(nn.Module):
-    """Makes a dict of a tensor, with a number beside it, and one tensor twice."""
+    """Returns a dict with a tensor, a number, and one tensor twice."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         return {"both": (x * 2, x.sin()), "count": 3, "again": [x, x]}
 
 
 class Join(nn.Module):
-    """Makes a tensor of that dict."""
+    """Returns one tensor from that dict."""
 
     def forward(self, value: dict[str, Any]) -> Tensor:
         (a, b), (c, d) = value["both"], value["again"]
@@ -50,7 +50,7 @@ class Join(nn.Module):
 
 
 class Add(nn.Module):
-    """Changes what it is given in place."""
+    """Changes its input in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ class Add(nn.Module):
 
 
 class Counted(nn.Module):
-    """Its result depends on how often it has run, which a buffer counts, and it replaces another of
-    its buffers each time.
+    """Its output depends on a buffer that counts its forwards; another of its buffers is replaced
+    in each.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Counted(nn.Module):
 
 
 class Square(torch.autograd.Function):
-    """One of a user's own, which saves its input and its output."""
+    """A user's autograd.Function that saves its input and its output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -94,14 +94,14 @@ class Square(torch.autograd.Function):
 
 
 class Own(nn.Module):
-    """Runs a function with a backward of its own."""
+    """Runs an autograd.Function."""
 
     def forward(self, x: Tensor) -> Tensor:
         return Square.apply(x.tanh())
 
 
 class Checkpointed(nn.Module):
-    """Recomputes by itself, inside."""
+    """Uses torch's checkpoint inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Checkpointed(nn.Module):
 
 
 def frozen() -> nn.Module:
-    """Its weight is not trained."""
+    """Return a layer whose weight is not trained."""
     conv = nn.Conv2d(4, 4, 3, padding=1)
     conv.weight.requires_grad_(False)
     return conv
@@ -134,26 +134,26 @@ KINDS: dict[str, Callable[[], list[nn.Module]]] = {
 
 
 def layers_of(kinds: list[str]) -> list[Layer]:
-    """The chain of these, in float64, numbered from 10."""
+    """Return layers of these kinds in float64, numbered from 10."""
     torch.manual_seed(0)
     modules = [module.double() for kind in kinds for module in KINDS[kind]()]
     return [Layer(10 + index, module) for index, module in enumerate(modules)]
 
 
 def unseeded(layer: Layer, value: Any) -> Any:
-    """The layer alone."""
+    """Run a layer."""
     return layer.module(value)
 
 
 def seeded(layer: Layer, value: Any) -> Any:
-    """As a stage calls layers: the same random numbers each time."""
+    """Run a layer with the same random numbers each time, as a stage does."""
     torch.manual_seed(layer.index)
     return layer.module(value)
 
 
 @dataclass
 class Result:
-    """What one step of several micro-batches leaves."""
+    """Everything that one step of several micro-batches computes."""
 
     outputs: list[Tensor] = field(default_factory=list)
     inputs: list[Tensor | None] = field(default_factory=list)
@@ -164,16 +164,16 @@ class Result:
 def step(
     layers: list[Layer], forward: Callable[[Tensor], Tensor], split: bool, wants_grad: bool = True
 ) -> Result:
-    """Three forwards, and then their backwards, in the order of GPipe."""
-    found, under_way = Result(), []
+    """Run three forwards and then their backwards, in the order of GPipe."""
+    result, running = Result(), []
     for number in range(3):
         x = torch.randn(
             SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(number)
         ).requires_grad_(wants_grad)
         out = forward(x * 1.0 if wants_grad else x.clone())  # a leaf must not be changed in place
-        found.outputs.append(out.detach().clone())
-        under_way.append((x, out))
-    for x, out in under_way:
+        result.outputs.append(out.detach().clone())
+        running.append((x, out))
+    for x, out in running:
         if not out.requires_grad:
             continue
         grad = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
@@ -181,24 +181,24 @@ def step(
         if split:
             grads, pending = input_grad([out], [grad], leaves)
             weight_grad(pending)
-            found.inputs += grads
+            result.inputs += grads
         else:
             torch.autograd.backward([out], [grad])
-            found.inputs += [leaf.grad for leaf in leaves]
+            result.inputs += [leaf.grad for leaf in leaves]
     for layer in layers:
-        found.grads |= {
+        result.grads |= {
             f"{layer.index}.{name}": p.grad
             for name, p in layer.module.named_parameters()
             if p.grad is not None
         }
-        found.buffers |= {
+        result.buffers |= {
             f"{layer.index}.{name}": b.clone() for name, b in layer.module.named_buffers()
         }
-    return found
+    return result
 
 
 def same(a: Result, b: Result) -> None:
-    """To the bit."""
+    """Check equality to the bit."""
     assert a.grads.keys() == b.grads.keys()
     pairs = [*zip(a.outputs, b.outputs, strict=True), *zip(a.inputs, b.inputs, strict=True)]
     pairs += [(a.grads[name], b.grads[name]) for name in a.grads] + [
@@ -217,15 +217,15 @@ def same(a: Result, b: Result) -> None:
     st.booleans(),
 )
 def test_a_step_leaves_what_it_leaves_when_nothing_runs_again(data, kinds, split, wants_grad):
-    """Outputs, gradients of inputs and weights, and buffers: for all layers, any of them, whole
-    backwards and those in two parts.
+    """Outputs, gradients of inputs and weights, and buffers; with all or some layers recomputed;
+    full and split backwards.
     """
     plain = layers_of(kinds)
     again = copy.deepcopy(plain)
     indices = [layer.index for layer in plain]
     recomputed = data.draw(st.sets(st.sampled_from(indices)))
     starts = data.draw(st.sets(st.sampled_from(sorted(recomputed)))) if recomputed else set()
-    made = Recomputing(again, recomputed, starts)
+    recomputing = Recomputing(again, recomputed, starts)
 
     def straight(value: Any) -> Any:
         for layer in plain:
@@ -234,18 +234,17 @@ def test_a_step_leaves_what_it_leaves_when_nothing_runs_again(data, kinds, split
 
     try:
         expected = step(plain, straight, split, wants_grad)
-    except (
-        RuntimeError
-    ) as error:  # a layer changes in place what the one before has saved: no model of anybody's
+    except RuntimeError as error:
+        # A layer changes in place what the one before has saved, which no working model does.
         assume("modified by an inplace operation" not in str(error))
         raise
-    same(expected, step(again, lambda value: made.run(value, seeded), split, wants_grad))
+    same(expected, step(again, lambda value: recomputing.run(value, seeded), split, wants_grad))
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "in two parts"])
 def test_a_segment_runs_again_once_whatever_the_backward(split):
-    """A backward in two parts walks over the graph several times; torch's checkpoint would run
-    again each time.
+    """A split backward traverses the graph several times; torch's checkpoint would run again each
+    time.
     """
     layers = layers_of(["conv", "norm", "tanh", "conv", "tanh", "conv"])
     calls: list[int] = []
@@ -266,31 +265,31 @@ def test_a_segment_runs_again_once_whatever_the_backward(split):
 
 
 def kept_bytes(layers: list[Layer], recomputed: set[int], starts: set[int] = frozenset()) -> int:
-    """What stays in memory between a forward and its backward, besides weights."""
-    seen: dict[int, int] = {}
-    own = {
+    """Return the bytes in memory between a forward and its backward, without weights."""
+    bytes_of: dict[int, int] = {}
+    weight_memory = {
         tensor.untyped_storage().data_ptr()
         for layer in layers
         for tensor in layer.module.parameters()
     }
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        if tensor.untyped_storage().data_ptr() not in weight_memory:
+            bytes_of[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
-    made = Recomputing(layers, recomputed, starts)
-    made.run(x, seeded)  # now it is known that they change nothing in place
+    recomputing = Recomputing(layers, recomputed, starts)
+    recomputing.run(x, seeded)  # now it is known that they change nothing in place
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = made.run(x, seeded)
+        out = recomputing.run(x, seeded)
     assert out.requires_grad
-    return sum(seen.values())
+    return sum(bytes_of.values())
 
 
 def test_a_segment_keeps_its_input_and_no_more():
-    """Hooks around the whole, such as those that count or hand activations away, find what is kept
-    and nothing else.
+    """Saved-tensor hooks around the layers, such as those that count or offload activations, see
+    all that is kept.
     """
     layers = layers_of(["tanh", "tanh", "tanh", "tanh"])
     size = 8 * torch.Size(SHAPE).numel()
@@ -303,20 +302,20 @@ def test_a_segment_keeps_its_input_and_no_more():
 
 
 class Watched(torch.autograd.Function):
-    """exp, which saves its result, in memory whose end can be seen."""
+    """exp, which saves its output in memory whose lifetime is observed."""
 
-    made: ClassVar[list[weakref.ref[Any]]] = []
-    most: ClassVar[int] = 0
+    activations: ClassVar[list[weakref.ref[Any]]] = []
+    peak: ClassVar[int] = 0
 
     @classmethod
     def live(cls) -> int:
-        """How many results are there."""
-        return sum(ref() is not None for ref in cls.made)
+        """Return how many outputs are alive."""
+        return sum(ref() is not None for ref in cls.activations)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         array = np.exp(x.numpy())
-        Watched.made.append(weakref.ref(array))
+        Watched.activations.append(weakref.ref(array))
         y = torch.from_numpy(array)
         ctx.save_for_backward(y)
         return y
@@ -324,60 +323,62 @@ class Watched(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
-        Watched.most = max(Watched.most, Watched.live())
+        Watched.peak = max(Watched.peak, Watched.live())
         return grad * y
 
 
 class Exp(nn.Module):
-    """That as a layer."""
+    """`Watched` as a layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         return Watched.apply(x / 8)
 
 
 @pytest.mark.parametrize(
-    ("recomputed", "starts", "kept", "most"),
+    ("recomputed", "starts", "expected_alive", "expected_peak"),
     [
         (set(), set(), 8, 8),
         # The last result belongs to the caller. The whole segment comes back, its first forward's
         # last result is still there.
         (set(range(8)), set(), 1, 9),
-        # Inputs of three segments; then each comes back alone, and lets go of an input that nobody
-        # saves.
+        # Inputs of three segments; then each is restored alone, and releases an input that is not
+        # saved.
         (set(range(8)), {2, 4, 6}, 4, 5),
         # Two segments of three between two that are kept: their inputs are kept anyway, or given.
         ({1, 2, 3, 5, 6, 7}, set(), 3, 6),
     ],
 )
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "in two parts"])
-def test_what_came_back_goes_with_its_segment(monkeypatch, recomputed, starts, kept, most, split):
-    """The peak is what is kept and the largest segment, not all; of a backward in two parts all,
-    which its second part needs.
+def test_what_came_back_goes_with_its_segment(
+    monkeypatch, recomputed, starts, expected_alive, expected_peak, split
+):
+    """The peak is the kept memory and the largest segment. A split backward needs all segments
+    until its weight part.
     """
-    monkeypatch.setattr(Watched, "made", [])
-    monkeypatch.setattr(Watched, "most", 0)
+    monkeypatch.setattr(Watched, "activations", [])
+    monkeypatch.setattr(Watched, "peak", 0)
     layers = [Layer(index, Exp()) for index in range(8)]
     x = torch.randn(10, dtype=torch.float64, requires_grad=True)
-    made = Recomputing(layers, recomputed, starts)
-    made.run(x, unseeded)
+    recomputing = Recomputing(layers, recomputed, starts)
+    recomputing.run(x, unseeded)
     assert Watched.live() == 0, "a forward without a backward leaves nothing"
     gc.disable()  # nor may a cycle keep anything until the collector comes
-    out = made.run(x, unseeded)
-    assert Watched.live() == kept
+    out = recomputing.run(x, unseeded)
+    assert Watched.live() == expected_alive
     if split:
         pending = input_grad([out], [torch.ones(10, dtype=torch.float64)], [x])[1]
         weight_grad(pending)
-        assert Watched.most >= most
+        assert Watched.peak >= expected_peak
     else:
         out.backward(torch.ones(10, dtype=torch.float64))
-        assert Watched.most == most
+        assert Watched.peak == expected_peak
     del out
     assert Watched.live() == 0
     gc.enable()
 
 
 def test_hooks_are_left_as_they_were_when_a_layer_fails():
-    """A failing layer's own error comes through, in the forward and in the backward."""
+    """A layer's own error is raised, in the forward and in the backward."""
     layers = layers_of(["tanh", "tanh"])
 
     def call(layer: Layer, value: Any) -> Any:
@@ -399,7 +400,7 @@ def test_hooks_are_left_as_they_were_when_a_layer_fails():
 
 
 def test_a_forward_that_is_not_the_same_twice_is_refused():
-    """Wrong numbers without a word would be worse."""
+    """Wrong gradients without an error would be worse."""
 
     class Growing(nn.Module):
         def __init__(self, how: str) -> None:
@@ -413,17 +414,17 @@ def test_a_forward_that_is_not_the_same_twice_is_refused():
             return x[: -self.runs[0]].tanh().sin()
 
     for how, message in (
-        ("fewer", "it made 1 of 2"),
-        ("shape", "it made one of shape .* for one of"),
+        ("fewer", "it computed 1 of 2"),
+        ("shape", "it computed one of shape .* for one of"),
     ):
         layers = [Layer(3, Growing(how)), Layer(4, nn.Identity())]
         out = run(layers, torch.randn(9, requires_grad=True), {3, 4}, unseeded)
-        with pytest.raises(RunError, match=f"layers 3 to 4: run again .*{message}"):
+        with pytest.raises(RunError, match=f"layers 3 to 4: recomputed .*{message}"):
             out.sum().backward()
 
 
 def test_what_is_changed_in_place_after_it_was_saved_is_refused_as_torch_does():
-    """Without recomputing torch refuses such a model; with it nobody else would notice."""
+    """torch rejects such a model without recomputation; with it there is no other check."""
 
     class Wrong(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -442,36 +443,38 @@ def test_what_is_changed_in_place_after_it_was_saved_is_refused_as_torch_does():
 
 
 def test_an_input_that_somebody_changes_later_is_refused():
-    """A layer behind changes what the segment was given, through another name: the second forward
-    would see it.
+    """A later layer changes the segment's input through an alias, which the second forward would
+    read.
     """
     layers = [Layer(0, nn.Tanh()), Layer(1, nn.Tanh())]
     x = torch.randn(3, requires_grad=True) * 1
-    made = Recomputing(layers, {0, 1})
-    made.run(x, unseeded)  # now it is known that they change nothing
-    out = made.run(x, unseeded)
+    recomputing = Recomputing(layers, {0, 1})
+    recomputing.run(x, unseeded)  # now it is known that they change nothing
+    out = recomputing.run(x, unseeded)
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
 
 def test_a_layer_that_walks_over_its_own_graph_is_refused():
-    """Its saved tensors are asked for before its forward is done."""
+    """Its saved tensors are needed before its forward is done."""
 
     class Penalty(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.autograd.grad(x.tanh().sum(), x, create_graph=True)[0]
 
-    with pytest.raises(RunError, match="layer 5: its forward walks back over its own graph"):
+    with pytest.raises(
+        RunError, match="layer 5: the forward runs a backward through its own graph"
+    ):
         run([Layer(5, Penalty())], torch.randn(3, requires_grad=True), {5}, unseeded)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["forward alone", "backward too"])
 def test_mixed_precision_is_the_forwards_own(inside):
-    """A backward runs outside of autocast, or in a region of another precision; the second forward
-    is as the first.
+    """A backward may run outside autocast or under another dtype; the second forward uses that of
+    the first.
     """
-    found = []
+    dtypes = []
     for recomputed in (set(), {0, 1, 2}):
         torch.manual_seed(0)
         layers = [Layer(0, nn.Linear(8, 8)), Layer(1, nn.Tanh()), Layer(2, nn.Linear(8, 8))]
@@ -481,12 +484,12 @@ def test_mixed_precision_is_the_forwards_own(inside):
         assert out.dtype is torch.bfloat16
         with torch.autocast("cpu", torch.float16) if inside else nullcontext():
             out.float().sum().backward()
-        found.append([x.grad, *(p.grad for layer in layers for p in layer.module.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        dtypes.append([x.grad, *(p.grad for layer in layers for p in layer.module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*dtypes, strict=True))
 
 
 def test_without_gradients_layers_run_once_and_keep_nothing():
-    """Evaluation is not to pay for it."""
+    """Evaluation has no overhead."""
     layers = layers_of(["conv", "tanh"])
     with torch.no_grad():
         out = run(layers, torch.randn(SHAPE, dtype=torch.float64), {10, 11}, seeded)
@@ -494,7 +497,7 @@ def test_without_gradients_layers_run_once_and_keep_nothing():
 
 
 def test_only_what_the_backward_asks_for_runs_again():
-    """An output that nobody uses, and the ops behind the last saved tensor."""
+    """Neither an unused output nor the ops after the last saved tensor are computed again."""
     calls = []
 
     class Ending(nn.Module):

@@ -1,6 +1,4 @@
-"""The backward in two parts gives what the whole backward gives, to the bit, and does little of it
-twice.
-"""
+"""A split backward gives the gradients of a full backward, to the bit, with little repeated work."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from penstock.zoo.catalogue import model, models
 
 
 class Pair(nn.Module):
-    """Two linear maps of width 4, for `forward`s that are written where they are used."""
+    """Two linear maps of width 4; the tests define their own forward."""
 
     def __init__(self):
         super().__init__()
@@ -35,18 +33,18 @@ class Pair(nn.Module):
 
 
 def random(*shape, seed=0):
-    """Numbers that depend on shape and seed alone."""
+    """Return numbers that depend on shape and seed alone."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def tensors(output):
-    """What a stage returns, as a list."""
+    """Return a stage's outputs as a list."""
     return list(output) if isinstance(output, (tuple, list)) else [output]
 
 
 @dataclass
 class Run:
-    """A module, its inputs as leaves, the roots of its graph, and their gradients."""
+    """A module, its inputs as leaves, the outputs, and their gradients."""
 
     module: nn.Module
     inputs: list[Tensor]
@@ -55,8 +53,8 @@ class Run:
 
     @classmethod
     def of(cls, module, forward, inputs, keep=None):
-        """A forward of a copy of `module`, so that nothing is shared between runs; `keep` says
-        which roots have a gradient.
+        """Run the forward of a copy of `module`, so that runs share nothing; `keep` selects the
+        outputs with a gradient.
         """
         module = copy.deepcopy(module)
         leaves = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
@@ -64,11 +62,11 @@ class Run:
         roots = [root for root in tensors(forward(module, *leaves)) if root.requires_grad]
         grads: list[Tensor | None] = [random(*root.shape, seed=i) for i, root in enumerate(roots)]
         if keep is not None:
-            grads = [grad if kept else None for grad, kept in zip(grads, keep, strict=True)]
+            grads = [grad if has_grad else None for grad, has_grad in zip(grads, keep, strict=True)]
         return cls(module, [leaf for leaf in leaves if leaf.requires_grad], roots, grads)
 
     def whole(self):
-        """The backward of autograd."""
+        """Run autograd's own backward."""
         live = [
             (root, grad)
             for root, grad in zip(self.roots, self.grads, strict=True)
@@ -79,19 +77,19 @@ class Run:
         return [leaf.grad for leaf in self.inputs]
 
     def split(self):
-        """The backward in two parts."""
-        found, pending = input_grad(self.roots, self.grads, self.inputs)
+        """Run the split backward."""
+        grads, pending = input_grad(self.roots, self.grads, self.inputs)
         assert all(leaf.grad is None for leaf in self.inputs)
         weight_grad(pending)
-        return found
+        return grads
 
     def weight_grads(self):
-        """Gradients of all parameters."""
+        """Return the gradients of all parameters."""
         return {name: parameter.grad for name, parameter in self.module.named_parameters()}
 
 
 def same(first, second):
-    """Whether two gradients are the same to the bit, or both missing."""
+    """Return whether two gradients are equal to the bit, or both missing."""
     if first is None or second is None:
         return first is second
     return (
@@ -102,17 +100,17 @@ def same(first, second):
 
 
 def assert_split_equals_whole(module, forward, inputs, keep=None):
-    """Gradients of inputs and weights, to the bit; returns the run in parts."""
+    """Check gradients of inputs and weights to the bit; return the split run."""
     whole, parts = Run.of(module, forward, inputs, keep), Run.of(module, forward, inputs, keep)
-    expected, found = whole.whole(), parts.split()
-    assert [i for i, pair in enumerate(zip(expected, found, strict=True)) if not same(*pair)] == []
+    expected, grads = whole.whole(), parts.split()
+    assert [i for i, pair in enumerate(zip(expected, grads, strict=True)) if not same(*pair)] == []
     ours, theirs = parts.weight_grads(), whole.weight_grads()
     assert [name for name in theirs if not same(ours[name], theirs[name])] == []
     return parts
 
 
 def call(module, *inputs):
-    """The module itself."""
+    """Call the module."""
     return module(*inputs)
 
 
@@ -129,10 +127,10 @@ OTHERS = {"gnmt", "gnmt16", "unet"}
 
 @functools.cache
 def layers_of_the_zoo():
-    """Every layer of every small model that differs from all others in what it prints, with a name
-    and its own real input.
+    """Return every layer of the small models that differs from the others in its repr, with a name
+    and a real input.
     """
-    found = {}
+    layers = {}
     for name in sorted(models().keys() - OTHERS):
         traced = chain(model(name, device="meta", **SMALL.get(name, {"classes": 3, "image": 32})))
         shape = {"gpt": (2, 6), "mlp": (2, 64)}.get(name, (2, 3, 32, 32))
@@ -142,25 +140,25 @@ def layers_of_the_zoo():
         for index, (layer, module) in enumerate(zip(traced, traced.modules, strict=True)):
             # The largest linear maps only differ by their sizes, and cost most of the time.
             if not (isinstance(module, nn.Linear) and module.weight.numel() > 10**7):
-                found.setdefault(
+                layers.setdefault(
                     f"{module!r} of {tuple(value.shape)}",
                     (f"{name}:{layer.name}", traced, index, value),
                 )
             value = module(value)
-    return {name: (traced, index, value) for name, traced, index, value in found.values()}
+    return {name: (traced, index, value) for name, traced, index, value in layers.values()}
 
 
 @pytest.mark.parametrize("name", sorted(layers_of_the_zoo()))
 def test_split_equals_whole_on_every_layer_of_the_zoo(name):
-    """Schedules that split the backward must train as those that do not."""
+    """Schedules that split the backward must train like those that do not."""
     traced, index, value = layers_of_the_zoo()[name]
     (module,) = materialise(traced, [index], torch.device("cpu"), 0)
-    given = (
+    layer_input = (
         random(*value.shape)
         if value.is_floating_point()
         else torch.arange(value.numel()).reshape(value.shape) % 11
     )
-    assert_split_equals_whole(module, call, [given])
+    assert_split_equals_whole(module, call, [layer_input])
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[..., Any]]] = {
@@ -222,9 +220,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[..., 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_split_equals_whole_on_layers_of_torch(name):
-    """Every kind of node has its own way to lead to weights: transposes, expansions, norms of
-    weights, fused kernels.
-    """
+    """Nodes lead to weights in many ways: transposes, expansions, norms of weights, fused kernels."""
     make, shape, forward = LAYERS[name]
     torch.manual_seed(0)
     assert_split_equals_whole(make(), forward, [random(*shape)])
@@ -253,7 +249,9 @@ def doubled(m, x):
 
 
 class Scaled(torch.autograd.Function):
-    """x times a weight vector. Its context has a `variable`, as nodes that add to a leaf do."""
+    """x times a weight vector. Its context has an attribute `variable`, like nodes that accumulate
+    a leaf's gradient.
+    """
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -270,7 +268,7 @@ class Scaled(torch.autograd.Function):
 
 
 class Cut(torch.autograd.Function):
-    """Lets no gradient through."""
+    """A function without a gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -279,11 +277,11 @@ class Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """Nothing."""
+        """Return no gradient."""
 
 
 def checkpointed(m, x):
-    """Two maps, a dropout between, that are run again in the backward."""
+    """Two maps with dropout between, recomputed in the backward."""
     return checkpoint(lambda h: m.b(functional.dropout(m.a(h), 0.5)), x, use_reentrant=False)
 
 
@@ -315,8 +313,8 @@ GRAPHS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_split_equals_whole_on_graphs_of_all_kinds(name):
-    """Users write whatever autograd allows inside a layer. Hooks on activations once took effect
-    twice.
+    """Users write whatever autograd allows inside a layer. Regression: hooks on activations took
+    effect twice.
     """
     torch.manual_seed(0)
     assert_split_equals_whole(Pair(), GRAPHS[name], [random(6, 4)])
@@ -342,14 +340,12 @@ def test_split_equals_whole_on_graphs_of_all_kinds(name):
     ],
 )
 def test_a_weight_used_twice_gets_the_sum_of_both_uses(forward):
-    """Tied layers lie in one stage; the order of the sum may differ, so equality is to float
-    tolerance.
-    """
+    """Tied layers in one stage; the order of the sum may differ, so equality is to float tolerance."""
     torch.manual_seed(0)
     module = Pair()
     whole, parts = (Run.of(module, forward, [random(6, 4)]) for _ in range(2))
-    for expected, found in zip(whole.whole(), parts.split(), strict=True):
-        assert torch.allclose(expected, found)
+    for expected, split_grad in zip(whole.whole(), parts.split(), strict=True):
+        assert torch.allclose(expected, split_grad)
     for name, grad in whole.weight_grads().items():
         assert (grad is None) == (parts.weight_grads()[name] is None)
         assert grad is None or torch.allclose(grad, parts.weight_grads()[name])
@@ -366,20 +362,20 @@ def test_a_weight_used_twice_gets_the_sum_of_both_uses(forward):
     ids=["apart", "a scalar", "in a row"],
 )
 def test_outputs_that_nobody_used_have_no_part_in_the_backward(forward, keep):
-    """The next stage sends None for them. A scalar among them was once taken for a loss, with a
-    gradient of 1.
+    """The next stage sends None for them. Regression: a scalar among them was treated as a loss,
+    with gradient 1.
     """
     assert_split_equals_whole(Pair(), forward, [random(3, 4)], keep)
 
 
 def test_a_single_scalar_without_a_gradient_is_a_loss():
-    """The last stage's output is the loss, and nobody sends its gradient."""
+    """The last stage's output is the loss, for which no gradient is sent."""
     module, x = Pair(), random(3, 4).requires_grad_()
     twin, y = copy.deepcopy(module), x.detach().clone().requires_grad_()
     module.b(module.a(x)).pow(2).mean().backward()
-    found, pending = input_grad([twin.b(twin.a(y)).pow(2).mean()], [None], [y])
+    grads, pending = input_grad([twin.b(twin.a(y)).pow(2).mean()], [None], [y])
     weight_grad(pending)
-    assert torch.equal(found[0], x.grad)
+    assert torch.equal(grads[0], x.grad)
     assert all(
         torch.equal(p.grad, q.grad)
         for p, q in zip(module.parameters(), twin.parameters(), strict=True)
@@ -387,23 +383,23 @@ def test_a_single_scalar_without_a_gradient_is_a_loss():
 
 
 def test_inputs_that_reach_no_output_have_no_gradient():
-    """A mask or an encoder's state may pass a stage by; None goes back for it, not zeros."""
+    """A mask or an encoder's state may be unused by a stage; its gradient is None, not zeros."""
     run = assert_split_equals_whole(
         Pair(),
         lambda m, x, y, z: m.a(x) * z,
         [random(3, 4), random(3, 4, seed=1), random(3, 4, seed=2)],
     )
-    found, _ = input_grad([run.module.a(run.inputs[0])], [torch.ones(3, 4)], run.inputs)
-    assert [grad is None for grad in found] == [False, True, True]
+    grads, _ = input_grad([run.module.a(run.inputs[0])], [torch.ones(3, 4)], run.inputs)
+    assert [grad is None for grad in grads] == [False, True, True]
 
 
 def test_without_inputs_that_want_gradients_all_work_is_left_for_the_weights():
-    """The first stage takes data or tokens: its I has nothing to do, and its W does everything."""
+    """The first stage takes data or tokens: its I is empty, and its W does all the work."""
     module = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     run = Run.of(module, call, [torch.tensor([[1, 2, 6]])])
     assert run.inputs == []
-    found, pending = input_grad(run.roots, run.grads, [])
-    assert found == []
+    grads, pending = input_grad(run.roots, run.grads, [])
+    assert grads == []
     assert set(run.weight_grads().values()) == {None}
     weight_grad(pending)
     whole = Run.of(module, call, [torch.tensor([[1, 2, 6]])])
@@ -421,7 +417,7 @@ def test_without_inputs_that_want_gradients_all_work_is_left_for_the_weights():
     ],
 )
 def test_frozen_weights_get_no_gradient(frozen):
-    """Fine-tuning trains some layers; the path goes through the others all the same."""
+    """Fine-tuning trains some layers; gradients still flow through the others."""
     module = Pair()
     for name in frozen:
         module.get_parameter(name).requires_grad_(False)
@@ -430,16 +426,14 @@ def test_frozen_weights_get_no_gradient(frozen):
 
 
 def test_the_input_part_leaves_all_weights_alone():
-    """W may come much later, after other micro-batches; until then `.grad` must not move."""
+    """W may come much later, after other micro-batches; until then `.grad` must not change."""
     run = Run.of(Pair(), lambda m, x: m.b(m.a(x)), [random(3, 4)])
     input_grad(run.roots, run.grads, run.inputs)
     assert set(run.weight_grads().values()) == {None}
 
 
 def test_micro_batches_add_up_whatever_stands_between_their_two_parts():
-    """Zero-bubble schedules do W where there is room: behind the forward and I of later
-    micro-batches, and out of order.
-    """
+    """Zero-bubble schedules run W after the forward and I of later micro-batches, and out of order."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2))
     twin = copy.deepcopy(module)
@@ -449,8 +443,8 @@ def test_micro_batches_add_up_whatever_stands_between_their_two_parts():
     pending, order = {}, []
     for m, x in enumerate(inputs):
         leaf = x.detach().clone().requires_grad_()
-        found, pending[m] = input_grad([module(leaf).pow(2).mean()], [None], [leaf])
-        assert torch.equal(found[0], x.grad)
+        grads, pending[m] = input_grad([module(leaf).pow(2).mean()], [None], [leaf])
+        assert torch.equal(grads[0], x.grad)
         if m % 2:
             for earlier in (m - 1, m):
                 weight_grad(pending.pop(earlier))
@@ -461,8 +455,8 @@ def test_micro_batches_add_up_whatever_stands_between_their_two_parts():
 
 
 def test_hooks_on_weights_run_once():
-    """Gradient clipping and sharding libraries hook the weights themselves; as often as in a whole
-    backward, that is once.
+    """Libraries for gradient clipping and sharding register hooks on weights; a full backward runs
+    them once.
     """
     calls = []
 
@@ -476,7 +470,7 @@ def test_hooks_on_weights_run_once():
 
 
 def test_hooks_of_modules_take_effect_once():
-    """A full backward hook may change what it sees."""
+    """A full backward hook may change the gradients."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     module[0].register_full_backward_hook(lambda _module, given, _arrived: (2 * given[0],))
     module[2].register_full_backward_pre_hook(lambda _module, arrived: (3 * arrived[0],))
@@ -484,13 +478,13 @@ def test_hooks_of_modules_take_effect_once():
 
 
 def test_gradients_share_no_memory_with_each_other_or_with_what_arrived():
-    """`zero_` or an in-place clip of one gradient must change no other, nor what another rank still
-    sends.
+    """An in-place change of one gradient must change no other, nor a gradient that is still being
+    sent.
     """
     run = Run.of(Pair(), lambda m, x: x + m.a.bias + m.b.bias + m.a.weight, [random(4, 4)])
     run.split()
-    made = [grad for grad in (*run.weight_grads().values(), run.grads[0]) if grad is not None]
-    assert len({grad.untyped_storage().data_ptr() for grad in made}) == len(made) == 4
+    grads = [grad for grad in (*run.weight_grads().values(), run.grads[0]) if grad is not None]
+    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == len(grads) == 4
 
 
 # -- work and memory
@@ -514,9 +508,7 @@ class Counted(torch.autograd.Function):
 
 
 def test_no_node_between_weights_runs_twice():
-    """What I has done, W does not do again; otherwise a split backward would cost up to twice a
-    whole one.
-    """
+    """Otherwise a split backward would cost up to twice a full one."""
     calls: dict[str, int] = {}
 
     def forward(m, x):
@@ -533,7 +525,7 @@ def test_no_node_between_weights_runs_twice():
 
 
 def test_what_leads_to_weights_alone_runs_in_the_weight_part_alone():
-    """The way from a layer to a weight that is computed from others is work that I can put off."""
+    """The path from a layer to a weight that is computed from others can be deferred to W."""
     calls: dict[str, int] = {}
 
     def forward(m, x):
@@ -548,9 +540,7 @@ def test_what_leads_to_weights_alone_runs_in_the_weight_part_alone():
 
 
 def test_the_input_part_leaves_the_weight_gradients_of_a_layer_undone():
-    """That is the point of the split: a linear layer's I is one product of matrices, its W the
-    other.
-    """
+    """The purpose of the split: a linear layer's I is one matrix product, its W the other."""
 
     def products(job):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -566,17 +556,17 @@ def test_the_input_part_leaves_the_weight_gradients_of_a_layer_undone():
 
 
 class Holder:
-    """Something that lives as long as the node that keeps it."""
+    """An object that lives as long as the node that refers to it."""
 
 
 class Holding(torch.autograd.Function):
-    """The identity; its node keeps a `Holder`."""
+    """The identity; its node refers to a `Holder`."""
 
     @staticmethod
-    def forward(ctx, x, made):
+    def forward(ctx, x, holders):
         """x."""
         ctx.holder = Holder()
-        made.append(weakref.ref(ctx.holder))
+        holders.append(weakref.ref(ctx.holder))
         return x.clone()
 
     @staticmethod
@@ -588,40 +578,38 @@ class Holding(torch.autograd.Function):
 @pytest.mark.parametrize(
     "forward",
     [
-        lambda m, x, made: Holding.apply(m.b(Holding.apply(m.a(x), made)), made),
-        lambda m, x, made: Holding.apply(m.a(Holding.apply(m.a(x), made)), made),
-        lambda m, x, made: (
-            Holding.apply(m.a(x), made),
-            Holding.apply(m.b(torch.ones(2, 4)), made),
+        lambda m, x, holders: Holding.apply(m.b(Holding.apply(m.a(x), holders)), holders),
+        lambda m, x, holders: Holding.apply(m.a(Holding.apply(m.a(x), holders)), holders),
+        lambda m, x, holders: (
+            Holding.apply(m.a(x), holders),
+            Holding.apply(m.b(torch.ones(2, 4)), holders),
         ),
     ],
     ids=["in series", "used twice", "off the path"],
 )
 @pytest.mark.parametrize("finished", [True, False], ids=["after W", "W never came"])
 def test_nothing_keeps_the_graph_once_the_weight_part_is_done_or_dropped(forward, finished):
-    """Activations are most of the memory; they must go by themselves, not when the garbage
-    collector next comes by.
-    """
-    made: list[weakref.ref[Holder]] = []
+    """Activations are most of the memory; they must be freed at once, not by the garbage collector."""
+    holders: list[weakref.ref[Holder]] = []
     gc.collect()
     gc.disable()
     try:
-        run = Run.of(Pair(), lambda m, x: forward(m, x, made), [random(3, 4)])
+        run = Run.of(Pair(), lambda m, x: forward(m, x, holders), [random(3, 4)])
         _, pending = input_grad(run.roots, run.grads, run.inputs)
         run.roots.clear()
-        assert any(ref() is not None for ref in made)
+        assert any(ref() is not None for ref in holders)
         if finished:
             weight_grad(pending)
             assert pending.groups == []
         else:
             del pending
-        assert [ref() is None for ref in made] == [True, True]
+        assert [ref() is None for ref in holders] == [True, True]
     finally:
         gc.enable()
 
 
 def test_an_error_in_the_backward_leaves_no_hook_behind():
-    """The step is lost, and the next one must see the graph as it was."""
+    """The step is lost, but the next one must not be affected."""
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -642,7 +630,7 @@ def test_an_error_in_the_backward_leaves_no_hook_behind():
 
 
 def test_reentrant_checkpoints_are_refused_by_torch_with_the_way_out():
-    """They cannot run a part of a backward; torch says so, and names the other kind, which can."""
+    """They do not support a partial backward; torch's message names the other kind, which does."""
     run = Run.of(
         Pair(),
         lambda m, x: checkpoint(lambda h: m.b(m.a(h)), x, use_reentrant=True),

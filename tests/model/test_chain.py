@@ -1,4 +1,4 @@
-"""Chain: each tensor once, tied ones known, and cuts that cannot be made refused."""
+"""Chain: tensors count once, tied ones are known, and invalid partitions raise an error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TIED = Chain(
 
 
 def test_a_chain_is_a_sequence_of_its_layers():
-    """Partitioners and profilers walk it as a list."""
+    """Partitioners and profilers iterate over it."""
     assert len(TIED) == 5
     assert [layer.name for layer in TIED] == ["embed", "norm", "body", "head", "last"]
     assert TIED[2].kind == "Linear"
@@ -46,17 +46,17 @@ def test_a_chain_is_a_sequence_of_its_layers():
 
 
 def test_a_parameter_counts_once_however_often_it_is_used():
-    """30 + 3 + 9 + 1 numbers; buffers are none, and a scalar is one."""
+    """30 + 3 + 9 + 1 elements; buffers do not count, and a scalar has one."""
     assert TIED.parameter_count == 43
 
 
 def test_a_chain_without_parameters_counts_none():
-    """Pools and activations only."""
+    """A chain of pools and activations."""
     assert Chain((Layer("pool", "MaxPool2d"),)).parameter_count == 0
 
 
 def test_tied_tensors_are_those_of_more_than_one_layer():
-    """One layer that lists its tensor twice ties nothing: no cut can part it from itself."""
+    """A layer that lists its tensor twice ties nothing, since no cut separates it from itself."""
     assert TIED.tied == {"embed.weight": (0, 3), "mask": (3, 4)}
 
 
@@ -94,13 +94,13 @@ def test_stage_bounds_join_end_to_end(lengths):
     ],
 )
 def test_lengths_that_do_not_make_the_chain_are_refused(lengths, message):
-    """A layer left out would be a model that trains without it."""
+    """Otherwise a model would be trained without a layer."""
     with pytest.raises(ChainError, match=message):
         TIED.stage_bounds(lengths)
 
 
 def test_a_cut_may_go_between_tied_layers():
-    """The runtime keeps what several stages share one weight; what a cut is does not depend on it."""
+    """The runtime synchronises weights that several stages share, so cuts are not restricted."""
     assert TIED.stage_bounds([2, 3]) == [(0, 2), (2, 5)]
 
 
@@ -119,12 +119,12 @@ def test_a_cut_may_go_between_tied_layers():
     ],
 )
 def test_the_fingerprint_differs_when_the_model_does(change):
-    """Plans and profiles made for another model are recognised by it."""
+    """It detects plans and profiles of another model."""
     assert change(TIED).fingerprint != TIED.fingerprint
 
 
 def test_the_fingerprint_is_the_same_for_the_same_model():
-    """Across objects and processes: it is written to files."""
+    """Across objects and processes, since it is written to files."""
     assert replace(TIED).fingerprint == TIED.fingerprint
     assert Chain((Layer("pool", "MaxPool2d"),)).fingerprint == "dbb4a6a0f8a7"
 

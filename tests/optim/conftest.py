@@ -1,8 +1,9 @@
-"""A stage alone in a stream: the order of its ops, what they read, and two ways to run them.
+"""A single stage in a stream: the order of its ops, the versions they read, and two ways to run
+them.
 
-`play` runs a module under a StageWeights, as a rank does. `literal` is the other way: slow, with a
-new module for every micro-batch, explicit weights everywhere and optimizers written out as their
-papers have them. Both return losses and the newest weights.
+`play` runs a module under a StageWeights, as a rank does. `literal` is an independent reference:
+slow, with a new module for every micro-batch, explicit weights everywhere, and optimizers written
+out as in their papers. Both return losses and the newest weights.
 """
 
 from __future__ import annotations
@@ -39,19 +40,20 @@ def ops_of(stage: int, stages: int, micro_batches: int, batches: int) -> list[tu
 
 
 def updates_before(ops, kind: str) -> dict[int, int]:
-    """How many updates come before each op of a kind."""
-    found, updates = {}, 0
+    """Return the number of updates before each op of a kind."""
+    counts, updates = {}, 0
     for which, number in ops:
         updates += which == "U"
         if which == kind:
-            found[number] = updates
-    return found
+            counts[number] = updates
+    return counts
 
 
 @dataclass
 class Line:
-    """Where a stage stands in its pipeline, and the rule: `read` has what F and B of a micro-batch
-    read, given its place.
+    """Position of a stage in its pipeline, and the rule.
+
+    `read` returns what F and B of a micro-batch read, given the position.
     """
 
     stage: int
@@ -72,7 +74,7 @@ class Line:
         m, n_copies = self.micro_batches, self.pipelines
 
         def own(batch: int, updates: int) -> int:
-            """Of so many updates those that the batch's copy of the weights has had."""
+            """Return how many of the first updates were those of the batch's copy of the weights."""
             return len([b for b in range(updates) if b % n_copies == batch % n_copies])
 
         self._reads = []
@@ -96,7 +98,7 @@ class Line:
             )
 
     def use(self, number: int) -> Use:
-        """As `uses(schedule, rule).at` gives it."""
+        """Return the same as `uses(schedule, rule).at`."""
         m, batch = self.micro_batches, number // self.micro_batches
         after = number + 1 if (number + 1) % m else (batch + self.pipelines) * m
         if after >= len(self._reads):
@@ -159,7 +161,7 @@ DEFAULTS = {"pipemare": {"decay": 0.135, "annealing": 100.0, "lockstep": 0.0}}
 
 
 def rule_called(name: str, **facts) -> WeightRule:
-    """A rule as the weights room has it, made by hand: these tests hold without that room's files."""
+    """Return a rule as the weights room defines it, written out: these tests do not use that room."""
     facts = {
         "arithmetic": ARITHMETIC.get(name, "versions"),
         "optimizers": OPTIMIZERS.get(name, ()),
@@ -178,7 +180,7 @@ def rule_called(name: str, **facts) -> WeightRule:
 
 
 def site_of(module: nn.Module, line: Line, name: str, factory, **facts) -> Site:
-    """What stage_weights takes."""
+    """Return the argument of stage_weights."""
     rule = facts.pop("rule", None) or rule_called(name)
     options = {**rule.options, **facts.pop("options", {})}
     update = Update.make(list(dict.fromkeys(module.parameters())), factory)
@@ -197,17 +199,17 @@ def site_of(module: nn.Module, line: Line, name: str, factory, **facts) -> Site:
 def line_of(
     name: str, stage: int, stages: int, micro_batches: int, batches: int, pipelines: int = 1
 ) -> Line:
-    """A stage under one of the rules above."""
+    """Return a stage under one of the rules above."""
     return Line(stage, stages, micro_batches, batches, RULES[name], pipelines)
 
 
 def values_of(module: nn.Module) -> list[torch.Tensor]:
-    """The weights as they are now."""
+    """Return copies of the weights."""
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
 def grads_of(module: nn.Module) -> list[torch.Tensor | None]:
-    """The gradients as they are now."""
+    """Return copies of the gradients."""
     return [
         None if parameter.grad is None else parameter.grad.clone()
         for parameter in module.parameters()
@@ -219,8 +221,8 @@ def play(
 ) -> list[torch.Tensor]:
     """Run ops as a rank does.
 
-    `data(n)` are input and target; `on_backward(n, grads)` sees what each backward adds; `graphs`
-    are in flight.
+    `data(n)` are input and target; `on_backward(n, grads)` receives the gradients that each
+    backward adds.
     """
     graphs, losses = {} if graphs is None else graphs, []
     for kind, number in ops:
@@ -238,9 +240,9 @@ def play(
             graphs.pop(number).backward()
             weights.finished(number)
             if on_backward is not None:
-                found = grads_of(module)
-                on_backward(number, found)
-                for parameter, new, old in zip(module.parameters(), found, before, strict=True):
+                gradients = grads_of(module)
+                on_backward(number, gradients)
+                for parameter, new, old in zip(module.parameters(), gradients, before, strict=True):
                     parameter.grad = old if new is None else new if old is None else old + new
         else:
             weights.update(number)
@@ -253,18 +255,19 @@ def play(
 
 
 def gradient(module: nn.Module, forward, backward, inputs, targets, loss):
-    """Loss and gradients of a new copy of the module whose weights change in place between its
-    forward and its backward.
+    """Return loss and gradients of a copy of the module.
+
+    Its weights change in place between its forward and its backward.
     """
     alone = copy.deepcopy(module)
     for parameter, value in zip(alone.parameters(), forward, strict=True):
         parameter.data = value.clone()
         parameter.grad = None
-    found = loss(alone(inputs), targets)
+    loss_value = loss(alone(inputs), targets)
     for parameter, value in zip(alone.parameters(), backward, strict=True):
         parameter.data.copy_(value)
-    found.backward()
-    return found.detach(), [parameter.grad for parameter in alone.parameters()]
+    loss_value.backward()
+    return loss_value.detach(), [parameter.grad for parameter in alone.parameters()]
 
 
 class Sgd:
@@ -384,8 +387,10 @@ PAIRS = {
 
 
 def literal(module, line: Line, data, loss, optimizer, forward=None, backward=None):
-    """The stream by explicit weights. `forward(versions, number, optimizer)` are the weights that
-    an F reads, given all so far.
+    """Run the stream with explicit weights.
+
+    `forward(versions, number, optimizer)` returns the weights that an F reads, given all versions
+    so far.
     """
     stored = [values_of(module)]
     as_read = lambda side: lambda versions, n, _: versions[getattr(line.use(n).reads, side)]  # noqa: E731
@@ -418,28 +423,28 @@ def mlp(seed: int = 0) -> nn.Module:
 
 
 def vectors(number: int):
-    """A micro-batch for it."""
-    made = torch.Generator().manual_seed(1000 + number)
-    return torch.randn(4, 5, generator=made, dtype=torch.float64), torch.randn(
-        4, 3, generator=made, dtype=torch.float64
+    """Return input and target of a micro-batch for `mlp`."""
+    generator = torch.Generator().manual_seed(1000 + number)
+    return torch.randn(4, 5, generator=generator, dtype=torch.float64), torch.randn(
+        4, 3, generator=generator, dtype=torch.float64
     )
 
 
 def squares(output, target):
-    """A loss."""
+    """Return the squared error."""
     return (output - target).square().mean()
 
 
-def close(found, wanted) -> bool:
-    """Equal but for rounding, in double precision."""
+def close(actual, expected) -> bool:
+    """Return whether values are equal up to rounding in double precision."""
     return all(
-        torch.allclose(a, b, rtol=1e-9, atol=1e-11) for a, b in zip(found, wanted, strict=True)
+        torch.allclose(a, b, rtol=1e-9, atol=1e-11) for a, b in zip(actual, expected, strict=True)
     )
 
 
 @pytest.fixture(scope="session")
 def lab() -> SimpleNamespace:
-    """All of this file, by name."""
+    """Return everything in this file, by name."""
     return SimpleNamespace(
         **{name: value for name, value in globals().items() if not name.startswith("_")},
         make=stage_weights,

@@ -1,4 +1,4 @@
-"""Averaged: copies of the weights that take turns, drawn together by a reference."""
+"""Elastic averaging: copies of the weights that take turns and are pulled towards a reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.errors import RunError, SettingError
 
 
 def reference(lab, line, module, optimizers):
-    """AvgPipe's equations, literally. Returns losses, the reference and the copies."""
+    """Run AvgPipe's equations literally; return losses, the reference and the copies."""
     n_copies = line.pipelines
     center = lab.values_of(module)
     copies = [[w.clone() for w in center] for _ in range(n_copies)]
@@ -46,7 +46,7 @@ def reference(lab, line, module, optimizers):
 
 def moved(center, learnt, n_copies):
     """θ̃ + (1/N) Σ Δ."""
-    return [c + sum(each[i] for each in learnt) / n_copies for i, c in enumerate(center)]
+    return [c + sum(changes[i] for changes in learnt) / n_copies for i, c in enumerate(center)]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def moved(center, learnt, n_copies):
 @pytest.mark.parametrize("pair", ["sgd", "momentum", "adam", "adamw"])
 @pytest.mark.parametrize("batches", [8, 9])
 def test_a_stream_does_what_the_published_equations_say(lab, place, pipelines, pair, batches):
-    """Whole rounds, and a drain in the middle of one: the reference is moved by what there is."""
+    """Whole rounds, and a drain within a round: the reference moves by the changes so far."""
     line = lab.line_of("avgpipe", *place, batches=batches, pipelines=pipelines)
     factory, formula = lab.PAIRS[pair]
     module = lab.mlp()
@@ -70,7 +70,7 @@ def test_a_stream_does_what_the_published_equations_say(lab, place, pipelines, p
 
 
 def test_gradients_of_batches_that_overlap_do_not_mix(lab):
-    """With several micro-batches per batch the next copy's backwards may begin before this copy's
+    """With several micro-batches per batch, the next copy's backwards may begin before this copy's
     update.
     """
     module = nn.Linear(2, 2).double()
@@ -118,7 +118,7 @@ def test_a_scheduler_that_knows_the_first_optimizer_sets_the_learning_rate_of_al
 
 
 def test_memory_is_the_copies_their_reference_and_the_sum_of_the_round(lab):
-    """N versions in all; before anything runs, one."""
+    """N versions, or one before the first forward."""
     module = lab.mlp()
     size = sum(parameter.nbytes for parameter in module.parameters())
     line = lab.line_of("avgpipe", 0, 2, 1, batches=4, pipelines=3)
@@ -129,7 +129,9 @@ def test_memory_is_the_copies_their_reference_and_the_sum_of_the_round(lab):
 
 
 def test_layers_that_save_weights_as_they_are_find_their_own_copy(lab):
-    """A convolution in flight on one copy must not see another one's weights, nor its update."""
+    """A convolution in flight on one copy must not read another copy's weights, nor its own after
+    an update.
+    """
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 1, 3)).double()
     data = lambda n: (  # noqa: E731
@@ -138,7 +140,7 @@ def test_layers_that_save_weights_as_they_are_find_their_own_copy(lab):
     )
     line = lab.line_of("avgpipe", 0, 2, 1, batches=6, pipelines=2)
     weights = lab.make(lab.site_of(module, line, "avgpipe", lab.PAIRS["momentum"][0]))
-    read, found = {}, {}
+    read, gradients = {}, {}
     original = weights.before_forward
 
     def remember(number):
@@ -146,14 +148,16 @@ def test_layers_that_save_weights_as_they_are_find_their_own_copy(lab):
         read[number] = lab.values_of(module)
 
     weights.before_forward = remember
-    lab.play(module, weights, line.ops, data, lab.squares, found.__setitem__)
-    for number, grads in found.items():
-        wanted = lab.gradient(module, read[number], read[number], *data(number), lab.squares)[1]
-        assert all(map(torch.equal, grads, wanted))
+    lab.play(module, weights, line.ops, data, lab.squares, gradients.__setitem__)
+    for number, grads in gradients.items():
+        expected = lab.gradient(module, read[number], read[number], *data(number), lab.squares)[1]
+        assert all(map(torch.equal, grads, expected))
 
 
 def test_a_copy_that_is_updated_between_a_forward_and_its_backward_is_refused(lab):
-    """Elastic averaging knows no stale gradients: too few copies for the batches in flight."""
+    """Elastic averaging has no stale gradients, so there are too few copies for the batches in
+    flight.
+    """
     module = lab.mlp()
     line = lab.line_of("avgpipe", 0, 4, 1, batches=8, pipelines=2)
     weights = lab.make(lab.site_of(module, line, "avgpipe", lab.PAIRS["sgd"][0]))
@@ -163,10 +167,10 @@ def test_a_copy_that_is_updated_between_a_forward_and_its_backward_is_refused(la
 
 
 def test_a_schedule_with_one_pipeline_is_refused(lab):
-    """There is nothing to average."""
+    """With one copy there is nothing to average."""
     with pytest.raises(
         SettingError,
-        match=r"'avgpipe' ties copies of the weights together, and this schedule has 1: give it pipelines=2",
+        match=r"'avgpipe' averages several copies of the weights, and this schedule has 1: give it pipelines=2",
     ):
         lab.make(
             lab.site_of(

@@ -1,4 +1,4 @@
-"""Blocks: room for parameters, laid out as they are."""
+"""Blocks: memory for parameters, laid out as they are."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from penstock.optim.blocks import Layout, copy, point, take
 
 
 def inside(flat, *cuts):
-    """Parameters that are parts of one storage."""
+    """Return parameters that are parts of one storage."""
     return [nn.Parameter(flat.data[first:last]) for first, last in cuts]
 
 
 def test_parameters_that_fill_one_storage_make_one_block():
-    """cuDNN's recurrent layers want theirs in one piece."""
+    """cuDNN requires the weights of a recurrent layer to be contiguous."""
     parameters = [*inside(torch.arange(10.0), (0, 4), (4, 10)), nn.Parameter(torch.zeros(3))]
     layout = Layout(parameters)
     assert layout.groups == [[0, 1], [2]]
-    (block, other) = [layout.room(group) for group in range(2)]
+    (block, other) = [layout.new_block(group) for group in range(2)]
     assert [tensor.storage_offset() for tensor in block.tensors] == [0, 4]
     assert block.flat.shape == (10,)
-    copy([block.flat, other.flat], [each.flat for each in layout.present()])
+    copy([block.flat, other.flat], [present.flat for present in layout.current_blocks()])
     assert all(map(torch.equal, layout.tensors([block, other]), parameters))
 
 
 def test_parameters_far_apart_in_one_storage_make_blocks_of_their_own():
-    """What lies between them is no weight, and not to be copied."""
+    """The memory between them contains no weights and should not be copied."""
     layout = Layout(inside(torch.arange(100.0), (0, 4), (90, 100)))
     assert layout.groups == [[0], [1]]
-    assert [layout.room(group).flat.numel() for group in range(2)] == [4, 10]
+    assert [layout.new_block(group).flat.numel() for group in range(2)] == [4, 10]
 
 
 def test_parameters_that_are_one_memory_stay_so():
-    """Tied by hand, as two parameters: an update of one is seen in the other, as in plain PyTorch."""
+    """Two parameters tied by hand: an update of one changes the other, as in plain PyTorch."""
     parameters = inside(torch.zeros(4), (0, 4), (0, 4))
     layout = Layout(parameters)
     assert layout.groups == [[0, 1]]
-    block = layout.room(0)
+    block = layout.new_block(0)
     point(parameters, layout.tensors([block]))
     with torch.no_grad():
         parameters[0].fill_(3)
@@ -45,25 +45,25 @@ def test_parameters_that_are_one_memory_stay_so():
 
 
 def test_strides_and_empty_tensors_are_kept():
-    """Transposed, channels last, none at all."""
-    made = [
+    """Transposed, channels last, and without elements."""
+    tensors = [
         torch.randn(3, 5).t(),
         torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
         torch.empty(0, 3),
         torch.tensor(2.0),
     ]
-    parameters = [nn.Parameter(each) for each in made]
+    parameters = [nn.Parameter(tensor) for tensor in tensors]
     layout = Layout(parameters)
-    blocks = [layout.room(group) for group in range(len(layout.groups))]
-    copy([block.flat for block in blocks], [block.flat for block in layout.present()])
+    blocks = [layout.new_block(group) for group in range(len(layout.groups))]
+    copy([block.flat for block in blocks], [block.flat for block in layout.current_blocks()])
     for value, parameter in zip(layout.tensors(blocks), parameters, strict=True):
         assert value.stride() == parameter.stride()
         assert torch.equal(value, parameter)
 
 
 def test_pointing_is_not_a_change_to_autograd_but_graphs_that_saved_a_parameter_whole_see_it():
-    """The rule that all of versions.py rests on: views in a graph keep the old memory, the
-    parameter itself has the new.
+    """The property on which versions.py depends: views in a graph keep the old memory, the
+    parameter itself has the new memory.
     """
     weight = nn.Parameter(torch.full((2, 2), 2.0))
     inputs = torch.ones(2, 2, requires_grad=True)
@@ -79,7 +79,7 @@ def test_pointing_is_not_a_change_to_autograd_but_graphs_that_saved_a_parameter_
 
 
 def test_a_step_that_set_data_anew_is_taken_back_into_the_old_memory():
-    """Some optimizers do not change in place."""
+    """Some optimizers assign a new tensor to `.data`."""
     weight = nn.Parameter(torch.zeros(3))
     place = torch.zeros(3)
     weight.data = place

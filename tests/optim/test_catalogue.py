@@ -1,4 +1,4 @@
-"""Weight arithmetic by name, and what all entries have in common."""
+"""Implementations of weight rules by name, and what all of them have in common."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.optim.catalogue import ARITHMETIC, kind_of
 from penstock.schedule.stream import Waves
 
 #: Every rule with an optimizer that it goes with; some where the resumed state is of another kind.
-EVERY = [
+RULES_AND_OPTIMIZERS = [
     ("none", "momentum"),
     ("stash", "adam"),
     ("vertical-sync", "momentum"),
@@ -32,20 +32,20 @@ EVERY = [
 
 
 class Alone:
-    """The exchange of a copy that has no others."""
+    """An exchange for a replica that has no others."""
 
     copies = 1
 
     def hand_on(self, wave, tensors):
-        """To nobody."""
+        """Send to no replica."""
 
     def take_in(self, wave):
-        """From nobody."""
+        """Receive from no replica."""
         return []
 
 
 def made(lab, module, rule, pair, stage=0):
-    """Weights under the rule, and their line."""
+    """Return weights under a rule, and their line."""
     micro_batches = 3 if rule in ("double-buffer", "xpipe", "pipeoptim") else 1
     pipelines = 3 if rule == "avgpipe" else 1
     line = lab.line_of(rule, stage, 3, micro_batches, batches=5, pipelines=pipelines)
@@ -57,10 +57,10 @@ def made(lab, module, rule, pair, stage=0):
     return lab.make(site), line, site.update.optimizer
 
 
-@pytest.mark.parametrize(("rule", "pair"), EVERY)
+@pytest.mark.parametrize(("rule", "pair"), RULES_AND_OPTIMIZERS)
 def test_a_run_that_is_saved_at_a_drain_and_loaded_elsewhere_goes_on_to_the_bit(lab, rule, pair):
-    """Checkpoints are taken in mid-stream, after a drain: the stream after it must not tell whether
-    the run was stopped there.
+    """Checkpoints are taken within a stream, after a drain. The rest of the stream must not depend
+    on whether the run was interrupted there.
     """
     module = lab.mlp()
     weights, line, optimizer = made(lab, module, rule, pair)
@@ -95,9 +95,9 @@ def test_a_run_that_is_saved_at_a_drain_and_loaded_elsewhere_goes_on_to_the_bit(
     assert all(map(torch.equal, module.parameters(), other.parameters()))
 
 
-@pytest.mark.parametrize(("rule", "pair"), EVERY)
+@pytest.mark.parametrize(("rule", "pair"), RULES_AND_OPTIMIZERS)
 def test_a_checkpoint_of_another_rule_has_nothing_for_it_and_it_begins_anew(lab, rule, pair):
-    """Whoever trained with `stash` may go on with any other rule."""
+    """A run that began with `stash` may continue with any other rule."""
     module, other = lab.mlp(), lab.mlp()
     weights, line, _ = made(lab, module, rule, pair)
     used, _, optimizer = made(lab, other, rule, pair)
@@ -113,11 +113,10 @@ def test_a_checkpoint_of_another_rule_has_nothing_for_it_and_it_begins_anew(lab,
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize(("rule", "pair"), EVERY)
+@pytest.mark.parametrize(("rule", "pair"), RULES_AND_OPTIMIZERS)
 def test_no_more_is_held_than_the_rule_says(lab, rule, pair, stage):
-    """Plans are made with versions and `extra`: an upper bound that is too low is worse than none.
-    What a prediction from gradients keeps of them comes on top, and room for the roots of a few
-    weights.
+    """Plans compute memory from the versions and `extra` of a rule, which must be an upper bound.
+    The gradients that a prediction keeps, and the scratch memory for roots, are added.
     """
     module = lab.mlp()
     weights, line, _ = made(lab, module, rule, pair, stage)
@@ -134,9 +133,9 @@ def test_no_more_is_held_than_the_rule_says(lab, rule, pair, stage):
     assert most <= (weights.peak_versions + extra) * size
 
 
-@pytest.mark.parametrize(("rule", "pair"), EVERY)
+@pytest.mark.parametrize(("rule", "pair"), RULES_AND_OPTIMIZERS)
 def test_after_a_drain_parameters_can_be_evaluated_loaded_and_trained_on(lab, rule, pair):
-    """What a drained stage shows is its newest version, in memory that others may write to."""
+    """The parameters of a drained stage are its newest version, in memory that others may write to."""
     module = lab.mlp()
     weights, line, _ = made(lab, module, rule, pair)
     lab.play(module, weights, line.ops, lab.vectors, lab.squares)
@@ -155,9 +154,9 @@ def test_after_a_drain_parameters_can_be_evaluated_loaded_and_trained_on(lab, ru
     assert all(not parameter.any() for parameter in module.parameters())
 
 
-@pytest.mark.parametrize(("rule", "pair"), EVERY)
+@pytest.mark.parametrize(("rule", "pair"), RULES_AND_OPTIMIZERS)
 def test_frozen_parameters_and_buffers_are_left_alone(lab, rule, pair):
-    """Batch norm's statistics are always the newest, as PipeDream has it."""
+    """Batch norm's statistics are always the newest, as in PipeDream."""
     torch.manual_seed(0)
     module = nn.Sequential(
         nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)
@@ -181,7 +180,9 @@ def test_frozen_parameters_and_buffers_are_left_alone(lab, rule, pair):
     "module", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)], ids=["no weights", "frozen"]
 )
 def test_a_stage_with_nothing_to_train_holds_nothing(lab, rule, module):
-    """Activations and pools may make a stage; no optimizer is built for it, and so none is refused."""
+    """A stage may consist of activations and pools; no optimizer is created for it, so none is
+    rejected.
+    """
     line = lab.line_of(rule, 0, 1, 1, 2)
     weights = lab.make(lab.site_of(module, line, rule, torch.optim.Adagrad))
     for kind, number in line.ops:
@@ -198,7 +199,7 @@ def test_a_stage_with_nothing_to_train_holds_nothing(lab, rule, module):
 
 
 def test_without_an_optimizer_gradients_add_up_and_nothing_moves(lab):
-    """Whoever updates by hand decides when gradients go, in a stream, too."""
+    """Users who update by hand decide when gradients are dropped, in a stream too."""
     module = lab.mlp()
     before = lab.values_of(module)
     weights = lab.make(lab.site_of(module, lab.line_of("stash", 0, 2, 1, 3), "stash", None))
@@ -220,7 +221,7 @@ def test_without_an_optimizer_gradients_add_up_and_nothing_moves(lab):
 
 
 def test_every_arithmetic_is_found_by_name():
-    """Rules name them; a typing slip must not train with another."""
+    """Rules refer to them by name; a misspelt name must not select another one."""
     assert list(ARITHMETIC.entries()) == [
         "averaged",
         "corrected",
@@ -236,7 +237,7 @@ def test_every_arithmetic_is_found_by_name():
 
 
 def test_a_class_derived_from_torchs_counts_as_torchs(lab):
-    """Users log in `step`. AdamW is derived from Adam, but another thing."""
+    """Users log in `step`. AdamW derives from Adam, but does not count as Adam."""
 
     class Logged(torch.optim.Adam):
         pass

@@ -1,4 +1,4 @@
-"""The norm of gradients that lie apart: torch's own function, cut in pieces."""
+"""The norm of distributed gradients is that of torch's own function."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ CPU = torch.device("cpu")
 
 
 def parameters(count, seed=0, dtype=torch.float32):
-    """Of different sizes, with gradients; every fifth has none."""
+    """Return parameters of different sizes with gradients; every fifth has none."""
     generator = torch.Generator().manual_seed(seed)
-    made = [
+    weights = [
         nn.Parameter(torch.randn(1 + 7 * n, generator=generator).to(dtype)) for n in range(count)
     ]
-    for number, parameter in enumerate(made):
+    for number, parameter in enumerate(weights):
         if number % 5 != 4:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
-    return made
+    return weights
 
 
 @given(
@@ -30,7 +30,7 @@ def parameters(count, seed=0, dtype=torch.float32):
 )
 @settings(deadline=None, max_examples=40)
 def test_any_cut_clips_as_one_device_does_to_the_bit(lengths, seed, most):
-    """The sum goes over parameters, in their order, whoever has computed their norms."""
+    """The sum is taken over parameters in order, whichever rank has computed their norms."""
     held, alone = parameters(sum(lengths), seed), parameters(sum(lengths), seed)
     rest, parts = list(held), []
     for length in lengths:
@@ -47,18 +47,20 @@ def test_any_cut_clips_as_one_device_does_to_the_bit(lengths, seed, most):
 
 
 def test_without_gradients_the_norm_is_zero():
-    """A frozen stage has none; a model without any is no error."""
+    """A frozen stage has none, and neither does a frozen model."""
     assert norms_of([nn.Parameter(torch.ones(3))], CPU).shape == (0,)
     assert total_norm([torch.zeros(0)]) == 0.0
 
 
 def test_gradients_of_several_types_and_sparse_ones_count_like_the_others():
-    """Embeddings may have sparse gradients, and a norm in bfloat16 beside one in float32."""
+    """Embeddings may have sparse gradients, and layers may be in bfloat16 next to others in
+    float32.
+    """
     embedding = nn.Embedding(5, 3, sparse=True)
     embedding(torch.tensor([1, 1, 4])).sum().backward()
     low = parameters(1, dtype=torch.bfloat16)
-    found = norms_of([embedding.weight, *low], CPU)
+    norms = norms_of([embedding.weight, *low], CPU)
     dense = embedding.weight.grad.to_dense()
-    assert found.tolist() == pytest.approx(
+    assert norms.tolist() == pytest.approx(
         [float(dense.norm()), float(low[0].grad.float().norm())], rel=1e-2
     )

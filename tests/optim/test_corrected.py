@@ -1,4 +1,4 @@
-"""Corrected: PipeMare's estimate of the weights that a forward has read, and its learning rates."""
+"""PipeMare: its estimate of the weights that a forward has read, and its learning rates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLACES = [(0, 1, 1), (0, 3, 1), (1, 4, 1), (3, 4, 1), (0, 4, 2), (1, 4, 4)]
 
 
 def reference(lab, line, module, optimizer, delay, decay=0.135, annealing=100.0):
-    """PipeMare's equations. Returns losses and weights."""
+    """Run PipeMare's equations; return losses and weights."""
     versions, read, losses, summed = [lab.values_of(module)], {}, [], None
     trend = [torch.zeros_like(w) for w in versions[0]]
     fading = decay ** (1 / delay) if delay else 0
@@ -63,7 +63,7 @@ def test_a_stream_does_what_the_published_equations_say(lab, place, pair):
 
 @pytest.mark.parametrize("options", [{"annealing": 0.0}, {"annealing": 4.0}, {"decay": 0.5}])
 def test_options_are_the_papers(lab, options):
-    """decay D, annealing K."""
+    """Decay D and annealing K."""
     line = lab.line_of("pipemare", 0, 4, 1, batches=10)
     module = lab.mlp()
     losses, newest = reference(lab, line, module, lab.Sgd(0.02, 0.8), 3.0, **options)
@@ -78,7 +78,7 @@ def test_options_are_the_papers(lab, options):
 
 
 def test_in_lock_step_the_delay_is_the_papers(lab):
-    """τ = (2 (P - i) + 1) / N, i from 1: for its machine, which runs a forward and a backward at
+    """τ = (2 (P - i) + 1) / N with i from 1, for a machine that runs a forward and a backward at
     once.
     """
     for stage in range(3):
@@ -103,31 +103,31 @@ def test_in_lock_step_the_delay_is_the_papers(lab):
 
 
 def test_an_estimate_goes_back_by_the_delay_when_weights_move_evenly(lab):
-    """The formula's purpose: once δ has settled, w - τ δ is what the forward read."""
+    """The purpose of the formula: once δ has converged, w - τ δ is what the forward read."""
     module = nn.Linear(2, 2).double()
     line = lab.line_of("pipemare", 0, 4, 1, batches=60)
     options = {"annealing": 0.0}
     weights = lab.make(
         lab.site_of(module, line, "pipemare", lab.PAIRS["sgd"][0], staleness=3.0, options=options)
     )
-    seen = {}
+    weights_read = {}
     for kind, number in line.ops:
         if kind == "F":
             weights.before_forward(number)
-            seen[number] = module.weight.detach().clone()
+            weights_read[number] = module.weight.detach().clone()
         elif kind == "B":
             weights.before_backward(number)
-            seen[number] = (seen[number] - module.weight.detach()).abs().max()
+            weights_read[number] = (weights_read[number] - module.weight.detach()).abs().max()
             weights.finished(number)
         else:
             module.weight.grad = torch.ones(2, 2, dtype=torch.float64)
             weights.update(number)
-    assert seen[3] > 1e-3
-    assert seen[59] < 1e-12
+    assert weights_read[3] > 1e-3
+    assert weights_read[59] < 1e-12
 
 
 def test_the_learning_rates_of_the_optimizer_are_as_they_were_after_each_update(lab):
-    """Schedulers of learning rates multiply what they find there."""
+    """Schedulers of learning rates multiply the current values."""
     module = lab.mlp()
     line = lab.line_of("pipemare", 0, 3, 1, batches=4)
     groups = lambda ps: torch.optim.SGD([{"params": ps[:2]}, {"params": ps[2:], "lr": 0.3}], lr=0.1)  # noqa: E731
@@ -146,7 +146,7 @@ def test_the_learning_rates_of_the_optimizer_are_as_they_were_after_each_update(
 
 
 def test_without_a_delay_there_is_nothing_to_correct_and_nothing_to_hold(lab):
-    """The last stage of a plain stream: its forward and backward read the same."""
+    """Forward and backward of a plain stream's last stage read the same version."""
     module = lab.mlp()
     line = lab.line_of("pipemare", 3, 4, 1, batches=6)
     weights = lab.make(lab.site_of(module, line, "pipemare", lab.PAIRS["sgd"][0], staleness=0.0))
@@ -165,11 +165,11 @@ def test_without_a_delay_there_is_nothing_to_correct_and_nothing_to_hold(lab):
             r"'pipemare': decay is above 0 and below 1, not 0; the paper's is 0.135",
         ),
         ({"decay": 1.0}, {}, r"decay is above 0 and below 1, not 1"),
-        ({"lockstep": 1.0}, {"stages": 0}, r"lockstep=1 needs to know how many stages there are"),
+        ({"lockstep": 1.0}, {"stages": 0}, r"lockstep=1 needs the number of stages"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(lab, options, facts, message):
-    """A decay of 1 would never learn a trend, and one of 0 has no logarithm."""
+    """With a decay of 1 the trend would stay zero, and 0 has no logarithm."""
     from dataclasses import replace
 
     line = lab.line_of("pipemare", 0, 3, 1, batches=6)
@@ -181,7 +181,7 @@ def test_an_option_that_makes_no_sense_is_refused(lab, options, facts, message):
 
 
 def test_an_optimizer_without_a_learning_rate_is_refused(lab):
-    """There is nothing to reschedule."""
+    """There is no learning rate to reschedule."""
 
     class Still(torch.optim.Optimizer):
         def __init__(self, parameters):
@@ -192,6 +192,6 @@ def test_an_optimizer_without_a_learning_rate_is_refused(lab):
 
     with pytest.raises(
         SettingError,
-        match=r"'pipemare' has no formula for Still: .*; it reschedules the learning rate, and this one has no",
+        match=r"'pipemare' has no formula for Still: .*; it reschedules the learning rate, which this optimizer does",
     ):
         lab.make(lab.site_of(lab.mlp(), lab.line_of("pipemare", 0, 3, 1, 4), "pipemare", Still))

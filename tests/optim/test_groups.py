@@ -9,24 +9,24 @@ from penstock.optim.groups import Groups
 
 
 def named():
-    """Three trainable parameters and a frozen one."""
-    made = {
+    """Return three trainable parameters and a frozen one."""
+    parameters = {
         name: nn.Parameter(torch.ones(1)) for name in ("a.weight", "a.bias", "b.weight", "b.bias")
     }
-    made["b.weight"].requires_grad_(False)
-    return made
+    parameters["b.weight"].requires_grad_(False)
+    return parameters
 
 
 def by_kind(name, parameter):
-    """Biases do not decay; what is frozen has options of its own."""
+    """Return options: biases do not decay, and frozen parameters have options of their own."""
     if not parameter.requires_grad:
         return {"lr": 0.25}
     return {"weight_decay": 0.0} if name.endswith("bias") else {"lr": 0.5}
 
 
 def test_parameters_with_the_same_options_are_one_group_in_order_of_appearance():
-    """The whole model is asked, on every rank, so that all have the same groups; groups of frozen
-    parameters come last.
+    """The function is called for the whole model on every rank, so that all have the same groups;
+    groups of frozen parameters come last.
     """
     groups = Groups.of(by_kind, named().items())
     assert groups.options == ({"lr": 0.5}, {"weight_decay": 0.0}, {"lr": 0.25})
@@ -34,7 +34,7 @@ def test_parameters_with_the_same_options_are_one_group_in_order_of_appearance()
 
 
 def test_a_stage_has_all_groups_some_of_them_empty():
-    """A scheduler by group counts on it."""
+    """Schedulers with options per group depend on it."""
     held = named()
     groups = Groups.of(by_kind, held.items())
     groups.know({held["b.bias"]: "b.bias"})

@@ -1,4 +1,4 @@
-"""Newest: updates in place, whatever is in flight; with a flush, plain training."""
+"""Newest: updates in place while micro-batches are in flight; with a flush, plain training."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from penstock.weights.catalogue import weight_rule
 
 
 def test_gradients_are_those_of_old_activations_and_the_newest_weights(lab):
-    """The chain rule written out with NumPy: relu's and linear's inputs as the forward left them,
-    matrices as they are now.
-
-    This is what `none` means, and what its convergence suffers from.
+    """The chain rule written out with NumPy: inputs of relu and linear as the forward left them,
+    weight matrices as they are now. This defines the rule `none`, and explains its convergence.
     """
     torch.manual_seed(0)
     module = nn.Sequential(
@@ -25,19 +23,19 @@ def test_gradients_are_those_of_old_activations_and_the_newest_weights(lab):
     line = lab.line_of("none", stage=0, stages=4, micro_batches=1, batches=10)
     weights = lab.make(lab.site_of(module, line, "none", lambda ps: torch.optim.SGD(ps, lr=0.1)))
     matrices = [value.numpy().copy() for value in lab.values_of(module)]
-    kept, pending = {}, None
+    activations, pending = {}, None
     wanted_losses = []
     for kind, number in line.ops:
-        x, y = (each.numpy() for each in lab.vectors(number))
+        x, y = (tensor.numpy() for tensor in lab.vectors(number))
         w1, b1, w2, b2, w3, b3 = matrices
         if kind == "F":
             h1 = np.maximum(x @ w1.T + b1, 0)
             h2 = np.maximum(h1 @ w2.T + b2, 0)
             out = h2 @ w3.T + b3
-            kept[number] = (h1, h2, out)
+            activations[number] = (h1, h2, out)
             wanted_losses.append(((out - y) ** 2).mean())
         elif kind == "B":
-            h1, h2, out = kept.pop(number)
+            h1, h2, out = activations.pop(number)
             d3 = 2 * (out - y) / out.size
             d2 = (d3 @ w3) * (h2 > 0)
             d1 = (d2 @ w2) * (h1 > 0)
@@ -81,8 +79,8 @@ def test_gradients_are_those_of_old_activations_and_the_newest_weights(lab):
 def test_a_graph_in_flight_finds_weights_as_a_change_in_place_under_plain_pytorch_leaves_them(
     lab, make, factory
 ):
-    """Some layers save the weight, some a view of it, some what they have made of it: to each its
-    own, as in plain PyTorch.
+    """Layers save the weight, a view of it, or a tensor computed from it: each reads the same
+    values as in plain PyTorch.
     """
     torch.manual_seed(0)
     module = make()
@@ -96,37 +94,41 @@ def test_a_graph_in_flight_finds_weights_as_a_change_in_place_under_plain_pytorc
     losses = lab.play(module, weights, line.ops, data, lab.squares)
 
     optimizer = factory(list(plain.parameters()))
-    graphs, wanted = {}, []
+    graphs, expected = {}, []
     for kind, number in line.ops:
         if kind == "F":
             inputs, targets = data(number)
             graphs[number] = lab.squares(plain(inputs), targets)
-            wanted.append(graphs[number].detach())
+            expected.append(graphs[number].detach())
         elif kind == "B":
             graphs.pop(number).backward()
         else:  # a step on other tensors, and `.data.copy_`, which autograd does not see
-            apart = copy.deepcopy(plain)
-            for here, there in zip(plain.parameters(), apart.parameters(), strict=True):
-                there.grad, here.grad = here.grad, None
-            twin = factory(list(apart.parameters()))
+            stepped = copy.deepcopy(plain)
+            for parameter, stepped_parameter in zip(
+                plain.parameters(), stepped.parameters(), strict=True
+            ):
+                stepped_parameter.grad, parameter.grad = parameter.grad, None
+            twin = factory(list(stepped.parameters()))
             twin.load_state_dict(optimizer.state_dict())
             twin.step()
             optimizer.load_state_dict(twin.state_dict())
-            for here, there in zip(plain.parameters(), apart.parameters(), strict=True):
-                here.data.copy_(there.data)
-    assert all(map(torch.equal, losses, wanted))
+            for parameter, stepped_parameter in zip(
+                plain.parameters(), stepped.parameters(), strict=True
+            ):
+                parameter.data.copy_(stepped_parameter.data)
+    assert all(map(torch.equal, losses, expected))
     assert all(map(torch.equal, module.parameters(), plain.parameters()))
 
 
 class First(nn.Module):
-    """The outputs of a recurrent layer."""
+    """Return the outputs of a recurrent layer without its state."""
 
     def forward(self, both):
         return both[0]
 
 
 def test_there_is_one_version_and_no_copy(lab):
-    """The memory of the paper's baseline: the weights."""
+    """The memory is that of the paper's baseline: the weights."""
     module = lab.mlp()
     line = lab.line_of("none", stage=0, stages=4, micro_batches=1, batches=6)
     weights = lab.make(lab.site_of(module, line, "none", lab.PAIRS["adam"][0]))
@@ -140,9 +142,7 @@ def test_there_is_one_version_and_no_copy(lab):
 
 
 def test_with_a_flush_gradients_can_be_looked_at_until_the_next_batch_begins(lab):
-    """Synchronous training is plain training, in this, too: norms and logs are read between
-    batches.
-    """
+    """As in plain training, users read norms and logs between batches."""
     module = lab.mlp()
     line = lab.line_of("none", stage=0, stages=1, micro_batches=2, batches=2)
     site = lab.site_of(module, line, "flush", lab.PAIRS["momentum"][0], rule=weight_rule("flush"))
@@ -167,7 +167,7 @@ def test_with_a_flush_gradients_can_be_looked_at_until_the_next_batch_begins(lab
 
 
 def test_with_a_flush_a_graph_that_outlives_its_update_is_still_refused_by_autograd(lab):
-    """Nothing of a synchronous batch may be in flight then: PyTorch's own check stays on."""
+    """No micro-batch of a synchronous batch is in flight then, so PyTorch's own check stays on."""
     module = lab.mlp()
     line = lab.line_of("none", stage=0, stages=1, micro_batches=1, batches=2)
     weights = lab.make(

@@ -1,4 +1,4 @@
-"""The state of an optimizer as tensors by name."""
+"""The state of an optimizer as tensors by name, for checkpoints."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from penstock.optim.optimizer_state import load_optimizer_state, optimizer_state
 
 
 def parameters():
-    """Three, of which the second gets no gradient."""
-    made = [nn.Parameter(torch.ones(n + 1)) for n in range(3)]
-    for parameter in made[::2]:
+    """Return three parameters, of which the second gets no gradient."""
+    weights = [nn.Parameter(torch.ones(n + 1)) for n in range(3)]
+    for parameter in weights[::2]:
         parameter.grad = torch.full_like(parameter, 0.5)
-    return made
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -28,22 +28,22 @@ def parameters():
     ],
 )
 def test_what_is_loaded_goes_on_as_what_was_saved(make):
-    """Moments and counters, parameter by parameter; where there was none there is none."""
+    """Moments and counters by parameter; a parameter without state has none afterwards."""
     one, two = parameters(), parameters()
     first, second = make(one), make(two)
     first.step()
     load_optimizer_state(second, two, optimizer_state(first, one))
     assert two[1] not in second.state or make is torch.optim.Adagrad
     with torch.no_grad():
-        for here, there in zip(one, two, strict=True):
-            there.copy_(here)
+        for parameter, other_parameter in zip(one, two, strict=True):
+            other_parameter.copy_(parameter)
     first.step()
     second.step()
     assert all(map(torch.equal, one, two))
 
 
 def test_what_is_loaded_is_a_copy():
-    """Two copies of a stage would else share their moments."""
+    """Otherwise two copies of a stage would share their moments."""
     one, two = parameters(), parameters()
     first, second = torch.optim.Adam(one), torch.optim.Adam(two)
     first.step()
@@ -54,7 +54,7 @@ def test_what_is_loaded_is_a_copy():
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps a plain number, and what it is told to."""
+    """An optimizer with a plain number, and any other value, in its state."""
 
     def __init__(self, ps, kept=None) -> None:
         super().__init__(ps, {})
@@ -81,7 +81,7 @@ def test_plain_numbers_come_back_as_numbers():
 
 
 def test_what_a_checkpoint_cannot_hold_is_refused():
-    """A history of closures, say."""
+    """A history of closures, for example."""
     ps = parameters()
     optimizer = Counting(ps, kept=[1])
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Predicted: forwards and backwards read weights from ahead of their time."""
+"""Weight prediction: ops read weights extrapolated to later updates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLACES = [
 
 
 def moved(side, way="ahead"):
-    """The literal reading: version so and so, moved on by the optimizer's direction at this moment."""
+    """Return a version moved by the optimizer's direction at this moment, literally."""
 
     def read(line):
         def weights(versions, number, optimizer):
@@ -40,21 +40,21 @@ def moved(side, way="ahead"):
 
 
 def bellwether(line, side):
-    """The first micro-batch's prediction, read by all of its batch."""
-    made = {}
+    """Return the prediction of a batch's first micro-batch, which all of the batch read."""
+    created = {}
 
     def weights(versions, number, optimizer):
         use = line.use(number)
         if use.first:
-            made.clear()
-            made[use.batch] = moved(side, "ahead_xpipe")(line)(versions, number, optimizer)
-        return made[use.batch]
+            created.clear()
+            created[use.batch] = moved(side, "ahead_xpipe")(line)(versions, number, optimizer)
+        return created[use.batch]
 
     return weights
 
 
 def agree(lab, name, place, pair, forward, backward, **facts):
-    """A stream does as its literal reference."""
+    """Check that a stream equals its literal reference."""
     line = lab.line_of(name, *place, batches=9)
     module, data = facts.pop("module", lab.mlp()), facts.pop("data", lab.vectors)
     factory, formula = lab.PAIRS[pair] if isinstance(pair, str) else pair
@@ -106,8 +106,8 @@ def test_spectrain_with_dampening_is_the_papers_exponential_average(lab):
     ("pair", "extra"), [("adam", 3.0), ("adamw", 3.0), ("adam", 1.0), ("adam", 2.0)]
 )
 def test_xpipe_predicts_once_for_all_micro_batches_of_a_batch(lab, place, pair, extra):
-    """The bellwether's prediction is read by the others even when an update has come between, which
-    it does not take part in.
+    """The first micro-batch's prediction is read by the others even if an update has come between,
+    which does not change it.
     """
     sides = [lambda line, side=side: bellwether(line, side) for side in ("forward", "backward")]
     agree(lab, "xpipe", place, pair, *sides, rule=lab.rule_called("xpipe", extra=extra))
@@ -124,8 +124,8 @@ def test_pipeoptim_predicts_with_the_optimizers_own_formula_before_forwards_only
 
 @pytest.mark.parametrize("rule", ["spectrain", "pipeoptim"])
 def test_layers_that_save_their_weights_as_they_are_find_what_the_backward_reads(lab, rule):
-    """Convolutions and norms save the parameter, linear layers a view of it, weight norm what it
-    has made of two.
+    """Convolutions and norms save the parameter, linear layers a view of it, weight norm a tensor
+    computed from two parameters.
     """
     torch.manual_seed(0)
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 4))
@@ -149,23 +149,23 @@ def test_layers_that_save_their_weights_as_they_are_find_what_the_backward_reads
 
 
 def test_a_forward_that_reads_ahead_reads_what_the_next_updates_make_if_gradients_stay(lab):
-    """The formula's purpose: with one and the same gradient for ever, plain gradient descent is
-    foreseen exactly.
+    """The purpose of the formula: with a constant gradient, plain gradient descent is predicted
+    exactly.
     """
     module = nn.Linear(3, 2).double()
     line = lab.Line(0, 1, 1, 8, lambda at: Reads(at.at_forward, at.at_backward, 3, 0))
     weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS["sgd"][0]))
     step = torch.randn(2, 3, dtype=torch.float64)
-    foreseen, found = [], []
+    foreseen, actual = [], []
     for number in range(8):
         weights.before_forward(number)
         foreseen.append(module.weight.detach().clone())
         weights.before_backward(number)
-        found.append(module.weight.detach().clone())
+        actual.append(module.weight.detach().clone())
         module.weight.grad = step.clone()
         weights.finished(number)
         weights.update(number + 1)
-    assert all(torch.allclose(foreseen[n], found[n + 3]) for n in range(1, 5))
+    assert all(torch.allclose(foreseen[n], actual[n + 3]) for n in range(1, 5))
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def test_a_forward_that_reads_ahead_reads_what_the_next_updates_make_if_gradient
     [{"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}, {"maximize": True}],
 )
 def test_every_way_to_run_adam_is_foreseen(lab, options):
-    """Single, for each, fused: they keep the same state; the square is the largest so far with
-    amsgrad.
+    """The implementations single, foreach and fused have the same state; with amsgrad the square is
+    the largest so far.
     """
     module = lab.mlp()
     line = lab.line_of("pipeoptim", 0, 2, 1, 6)
@@ -185,21 +185,21 @@ def test_every_way_to_run_adam_is_foreseen(lab, options):
     weights.drain()
     before = lab.values_of(module)
     state = {
-        p: {key: value.clone() for key, value in kept.items()}
-        for p, kept in optimizer.state.items()
+        p: {key: value.clone() for key, value in moments.items()}
+        for p, moments in optimizer.state.items()
     }
     weights.before_forward(0)
-    for parameter, old, kept in zip(module.parameters(), before, state.values(), strict=True):
-        step = kept["step"].item()
-        square = kept["max_exp_avg_sq" if "amsgrad" in options else "exp_avg_sq"] / (
+    for parameter, old, moments in zip(module.parameters(), before, state.values(), strict=True):
+        step = moments["step"].item()
+        square = moments["max_exp_avg_sq" if "amsgrad" in options else "exp_avg_sq"] / (
             1 - 0.999**step
         )
-        wanted = old - 0.01 * (kept["exp_avg"] / (1 - 0.9**step)) / (square.sqrt() + 1e-8)
-        assert torch.allclose(parameter.data, wanted, rtol=1e-12)
+        expected = old - 0.01 * (moments["exp_avg"] / (1 - 0.9**step)) / (square.sqrt() + 1e-8)
+        assert torch.allclose(parameter.data, expected, rtol=1e-12)
 
 
 def test_each_group_of_parameters_is_moved_at_its_own_learning_rate(lab):
-    """And by its own formula: one group may have momentum and another none."""
+    """One group may also have momentum and another none."""
     module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double()
 
     def groups(ps):
@@ -219,7 +219,7 @@ def test_each_group_of_parameters_is_moved_at_its_own_learning_rate(lab):
 
 
 def test_what_has_had_no_gradient_stays_where_it_is(lab):
-    """A part of the model that a batch has not used has no direction yet."""
+    """A part of the model that no batch has used has no direction yet."""
     module = nn.ModuleDict({"used": nn.Linear(5, 3), "unused": nn.Linear(2, 2)}).double()
     module.forward = module["used"].forward
     line = lab.line_of("pipeoptim", 0, 4, 1, 6)
@@ -232,8 +232,8 @@ def test_what_has_had_no_gradient_stays_where_it_is(lab):
 
 
 def test_a_stage_that_predicts_nothing_takes_no_more_memory_than_its_weights(lab):
-    """PipeOptim's last stage reads the newest in both passes: its working storage is the weights
-    themselves.
+    """PipeOptim's last stage reads the newest version in both passes, so it needs no memory for
+    predictions.
     """
     held = []
     for stage in range(4):
@@ -249,8 +249,8 @@ def test_a_stage_that_predicts_nothing_takes_no_more_memory_than_its_weights(lab
 
 
 def test_a_w_that_comes_after_a_later_update_than_its_i_reads_the_newest(lab):
-    """Deferred weight gradients may wait for longer than an update; what the I read cannot be made
-    any more.
+    """Deferred weight gradients may come after the next update, when the weights that the I read
+    are no longer available.
     """
     module = nn.Linear(2, 2)
     line = lab.line_of("pipeoptim", 0, 2, 1, 6)
@@ -269,7 +269,7 @@ def test_a_w_that_comes_after_a_later_update_than_its_i_reads_the_newest(lab):
 
 
 def test_a_rule_that_predicts_from_an_old_version_is_told_that_it_is_gone(lab):
-    """One version is kept."""
+    """Only one version is kept."""
     module = lab.mlp()
     line = lab.Line(0, 4, 1, 8, lambda at: Reads(max(at.at_forward - 1, 0), at.at_backward, 1, 0))
     weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS["momentum"][0]))
@@ -303,7 +303,7 @@ REFUSED = [
     (
         "pipeoptim",
         lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
-        r"SGD with nesterov=True: .*; leave nesterov away",
+        r"SGD with nesterov=True: .*; omit nesterov",
     ),
     ("pipeoptim", lambda ps: torch.optim.RMSprop(ps, momentum=0.9), r"RMSprop with momentum"),
     ("pipeoptim", lambda ps: torch.optim.RMSprop(ps, centered=True), r"RMSprop with centered=True"),
@@ -319,13 +319,13 @@ REFUSED = [
 def test_an_optimizer_that_the_paper_has_no_formula_for_is_refused_with_the_reason(
     lab, rule, factory, message
 ):
-    """A prediction in a wrong direction trains, and worse: nobody would notice."""
+    """A wrong prediction would only make training worse, without an error."""
     with pytest.raises(SettingError, match=message):
         lab.make(lab.site_of(lab.mlp(), lab.line_of(rule, 0, 2, 1, 4), rule, factory))
 
 
 def test_a_users_rule_that_predicts_does_so_with_the_optimizers_own_formula_or_is_refused(lab):
-    """A rule of another name has no entry of its own."""
+    """Rules with other names have no formula of their own."""
     line = lab.Line(0, 2, 1, 4, lambda at: Reads(at.at_forward, at.at_backward, 1, 1))
     rule = lab.rule_called("mine", arithmetic="predicted")
     assert (
@@ -334,13 +334,13 @@ def test_a_users_rule_that_predicts_does_so_with_the_optimizers_own_formula_or_i
     )
     with pytest.raises(
         SettingError,
-        match=r"'mine' has no formula for Adagrad: .*; those it has are for SGD, Adam, AdamW, RMSprop",
+        match=r"'mine' has no formula for Adagrad: .*; it supports SGD, Adam, AdamW, RMSprop",
     ):
         lab.make(lab.site_of(lab.mlp(), line, "mine", torch.optim.Adagrad, rule=rule))
 
 
 def test_complex_weights_are_refused_where_the_formula_takes_roots(lab):
-    """torch's Adam takes their parts apart; the formula has no word on them."""
+    """torch's Adam treats real and imaginary parts separately; the formula does not define this."""
     module = nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(SettingError, match=r"Adam on complex weights: .*; it is for real ones"):
         lab.make(

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 )
 @settings(deadline=None, max_examples=40)
 def test_scales_and_steps_are_torchs_own(story, start, growth, backoff, interval):
-    """Also where a scale could only grow to infinity: torch leaves it then."""
+    """Also at the limit: torch does not let the scale grow to infinity."""
     options = {
         "init_scale": start,
         "growth_factor": growth,
@@ -38,14 +38,14 @@ def test_scales_and_steps_are_torchs_own(story, start, growth, backoff, interval
         theirs.scale(torch.ones(()))  # it makes its scale at the first use
         grad = torch.full((2,), {"fine": 0.25, "inf": float("inf"), "nan": float("nan")}[event])
         mine.grad, other.grad = grad * ours.scale, grad * theirs.get_scale()
-        found = float(ours.unscale([mine], CPU))
+        overflow = float(ours.unscale([mine], CPU))
         theirs.unscale_(optimizer)
         assert torch.equal(mine.grad, other.grad) or event == "nan"
-        assert (found > 0) == (not mine.grad.isfinite().all())
+        assert (overflow > 0) == (not mine.grad.isfinite().all())
         theirs.step(optimizer)
         theirs.update()
-        ours.update(found)
-        skipped += found > 0
+        ours.update(overflow)
+        skipped += overflow > 0
         assert ours.scale == theirs.get_scale()
     assert ours.skipped == skipped
     again = LossScaler(options)
@@ -54,7 +54,7 @@ def test_scales_and_steps_are_torchs_own(story, start, growth, backoff, interval
 
 
 def test_what_a_user_may_say():
-    """True, options, or a scaler of torch's to be like."""
+    """True, options, or a scaler of torch's whose options are copied."""
     assert LossScaler.of(None) is LossScaler.of(False) is None
     assert LossScaler.of(True).scale == 65536.0
     assert LossScaler.of({"init_scale": 8}).scale == 8.0
@@ -63,7 +63,7 @@ def test_what_a_user_may_say():
 
 
 def test_gradients_in_float16_are_refused():
-    """Divided by the scale they would vanish, which is what the scale is against."""
+    """Divided by the scale they would underflow, which the scale is meant to prevent."""
     parameter = nn.Parameter(torch.ones(2, dtype=torch.float16))
     parameter.grad = torch.ones_like(parameter)
     with pytest.raises(SettingError, match="keep the parameters in float32"):
@@ -71,7 +71,7 @@ def test_gradients_in_float16_are_refused():
 
 
 def test_sparse_gradients_are_unscaled_once():
-    """Rows that were met twice are added up first."""
+    """Rows that occur twice are added first."""
     embedding = nn.Embedding(5, 3, sparse=True)
     (embedding(torch.tensor([1, 1, 4])).sum() * 8).backward()
     assert LossScaler({"init_scale": 8.0}).unscale([embedding.weight], CPU) == 0
@@ -80,7 +80,7 @@ def test_sparse_gradients_are_unscaled_once():
 
 @pytest.mark.parametrize("scale", [0.0, float("inf"), -1.0])
 def test_a_saved_scale_that_is_none_is_refused(scale):
-    """A file is data from outside."""
+    """A file may contain anything."""
     with pytest.raises(SettingError, match="the scale of a saved scaler is above 0"):
         LossScaler({}).load_state_dict({"scale": scale, "steps": 0, "skipped": 0})
     with pytest.raises(

@@ -15,7 +15,7 @@ from penstock.optim.schedulers import Schedulers, stand_in
 
 
 def optimizers(*groups):
-    """One for each number of groups."""
+    """Return an optimizer for each number of groups."""
     return [
         SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(count)], lr=1.0, momentum=0.9)
         for count in groups
@@ -23,7 +23,7 @@ def optimizers(*groups):
 
 
 def stepped(schedulers, held, times):
-    """As training does."""
+    """Step optimizers and scheduler as training does."""
     for _ in range(times):
         for optimizer in held:
             optimizer.step()
@@ -31,24 +31,24 @@ def stepped(schedulers, held, times):
 
 
 def test_all_move_as_one():
-    """Stages learn at one rate."""
+    """All stages have the same learning rate."""
     held = optimizers(1, 1)
-    found = Schedulers(lambda optimizer: StepLR(optimizer, 2, gamma=0.5), held)
-    stepped(found, held, 4)
-    assert found.get_last_lr() == [0.25]
+    schedulers = Schedulers(lambda optimizer: StepLR(optimizer, 2, gamma=0.5), held)
+    stepped(schedulers, held, 4)
+    assert schedulers.get_last_lr() == [0.25]
     assert [optimizer.param_groups[0]["lr"] for optimizer in held] == [0.25, 0.25]
 
 
 def test_a_state_goes_into_optimizers_that_have_other_groups():
-    """A factory of the user's own may make groups by what a stage has: what is by group then stays
-    the stage's.
+    """A user's factory may create groups by the stage's parameters: state per group then stays the
+    stage's own.
     """
     held = optimizers(2)
-    found = Schedulers(lambda optimizer: MultiStepLR(optimizer, [2, 3], gamma=0.5), held)
-    stepped(found, held, 3)
+    schedulers = Schedulers(lambda optimizer: MultiStepLR(optimizer, [2, 3], gamma=0.5), held)
+    stepped(schedulers, held, 3)
     others = optimizers(1, 2)
     restored = Schedulers(
-        lambda optimizer: MultiStepLR(optimizer, [2, 3], gamma=0.5), others, found.as_json()
+        lambda optimizer: MultiStepLR(optimizer, [2, 3], gamma=0.5), others, schedulers.as_json()
     )
     assert restored.get_last_lr() == [1.0]
     assert [group["lr"] for group in others[1].param_groups] == [0.25, 0.25]
@@ -56,41 +56,43 @@ def test_a_state_goes_into_optimizers_that_have_other_groups():
 
 
 def test_the_best_metric_so_far_is_kept_and_infinity_with_it():
-    """JSON as Python writes it has infinities, and a plateau begins with one."""
+    """Python's JSON can represent infinity, with which a plateau scheduler begins."""
     held = optimizers(1)
-    found = Schedulers(lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.1), held)
+    schedulers = Schedulers(
+        lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.1), held
+    )
     again = Schedulers(
         lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.1),
         optimizers(1),
-        found.as_json(),
+        schedulers.as_json(),
     )
     assert again.state_dict()["best"] == float("inf")
-    found.step(torch.tensor(2.0))
-    found.step(torch.tensor(3.0))
-    assert json.loads(found.as_json())["best"] == 2.0
-    assert found.get_last_lr() == pytest.approx([0.1])
+    schedulers.step(torch.tensor(2.0))
+    schedulers.step(torch.tensor(3.0))
+    assert json.loads(schedulers.as_json())["best"] == 2.0
+    assert schedulers.get_last_lr() == pytest.approx([0.1])
 
 
 def test_a_stand_in_steps_nothing_and_knows_the_rate():
-    """For ranks where nothing is trained."""
+    """For ranks without parameters to train."""
     optimizer = stand_in(lambda params: SGD(params, lr=2.0))
     assert Schedulers(lambda each: StepLR(each, 1), [optimizer]).get_last_lr() == [2.0]
 
 
 class Odd(LRScheduler):
-    """Keeps something that no file can hold."""
+    """A scheduler with state that no file can hold."""
 
     def get_lr(self):
-        """As it is."""
+        """Return the unchanged rates."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self):
-        """What it keeps."""
+        """Return an unsupported state."""
         return {"odd": object()}
 
 
 def test_a_state_that_no_checkpoint_can_hold_is_refused_by_its_class():
-    """Before a file is written without it."""
+    """The error comes before a file is written without the state."""
     with pytest.raises(
         SettingError, match="the state of Odd cannot go into a checkpoint: Object of type object"
     ):

@@ -1,4 +1,6 @@
-"""The update of one stage: who builds the optimizer, over what, and how long gradients stay."""
+"""The update of one stage: creation of its optimizer, over which parameters, and lifetime of
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,20 @@ from penstock.optim.update import Update
 
 
 def parameters(*values):
-    """Parameters of one number each, with a gradient of 1."""
-    made = [nn.Parameter(torch.tensor([float(value)])) for value in values]
-    for parameter in made:
+    """Return parameters with one element each, and a gradient of 1."""
+    weights = [nn.Parameter(torch.tensor([float(value)])) for value in values]
+    for parameter in weights:
         parameter.grad = torch.ones(1)
-    return made
+    return weights
 
 
-def sgd(found):
+def sgd(params):
     """Plain gradient descent."""
-    return SGD(found, lr=0.5)
+    return SGD(params, lr=0.5)
 
 
 def test_a_step_moves_the_weights_by_the_optimizers_rule():
-    """U makes the next weight version."""
+    """U creates the next weight version."""
     held = parameters(1, 2)
     update = Update.make(held, sgd)
     update.step()
@@ -34,7 +36,7 @@ def test_a_step_moves_the_weights_by_the_optimizers_rule():
 
 
 def test_gradients_stay_after_a_step_until_the_next_batch_begins():
-    """Between batches users look at them: norms, clipping, logs."""
+    """Users read them between batches: norms, clipping, logs."""
     held = parameters(1)
     update = Update.make(held, sgd)
     update.step()
@@ -44,9 +46,7 @@ def test_gradients_stay_after_a_step_until_the_next_batch_begins():
 
 
 def test_a_batch_that_begins_before_any_update_finds_the_gradients_there():
-    """Asynchronous schedules update in the middle, and users may have put a gradient there
-    themselves.
-    """
+    """Asynchronous schedules update within a batch, and users may have set a gradient themselves."""
     held = parameters(1)
     update = Update.make(held, sgd)
     update.begin()
@@ -59,7 +59,7 @@ def test_a_batch_that_begins_before_any_update_finds_the_gradients_there():
 
 
 def test_zero_drops_gradients_at_once_and_for_good():
-    """After it, the next batch has nothing to drop, and must not drop what was put there meanwhile."""
+    """The next batch must not drop gradients that were set afterwards."""
     held = parameters(1, 2)
     update = Update.make(held, sgd)
     update.step()
@@ -71,7 +71,7 @@ def test_zero_drops_gradients_at_once_and_for_good():
 
 
 def test_without_an_optimizer_gradients_add_up_and_nothing_moves():
-    """Whoever updates by hand decides when gradients go."""
+    """Users who update by hand decide when gradients are dropped."""
     held = parameters(1)
     update = Update.make(held, None)
     update.step()
@@ -83,29 +83,29 @@ def test_without_an_optimizer_gradients_add_up_and_nothing_moves():
 
 
 def test_the_optimizer_gets_all_parameters_in_a_list_and_frozen_ones_too():
-    """As with model.parameters(): what is thawed later is in it; a generator would be empty at its
-    second reading.
+    """As with model.parameters(): frozen parameters may become trainable; a generator would be
+    empty when read again.
     """
     held = parameters(1, 2, 3)
     held[1].requires_grad_(False)
     held[1].grad = None
-    given = []
+    arguments = []
 
     def factory(params):
-        given.append(params)
+        arguments.append(params)
         return sgd(params)
 
     update = Update.make(tuple(held), factory)
-    assert given == [held]
-    assert isinstance(given[0], list)
+    assert arguments == [held]
+    assert isinstance(arguments[0], list)
     assert update.parameters == [held[0], held[2]]
     update.step()
     assert [parameter.item() for parameter in held] == [0.5, 2.0, 2.5]
 
 
 def test_a_thawed_parameter_is_trained_in_its_place_and_a_frozen_one_keeps_its_gradient():
-    """The order decides in which order norms are added up; what has a gradient is stepped, as
-    torch's optimizers do.
+    """The order determines in which order norms are added; a parameter with a gradient is stepped,
+    as by torch's optimizers.
     """
     held = parameters(1, 2, 3)
     held[1].requires_grad_(False)
@@ -123,7 +123,7 @@ def test_a_thawed_parameter_is_trained_in_its_place_and_a_frozen_one_keeps_its_g
 
 
 def test_a_stage_without_parameters_has_no_optimizer():
-    """Torch's optimizers refuse an empty list; a stage of ReLUs and pools is legal."""
+    """torch's optimizers reject an empty list, but a stage of ReLUs and pools is legal."""
 
     def factory(params):
         raise AssertionError(f"was called with {params}")
@@ -135,12 +135,12 @@ def test_a_stage_without_parameters_has_no_optimizer():
 
 
 def test_a_factory_may_leave_parameters_out_or_all_of_a_stage():
-    """`[p for p in params if p.ndim > 1]` is a choice that plain PyTorch has, too; their gradients
-    are dropped like others.
+    """`[p for p in params if p.ndim > 1]` is legal in plain PyTorch too; the gradients of the
+    others are dropped as well.
     """
     held = parameters(1, 2)
-    some = Update.make(held, lambda params: sgd(params[:1]))
-    some.step()
+    partial = Update.make(held, lambda params: sgd(params[:1]))
+    partial.step()
     assert [parameter.item() for parameter in held] == [0.5, 2.0]
     none = Update.make(held, lambda params: sgd([p for p in params if p.ndim > 1]))
     assert none.optimizer is None
@@ -150,7 +150,9 @@ def test_a_factory_may_leave_parameters_out_or_all_of_a_stage():
 
 
 def test_a_frozen_stage_has_an_optimizer_unless_the_factory_filters():
-    """The first is trained when it is thawed, the second is not: as in plain PyTorch."""
+    """As in plain PyTorch: without a filter the stage is trained once it is trainable, with a
+    filter it is not.
+    """
     held = [nn.Parameter(torch.ones(1), requires_grad=False)]
     assert Update.make(held, sgd).optimizer is not None
     filtered = Update.make(held, lambda params: sgd([p for p in params if p.requires_grad]))
@@ -169,14 +171,14 @@ def test_a_frozen_stage_has_an_optimizer_unless_the_factory_filters():
     ids=["more", "copies", "groups"],
 )
 def test_an_optimizer_over_other_parameters_is_refused(factory):
-    """One over model.parameters() would step every weight once for every stage."""
+    """An optimizer over model.parameters() would step every weight once for every stage."""
     message = r"^optimizer= was called with the 2 parameters of stage 3 and returned SGD over .*besides these.*lambda params: torch"
     with pytest.raises(SettingError, match=message):
         Update.make(parameters(1, 2), factory, place="stage 3")
 
 
 class Twice(torch.optim.Optimizer):
-    """Needs a closure."""
+    """An optimizer that needs a closure."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -196,7 +198,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused_by_name(kind):
 
 
 def test_an_optimizer_in_place_of_a_factory_is_refused_with_the_lambda_to_write():
-    """Whoever trains with plain PyTorch has one at hand."""
+    """Users of plain PyTorch have an optimizer at hand."""
     message = r"Write optimizer=lambda params: torch.optim.SGD\(params, lr=0.1, momentum=0.9\)$"
     with pytest.raises(SettingError, match=message):
         check_factory(SGD(parameters(1), lr=0.1, momentum=0.9))
@@ -213,14 +215,14 @@ def test_an_optimizer_in_place_of_a_factory_is_refused_with_the_lambda_to_write(
     check_factory(torch.optim.Adam)
 
 
-@pytest.mark.parametrize(("made", "kind"), [(None, "NoneType"), (SGD, "type"), ([], "list")])
-def test_what_is_no_optimizer_is_refused_with_its_kind(made, kind):
+@pytest.mark.parametrize(("result", "kind"), [(None, "NoneType"), (SGD, "type"), ([], "list")])
+def test_what_is_no_optimizer_is_refused_with_its_kind(result, kind):
     """`optimizer=lambda params: SGD` forgets the call, and would fail at the first update, on every
     rank.
     """
     message = f"^optimizer= is a function from parameters to a torch.optim.Optimizer; this one returned {kind}$"
     with pytest.raises(SettingError, match=message):
-        Update.make(parameters(1), lambda _: made)
+        Update.make(parameters(1), lambda _: result)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +243,8 @@ def test_any_optimizer_of_torchs_keeps_its_state_from_step_to_step(make):
 
 
 def test_an_advance_steps_behind_autograds_back_and_drops_the_gradients():
-    """In mid-stream graphs are in flight that have saved the weights; who calls it answers for what
-    they find there.
+    """In a stream, graphs in flight have saved the weights; the caller is responsible for what they
+    read.
     """
     held = parameters(1, 2)
     update = Update.make(held, sgd)
@@ -259,18 +261,18 @@ def test_an_advance_steps_behind_autograds_back_and_drops_the_gradients():
 
 
 def test_an_advance_without_an_optimizer_leaves_gradients_and_weights():
-    """As a step does."""
+    """As `step` does."""
     held = parameters(1)
     Update.make(held, None).advance()
     assert (held[0].item(), held[0].grad.item()) == (1, 1)
 
 
 def test_another_optimizer_is_over_the_same_parameters_with_a_state_of_its_own():
-    """Copies of the weights that take turns are of the same parameters, and each has its momentum."""
+    """Copies of the weights that take turns have the same parameters, but momentum of their own."""
     held = parameters(1, 2)
     held.append(nn.Parameter(torch.ones(1), requires_grad=False))
     update = Update.make(held, lambda found: SGD(found, lr=0.5, momentum=0.9))
-    other = update.another()
+    other = update.new_optimizer()
     assert other.param_groups[0]["params"] == held
     update.advance(other)
     assert [parameter.item() for parameter in held] == [0.5, 1.5, 1]
@@ -278,18 +280,18 @@ def test_another_optimizer_is_over_the_same_parameters_with_a_state_of_its_own()
 
 
 def test_a_factory_that_makes_something_else_the_second_time_is_refused():
-    """One that hands out what it has made before, until there is no more."""
+    """The factory returns prepared objects, and then None."""
     held = parameters(1)
-    made = [sgd(held), None]
-    update = Update.make(held, lambda _: made.pop(0))
+    results = [sgd(held), None]
+    update = Update.make(held, lambda _: results.pop(0))
     with pytest.raises(SettingError, match=r"this one returned NoneType$"):
-        update.another()
+        update.new_optimizer()
 
 
 def test_a_factory_that_returns_the_same_optimizer_twice_is_refused():
-    """Copies of the weights would share one momentum."""
+    """The copies of the weights would share one momentum."""
     held = parameters(1)
     only = sgd(held)
     update = Update.make(held, lambda _: only)
     with pytest.raises(SettingError, match="returned the same optimizer twice"):
-        update.another()
+        update.new_optimizer()

@@ -1,6 +1,4 @@
-"""Versions: backwards find the weights that they read as they were, whatever has been updated
-since.
-"""
+"""Weight stashing: backwards read their version of the weights, whatever has been updated since."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from penstock.weights.reads import Reads
 
 
 class Tied(nn.Module):
-    """One weight in two places, a frozen parameter, one that only odd micro-batches reach, and one
-    that nothing does.
+    """One weight in two places, a frozen parameter, one used by odd micro-batches only, and an
+    unused one.
     """
 
     def __init__(self) -> None:
@@ -37,7 +35,7 @@ class Tied(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A GRU whose parameters lie in one storage, as cuDNN wants them."""
+    """A GRU whose parameters are contiguous, as cuDNN requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +52,7 @@ class Recurrent(nn.Module):
 
 
 class Bilinear(nn.Module):
-    """Both factors are weights."""
+    """A product of two weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,27 +66,27 @@ class Bilinear(nn.Module):
 
 
 def images(number):
-    """A micro-batch of pictures."""
-    made = torch.Generator().manual_seed(number)
-    return torch.randn(3, 2, 8, 8, generator=made), torch.randn(3, 4, generator=made)
+    """Return a micro-batch of images."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(3, 2, 8, 8, generator=generator), torch.randn(3, 4, generator=generator)
 
 
 def tokens(number):
-    """A micro-batch of words."""
-    made = torch.Generator().manual_seed(number)
-    return torch.randint(11, (3, 5), generator=made), torch.randn(3, 5, 6, generator=made)
+    """Return a micro-batch of tokens."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(11, (3, 5), generator=generator), torch.randn(3, 5, 6, generator=generator)
 
 
 def rows(number):
-    """A micro-batch of vectors."""
-    made = torch.Generator().manual_seed(number)
-    return torch.randn(4, 6, generator=made), torch.randn(4, 6, generator=made)
+    """Return a micro-batch of vectors."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(4, 6, generator=generator), torch.randn(4, 6, generator=generator)
 
 
 def sequences(number):
-    """A micro-batch of sequences."""
-    made = torch.Generator().manual_seed(number)
-    return torch.randn(3, 6, 4, generator=made), torch.randn(3, 6, 5, generator=made)
+    """Return a micro-batch of sequences."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(3, 6, 4, generator=generator), torch.randn(3, 6, 5, generator=generator)
 
 
 MODULES = {
@@ -135,7 +133,7 @@ FACTORIES = {
 
 
 def stashed(module, line, data, factory):
-    """Stashing with copies of the whole module: gradients by micro-batch, losses, and the newest
+    """Stash with copies of the whole module; return gradients by micro-batch, losses and newest
     weights.
     """
     newest = copy.deepcopy(module)
@@ -175,26 +173,26 @@ def stashed(module, line, data, factory):
 def test_a_backward_gives_bit_for_bit_the_gradients_of_the_version_that_its_forward_read(
     lab, name, factory
 ):
-    """Updates come between a forward and its backward, and no graph in flight may notice: layers
-    save weights in many ways.
+    """Updates come between a forward and its backward and must not affect graphs in flight, however
+    layers save weights.
     """
     make, data = MODULES[name]
     torch.manual_seed(0)
     module = make()
     line = lab.line_of("stash", stage=1, stages=4, micro_batches=1, batches=7)
-    wanted, wanted_losses, wanted_weights = stashed(module, line, data, FACTORIES[factory])
+    expected, expected_losses, expected_weights = stashed(module, line, data, FACTORIES[factory])
     weights = lab.make(lab.site_of(module, line, "stash", FACTORIES[factory]))
-    found = {}
-    losses = lab.play(module, weights, line.ops, data, nn.functional.mse_loss, found.__setitem__)
-    assert all(map(torch.equal, losses, wanted_losses))
-    for number, grads in wanted.items():
-        for parameter, a, b in zip(module.parameters(), found[number], grads, strict=True):
+    actual = {}
+    losses = lab.play(module, weights, line.ops, data, nn.functional.mse_loss, actual.__setitem__)
+    assert all(map(torch.equal, losses, expected_losses))
+    for number, grads in expected.items():
+        for parameter, a, b in zip(module.parameters(), actual[number], grads, strict=True):
             assert (a is None and b is None) if a is None or b is None else torch.equal(a, b), (
                 number,
                 parameter.shape,
             )
     weights.drain()
-    assert all(map(torch.equal, module.parameters(), wanted_weights))
+    assert all(map(torch.equal, module.parameters(), expected_weights))
     assert weights.peak_versions == 3
 
 
@@ -206,7 +204,7 @@ def test_a_backward_gives_bit_for_bit_the_gradients_of_the_version_that_its_forw
 def test_a_stream_does_what_the_published_equation_says(
     lab, rule, optimizer, stage, stages, micro_batches
 ):
-    """Every version is explicit in the reference, and the optimizer is its formula."""
+    """The reference has explicit versions, and optimizers as formulas."""
     if rule == "double-buffer" and micro_batches < stages:
         micro_batches = stages
     line = lab.line_of(rule, stage, stages, micro_batches, batches=9)
@@ -219,40 +217,40 @@ def test_a_stream_does_what_the_published_equation_says(
     assert lab.close(lab.values_of(module), newest)
 
 
-@pytest.mark.parametrize(("rule", "stages", "micro_batches", "kept"), [
+@pytest.mark.parametrize(("rule", "stages", "micro_batches", "version_count"), [
     ("stash", 4, 1, [4, 3, 2, 1]), ("stash", 4, 3, [2, 2, 2, 1]), ("double-buffer", 4, 4, [2, 2, 2, 2]),
     ("vertical-sync", 4, 1, [4, 4, 4, 4])])  # fmt: skip
-def test_as_many_versions_are_kept_as_are_read(lab, rule, stages, micro_batches, kept):
-    """The paper's memory: p - s versions at stage s with a stash, two with a double buffer; never a
-    spare one for the update.
+def test_as_many_versions_are_kept_as_are_read(lab, rule, stages, micro_batches, version_count):
+    """The paper's memory: p - s versions at stage s with a stash, two with a double buffer, and
+    none besides for the update.
     """
-    found, bytes_held = [], []
+    counts, bytes_held = [], []
     for stage in range(stages):
         module = lab.mlp()
         line = lab.line_of(rule, stage, stages, micro_batches, batches=12)
         weights = lab.make(lab.site_of(module, line, rule, lab.PAIRS["momentum"][0]))
         lab.play(module, weights, line.ops, lab.vectors, lab.squares)
-        found.append(weights.peak_versions)
+        counts.append(weights.peak_versions)
         bytes_held.append(
             weights.held_bytes() / sum(parameter.nbytes for parameter in module.parameters())
         )
         weights.drain()
         assert weights.versions == 1
-    assert found == kept
-    assert bytes_held == kept
+    assert counts == version_count
+    assert bytes_held == version_count
 
 
 def test_versions_share_what_no_update_has_touched(lab):
-    """An embedding that a batch does not use, or a frozen layer, costs no copy."""
+    """An embedding that a batch does not use, or a frozen layer, is not copied."""
     module = Tied()
     frozen = nn.Sequential(module, nn.Linear(6, 6).requires_grad_(False))
     line = lab.line_of("stash", stage=0, stages=4, micro_batches=1, batches=8)
     weights = lab.make(lab.site_of(frozen, line, "stash", FACTORIES["momentum"]))
     lab.play(frozen, weights, line.ops, rows, nn.functional.mse_loss)
-    own = [module.enter.weight, module.enter.bias, module.back.bias]
+    trained = [module.enter.weight, module.enter.bias, module.back.bias]
     assert weights.peak_versions == 4
     most = (
-        sum(parameter.nbytes for parameter in own) * 4
+        sum(parameter.nbytes for parameter in trained) * 4
         + module.sometimes.nbytes * 4
         + module.never.nbytes
     )
@@ -260,7 +258,7 @@ def test_versions_share_what_no_update_has_touched(lab):
 
 
 def test_a_stage_that_never_updates_holds_one_version(lab):
-    """Shared when unchanged."""
+    """Unchanged versions share their memory."""
     module = lab.mlp()
     line = lab.line_of("stash", stage=0, stages=4, micro_batches=1, batches=8)
     weights = lab.make(lab.site_of(module, line, "stash", lab.PAIRS["adam"][0]))
@@ -275,9 +273,7 @@ def test_a_stage_that_never_updates_holds_one_version(lab):
 
 
 def test_versions_keep_the_layout_that_recurrent_layers_want(lab):
-    """cuDNN takes weights in one piece; apart from each other it copies them together at every
-    forward, and warns.
-    """
+    """cuDNN requires contiguous weights; otherwise it copies them at every forward, and warns."""
     module = Recurrent()
     parameters = list(module.parameters())
 
@@ -300,7 +296,7 @@ def test_versions_keep_the_layout_that_recurrent_layers_want(lab):
 
 
 def test_strides_of_weights_stay(lab):
-    """Kernels are chosen by layout, and other kernels round otherwise."""
+    """Kernels are chosen by layout, and other kernels round differently."""
     module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     strides = module.weight.stride()
     line = lab.line_of("stash", stage=0, stages=2, micro_batches=1, batches=3)
@@ -315,8 +311,8 @@ def test_strides_of_weights_stay(lab):
 
 
 def test_a_layer_may_move_its_weights_in_its_forward(lab):
-    """Models call `flatten_parameters` there: the next update has to find version and parameter
-    together again.
+    """Models call `flatten_parameters` in their forward: the next update has to restore the
+    connection of version and parameter.
     """
 
     class Moving(nn.Linear):
@@ -349,11 +345,11 @@ def test_a_layer_may_move_its_weights_in_its_forward(lab):
 def test_a_rule_whose_backward_reads_another_version_than_its_forward_finds_it_in_all_that_was_saved(
     lab, make
 ):
-    """A user's rule may cap how old weights get. Linear layers save a view of the weight,
+    """A user's rule may limit the age of weights. Linear layers save a view of the weight,
     convolutions the parameter itself.
     """
     module, data = make(lab)
-    data = data or (lambda n: tuple(each.double() for each in images(n)))
+    data = data or (lambda n: tuple(tensor.double() for tensor in images(n)))
     for part in module.modules():
         if isinstance(part, nn.BatchNorm2d):
             part.momentum = 0.0
@@ -368,11 +364,11 @@ def test_a_rule_whose_backward_reads_another_version_than_its_forward_finds_it_i
 
 
 def test_a_backward_in_two_parts_finds_its_version_at_both(lab):
-    """W may come long after I, with other forwards between."""
+    """W may come long after I, with forwards of other micro-batches between."""
     module = nn.Linear(2, 2)
     line = lab.line_of("stash", stage=0, stages=3, micro_batches=1, batches=5)
     weights = lab.make(lab.site_of(module, line, "stash", FACTORIES["momentum"]))
-    seen = {}
+    weights_read = {}
     for op, number in [
         ("F", 0),
         ("F", 1),
@@ -388,20 +384,20 @@ def test_a_backward_in_two_parts_finds_its_version_at_both(lab):
     ]:
         if op == "F":
             weights.before_forward(number)
-            seen[number] = module.weight.detach().clone()
+            weights_read[number] = module.weight.detach().clone()
         elif op == "U":
             module.weight.grad = torch.ones(2, 2)
             weights.update(number)
         else:
             weights.before_backward(number)
-            assert torch.equal(module.weight, seen[number])
+            assert torch.equal(module.weight, weights_read[number])
             if op == "W":
                 weights.finished(number)
-    assert not torch.equal(seen[3], seen[0])
+    assert not torch.equal(weights_read[3], weights_read[0])
 
 
 def test_a_version_that_was_let_go_or_not_made_yet_is_named_with_those_that_are_held(lab):
-    """A program and a rule that do not fit would else train on whatever is there."""
+    """Otherwise a program that does not follow the rule would train on wrong weights."""
     module = nn.Linear(2, 2)
     line = lab.line_of("stash", stage=0, stages=1, micro_batches=1, batches=5)
     use = line.use(0)
@@ -409,7 +405,7 @@ def test_a_version_that_was_let_go_or_not_made_yet_is_named_with_those_that_are_
     weights = lab.make(lab.site_of(module, line, "stash", FACTORIES["momentum"]))
     with pytest.raises(
         RunError,
-        match=r"stage 0: micro-batch 6 reads weight version 3, which has not been made yet; held are 0\. The pro",
+        match=r"stage 0: micro-batch 6 reads weight version 3, which does not exist yet; available are 0\. The pro",
     ):
         weights.before_forward(6)
     weights.drain()
@@ -419,13 +415,13 @@ def test_a_version_that_was_let_go_or_not_made_yet_is_named_with_those_that_are_
     weights.update(1)
     with pytest.raises(
         RunError,
-        match=r"micro-batch 1 reads weight version 0, which was let go, since nothing in flight .*; held are 1\.",
+        match=r"micro-batch 1 reads weight version 0, which was released, since no micro-batch in flight .*; available are 1\.",
     ):
         weights.before_forward(1)
 
 
 def test_a_drain_lets_go_whatever_was_in_flight(lab):
-    """A run that failed in the middle begins anew."""
+    """After a failure within a stream, a run begins again."""
     module = lab.mlp()
     line = lab.line_of("stash", stage=0, stages=4, micro_batches=1, batches=8)
     weights = lab.make(lab.site_of(module, line, "stash", lab.PAIRS["momentum"][0]))

@@ -1,4 +1,4 @@
-"""Waves: copies of a stage that tell each other after every so many updates what they have learnt."""
+"""Waves: copies of a stage that exchange their changes after a fixed number of updates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.schedule.stream import Waves
 
 
 class Exchange:
-    """One copy's end of a table of queues."""
+    """One copy's end of the queues between all copies."""
 
     def __init__(self, mine, queues) -> None:
         self.mine, self.queues, self.copies = mine, queues, len(queues)
@@ -26,23 +26,23 @@ class Exchange:
                 row[self.mine].put((wave, [tensor.clone() for tensor in tensors]))
 
     def take_in(self, wave):
-        found = [
+        others = [
             self.queues[self.mine][other].get(timeout=20)
             for other in range(self.copies)
             if other != self.mine
         ]
-        assert [number for number, _ in found] == [wave] * len(found)
-        return [tensors for _, tensors in found]
+        assert [number for number, _ in others] == [wave] * len(others)
+        return [tensors for _, tensors in others]
 
 
 def exchanges(count):
-    """As many ends."""
+    """Return the ends for a number of copies."""
     queues = [[queue.Queue() for _ in range(count)] for _ in range(count)]
     return [Exchange(n, queues) for n in range(count)]
 
 
 def together(jobs):
-    """Run them at once, each in a thread, as ranks do."""
+    """Run functions concurrently in threads, as ranks do."""
     failed = []
 
     def guarded(job):
@@ -60,12 +60,12 @@ def together(jobs):
 
 
 def data_of(lab, copies, copy):
-    """Own batch t of a copy is batch t * copies + copy of all."""
+    """Return the data of a copy: its batch t is batch t * copies + copy of all."""
     return lambda number: lab.vectors(number * copies + copy)
 
 
 class Literal:
-    """One copy, with explicit weights."""
+    """One copy with explicit weights."""
 
     def __init__(self, lab, line, module, data, optimizer) -> None:
         self.lab, self.module, self.data, self.optimizer = lab, module, data, optimizer
@@ -74,7 +74,7 @@ class Literal:
         self.read, self.losses, self.taken, self.ended = {}, [], 0, False
 
     def run(self, until):
-        """Its ops, up to the U with this number."""
+        """Run its ops up to the U with this number."""
         for kind, number in self.ops:
             inputs, targets = self.data(number)
             if kind == "F":
@@ -85,10 +85,10 @@ class Literal:
                     )[0]
                 )
             elif kind == "B":
-                own = self.read.pop(number)
-                grads = self.lab.gradient(self.module, own, own, inputs, targets, self.lab.squares)[
-                    1
-                ]
+                weights = self.read.pop(number)
+                grads = self.lab.gradient(
+                    self.module, weights, weights, inputs, targets, self.lab.squares
+                )[1]
             else:
                 self.newest = self.optimizer.step(self.newest, grads)
                 if number == until:
@@ -96,18 +96,18 @@ class Literal:
         self.ended = True
 
     def learnt(self):
-        """What its own updates have changed since the wave began."""
+        """Return what its own updates have changed since the wave began."""
         return [new - old for new, old in zip(self.newest, self.start, strict=True)]
 
     def take_in(self, learnt):
-        """Add what others have learnt in a wave."""
+        """Add the changes of others in a wave."""
         self.taken += 1
-        for each in learnt:
-            self.newest = [w + u for w, u in zip(self.newest, each, strict=True)]
+        for change in learnt:
+            self.newest = [w + u for w, u in zip(self.newest, change, strict=True)]
 
 
 def reference(waves, copies):
-    """HetPipe's rule, wave by wave: all copies run a wave, then each adds the others' sums of D
+    """Run HetPipe's rule wave by wave: all copies run a wave, then each adds the others' sums of D
     waves before.
     """
     handed = []
@@ -127,7 +127,7 @@ def reference(waves, copies):
 
 
 def lines_of(lab, stage, stages, batches):
-    """A line for each copy, which has so many batches."""
+    """Return a line for each copy, given its number of batches."""
     return [lab.line_of("hetpipe", stage, stages, 1, count) for count in batches]
 
 
@@ -146,7 +146,7 @@ CASES = [
 @pytest.mark.parametrize(("batches", "length", "distance"), CASES)
 @pytest.mark.parametrize("pair", ["sgd", "momentum", "adam", "adamw"])
 def test_streams_do_what_the_published_rule_says(lab, batches, length, distance, pair):
-    """Copies of different length, whole waves and partial ones, with the distance at 0 and above."""
+    """Copies with different numbers of batches, whole and partial waves, with distance 0 and above."""
     waves, count = Waves(length, distance), len(batches)
     lines = lines_of(lab, 0, min(length, 3), batches)
     modules = [lab.mlp() for _ in batches]
@@ -174,16 +174,13 @@ def test_streams_do_what_the_published_rule_says(lab, batches, length, distance,
         assert lab.close(losses[c], plain[c].losses)
         assert lab.close(lab.values_of(modules[c]), plain[c].newest)
         assert lab.close(lab.values_of(modules[c]), lab.values_of(modules[0]))
-    # Whatever one hands on, all take in: a message that nobody waits for would be found by the next
-    # stream.
+    # Every message is received: one that is left would be received by the next stream.
     assert len({tuple(end.log) for end in ends}) == 1
     assert all(row.empty() for end in ends for row in end.queues[end.mine])
 
 
 def test_a_drain_begins_the_count_of_waves_anew(lab):
-    """Two streams of three batches each are not one of six: the wave under way at the drain ends
-    there.
-    """
+    """Two streams of three batches differ from one of six: the drain ends the current wave."""
     waves = Waves(2, 0)
     ends = exchanges(2)
     modules = [lab.mlp(), lab.mlp()]
@@ -206,7 +203,9 @@ def test_a_drain_begins_the_count_of_waves_anew(lab):
 
 
 def test_versions_are_stashed_inside_a_copy_and_one_more_is_where_the_wave_began(lab):
-    """Sums of others go to the newest version alone: what is in flight reads what its forward read."""
+    """The others' sums are added to the newest version alone: micro-batches in flight read what
+    their forward read.
+    """
     waves = Waves(3, 0)
     ends = exchanges(2)
     modules = [lab.mlp(), lab.mlp()]
@@ -233,8 +232,8 @@ def test_versions_are_stashed_inside_a_copy_and_one_more_is_where_the_wave_began
 def test_a_weight_that_only_the_others_have_trained_is_taken_in_without_changing_older_versions(
     lab,
 ):
-    """Versions share what a copy has not touched itself; the sum of the others must not reach into
-    the past.
+    """Versions share the values that a copy has not changed; adding the others' sum must not change
+    older versions.
     """
     ends = exchanges(2)
     modules = [nn.ParameterList([torch.zeros(2), torch.zeros(2)]) for _ in range(2)]
@@ -268,7 +267,7 @@ def test_a_weight_that_only_the_others_have_trained_is_taken_in_without_changing
 
 
 def test_a_copy_alone_has_nobody_to_tell(lab):
-    """One virtual worker is a plain stash."""
+    """A single virtual worker uses plain weight stashing."""
     module = lab.mlp()
     line = lab.line_of("hetpipe", 0, 2, 1, 5)
     weights = lab.make(

@@ -1,4 +1,4 @@
-"""Working weights: what the parameters hold now, and what is put aside meanwhile."""
+"""Working weights: the present contents of the parameters, and copies of others."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from penstock.optim.working import Working
 
 
 def made(value=1.0):
-    """One parameter of one number, and its working weights; their newest version is called 0."""
+    """Return a parameter with one element, and its working weights, whose newest version is called
+    0.
+    """
     parameter = nn.Parameter(torch.tensor([value]))
     return parameter, Working(Update([parameter], None), newest=0)
 
 
 def plus(amount, calls=None):
-    """A change."""
+    """Return a change that adds a number."""
 
     def change(values):
         if calls is not None:
@@ -40,7 +42,7 @@ def test_while_only_the_newest_is_shown_nothing_is_copied():
 
 
 def test_a_prediction_is_made_once_and_the_newest_comes_back():
-    """What is there already is not made again."""
+    """Contents that the parameters hold already are not computed again."""
     parameter, working = made()
     calls = []
     for content in ("ahead", "ahead", 0, 0, "ahead"):
@@ -51,7 +53,7 @@ def test_a_prediction_is_made_once_and_the_newest_comes_back():
 
 
 def test_every_change_begins_at_the_newest_version():
-    """Not at the prediction before it."""
+    """Changes do not accumulate."""
     parameter, working = made()
     working.show("one", plus(10))
     working.show("two", plus(20))
@@ -60,8 +62,8 @@ def test_every_change_begins_at_the_newest_version():
 
 @pytest.mark.parametrize("soon", [True, False])
 def test_what_is_kept_can_be_had_after_an_update_as_it_was(soon):
-    """XPipe's later micro-batches read what the first has predicted, of weights that are gone by
-    then.
+    """XPipe's later micro-batches read the first one's prediction, whose base version is no longer
+    available.
     """
     parameter, working = made()
     working.show("ahead", plus(10))
@@ -82,20 +84,20 @@ def test_what_is_kept_can_be_had_after_an_update_as_it_was(soon):
 
 
 def test_what_is_kept_soon_is_not_made_again():
-    """A copy takes less time than Adam's direction."""
+    """A copy takes less time than computing Adam's direction."""
     _, working = made()
-    for soon, wanted in ((True, 1), (False, 2)):
+    for soon, expected_calls in ((True, 1), (False, 2)):
         calls = []
         working.show("ahead", plus(10, calls))
         working.keep("forward", "ahead", plus(10, calls), soon=soon)
         working.show(0)
         working.show("ahead", plus(10, calls))
-        assert len(calls) == wanted
+        assert len(calls) == expected_calls
         working.restart(0)
 
 
 def test_the_newest_version_can_be_kept_over_an_update_too():
-    """Where the distance is 0 the prediction is the version itself."""
+    """With distance 0 the prediction is the version itself."""
     parameter, working = made()
     working.show(0)
     working.keep("forward", 0)
@@ -110,7 +112,7 @@ def test_the_newest_version_can_be_kept_over_an_update_too():
 
 
 def test_a_restart_shows_the_newest_and_forgets_what_was_kept():
-    """After a drain others may write into the parameters, and that is what counts."""
+    """After a drain others may write into the parameters, and their values count."""
     parameter, working = made()
     working.show("ahead", plus(10))
     working.keep("forward", "ahead")
@@ -124,7 +126,7 @@ def test_a_restart_shows_the_newest_and_forgets_what_was_kept():
 
 
 def test_changes_are_none_to_autograd():
-    """Graphs in flight are meant to find them."""
+    """Graphs in flight are meant to read the changed values."""
     parameter, working = made(2.0)
     graph = parameter * parameter
     working.show("ahead", plus(1))
@@ -133,7 +135,7 @@ def test_changes_are_none_to_autograd():
 
 
 def test_a_parameter_that_a_layer_has_moved_is_followed():
-    """Recurrent layers bring theirs together on a GPU."""
+    """On a GPU, recurrent layers make their weights contiguous."""
     parameter, working = made()
     working.show("ahead", plus(10))
     parameter.data = parameter.data.clone()

@@ -1,5 +1,6 @@
-"""Models that check values. Not in a test's own file: pytest writes the asserts there in its own
-way.
+"""Models that check values.
+
+They are in a file of their own because pytest rewrites the asserts in test files.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from torch import nn
 
 
 class Checking(nn.Module):
-    """Has a check of its input, by a function of it."""
+    """Checks its input by a function that is passed to it."""
 
     def __init__(self, check):
         super().__init__()

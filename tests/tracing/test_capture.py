@@ -1,4 +1,4 @@
-"""What a trace would get wrong without a word: put right, or refused with the user's own line."""
+"""Models that torch.export silently gets wrong: corrected, or rejected with the user's line."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from penstock.errors import ChainError
-from penstock.tracing.capture import Form, capture, skeleton_of
+from penstock.tracing.capture import Form, capture
 from penstock.tracing.chain import chain
 from penstock.tracing.outputs import Outputs
+from penstock.tracing.skeleton import skeleton_of
 
 
 class Looks(nn.Module):
-    """Goes by a value."""
+    """Branches on a value."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +41,7 @@ class Hooked(nn.Module):
 
 
 class Growing(nn.Module):
-    """Keeps what it has seen in a tensor that is no buffer."""
+    """Stores its input in a tensor that is not a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +53,7 @@ class Growing(nn.Module):
 
 
 class Longer(nn.Module):
-    """Makes its buffer longer."""
+    """Replaces its buffer by a longer one."""
 
     def __init__(self):
         super().__init__()
@@ -93,13 +94,13 @@ class Opaque(nn.Module):
     ],
 )
 def test_what_cannot_be_traced_is_refused_with_its_line_and_what_to_do(kind, message):
-    """An error of torch.export has a hundred lines, none of which is the user's."""
+    """An error of torch.export has a hundred lines without a reference to the user's code."""
     with pytest.raises(ChainError, match=message):
         chain(kind(), torch.randn(2, 4))
 
 
 def test_a_model_that_cannot_be_copied_is_refused_with_what_stands_in_the_way():
-    """Tracing must leave the user's model alone, so it runs a copy."""
+    """Tracing must not change the user's model, so it runs a copy."""
     model = nn.ModuleList([nn.Linear(4, 4)])
     model.cache = model[0].weight * 2
     with pytest.raises(
@@ -110,7 +111,7 @@ def test_a_model_that_cannot_be_copied_is_refused_with_what_stands_in_the_way():
 
 
 def test_tracing_leaves_the_model_and_the_random_numbers_as_they_were():
-    """A run is to be the same whether its model was traced before or not."""
+    """Results of a run must not depend on whether its model was traced before."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     drawn, apply = torch.get_rng_state(), torch.autograd.Function.__dict__["apply"]
@@ -123,7 +124,7 @@ def test_tracing_leaves_the_model_and_the_random_numbers_as_they_were():
 
 
 def test_a_graph_is_right_only_for_the_shapes_for_which_the_model_does_the_same():
-    """A branch on shapes that the example took would be taken by every batch."""
+    """Otherwise every batch would take the branch that the example took."""
 
     class Parity(nn.Module):
         def forward(self, x):
@@ -137,8 +138,8 @@ def test_a_graph_is_right_only_for_the_shapes_for_which_the_model_does_the_same(
 
 
 def test_outputs_are_put_together_as_they_were():
-    """Constants come back as they are, tensors and sizes in their places."""
+    """Constants are returned unchanged, tensors and sizes in their places."""
     outputs = Outputs()
-    found = outputs.flatten({"a": (torch.ones(1), None, "word"), "b": [3, torch.zeros(2)]})
-    assert len(found) == 2
+    computed = outputs.flatten({"a": (torch.ones(1), None, "word"), "b": [3, torch.zeros(2)]})
+    assert len(computed) == 2
     assert outputs.value([1, 2]) == {"a": (1, None, "word"), "b": [3, 2]}

@@ -1,4 +1,4 @@
-"""From modules to a chain: order, names, what is shared, what is refused."""
+"""Conversion of modules into a chain: order, names, shared tensors, and errors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TREES = st.recursive(st.integers(0, 2), lambda inner: st.lists(inner, max_size=4
 
 
 def built(tree):
-    """The module that a tree stands for."""
+    """Return the module that a tree describes."""
     if isinstance(tree, list):
         return nn.Sequential(*map(built, tree))
     return nn.Linear(4, 4, bias=tree == 1) if tree else nn.ReLU()
 
 
 def leaves(tree):
-    """How many modules a tree has that are not Sequentials."""
+    """Return the number of modules in a tree that are not Sequentials."""
     return sum(map(leaves, tree)) if isinstance(tree, list) else 1
 
 
@@ -37,8 +37,8 @@ def leaves(tree):
 def test_nested_sequentials_are_flattened_in_the_order_of_running_under_the_names_of_the_state_dict(
     tree,
 ):
-    """Checkpoints of the whole model and of the pipeline must have the same keys, and the layers
-    one after another are the model.
+    """Checkpoints of the whole model and of the pipeline must have the same keys, and the layers in
+    turn compute the same as the model.
     """
     whole = built(tree)
     traced = chain(whole)
@@ -60,23 +60,23 @@ def test_nested_sequentials_are_flattened_in_the_order_of_running_under_the_name
 
 @pytest.mark.parametrize("name", sorted(models()))
 def test_every_model_of_the_zoo_is_a_chain_that_accounts_for_all_its_tensors(name):
-    """Bytes that no layer lists would be in nobody's plan."""
-    made = model(name, device="meta")
-    traced = chain(made)
+    """Plans would ignore the bytes of a tensor that no layer lists."""
+    net = model(name, device="meta")
+    traced = chain(net)
     listed = {
         *(p for layer in traced for p in layer.parameters),
         *(b for layer in traced for b in layer.buffers),
     }
-    assert listed == set(made.state_dict())
-    assert traced.parameter_count == sum(parameter.numel() for parameter in made.parameters())
+    assert listed == set(net.state_dict())
+    assert traced.parameter_count == sum(parameter.numel() for parameter in net.parameters())
     assert traced.description.tied == {}
     assert all(key == value for key, value in traced.aliases.items())
     assert len(traced) > 5
 
 
 def test_a_layers_kind_modules_and_tensors_are_described():
-    """Partitioners cut by kind, hooks are found by module name, and memory is counted in bytes of
-    each tensor.
+    """Partitioners cut by kind, hooks refer to module names, and memory is the sum of the tensors'
+    bytes.
     """
     block = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3).half())
     block[0].bias.requires_grad_(False)
@@ -105,7 +105,7 @@ def test_a_layers_kind_modules_and_tensors_are_described():
 
 
 def test_a_relu_used_twice_is_two_layers_with_nothing_tied():
-    """Many models make one ReLU and use it everywhere; without weights that ties nothing."""
+    """Many models use one ReLU everywhere; without weights nothing is tied."""
     relu = nn.ReLU()
     traced = chain(nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu))
     assert [layer.name for layer in traced] == ["0", "1", "2", "3"]
@@ -115,7 +115,7 @@ def test_a_relu_used_twice_is_two_layers_with_nothing_tied():
 
 
 def test_a_linear_used_twice_is_one_set_of_tensors_that_two_layers_use():
-    """Memory and parameter counts have it once, also where a cut goes between its uses."""
+    """It counts once for memory and parameters, even if a cut separates its uses."""
     shared = nn.Linear(3, 3)
     whole = nn.Sequential(shared, nn.ReLU(), shared)
     traced = chain(whole)
@@ -138,7 +138,7 @@ def test_a_linear_used_twice_is_one_set_of_tensors_that_two_layers_use():
 
 
 def test_a_weight_shared_by_different_modules_is_tied_under_the_first_name():
-    """GPT-2's head and embedding: one tensor, two modules, one of them with more of its own."""
+    """GPT-2's head and embedding: one tensor in two modules, one of which has another tensor too."""
     embedding, head = nn.Embedding(5, 4), nn.Linear(4, 5)
     head.weight = embedding.weight
     traced = chain([embedding, nn.LayerNorm(4), head])
@@ -149,7 +149,7 @@ def test_a_weight_shared_by_different_modules_is_tied_under_the_first_name():
 
 
 def test_a_tensor_shared_inside_one_layer_ties_no_layers():
-    """A block is never cut, so what it shares with itself concerns nobody; its state still has both
+    """A block is never cut, so tensors shared within it are no constraint; its state still has both
     names.
     """
 
@@ -167,7 +167,7 @@ def test_a_tensor_shared_inside_one_layer_ties_no_layers():
 
 
 class Residual(nn.Sequential):
-    """A Sequential that is more than its parts one after another."""
+    """A Sequential with a skip around its children."""
 
     def forward(self, x):
         """Run the parts beside a skip."""
@@ -175,21 +175,21 @@ class Residual(nn.Sequential):
 
 
 class Named(nn.Sequential):
-    """A Sequential with another name and nothing else."""
+    """A Sequential subclass that changes nothing."""
 
 
 def hooked(kind):
     """A Sequential with a hook of the given kind."""
-    made = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    getattr(made, f"register_{kind}")(lambda *_: None)
-    return made
+    sequential = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    getattr(sequential, f"register_{kind}")(lambda *_: None)
+    return sequential
 
 
 def patched():
     """A Sequential whose forward was replaced on the object, as some libraries do."""
-    made = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    made.forward = lambda x: x
-    return made
+    sequential = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    sequential.forward = lambda x: x
+    return sequential
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def patched():
     ],
 )
 def test_a_sequential_that_does_more_than_run_its_parts_is_one_layer(make):
-    """Cut open, its skip or its hook would silently be lost; alone it cannot be cut, and the
+    """Divided, it would silently lose its skip or its hook; on its own it cannot be cut, and the
     message says what to do.
     """
     traced = chain(nn.Sequential(nn.Linear(2, 2), make(), nn.ReLU()))
@@ -232,14 +232,12 @@ def test_a_sequential_that_does_more_than_run_its_parts_is_one_layer(make):
 
 
 def test_a_subclass_of_sequential_that_only_has_another_name_is_flattened():
-    """Model zoos give their stems and heads class names."""
+    """Model zoos define such subclasses for stems and heads."""
     assert [layer.name for layer in chain(Named(nn.ReLU(), Named(nn.Linear(2, 2))))] == ["0", "1.0"]
 
 
 def test_a_list_of_modules_is_named_as_a_sequential_of_them():
-    """`ps.chain([model.stem, *model.blocks])` must give names under which a checkpoint can be read
-    anywhere.
-    """
+    """Checkpoints of `ps.chain([model.stem, *model.blocks])` must be readable elsewhere."""
     parts = [
         nn.Linear(2, 2),
         nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 3))),
@@ -285,14 +283,14 @@ def test_a_list_of_modules_is_named_as_a_sequential_of_them():
     ],
 )
 def test_what_is_no_chain_is_refused_with_what_it_is(wrong, message):
-    """Most models are not Sequentials when they first come here, and the way on is one line."""
+    """Most models are not Sequentials at first; the message has the line to write."""
     with pytest.raises(ChainError, match=message):
         chain(wrong)
 
 
 def test_the_fingerprint_depends_on_names_kinds_and_shapes_and_not_on_values():
-    """A plan is refused for another model, and must not be for the same one after an hour of
-    training, or on meta.
+    """A plan is rejected for another model, but not for the same model after training or on the
+    meta device.
     """
 
     def of(width=4, name="a", kind=nn.ReLU, dtype=torch.float32, device="cpu"):
@@ -311,7 +309,7 @@ def test_the_fingerprint_depends_on_names_kinds_and_shapes_and_not_on_values():
 
 
 def test_the_fingerprint_tells_tied_weights_from_equal_ones():
-    """The same shapes, but another model: one of the two cannot be cut everywhere."""
+    """The shapes are equal, but cuts of a tied model synchronise a weight."""
     shared = nn.Linear(2, 2)
     assert (
         chain([shared, shared]).fingerprint != chain([nn.Linear(2, 2), nn.Linear(2, 2)]).fingerprint
@@ -320,7 +318,7 @@ def test_the_fingerprint_tells_tied_weights_from_equal_ones():
 
 @pytest.mark.parametrize("name", ["gpt", "resnet18", "mlp"])
 def test_meta_and_real_builds_of_a_model_have_one_fingerprint(name):
-    """Plans are made from meta models and carried out on real ones."""
+    """Plans are made from models on the meta device and executed with real ones."""
     options = {"gpt": {"layers": 1, "width": 8, "heads": 2}, "resnet18": {"image": 32}}.get(
         name, {}
     )
@@ -331,49 +329,50 @@ def test_meta_and_real_builds_of_a_model_have_one_fingerprint(name):
 
 
 class Scaled(nn.Sequential):
-    """Has something of its own besides its children."""
+    """A Sequential with a tensor of its own."""
 
-    def __init__(self, *layers, own):
+    def __init__(self, *layers, tensor_kind):
         super().__init__(*layers)
-        if own == "parameter":
+        if tensor_kind == "parameter":
             self.scale = nn.Parameter(torch.ones(3))
-        elif own == "buffer":
+        elif tensor_kind == "buffer":
             self.register_buffer("scale", torch.ones(3))
-        elif own == "passing":
+        elif tensor_kind == "passing":
             self.register_buffer("scale", torch.ones(3), persistent=False)
         else:
             self.scale = self[0].weight
 
 
-@pytest.mark.parametrize("own", ["parameter", "buffer"])
+@pytest.mark.parametrize("tensor_kind", ["parameter", "buffer"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_sequential_with_tensors_of_its_own_is_refused_or_traced(own, nested):
-    """They would be in no stage: not trained, and not in state_dict."""
-    made = Scaled(nn.Linear(3, 3), nn.ReLU(), own=own)
-    made = nn.Sequential(nn.Linear(3, 3), made) if nested else made
+def test_a_sequential_with_tensors_of_its_own_is_refused_or_traced(tensor_kind, nested):
+    """No stage would have them: they would be neither trained nor in state_dict."""
+    net = Scaled(nn.Linear(3, 3), nn.ReLU(), tensor_kind=tensor_kind)
+    net = nn.Sequential(nn.Linear(3, 3), net) if nested else net
     name = r"1\.scale" if nested else "scale"
     with pytest.raises(
-        ChainError, match=rf"^{name} is a {own} of an nn\.Sequential itself.*ps\.chain\(model"
+        ChainError,
+        match=rf"^{name} is a {tensor_kind} of an nn\.Sequential itself.*ps\.chain\(model",
     ):
-        chain(made)
-    with pytest.raises(ChainError, match=rf"^0\.{name} is a {own}"):
-        chain([made, nn.Linear(3, 3)])
-    found = chain(made, torch.randn(4, 3))
-    assert {tensor.name for tensor in found.description.tensors} == set(made.state_dict())
+        chain(net)
+    with pytest.raises(ChainError, match=rf"^0\.{name} is a {tensor_kind}"):
+        chain([net, nn.Linear(3, 3)])
+    traced = chain(net, torch.randn(4, 3))
+    assert {tensor.name for tensor in traced.description.tensors} == set(net.state_dict())
 
 
 def test_a_sequential_may_give_a_layers_tensor_another_name_or_hold_what_is_not_saved():
-    """The first is tied, the second is not part of the state."""
-    made = nn.Sequential(Scaled(nn.Linear(3, 3), nn.ReLU(), own="tied"), nn.Linear(3, 2))
-    found = chain(made)
-    assert found.aliases["0.scale"] == "0.0.weight"
-    assert found.container_names == ("0.scale",)
-    assert found.parameter_names() == ["0.0.weight", "0.0.bias", "1.weight", "1.bias"]
-    assert len(chain(Scaled(nn.Linear(3, 3), nn.ReLU(), own="passing"))) == 2
+    """The first is tied to a layer's tensor, the second is not part of the state."""
+    net = nn.Sequential(Scaled(nn.Linear(3, 3), nn.ReLU(), tensor_kind="tied"), nn.Linear(3, 2))
+    traced = chain(net)
+    assert traced.aliases["0.scale"] == "0.0.weight"
+    assert traced.container_names == ("0.scale",)
+    assert traced.parameter_names() == ["0.0.weight", "0.0.bias", "1.weight", "1.bias"]
+    assert len(chain(Scaled(nn.Linear(3, 3), nn.ReLU(), tensor_kind="passing"))) == 2
 
 
 class Doubling(nn.Sequential):
-    """Runs its children in another way than by its forward."""
+    """Runs its children differently, by its `__call__`."""
 
     def __call__(self, x):
         """Run it."""
@@ -381,7 +380,7 @@ class Doubling(nn.Sequential):
 
 
 class Twice(nn.Sequential):
-    """Likewise."""
+    """Runs its children differently, by its `__iter__`."""
 
     def __iter__(self):
         return iter([*super().__iter__()] * 2)
@@ -389,10 +388,10 @@ class Twice(nn.Sequential):
 
 @pytest.mark.parametrize("kind", [Doubling, Twice])
 def test_a_sequential_that_is_called_or_iterated_in_its_own_way_is_one_layer(kind):
-    """Taken apart, it would be another network."""
-    own = kind(nn.Linear(3, 3), nn.Tanh())
-    found = chain(nn.Sequential(nn.Linear(3, 3), own))
-    assert len(found) == 2
-    assert found.modules[1] is own
+    """Divided, it would compute something else."""
+    container = kind(nn.Linear(3, 3), nn.Tanh())
+    traced = chain(nn.Sequential(nn.Linear(3, 3), container))
+    assert len(traced) == 2
+    assert traced.modules[1] is container
     with pytest.raises(ChainError, match=f"{kind.__name__} has a forward or hooks of its own"):
-        chain(own)
+        chain(container)

@@ -1,4 +1,4 @@
-"""Checks of values in a forward: traced as ops that fail where the check would raise."""
+"""Value checks in a forward become ops that fail where the check would raise."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pipeline(model, example):
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_check_is_traced_and_fails_on_the_batch_that_fails_it(check):
-    """Models check the range of labels and tokens in forward: `if x.max() >= limit: raise`."""
+    """Models check the range of labels and tokens in their forward: `if x.max() >= limit: raise`."""
     torch.manual_seed(0)
     model = checked.Checking(check)
     x, y = torch.randint(0, 8, (4, 5)), torch.randint(0, 3, (4, 5))
@@ -55,7 +55,9 @@ def test_a_check_is_traced_and_fails_on_the_batch_that_fails_it(check):
 
 @pytest.mark.parametrize("check", [checked.branches, checked.ambiguous, checked.inside])
 def test_a_branch_that_does_more_than_check_stays_refused_and_torch_prints_nothing(check, capfd):
-    """Of `a and b` neither needs to be false alone, and what a call makes of a truth is not known."""
+    """For `a and b` to be false neither needs to be false, and a call may use a truth value in any
+    way.
+    """
     with pytest.raises(
         ChainError, match=rf"in {check.__name__}: .*depends on the values of a tensor"
     ):
@@ -79,8 +81,8 @@ def speech(kind, config):
     ("kind", "config"), [("Wav2Vec2ForCTC", "Wav2Vec2Config"), ("HubertForCTC", "HubertConfig")]
 )
 def test_ctc_models_with_labels_train_as_plain_pytorch(kind, config):
-    """They check the range of labels, take as many labels as there are, and have a loss whose sizes
-    follow the lengths.
+    """They check the range of labels, select as many labels as there are, and have a loss whose
+    sizes follow the lengths.
     """
     torch.manual_seed(0)
     model = speech(kind, config).train()

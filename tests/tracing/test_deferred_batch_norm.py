@@ -20,8 +20,8 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def tilted(samples: int, *shape: int) -> torch.Tensor:
-    """Numbers whose channels differ in scale and whose samples differ in mean, far from zero:
-    squares summed would lose them.
+    """Return numbers whose channels differ in scale and samples in mean, far from zero, so that
+    sums of squares would lose digits.
     """
     x = torch.randn(samples, 3, *shape)
     scale = torch.tensor([1.0, 10.0, 100.0]).view(3, *[1] * len(shape))
@@ -30,11 +30,11 @@ def tilted(samples: int, *shape: int) -> torch.Tensor:
     )
 
 
-def assert_same_statistics(found: nn.Module, expected: nn.Module, rtol: float = 1e-5) -> None:
-    """Means, variances and counts."""
+def assert_same_statistics(layer: nn.Module, expected: nn.Module, rtol: float = 1e-5) -> None:
+    """Compare means, variances and counts."""
     for name in STATISTICS:
         torch.testing.assert_close(
-            getattr(found, name), getattr(expected, name), rtol=rtol, atol=1e-5
+            getattr(layer, name), getattr(expected, name), rtol=rtol, atol=1e-5
         )
 
 
@@ -55,7 +55,7 @@ def assert_same_statistics(found: nn.Module, expected: nn.Module, rtol: float = 
 def test_running_statistics_are_those_of_plain_batch_norm_on_whole_batches(
     sizes, batches, momentum, kind
 ):
-    """However uneven the micro-batches, for every momentum and kind of layer."""
+    """For uneven micro-batches, every momentum and every kind of layer."""
     plain = kind[0](3, momentum=momentum)
     deferred = convert(copy.deepcopy(plain), len(sizes))
     for _ in range(batches):
@@ -67,7 +67,7 @@ def test_running_statistics_are_those_of_plain_batch_norm_on_whole_batches(
 
 
 def test_outputs_and_gradients_are_those_of_plain_batch_norm_on_micro_batches():
-    """Only what is kept for evaluation is deferred."""
+    """Only the running statistics are deferred."""
     plain = nn.BatchNorm2d(3)
     deferred = convert(copy.deepcopy(plain), 2)
     for part in tilted(6, 4, 4).chunk(2):
@@ -83,7 +83,7 @@ def test_outputs_and_gradients_are_those_of_plain_batch_norm_on_micro_batches():
 
 
 def test_until_the_batch_ends_running_statistics_stay():
-    """Evaluation in mid-batch must see those of whole batches."""
+    """An evaluation within a batch must use those of whole batches."""
     layer, parts = convert(nn.BatchNorm1d(3), 3), tilted(6).chunk(3)
     for part in parts[:2]:
         layer(part)
@@ -93,7 +93,7 @@ def test_until_the_batch_ends_running_statistics_stay():
 
 
 def test_begin_drops_an_unfinished_batch_and_sets_how_many_micro_batches_come():
-    """A failed batch, and a small last one."""
+    """After a failed batch, and before a small last one."""
     plain = nn.Sequential(nn.BatchNorm1d(3))
     deferred = convert(copy.deepcopy(plain), 4)
     deferred(tilted(5))
@@ -106,7 +106,7 @@ def test_begin_drops_an_unfinished_batch_and_sets_how_many_micro_batches_come():
 
 
 def test_numbers_that_are_none_spoil_one_batch_and_not_those_after_begin():
-    """NaN is in the running statistics then, as with plain batch norm; the sums must not keep it."""
+    """NaN is then in the running statistics, as with plain batch norm; the sums must not keep it."""
     layer = convert(nn.BatchNorm1d(3, momentum=1.0), 1)
     layer(torch.full((4, 3), torch.nan))
     assert bool(layer.batch_mean.isnan().any()) is False
@@ -117,7 +117,7 @@ def test_numbers_that_are_none_spoil_one_batch_and_not_those_after_begin():
 
 
 def test_evaluation_uses_running_statistics_and_changes_nothing():
-    """As plain batch norm."""
+    """As in plain batch norm."""
     plain = nn.BatchNorm1d(3)
     plain(tilted(6))
     deferred = convert(copy.deepcopy(plain), 2).eval()
@@ -127,9 +127,9 @@ def test_evaluation_uses_running_statistics_and_changes_nothing():
     torch.testing.assert_close(dict(deferred.named_buffers()), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_recompute_does_not_count(told):
-    """Whether it is told, or only buffers are restored around it, as a stage does that recomputes."""
+@pytest.mark.parametrize("reports_passes", [False, True])
+def test_a_recompute_does_not_count(reports_passes):
+    """Either the passes are reported, or only buffers are restored, as a recomputing stage does."""
     plain = nn.BatchNorm1d(3)
     deferred = convert(copy.deepcopy(plain), 3)
     buffers, x = Buffers([deferred]), tilted(9)
@@ -137,7 +137,7 @@ def test_a_recompute_does_not_count(told):
     for part in x.chunk(3):
         contents = buffers.contents()
         first = deferred(part)
-        if told:
+        if reports_passes:
             PASSES.recomputing = True
             try:
                 second = deferred(part)
@@ -152,7 +152,7 @@ def test_a_recompute_does_not_count(told):
 
 @pytest.mark.parametrize("recompute", ["never", "except_last", "always"])
 def test_in_a_pipeline_running_statistics_are_those_of_plain_training_on_the_batch(recompute):
-    """The first batch norm's input does not depend on others' statistics, so it must be exact."""
+    """The first batch norm's input does not depend on statistics of others, so it must be exact."""
     torch.manual_seed(1)
     plain = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     model = convert(copy.deepcopy(plain), 4)
@@ -175,7 +175,7 @@ def test_in_a_pipeline_running_statistics_are_those_of_plain_training_on_the_bat
 
 
 def test_converting_keeps_names_tensors_and_hooks_and_reverting_gives_the_plain_layer_back():
-    """An optimizer made before holds the same parameters; a checkpoint has the same names."""
+    """An optimizer created before has the same parameters; a checkpoint has the same names."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()))
     names, tensors = list(model.state_dict()), list(model.parameters())
     calls: list[str] = []
@@ -196,7 +196,7 @@ def test_converting_keeps_names_tensors_and_hooks_and_reverting_gives_the_plain_
 
 
 def test_one_layer_in_two_places_stays_one():
-    """Two copies would each see half of it."""
+    """Two copies would each get half of the micro-batches."""
     norm = nn.BatchNorm1d(3)
     model = convert(nn.ModuleList([norm, norm]), 2)
     assert model[0] is model[1]
@@ -206,12 +206,12 @@ def test_one_layer_in_two_places_stays_one():
     "layer", [nn.BatchNorm1d(3, track_running_stats=False), nn.LayerNorm(3), nn.InstanceNorm1d(3)]
 )
 def test_what_has_nothing_to_defer_is_left_alone(layer):
-    """No running statistics, no batch."""
+    """Layers without running statistics."""
     assert convert(layer, 2) is layer
 
 
 def test_what_cannot_be_deferred_is_refused():
-    """Statistics over several processes are another thing; no batch has no micro-batch."""
+    """Statistics over several processes; a batch without micro-batches."""
     with pytest.raises(SettingError, match="1 is a SyncBatchNorm, which cannot be deferred"):
         convert(nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(3)), 2)
     with pytest.raises(SettingError, match="at least 1 micro-batch, not 0"):
@@ -219,7 +219,7 @@ def test_what_cannot_be_deferred_is_refused():
 
 
 def test_inputs_of_another_number_of_dimensions_are_refused_by_torchs_own_words():
-    """The kind of layer that it was is remembered."""
+    """The converted layer knows its original class."""
     with pytest.raises(ValueError, match="expected 4D input"):
         convert(nn.BatchNorm2d(3), 2)(torch.randn(4, 3))
     with pytest.raises(ValueError, match="expected 2D or 3D input"):
@@ -227,7 +227,7 @@ def test_inputs_of_another_number_of_dimensions_are_refused_by_torchs_own_words(
 
 
 def test_converting_again_changes_the_number_of_micro_batches():
-    """A model may go from one pipeline to another."""
+    """A model may be used in one pipeline after another."""
     layer = convert(nn.BatchNorm1d(3), 2)
     assert convert(layer, 5) is layer
     assert layer.micro_batches == 5
@@ -235,7 +235,7 @@ def test_converting_again_changes_the_number_of_micro_batches():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_types_of_numbers_are_merged_without_overflow(dtype):
-    """Counts are whole numbers, and sums are means: neither grows with the batch."""
+    """Counts are integers and sums are kept as means, so neither grows with the batch."""
     plain = nn.BatchNorm1d(3).to(dtype)
     deferred = convert(copy.deepcopy(plain), 4)
     x = tilted(400).to(dtype)
@@ -246,7 +246,7 @@ def test_other_types_of_numbers_are_merged_without_overflow(dtype):
 
 
 def test_a_layer_on_the_meta_device_gets_memory_by_its_reset():
-    """A rank makes only its own layers: they begin with nothing counted."""
+    """A rank allocates only its own layers, whose counts start at zero."""
     layer = convert(nn.BatchNorm1d(3, device="meta"), 2).to_empty(device="cpu")
     layer.reset_parameters()
     assert layer.batch_mean.tolist() == [0.0] * 3

@@ -1,4 +1,4 @@
-"""Random numbers and times that a trace cannot see: refused with the line that takes them."""
+"""Random numbers and times that a trace cannot contain are rejected with the line that takes them."""
 
 # ruff: noqa: NPY002 - the global functions of NumPy are what is tested
 
@@ -24,7 +24,7 @@ GLOBAL = np.random.default_rng(0)
 
 
 class Drawing(nn.Module):
-    """Scales by what a function gives."""
+    """Scales by the result of a function."""
 
     def __init__(self, draw):
         super().__init__()
@@ -36,7 +36,7 @@ class Drawing(nn.Module):
 
 
 def helper():
-    """Draws by a name of its own for the function."""
+    """Draw by an alias of a function."""
     return drawn_by_name()
 
 
@@ -63,9 +63,7 @@ def helper():
     ],
 )
 def test_what_a_trace_would_draw_once_for_ever_is_refused_with_its_line(draw, source):
-    """A layer dropped by `random.random()` while the model is traced would be dropped in every
-    batch.
-    """
+    """A layer dropped by `random.random()` during tracing would be dropped in every batch."""
     with pytest.raises(
         ChainError, match=rf"Drawing cannot be traced: \S*test_draws\.py:\d+.*{source}"
     ):
@@ -82,12 +80,12 @@ def test_what_a_trace_would_draw_once_for_ever_is_refused_with_its_line(draw, so
     ],
 )
 def test_seeded_generators_torchs_own_draws_and_log_records_are_traced(draw):
-    """What is the same in every call may stand in a graph, and torch's random ops are part of it."""
+    """Values that are equal in every call may be in a graph, and torch's random ops are part of it."""
     assert len(chain(Drawing(draw), torch.randn(3, 4))) == 2
 
 
 def test_a_refused_draw_leaves_the_generators_as_they_were():
-    """The user goes on by hand, and the run must be the one that it would have been."""
+    """The user continues without tracing, with the same random numbers as before."""
     before = random.getstate(), np.random.get_state()[1].tolist()
     with pytest.raises(ChainError, match=r"draws random numbers"):
         chain(Drawing(lambda _: random.random() + np.random.rand()), torch.randn(3, 4))
@@ -95,7 +93,7 @@ def test_a_refused_draw_leaves_the_generators_as_they_were():
 
 
 def test_masks_of_transformers_by_numpy_are_refused_and_named():
-    """SpecAugment as Wav2Vec2 has it would mask the same frames in every batch."""
+    """Wav2Vec2's SpecAugment would mask the same frames in every batch."""
     transformers = pytest.importorskip("transformers")
     config = transformers.Wav2Vec2Config(
         hidden_size=16,

@@ -1,4 +1,4 @@
-"""What a rank keeps of the layers that others hold."""
+"""Copies on the meta device of layers that other ranks hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.tracing.elsewhere import without_others
 
 
 class Scaled(nn.Module):
-    """A layer with a weight, a buffer that no state has, and no reset_parameters."""
+    """A layer with a weight, a non-persistent buffer, and no reset_parameters."""
 
     def __init__(self):
         super().__init__()
@@ -20,12 +20,12 @@ class Scaled(nn.Module):
         self.register_buffer("factor", torch.full((4,), 3.0), persistent=False)
 
     def forward(self, x):
-        """Both count."""
+        """Use both."""
         return x * self.weight * self.factor
 
 
 def model():
-    """Layers of which the last shares the first one's weight."""
+    """Return layers of which the last shares the first one's weight."""
     torch.manual_seed(0)
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
     last.weight = first.weight
@@ -33,23 +33,23 @@ def model():
 
 
 def test_parameters_of_others_take_no_memory_and_all_else_stays():
-    """Forms, names, buffers and what is shared with a held layer."""
+    """Shapes, names, buffers and tensors shared with a held layer stay."""
     net = model()
-    kept = without_others(ps.chain(net), {0})
-    assert kept.modules[0] is net[0]
-    assert kept.modules[1].weight.is_meta
-    assert kept.modules[1].weight.shape == (4, 4)
-    assert kept.modules[2].factor is net[2].factor
-    assert kept.modules[4].weight is net[0].weight
-    assert kept.modules[4].bias.is_meta
+    reduced = without_others(ps.chain(net), {0})
+    assert reduced.modules[0] is net[0]
+    assert reduced.modules[1].weight.is_meta
+    assert reduced.modules[1].weight.shape == (4, 4)
+    assert reduced.modules[2].factor is net[2].factor
+    assert reduced.modules[4].weight is net[0].weight
+    assert reduced.modules[4].bias.is_meta
     assert not net[1].weight.is_meta, "the user's own model is whole"
-    assert list(nn.ModuleList(kept.modules).state_dict()) == list(
+    assert list(nn.ModuleList(reduced.modules).state_dict()) == list(
         nn.ModuleList(list(net)).state_dict()
     )
 
 
 def test_who_gives_the_model_away_has_only_the_own_layers_left():
-    """That is what memory is saved by."""
+    """This is how memory is saved."""
     net = model()
     others = [weakref.ref(net[index].weight) for index in (1, 2)]
     chain = without_others(ps.chain(net), {0})
@@ -59,26 +59,26 @@ def test_who_gives_the_model_away_has_only_the_own_layers_left():
 
 
 def job():
-    """The self-check, and what is alive of the other rank's layers."""
+    """Run the comparison with one device, and report which of the other rank's layers are alive."""
     net = model()
     refs = [weakref.ref(parameter) for parameter in (net[1].weight, net[2].weight)]
     pipe = ps.Pipeline(
         net, balance=[2, 3], schedule="1f1b", micro_batches=2, loss=nn.functional.mse_loss
     )
     del net
-    found = pipe.compare_with_one_device(
+    comparison = pipe.compare_with_one_device(
         torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(6, 4)
     )
     pipe.train_batch(torch.ones(6, 4), torch.zeros(6, 4))
     return (
         [ref() is not None for ref in refs],
-        found.worst[1] if found.gradients else 0.0,
+        comparison.worst[1] if comparison.gradients else 0.0,
         sorted(pipe.state_dict()),
     )
 
 
 def test_ranks_let_go_of_each_others_layers_and_the_self_check_still_works():
-    """Layers without a reset_parameters, and with buffers that no state has, among them."""
+    """Also for layers without reset_parameters and with non-persistent buffers."""
     (first, worst, names), (second, _, _) = ps.launch(job, 2, threads=1)
     assert (first, second) == ([True, False], [False, True])
     assert worst < 1e-6

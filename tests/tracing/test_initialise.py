@@ -1,6 +1,4 @@
-"""First values of a traced model on the meta device: by its own ways to draw them, or refused by
-name.
-"""
+"""Initial values of a traced model on the meta device: by its own methods, or an error."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from penstock.tracing.materialise import materialise
 
 
 class Angles(nn.Module):
-    """A table that the constructor makes, and nothing else."""
+    """A table computed by the constructor."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +23,7 @@ class Angles(nn.Module):
 
 
 class Model(nn.Module):
-    """Draws its weights in ways of several libraries."""
+    """Initialises its weights by the methods of several libraries."""
 
     def __init__(self):
         super().__init__()
@@ -40,20 +38,20 @@ class Model(nn.Module):
         return self.norm(self.first(x + self.angles(x)) * self.scale)
 
 
-class Told(Model):
-    """With the method that models of transformers have."""
+class WithInitWeights(Model):
+    """With `_init_weights`, the method of the transformers library."""
 
     def _init_weights(self, module):
         if isinstance(module, Angles):
             module.table.copy_(torch.arange(4.0))
         if isinstance(module, nn.Linear):
             nn.init.constant_(module.weight, 0.5)
-        if isinstance(module, Told):
+        if isinstance(module, WithInitWeights):
             nn.init.ones_(module.scale)
 
 
-class Resetting(Told):
-    """With torch's, for what is its own."""
+class Resetting(WithInitWeights):
+    """With `reset_parameters`, torch's method, for its own tensors."""
 
     def _init_weights(self, module):
         if isinstance(module, Angles):
@@ -64,23 +62,23 @@ class Resetting(Told):
 
 
 def on_meta(kind):
-    """A model without memory."""
+    """Return a model without memory."""
     with torch.device("meta"):
         return kind()
 
 
 def test_weights_are_drawn_by_reset_parameters_and_then_as_the_model_around_them_says():
-    """The plain constructor does both, in this order; and statistics begin as batch norm has them."""
+    """The constructor does both in this order; statistics begin as in batch norm."""
     inputs = torch.randn(3, 4)
-    traced = chain(on_meta(Told), inputs)
+    traced = chain(on_meta(WithInitWeights), inputs)
     layers = materialise(traced, range(len(traced)), torch.device("cpu"), seed=1)
     state = {name: value for layer in layers for name, value in layer.state_dict().items()}
-    assert set(state) == set(Told().state_dict())
+    assert set(state) == set(WithInitWeights().state_dict())
     assert torch.equal(state["first.weight"], torch.full((4, 4), 0.5))
     assert torch.equal(state["scale"], torch.ones(4))
     assert torch.equal(state["norm.running_var"], torch.ones(4))
     assert state["first.bias"].abs().max() <= 0.5
-    plain = Told()
+    plain = WithInitWeights()
     plain.load_state_dict(state)
     value = inputs
     for layer in layers:
@@ -89,7 +87,7 @@ def test_weights_are_drawn_by_reset_parameters_and_then_as_the_model_around_them
 
 
 def test_a_module_without_a_way_of_its_own_is_drawn_by_the_one_around_it():
-    """A parameter in the model itself, say."""
+    """For example a parameter of the model itself."""
     traced = chain(on_meta(Resetting), torch.randn(3, 4))
     layers = materialise(traced, range(len(traced)), torch.device("cpu"), seed=1)
     state = {name: value for layer in layers for name, value in layer.state_dict().items()}
@@ -97,7 +95,7 @@ def test_a_module_without_a_way_of_its_own_is_drawn_by_the_one_around_it():
 
 
 def test_a_tensor_that_nothing_gives_a_value_is_refused_by_name():
-    """Memory as it is found would train, to something."""
+    """Training from uninitialised memory would give an arbitrary result."""
     traced = chain(on_meta(Model), torch.randn(3, 4))
     with pytest.raises(
         ChainError,
@@ -107,9 +105,7 @@ def test_a_tensor_that_nothing_gives_a_value_is_refused_by_name():
 
 
 def test_a_table_of_the_constructor_that_no_layer_holds_is_refused_by_name_too():
-    """It is made again on every rank of the inputs and itself, and on the meta device it has no
-    values.
-    """
+    """Every rank recomputes from it, and on the meta device it has no values."""
 
     class Alone(nn.Module):
         def __init__(self):

@@ -1,5 +1,6 @@
-"""Weights from a seed and a place in the chain: the same whatever the cut, and nothing of the
-user's own is touched.
+"""Weights that depend on a seed and the position in the chain, not on the cut.
+
+The user's own modules are not changed.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ CPU = torch.device("cpu")
 
 
 def tensors(module):
-    """All that a module holds, by name."""
+    """Return all tensors of a module, by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def equal(first, second):
-    """Whether two modules hold the same tensors to the bit."""
+    """Return whether two modules have the same tensors, to the bit."""
     ours, theirs = tensors(first), tensors(second)
     return ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours
@@ -57,8 +58,8 @@ SMALL = nn.Sequential(
 @given(st.sets(st.integers(1, 6)), st.integers(0, 2**40))
 @settings(deadline=None, max_examples=40)
 def test_every_cut_gives_every_layer_the_same_weights(cuts, seed):
-    """Whoever compares two plans must start both from the same model; ranks materialise only what
-    they hold.
+    """A comparison of two plans must start from the same model; ranks materialise only their own
+    layers.
     """
     traced = chain(SMALL)
     whole = materialise(traced, range(7), CPU, seed)
@@ -71,7 +72,7 @@ def test_every_cut_gives_every_layer_the_same_weights(cuts, seed):
 
 
 def test_layers_in_another_order_or_alone_have_the_same_weights():
-    """A rank with several stages holds layers that do not lie together."""
+    """A rank with several stages holds layers that are not adjacent."""
     traced = chain(small_resnet())
     whole = materialise(traced, range(len(traced)), CPU, 5)
     for indices in ([12, 0, 7], [3], [13]):
@@ -80,7 +81,7 @@ def test_layers_in_another_order_or_alone_have_the_same_weights():
 
 
 def test_weights_are_those_of_plain_construction_under_the_layers_own_seed():
-    """Initialisation is torch's own and the model's own; only the stream of random numbers is ours."""
+    """Initialisation is torch's and the model's; only the random seed is ours."""
     makers = [
         lambda: nn.Conv2d(3, 4, 3),
         lambda: nn.MultiheadAttention(8, 2),
@@ -103,66 +104,64 @@ def test_weights_are_those_of_plain_construction_under_the_layers_own_seed():
 
 
 def test_other_seeds_and_other_places_give_other_weights():
-    """Two equal layers that start equal would learn the same, and a study over seeds needs
-    different ones.
+    """Two equal layers with equal weights would learn the same, and studies over seeds need
+    different weights.
     """
     with torch.device("meta"):
         traced = chain([nn.Linear(4, 4) for _ in range(20)])
-    made = [
+    layers = [
         layer.weight for seed in range(20) for layer in materialise(traced, range(20), CPU, seed)
     ]
-    assert len({tuple(weight.flatten().tolist()) for weight in made}) == 400
+    assert len({tuple(weight.flatten().tolist()) for weight in layers}) == 400
 
 
 def test_the_users_meta_model_stays_on_meta():
-    """Every rank, and every plan that is compared, starts from the same description."""
-    made = small_resnet()
-    before = {id(module) for module in made.modules()}
-    materialise(chain(made), range(14), CPU, 0)
-    assert all(tensor.is_meta for tensor in tensors(made).values())
-    assert {id(module) for module in made.modules()} == before
+    """Every rank and every plan in a comparison start from the same description."""
+    net = small_resnet()
+    before = {id(module) for module in net.modules()}
+    materialise(chain(net), range(14), CPU, 0)
+    assert all(tensor.is_meta for tensor in tensors(net).values())
+    assert {id(module) for module in net.modules()} == before
 
 
 def test_real_layers_are_the_users_own_and_keep_their_weights():
-    """Whoever passes a real model trains that one, and looks at its weights afterwards."""
-    made = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
-    before = {name: tensor.clone() for name, tensor in tensors(made).items()}
-    parameters = list(made.parameters())
-    modules = materialise(chain(made), [0, 1, 2], CPU, 3)
-    assert all(ours is theirs for ours, theirs in zip(modules, made, strict=True))
-    assert all(ours is theirs for ours, theirs in zip(made.parameters(), parameters, strict=True))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(made).items())
+    """Users who pass a real model expect it to be trained, and read its weights afterwards."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
+    before = {name: tensor.clone() for name, tensor in tensors(net).items()}
+    parameters = list(net.parameters())
+    modules = materialise(chain(net), [0, 1, 2], CPU, 3)
+    assert all(ours is theirs for ours, theirs in zip(modules, net, strict=True))
+    assert all(ours is theirs for ours, theirs in zip(net.parameters(), parameters, strict=True))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(net).items())
 
 
 def test_a_real_layer_beside_one_on_meta_is_still_the_users_own():
-    """A pretrained body under a new head: once everything beside the head was copied, and the
-    user's weights were not trained.
+    """A pretrained body under a new head. Regression: the body was copied, so the user's weights
+    were not trained.
     """
     body, head = nn.Linear(2, 2), nn.Linear(2, 3, device="meta")
-    made, fresh = materialise(chain([body, head]), [0, 1], CPU, 0)
-    assert made is body
+    real, fresh = materialise(chain([body, head]), [0, 1], CPU, 0)
+    assert real is body
     assert head.weight.is_meta
     assert fresh.weight.shape == (3, 2)
 
 
 def test_a_real_weight_inside_a_layer_on_meta_keeps_its_values():
-    """Drawing a layer's new bias must not draw its given weight anew, nor put it into another
-    tensor.
-    """
+    """Initialising a layer's new bias must not initialise its given weight again, nor replace it."""
     layer = nn.Linear(3, 3, device="meta")
     given_weight = nn.Parameter(torch.eye(3))
     layer.weight = given_weight
-    (made,) = materialise(chain([layer]), [0], CPU, 0)
-    assert made.weight is given_weight
+    (real,) = materialise(chain([layer]), [0], CPU, 0)
+    assert real.weight is given_weight
     assert torch.equal(given_weight, torch.eye(3))
-    assert not made.bias.is_meta
+    assert not real.bias.is_meta
 
 
 @pytest.mark.parametrize(
     "make", [small_resnet, lambda: nn.Sequential(nn.Linear(2, 2))], ids=["meta", "real"]
 )
 def test_torchs_random_numbers_are_left_as_they_were(make):
-    """The user's data loader must not shuffle otherwise because a model was made."""
+    """Creating a model must not change the order in which the user's data loader shuffles."""
     made = make()
     before = torch.get_rng_state()
     materialise(chain(made), [0], CPU, 1)
@@ -170,7 +169,7 @@ def test_torchs_random_numbers_are_left_as_they_were(make):
 
 
 class Scale(nn.Module):
-    """A module with a weight and no way to draw it."""
+    """A module with a weight and no method to initialise it."""
 
     def __init__(self):
         super().__init__()
@@ -178,7 +177,7 @@ class Scale(nn.Module):
 
 
 class Masked(nn.Module):
-    """A module with a buffer and no way to fill it."""
+    """A module with a buffer and no method to initialise it."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +199,7 @@ class Masked(nn.Module):
     ],
 )
 def test_a_module_that_cannot_draw_its_weights_is_named(make, message):
-    """Memory that nobody filled would be trained on without a word. A real one needs no drawing."""
+    """Uninitialised memory would be trained without an error. A module with memory needs no method."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -217,8 +216,8 @@ def test_a_module_that_cannot_draw_its_weights_is_named(make, message):
 
 
 def test_a_shared_weight_stays_one_tensor_with_the_first_layers_values():
-    """Otherwise embedding and head part ways at the first step; the head's own bias is drawn, and
-    must not draw the weight again.
+    """Otherwise embedding and head would differ after the first step; the head's own bias is
+    initialised, and this must not change the weight.
     """
     with torch.device("meta"):
         embedding, head = nn.Embedding(5, 4), nn.Linear(4, 5)
@@ -241,7 +240,7 @@ def test_a_layer_used_twice_stays_one_layer():
 
 
 def test_two_names_of_one_tensor_in_one_module_stay_one_tensor_with_drawn_values():
-    """A module may know its weight under two names; its reset then fills both at once."""
+    """A module may have a weight under two names; its reset then fills both."""
 
     class Symmetric(nn.Module):
         def __init__(self):
@@ -255,13 +254,13 @@ def test_two_names_of_one_tensor_in_one_module_stay_one_tensor_with_drawn_values
 
     with torch.device("meta"):
         traced = chain([Symmetric()])
-    (made,) = materialise(traced, [0], CPU, 0)
-    assert made.left is made.right
-    assert torch.equal(made.left, torch.ones(3, 3))
+    (real,) = materialise(traced, [0], CPU, 0)
+    assert real.left is real.right
+    assert torch.equal(real.left, torch.ones(3, 3))
 
 
 def test_batch_norm_starts_with_its_running_statistics():
-    """Empty memory as a running variance trains well and evaluates to nonsense."""
+    """With uninitialised running variances training works and evaluation does not."""
     with torch.device("meta"):
         traced = chain(
             [
@@ -283,15 +282,15 @@ def test_batch_norm_starts_with_its_running_statistics():
 
 
 def test_frozen_parameters_and_dtypes_stay():
-    """What the user fixed on meta is part of the description."""
+    """They are part of the description that the user makes on the meta device."""
     with torch.device("meta"):
         layer = nn.Linear(2, 2, dtype=torch.bfloat16)
     layer.weight.requires_grad_(False)
-    (made,) = materialise(chain([layer]), [0], CPU, 0)
-    assert not made.weight.requires_grad
-    assert isinstance(made.weight, nn.Parameter)
-    assert made.bias.requires_grad
-    assert made.weight.dtype == torch.bfloat16
+    (real,) = materialise(chain([layer]), [0], CPU, 0)
+    assert not real.weight.requires_grad
+    assert isinstance(real.weight, nn.Parameter)
+    assert real.bias.requires_grad
+    assert real.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -308,7 +307,7 @@ def test_frozen_parameters_and_dtypes_stay():
 )
 def test_modules_that_keep_their_weights_in_odd_places_run_after_it(make, run):
     """Attention calls its reset `_reset_parameters`, and an LSTM has a second list of its weights,
-    which would stay on meta.
+    which must not stay on the meta device.
     """
     with torch.device("meta"):
         traced = chain([make()])

@@ -1,6 +1,4 @@
-"""Who may draw random numbers, held against who does; streams that do not meet; generators left as
-they were.
-"""
+"""Detection of modules that draw random numbers, independence of seeds, and restored generators."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ DRAWS = {
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
 }
-#: Classes that draw when told to, and are seeded for nothing when not.
+#: Classes that draw with some arguments, and are seeded in vain with others.
 COULD_DRAW = {
     "GRU",
     "GRUCell",
@@ -65,24 +63,22 @@ COULD_DRAW = {
 
 
 def classes():
-    """Every module class of torch.nn, but those whose weights have no shape yet: `chain` refuses
-    these.
-    """
-    found = [getattr(nn, name) for name in dir(nn) if not name.startswith("Lazy")]
-    return [kind for kind in found if isinstance(kind, type) and issubclass(kind, nn.Module)]
+    """Return every module class of torch.nn, but lazy ones, which `chain` rejects."""
+    module_classes = [getattr(nn, name) for name in dir(nn) if not name.startswith("Lazy")]
+    return [
+        kind for kind in module_classes if isinstance(kind, type) and issubclass(kind, nn.Module)
+    ]
 
 
 def draws(module, *inputs):
-    """Whether a forward in training changes torch's random state."""
+    """Return whether a forward in training changes torch's random state."""
     before = torch.get_rng_state()
     module.train()(*inputs)
     return not torch.equal(torch.get_rng_state(), before)
 
 
 def tried(kind):
-    """A module of `kind` and whether it draws, for the first arguments and inputs that it runs on;
-    None if there are none.
-    """
+    """Return a module of `kind` and whether it draws; None if no arguments and inputs fit."""
     for arguments in ARGUMENTS:
         with contextlib.suppress(Exception):
             module = kind(*arguments)
@@ -94,13 +90,11 @@ def tried(kind):
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_module_of_torch_that_draws_is_known_to():
-    """One that drew unseeded would make results depend on the cut; one that is seeded for nothing
-    costs 10 µs.
-    """
-    found = {kind.__name__: result for kind in classes() if (result := tried(kind)) is not None}
-    assert len(found) > 110
-    drew = {name for name, (_, changed) in found.items() if changed}
-    seeded = {name for name, (module, _) in found.items() if may_draw(module)}
+    """Results would depend on the cut if one drew without a seed; a seed without need costs 10 µs."""
+    results = {kind.__name__: result for kind in classes() if (result := tried(kind)) is not None}
+    assert len(results) > 110
+    drew = {name for name, (_, changed) in results.items() if changed}
+    seeded = {name for name, (module, _) in results.items() if may_draw(module)}
     assert drew >= DRAWS
     assert drew - seeded == set()
     assert seeded - drew - COULD_DRAW == set()
@@ -123,7 +117,7 @@ def test_every_module_of_torch_that_draws_is_known_to():
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
 def test_modules_that_draw_when_told_to_are_known_to(module, inputs):
-    """Dropout hides in arguments and deep inside containers."""
+    """Dropout depends on arguments and may be deep inside containers."""
     assert draws(module, *inputs)
     assert may_draw(module)
 
@@ -133,14 +127,14 @@ def test_modules_that_draw_when_told_to_are_known_to(module, inputs):
     (nn.Dropout1d, (2, 3, 4)), (nn.Dropout2d, (2, 3, 4, 4)), (nn.Dropout3d, (2, 3, 4, 4, 4)),
 ])  # fmt: skip
 def test_dropout_of_nothing_draws_nothing_and_is_not_seeded(kind, shape):
-    """Studies switch dropout off by p=0 and leave the layer; the chain should then cost nothing."""
+    """Studies switch dropout off by p=0 and keep the layer, which should then cost nothing."""
     assert not draws(kind(0.0), torch.ones(shape))
     assert not may_draw(kind(0.0))
     assert may_draw(kind(0.1))
 
 
 class Noisy(nn.Module):
-    """A module of the user's that draws."""
+    """A user's module that draws."""
 
     def forward(self, x):
         """Add noise."""
@@ -148,10 +142,10 @@ class Noisy(nn.Module):
 
 
 class OtherStart(nn.Linear):
-    """A linear map that only starts otherwise."""
+    """A linear map that only initialises its weights differently."""
 
     def reset_parameters(self):
-        """Draw the weights anew."""
+        """Initialise the weights differently."""
         nn.init.ones_(self.weight)
 
     def extra_repr(self):
@@ -168,14 +162,14 @@ class NoisyLinear(nn.Linear):
 
 
 class NoisyKernel(nn.Conv2d):
-    """A convolution whose forward is torch's, but not what that calls."""
+    """A convolution whose forward is torch's, but with another `_conv_forward`."""
 
     def _conv_forward(self, x, weight, bias):
         return super()._conv_forward(x, weight + torch.randn(1), bias)
 
 
 class NoisyCall(nn.Linear):
-    """A linear map that adds noise before torch's own forward begins."""
+    """A linear map that adds noise in `__call__`."""
 
     def __call__(self, x):
         """Add noise."""
@@ -183,7 +177,7 @@ class NoisyCall(nn.Linear):
 
 
 class NoisyReLU(nn.ReLU):
-    """A subclass of something that torch has and that draws nothing itself."""
+    """A subclass of a torch module that draws nothing itself."""
 
     def forward(self, x):
         """Add noise."""
@@ -192,16 +186,16 @@ class NoisyReLU(nn.ReLU):
 
 def with_hook(register):
     """A linear map with a hook that draws."""
-    made = nn.Linear(4, 4)
-    getattr(made, register)(lambda *_: torch.randn(1) and None)
-    return made
+    layer = nn.Linear(4, 4)
+    getattr(layer, register)(lambda *_: torch.randn(1) and None)
+    return layer
 
 
 def with_forward():
     """A linear map whose forward was replaced on the object."""
-    made = nn.Linear(4, 4)
-    made.forward = lambda x: x + torch.randn(1)
-    return made
+    layer = nn.Linear(4, 4)
+    layer.forward = lambda x: x + torch.randn(1)
+    return layer
 
 
 @pytest.mark.parametrize(
@@ -219,7 +213,7 @@ def with_forward():
     ],
 )
 def test_whatever_the_user_wrote_may_draw(make, x):
-    """A forward, a hook, or something that torch's own forward calls: a hook on a Linear was once
+    """A forward, a hook, or a method that torch's forward calls. Regression: a hook on a Linear was
     overlooked.
     """
     assert draws(make(), x)
@@ -236,7 +230,7 @@ def test_whatever_the_user_wrote_may_draw(make, x):
     ],
 )
 def test_a_subclass_that_only_starts_otherwise_is_not_seeded(module):
-    """The zoo's own layers are such, and they are most of a model."""
+    """The zoo's layers are such subclasses."""
     assert not draws(
         module,
         FLOATS[2]
@@ -250,12 +244,12 @@ def test_a_subclass_that_only_starts_otherwise_is_not_seeded(module):
 
 @pytest.mark.parametrize("make", [weight_norm, spectral_norm])
 def test_parametrised_layers_are_taken_for_layers_that_may_draw(make):
-    """What computes the weight may be anything; wrong on this side only costs time."""
+    """The weight may be computed by any code; an unnecessary seed only costs time."""
     assert may_draw(make(nn.Linear(4, 4)))
 
 
 def test_models_of_the_zoo_are_seeded_where_they_drop_and_at_blocks_of_their_own_classes():
-    """Plain layers are not: on VGG that is all but two."""
+    """Plain layers are not seeded: on VGG all but two."""
 
     def seeded(name, **options):
         traced = chain(model(name, device="meta", **options))
@@ -275,7 +269,7 @@ def test_models_of_the_zoo_are_seeded_where_they_drop_and_at_blocks_of_their_own
 
 
 def test_no_two_streams_of_a_large_grid_have_one_seed():
-    """Equal seeds at two places are equal dropout masks: 20 seeds x 25 steps x 20 layers x 20
+    """Equal seeds would give equal dropout masks: 20 seeds x 25 steps x 20 layers x 20
     micro-batches, and initial weights.
     """
     grid = [
@@ -286,8 +280,8 @@ def test_no_two_streams_of_a_large_grid_have_one_seed():
 
 
 def test_a_seed_depends_on_order_length_and_sign_and_fits_a_generator():
-    """(layer 1, micro-batch 2) is not (layer 2, micro-batch 1); torch takes 64 bits, and Python
-    numbers have no end.
+    """(layer 1, micro-batch 2) differs from (layer 2, micro-batch 1); torch accepts 64 bits, Python
+    integers are unbounded.
     """
     lists = [
         (),
@@ -323,8 +317,8 @@ def test_streams_of_neighbours_do_not_look_alike():
 
 
 def test_a_seed_of_today_is_the_seed_of_tomorrow():
-    """Checkpoints go on with the streams they began: a change of the mixing is a change of results,
-    and is to be seen here.
+    """Runs continue from checkpoints with the same seeds: a change of the function changes results,
+    and must fail here.
     """
     seeds = [stream_seed(0, 0, 0, 0), stream_seed(7, -1, 3), stream_seed(1, 2, 3, 4)]
     assert seeds == [6995351751500849132, 851888593897650774, 4482757422154957270]
@@ -350,7 +344,7 @@ def test_drawing_leaves_the_generator_as_it_was_also_after_an_error():
 
 
 def test_the_same_seed_gives_the_same_numbers_whatever_was_drawn_before():
-    """The whole of the promise on dropout."""
+    """This makes dropout independent of the cut."""
     drawn = []
     for before in (0, 3):
         with drawing(CPU):
@@ -361,8 +355,8 @@ def test_the_same_seed_gives_the_same_numbers_whatever_was_drawn_before():
 
 
 def test_threads_draw_one_after_another_and_may_nest():
-    """Ranks that are threads share torch's generator: between seeding and drawing, nobody else may
-    come.
+    """Ranks that are threads share torch's generator: no other thread may draw between seeding and
+    drawing.
     """
     drawn = {}
 

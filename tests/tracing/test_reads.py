@@ -1,6 +1,4 @@
-"""Forwards that change attributes: refused where the next call reads them, let through where they
-are caches or outputs.
-"""
+"""Forwards that change attributes: rejected if the next call reads them, traced if they are caches."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from penstock.tracing.chain import chain
 
 
 class Keeping(nn.Module):
-    """Keeps things in attributes by a function of it."""
+    """Changes attributes by a function that is passed to it."""
 
     def __init__(self, work):
         super().__init__()
@@ -68,7 +66,7 @@ def counts_in_a_tensor(self, x):
     [counts, counts_samples, counts_inside, collects, averages, initialises, counts_in_a_tensor],
 )
 def test_what_goes_from_one_call_to_the_next_in_an_attribute_is_refused(work):
-    """In a trace every batch would be the first one."""
+    """In a trace every batch would read the value of the first."""
     with pytest.raises(
         ChainError, match=r"its forward changes `\w+` of the model .*register_buffer"
     ):
@@ -100,8 +98,8 @@ def caches_the_size(self, x):
 
 @pytest.mark.parametrize("work", [remembers, caches, caches_by_size, caches_the_size])
 def test_caches_of_tables_and_what_is_written_before_it_is_read_are_traced(work):
-    """Masks and positions that are made once for each length; the auxiliary loss of a layer that
-    its parent reads.
+    """Masks and positions computed once for each length; a layer's auxiliary loss that its parent
+    reads.
     """
     torch.manual_seed(0)
     model = Keeping(work)

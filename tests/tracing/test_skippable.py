@@ -1,4 +1,4 @@
-"""Long skips by hand: in a plain model, in `Pipe`, and in a chain."""
+"""Skip connections between distant layers: in a plain model, in `Pipe`, and in a chain."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from penstock.errors import ChainError
 from penstock.runtime.pipe import Pipe
 from penstock.tracing.skippable import (
     Namespace,
-    carrying,
     pop,
     skippable,
     stash,
     verify_skippables,
     waiting_skips,
+    with_skip_carriers,
 )
 
 
 @skippable(stash=["early"])
 class Down(nn.Module):
-    """Stashes what it is given."""
+    """Stashes its input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x):
-        """Stash it, and go on with something else."""
+        """Stash the input, and return another value."""
         yield stash("early", x)
         return self.linear(x).tanh()
 
 
 @skippable(pop=["early"])
 class Up(nn.Module):
-    """Pops what was stashed."""
+    """Pops the stashed tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,10 +54,10 @@ class Up(nn.Module):
 
 @skippable(stash=["late"], pop=["early"])
 class Exchange(nn.Module):
-    """Pops one and stashes another."""
+    """Pops one tensor and stashes another."""
 
     def forward(self, x):
-        """A stash may come before a pop."""
+        """Stash before popping."""
         yield stash("late", x * 2)
         early = yield pop("early")
         return x + early
@@ -65,7 +65,7 @@ class Exchange(nn.Module):
 
 @skippable(pop=["late"])
 class Last(nn.Module):
-    """The end of a second skip."""
+    """Pops the tensor of a second skip."""
 
     def forward(self, x):
         """Use it."""
@@ -74,7 +74,7 @@ class Last(nn.Module):
 
 
 def unet() -> nn.Sequential:
-    """Two skips that enclose each other, and a third that overlaps."""
+    """Return layers with two nested skips and a third that overlaps them."""
     torch.manual_seed(1)
     outer, inner = Namespace(), Namespace()
     return nn.Sequential(
@@ -89,7 +89,7 @@ def unet() -> nn.Sequential:
 
 
 def plainly(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-    """What `unet` computes, without any skip by name."""
+    """Compute the same as `unet`, without named skips."""
     first = model[0].linear(x).tanh()
     second = model[1](first)
     third = model[2].linear(second).tanh()
@@ -97,7 +97,7 @@ def plainly(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_in_a_plain_sequential_what_is_stashed_waits_for_its_pop():
-    """A model with skips must be one without a pipeline, too, and leave nothing behind."""
+    """A model with skips must also run without a pipeline, and leave no stashed tensor behind."""
     model, x = unet(), torch.randn(6, 4)
     waiting = {}
     with waiting_skips(waiting):
@@ -123,24 +123,24 @@ def test_names_of_parameters_are_the_users_own_and_the_peers_states_load():
 def test_in_a_pipe_skips_go_from_where_they_are_stashed_to_where_they_are_popped(
     balance, mode, threads
 ):
-    """Over partitions that know nothing of them, with their gradients."""
+    """They bypass the partitions between, in both directions."""
     model, x = unet(), torch.randn(6, 4)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
     expected = plainly(model, a)
-    wanted = torch.autograd.grad(expected.square().sum(), [a, *model.parameters()])
+    expected_grads = torch.autograd.grad(expected.square().sum(), [a, *model.parameters()])
     pipe = Pipe(model, balance, devices=len(balance), chunks=3, checkpoint=mode)
     pipe(x)
     for choice in pipe._engine.choices.values():
         choice.forced = threads
-    found = pipe(b)
-    torch.testing.assert_close(found, expected)
+    output = pipe(b)
+    torch.testing.assert_close(output, expected)
     torch.testing.assert_close(
-        torch.autograd.grad(found.square().sum(), [b, *model.parameters()]), wanted
+        torch.autograd.grad(output.square().sum(), [b, *model.parameters()]), expected_grads
     )
 
 
 def test_none_may_be_stashed_and_what_is_stashed_may_need_no_gradient():
-    """A mask, or nothing."""
+    """An optional mask."""
 
     @skippable(stash=["none", "mask"])
     class First(nn.Module):
@@ -161,7 +161,7 @@ def test_none_may_be_stashed_and_what_is_stashed_may_need_no_gradient():
 
 
 def declared(*, stashes=(), pops=()) -> nn.Module:
-    """A layer that declares these, and nothing else."""
+    """Return a layer that declares these skips and does not use them."""
     return skippable(stash=stashes, pop=pops)(type("Declared", (nn.Module,), {}))()
 
 
@@ -183,18 +183,18 @@ def declared(*, stashes=(), pops=()) -> nn.Module:
     ],
 )
 def test_skips_that_do_not_match_are_listed(layers, says):
-    """Before anything runs: at a hundred layers, the first error of a run says little."""
-    model = nn.Sequential(*(declared(**each) for each in layers))
+    """All faults at once and before the run, which would report only the first."""
+    model = nn.Sequential(*(declared(**names) for names in layers))
     with pytest.raises(TypeError, match=says):
         verify_skippables(model)
     with pytest.raises(TypeError, match=says):
         Pipe(model, [len(model)], devices=1)
     with pytest.raises(ChainError, match=says):
-        carrying(list(model.named_children()))
+        with_skip_carriers(list(model.named_children()))
 
 
 def test_one_name_twice_is_two_skips_in_two_namespaces():
-    """Blocks of a network are made in a loop."""
+    """Blocks of a network are created in a loop."""
     one, other = Namespace(), Namespace()
     assert one != other
     assert copy.deepcopy(one) == one
@@ -216,7 +216,7 @@ def test_one_name_twice_is_two_skips_in_two_namespaces():
 
 
 def running(body, **declares) -> nn.Module:
-    """A layer with this forward."""
+    """Return a layer with this forward."""
     return skippable(**declares)(type("Running", (nn.Module,), {"forward": body}))()
 
 
@@ -240,7 +240,7 @@ def popping_a_twice(_, x):
 
 
 def yielding(_, x):
-    """Yield something else."""
+    """Yield another object."""
     yield x
 
 
@@ -266,9 +266,7 @@ def yielding(_, x):
     ],
 )
 def test_a_forward_that_does_not_do_what_was_declared_is_told_so(body, declares, kind, says):
-    """The layout is static; a forward that goes another way would leave a skip behind, or wait for
-    one.
-    """
+    """Skips are static; a forward that omits one would leave a tensor behind, or wait for one."""
     layer = running(body, **declares)
     waiting = dict.fromkeys(layer.poppable(), torch.ones(1))
     with waiting_skips(waiting), pytest.raises(kind, match=says):
@@ -276,7 +274,7 @@ def test_a_forward_that_does_not_do_what_was_declared_is_told_so(body, declares,
 
 
 def test_a_pop_before_its_stash_says_so():
-    """Layers called out of order."""
+    """Layers that run in the wrong order."""
     with (
         waiting_skips({}),
         pytest.raises(RuntimeError, match="'early' has not been stashed before Up pops it"),
@@ -285,18 +283,18 @@ def test_a_pop_before_its_stash_says_so():
 
 
 def test_without_skippables_the_layers_of_a_chain_are_left_as_they_are():
-    """Most models have none."""
+    """Most models have no skippable layers."""
     named = list(nn.Sequential(nn.Linear(1, 1), nn.Tanh()).named_children())
-    assert carrying(named) == named
+    assert with_skip_carriers(named) == named
 
 
 def test_in_a_chain_skips_travel_and_names_stay():
-    """What crosses between layers is the value and the skips that are under way; parameters have
-    the model's own names.
+    """The value between layers contains the skips in flight; parameters keep their names in the
+    model.
     """
     model, x = unet(), torch.randn(6, 4)
     named = [(f"body.{name}", layer) for name, layer in model.named_children()]
-    carried = carrying(named)
+    carried = with_skip_carriers(named)
     assert [name for name, _ in carried] == [name for name, _ in named]
     names = [name for _, layer in carried for name, _ in layer.named_parameters()]
     assert names == [f"body.{name}" for name, _ in model.named_parameters()]
@@ -310,13 +308,13 @@ def test_in_a_chain_skips_travel_and_names_stay():
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("balance", [[3, 4], [1, 2, 2, 2]])
 def test_a_pipeline_trains_a_model_with_skips_as_one_device_does(balance, recompute):
-    """The same layers on `ps.Pipeline`: gradients are those of plain training."""
+    """Gradients of `ps.Pipeline` are those of plain training."""
     model, x, y = unet(), torch.randn(8, 4), torch.randn(8, 4)
     expected = torch.autograd.grad(
         functional.mse_loss(plainly(model, x), y), list(model.parameters())
     )
     pipe = ps.Pipeline(
-        [layer for _, layer in carrying(list(model.named_children()))],
+        [layer for _, layer in with_skip_carriers(list(model.named_children()))],
         loss=functional.mse_loss,
         balance=balance,
         schedule="1f1b",

@@ -1,6 +1,4 @@
-"""Which layers may work on slices of sequences: those known to, those that say so, and nobody else
-without a word.
-"""
+"""Layers that may work on slices of sequences: known ones, and those that declare it."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ NOT_PER_TOKEN = [
 
 
 def named(modules):
-    """With readable test names."""
+    """Return parameters with readable test names."""
     return [
         pytest.param(module, id=f"{index}-{type(module).__name__}")
         for index, module in enumerate(modules)
@@ -75,7 +73,7 @@ def named(modules):
 
 @pytest.mark.parametrize("module", named(PER_TOKEN))
 def test_layers_known_to_work_token_by_token_do(module):
-    """The list is a claim: on every token alone, the layer gives what it gives on all of them."""
+    """On every token alone, each listed layer returns what it returns on the whole sequence."""
     assert is_per_token(module)
     module = copy.deepcopy(module).eval()
     x = torch.randn(3, 6, 8)
@@ -88,7 +86,7 @@ def test_layers_known_to_work_token_by_token_do(module):
 
 
 def test_embeddings_look_tokens_up_one_by_one():
-    """A slice of the numbers gives a slice of the vectors."""
+    """A slice of the tokens gives a slice of the vectors."""
     for module in (nn.Embedding(9, 8), NormalEmbedding(9, 8, std=1.0)):
         assert is_per_token(module)
         x = torch.randint(0, 9, (3, 6))
@@ -99,43 +97,43 @@ def test_embeddings_look_tokens_up_one_by_one():
 
 @pytest.mark.parametrize("module", named(NOT_PER_TOKEN))
 def test_layers_that_look_further_or_might_are_not_taken_for_such(module):
-    """Settings count: a norm over two dimensions, or a softmax over tokens, is another layer."""
+    """Settings matter: a norm over two dimensions, or a softmax over tokens, uses other tokens."""
     assert not is_per_token(module)
 
 
 class Own(nn.Module):
-    """Nobody knows what it does."""
+    """A user's layer without a declaration."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Look at every token."""
+        """Use every token."""
         return x - x.mean(dim=1, keepdim=True)
 
 
 class Marked(Own):
-    """Its author does."""
+    """A user's layer that declares `per_token`."""
 
     per_token = True
 
 
 class Scaled(nn.Linear):
-    """A subclass with a forward of its own is another layer."""
+    """A subclass with a forward of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Look at every token."""
+        """Use every token."""
         return super().forward(x) / x.norm()
 
 
 class Remembers(nn.Module):
-    """Hands on the sum of all tokens so far."""
+    """Passes on the sum of all tokens so far."""
 
     def forward_slice(self, value, past):
-        """Add what was before."""
+        """Add the sum of earlier slices."""
         before = 0 if past is None else past[:, None]
         total = value.cumsum(1) + before
         return total, total[:, -1]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add up."""
+        """Return cumulative sums."""
         return self.forward_slice(x, None)[0]
 
 
@@ -151,7 +149,7 @@ def test_an_unknown_layer_is_taken_by_its_own_word():
 
 
 def test_a_layer_that_has_been_changed_is_another_layer():
-    """By a subclass, by a forward put on the object, or by its word: `per_token = False`."""
+    """By a subclass, by a forward set on the object, or by the declaration `per_token = False`."""
     patched, denied = nn.Linear(8, 8), nn.Linear(8, 8)
     patched.forward = lambda x: x - x.mean(dim=1, keepdim=True)
     denied.per_token = False
@@ -159,7 +157,7 @@ def test_a_layer_that_has_been_changed_is_another_layer():
 
 
 def test_the_zoos_gpt_hands_on_positions_keys_and_values():
-    """Embedding and blocks look back; norm and head need not."""
+    """Embedding and blocks use earlier tokens; norm and head do not."""
     traced = chain(small_gpt())
     check_slices(traced, SLICED)
     assert [has_past(module) for module in traced.modules] == [True, True, True, False, False]
@@ -173,8 +171,8 @@ def test_a_schedule_that_cuts_no_sequences_takes_any_model():
 
 
 def test_what_is_not_causal_is_refused_by_name_with_what_to_do():
-    """Before anything is trained: a batch norm over half a sequence learns quietly, and something
-    else.
+    """The error comes before training: a batch norm over half a sequence trains without an error,
+    to another result.
     """
     model = nn.Sequential(
         nn.Embedding(9, 8),
@@ -204,7 +202,7 @@ def test_what_is_not_causal_is_refused_by_name_with_what_to_do():
 
 
 def test_a_pipeline_refuses_it_before_anything_runs_and_names_no_more_than_it_must():
-    """All ranks alike, when the pipeline is made."""
+    """All ranks raise the error when the pipeline is created."""
     model, loss = vgg_like(), nn.functional.cross_entropy
     with pytest.raises(
         SettingError, match=r"layer 0\.0 \(Conv2d\) looks at tokens beside each token"
@@ -220,7 +218,7 @@ def test_a_pipeline_refuses_it_before_anything_runs_and_names_no_more_than_it_mu
     "hook", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
 )
 def test_hooks_on_a_layer_that_hands_on_are_refused(hook):
-    """They would run with forward and be silent with forward_slice."""
+    """They would run with forward and not with forward_slice."""
     layer = Remembers()
     check_slices(chain([layer]), SLICED)
     getattr(layer, hook)(lambda *_: None)

@@ -1,6 +1,4 @@
-"""Models whose forward is written as their authors liked, against plain training of the same model,
-untouched.
-"""
+"""Models with arbitrary forwards, compared with plain training of the unmodified model."""
 
 from __future__ import annotations
 
@@ -94,7 +92,9 @@ class UNet(nn.Module):
 
 
 class Translator(nn.Module):
-    """Two inputs, an optional mask, a number, a flag, tied weights, and a dict that holds tuples."""
+    """Two inputs, an optional mask, a number, a flag, tied weights, and a dict with tuples as
+    output.
+    """
 
     def __init__(self):
         super().__init__()
@@ -107,13 +107,13 @@ class Translator(nn.Module):
         memory, state = self.encoder(self.embedding(source))
         inner, _ = self.decoder(self.embedding(target), state)
         read, weights = self.attention(inner, memory, memory, key_padding_mask=mask)
-        found = {"logits": self.out(inner + read * scale), "kind": "translation", "none": None}
-        return {**found, "inside": (weights, [state])} if whole else found
+        outputs = {"logits": self.out(inner + read * scale), "kind": "translation", "none": None}
+        return {**outputs, "inside": (weights, [state])} if whole else outputs
 
 
 class Statistics(nn.Module):
-    """Buffers changed in place and replaced, parameters of its own, a tensor many layers use, and
-    one cut off from its gradient.
+    """Buffers changed in place and replaced, parameters of its own, a tensor that many layers use,
+    and a detached one.
     """
 
     def __init__(self):
@@ -161,7 +161,7 @@ class Checkpointed(nn.Module):
 
 
 class Doubled(torch.autograd.Function):
-    """Rounds, and hands on twice the gradient."""
+    """Rounds, and doubles the gradient."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -174,7 +174,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Rounded(nn.Module):
-    """A function with a backward of its own, and parts without gradients."""
+    """An autograd.Function, and parts without gradients."""
 
     def __init__(self):
         super().__init__()
@@ -187,9 +187,7 @@ class Rounded(nn.Module):
 
 
 class Shared(nn.Module):
-    """One module called three times, a view changed in place, and a plain tensor changed before a
-    cut.
-    """
+    """One module called three times, a view changed in place, and a tensor changed before a cut."""
 
     def __init__(self):
         super().__init__()
@@ -207,7 +205,7 @@ class Shared(nn.Module):
 
 
 class Transformer(nn.Module):
-    """torch's own, with a causal mask made of the target's length."""
+    """torch's own, with a causal mask of the target's length."""
 
     def __init__(self):
         super().__init__()
@@ -228,7 +226,7 @@ class Transformer(nn.Module):
 
 @dataclass
 class Result:
-    """An output that torch cannot take apart."""
+    """An output that torch does not flatten."""
 
     scores: torch.Tensor
     parts: list
@@ -252,7 +250,7 @@ def tokens(samples, length):
 
 
 def keywords(samples, length):
-    """Inputs of the translator by name, with a mask of the last token."""
+    """Return inputs of the translator by name, with a mask for the last token."""
     mask = torch.arange(length).expand(samples, length) == length - 1
     return {
         "source": tokens(samples, length),
@@ -287,7 +285,7 @@ def tensors(value):
 
 
 def made(name):
-    """A model, a copy of it, and what makes its inputs."""
+    """Return a model, a copy of it, and a function that creates its inputs."""
     torch.manual_seed(0)
     kind, inputs = MODELS[name]
     model = kind()
@@ -295,7 +293,7 @@ def made(name):
 
 
 def cut_everywhere(traced, inputs):
-    """What a chain makes of inputs if every layer stands on a rank of its own."""
+    """Return the output of a chain whose layers are all on different ranks."""
     value = inputs
     for index, module in enumerate(traced.modules):
         value = module(value)
@@ -309,13 +307,13 @@ def cut_everywhere(traced, inputs):
 
 
 def loss(output, _target):
-    """Something that all outputs count in."""
-    return sum((each.float() ** 2).mean() for each in tensors(output))
+    """Return a loss to which all outputs contribute."""
+    return sum((tensor.float() ** 2).mean() for tensor in tensors(output))
 
 
 @every_model
 def test_a_traced_chain_gives_the_models_outputs_gradients_buffers_and_state(name):
-    """With all cuts there are, for batches and lengths other than the example's, in training and in
+    """With all possible cuts, other batch sizes and lengths than the example's, in training and in
     evaluation.
     """
     model, plain, inputs = made(name)
@@ -327,16 +325,16 @@ def test_a_traced_chain_gives_the_models_outputs_gradients_buffers_and_state(nam
         key: value.data_ptr() for key, value in model.state_dict().items()
     }
     for samples, length, training in ((5, 6, True), (1, 6, True), (2, 4, False)):
-        given = inputs(samples, length)
+        batch = inputs(samples, length)
         for module in (plain, *traced.modules):
             module.train(training)
-        expected, found = call(plain, copy.deepcopy(given)), cut_everywhere(traced, given)
-        assert type(found) is type(expected)
-        assert pytree.tree_structure(found) == pytree.tree_structure(expected)
-        for one, other in zip(tensors(found), tensors(expected), strict=True):
+        expected, output = call(plain, copy.deepcopy(batch)), cut_everywhere(traced, batch)
+        assert type(output) is type(expected)
+        assert pytree.tree_structure(output) == pytree.tree_structure(expected)
+        for one, other in zip(tensors(output), tensors(expected), strict=True):
             torch.testing.assert_close(one, other)
         loss(expected, None).backward()
-        loss(found, None).backward()
+        loss(output, None).backward()
         for (key, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert (one.grad is None) == (other.grad is None), key
             if one.grad is not None:
@@ -347,8 +345,8 @@ def test_a_traced_chain_gives_the_models_outputs_gradients_buffers_and_state(nam
 
 @pytest.mark.parametrize("name", ["unet", "resnet", "rounded", "statistics"])
 def test_a_pipeline_of_three_stages_trains_a_traced_model_as_plain_training_does(name):
-    """Long skips, tied weights, masks and statistics, over real boundaries, and in place in the
-    user's own model.
+    """Long skips, tied weights, masks and statistics across real boundaries; the user's own model
+    is trained.
     """
     model, plain, inputs = made(name)
     traced = chain(model, inputs(4, 6))
@@ -361,18 +359,18 @@ def test_a_pipeline_of_three_stages_trains_a_traced_model_as_plain_training_does
         micro_batches=2,
         executor="threads",
     )
-    given = inputs(4, 6)
-    found = pipe.train_batch(given, torch.zeros(4))
+    batch = inputs(4, 6)
+    batch_loss = pipe.train_batch(batch, torch.zeros(4))
     total = 0.0
     for first in (0, 2):
         part = pytree.tree_map(
             lambda leaf: leaf[first : first + 2] if isinstance(leaf, torch.Tensor) else leaf,  # noqa: B023
-            given,
+            batch,
         )
-        each = loss(call(plain, part), None) / 2
-        each.backward()
-        total += float(each.detach())
-    assert float(found) == pytest.approx(total)
+        part_loss = loss(call(plain, part), None) / 2
+        part_loss.backward()
+        total += float(part_loss.detach())
+    assert float(batch_loss) == pytest.approx(total)
     for (key, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None), key
         if one.grad is not None:
@@ -383,7 +381,7 @@ def test_a_pipeline_of_three_stages_trains_a_traced_model_as_plain_training_does
 
 
 def test_layers_are_the_modules_with_weights_in_the_order_of_running_under_their_own_names():
-    """The finest chain: what stands around a module goes with it, and nothing without weights is a
+    """The finest chain: the ops around a module belong to its layer, and ops without weights are no
     layer.
     """
     model, _, inputs = made("unet")
@@ -404,11 +402,11 @@ def test_layers_are_the_modules_with_weights_in_the_order_of_running_under_their
 
 
 def test_what_a_skip_carries_crosses_only_the_boundaries_between_its_ends():
-    """A boundary's bytes are what the planner pays for."""
+    """The planner counts the bytes that cross each boundary."""
     model, _, inputs = made("unet")
-    given = inputs(2, 0)
-    traced = chain(model, given)
-    value, counts = given, []
+    batch = inputs(2, 0)
+    traced = chain(model, batch)
+    value, counts = batch, []
     for index, module in enumerate(traced.modules[:-1]):
         value = module(value)
         counts.append(len(traced.exits[index](value)))
@@ -416,7 +414,7 @@ def test_what_a_skip_carries_crosses_only_the_boundaries_between_its_ends():
 
 
 class Late(nn.Module):
-    """Inputs, and what is made of them, that the first layers have no use for; and a head tied to
+    """Inputs, and values computed from them, that the first layers do not use; and a head tied to
     the embedding.
     """
 
@@ -440,18 +438,16 @@ class Late(nn.Module):
 
 
 def test_inputs_used_late_and_what_is_made_of_inputs_alone_never_cross():
-    """Every rank has the batch: masks, tables and labels are made, or are there, where they are
-    used.
-    """
-    model, given = Late(), (tokens(2, 6), tokens(2, 6))
-    traced = chain(model, given)
-    value = given
+    """Every rank has the batch, so masks, tables and labels are recomputed where they are used."""
+    model, batch = Late(), (tokens(2, 6), tokens(2, 6))
+    traced = chain(model, batch)
+    value = batch
     for index, module in enumerate(traced.modules[:-1]):
         value = module(value)
         crossing = traced.exits[index](value)
-        assert [tuple(each.shape) for each in crossing.values()] == [(2, 6, 8)]
-        value = traced.entries[index + 1](crossing, given)
-    torch.testing.assert_close(traced.modules[-1](value), model(*given))
+        assert [tuple(tensor.shape) for tensor in crossing.values()] == [(2, 6, 8)]
+        value = traced.entries[index + 1](crossing, batch)
+    torch.testing.assert_close(traced.modules[-1](value), model(*batch))
 
 
 def test_a_weight_used_in_two_places_is_tied_under_the_first_of_its_names():
@@ -465,13 +461,13 @@ def test_a_weight_used_in_two_places_is_tied_under_the_first_of_its_names():
 
 
 def test_a_layer_says_whether_it_draws_random_numbers_and_drops_by_the_seed():
-    """Dropout depends on seed, step, layer and micro-batch only where layers that draw are known."""
+    """Only layers that are known to draw get a seed from seed, step, layer and micro-batch."""
     torch.manual_seed(0)
     model = Returning()
     model.second = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 2))
     traced = chain(model, torch.randn(4, 8))
     assert [may_draw(module) for module in traced.modules] == [False, True, False]
-    found = []
+    outputs = []
     for balance in ([1, 2], [2, 1]):
         model.zero_grad()
         pipe = Pipeline(
@@ -484,12 +480,12 @@ def test_a_layer_says_whether_it_draws_random_numbers_and_drops_by_the_seed():
             seed=3,
         )
         pipe.train_batch(torch.ones(4, 8), torch.zeros(4))
-        found.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        outputs.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
 
 def test_a_model_without_an_example_is_told_how_to_give_one():
-    """The one thing to do stands in the message."""
+    """The message has the line to write."""
     with pytest.raises(
         ChainError,
         match=r"UNet is not an nn\.Sequential.*ps\.chain\(model, example\).*ps\.chain\(\[model\.stem",
@@ -498,7 +494,7 @@ def test_a_model_without_an_example_is_told_how_to_give_one():
 
 
 def test_hooks_on_a_modules_backward_are_refused():
-    """A trace has no backward of modules, so that the hook would never run."""
+    """A trace has no backward of modules, so the hook would never run."""
     model = UNet()
     model.middle.register_full_backward_hook(lambda *_: None)
     with pytest.raises(ChainError, match=r"middle has hooks on its backward"):
@@ -506,6 +502,6 @@ def test_hooks_on_a_modules_backward_are_refused():
 
 
 def test_a_sequential_is_taken_as_it_is_with_an_example_or_without():
-    """Its layers are the user's own modules, as ever."""
+    """Its layers are the user's own modules."""
     whole = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     assert chain(whole, torch.randn(2, 2)).modules == tuple(whole)

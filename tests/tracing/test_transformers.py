@@ -1,4 +1,4 @@
-"""Models of transformers as their configurations make them, with no edits, against plain training."""
+"""Unmodified models of the transformers library, compared with plain training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ids(samples, length):
 
 
 def masked(samples, length):
-    """Tokens of which the last one of the first sequence is padding."""
+    """Return tokens of which the last one of the first sequence is padding."""
     mask = torch.ones(samples, length, dtype=torch.long)
     mask[0, -1] = 0
     return {"input_ids": ids(samples, length), "attention_mask": mask}
@@ -55,8 +55,8 @@ def gpt2():
 
 def gpt2_with_labels():
     def inputs(samples, length):
-        given = ids(samples, length)
-        return {"input_ids": given, "labels": given}
+        batch = ids(samples, length)
+        return {"input_ids": batch, "labels": batch}
 
     return gpt2()[0], inputs
 
@@ -107,7 +107,7 @@ MODELS = {
 
 
 def made(name):
-    """A model in training mode, a copy of it, and what makes its inputs."""
+    """Return a model in training mode, a copy of it, and a function that creates its inputs."""
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     model.train()
@@ -131,14 +131,14 @@ def grads(model):
 
 
 def part_of(inputs, first, last):
-    """Some of a batch's samples."""
+    """Return some samples of a batch."""
     return pytree.tree_map(lambda leaf: leaf[first:last], inputs)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_transformers_in_three_stages_is_the_model(name):
-    """Outputs with their own classes, gradients, and the state's names and values; with other
-    lengths and samples than the example's.
+    """Outputs with their own classes, gradients, and the state's names and values; also for other
+    lengths and batch sizes than the example's.
     """
     model, plain, inputs = made(name)
     traced = chain(model, inputs(3, 7))
@@ -152,16 +152,16 @@ def test_a_model_of_transformers_in_three_stages_is_the_model(name):
         executor="threads",
     )
     for samples, length in ((6, 7), (4, 5)):
-        given = inputs(samples, length)
+        batch = inputs(samples, length)
         model.zero_grad()
         plain.zero_grad()
-        found, total = float(pipe.train_batch(given, torch.zeros(samples))), 0.0
+        batch_loss, total = float(pipe.train_batch(batch, torch.zeros(samples))), 0.0
         for first in (0, samples // 2):
             with without_caches(plain):
-                each = loss(call(plain, part_of(given, first, first + samples // 2)), None) / 2
-            each.backward()
-            total += float(each.detach())
-        assert found == pytest.approx(total)
+                part_loss = loss(call(plain, part_of(batch, first, first + samples // 2)), None) / 2
+            part_loss.backward()
+            total += float(part_loss.detach())
+        assert batch_loss == pytest.approx(total)
         expected = grads(plain)
         assert set(grads(model)) == set(expected)
         for key, grad in grads(model).items():
@@ -172,22 +172,22 @@ def test_a_model_of_transformers_in_three_stages_is_the_model(name):
         "gpt2 with labels",
         "t5",
     ):  # a loss of one number has no samples to be put together by
-        given = inputs(4, 6)
+        batch = inputs(4, 6)
         with without_caches(plain), torch.no_grad():
-            expected_output = call(plain.eval(), given)
-        output = pipe.forward(given)
+            expected_output = call(plain.eval(), batch)
+        output = pipe.forward(batch)
         assert type(output) is type(expected_output)
         torch.testing.assert_close(output.logits, expected_output.logits)
 
 
 def test_a_model_on_the_meta_device_gets_its_weights_as_its_library_draws_them():
-    """Tables that the constructor makes, and no state has, must be right; and every layer draws the
-    same, whoever holds it.
+    """Non-persistent tables that the constructor computes must be correct, and a layer's weights
+    must not depend on the rank.
     """
     with torch.device("meta"):
         model = llama()[0]
-    given = masked(2, 6)
-    traced = chain(model, given)
+    batch = masked(2, 6)
+    traced = chain(model, batch)
     layers = [
         materialise(traced, [index], torch.device("cpu"), seed=5)[0].eval()
         for index in range(len(traced))
@@ -202,17 +202,17 @@ def test_a_model_on_the_meta_device_gets_its_weights_as_its_library_draws_them()
     real = llama()[0].eval()
     real.load_state_dict(state)
     assert float(state["model.layers.0.mlp.up_proj.weight"].std()) == pytest.approx(0.02, rel=0.2)
-    value = given
+    value = batch
     for index, layer in enumerate(layers):
         value = layer(value)
         if index in traced.exits:
-            value = traced.entries[index + 1](traced.exits[index](value), given)
-    torch.testing.assert_close(value.logits, real(**given, use_cache=False).logits)
+            value = traced.entries[index + 1](traced.exits[index](value), batch)
+    torch.testing.assert_close(value.logits, real(**batch, use_cache=False).logits)
 
 
 def test_keys_and_values_for_generation_are_refused_by_their_class():
-    """They would travel to the end of the pipeline; nobody who trains wants that, and who asks for
-    it is told.
+    """They would be sent to the end of the pipeline and are useless for training; the error names
+    their class.
     """
     model, _, inputs = made("gpt2")
     with pytest.raises(

@@ -1,5 +1,5 @@
-"""Graphs of one model: found by form and shape, made when there is none, and made anew in another
-process.
+"""Graphs of one model: found by form and shape, captured if missing, captured again in other
+processes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.tracing.chain import chain
 
 
 class Choosing(nn.Module):
-    """Does something else for odd lengths, and with a second input."""
+    """Takes another branch for odd lengths, and with a second input."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Swapping(nn.Module):
 
 
 def through(traced, inputs):
-    """Layer by layer, with every cut."""
+    """Run layer by layer, with every cut."""
     value = inputs
     for index, module in enumerate(traced.modules):
         value = module(value)
@@ -51,7 +51,7 @@ def through(traced, inputs):
 
 
 def test_another_form_or_shape_has_its_own_graph_and_the_same_has_the_same():
-    """What the example fixes must not be taken for all batches; and tracing takes seconds, so it is
+    """A graph must not be used for inputs for which it is invalid; tracing takes seconds, so it is
     done once.
     """
     torch.manual_seed(0)
@@ -68,25 +68,25 @@ def test_another_form_or_shape_has_its_own_graph_and_the_same_has_the_same():
 
 
 def test_a_form_for_which_layers_run_in_another_order_is_refused():
-    """A layer's weights are on one rank: there it runs, or nowhere."""
+    """A layer's weights are on one rank, so it cannot run elsewhere."""
     traced = chain(Swapping(), torch.randn(3, 6, 4))
     with pytest.raises(ChainError, match=r"for inputs of this form"):
         through(traced, torch.randn(3, 5, 4))
 
 
 def test_a_chain_travels_to_another_process_and_is_traced_anew_there():
-    """ps.launch sends what a function refers to."""
+    """ps.launch pickles what a function refers to."""
     torch.manual_seed(0)
     model = Choosing()
     traced = chain(model, torch.randn(3, 6, 4))
     inputs = torch.randn(2, 6, 4)
-    there = pickle.loads(pickle.dumps(traced))
-    assert there.fingerprint == traced.fingerprint
-    torch.testing.assert_close(through(there, inputs), model(inputs))
+    received = pickle.loads(pickle.dumps(traced))
+    assert received.fingerprint == traced.fingerprint
+    torch.testing.assert_close(through(received, inputs), model(inputs))
 
 
 def test_copies_of_layers_have_their_own_tensors_and_the_same_graphs():
-    """Copies of a stage train apart; what they do is one thing."""
+    """Copies of a stage have different weights and do the same."""
     traced = chain(Choosing(), torch.randn(3, 6, 4))
     copied = copy.deepcopy(nn.ModuleList(traced.modules))[0]
     assert copied.variants is traced.modules[0].variants
@@ -95,7 +95,7 @@ def test_copies_of_layers_have_their_own_tensors_and_the_same_graphs():
 
 
 def test_under_autocast_a_model_is_traced_as_it_runs_there():
-    """What a model asks of a tensor's dtype has another answer in mixed precision."""
+    """A model may branch on dtypes, which autocast changes."""
 
     class Casting(nn.Module):
         def __init__(self):
@@ -110,6 +110,6 @@ def test_under_autocast_a_model_is_traced_as_it_runs_there():
     inputs = torch.randn(3, 4)
     traced = chain(model, inputs)
     with torch.autocast("cpu", torch.bfloat16):
-        for found, expected in zip(through(traced, inputs), model(inputs), strict=True):
-            assert found.dtype is expected.dtype is torch.bfloat16
-            assert torch.equal(found, expected)
+        for output, expected in zip(through(traced, inputs), model(inputs), strict=True):
+            assert output.dtype is expected.dtype is torch.bfloat16
+            assert torch.equal(output, expected)

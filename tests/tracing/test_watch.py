@@ -1,5 +1,6 @@
-"""A model whose Python state changes after it was traced: traced anew, or refused; against a plain
-loop that does the same.
+"""Models whose Python state changes after tracing: traced again, or rejected.
+
+Compared with a plain loop that makes the same changes.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def plain_step(model, optimizer, x, y):
 
 
 def steps(change, counts=3):
-    """The largest difference in the state after steps, between which a change is made, from plain
-    training.
+    """Return the largest difference from plain training in the state, after steps with a change in
+    between.
     """
     torch.manual_seed(0)
     model = Changing()
@@ -70,8 +71,8 @@ def steps(change, counts=3):
     x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
     pipe, optimizer = made(model), torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(counts):
-        for each in (model, plain) if step else ():
-            change(each, step)
+        for net in (model, plain) if step else ():
+            change(net, step)
         pipe.train_batch(x, y)
         plain_step(plain, optimizer, x, y)
     pairs = zip(model.state_dict().values(), plain.state_dict().values(), strict=True)
@@ -108,14 +109,12 @@ def steps(change, counts=3):
     ],
 )
 def test_what_is_changed_between_batches_counts_from_the_next_one(change):
-    """A temperature that is annealed, batch norm that is frozen, a hook: plain PyTorch goes by them
-    at once.
-    """
+    """An annealed temperature, a frozen batch norm, a hook: plain PyTorch uses them immediately."""
     assert steps(change) < 1e-6
 
 
 def test_globals_and_class_attributes_that_forward_reads_are_watched(monkeypatch):
-    """They are constants of the graph like attributes are."""
+    """Like attributes of modules, they are constants of the graph."""
 
     def change(_, step):
         GAIN["value"] = 1.0 + step
@@ -127,7 +126,7 @@ def test_globals_and_class_attributes_that_forward_reads_are_watched(monkeypatch
 
 
 def test_dropout_switched_on_later_draws_as_if_it_had_been_on_from_the_start():
-    """Which layers draw is settled when a pipeline is made, and must be settled anew."""
+    """Which layers draw is determined when a pipeline is created, and must be determined again."""
     losses = []
     for probabilities in ((0.5, 0.5), (0.0, 0.5)):
         torch.manual_seed(0)
@@ -190,7 +189,7 @@ def test_tensors_and_modules_that_the_layers_do_not_hold_are_refused(change, mes
 
 
 def test_a_state_that_comes_back_is_not_traced_again(caplog):
-    """Batch norm frozen in every second epoch would cost seconds in each."""
+    """Freezing batch norm in every second epoch would otherwise cost seconds in each."""
     torch.manual_seed(0)
     model = Changing()
     x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
@@ -199,7 +198,7 @@ def test_a_state_that_comes_back_is_not_traced_again(caplog):
         for temperature in (1.0, 2.0, 1.0, 2.0, float("2")):
             model.temperature = temperature
             pipe.train_batch(x, y)
-    traced = [each for each in caplog.messages if each.endswith(" s")]
+    traced = [message for message in caplog.messages if message.endswith(" s")]
     assert (
         len(traced) == 3
     )  # for training and for evaluation with the chain, and for the other temperature
@@ -207,7 +206,7 @@ def test_a_state_that_comes_back_is_not_traced_again(caplog):
 
 
 def test_modes_of_the_users_model_do_not_matter_in_evaluation():
-    """`model.eval()` before and `model.train()` after an evaluation is what loops do."""
+    """Training loops call `model.eval()` before and `model.train()` after an evaluation."""
     model = Changing()
     pipe = made(model)
     x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
@@ -218,7 +217,7 @@ def test_modes_of_the_users_model_do_not_matter_in_evaluation():
 
 
 def test_a_stream_drains_before_other_graphs_take_over():
-    """Micro-batches under way have come from the graphs before, whose values have other names."""
+    """Values of micro-batches in flight have the names of the previous graphs."""
     torch.manual_seed(0)
     model = Changing()
     pipe = made(model, schedule="pipedream")
@@ -234,7 +233,7 @@ def test_a_stream_drains_before_other_graphs_take_over():
 
 
 def test_layers_that_run_in_another_order_after_a_change_are_refused_with_the_change():
-    """The layers are cut once; what cannot be cut so any more needs another chain."""
+    """The division into layers is fixed; another one needs another chain."""
 
     class Either(nn.Module):
         def __init__(self):

@@ -1,9 +1,9 @@
-"""Plain attributes of modules between a forward and its recomputation: counters, rates and
-switches.
+"""Attributes of modules during recomputation: counters, rates and switches.
 
-The second forward sees the numbers, strings and flags that the first saw, and its own changes to
-them are undone, as for buffers: a counter goes up once per micro-batch, with recompute and without.
-Modules of torch.nn keep no such state, so layers that are made of them alone are left out.
+The second forward of a recomputed layer sees the numbers, strings and flags that the first forward
+saw, and its own changes to them are undone, as for buffers. A counter therefore goes up once per
+micro-batch, with and without recomputation. Modules of torch.nn keep no such state, so layers that
+consist of torch.nn modules alone are skipped.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 from torch import nn
 
-_PLAIN = frozenset({bool, int, float, complex, str, NoneType})
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_SCALAR_TYPES = frozenset({bool, int, float, complex, str, NoneType})
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
-#: Values by module, in the order of `_Module.keys`.
+#: Attribute values, one tuple per module, in the order of `_ModuleAttributes.keys`.
 Values = Sequence[tuple[Any, ...]]
 
 
-class _Other:
-    """In the place of a value that is no plain one."""
+class _NotScalar:
+    """Marker for a value that is neither a number, a string, a flag nor None."""
 
 
-class _Module:
-    """The attributes of one module."""
+class _ModuleAttributes:
+    """The scalar attributes of one module."""
 
     __slots__ = ("keys", "size", "values")
 
@@ -37,57 +37,61 @@ class _Module:
         self.size = -1
 
     def read(self) -> tuple[Any, ...]:
+        """Return the current values, one per key."""
         values = self.values
         if len(values) != self.size:
-            # Keys are never dropped or moved, so that tuples that were read earlier still fit.
-            known = set(self.keys)
-            self.keys += tuple(key for key in values if key not in known and key not in _OF_TORCH)
+            # Keys are only appended, so that tuples that were read earlier stay aligned with them.
+            ignored = _MODULE_ATTRIBUTES.union(self.keys)
+            self.keys += tuple(key for key in values if key not in ignored)
             self.size = len(values)
-        found = [values.get(key, _Other) for key in self.keys]
-        return tuple([value if type(value) in _PLAIN else _Other for value in found])
+        current = [values.get(key, _NotScalar) for key in self.keys]
+        return tuple([value if type(value) in _SCALAR_TYPES else _NotScalar for value in current])
 
-    def write(self, wanted: tuple[Any, ...]) -> None:
-        for key, value, present in zip(self.keys, wanted, self.read(), strict=False):
-            if value is not present and value is not _Other:
-                self.values[key] = value
+    def write(self, targets: tuple[Any, ...]) -> None:
+        """Set the attributes whose value differs from `targets`, a result of `read`."""
+        # `targets` is shorter than `keys` if the module has got attributes since it was read.
+        for key, target, current in zip(self.keys, targets, self.read(), strict=False):
+            if target is not current and target is not _NotScalar:
+                self.values[key] = target
 
 
 class Attributes:
-    """Numbers, strings and flags that modules have as attributes.
+    """The numbers, strings and flags that modules hold as attributes.
 
     Args:
-        layers: modules; those that consist of modules of torch.nn alone are left out, unless
-        `complete`. complete: include all.
+        layers: the modules. Those that consist of torch.nn modules alone are skipped, unless
+            `complete`.
+        complete: include all modules.
     """
 
     def __init__(self, layers: Iterable[nn.Module], *, complete: bool = False) -> None:
-        found: dict[int, _Module] = {}
+        modules: dict[int, _ModuleAttributes] = {}
         for layer in layers:
             parts = list(layer.modules())
-            if complete or any(not of_torch(part) for part in parts):
+            if complete or any(not is_torch_module(part) for part in parts):
                 for part in parts:
-                    found.setdefault(id(part), _Module(vars(part)))
-        self._modules = list(found.values())
+                    modules.setdefault(id(part), _ModuleAttributes(vars(part)))
+        self._modules = list(modules.values())
 
     def contents(self) -> Values:
-        """What a forward is about to see."""
+        """Return the current values, which a forward is about to read."""
         return [module.read() for module in self._modules]
 
     @contextmanager
     def as_they_were(self, contents: Values) -> Iterator[None]:
-        """Let a forward see `contents`; afterwards all is as before."""
-        present = self.contents()
+        """Set the attributes to `contents` in this context, and restore them afterwards."""
+        before = self.contents()
         self._write(contents)
         try:
             yield
         finally:
-            self._write(present)
+            self._write(before)
 
     def _write(self, contents: Values) -> None:
         for module, values in zip(self._modules, contents, strict=True):
             module.write(values)
 
 
-def of_torch(module: nn.Module) -> bool:
-    """Whether a module runs code of torch.nn only."""
+def is_torch_module(module: nn.Module) -> bool:
+    """Return whether a module runs only the forward of its torch.nn class."""
     return type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)

@@ -1,10 +1,9 @@
-"""What a graph saves for its backward, kept in host memory meanwhile, where the device has a memory
-of its own.
+"""Activation offload: tensors that autograd saves for the backward wait in host memory.
 
-Copies go in the device's own stream, into pinned memory: in order with what computes, and with
-nobody standing for them. Weights stay where they are, and so does what is too small to be worth a
-copy. A tensor that several ops save goes once. Not yet run on a GPU; on a CPU there is nothing to
-be gained, and nothing moves.
+Only for devices with memory of their own. Copies go through pinned memory in the device's current
+stream, so they are ordered with the computation and need no further synchronisation. Weights stay
+on the device, and so do tensors too small to be worth a copy. A tensor that several ops save is
+copied once. Not yet run on a GPU; on a CPU offloading gains nothing and nothing moves.
 """
 
 from __future__ import annotations
@@ -18,40 +17,40 @@ from torch import Tensor
 
 from penstock.grad.saved import SavedVersion, unpack_checked
 
-#: Bytes below which a tensor stays.
+#: Smallest tensor that is moved, in bytes.
 SMALLEST = 1 << 16
 
 
-class _Away:
-    """A tensor in host memory, and the device that it comes back to."""
+class _Offloaded:
+    """A tensor in host memory that can be copied back to its device."""
 
-    __slots__ = ("__weakref__", "_back", "_device", "_host", "_version")
+    __slots__ = ("__weakref__", "_device", "_host", "_on_device", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
         self._device = tensor.device
         pinned = tensor.device.type == "cuda"
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
         self._host.copy_(tensor, non_blocking=pinned)
-        self._back: weakref.ref[Tensor] | None = None
+        self._on_device: weakref.ref[Tensor] | None = None
         self._version = SavedVersion(tensor, holds=False)
 
-    def back(self) -> Tensor:
-        """The tensor on its device; the same one while it is still referred to.
+    def fetch(self) -> Tensor:
+        """Return the tensor on its device; the same object while it is still referenced.
 
         Raises:
-            ChangedInPlace: it has changed since.
+            ChangedInPlace: the tensor has changed since it was saved.
         """
         self._version.check()
-        found = None if self._back is None else self._back()
-        if found is None:
-            found = torch.empty_like(self._host, device=self._device)
-            found.copy_(self._host, non_blocking=True)
-            self._back = weakref.ref(found)
-        return found
+        tensor = None if self._on_device is None else self._on_device()
+        if tensor is None:
+            tensor = torch.empty_like(self._host, device=self._device)
+            tensor.copy_(self._host, non_blocking=True)
+            self._on_device = weakref.ref(tensor)
+        return tensor
 
 
 def has_own_memory(tensor: Tensor) -> bool:
-    """Whether a tensor is on a device with a memory of its own."""
+    """Return whether a tensor is on a device with memory of its own."""
     return tensor.device.type not in ("cpu", "meta")
 
 
@@ -59,37 +58,37 @@ def has_own_memory(tensor: Tensor) -> bool:
 def offloading(
     weights: frozenset[int], moves: Callable[[Tensor], bool] = has_own_memory
 ) -> Iterator[None]:
-    """Let what autograd saves in here wait in host memory.
+    """Move tensors that autograd saves in this context to host memory.
 
     Args:
-        weights: where the memory of parameters and buffers begins, which stays.
-        moves: which tensors go.
+        weights: start addresses of the memory of parameters and buffers, which stays.
+        moves: which tensors are moved.
     """
-    gone: weakref.WeakValueDictionary[
-        tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], _Away
+    offloaded: weakref.WeakValueDictionary[
+        tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], _Offloaded
     ] = weakref.WeakValueDictionary()
-    alive: list[
-        Tensor
-    ] = []  # an address means something only as long as its memory is not another's
+    # Keeps the memory of offloaded tensors allocated in this context, so that an address in
+    # `offloaded` cannot be reused by another tensor.
+    alive: list[Tensor] = []
 
-    def pack(tensor: Tensor) -> SavedVersion | _Away:
+    def pack(tensor: Tensor) -> SavedVersion | _Offloaded:
         if tensor.layout is not torch.strided or tensor.nbytes < SMALLEST or not moves(tensor):
             return SavedVersion(tensor, holds=True)
-        repeats = any(
+        is_expanded = any(
             stride == 0 and extent > 1
             for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)
         )
-        if repeats or tensor.untyped_storage().data_ptr() in weights:
+        if is_expanded or tensor.untyped_storage().data_ptr() in weights:
             return SavedVersion(tensor, holds=True)
         key = tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
-        found = gone.get(key)
-        if found is None:
-            found = gone[key] = _Away(tensor.detach())
+        copy = offloaded.get(key)
+        if copy is None:
+            copy = offloaded[key] = _Offloaded(tensor.detach())
             alive.append(tensor.detach())
-        return found
+        return copy
 
-    def unpack(held: SavedVersion | _Away) -> Tensor:
-        return unpack_checked(held) if isinstance(held, SavedVersion) else held.back()
+    def unpack(saved: SavedVersion | _Offloaded) -> Tensor:
+        return unpack_checked(saved) if isinstance(saved, SavedVersion) else saved.fetch()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

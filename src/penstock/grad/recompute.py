@@ -1,23 +1,24 @@
-"""Layers that run again before their backward, instead of keeping what their forward has saved:
-segment by segment.
+"""Recomputation: layers run again before their backward instead of keeping activations.
 
-    forward    | kept | segment a                     | kept | segment b                     |
-    keeps        all    its input, and the buffers it   all
-                        saw before it changed them
-    backward     ...    once the first saved tensor     ...    runs again first: what comes back is
-                 held for this
-                        of it is asked for, it runs            segment alone, and goes as the graph
-                                                               lets go of it
-                        again, and fills all others
+    forward     | layer  | segment a                       | layer  | segment b                 |
+    saves         all      its input, and the buffers as     all      likewise
+                           they were before it ran
+    backward      ...      the first use of a saved tensor   ...      runs again first; its
+                           runs the segment again, which              activations are freed as
+                           restores all saved tensors                 the graph releases them
 
-Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost.
-torch.utils.checkpoint(use_reentrant=False) does the same, and is where the second forward's stop at
-the last tensor that is still wanted comes from. It runs a segment again for every walk over the
-graph, though: a backward in two parts, which walks it once for the inputs and once for each group
-of weights, would pay as many forwards. Here what came back stays until the graph lets go of it, so
-it runs once whatever walks there are. Buffers are not changed twice, layers may change what they
-are given in place, and what was saved and is then changed in place is refused as torch refuses it
-where nothing is recomputed.
+Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost. The early stop of the
+second forward, at the last saved tensor that is still needed, is that of
+torch.utils.checkpoint(use_reentrant=False).
+
+Differences from torch.utils.checkpoint:
+
+- torch runs a segment again for every traversal of the graph. A split backward traverses the graph
+  once for the inputs and once for each group of weights, and would pay a forward for each. Here
+  restored tensors stay until the graph releases them, so that a segment runs again once.
+- Buffers are not updated twice.
+- Layers may change their inputs in place.
+- A saved tensor that is changed in place raises the error that torch raises without recomputation.
 """
 
 from __future__ import annotations
@@ -42,25 +43,24 @@ from penstock.values.structure import Structure, flatten, unflatten
 
 
 class Layer(Protocol):
-    """A layer: its place in the whole chain, and its module, whose buffers a second forward leaves
-    alone.
-    """
+    """A layer of the chain, with the module whose buffers the second forward must not change."""
 
     @property
     def index(self) -> int:
-        """Its place in the chain."""
+        """Index of the layer in the chain."""
 
     @property
     def module(self) -> nn.Module:
-        """What has the buffers."""
+        """The module that runs."""
 
 
-#: Saved tensors that a first forward holds until their fingerprints are taken: as many as one op
-#: saves, and more.
-_RECENT = 8
+#: Number of saved tensors that the first forward holds before it takes their fingerprints. Some ops
+#: fill a tensor after saving it, so that a fingerprint must wait until the op has finished; no op
+#: saves more tensors than this.
+_FINGERPRINT_DELAY = 8
 
-#: Saved tensors that one op may have, where it fills one of them only afterwards.
-_OF_ONE_OP = 3
+#: Number of tensors that an op may save if it fills one of them after saving it.
+_MAX_SAVED_BY_OP = 3
 
 L = TypeVar("L", bound=Layer)
 
@@ -73,22 +73,25 @@ def run(
     *,
     starts: Collection[int] = (),
 ) -> Any:
-    """What the layers make of `value`, those in `recomputed` so that their backward runs them
-    again.
+    """Run layers on `value`; the backward runs the layers in `recomputed` again.
 
-    For one forward; `Recomputing` is the same for many, and finds out once what these layers do.
+    For a single forward. `Recomputing` does the same for many forwards and learns once what its
+    layers change.
 
     Args:
-        layers: in order.
-        value: what the first takes: a tensor, or tensors and others in nested values.
-        recomputed: indices of layers; of consecutive ones nothing is kept but what the first takes.
-        call: runs one layer on a value; once now, and once in the backward, on the thread that runs
-        that. It sees to it that both
-            draw the same random numbers.
-        starts: layers among `recomputed` that begin a segment of their own.
+        layers: the layers, in order.
+        value: input of the first layer: a tensor, or nested values with tensors and constants.
+        recomputed: indices of the recomputed layers. Of consecutive ones only the input of the
+            first is kept.
+        call: runs one layer on a value: once now, and once during the backward, on the thread of
+            the backward. It must make both runs draw the same random numbers.
+        starts: layers among `recomputed` that begin a new segment.
+
+    Returns:
+        The output of the last layer.
 
     Raises:
-        RunError: in the backward, where a layer's second forward is not like its first.
+        RunError: during the backward, if a layer's second forward differs from its first.
     """
     return Recomputing(layers, recomputed, starts).run(value, call)
 
@@ -96,42 +99,48 @@ def run(
 class Recomputing(Generic[L]):
     """Layers of which some run again before their backward.
 
-    It keeps nothing of a forward, only what it has found out about the layers: which of them change
-    what they are given, so that a copy has to be kept (until that is known, one is), and which of
-    the large buffers are ever changed.
+    It keeps no data of a forward. It remembers which segments change their inputs in place, so that
+    the inputs have to be copied (assumed until known), and which large buffers change.
+
+    Args:
+        layers: the layers, in order.
+        recomputed: indices of the recomputed layers.
+        starts: layers among `recomputed` that begin a new segment.
     """
 
     def __init__(
         self, layers: Sequence[L], recomputed: Collection[int], starts: Collection[int] = ()
     ) -> None:
-        own = {layer.index: place for place, layer in enumerate(layers)}
-        places = sorted(own[index] for index in recomputed if index in own)
-        cut = {own[index] for index in starts if index in own}
+        positions = {layer.index: position for position, layer in enumerate(layers)}
+        recomputed_positions = sorted(
+            positions[index] for index in recomputed if index in positions
+        )
+        segment_starts = {positions[index] for index in starts if index in positions}
         self._layers = list(layers)
         self._parts: list[L | _Segment[L]] = []
-        at = 0
-        for first, end in segments(places, cut):
-            self._parts += self._layers[at:first]
+        next_layer = 0
+        for first, end in segments(recomputed_positions, segment_starts):
+            self._parts += self._layers[next_layer:first]
             self._parts.append(_Segment(self._layers[first:end]))
-            at = end
-        self._parts += self._layers[at:]
+            next_layer = end
+        self._parts += self._layers[next_layer:]
 
     def allow_other_weights(self) -> None:
-        """Do not compare second forwards with first ones: they may read other weights."""
+        """Do not compare second forwards with first ones, since they may read other weights."""
         for part in self._parts:
             if isinstance(part, _Segment):
                 part.compares = False
 
     def run(self, value: Any, call: Callable[[L, Any], Any]) -> Any:
-        """As the function `run`."""
-        again = torch.is_grad_enabled()
-        for part in self._parts if again else self._layers:
+        """Run the layers on `value`, see the function `run`."""
+        recomputes = torch.is_grad_enabled()
+        for part in self._parts if recomputes else self._layers:
             value = part.forward(value, call) if isinstance(part, _Segment) else call(part, value)
         return value
 
 
 class _Segment(Generic[L]):
-    """Consecutive layers that run again together."""
+    """Consecutive layers that are recomputed together."""
 
     def __init__(self, layers: Sequence[L]) -> None:
         self.layers = layers
@@ -140,102 +149,119 @@ class _Segment(Generic[L]):
         self._count = 0
         #: Whether second forwards are compared with first ones.
         self.compares = True
-        # By training or not: layers may do other things in evaluation.
+        # Whether the layers change their input in place, by training mode.
         self._changes_input: dict[bool, bool] = {}
 
     def forward(self, value: Any, call: Callable[[L, Any], Any]) -> Any:
-        """The layers on `value`, of which only that is kept."""
+        """Run the layers on `value`, and keep only `value` for the backward."""
         training = self.layers[0].module.training
         leaves, form = flatten(value)
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        changes = self._changes_input.get(training, True)
-        versions = [leaf._version for leaf in given]
-        shared = overlapping(given)
-        forward = _Forward(self, call, _Input(leaves, form, changes))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        copies_input = self._changes_input.get(training, True)
+        versions = [leaf._version for leaf in inputs]
+        shared = overlapping(inputs)
+        forward = _Forward(self, call, _Input(leaves, form, copies_input))
         with torch.autograd.graph.saved_tensors_hooks(forward.pack, _unpack):
             for layer in self.layers:
                 value = call(layer, value)
         forward.finish()
         if training not in self._changes_input or shared:
             changed = [
-                leaf._version != before for leaf, before in zip(given, versions, strict=True)
+                leaf._version != version for leaf, version in zip(inputs, versions, strict=True)
             ]
             self._changes_input.setdefault(training, any(changed))
-            if any(changed[one] or changed[other] for one, other in shared):
-                raise RunError(
-                    f"{self.name}: two of the tensors that it is given share memory, and one of them is changed in place, which "
-                    "cannot be done twice: pass a clone() of one of the two, or leave it out of what is recomputed"
-                )
+            self._check_shared(changed, shared)
         return value
 
+    def _check_shared(self, changed: Sequence[bool], shared: Sequence[tuple[int, int]]) -> None:
+        """Raise an error if inputs that share memory are changed in place.
+
+        Args:
+            changed: for each input tensor, whether it was changed.
+            shared: pairs of indices of input tensors that share memory.
+        """
+        if any(changed[first] or changed[second] for first, second in shared):
+            raise RunError(
+                f"{self.name}: two of the input tensors share memory, and one of them is changed "
+                "in place, which cannot be repeated: pass a clone() of one of the two, or exclude "
+                "the layers from recomputation"
+            )
+
     def is_sampled(self) -> bool:
-        """Whether all saved tensors of the next forward are compared: those of forwards 1, 2, 4, 8
-        and so on are.
+        """Return whether to compare all saved tensors of the next forward.
+
+        They are compared in forwards 1, 2, 4, 8 and so on, to limit the cost.
         """
         self._count += 1
         return self._count & (self._count - 1) == 0
 
     @property
     def name(self) -> str:
-        """Where it stands, for messages."""
+        """Its layers, for messages."""
         first, last = self.layers[0].index, self.layers[-1].index
         return f"layer {first}" if first == last else f"layers {first} to {last}"
 
 
-class _Keep(torch.autograd.Function):
-    """Keeps tensors as autograd keeps them, so that whoever has put hooks around the whole (to
-    count, or to hand away) has these too.
+class _SaveForBackward(torch.autograd.Function):
+    """Save tensors by autograd itself, so that saved-tensor hooks of callers see them.
 
-    Nothing leads to it: it has no backward.
+    Such hooks may count the tensors or offload them. Nothing depends on the output, so there is no
+    backward.
     """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        """Save `tensors`, and return a tensor whose grad_fn holds them."""
         ctx.save_for_backward(*tensors)
         return torch.empty_like(anchor)
 
 
 class _Input:
-    """What a segment was given, to be given again: one tensor that stands in several places is one
-    again.
+    """Input of a segment, kept for its second forward.
+
+    A tensor that occurs several times in the input is a single tensor in the restored input too.
     """
 
-    def __init__(self, leaves: Sequence[Any], form: Structure, changes: bool) -> None:
-        self._form, self._changes = form, changes
+    def __init__(self, leaves: Sequence[Any], form: Structure, is_changed: bool) -> None:
+        self._form, self._is_changed = form, is_changed
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._wants_grad = [tensor.requires_grad for tensor in tensors]
-        self._leaves = [_PLACE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        kept = [tensor.detach() for tensor in tensors]
+        self._requires_grad = [tensor.requires_grad for tensor in tensors]
+        self._leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        kept_tensors = [tensor.detach() for tensor in tensors]
+        if is_changed:
+            kept_tensors = [copy_of(tensor) for tensor in kept_tensors]
         anchor = torch.empty(0, requires_grad=True)
-        # The output is held, not its node: torch 2.11 frees what a node has saved with its last output.
-        self._output: Tensor = _Keep.apply(  # type: ignore[no-untyped-call]  # torch's
-            anchor, *([copy_of(each) for each in kept] if changes else kept)
-        )
+        # The output is held, not its node alone: torch 2.11 frees what a node has saved with its
+        # last output.
+        self._output: Tensor = _SaveForBackward.apply(anchor, *kept_tensors)  # type: ignore[no-untyped-call]
         self.devices = sorted({"cpu", *(tensor.device.type for tensor in tensors)})
 
-    def again(self) -> Any:
-        """The value, its tensors as leaves, or where the layers change them in place, as copies of
-        leaves.
+    def restore(self) -> Any:
+        """Return the input with new tensors.
+
+        They are leaves, or copies of leaves where the layers change their input in place, which
+        autograd allows only for tensors that are no leaves.
         """
         node: Any = self._output.grad_fn
         tensors = [
-            kept.detach().requires_grad_(wanted)
-            for kept, wanted in zip(node.saved_tensors, self._wants_grad, strict=True)
+            saved.detach().requires_grad_(requires_grad)
+            for saved, requires_grad in zip(node.saved_tensors, self._requires_grad, strict=True)
         ]
-        if self._changes:
+        if self._is_changed:
             tensors = [copy_of(tensor) for tensor in tensors]
-        kept = iter(tensors)
-        leaves = [next(kept) if leaf is _PLACE else leaf for leaf in self._leaves]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if leaf is _TENSOR else leaf for leaf in self._leaves]
         return unflatten(self._form, leaves)
 
 
-#: Stands for a tensor among the leaves.
-_PLACE = object()
+#: Placeholder for a tensor in a list of leaves.
+_TENSOR = object()
 
 
 class _Slot:
-    """One saved tensor's place in the graph: empty until the layers have run again. With the
-    graph's node it goes.
+    """Placeholder in the graph for one saved tensor: empty until the segment has run again.
+
+    It is freed together with its graph node.
     """
 
     __slots__ = ("__weakref__", "first", "form", "forward", "saved")
@@ -247,152 +273,154 @@ class _Slot:
 
 
 class _Forward:
-    """One forward of a segment: what it needs to run again, and the slots that wait for it."""
+    """One forward of a segment: what its second forward needs, and the slots that it will fill."""
 
     def __init__(
-        self, segment: _Segment[Any], call: Callable[[Any, Any], Any], given: _Input
+        self, segment: _Segment[Any], call: Callable[[Any, Any], Any], inputs: _Input
     ) -> None:
         self._segment, self._call = segment, call
-        self._given: _Input | None = given
-        self._contents: Contents = segment.buffers.contents()
+        self._inputs: _Input | None = inputs
+        self._buffers: Contents = segment.buffers.contents()
         self._attributes: Values = segment.attributes.contents()
         self._fingerprints: dict[int, Fingerprint] = {}
-        # Saved tensors whose fingerprints are still to be taken: some ops fill what they save after
-        # it was saved.
+        # Saved tensors whose fingerprints are still to be taken, see `_FINGERPRINT_DELAY`.
         self._recent: deque[tuple[int, _Slot, Tensor]] = deque()
-        self._sampled = segment.is_sampled()
+        self._is_sampled = segment.is_sampled()
         self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in given.devices
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in inputs.devices
         ]
-        self._caches = torch.is_autocast_cache_enabled()
+        self._autocast_caches = torch.is_autocast_cache_enabled()
         self._slots: list[weakref.ref[_Slot]] = []
-        self._filled = self._wanted = self._since_filled = 0
+        # Of the second forward: slots passed so far, slots needed, and consecutive saved tensors
+        # that were complete when they were saved.
+        self._filled = self._needed = self._consecutive_complete = 0
         self.done = False
 
     def pack(self, tensor: Tensor) -> _Slot:
-        """In the place of a tensor that would be saved."""
+        """Return a slot to be saved in place of `tensor`."""
         slot = _Slot(self, tensor)
-        if not _is_weight(tensor) and (self._sampled or tensor.is_floating_point()):
+        if not _is_weight(tensor) and (self._is_sampled or tensor.is_floating_point()):
             self._recent.append((len(self._slots), slot, tensor.detach()))
-            if len(self._recent) > _RECENT:
+            if len(self._recent) > _FINGERPRINT_DELAY:
                 oldest = self._recent.popleft()
-                if self._sampled:
+                if self._is_sampled:
                     self._take_fingerprint(*oldest)
         self._slots.append(weakref.ref(slot))
         return slot
 
-    def _take_fingerprint(self, place: int, slot: _Slot, tensor: Tensor) -> None:
+    def _take_fingerprint(self, index: int, slot: _Slot, tensor: Tensor) -> None:
         if self._segment.compares and slot.first.unchanged:
-            self._fingerprints[place] = fingerprint([tensor])
+            self._fingerprints[index] = fingerprint([tensor])
 
     def finish(self) -> None:
-        """The forward is over. What it has saved last depends on most of what was before: that is
-        always compared.
+        """End the first forward, and take the fingerprints that are still due.
+
+        The last saved tensor depends on most of the computation before it, so its fingerprint is
+        taken in every forward, not only in sampled ones.
         """
         self.done = True
         recent = list(self._recent)
         self._recent.clear()
-        for entry in recent if self._sampled else recent[-1:]:
+        for entry in recent if self._is_sampled else recent[-1:]:
             self._take_fingerprint(*entry)
 
     def fill(self) -> None:
-        """Run again until every slot that anybody still holds is full.
+        """Run the segment again until every slot that the graph still holds is filled.
 
         Raises:
-            RunError: the layers did something else this time.
+            RunError: the second forward differs from the first.
         """
         if not self.done:
             raise RunError(
-                f"{self._segment.name}: its forward walks back over its own graph, and cannot run again for its backward: "
-                "leave it out of what is recomputed"
+                f"{self._segment.name}: the forward runs a backward through its own graph, so it "
+                "cannot run again for its backward: exclude it from recomputation"
             )
-        if self._given is None:
-            raise self._unlike("nothing")
-        given, self._given = self._given, None
-        self._wanted = (
-            max(place for place, slot in enumerate(self._slots) if slot() is not None) + 1
-        )
+        if self._inputs is None:
+            raise self._mismatch("nothing")
+        inputs, self._inputs = self._inputs, None
+        live = (index for index, slot in enumerate(self._slots) if slot() is not None)
+        self._needed = max(live) + 1
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            for kind, enabled, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
-            stack.enter_context(self._segment.buffers.as_they_were(self._contents))
+            for device, enabled, dtype in self._autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled, self._autocast_caches))
+            stack.enter_context(self._segment.buffers.as_they_were(self._buffers))
             stack.enter_context(self._segment.attributes.as_they_were(self._attributes))
-            value = (
-                given.again()
-            )  # before the hooks: putting it together is no part of the layers' forward
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._take, _same))
+            # Before the hooks, since copies of the input are no part of the layers' forward.
+            value = inputs.restore()
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._fill_next, _same))
             try:
                 for layer in self._segment.layers:
                     value = self._call(layer, value)
-            except _Enough:
+            except _AllSlotsFilled:
                 pass
-        self._contents, self._attributes = {}, ()
-        if self._filled < self._wanted:
-            raise self._unlike(f"{self._filled} of {self._wanted}")
+        self._buffers, self._attributes = {}, ()
+        if self._filled < self._needed:
+            raise self._mismatch(f"{self._filled} of {self._needed}")
         self._compare()
 
     def _compare(self) -> None:
-        """Hold what was made again against the fingerprints of the first forward."""
-        for place, expected in self._fingerprints.items():
-            slot = self._slots[place]()
+        """Compare the recomputed tensors with the fingerprints of the first forward."""
+        for index, expected in self._fingerprints.items():
+            slot = self._slots[index]()
             if slot is not None and slot.saved is not None and slot.saved.unchanged:
-                found = difference([slot.saved.tensor], expected)
-                if found is not None:
-                    raise self._unlike(found)
+                mismatch = difference([slot.saved.tensor], expected)
+                if mismatch is not None:
+                    raise self._mismatch(mismatch)
         self._fingerprints = {}
 
-    def _take(self, tensor: Tensor) -> Tensor:
-        """Fill the next slot, if anybody still holds it."""
-        if self._filled == self._wanted:
-            raise _Enough
+    def _fill_next(self, tensor: Tensor) -> Tensor:
+        """Put a tensor that the second forward saves into the next slot, if that still exists."""
+        if self._filled == self._needed:
+            raise _AllSlotsFilled
         slot = self._slots[self._filled]()
         self._filled += 1
         if slot is not None:
             if slot.form != (tensor.shape, tensor.dtype):
-                raise self._unlike(
-                    f"one of shape {tuple(tensor.shape)} and {tensor.dtype} for one of {tuple(slot.form[0])} and "
-                    f"{slot.form[1]}"
+                raise self._mismatch(
+                    f"one of shape {tuple(tensor.shape)} and {tensor.dtype} for one of "
+                    f"{tuple(slot.form[0])} and {slot.form[1]}"
                 )
             slot.saved = SavedVersion(tensor, holds=True)
-        # What wants a gradient is complete when it is saved. Other tensors, such as the noise of
-        # rrelu, may be filled by the op that saves
-        # them, which then has to run to its end: to the next that is saved.
-        self._since_filled = self._since_filled + 1 if tensor.requires_grad else 0
-        if self._filled == self._wanted and self._since_filled >= min(self._filled, _OF_ONE_OP):
-            raise _Enough
+        # A tensor that requires a gradient is complete when it is saved. Other tensors, such as the
+        # noise of rrelu, may be filled by the op after it has saved them, so that op must not be
+        # interrupted: the forward ends only if no tensor that this op may have saved is of that
+        # kind, or else when the next tensor is saved.
+        complete = self._consecutive_complete + 1 if tensor.requires_grad else 0
+        self._consecutive_complete = complete
+        if self._filled == self._needed and complete >= min(self._filled, _MAX_SAVED_BY_OP):
+            raise _AllSlotsFilled
         return tensor.detach()  # the tensor itself would hold its own node
 
-    def _unlike(self, found: str) -> RunError:
+    def _mismatch(self, recomputed: str) -> RunError:
         return RunError(
-            f"{self._segment.name}: run again for the backward, its forward is not like the first: of the tensors that were "
-            f"saved then it made {found}. A second forward has the buffers, the plain attributes and the random numbers of "
-            "torch, random and numpy.random that the first had; other state (global variables, lists, a generator of its "
-            "own) cannot be had twice: leave it out of what is recomputed"
+            f"{self._segment.name}: recomputed for the backward, its forward differs from the "
+            f"first: of the tensors saved then it computed {recomputed}. The second forward gets "
+            "the buffers, the plain attributes and the random numbers of torch, random and "
+            "numpy.random that the first one had; other state (global variables, lists, a "
+            "generator of its own) cannot be restored: exclude the layer from recomputation"
         )
 
 
-class _Enough(Exception):  # nothing is wrong: all slots are full
-    """Ends a second forward."""
+class _AllSlotsFilled(Exception):  # not an error
+    """Ends the second forward early, because it has computed all tensors that are needed."""
 
 
 def _unpack(slot: _Slot) -> Tensor:
-    """What was to be saved, made again if need be."""
+    """Return the tensor of a slot, after running the segment again if necessary."""
     where = f"{slot.forward._segment.name}: "
     slot.first.check(where)
     if slot.saved is None:
         slot.forward.fill()
     if slot.saved is None:
-        raise slot.forward._unlike("all but one")
+        raise slot.forward._mismatch("all but one")
     slot.saved.check(where)
     return slot.saved.tensor
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is a leaf that wants a gradient, or a view of one: weights, which no forward
-    makes.
-    """
+    """Return whether a tensor is a leaf that requires a gradient, or a view of one."""
     base = tensor._base if tensor._is_view() else tensor
     return base is not None and base.is_leaf and base.requires_grad
 

@@ -1,8 +1,8 @@
-"""Saved tensors behind hooks: autograd's check for changes in place goes on.
+"""Saved tensors behind hooks, with autograd's check for in-place changes.
 
-Autograd compares the version of a saved tensor with the version at saving, but not where a hook for
-saved tensors stands between: what a hook returns is taken as it is. Every hook of this package
-therefore notes the version and checks it itself.
+Autograd compares the version of a saved tensor with its version at saving, but not where a
+saved-tensor hook is installed: what the hook returns is used unchecked. Every hook of this package
+therefore records the version and checks it itself.
 """
 
 from __future__ import annotations
@@ -23,66 +23,67 @@ class ChangedInPlace(RunError):
     def __init__(self, kind: str, version: int, expected: int, where: str = "") -> None:
         self.version, self.expected = version, expected
         super().__init__(
-            f"{where}one of the variables needed for gradient computation has been modified by an inplace operation: {kind} is at "
-            f"version {version}; expected version {expected} instead. It was changed in place after the forward had saved it: "
-            "use an operation that is not in place there (inplace=False), or a copy (.clone()). "
-            "torch.autograd.set_detect_anomaly(True) on one device shows the operation that had saved it"
+            f"{where}one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: {kind} is at version {version}; expected version {expected} "
+            "instead. It was changed in place after the forward had saved it: use an operation "
+            "that is not in place there (inplace=False), or a copy (.clone()). "
+            "torch.autograd.set_detect_anomaly(True) on one device shows the operation that had "
+            "saved it"
         )
 
 
 @final
 class SavedVersion:
-    """The version of a tensor when it was saved, and its version counter, without the tensor's
-    memory.
+    """Version counter of a tensor and its value at saving, by default without the tensor's memory.
 
     Args:
-        tensor: what is saved.
-        holds: keep the tensor's memory, and read it by `tensor`.
+        tensor: the tensor that autograd saves.
+        holds: keep the tensor's memory; it is then available as `tensor`.
     """
 
-    __slots__ = ("_kind", "expected", "tensor")
+    __slots__ = ("_shape", "expected", "tensor")
 
     def __init__(self, tensor: Tensor, *, holds: bool) -> None:
         # Detached: the graph holds this object, and the tensor itself would hold the graph. The two
         # share a version counter.
         self.tensor = tensor.detach()
         self.expected = tensor._version
-        self._kind = tensor.shape
+        self._shape = tensor.shape
         if not holds:
             _drop_memory(self.tensor)
 
     @property
     def unchanged(self) -> bool:
-        """Whether the tensor is at the version at which it was saved."""
+        """Whether the tensor still has the version at which it was saved."""
         return self.tensor._version == self.expected
 
     def check(self, where: str = "") -> None:
-        """Refuse a tensor that has changed since.
+        """Raise an error if the tensor has changed since it was saved.
 
         Args:
-            where: begins the message.
+            where: prefix of the message.
 
         Raises:
-            ChangedInPlace: its version is another one.
+            ChangedInPlace: the version differs.
         """
         if self.tensor._version != self.expected:
-            kind = f"[{self.tensor.type()} {list(self._kind)}]"
-            raise ChangedInPlace(kind, self.tensor._version, self.expected, where)
+            tensor_type = f"[{self.tensor.type()} {list(self._shape)}]"
+            raise ChangedInPlace(tensor_type, self.tensor._version, self.expected, where)
 
 
 def _drop_memory(tensor: Tensor) -> None:
-    """Give up a detached tensor's memory and keep its version counter."""
+    """Free the memory of a detached tensor and keep its version counter."""
     try:
         tensor.data = tensor.new_empty(0)
     except (RuntimeError, TypeError):
-        return  # layouts whose memory cannot be exchanged keep it
+        return  # tensors of some layouts cannot be given other memory, and keep theirs
 
 
 def unpack_checked(saved: SavedVersion) -> Tensor:
-    """The tensor, for a hook that unpacks.
+    """Return the saved tensor; for use as the unpack hook.
 
     Raises:
-        ChangedInPlace: it has changed since.
+        ChangedInPlace: the tensor has changed since it was saved.
     """
     saved.check()
     return saved.tensor
@@ -90,8 +91,9 @@ def unpack_checked(saved: SavedVersion) -> Tensor:
 
 @contextmanager
 def looking_at_saved(look: Callable[[Tensor], object]) -> Iterator[None]:
-    """Call `look` for every tensor that autograd saves in here. Changes in place are refused as
-    without it.
+    """Call `look` for every tensor that autograd saves in this context.
+
+    In-place changes of saved tensors raise an error, as they do without the hook.
     """
 
     def pack(tensor: Tensor) -> SavedVersion:

@@ -1,4 +1,4 @@
-"""A whole backward."""
+"""A backward over the whole graph of a stage."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from torch.autograd.graph import _engine_run_backward
 
 
 def whole_grad(root: Tensor, grad: Tensor) -> None:
-    """Add the gradients of all leaves under `root` to their `.grad`, given its own.
+    """Add the gradients of all leaves under `root` to their `.grad`.
 
-    As `torch.autograd.backward`, which spends a tenth of a small stage's backward on making sure
-    that shapes fit; these do.
+    As `torch.autograd.backward`, without its validation of shapes, which takes a tenth of the
+    backward of a small stage; here the shapes are known to match.
+
+    Args:
+        root: output of the stage.
+        grad: gradient of `root`, of its shape.
     """
     _engine_run_backward(
         (root,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True

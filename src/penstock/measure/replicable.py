@@ -57,7 +57,7 @@ def moving_layers(
             seen = observe(state, run, run)
         if seen.findings:
             found[index] = seen.findings
-        value = pytree.tree_map(_detached, seen.made)
+        value = pytree.tree_map(_detached, seen.output)
     return found
 
 

@@ -1,1 +1,1 @@
-"""What a model is: a chain of layers. Names, shapes and sharing; no tensors."""
+"""Description of a model as a chain of layers: names, shapes and sharing, without tensors."""

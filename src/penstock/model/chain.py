@@ -1,4 +1,4 @@
-"""Layer and Chain: the description of a model that everything up to the plan works on."""
+"""Layer and Chain: the description of a model that planning works on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from penstock.errors import ChainError
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """A parameter or buffer: its name in the model's own `state_dict`, shape and dtype
-    (`"float32"`).
+    """A parameter or buffer.
+
+    Attributes:
+        name: its name in the model's `state_dict`.
+        shape: its shape.
+        dtype: its dtype as text, e.g. `"float32"`.
+        bytes: its size in bytes.
+        trainable: whether it is a parameter that requires a gradient.
     """
 
     name: str
@@ -25,11 +31,14 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class Layer:
-    """The smallest piece that is never cut.
+    """The smallest unit of a partition; a layer is never split.
 
-    `name` is the module's qualified name in the model, `kind` its class name. `parameters` and
-    `buffers` are the qualified names of all tensors that the layer uses; one that several layers
-    use is listed by each of them.
+    Attributes:
+        name: qualified name of the module in the model.
+        kind: class name of the module.
+        modules: qualified names of the modules that the layer runs.
+        parameters, buffers: qualified names of all tensors that the layer uses. A tensor that
+            several layers use is listed by each of them.
     """
 
     name: str
@@ -41,7 +50,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """What a layer holds that no layer before it does: numbers in parameters, and bytes."""
+    """Tensors that occur first in this layer: number of parameter elements, and sizes in bytes."""
 
     parameters: int
     parameter_bytes: int
@@ -69,37 +78,39 @@ class Chain:
         return self.layers[index]
 
     def tensor(self, name: str) -> TensorFacts:
-        """The facts of one parameter or buffer."""
+        """Return the facts of a parameter or buffer."""
         return self._by_name[name]
 
     @property
     def weights(self) -> tuple[Weights, ...]:
-        """Per layer, what it holds; tensors that several layers use count at the first."""
+        """Sizes per layer; a tensor that several layers use counts for the first of them."""
         counted: set[str] = set()
-        found = []
+        weights = []
         for layer in self.layers:
-            own, kept = (
-                [self._by_name[name] for name in dict.fromkeys(names) if name not in counted]
-                for names in (layer.parameters, layer.buffers)
-            )
+            parameters = self._uncounted(layer.parameters, counted)
+            buffers = self._uncounted(layer.buffers, counted)
             counted.update(layer.parameters, layer.buffers)
-            found.append(
+            weights.append(
                 Weights(
-                    sum(prod(each.shape) for each in own),
-                    sum(each.bytes for each in own),
-                    sum(each.bytes for each in kept),
+                    sum(prod(parameter.shape) for parameter in parameters),
+                    sum(parameter.bytes for parameter in parameters),
+                    sum(buffer.bytes for buffer in buffers),
                 )
             )
-        return tuple(found)
+        return tuple(weights)
+
+    def _uncounted(self, names: tuple[str, ...], counted: set[str]) -> list[TensorFacts]:
+        # `dict.fromkeys` removes duplicates and keeps the order.
+        return [self._by_name[name] for name in dict.fromkeys(names) if name not in counted]
 
     @property
     def parameter_count(self) -> int:
-        """Numbers in all parameters, each parameter once however often it is used."""
-        return sum(each.parameters for each in self.weights)
+        """Number of elements of all parameters, each parameter counted once."""
+        return sum(layer.parameters for layer in self.weights)
 
     @property
     def tied(self) -> dict[str, tuple[int, ...]]:
-        """Parameters and buffers that more than one layer uses, with the indices of those layers."""
+        """Parameters and buffers that several layers use, with the indices of these layers."""
         users: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
             for name in dict.fromkeys(layer.parameters + layer.buffers):
@@ -108,7 +119,7 @@ class Chain:
 
     @property
     def fingerprint(self) -> str:
-        """Twelve hexadecimal digits that differ when layers, parameter names or shapes differ."""
+        """Twelve hexadecimal digits that depend on layers, tensor names, shapes and dtypes."""
         text = repr(
             [(layer.name, layer.kind, layer.parameters, layer.buffers) for layer in self.layers]
         )
@@ -116,10 +127,13 @@ class Chain:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def stage_bounds(self, lengths: tuple[int, ...] | list[int]) -> list[tuple[int, int]]:
-        """First layer and one past the last layer of every stage.
+        """Return for every stage its first layer and the layer after its last.
+
+        Args:
+            lengths: number of layers of each stage.
 
         Raises:
-            ChainError: a stage is empty, or the lengths do not add up to the chain.
+            ChainError: a stage is empty, or the lengths do not add up to the number of layers.
         """
         if any(length < 1 for length in lengths) or sum(lengths) != len(self):
             raise ChainError(

@@ -1,3 +1,1 @@
-"""Update of a stage's weights, and the tensors behind a weight rule: which memory an op reads, and
-what an update does to it.
-"""
+"""Weight updates of a stage, and the weight versions that its ops read."""

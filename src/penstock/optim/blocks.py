@@ -1,8 +1,7 @@
-"""Blocks: room for the values of parameters, laid out in memory as the parameters are.
+"""Blocks: memory for the values of parameters, laid out as the parameters are.
 
-Parameters that lie next to each other in one storage (recurrent layers on a GPU, for which cuDNN
-wants them so) make one block together: moved apart, they would be brought together again at every
-forward.
+Parameters that are contiguous in one storage form one block. Recurrent layers on a GPU are such a
+case: cuDNN requires it, and would otherwise make them contiguous again in every forward.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from torch import Tensor, nn
 
 @dataclass(eq=False)
 class Block:
-    """Room for one group of parameters.
+    """Memory for one group of parameters.
 
     Attributes:
-        group: which group.
-        flat: all of it, in one dimension.
-        tensors: the value of each parameter of the group, views of `flat`.
-        users: how many versions it is part of.
+        group: index of the group.
+        flat: the whole memory as a tensor of one dimension.
+        tensors: the value of each parameter of the group, as views of `flat`.
+        users: number of versions that contain the block.
     """
 
     group: int
@@ -32,31 +31,36 @@ class Block:
 
 
 class Layout:
-    """The groups of some parameters: `groups` has their indices."""
+    """Division of parameters into groups.
+
+    Attributes:
+        parameters: the parameters.
+        groups: for each group the indices of its parameters.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.groups = [
-            group for together in _by_storage(parameters) for group in _split(parameters, together)
-        ]
-        places = {
-            i: (group, position)
-            for group, indices in enumerate(self.groups)
-            for position, i in enumerate(indices)
-        }
-        self._places = [places[i] for i in range(len(parameters))]
+        self.groups: list[list[int]] = []
+        for indices in _by_storage(parameters):
+            self.groups += _split(parameters, indices)
+        positions: dict[int, tuple[int, int]] = {}
+        for group, indices in enumerate(self.groups):
+            for position, index in enumerate(indices):
+                positions[index] = (group, position)
+        # For each parameter its group, and its position in the group.
+        self._positions = [positions[index] for index in range(len(parameters))]
 
-    def present(self) -> list[Block]:
-        """Blocks where the parameters are now."""
-        found = []
+    def current_blocks(self) -> list[Block]:
+        """Return blocks over the memory that the parameters have now."""
+        blocks = []
         for group, indices in enumerate(self.groups):
             values = [self.parameters[i].data for i in indices]
             first, size = _span(values)
-            found.append(Block(group, values[0].as_strided((size,), (1,), first), values))
-        return found
+            blocks.append(Block(group, values[0].as_strided((size,), (1,), first), values))
+        return blocks
 
-    def room(self, group: int) -> Block:
-        """A new block, not filled."""
+    def new_block(self, group: int) -> Block:
+        """Return a new block for a group, uninitialised."""
         values = [self.parameters[i].data for i in self.groups[group]]
         first, size = _span(values)
         flat = torch.empty(size, dtype=values[0].dtype, device=values[0].device)
@@ -67,19 +71,24 @@ class Layout:
         return Block(group, flat, views)
 
     def tensors(self, blocks: Sequence[Block]) -> list[Tensor]:
-        """The values in some blocks, one of each group, in the order of the parameters."""
-        return [blocks[group].tensors[position] for group, position in self._places]
+        """Return the values in `blocks`, in the order of the parameters.
+
+        Args:
+            blocks: one block for each group, in order.
+        """
+        return [blocks[group].tensors[position] for group, position in self._positions]
 
 
 def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy values, without a word to autograd if the targets are aliases made by `.data`."""
+    """Copy values; autograd does not notice if the targets were obtained by `.data`."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
 
 
 def point(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
-    """Let the parameters be these tensors. So are, from now on, those parameters that a graph in
-    flight has saved whole.
+    """Let the parameters share memory with `tensors`.
+
+    Graphs in flight that saved such a parameter itself, not a view of it, read the new memory too.
     """
     for parameter, tensor in zip(parameters, tensors, strict=True):
         if parameter.data_ptr() != tensor.data_ptr():
@@ -87,44 +96,47 @@ def point(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None
 
 
 def take(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
-    """After a step: have its result in these tensors, which the parameters were. Some optimizers
-    set `.data` anew.
+    """Bring the result of a step back into `tensors`, the memory the parameters had before it.
+
+    Needed because some optimizers assign a new tensor to `.data`.
     """
     moved = [
-        (p, tensor)
-        for p, tensor in zip(parameters, tensors, strict=True)
-        if p.data_ptr() != tensor.data_ptr()
+        (parameter, tensor)
+        for parameter, tensor in zip(parameters, tensors, strict=True)
+        if parameter.data_ptr() != tensor.data_ptr()
     ]
-    copy([tensor for _, tensor in moved], [p.data for p, _ in moved])
+    copy([tensor for _, tensor in moved], [parameter.data for parameter, _ in moved])
     for parameter, tensor in moved:
         parameter.data = tensor
 
 
 def _by_storage(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
-    """Indices of parameters of one dtype in one storage."""
-    together: dict[object, list[int]] = {}
+    """Yield the indices of the parameters that have one storage and dtype in common."""
+    groups: dict[object, list[int]] = {}
     for index, parameter in enumerate(parameters):
-        place = parameter.untyped_storage().data_ptr()
-        together.setdefault((place, parameter.dtype) if place else index, []).append(index)
-    yield from together.values()
+        address = parameter.untyped_storage().data_ptr()
+        # Address 0: without memory of its own a parameter shares none.
+        key = (address, parameter.dtype) if address else index
+        groups.setdefault(key, []).append(index)
+    yield from groups.values()
 
 
 def _split(parameters: Sequence[nn.Parameter], indices: list[int]) -> list[list[int]]:
-    """The same group, unless there is more between its parameters than in them."""
+    """Return `indices` as one group if the parameters are contiguous, else one group for each."""
     values = [parameters[i].data for i in indices]
-    return (
-        [indices] if _span(values)[1] <= sum(map(Tensor.numel, values)) else [[i] for i in indices]
-    )
+    _, span = _span(values)
+    if span <= sum(map(Tensor.numel, values)):
+        return [indices]
+    return [[index] for index in indices]
 
 
 def _span(values: Sequence[Tensor]) -> tuple[int, int]:
-    """Where in their storage these tensors begin, and over how many elements they stretch."""
+    """Return the storage offset of the first element, and the number of elements up to the last."""
     first = min(int(value.storage_offset()) for value in values)
-    ends = [
-        int(value.storage_offset())
-        + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-        + 1
-        for value in values
-        if value.numel()
-    ]
-    return first, max(ends, default=first) - first
+    end = first
+    for value in values:
+        if value.numel():
+            steps = zip(value.shape, value.stride(), strict=True)
+            last = int(value.storage_offset()) + sum((size - 1) * step for size, step in steps)
+            end = max(end, last + 1)
+    return first, end - first

@@ -1,4 +1,4 @@
-"""What weight rules do on tensors: one file each, found by the name that a rule's `arithmetic` has."""
+"""Implementations of weight rules on tensors: one file each, found by the rule's `arithmetic`."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ register = ARITHMETIC.register
 
 
 def stage_weights(site: Site) -> StageWeights:
-    """The weights of one stage under a rule.
+    """Return the weights of one stage under its rule.
 
-    Without an optimizer, or anything to train, there is one version, whatever the rule says:
-    nothing makes another.
+    Without an optimizer or trainable parameters there is a single version, whatever the rule, since
+    no update creates another one.
 
     Raises:
-        SettingError: the rule's paper has no formula for this optimizer, or for how it is set.
+        SettingError: the rule's paper has no formula for this optimizer or its options.
     """
     optimizer = site.update.optimizer
     if optimizer is None or not site.update.parameters:
         return ARITHMETIC.find("newest").make(site)
     allowed = site.rule.optimizers
     if allowed and kind_of(optimizer) not in allowed:
-        raise no_formula(
-            site, type(optimizer).__name__, f"it goes with {' and '.join(_listed(allowed))}"
-        )
+        supported = " and ".join(_listed(allowed))
+        raise no_formula(site, type(optimizer).__name__, f"it goes with {supported}")
     return ARITHMETIC.find(site.rule.arithmetic).make(site)
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The name of torch's class that an optimizer is one of, or the next of kin to; else of its own
-    class.
+    """Return the name of the class of torch.optim from which an optimizer's class derives.
+
+    The name of the optimizer's own class if there is none.
 
     >>> from torch import nn, optim
     >>> kind_of(optim.AdamW([nn.Parameter()]))
@@ -53,13 +53,20 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def no_formula(site: Site, what: str, instead: str) -> SettingError:
-    """That a rule cannot say where weights go under such an optimizer."""
+    """Return the error that a rule has no formula for an optimizer or its options.
+
+    Args:
+        site: the stage and its rule.
+        what: the optimizer, or its option, in words.
+        instead: what to do.
+    """
     because = f": {site.rule.because}" if site.rule.because else ""
     return SettingError(
-        f"weight rule {site.rule.name!r} has no formula for {what}{because}; {instead} (stage {site.stage}; "
-        f"source: {site.rule.source})"
+        f"weight rule {site.rule.name!r} has no formula for {what}{because}; {instead} "
+        f"(stage {site.stage}; source: {site.rule.source})"
     )
 
 
 def _listed(names: tuple[str, ...]) -> list[str]:
+    # At most two parts, to be joined by "and".
     return [", ".join(names[:-1]), names[-1]] if len(names) > 1 else list(names)

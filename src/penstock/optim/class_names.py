@@ -1,18 +1,17 @@
-"""Names of classes as a checkpoint has them, so that state is never loaded into an object of
-another class.
-"""
+"""Names of classes in checkpoints, which guard state against objects of another class."""
 
 from __future__ import annotations
 
 import re
 
-#: Modules whose name depends on how a script was started.
-_SCRIPTS = ("__main__", "__mp_main__")
+#: Names of the module of a script that is run instead of imported.
+_SCRIPT_MODULES = ("__main__", "__mp_main__")
 
 
 def class_name(value: object) -> str:
-    """Module and qualified name of an object's class; of a scheduler made of others, theirs in
-    brackets.
+    """Return module and qualified name of an object's class.
+
+    For a scheduler composed of other schedulers, their names follow in brackets.
 
     >>> from collections import OrderedDict
     >>> class_name(OrderedDict())
@@ -27,21 +26,22 @@ def class_name(value: object) -> str:
 
 
 def same_class(first: str, second: str) -> bool:
-    """Whether two names are of one class. A class of a script is `__main__.X` there and `script.X`
-    where it is imported.
+    """Return whether two names denote one class.
+
+    A class of a script is `__main__.X` in the script and `script.X` where it is imported.
 
     >>> same_class("__main__.Lion", "optimizers.Lion"), same_class("torch.optim.sgd.SGD", "x.SGD")
     (True, False)
     """
     rows = [re.split(r"[(), ]+", name) for name in (first, second)]
-    return len(rows[0]) == len(rows[1]) and all(map(_alike, *rows))
+    return len(rows[0]) == len(rows[1]) and all(map(_same_single_class, *rows))
 
 
-def _alike(first: str, second: str) -> bool:
+def _same_single_class(first: str, second: str) -> bool:
     if first == second:
         return True
     (module, name), (other_module, other_name) = _split(first), _split(second)
-    return name == other_name and (module in _SCRIPTS or other_module in _SCRIPTS)
+    return name == other_name and (module in _SCRIPT_MODULES or other_module in _SCRIPT_MODULES)
 
 
 def _split(name: str) -> tuple[str, str]:

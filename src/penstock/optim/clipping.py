@@ -1,5 +1,6 @@
-"""The norm of gradients that lie on several ranks: as torch.nn.utils.clip_grad_norm_ has it for
-those of one device.
+"""Clipping of gradients that are distributed over ranks.
+
+Norms and scaling are those of torch.nn.utils.clip_grad_norm_ on one device.
 """
 
 from __future__ import annotations
@@ -13,22 +14,20 @@ from torch import Tensor, nn
 def norms_of(
     parameters: Iterable[nn.Parameter], device: torch.device, norm_type: float = 2.0
 ) -> Tensor:
-    """The norm of every gradient there is, in the order of the parameters; of none, an empty
-    tensor.
+    """Return the norm of every gradient, in the order of the parameters.
 
-    Shape (gradients,), of the dtype that theirs promote to.
+    Parameters without a gradient are skipped. Shape (gradients,), of the dtype that the gradients'
+    dtypes promote to.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return torch.stack(_norms(grads, norm_type)) if grads else torch.zeros(0, device=device)
 
 
 def _norms(grads: list[Tensor], norm_type: float) -> list[Tensor]:
-    # One call for all, as torch's own function has it, and to the bit the same; sparse ones and
-    # subclasses have no such call.
-    if (
-        all(type(grad) is Tensor and grad.layout is torch.strided for grad in grads)
-        and len({g.dtype for g in grads}) == 1
-    ):
+    # One call for all gradients, as torch's own function makes it, with bitwise the same result.
+    # Sparse gradients and subclasses do not support it.
+    is_dense = all(type(grad) is Tensor and grad.layout is torch.strided for grad in grads)
+    if is_dense and len({grad.dtype for grad in grads}) == 1:
         return list(torch._foreach_norm(grads, norm_type))
     return [torch.linalg.vector_norm(_values(grad), norm_type) for grad in grads]
 
@@ -38,24 +37,38 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def total_norm(parts: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients together, from `norms_of` of every stage in the order of the model.
-    A tensor of no dimensions.
+    """Return the norm of all gradients of the model, a tensor without dimensions.
 
-    The sum is made over the parameters, whichever stages they are in, so the cut does not change it
-    by a bit.
+    The sum is taken over the parameters, not over stages, so that the partition does not change the
+    result even by one bit.
+
+    Args:
+        parts: results of `norms_of` for every stage, in the order of the model.
+        norm_type: exponent of the norm.
     """
     norms = [part for part in parts if part.numel()]
     return torch.linalg.vector_norm(torch.cat(norms), norm_type) if norms else torch.tensor(0.0)
 
 
-def clip(parameters: Sequence[nn.Parameter], most: float, total: Tensor) -> None:
-    """Scale all gradients down, if together they are longer than `most`; torch's own arithmetic."""
-    torch.nn.utils.clip_grads_with_norm_(parameters, most, total)
+def clip(parameters: Sequence[nn.Parameter], maximum: float, total: Tensor) -> None:
+    """Scale the gradients down if the total norm exceeds a maximum, with torch's own arithmetic.
+
+    Args:
+        parameters: whose gradients are scaled.
+        maximum: maximum norm.
+        total: result of `total_norm`.
+    """
+    torch.nn.utils.clip_grads_with_norm_(parameters, maximum, total)
 
 
-def clip_values(parameters: Sequence[nn.Parameter], most: float) -> None:
-    """Bring every gradient's numbers between -most and most, as torch.nn.utils.clip_grad_value_.
-    Sparse ones by their values.
+def clip_values(parameters: Sequence[nn.Parameter], maximum: float) -> None:
+    """Clamp every element of the gradients, as torch.nn.utils.clip_grad_value_.
+
+    Sparse gradients are clamped by their values.
+
+    Args:
+        parameters: whose gradients are clamped.
+        maximum: largest absolute value.
     """
     dense = []
     for parameter in parameters:
@@ -64,8 +77,8 @@ def clip_values(parameters: Sequence[nn.Parameter], most: float) -> None:
             continue
         if grad.is_sparse:
             parameter.grad = grad.coalesce()
-            parameter.grad._values().clamp_(-most, most)
+            parameter.grad._values().clamp_(-maximum, maximum)
         else:
             dense.append(parameter)
-    if dense:  # of an empty list torch's function fails
-        torch.nn.utils.clip_grad_value_(dense, most)
+    if dense:  # torch's function fails for an empty list
+        torch.nn.utils.clip_grad_value_(dense, maximum)

@@ -1,8 +1,8 @@
-"""Newest: one version of the weights, which updates change in place, whatever is in flight.
+"""Newest: one version of the weights, updated in place even while micro-batches are in flight.
 
-A graph in flight finds the newest weights in what it has saved of them. What it has saved of
-anything else, activations above all, is as its forward left it: that is what asynchronous training
-without weight stashing does (Gaunt et al. 2017, AMPNet).
+A graph in flight reads the newest weights where it saved weights. Other saved tensors, above all
+activations, are as its forward left them. This is asynchronous training without weight stashing
+(Gaunt et al. 2017, AMPNet).
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ class Newest(StageWeights):
         self._flushes = site.rule.synchronous
 
     def before_forward(self, number: int) -> None:
-        """They are the newest."""
+        """Do nothing: the parameters are the newest version."""
 
     def before_backward(self, number: int) -> None:
-        """They are the newest."""
+        """Do nothing: the parameters are the newest version."""
 
     def finished(self, number: int) -> None:
-        """There is nothing to let go."""
+        """Do nothing: no version is kept for a micro-batch."""
 
     def update(self, version: int) -> None:
-        """A step in place. With a flush the gradients can be looked at until the next batch begins."""
+        """Step in place.
+
+        With a flush the gradients stay readable until the next batch begins.
+        """
         del version
         if self._flushes:
             self._update.step()
@@ -39,14 +42,14 @@ class Newest(StageWeights):
             self._update.advance()
 
     def drain(self) -> None:
-        """They are the newest."""
+        """Do nothing: the parameters are the newest version."""
 
     def held_bytes(self) -> int:
-        """Those of the parameters."""
+        """Return the bytes of the parameters."""
         return sum(parameter.nbytes for parameter in self._update.parameters)
 
 
 @register("newest")
 def newest(site: Site) -> Newest:
-    """One storage for all versions."""
+    """Return weights with a single version."""
     return Newest(site)

@@ -1,5 +1,6 @@
-"""The state of an optimizer as tensors by name, one entry for every parameter: what a checkpoint
-takes.
+"""The state of an optimizer as tensors by name, for checkpoints.
+
+For each name there is one entry for every parameter.
 """
 
 from __future__ import annotations
@@ -12,34 +13,34 @@ from torch.optim import Optimizer
 
 from penstock.errors import SettingError
 
-#: Before the name of what an optimizer keeps as a plain number: it becomes a tensor of no
-#: dimensions, and a number again.
-_PLAIN = "plain/"
+#: Prefix for the names of plain numbers. A checkpoint has them as tensors without dimensions;
+#: loading makes numbers of them again.
+_NUMBER_PREFIX = "plain/"
 
 
 def optimizer_state(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter]
 ) -> dict[str, list[Tensor | None]]:
-    """All that it keeps.
+    """Return the state of an optimizer, for each name one entry per parameter.
 
     Raises:
-        SettingError: it keeps something that is neither tensor nor plain number.
+        SettingError: the state has a value that is neither a tensor nor a number.
     """
-    found: dict[str, list[Tensor | None]] = {}
+    tensors: dict[str, list[Tensor | None]] = {}
     for i, parameter in enumerate(parameters):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                found.setdefault(key, [None] * len(parameters))[i] = value
+                tensors.setdefault(key, [None] * len(parameters))[i] = value
             elif isinstance(value, (int, float)):
-                found.setdefault(_PLAIN + key, [None] * len(parameters))[i] = torch.tensor(
-                    float(value), dtype=torch.float64
+                tensors.setdefault(_NUMBER_PREFIX + key, [None] * len(parameters))[i] = (
+                    torch.tensor(float(value), dtype=torch.float64)
                 )
             elif value is not None:
                 raise SettingError(
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r}: a checkpoint can hold tensors "
-                    "and plain numbers"
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r}: a "
+                    "checkpoint can hold tensors and plain numbers"
                 )
-    return found
+    return tensors
 
 
 def load_optimizer_state(
@@ -47,25 +48,31 @@ def load_optimizer_state(
     parameters: Sequence[nn.Parameter],
     state: Mapping[str, Sequence[Tensor | None]],
 ) -> None:
-    """Let it keep this, and nothing else."""
-    on_device = {
-        p: group.get("capturable") or group.get("fused")
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
+    """Replace the state of an optimizer.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: its parameters, in the order of the entries of `state`.
+        state: result of `optimizer_state`.
+    """
+    counts_on_device: set[int] = set()
+    for group in optimizer.param_groups:
+        if group.get("capturable") or group.get("fused"):
+            counts_on_device.update(map(id, group["params"]))
     for i, parameter in enumerate(parameters):
-        held: dict[str, object] = {}
+        parameter_state: dict[str, object] = {}
         for key, row in state.items():
             value = row[i]
             if value is None:
                 continue
-            if key.startswith(_PLAIN):
-                held[key.removeprefix(_PLAIN)] = value.item()
-            else:
-                # Counters stay on the CPU, where optimizers keep them; everything shaped like the
-                # parameter goes with it.
-                goes = value.dim() or on_device.get(parameter)
-                held[key] = value.detach().to(parameter.device if goes else value.device, copy=True)
+            if key.startswith(_NUMBER_PREFIX):
+                parameter_state[key.removeprefix(_NUMBER_PREFIX)] = value.item()
+                continue
+            # Counters stay on the CPU, where optimizers keep them; tensors shaped like the
+            # parameter are moved to its device.
+            is_moved = value.dim() or id(parameter) in counts_on_device
+            device = parameter.device if is_moved else value.device
+            parameter_state[key] = value.detach().to(device, copy=True)
         optimizer.state.pop(parameter, None)
-        if held:
-            optimizer.state[parameter] = held
+        if parameter_state:
+            optimizer.state[parameter] = parameter_state

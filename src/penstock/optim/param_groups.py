@@ -1,4 +1,4 @@
-"""Parameter groups of the optimizers of several stages, read and written as those of one optimizer."""
+"""Parameter groups of several stages' optimizers, read and written like those of one optimizer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from penstock.errors import SettingError
 
 @final
 class ParameterGroup(MutableMapping[str, Any]):
-    """One parameter group of every stage that is held here: reading asks the first one, writing
-    changes all.
+    """The same parameter group of all local stages: reads the first stage's, writes to all.
 
-    A number written to an option that is a tensor, such as `lr` with `capturable=True`, goes into
-    the tensor.
+    A number written to an option that is a tensor, such as `lr` with `capturable=True`, is written
+    into the tensor.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -32,7 +31,8 @@ class ParameterGroup(MutableMapping[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
             raise SettingError(
-                "the parameters of a group belong to the stages and cannot be replaced: make a new Pipeline"
+                "the parameters of a group belong to the stages and cannot be replaced: make a new "
+                "Pipeline"
             )
         for group in self._groups:
             _set(group, key, value)
@@ -53,7 +53,7 @@ class ParameterGroup(MutableMapping[str, Any]):
 
 
 def parameter_groups_of(optimizers: Sequence[Optimizer]) -> list[ParameterGroup]:
-    """The groups that all of these optimizers have.
+    """Return the parameter groups that all these optimizers have in common.
 
     Raises:
         SettingError: they have different numbers of groups.
@@ -61,43 +61,47 @@ def parameter_groups_of(optimizers: Sequence[Optimizer]) -> list[ParameterGroup]
     counts = sorted({len(optimizer.param_groups) for optimizer in optimizers})
     if len(counts) > 1:
         raise SettingError(
-            f"the stages' optimizers have {' and '.join(map(str, counts))} parameter groups, so a group of one is none of "
-            "another: give the groups by parameter_groups=, which makes the same ones on every stage"
+            f"the stages' optimizers have {' and '.join(map(str, counts))} parameter groups, so "
+            "their groups do not correspond: give the groups by parameter_groups=, which makes the "
+            "same ones on every stage"
         )
     columns = zip(*(optimizer.param_groups for optimizer in optimizers), strict=True)
     return [ParameterGroup(list(column)) for column in columns]
 
 
 def set_learning_rates(groups: Sequence[ParameterGroup], rates: float | Sequence[float]) -> None:
-    """Set `lr`, of all groups, or one for each.
+    """Set `lr` of all groups to one value, or to one value for each group.
 
     Raises:
-        SettingError: there is not one learning rate for each group, one is below 0 or not finite,
-        or a group has none.
+        SettingError: there is not one learning rate for each group, one is negative or not finite,
+            or a group has none.
     """
-    each = list(rates) if isinstance(rates, Sequence) else [rates] * len(groups)
-    if len(each) != len(groups):
-        raise SettingError(f"{len(each)} learning rates for {len(groups)} parameter groups")
-    for rate in each:
+    rate_by_group = list(rates) if isinstance(rates, Sequence) else [rates] * len(groups)
+    if len(rate_by_group) != len(groups):
+        raise SettingError(
+            f"{len(rate_by_group)} learning rates for {len(groups)} parameter groups"
+        )
+    for rate in rate_by_group:
         if not 0 <= float(rate) < float("inf"):
             raise SettingError(f"a learning rate is 0 or above and finite, not {rate}")
     if any("lr" not in group for group in groups):
         raise SettingError("the optimizer has no option lr: set its own by pipe.param_groups")
-    for group, rate in zip(groups, each, strict=True):
+    for group, rate in zip(groups, rate_by_group, strict=True):
         group["lr"] = rate
 
 
 def separate_tensors(optimizers: Sequence[Optimizer]) -> None:
-    """Let no two optimizers share an option that is a tensor: a scheduler for each would change it
-    once for every stage.
+    """Clone options that are tensors and shared by several optimizers.
+
+    Otherwise a scheduler for each of them would change the tensor once for every stage.
     """
-    seen: dict[int, Optimizer] = {}
+    owners: dict[int, Optimizer] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for key, value in group.items():
                 if not isinstance(value, Tensor):
                     continue
-                if seen.setdefault(id(value), optimizer) is not optimizer:
+                if owners.setdefault(id(value), optimizer) is not optimizer:
                     group[key] = value.clone()
 
 

@@ -1,8 +1,7 @@
-"""Predicted: forwards, or both directions, read weights from ahead of their time, where the
-optimizer is going to take them.
+"""Weight prediction: ops read weights extrapolated to a later update.
 
-The gradients that they give are applied to the weights as they are: the newest version, never a
-predicted one.
+Either forwards alone do so, or both directions, depending on the rule. The gradients computed with
+predicted weights are applied unchanged to the newest version, never to a predicted one.
 
 Sources: Chen et al. 2018, SpecTrain; Guan et al. 2019, XPipe; Guan et al. 2023, PipeOptim.
 """
@@ -23,15 +22,17 @@ from penstock.registry import Registry
 from penstock.weights.reads import Reads
 from penstock.weights.uses import Use
 
-#: From the stage to the direction that a rule predicts along, by the rule's name. Rules that are
-#: not here do as PipeOptim does.
+#: By the name of a weight rule, the function from a stage to the direction of its predictions.
+#: Rules without an entry use PipeOptim's.
 DIRECTIONS: Registry[Callable[[Site], Direction]] = Registry("prediction", "penstock.optim")
 
 
 @DIRECTIONS.register("spectrain")
 def spectrain(site: Site) -> Direction:
-    """Momentum. The paper's v = γv + (1-γ)g is torch's SGD with dampening γ; without, lr and v each
-    have the factor the other lacks.
+    """SpecTrain: momentum.
+
+    The paper's v = γv + (1-γ)g is torch's SGD with dampening γ. Without dampening v is larger by
+    1/(1-γ), and the learning rate that gives the same step is smaller by the same factor.
     """
     _refuse(site, lambda group: group["momentum"] == 0, "momentum=0", "give it momentum")
     return pipeoptim(site)
@@ -39,21 +40,22 @@ def spectrain(site: Site) -> Direction:
 
 @DIRECTIONS.register("xpipe")
 def xpipe(site: Site) -> Direction:
-    """Adam's ratio with the moments divided by 1 - β and not by 1 - β^t, as in the paper."""
-    _refuse(site, lambda group: group["amsgrad"], "amsgrad=True", "leave amsgrad away")
+    """XPipe: Adam's ratio with the moments divided by 1 - β, not by 1 - β^t, as in the paper."""
+    _refuse(site, lambda group: group["amsgrad"], "amsgrad=True", "omit amsgrad")
     return _adam(site, constant=True)
 
 
 @DIRECTIONS.register("pipeoptim")
 def pipeoptim(site: Site) -> Direction:
-    """What the optimizer itself would do: the gradient, momentum, Adam's ratio with its bias
-    corrections, or RMSprop's.
+    """PipeOptim: the optimizer's own step.
+
+    It is the gradient, momentum, Adam's ratio with its bias corrections, or RMSprop's ratio.
     """
-    return _OF_KIND[_kind(site)](site)
+    return _DIRECTION_OF_KIND[_kind(site)](site)
 
 
 def _sgd(site: Site) -> Direction:
-    _refuse(site, lambda group: group["nesterov"], "nesterov=True", "leave nesterov away")
+    _refuse(site, lambda group: group["nesterov"], "nesterov=True", "omit nesterov")
     assert site.update.optimizer is not None
     return SgdDirection(site.update.optimizer, site.update.parameters)
 
@@ -65,14 +67,14 @@ def _adam(site: Site, *, constant: bool = False) -> Direction:
 
 
 def _rmsprop(site: Site) -> Direction:
-    _refuse(site, lambda group: group["centered"], "centered=True", "leave centered away")
-    _refuse(site, lambda group: group["momentum"] != 0, "momentum", "leave momentum away")
+    _refuse(site, lambda group: group["centered"], "centered=True", "omit centered")
+    _refuse(site, lambda group: group["momentum"] != 0, "momentum", "omit momentum")
     _refuse_complex(site)
     assert site.update.optimizer is not None
     return RmspropDirection(site.update.optimizer, site.update.parameters)
 
 
-_OF_KIND: Mapping[str, Callable[[Site], Direction]] = {
+_DIRECTION_OF_KIND: Mapping[str, Callable[[Site], Direction]] = {
     "SGD": _sgd,
     "Adam": _adam,
     "AdamW": _adam,
@@ -83,17 +85,21 @@ _OF_KIND: Mapping[str, Callable[[Site], Direction]] = {
 def _kind(site: Site) -> str:
     assert site.update.optimizer is not None
     kind = kind_of(site.update.optimizer)
-    if kind not in _OF_KIND:
-        raise no_formula(site, kind, f"those it has are for {', '.join(_OF_KIND)}")
+    if kind not in _DIRECTION_OF_KIND:
+        raise no_formula(site, kind, f"it supports {', '.join(_DIRECTION_OF_KIND)}")
     return kind
 
 
 def _refuse(
-    site: Site, bad: Callable[[dict[str, object]], object], setting: str, instead: str
+    site: Site,
+    is_unsupported: Callable[[dict[str, object]], object],
+    setting: str,
+    instead: str,
 ) -> None:
+    """Raise an error if any parameter group of the optimizer is unsupported."""
     kind = _kind(site)
     assert site.update.optimizer is not None
-    if any(bad(group) for group in site.update.optimizer.param_groups):
+    if any(is_unsupported(group) for group in site.update.optimizer.param_groups):
         raise no_formula(site, f"{kind} with {setting}", instead)
 
 
@@ -104,40 +110,44 @@ def _refuse_complex(site: Site) -> None:
 
 @final
 class Predicted(StageWeights):
-    """The newest version, and in its place, while an op needs it, a prediction. Contents are named
-    (version, updates ahead).
+    """The newest version, and predictions that take its place while an op needs them.
+
+    Contents of the parameters are named (version, number of updates predicted).
     """
 
     def __init__(self, site: Site) -> None:
         self._stage, self._update, self._use = site.stage, site.update, site.use
-        self._direction = direction_of(site)
+        self._direction = prediction_direction(site)
         self._newest = 0
-        # Besides the working copy a rule may have room for predictions, the forward's first: what
-        # is kept need not be made again.
+        # Number of predictions that may be stored besides the working copy, so that they need not
+        # be computed again; the forward's has priority.
         self._spare = site.rule.extra - 1
         self._in_flight: dict[int, Use] = {}
-        self._begun: set[int] = set()
+        # Micro-batches whose backward has begun.
+        self._in_backward: set[int] = set()
         self._working = Working(site.update, newest=(0, 0))
 
     def before_forward(self, number: int) -> None:
-        """The version that it reads, moved ahead."""
+        """Let the parameters be the prediction that the forward reads."""
         use = self._in_flight[number] = self._use(number)
         self._read(number, use.batch, "forward", _forward(use.reads))
 
     def before_backward(self, number: int) -> None:
-        """The version that it reads, moved ahead. A W may come when an update later than its I has
-        made another the newest.
+        """Let the parameters be the prediction that the backward reads.
+
+        A W may follow an update that came after its I. Then the version that it should read is no
+        longer available, and it reads the newest.
         """
         use = self._in_flight[number]
         version, ahead = _backward(use.reads)
-        if number in self._begun and not self._working.has((version, ahead)):
+        if number in self._in_backward and not self._working.has((version, ahead)):
             version = self._newest
-        self._begun.add(number)
+        self._in_backward.add(number)
         self._read(number, use.batch, "backward", (version, ahead))
 
     def finished(self, number: int) -> None:
-        """Its backward has ended."""
-        self._begun.discard(number)
+        """Forget a micro-batch whose backward has ended."""
+        self._in_backward.discard(number)
         self._in_flight.pop(number, None)
 
     def update(self, version: int) -> None:
@@ -149,23 +159,23 @@ class Predicted(StageWeights):
         self._working.end_step((version, 0))
 
     def drain(self) -> None:
-        """The newest version, now 0."""
+        """Let the parameters be the newest version, which becomes version 0."""
         self._working.restart((0, 0))
         self._direction.restart()
         self._in_flight.clear()
-        self._begun.clear()
+        self._in_backward.clear()
         self._newest = 0
 
     def held_bytes(self) -> int:
-        """Weights, those put aside, predictions that are kept, and what the direction takes."""
+        """Return the bytes of weights, stored predictions and the direction's tensors."""
         return self._working.held_bytes() + self._direction.held_bytes()
 
     def state(self) -> State:
-        """What the direction is made of besides the optimizer's state."""
+        """Return the tensors that the direction needs besides the optimizer's state."""
         return self._direction.state()
 
     def load_state(self, state: State) -> None:
-        """Take that back."""
+        """Restore the result of `state`."""
         self._direction.restart()
         self._direction.load_state(state)
 
@@ -173,28 +183,30 @@ class Predicted(StageWeights):
         version, ahead = content
         if version != self._newest and not self._working.has(content):
             raise RunError(
-                f"stage {self._stage}: the {kind} of micro-batch {number} reads weight version {version}, {ahead} ahead, and "
-                f"the newest is {self._newest}: predictions are made of the newest"
+                f"stage {self._stage}: the {kind} of micro-batch {number} reads weight version "
+                f"{version}, {ahead} ahead, and the newest is {self._newest}: predictions are made "
+                "of the newest"
             )
         change = functools.partial(self._direction.move, updates=ahead) if ahead else None
         self._working.show(content, change)
-        again = self._again(number, batch, kind, content)
+        is_reused = self._is_reused(number, batch, kind, content)
         self._working.keep(
             kind,
-            content if again else None,
+            content if is_reused else None,
             change,
             soon=self._spare >= (1 if kind == "forward" else 2),
         )
 
-    def _again(self, number: int, batch: int, kind: str, content: tuple[int, int]) -> bool:
-        """Whether a later micro-batch of the batch reads the same. Maybe after an update, when it
-        could not be made any more.
+    def _is_reused(self, number: int, batch: int, kind: str, content: tuple[int, int]) -> bool:
+        """Return whether a later micro-batch of the same batch reads this content.
+
+        It may do so after an update, when the content could not be computed any more.
         """
-        read = _forward if kind == "forward" else _backward
-        later = itertools.takewhile(
+        content_of = _forward if kind == "forward" else _backward
+        rest_of_batch = itertools.takewhile(
             lambda use: use.batch == batch, map(self._use, itertools.count(number + 1))
         )
-        return any(read(use.reads) == content for use in later)
+        return any(content_of(use.reads) == content for use in rest_of_batch)
 
 
 def _forward(reads: Reads) -> tuple[int, int]:
@@ -205,11 +217,11 @@ def _backward(reads: Reads) -> tuple[int, int]:
     return reads.backward, reads.backward_ahead
 
 
-def direction_of(site: Site) -> Direction:
-    """Where a rule says that the weights of a stage are going.
+def prediction_direction(site: Site) -> Direction:
+    """Return the direction of a rule's predictions for a stage.
 
     Raises:
-        SettingError: its paper has no formula for this optimizer, or for how it is set.
+        SettingError: the paper has no formula for this optimizer or its options.
     """
     entries = DIRECTIONS.entries()
     return entries.get(site.rule.name, entries["pipeoptim"]).make(site)
@@ -217,5 +229,5 @@ def direction_of(site: Site) -> Direction:
 
 @register("predicted")
 def predicted(site: Site) -> Predicted:
-    """A storage for the newest version and one for what is read."""
+    """Return weights with memory for the newest version and one prediction."""
     return Predicted(site)

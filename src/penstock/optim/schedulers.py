@@ -1,4 +1,4 @@
-"""Learning-rate schedulers: one of torch's for every optimizer that is held here, all moved as one."""
+"""Learning-rate schedulers: one scheduler of torch for every local optimizer, stepped together."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from penstock.optim.class_names import class_name, same_class
 from penstock.optim.factory import OptimizerFactory, make_optimizer
 from penstock.optim.param_groups import separate_tensors
 
-#: From an optimizer to a scheduler over it, such as `lambda optimizer: StepLR(optimizer, 10)`.
+#: Takes an optimizer and returns a scheduler: `lambda optimizer: StepLR(optimizer, 10)`.
 SchedulerFactory = Callable[[Optimizer], Any]
 
 
 class Schedulers:
-    """What `Pipeline.scheduler` returns. Every rank has one, and calls its methods with the same
-    numbers.
+    """Schedulers of all local optimizers; the result of `Pipeline.scheduler`.
+
+    Every rank has one, and calls its methods with the same numbers.
     """
 
     def __init__(
@@ -31,149 +32,165 @@ class Schedulers:
         saved: str | None = None,
         saved_kind: str | None = None,
     ) -> None:
-        """Make a scheduler for each optimizer.
+        """Create a scheduler for each optimizer.
 
         Args:
             make: takes an optimizer; called once for each.
-            optimizers: at least one (`stand_in` makes one where a rank has none).
-            saved: what `as_json` gave, to go on from. The optimizers have been restored already.
-            saved_kind: the `kind` of the scheduler that gave it, where that is known.
+            optimizers: at least one (`stand_in` creates one where a rank has none).
+            saved: result of `as_json`, to continue from. The optimizers have been restored already.
+            saved_kind: the `kind` of the scheduler that was saved, if known.
 
         Raises:
-            SettingError: `make` is no function, or returned something that is no scheduler of the
-            optimizer that it was given, or
-                one of another class than that which was saved.
+            SettingError: `make` is not a function, or returned something that is not a scheduler of
+                the optimizer passed to it, or one of another class than the saved one.
         """
         if not callable(make):
-            raise SettingError(
-                "scheduler() takes a function from an optimizer to a scheduler, such as lambda optimizer: "
-                f"{type(make).__name__}(optimizer, ...), since every stage has an optimizer of its own; this is a "
-                f"{type(make).__name__} itself"
-            )
+            raise SettingError(_instance_message(type(make).__name__))
         self._optimizers = list(optimizers)
         separate_tensors(self._optimizers)
-        # Making a scheduler sets learning rate and momentum to what they begin with.
-        options = [
-            [
-                {key: value for key, value in group.items() if key != "params"}
-                for group in optimizer.param_groups
-            ]
-            for optimizer in self._optimizers
-        ]
-        self._each = [make(optimizer) for optimizer in self._optimizers]
-        for each in self._each:
-            if not callable(getattr(each, "step", None)) or not callable(
-                getattr(each, "state_dict", None)
-            ):
-                raise SettingError(
-                    "scheduler() takes a function from an optimizer to one of torch.optim.lr_scheduler, such as lambda "
-                    f"optimizer: StepLR(optimizer, 10); this one returned {type(each).__name__}"
-                )
-        _check_own(self._each, self._optimizers)
+        # A new scheduler sets learning rate and momentum to their initial values.
+        options = [_group_options(optimizer) for optimizer in self._optimizers]
+        self._schedulers = [make(optimizer) for optimizer in self._optimizers]
+        _check_schedulers(self._schedulers, self._optimizers)
         if saved is not None:
-            for optimizer, groups in zip(self._optimizers, options, strict=True):
-                for group, kept in zip(optimizer.param_groups, groups, strict=True):
-                    group.update(kept)
-            if not self.fits(saved_kind, json.loads(saved)):
-                raise SettingError(
-                    f"this scheduler is {self.kind}, and the checkpoint that was loaded has the state of "
-                    f"{saved_kind or 'another one'} in its place. Make the schedulers that there were, in that order; to begin "
-                    "them anew, load it with skip='schedulers'"
-                )
-            self.load_json(saved)
+            for optimizer, saved_options in zip(self._optimizers, options, strict=True):
+                for group, group_options in zip(optimizer.param_groups, saved_options, strict=True):
+                    group.update(group_options)
+            self._resume(saved, saved_kind)
+
+    def _resume(self, saved: str, saved_kind: str | None) -> None:
+        if not self.fits(saved_kind, json.loads(saved)):
+            raise SettingError(
+                f"this scheduler is {self.kind}, and the checkpoint that was loaded has the state "
+                f"of {saved_kind or 'another one'} in its place. Make the same schedulers in the "
+                "same order; to begin them anew, load it with skip='schedulers'"
+            )
+        self.load_json(saved)
 
     @property
     def kind(self) -> str:
-        """The name of its class, and of those that it is made of."""
-        return class_name(self._each[0])
+        """The name of the scheduler's class, and of the schedulers it is composed of."""
+        return class_name(self._schedulers[0])
 
     def fits(self, kind: str | None, state: Mapping[str, Any]) -> bool:
-        """Whether a saved state is of a scheduler of this class; where the class is not known,
-        whether it has the same entries.
+        """Return whether a saved state is of this class of scheduler.
+
+        Args:
+            kind: the saved `kind`. If None, the names of the entries are compared instead.
+            state: the saved state.
         """
         if kind is not None:
             return same_class(kind, self.kind)
-        saved, own = (
-            {key for key in held if not key.startswith("_")} for held in (state, self.state_dict())
-        )
-        return saved == own
+        return _public_keys(state) == _public_keys(self.state_dict())
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """As the scheduler's own: `step()`, `step(epoch)`, or `step(metric)` for ReduceLROnPlateau.
-        The loss that `train_batch` and `eval_batch` return is the same on every rank, so all come
-        to the same decision.
+        """Step as the scheduler does: `step()`, `step(epoch)`, or `step(metric)`.
+
+        `step(metric)` is for ReduceLROnPlateau. The loss that `train_batch` and `eval_batch` return
+        is the same on every rank, so that all ranks take the same decision.
         """
-        for each in self._each:
-            each.step(*args, **kwargs)
+        for scheduler in self._schedulers:
+            scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:
-        """The learning rates, by parameter group."""
-        return [float(rate) for rate in self._each[0].get_last_lr()]
+        """Return the learning rates by parameter group."""
+        return [float(rate) for rate in self._schedulers[0].get_last_lr()]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of one of them. They differ in nothing, unless the optimizers' groups do."""
-        return dict(self._each[0].state_dict())
+        """Return the state of the first scheduler.
+
+        The others differ from it only if the optimizers' groups do.
+        """
+        return dict(self._schedulers[0].state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, here or on another rank, and set the optimizers'
-        learning rates accordingly.
-        """
-        for optimizer, each in zip(self._optimizers, self._each, strict=True):
-            groups = len(optimizer.param_groups)
-            own = each.state_dict()
-            # Where a stage's optimizer has other groups than the one that was saved, what is by
-            # group stays its own.
-            fitting = {
-                key: own[key]
-                if isinstance(value, list)
-                and isinstance(own.get(key), list)
-                and len(own[key]) != len(value)
-                else value
-                for key, value in state.items()
-            }
-            each.load_state_dict(fitting)
+        """Restore the result of `state_dict` (of any rank), and set the learning rates."""
+        for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
+            fitting = _fitting_state(state, scheduler.state_dict())
+            scheduler.load_state_dict(fitting)
             rates = fitting.get("_last_lr")
-            if (
-                rates is not None
-                and len(rates) == groups
-                and len(state.get("_last_lr", ())) == groups
-            ):
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = (
-                        torch.full_like(group["lr"], rate)
-                        if isinstance(group["lr"], Tensor)
-                        else rate
-                    )
+            groups = len(optimizer.param_groups)
+            if rates is None or len(rates) != groups or len(state.get("_last_lr", ())) != groups:
+                continue
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                is_tensor = isinstance(group["lr"], Tensor)
+                group["lr"] = torch.full_like(group["lr"], rate) if is_tensor else rate
 
     def load_json(self, text: str) -> None:
-        """Go on from what `as_json` gave."""
+        """Restore the result of `as_json`."""
         self.load_state_dict(json.loads(text))
 
     def as_json(self) -> str:
-        """`state_dict` as JSON, for a checkpoint.
+        """Return `state_dict` as JSON, for a checkpoint.
 
         Raises:
-            SettingError: it has something in it that is no plain number.
+            SettingError: the state contains a value that JSON cannot represent.
         """
         try:
             return json.dumps(_plain(self.state_dict()))
         except (TypeError, ValueError) as error:
             raise SettingError(
-                f"the state of {type(self._each[0]).__name__} cannot go into a checkpoint: {error}"
+                f"the state of {type(self._schedulers[0]).__name__} cannot go into a checkpoint: "
+                f"{error}"
             ) from error
 
 
-def _check_own(schedulers: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
-    for scheduler, optimizer in zip(schedulers, optimizers, strict=True):
-        its = getattr(scheduler, "optimizer", optimizer)
-        if isinstance(its, Optimizer) and its is not optimizer:
+def _instance_message(kind: str) -> str:
+    """Return the message for a scheduler given in place of a function."""
+    return (
+        "scheduler() takes a function from an optimizer to a scheduler, such as lambda "
+        f"optimizer: {kind}(optimizer, ...), since every stage has an optimizer of its own; this "
+        f"is a {kind} itself"
+    )
+
+
+def _group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    options = []
+    for group in optimizer.param_groups:
+        options.append({key: value for key, value in group.items() if key != "params"})
+    return options
+
+
+def _public_keys(state: Mapping[str, Any]) -> set[str]:
+    return {key for key in state if not key.startswith("_")}
+
+
+def _fitting_state(state: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `state` with entries of `present` in place of lists of another length.
+
+    Such lists have one entry for each parameter group, and the stage's optimizer has other groups
+    than the one that was saved.
+    """
+    fitting = dict(state)
+    for key, value in state.items():
+        own_value = present.get(key)
+        if isinstance(value, list) and isinstance(own_value, list) and len(own_value) != len(value):
+            fitting[key] = own_value
+    return fitting
+
+
+def _check_schedulers(schedulers: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
+    for scheduler in schedulers:
+        methods = (getattr(scheduler, "step", None), getattr(scheduler, "state_dict", None))
+        if not all(map(callable, methods)):
             raise SettingError(
-                f"scheduler() called the function with a stage's optimizer and got a {type(scheduler).__name__} of another one: "
-                f"it ignores its argument. Write lambda optimizer: {type(scheduler).__name__}(optimizer, ...)"
+                "scheduler() takes a function from an optimizer to one of "
+                "torch.optim.lr_scheduler, such as lambda optimizer: StepLR(optimizer, 10); this "
+                f"one returned {type(scheduler).__name__}"
+            )
+    for scheduler, optimizer in zip(schedulers, optimizers, strict=True):
+        attached = getattr(scheduler, "optimizer", optimizer)
+        if isinstance(attached, Optimizer) and attached is not optimizer:
+            kind = type(scheduler).__name__
+            raise SettingError(
+                f"scheduler() called the function with a stage's optimizer and got a {kind} of "
+                f"another one: it ignores its argument. Write lambda optimizer: {kind}(optimizer, "
+                "...)"
             )
 
 
 def _plain(value: Any) -> Any:
+    """Convert tensors to numbers and lists, within nested values."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, Mapping):
@@ -182,28 +199,30 @@ def _plain(value: Any) -> Any:
 
 
 def stand_in(factory: OptimizerFactory) -> Optimizer:
-    """An optimizer like the stages', over numbers that nothing uses: for a rank where nothing is
-    trained, which is to know the learning rate all the same.
+    """Return an optimizer over dummy parameters, for a rank without parameters to train.
+
+    Schedulers step it, so that the rank knows the learning rate.
 
     Raises:
-        SettingError: the factory refuses parameters of every number of dimensions from 1 to 4.
+        SettingError: the factory rejects dummy parameters of 1 to 4 dimensions.
     """
     shapes = [(1,) * dims for dims in range(1, 5)]
-    # All at once suits a factory that chooses by dimensions; one that refuses some takes others.
-    for chosen in (shapes[:1], shapes, *([shape] for shape in shapes[1:])):
+    # All shapes at once suit a factory that selects by dimensions; a factory that rejects some
+    # shapes gets them one by one.
+    for attempt in (shapes[:1], shapes, *([shape] for shape in shapes[1:])):
+        parameters = [nn.Parameter(torch.zeros(shape)) for shape in attempt]
         try:
-            optimizer = make_optimizer(
-                factory, [nn.Parameter(torch.zeros(shape)) for shape in chosen], "a rank"
-            )
+            optimizer = make_optimizer(factory, parameters, "a rank")
         except ValueError as error:
             if isinstance(error, SettingError):
                 raise
             continue
         if optimizer is not None:
-            # torch's schedulers complain of optimizers that never step
+            # torch's schedulers warn about optimizers that never step.
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return optimizer
     raise SettingError(
-        "this rank has no parameters, and optimizer= makes no optimizer over a stand-in for them, a single number, by which "
-        "it would know the learning rate: let the factory take any parameters, or cut the model so that every rank has some"
+        "this rank has no parameters, and optimizer= creates no optimizer over a stand-in for "
+        "them, a single number, by which it would know the learning rate: let the factory take any "
+        "parameters, or cut the model so that every rank has some"
     )

@@ -1,6 +1,4 @@
-"""StageWeights: how the tensors of one stage come to be the version that a weight rule says an op
-reads.
-"""
+"""StageWeights: the interface by which a stage's weights become the version that an op reads."""
 
 from __future__ import annotations
 
@@ -16,106 +14,116 @@ from penstock.schedule.stream import Waves
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.uses import Use
 
-#: By name, one entry for every trainable parameter of a stage.
+#: By name, a list with one entry for every trainable parameter of a stage.
 State = Mapping[str, Sequence[Tensor | None]]
 
 
 class StageWeights(Protocol):
-    """The weights of one stage, before and after its ops. Numbers of micro-batches and versions
-    count from 0 since the last drain.
+    """The weights of one stage, before and after its ops.
 
-    Only trainable parameters are meant. Frozen ones are the same for every version, and buffers
-    (batch norm's statistics) have none: the newest is the only one.
+    Micro-batches and versions are numbered from 0 since the last drain. Only trainable parameters
+    have versions. Frozen parameters are the same in every version, and of buffers (batch norm's
+    statistics) only the newest exists.
     """
 
     def before_forward(self, number: int) -> None:
-        """Let the stage's parameters be what the F of this micro-batch reads."""
+        """Let the stage's parameters be the version that the F of this micro-batch reads."""
 
     def before_backward(self, number: int) -> None:
-        """Let the stage's parameters be what its B, I or W reads."""
+        """Let the stage's parameters be the version that the micro-batch's B, I or W reads."""
 
     def finished(self, number: int) -> None:
-        """Its B (or its W) is done: nothing of it is in flight any more."""
+        """Note that the B (or the W) of this micro-batch is done: it reads no more versions."""
 
     def update(self, version: int) -> None:
-        """U: with the gradients that are in `.grad` make this version, and drop them."""
+        """Create version `version` (U) from the gradients in `.grad`, and drop the gradients."""
 
     def drain(self) -> None:
-        """Nothing is in flight: the parameters become the newest version, and numbers and versions
-        start anew from 0.
+        """Let the parameters be the newest version, and restart the numbering from 0.
+
+        Called when no micro-batch is in flight.
         """
 
     @property
     def versions(self) -> int:
-        """Full versions of the weights that are held now; 1 when all is shared."""
+        """Number of full versions of the weights held now; 1 if all memory is shared."""
         return 1
 
     @property
     def peak_versions(self) -> int:
-        """The most of them since this was made, after any op."""
+        """Maximum of `versions` over all ops so far."""
         return self.versions
 
     def held_bytes(self) -> int:
-        """Bytes of the trainable weights in all versions, copies and scratch. Gradients and
-        optimizer state are not counted.
+        """Return the bytes of trainable weights in all versions, copies and scratch memory.
+
+        Gradients and optimizer state are not included.
         """
         ...
 
     def more_optimizers(self) -> Sequence[Optimizer]:
-        """Those that the rule keeps besides the stage's own."""
+        """Return the optimizers that the rule has besides the stage's own."""
         return ()
 
     def state(self) -> State:
-        """Of a drained stage, the tensors that a checkpoint must have besides parameters and
-        optimizer.
+        """Return the tensors that a checkpoint needs besides parameters and optimizer.
+
+        The stage has been drained.
         """
         return {}
 
     def load_state(self, state: State) -> None:
-        """Go on from what `state` gave; without anything, from the parameters as they are."""
+        """Restore the result of `state`; if empty, start from the parameters' present values."""
         del state
 
     def facts(self) -> Mapping[str, float]:
-        """Likewise, plain numbers."""
+        """Return the numbers that a checkpoint needs. The stage has been drained."""
         return {}
 
     def load_facts(self, facts: Mapping[str, float]) -> None:
-        """Take what `facts` gave."""
+        """Restore the result of `facts`."""
         del facts
 
 
 class WaveExchange(Protocol):
-    """The other copies of a stage, to which one of them hands on what it has learnt."""
+    """Communication of one replica of a stage with the other replicas."""
 
     @property
     def copies(self) -> int:
-        """How many there are, this one included."""
+        """Number of replicas, including this one."""
         ...
 
     def hand_on(self, wave: int, tensors: list[Tensor]) -> None:
-        """Give the other copies this one's tensors of a wave. They may be shared with it; nobody
-        changes them afterwards.
+        """Send this replica's tensors of a wave to the other replicas.
+
+        The tensors may be shared with them; they must not be changed afterwards.
         """
 
     def take_in(self, wave: int) -> list[list[Tensor]]:
-        """What the other copies handed on for that wave, in the order of their ranks; waits until
-        it is there.
+        """Wait for the tensors that the other replicas sent for a wave.
+
+        Returns:
+            For each of the other replicas its tensors, in order of rank.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Site:
-    """What the weights of one stage are made of.
+    """Everything from which the weights of one stage are created.
 
     Attributes:
-        update: its parameters, optimizer, and the factory of optimizers.
-        use: by micro-batch, counted from the stream's beginning, what its ops do with the weights
-        of this stage. rule: the weight rule. options: the rule's options, defaults filled in.
-        stage: which one. staleness: mean age of a gradient at this stage in the steady state of the
-        program, in updates. pipelines: copies of the weights that take turns here. waves: when
-        copies on several ranks tell each other. exchange: the other copies. stages: how many stages
-        the model has; 0 where nobody says.
+        update: the stage's parameters, optimizer, and factory of optimizers.
+        use: by micro-batch, counted from the beginning of the stream, how its ops use the weights
+            of this stage.
+        rule: the weight rule.
+        options: the rule's options, with defaults filled in.
+        stage: index of the stage.
+        staleness: mean age of a gradient at this stage in the steady state, in updates.
+        pipelines: number of replicas of the weights that take turns here.
+        waves: when replicas on several ranks exchange their updates.
+        exchange: the communication with the other replicas.
+        stages: number of stages of the model; 0 if unknown.
     """
 
     update: Update

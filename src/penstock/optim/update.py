@@ -1,4 +1,4 @@
-"""The update of one stage: its optimizer, and when gradients begin anew."""
+"""The update of one stage: its optimizer, and when gradients are dropped."""
 
 from __future__ import annotations
 
@@ -18,17 +18,23 @@ __all__ = ["OptimizerFactory", "Update"]
 
 @dataclass
 class Update:
-    """One stage's parameters and what steps them. Without an optimizer, gradients are left to the
-    user and add up.
+    """Parameters of one stage and the optimizer that steps them.
+
+    Without an optimizer, gradients are left to the user and accumulate.
 
     Attributes:
-        parameters: those that are trained, in the order of the stage. `refresh` adds what is thawed
-        later. optimizer: over `candidates`; None where there is no factory, or where it leaves out
-        all of them. factory: makes the optimizer. borrowed: parameters whose gradients gather here,
-        too, and which another stage steps: it holds the same weight. candidates: all parameters of
-        the stage that could be trained, frozen ones too: what the factory is called with.
-        borrowed_candidates: likewise, those that another stage steps. place: where, for messages.
-        clip_value: the largest absolute value that a gradient may have at a step; None for any.
+        parameters: those that are trained, in the order of the stage. `refresh` adds parameters
+            that have become trainable.
+        optimizer: the optimizer over `candidates`; None without a factory, or if the factory omits
+            all of them.
+        factory: creates the optimizer.
+        borrowed: tied parameters whose gradients accumulate here too, but which another stage
+            steps.
+        candidates: all parameters of the stage that could be trained, including frozen ones; the
+            argument of the factory.
+        borrowed_candidates: likewise for `borrowed`.
+        place: location for messages.
+        clip_value: largest absolute value of a gradient at a step; None for no limit.
     """
 
     parameters: list[nn.Parameter]
@@ -39,13 +45,13 @@ class Update:
     borrowed_candidates: Sequence[nn.Parameter] = ()
     place: str = "a stage"
     clip_value: float | None = None
-    _spent: bool = False
+    _grads_used: bool = False
     _optimizers: list[Optimizer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Asked for at every step, and the same at each.
+        # Computed once, since every step needs them.
         self._all = [*self.parameters, *self.borrowed]
-        self._own = tuple(self.parameters)
+        self._stepped = tuple(self.parameters)
 
     @classmethod
     def make(
@@ -55,34 +61,41 @@ class Update:
         borrowed: Iterable[nn.Parameter] = (),
         place: str = "a stage",
     ) -> Update:
-        """Build the optimizer over a stage's parameters; a stage without any has none.
+        """Create the optimizer over a stage's parameters; a stage without parameters has none.
 
-        The factory is called with frozen parameters too, as with `model.parameters()`: torch's
-        optimizers pass over what has no gradient, and what is thawed later is then trained.
+        The factory gets frozen parameters too, as it would with `model.parameters()`: torch's
+        optimizers skip parameters without a gradient, and those that become trainable later are
+        then trained.
 
         Args:
-            parameters: of the stage.
-            factory: makes the optimizer.
-            borrowed: those of them that another stage steps.
-            place: where, for messages.
+            parameters: parameters of the stage.
+            factory: creates the optimizer.
+            borrowed: parameters that another stage steps.
+            place: location for messages.
 
         Raises:
             SettingError: see `make_optimizer`.
         """
-        elsewhere = {id(parameter) for parameter in borrowed}
-        able = [each for each in parameters if each.is_floating_point() or each.is_complex()]
-        own = [parameter for parameter in able if id(parameter) not in elsewhere]
-        others = [parameter for parameter in able if id(parameter) in elsewhere]
-        optimizer = make_optimizer(factory, own, place) if factory is not None and own else None
-        made = cls([], optimizer, factory, [], own, others, place)
+        borrowed_ids = set(map(id, borrowed))
+        candidates: list[nn.Parameter] = []
+        borrowed_candidates: list[nn.Parameter] = []
+        for parameter in parameters:
+            if parameter.is_floating_point() or parameter.is_complex():
+                is_borrowed = id(parameter) in borrowed_ids
+                (borrowed_candidates if is_borrowed else candidates).append(parameter)
+        optimizer = None
+        if factory is not None and candidates:
+            optimizer = make_optimizer(factory, candidates, place)
+        update = cls([], optimizer, factory, [], candidates, borrowed_candidates, place)
         if optimizer is not None:
-            made._optimizers.append(optimizer)
-        made.refresh()
-        return made
+            update._optimizers.append(optimizer)
+        update.refresh()
+        return update
 
     def refresh(self) -> None:
-        """Take in parameters that have been thawed. What was trained before and is frozen now
-        stays: it may have a gradient.
+        """Add parameters that have become trainable.
+
+        Parameters that were trained and are frozen now stay, since they may have a gradient.
         """
         self.parameters[:] = _trained(self.candidates, self.parameters)
         self.borrowed[:] = _trained(self.borrowed_candidates, self.borrowed)
@@ -90,71 +103,76 @@ class Update:
 
     @property
     def trains(self) -> bool:
-        """Whether gradients of any parameter are wanted here."""
+        """Whether any parameter requires a gradient here."""
         return any(parameter.requires_grad for parameter in self._all)
 
-    def another(self) -> Optimizer:
-        """One more optimizer over the same parameters, with a state of its own.
+    def new_optimizer(self) -> Optimizer:
+        """Create one more optimizer over the same parameters, with a state of its own.
 
         Raises:
-            SettingError: see `make_optimizer`; or the factory returned an optimizer that it has
-            returned before.
+            SettingError: see `make_optimizer`; or the factory returned an earlier optimizer again.
         """
         assert self.factory is not None
         optimizer = make_optimizer(self.factory, list(self.candidates), self.place)
-        if optimizer is None or any(optimizer is each for each in self._optimizers):
+        if optimizer is None or any(optimizer is earlier for earlier in self._optimizers):
             raise SettingError(
-                "optimizer= returned the same optimizer twice: this weight rule keeps several copies of the weights, "
-                "each with an optimizer of its own, so it must make a new one at every call"
+                "optimizer= returned the same optimizer twice: this weight rule keeps several "
+                "copies of the weights, each with an optimizer of its own, so it must make a new "
+                "one at every call"
             )
         self._optimizers.append(optimizer)
         return optimizer
 
     def begin(self) -> None:
-        """Before a batch: gradients that the last update used are dropped. Until then they can be
-        looked at.
+        """Drop the gradients that the last update used. Until then they can be read.
+
+        Called before a batch.
         """
-        if self._spent:
+        if self._grads_used:
             self.zero()
 
     def zero(self) -> None:
         """Drop all gradients."""
-        self._spent = False
+        self._grads_used = False
         for parameter in self._all:
             parameter.grad = None
 
     def skip(self) -> None:
-        """Leave the weights as they are; the gradients have been looked at, and the next batch
-        drops them.
-        """
-        self._spent = self.factory is not None
+        """Leave the weights unchanged, and let the next batch drop the gradients."""
+        self._grads_used = self.factory is not None
 
     def step(self) -> None:
-        """Make the next weight version."""
+        """Create the next weight version."""
         if self.clip_value is not None:
             clip_values(self.parameters, self.clip_value)
         if self.optimizer is not None:
             self.optimizer.step()
-        self._spent = self.factory is not None
+        self._grads_used = self.factory is not None
 
     def advance(self, optimizer: Optimizer | None = None) -> None:
-        """Make the next weight version in mid-stream, by the stage's own optimizer unless told, and
-        drop the gradients.
+        """Create the next weight version while micro-batches are in flight, and drop the gradients.
 
-        Autograd is not told that the weights have changed: whoever calls this has seen to it that
-        graphs in flight find in them what they are meant to.
+        Autograd's version counters do not change: the caller ensures that graphs in flight read the
+        values they need.
+
+        Args:
+            optimizer: steps instead of the stage's own optimizer.
         """
         stepping = optimizer or self.optimizer
         if stepping is not None:
-            with _unsafe_preserve_version_counter(self._own):
+            with _unsafe_preserve_version_counter(self._stepped):
                 stepping.step()
         if stepping is not None or self.factory is not None:
             self.zero()
 
 
 def _trained(
-    candidates: Sequence[nn.Parameter], before: Sequence[nn.Parameter]
+    candidates: Sequence[nn.Parameter], trained_before: Sequence[nn.Parameter]
 ) -> list[nn.Parameter]:
-    """Those that want a gradient, or did before, in their order."""
-    known = set(map(id, before))
-    return [each for each in candidates if each.requires_grad or id(each) in known]
+    """Return the candidates that require a gradient or did so before, in their order."""
+    trained_ids = set(map(id, trained_before))
+    return [
+        parameter
+        for parameter in candidates
+        if parameter.requires_grad or id(parameter) in trained_ids
+    ]

@@ -1,8 +1,9 @@
-"""Versions: every version that something in flight still reads is kept as it was.
+"""Weight stashing: every weight version that a micro-batch in flight still reads is kept.
 
-The parameters are pointed at the version that an op reads. An update copies the newest version and
-steps the copy, or, if nobody else reads the newest, steps it where it is. Versions share what an
-update has not touched: a parameter that had no gradient is left alone by torch's optimizers.
+The parameters point to the version that an op reads. An update copies the newest version and steps
+the copy; if no micro-batch in flight reads the newest version, it is stepped in place. Versions
+share the values that an update has not changed: torch's optimizers skip parameters without a
+gradient.
 
 Source: Narayanan et al. 2019, PipeDream, section 3.3 (weight stashing); 2021, PipeDream-2BW,
 section 3.1 (two versions).
@@ -24,225 +25,258 @@ from penstock.weights.uses import Use
 
 @dataclass(frozen=True, eq=False)
 class _Version:
-    """One block for each group of parameters, and the values in them by parameter."""
+    """One version: a block for each group of parameters, and its values by parameter."""
 
     blocks: list[Block]
     tensors: list[Tensor]
 
 
 @dataclass(frozen=True)
-class _Lent:
-    """The memory of one version that holds another's values for now; `own` has, by block, where its
-    own are meanwhile.
+class _Overlay:
+    """Memory of one version that temporarily holds the values of another.
+
+    Attributes:
+        owner: the version whose memory is used.
+        content: the version whose values it holds.
+        saved: for each overwritten block, the block and a copy of its own values.
     """
 
     owner: _Version
-    shown: _Version
-    own: list[tuple[Block, Block]]
+    content: _Version
+    saved: list[tuple[Block, Block]]
 
 
 @final
 class Versions(StageWeights):
-    """The versions of a stage's weights that are in use."""
+    """The weight versions of a stage that are in use."""
 
     def __init__(self, site: Site) -> None:
         self._stage, self._update, self._use = site.stage, site.update, site.use
         self._layout = Layout(site.update.parameters)
         self._free: list[list[Block]] = [[] for _ in self._layout.groups]
-        first = self._version(self._layout.present())
-        self._held = {0: first}
+        first = self._version(self._layout.current_blocks())
+        self._versions = {0: first}
         self._newest = 0
-        self._shown = first
-        self._lent: _Lent | None = None
+        self._current = first
+        self._overlay: _Overlay | None = None
         self._in_flight: dict[int, Use] = {}
         self._next_forward = 0
         self._peak = 1
 
     def before_forward(self, number: int) -> None:
-        """Point at the version that it reads, and keep that until its backward is done."""
+        """Point to the version that the forward reads, and keep it until its backward is done."""
         use = self._use(number)
         self._in_flight[number] = use
         self._next_forward = use.next_forward
-        self._give_back()
-        self._show(self._find(use.reads.forward, number))
+        self._restore()
+        self._point_to(self._stored(use.reads.forward, number))
 
     def before_backward(self, number: int) -> None:
-        """Point at the version that it reads."""
+        """Point to the version that the backward reads.
+
+        The graph refers to the memory that the forward read. If the backward reads another version,
+        its values are copied into that memory.
+        """
         reads = self._in_flight[number].reads
-        owner, read = self._find(reads.forward, number), self._find(reads.backward, number)
-        if self._lent is not None and not (self._lent.owner is owner and self._lent.shown is read):
-            self._give_back()
-        self._show(owner)
-        if owner is not read and self._lent is None:
-            self._lend(owner, read)
+        owner = self._stored(reads.forward, number)
+        content = self._stored(reads.backward, number)
+        overlay = self._overlay
+        if overlay is not None and not (overlay.owner is owner and overlay.content is content):
+            self._restore()
+        self._point_to(owner)
+        if owner is not content and self._overlay is None:
+            self._overwrite(owner, content)
 
     def finished(self, number: int) -> None:
-        """It reads nothing any more."""
+        """Note that a micro-batch reads no version any more."""
         self._in_flight.pop(number, None)
 
     def update(self, version: int) -> None:
-        """Let go what nobody reads, then step what will be the newest."""
-        self._give_back()
-        read = {
-            v for use in self._in_flight.values() for v in (use.reads.forward, use.reads.backward)
-        }
-        for old in list(self._held):
-            if old != self._newest and old < self._next_forward and old not in read:
-                self._let_go(old)
-        before = self._held[self._newest]
-        stays = self._newest in read or self._newest >= self._next_forward
-        touched = self._touched()
-        alone = 0 if stays else 1
-        # Where the newest version is shared with an older one, or still read, the step needs room
-        # of its own.
-        apart = [block for block in before.blocks if block.group in touched and block.users > alone]
-        after = self._changed(before, apart)
-        if not stays:
-            self._let_go(self._newest)
-        self._held[version] = after
+        """Release the versions that no micro-batch reads any more, then step the newest."""
+        self._restore()
+        read: set[int] = set()
+        for use in self._in_flight.values():
+            read.add(use.reads.forward)
+            read.add(use.reads.backward)
+        self._release_unread(read)
+        is_kept = self._newest in read or self._newest >= self._next_forward
+        after = self._step_target(is_kept)
+        if not is_kept:
+            self._release(self._newest)
+        self._versions[version] = after
         self._newest = version
-        self._show(after, surely=True)
+        self._point_to(after, force=True)
         self._update.advance()
         take(self._update.parameters, after.tensors)
-        if len(self._held) > self._peak:
+        if len(self._versions) > self._peak:
             self._peak = max(self._peak, self.versions)
 
-    def drain(self) -> None:
-        """The newest version alone stays, as version 0. Room that is free now is kept for the next
-        stream.
+    def _release_unread(self, read: set[int]) -> None:
+        for version in list(self._versions):
+            if version not in (self._newest, *read) and version < self._next_forward:
+                self._release(version)
+
+    def _step_target(self, is_kept: bool) -> _Version:
+        """Return the values of the newest version in memory that the step may change.
+
+        Blocks that the step changes are copied if an older version shares them, or if the newest
+        version itself is kept.
         """
+        newest = self._versions[self._newest]
+        changed_groups = self._groups_with_gradient()
+        max_users = 0 if is_kept else 1
+        copied = [
+            block
+            for block in newest.blocks
+            if block.group in changed_groups and block.users > max_users
+        ]
+        return self._unshared(newest, copied)
+
+    def drain(self) -> None:
+        """Keep the newest version alone, as version 0, and unused memory for the next stream."""
         self._in_flight.clear()
-        self._give_back()
-        for old in [version for version in self._held if version != self._newest]:
-            self._let_go(old)
-        self._held = {0: self._held[self._newest]}
+        self._restore()
+        for released in [version for version in self._versions if version != self._newest]:
+            self._release(released)
+        self._versions = {0: self._versions[self._newest]}
         self._newest = self._next_forward = 0
-        self._show(self._held[0], surely=True)
+        self._point_to(self._versions[0], force=True)
 
     @property
     def versions(self) -> int:
-        """The most that any parameter has."""
-        places = zip(*(version.blocks for version in self._held.values()), strict=True)
-        return max((len(set(map(id, place))) for place in places), default=1)
+        """Number of versions of the parameter that has most."""
+        blocks_by_group = zip(*(version.blocks for version in self._versions.values()), strict=True)
+        return max((len(set(map(id, group_blocks))) for group_blocks in blocks_by_group), default=1)
 
     @property
     def peak_versions(self) -> int:
-        """The most after any update."""
+        """Maximum of `versions` after any update."""
         return self._peak
 
     def held_bytes(self) -> int:
-        """All versions, and room that is free for the next."""
-        held = {id(block): block for version in self._held.values() for block in version.blocks}
-        lent = [spare for _, spare in self._lent.own] if self._lent else []
-        return sum(
-            block.flat.nbytes for blocks in (held.values(), lent, *self._free) for block in blocks
-        )
+        """Return the bytes of all versions and of unused memory kept for the next ones."""
+        blocks: dict[int, Block] = {}
+        for version in self._versions.values():
+            blocks.update((id(block), block) for block in version.blocks)
+        unshared = list(blocks.values())
+        if self._overlay:
+            unshared += [copied for _, copied in self._overlay.saved]
+        for free_blocks in self._free:
+            unshared += free_blocks
+        return sum(block.flat.nbytes for block in unshared)
 
     def newest(self) -> list[Tensor]:
-        """The values of the newest version, block by block."""
-        self._give_back()
-        return [block.flat for block in self._held[self._newest].blocks]
+        """Return the values of the newest version, one tensor per block."""
+        self._restore()
+        return [block.flat for block in self._versions[self._newest].blocks]
 
-    def newest_for_writing(self) -> list[Tensor]:
-        """Likewise; no other version shares them from now on. The parameters are these."""
-        self._give_back()
-        before = self._held[self._newest]
-        after = self._changed(before, [block for block in before.blocks if block.users > 1])
-        self._let_go(self._newest)
-        self._held[self._newest] = after
-        self._show(after, surely=True)
+    def unshared_newest(self) -> list[Tensor]:
+        """Return the values of the newest version, copied where other versions share them.
+
+        The parameters point to the returned memory.
+        """
+        self._restore()
+        before = self._versions[self._newest]
+        after = self._unshared(before, [block for block in before.blocks if block.users > 1])
+        self._release(self._newest)
+        self._versions[self._newest] = after
+        self._point_to(after, force=True)
         return [block.flat for block in after.blocks]
 
-    def _find(self, version: int, number: int) -> _Version:
-        found = self._held.get(version)
-        if found is None:
+    def _stored(self, version: int, number: int) -> _Version:
+        stored = self._versions.get(version)
+        if stored is None:
             state = (
-                "has not been made yet"
+                "does not exist yet"
                 if version > self._newest
-                else "was let go, since nothing in flight was to read it"
+                else "was released, since no micro-batch in flight was to read it"
             )
-            held = ", ".join(map(str, sorted(self._held)))
+            available = ", ".join(map(str, sorted(self._versions)))
             raise RunError(
-                f"stage {self._stage}: micro-batch {number} reads weight version {version}, which {state}; held are {held}. "
-                "The program does not do what the weight rule says: hold the two against each other with ps.verify"
+                f"stage {self._stage}: micro-batch {number} reads weight version {version}, which "
+                f"{state}; available are {available}. The program does not follow the weight rule: "
+                "compare the two with ps.verify"
             )
-        return found
+        return stored
 
-    def _show(self, version: _Version, *, surely: bool = False) -> None:
-        """Point the parameters at a version; `surely` even those that a layer has moved elsewhere
-        since.
+    def _point_to(self, version: _Version, *, force: bool = False) -> None:
+        """Point the parameters to a version.
+
+        Args:
+            version: the version.
+            force: also repoint parameters that a layer has moved to other memory.
         """
-        if surely:
+        if force:
             point(self._update.parameters, version.tensors)
-        elif version is not self._shown:
-            for parameter, wanted, shown in zip(
-                self._update.parameters, version.tensors, self._shown.tensors, strict=True
+        elif version is not self._current:
+            for parameter, target, current in zip(
+                self._update.parameters, version.tensors, self._current.tensors, strict=True
             ):
-                if wanted is not shown:
-                    parameter.data = wanted
-        self._shown = version
+                if target is not current:
+                    parameter.data = target
+        self._current = version
 
-    def _touched(self) -> set[int]:
-        """Groups with a gradient."""
+    def _groups_with_gradient(self) -> set[int]:
+        """Return the indices of the groups in which a parameter has a gradient."""
         parameters = self._update.parameters
-        return {
-            group
-            for group, indices in enumerate(self._layout.groups)
-            if any(parameters[i].grad is not None for i in indices)
-        }
+        groups = set()
+        for group, indices in enumerate(self._layout.groups):
+            if any(parameters[i].grad is not None for i in indices):
+                groups.add(group)
+        return groups
 
     def _version(self, blocks: list[Block]) -> _Version:
         for block in blocks:
             block.users += 1
         return _Version(blocks, self._layout.tensors(blocks))
 
-    def _changed(self, version: _Version, apart: list[Block]) -> _Version:
-        """The same values, those in `apart` in blocks of their own."""
-        if not apart:
+    def _unshared(self, version: _Version, copied: list[Block]) -> _Version:
+        """Return a version with the same values, of which the blocks in `copied` are copies."""
+        if not copied:
             for block in version.blocks:
                 block.users += 1
             return _Version(version.blocks, version.tensors)
-        own = {block.group: self._room(block.group) for block in apart}
-        copy([own[block.group].flat for block in apart], [block.flat for block in apart])
-        return self._version([own.get(block.group, block) for block in version.blocks])
+        copies = {block.group: self._new_block(block.group) for block in copied}
+        copy([copies[block.group].flat for block in copied], [block.flat for block in copied])
+        return self._version([copies.get(block.group, block) for block in version.blocks])
 
-    def _room(self, group: int) -> Block:
-        return self._free[group].pop() if self._free[group] else self._layout.room(group)
+    def _new_block(self, group: int) -> Block:
+        return self._free[group].pop() if self._free[group] else self._layout.new_block(group)
 
-    def _let_go(self, version: int) -> None:
-        for block in self._held.pop(version).blocks:
+    def _release(self, version: int) -> None:
+        for block in self._versions.pop(version).blocks:
             block.users -= 1
             if not block.users:
                 self._free[block.group].append(block)
 
-    def _lend(self, owner: _Version, shown: _Version) -> None:
-        """Let what graphs have saved of one version be another's values, until `_give_back`.
+    def _overwrite(self, owner: _Version, content: _Version) -> None:
+        """Put the values of `content` into the memory of `owner`, until `_restore`.
 
-        For rules by which a backward reads something else than its forward did: graphs refer to the
-        memory of what was read then.
+        For rules by which a backward reads another version than its forward: graphs refer to the
+        memory that the forward read.
         """
         pairs = [
-            (block, other)
-            for block, other in zip(owner.blocks, shown.blocks, strict=True)
-            if block is not other
+            (block, source)
+            for block, source in zip(owner.blocks, content.blocks, strict=True)
+            if block is not source
         ]
-        own = [(block, self._room(block.group)) for block, _ in pairs]
-        copy([spare.flat for _, spare in own], [block.flat for block, _ in own])
-        copy([block.flat for block, _ in pairs], [other.flat for _, other in pairs])
-        self._lent = _Lent(owner, shown, own)
+        saved = [(block, self._new_block(block.group)) for block, _ in pairs]
+        copy([spare.flat for _, spare in saved], [block.flat for block, _ in saved])
+        copy([block.flat for block, _ in pairs], [source.flat for _, source in pairs])
+        self._overlay = _Overlay(owner, content, saved)
 
-    def _give_back(self) -> None:
-        if self._lent is None:
+    def _restore(self) -> None:
+        """Undo `_overwrite`."""
+        if self._overlay is None:
             return
-        copy(
-            [block.flat for block, _ in self._lent.own], [spare.flat for _, spare in self._lent.own]
-        )
-        for _, spare in self._lent.own:
+        saved = self._overlay.saved
+        copy([block.flat for block, _ in saved], [spare.flat for _, spare in saved])
+        for _, spare in saved:
             self._free[spare.group].append(spare)
-        self._lent = None
+        self._overlay = None
 
 
 @register("versions")
 def versions(site: Site) -> Versions:
-    """A storage for every version that is read."""
+    """Return weights with memory for every version that is read."""
     return Versions(site)

@@ -1,15 +1,14 @@
-"""Waves: copies of a stage, each with versions of its own, tell each other after every so many
-updates what they have learnt.
+"""Waves: replicas of a stage, each with versions of its own, exchange their updates periodically.
 
-A wave is `length` updates of one copy. With the update that ends wave c, a copy hands on the sum of
-what its own updates have changed in that wave, and adds to its weights what the others handed on
-for wave c - D, in the order of their ranks. At a drain, copies may have made different numbers of
-updates: each goes on handing on what it has, or nothing, until all know of each other that there is
-no more.
+A wave is `length` updates of one replica. With the update that ends wave c, a replica sends the sum
+of the changes of its own updates in that wave, and adds to its weights what the others sent for
+wave c - D, in the order of their ranks. At a drain, replicas may have made different numbers of
+updates: each continues to send its remaining changes, or zeros, until all replicas know that there
+are no more.
 
-Source: Park et al. 2020, HetPipe, section 4 (wave-synchronous parallelism). There the sums meet in
-a parameter server, in no fixed order; here every copy adds them up itself, so that a run can be
-repeated.
+Source: Park et al. 2020, HetPipe, section 4 (wave-synchronous parallelism). HetPipe adds the sums
+in a parameter server, in no fixed order; here every replica adds them itself in order of rank, so
+that a run is reproducible.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ from penstock.schedule.stream import Waves
 
 @final
 class WaveWeights(StageWeights):
-    """The versions of one copy, and where its wave began."""
+    """The versions of one replica, and its weights at the start of the wave."""
 
     def __init__(self, site: Site, waves: Waves, exchange: WaveExchange) -> None:
         self._length, self._distance, self._exchange = waves.length, waves.distance, exchange
         self._versions = Versions(site)
         self._start: list[Tensor] = []
-        self._updates = 0  # in the wave that is under way
-        self._handed_on = 0  # waves
-        self._taken_in = 0
+        self._updates = 0  # in the current wave
+        self._sent = 0  # number of waves
+        self._received = 0
 
     def before_forward(self, number: int) -> None:
-        """The version that it reads."""
+        """Let the parameters be the version that the forward reads."""
         self._versions.before_forward(number)
 
     def before_backward(self, number: int) -> None:
-        """The version that it reads."""
+        """Let the parameters be the version that the backward reads."""
         self._versions.before_backward(number)
 
     def finished(self, number: int) -> None:
-        """It reads nothing any more."""
+        """Note that a micro-batch reads no version any more."""
         self._versions.finished(number)
 
     def update(self, version: int) -> None:
-        """The copy's own step, and at the end of a wave what the others have learnt."""
+        """Step the replica; at the end of a wave, exchange the changes."""
         if not self._updates:
             newest = self._versions.newest()
             self._start = self._start or list(map(torch.empty_like, newest))
@@ -59,77 +58,82 @@ class WaveWeights(StageWeights):
         self._versions.update(version)
         self._updates += 1
         if self._updates == self._length:
-            wave = self._handed_on
-            self._hand_on(last=False)
+            wave = self._sent
+            self._send(last=False)
             if wave >= self._distance:
-                self._take_in()
+                self._receive()
 
     def drain(self) -> None:
-        """Take in all that any copy has learnt. The copies are then equal but for rounding: one's
-        weights should be given to all.
+        """Receive all remaining changes of the other replicas.
+
+        The replicas are then equal but for rounding: the caller should copy the weights of one to
+        all.
         """
         self._versions.drain()
         if self._exchange.copies > 1:
-            ending = self._handed_on
-            self._hand_on(last=True)
+            ending = self._sent
+            self._send(last=True)
             while True:
-                wave = self._taken_in
-                # What another copy says of itself it says for a wave: all say so of the same wave,
-                # and stop there together.
-                if self._take_in() and wave >= ending:
+                wave = self._received
+                # Every replica marks the waves after its last update, so that all replicas see the
+                # first wave that all have marked, and stop at the same one.
+                if self._receive() and wave >= ending:
                     break
-                if self._taken_in == self._handed_on:
-                    self._hand_on(last=True)
-        self._updates = self._handed_on = self._taken_in = 0
+                if self._received == self._sent:
+                    self._send(last=True)
+        self._updates = self._sent = self._received = 0
 
     @property
     def versions(self) -> int:
-        """Those of this copy."""
+        """Number of versions of this replica."""
         return self._versions.versions
 
     @property
     def peak_versions(self) -> int:
-        """The most of them."""
+        """Maximum of `versions` so far."""
         return self._versions.peak_versions
 
     def held_bytes(self) -> int:
-        """Versions, and the weights as they were when the wave began."""
+        """Return the bytes of the versions, and of the weights at the start of the wave."""
         return self._versions.held_bytes() + sum(tensor.nbytes for tensor in self._start)
 
-    def _hand_on(self, *, last: bool) -> None:
-        """What this copy's updates have changed since the wave began, and whether there will be
-        nothing more.
+    def _send(self, *, last: bool) -> None:
+        """Send what this replica's updates have changed since the wave began.
+
+        Args:
+            last: whether this replica will make no more updates; sent as one more tensor.
         """
         newest = self._versions.newest()
-        learnt = (
-            torch._foreach_sub(newest, self._start)
-            if self._updates
-            else list(map(torch.zeros_like, newest))
-        )
-        self._exchange.hand_on(
-            self._handed_on, [*learnt, torch.tensor([float(last)], device=newest[0].device)]
-        )
-        self._handed_on += 1
+        if self._updates:
+            changes = list(torch._foreach_sub(newest, self._start))
+        else:
+            changes = list(map(torch.zeros_like, newest))
+        flag = torch.tensor([float(last)], device=newest[0].device)
+        self._exchange.hand_on(self._sent, [*changes, flag])
+        self._sent += 1
         self._updates = 0
 
-    def _take_in(self) -> bool:
-        """Add what the others have handed on for the next wave; whether that was the last of them
-        all.
+    def _receive(self) -> bool:
+        """Add the changes that the others sent for the next wave.
+
+        Returns:
+            Whether all of them were marked as the last.
         """
-        arrived = self._exchange.take_in(self._taken_in)
-        self._taken_in += 1
-        newest = self._versions.newest_for_writing()
-        for *learnt, _ in arrived:
-            torch._foreach_add_(
-                newest, [there.to(here.device) for there, here in zip(learnt, newest, strict=True)]
-            )
+        arrived = self._exchange.take_in(self._received)
+        self._received += 1
+        newest = self._versions.unshared_newest()
+        for *changes, _ in arrived:
+            local = [
+                change.to(weight.device) for change, weight in zip(changes, newest, strict=True)
+            ]
+            torch._foreach_add_(newest, local)
         return all(bool(last.item()) for *_, last in arrived)
 
 
 @register("waves")
 def waves(site: Site) -> StageWeights:
-    """The versions of one copy and one more storage, for where its wave began."""
+    """Return the versions of one replica, with memory for the weights at the start of the wave."""
     assert site.waves is not None
-    if site.exchange is None:  # one virtual worker, which has nobody to tell
+    if site.exchange is None:  # a single virtual worker, without other replicas
         return Versions(site)
     return WaveWeights(site, site.waves, site.exchange)

@@ -1,9 +1,8 @@
-"""Working weights: parameters that stay where they are in memory and now and then hold something
-else than the newest version.
+"""Working weights: parameters that keep their memory and temporarily hold other contents.
 
-Graphs refer to that memory, so that a backward reads what it holds then. The newest version is put
-aside only before something else takes its place, and comes back only when an op or the optimizer
-needs it: while all ops read the newest, nothing is copied.
+Graphs refer to that memory, so a backward reads what it holds then. The newest version is copied
+aside only before other contents take its place, and comes back only when an op or the optimizer
+needs it: while all ops read the newest version, nothing is copied.
 """
 
 from __future__ import annotations
@@ -18,14 +17,19 @@ from torch import Tensor
 from penstock.optim.blocks import copy
 from penstock.optim.update import Update
 
-#: Makes contents of the newest version, in place.
+#: Changes the newest version into other contents, in place.
 Change = Callable[[list[Tensor]], None]
 
 
 @dataclass
-class _Wanted:
-    """Contents that will be asked for again: how they are made, whether they have been copied, and
-    whether they should be soon.
+class _CachedContent:
+    """Contents that will be needed again.
+
+    Attributes:
+        content: their name.
+        change: computes them from the newest version.
+        soon: copy them as soon as other contents replace them, not only before a step.
+        stored: whether they have been copied.
     """
 
     content: Hashable
@@ -36,52 +40,50 @@ class _Wanted:
 
 @final
 class Working:
-    """What the parameters of a stage hold. Contents have names: any hashable value; `newest` is the
-    name of the newest version.
+    """The contents of a stage's parameters.
+
+    Contents are named by any hashable value; `newest` is the name of the newest version.
     """
 
     def __init__(self, update: Update, newest: Hashable) -> None:
         self.newest = newest
         self._update = update
         self._values = [parameter.data for parameter in update.parameters]
-        self._aside: list[Tensor] = []
-        self._is_aside = False
-        self._holds: Hashable = newest
-        self._wanted: dict[str, _Wanted] = {}
-        self._room: dict[str, list[Tensor]] = {}
+        self._newest_copy: list[Tensor] = []
+        self._copy_is_valid = False
+        self._current: Hashable = newest
+        self._cached: dict[str, _CachedContent] = {}
+        self._stored_values: dict[str, list[Tensor]] = {}
 
     def has(self, content: Hashable) -> bool:
-        """Whether the contents of that name are somewhere, so that `show` needs nothing to make
-        them of.
-        """
-        stored = (wanted.content for wanted in self._wanted.values() if wanted.stored)
-        return content in (self.newest, self._holds) or content in stored
+        """Return whether contents are available, so that `show` does not need to compute them."""
+        stored = (cached.content for cached in self._cached.values() if cached.stored)
+        return content in (self.newest, self._current) or content in stored
 
     def show(self, content: Hashable, change: Change | None = None) -> None:
-        """Let the parameters hold this. What is nowhere is made by `change`."""
-        if content == self._holds:
+        """Let the parameters hold `content`, computed by `change` if it is not available."""
+        if content == self._current:
             return
-        if self._holds == self.newest:
-            self._put_aside()
-        for name, wanted in self._wanted.items():
-            if wanted.soon and wanted.content == self._holds != self.newest:
-                self._store(name, wanted)
-        room = next(
-            (
-                self._room[name]
-                for name, it in self._wanted.items()
-                if it.stored and it.content == content
-            ),
-            None,
-        )
-        if room is not None:
-            copy(self._memory(), room)
+        if self._current == self.newest:
+            self.copy_newest()
+        for name, cached in self._cached.items():
+            if cached.soon and cached.content == self._current != self.newest:
+                self._store(name, cached)
+        values = self._stored(content)
+        if values is not None:
+            copy(self._memory(), values)
         else:
-            if self._holds != self.newest:
-                copy(self._memory(), self._aside)
+            if self._current != self.newest:
+                copy(self._memory(), self._newest_copy)
             if content != self.newest and change is not None:
                 change(self._memory())
-        self._holds = content
+        self._current = content
+
+    def _stored(self, content: Hashable) -> list[Tensor] | None:
+        for name, cached in self._cached.items():
+            if cached.stored and cached.content == content:
+                return self._stored_values[name]
+        return None
 
     def keep(
         self,
@@ -91,55 +93,64 @@ class Working:
         *,
         soon: bool = False,
     ) -> None:
-        """Let contents that have just been shown be had, even after a step, until others (or None)
-        are kept under the same name.
+        """Keep contents that have just been shown available, even after a step.
+
+        They are available until other contents (or None) are cached under the same name.
 
         Args:
-            name: of which there are few: each may take memory of the size of the weights.
+            name: a name for the memory. Each may take as much memory as the weights.
             content, change: as in `show`.
-            soon: copy them as soon as something else is shown, and not only before a step, so that
-            they need not be made again.
+            soon: copy the contents as soon as others are shown, not only before a step, so that
+                they need not be computed again.
         """
-        wanted = self._wanted.get(name)
+        cached = self._cached.get(name)
         if content is None:
-            self._wanted.pop(name, None)
-        elif wanted is None or wanted.content != content:
-            self._wanted[name] = _Wanted(content, change, soon)
+            self._cached.pop(name, None)
+        elif cached is None or cached.content != content:
+            self._cached[name] = _CachedContent(content, change, soon)
 
     def begin_step(self) -> None:
         """Let the parameters be the newest version, which a step is about to change."""
-        for name, wanted in self._wanted.items():
-            if not wanted.stored:
-                self.show(wanted.content, wanted.change)
-                self._store(name, wanted)
+        for name, cached in self._cached.items():
+            if not cached.stored:
+                self.show(cached.content, cached.change)
+                self._store(name, cached)
         self.show(self.newest)
 
-    def newest_aside(self) -> list[Tensor]:
-        """The newest version once more, in memory that may be used for something else between a
-        step and its `end_step`.
+    def copy_newest(self) -> list[Tensor]:
+        """Copy the newest version aside, unless that has been done, and return the copy.
+
+        Between a step and its `end_step` the copy's memory may be used for other purposes.
         """
-        self._put_aside()
-        return self._aside
+        if not self._copy_is_valid:
+            self._newest_copy = self._newest_copy or list(map(torch.empty_like, self._memory()))
+            copy(self._newest_copy, self._memory())
+            self._copy_is_valid = True
+        return self._newest_copy
 
     def end_step(self, newest: Hashable) -> None:
-        """The parameters are the next version, which has this name."""
-        self._is_aside = False
-        self._holds = self.newest = newest
+        """Note that the parameters are the next version, with the name `newest`."""
+        self._copy_is_valid = False
+        self._current = self.newest = newest
 
     def restart(self, newest: Hashable) -> None:
-        """Let the parameters be the newest version, under another name; nothing else is kept."""
-        self._wanted.clear()
+        """Let the parameters be the newest version, under another name; drop all other contents."""
+        self._cached.clear()
         self.show(self.newest)
-        self._is_aside = False  # from now on others may write into the parameters
-        self._holds = self.newest = newest
+        self._copy_is_valid = False  # from now on others may write into the parameters
+        self._current = self.newest = newest
 
     def held_bytes(self) -> int:
-        """Parameters, what is aside, and what is kept."""
-        held: list[Sequence[Tensor]] = [self._update.parameters, self._aside, *self._room.values()]
-        return sum(tensor.nbytes for tensors in held for tensor in tensors)
+        """Return the bytes of parameters, copies and cached contents."""
+        tensor_lists: list[Sequence[Tensor]] = [
+            self._update.parameters,
+            self._newest_copy,
+            *self._stored_values.values(),
+        ]
+        return sum(tensor.nbytes for tensors in tensor_lists for tensor in tensors)
 
     def _memory(self) -> list[Tensor]:
-        """The parameters, as tensors whose changes autograd does not see."""
+        """Return the parameters as tensors whose changes autograd does not see."""
         parameters = self._update.parameters
         if any(p.data_ptr() != v.data_ptr() for p, v in zip(parameters, self._values, strict=True)):
             self._values = [
@@ -147,16 +158,10 @@ class Working:
             ]  # a layer has moved them, as recurrent ones do on a GPU
         return self._values
 
-    def _put_aside(self) -> None:
-        if not self._is_aside:
-            self._aside = self._aside or list(map(torch.empty_like, self._memory()))
-            copy(self._aside, self._memory())
-            self._is_aside = True
-
-    def _store(self, name: str, wanted: _Wanted) -> None:
-        """Copy what the parameters hold, which is wanted."""
-        if not wanted.stored:
-            if name not in self._room:
-                self._room[name] = list(map(torch.empty_like, self._memory()))
-            copy(self._room[name], self._memory())
-            wanted.stored = True
+    def _store(self, name: str, cached: _CachedContent) -> None:
+        """Copy the present contents of the parameters, which are those of `cached`."""
+        if not cached.stored:
+            if name not in self._stored_values:
+                self._stored_values[name] = list(map(torch.empty_like, self._memory()))
+            copy(self._stored_values[name], self._memory())
+            cached.stored = True

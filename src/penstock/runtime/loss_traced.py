@@ -18,7 +18,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.device_batch import INPUTS, device_batch
 from penstock.runtime.loss_terms import MEAN, SUM, UnknownForm, class_count
 from penstock.tracing.flow import op_name
-from penstock.tracing.traced import Given, TracedLayer
+from penstock.tracing.traced import StageInputs, TracedLayer
 from penstock.tracing.variants import Variant
 from penstock.values.structure import map_tensors, tensors_of
 
@@ -98,7 +98,7 @@ class ModelLoss:
         """
         rows = []
         for number, share in zip(batch.numbers, batch.shares, strict=True):
-            inputs = Given(self.layer.variants, self._inputs(batch, number), self.device)
+            inputs = StageInputs(self.layer.variants, self._inputs(batch, number), self.device)
             rows.append(self._terms(inputs, share, place))
         if any(len(row) != len(rows[0]) for row in rows):
             raise UnknownForm("terms that come and go")
@@ -109,7 +109,7 @@ class ModelLoss:
             return device_batch(batch, self.device).part(INPUTS, number)
         return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[number])
 
-    def _terms(self, inputs: Given, share: float, place: int) -> list[float | None]:
+    def _terms(self, inputs: StageInputs, share: float, place: int) -> list[float | None]:
         """By term what the micro-batch counts; None for a sum."""
         variant = inputs.variant(self.layer.training)
         reading = _Reading(inputs, variant, self.layer, share)
@@ -139,7 +139,7 @@ def _output(variant: Variant, place: int) -> fx.Node:
 class _Reading:
     """Reads one graph with one micro-batch's inputs."""
 
-    inputs: Given
+    inputs: StageInputs
     variant: Variant
     layer: TracedLayer
     share: float
@@ -187,7 +187,7 @@ class _Reading:
     def _is_known(self, node: fx.Node) -> bool:
         """Whether a value depends on inputs and constants alone."""
         flow = self.variant.flow
-        return node in flow.again or node in flow.constants
+        return node in flow.recomputed or node in flow.constants
 
     def _scaled(self, terms: list[float | None], by: Any, times: bool) -> list[float | None]:
         """Terms that are multiplied or divided by something."""
@@ -195,7 +195,7 @@ class _Reading:
             return terms  # a number, the same for all micro-batches
         if not self._is_known(by):
             raise UnknownForm("a factor that depends on outputs")
-        (value,) = self.inputs.again(self.layer.training, [by])
+        (value,) = self.inputs.recompute(self.layer.training, [by])
         number = float(value)
         if times and number:
             number = 1 / number
@@ -213,7 +213,7 @@ class _Reading:
         if not _depends_on_contents(target):
             # Numbers of rows: each sample's own place is its class, as in a contrastive loss.
             raise UnknownForm("classes that are the numbers of the samples")
-        (value,) = self.inputs.again(self.layer.training, [target])
+        (value,) = self.inputs.recompute(self.layer.training, [target])
         if value.is_floating_point():
             return self.share
         return class_count(value, self._weight(node), int(_argument(node, "ignore_index", -100)))
@@ -232,7 +232,7 @@ class _Reading:
         if weight is None:
             return None
         if self._is_known(weight):
-            (value,) = self.inputs.again(self.layer.training, [weight])
+            (value,) = self.inputs.recompute(self.layer.training, [weight])
             return value  # type: ignore[no-any-return]
         if weight not in self.variant.flow.weights:
             raise UnknownForm("class weights that the model computes")

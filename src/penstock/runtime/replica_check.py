@@ -264,4 +264,4 @@ class _ObservedLayers:
         if found.findings:
             self._refuse(list(found.findings))
         self._steady = steady_buffers(state, found.changed)
-        return found.made[0]
+        return found.output[0]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from penstock.tracing.flow import op_name
 from penstock.tracing.hooks import hooked
+from penstock.tracing.ops import op_name
 from penstock.tracing.traced import TracedLayer
 
 #: Differences from the undivided batch up to here are rounding, by the precision that layers

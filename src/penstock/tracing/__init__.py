@@ -1,1 +1,1 @@
-"""From nn.Module to a chain with its modules."""
+"""Conversion of an nn.Module into a chain of layers with its modules."""

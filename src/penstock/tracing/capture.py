@@ -1,11 +1,10 @@
-"""One run of a model on tensors without contents, written down op by op: torch.export's graph of
-it, with what the graph holds for.
+"""Capture of a model's graph: one run of torch.export on tensors without data, and its corrections.
 
-torch.export was chosen over torch.fx by what they can do (docs/models.md has the figures): it takes
-every form of Python that does not look at values of tensors, keeps composite ops whole (a linear
-map, attention, dropout), so that autograd does what it does in the model, and knows for which other
-shapes its graph is right. What it gets wrong without a word is put right here, or refused:
-functions with a backward of their own, `.data`, buffers that are replaced, and hooks on gradients.
+torch.export was chosen over torch.fx for its coverage (docs/models.md has the figures). It handles
+all Python control flow that does not depend on values of tensors, keeps composite ops whole (a
+linear map, attention, dropout), so that autograd treats them as in the model, and records for which
+other shapes its graph is valid. This module corrects or rejects what torch.export silently gets
+wrong: autograd.Functions, `.data`, buffers that are replaced, and hooks on gradients.
 """
 
 from __future__ import annotations
@@ -23,24 +22,27 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ChainError
 from penstock.tracing.domain import Domain
 from penstock.tracing.draws import Drawn, Draws
 from penstock.tracing.faults import Refused, fault, line_of
 from penstock.tracing.interception import Interceptor, intercepted
 from penstock.tracing.outputs import Outputs
-from penstock.tracing.plain import contents
 from penstock.tracing.quiet import quietly
 from penstock.tracing.reads import Reads, carried
+from penstock.tracing.skeleton import replace_tensors
 
-# torch.export changes things of the whole process while it runs.
-_ONE_AT_A_TIME = threading.RLock()
+# torch.export changes global state of the process while it runs.
+_EXPORT_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """Inputs without their contents: nesting, tensors' forms, and all that is no tensor, which
-    becomes part of the graph.
+    """Structure of a micro-batch's inputs.
+
+    Attributes:
+        spec: the nesting.
+        leaves: tensors, of which only shape and dtype matter, and constants, which become part of
+            the graph.
     """
 
     spec: pytree.TreeSpec
@@ -48,7 +50,7 @@ class Form:
 
     @classmethod
     def of(cls, inputs: Any) -> Form:
-        """The form of some inputs; a mapping of another kind than dict is taken as a dict."""
+        """Return the form of inputs; a mapping that is not a dict is treated as a dict."""
         if isinstance(inputs, Mapping) and not isinstance(inputs, dict):
             inputs = dict(inputs)
         leaves, spec = pytree.tree_flatten(inputs)
@@ -61,7 +63,7 @@ class Form:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What must be the same for one graph to serve two inputs, whatever their shapes."""
+        """A key that must be equal for one graph to serve two inputs, whatever their shapes."""
         leaves = tuple(
             (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
             for leaf in self.leaves
@@ -69,7 +71,7 @@ class Form:
         return str(self.spec), leaves
 
     def on_meta(self) -> Form:
-        """The same, with nothing in memory."""
+        """Return the same form with its tensors on the meta device."""
         leaves = tuple(
             torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
             for leaf in self.leaves
@@ -77,16 +79,17 @@ class Form:
         return Form(self.spec, leaves)
 
     def value(self, tensors: Sequence[Tensor]) -> Any:
-        """The inputs with other tensors."""
-        given = iter(tensors)
-        return pytree.tree_unflatten(
-            [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec
-        )
+        """Return inputs of this structure with other tensors."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """A model on a micro-batch's inputs: a tensor is its argument, a tuple or list its arguments, a
-    dict its keyword arguments.
+    """Call a model with a micro-batch's inputs.
+
+    A tensor is the only argument, a tuple or list the positional arguments, and a dict the keyword
+    arguments.
     """
     if isinstance(inputs, dict):
         return model(**inputs)
@@ -95,8 +98,15 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """A graph over flat tensors: what holds its constants, how outputs nest, and for which shapes
-    it is right.
+    """A graph over flat tensors.
+
+    Attributes:
+        graph: the graph.
+        holder: the module with the graph's constants.
+        outputs: how the outputs nest.
+        domain: for which input shapes the graph is valid.
+        functions: autograd.Functions that the model calls, by name.
+        reads: attributes that the forward reads or changes.
     """
 
     graph: fx.Graph
@@ -108,7 +118,7 @@ class Capture:
 
 
 class _Flat(nn.Module):
-    """The model on its inputs' tensors one by one, to its outputs' tensors one by one."""
+    """Wrapper of a model that takes and returns its tensors one by one."""
 
     def __init__(
         self,
@@ -123,76 +133,35 @@ class _Flat(nn.Module):
         self._form, self._outputs, self._interceptor = form, outputs, interceptor
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
-        """Run the model."""
-        before = [
-            (part._buffers, key, buffer)
-            for part in self.model.modules()
-            for key, buffer in part._buffers.items()
+        """Run the model.
+
+        Raises:
+            Refused: the model replaces a buffer by a tensor of another shape.
+        """
+        buffers_before = [
+            (module._buffers, key, buffer)
+            for module in self.model.modules()
+            for key, buffer in module._buffers.items()
         ]
         with self._interceptor:
             with self._draws.watching(), self._reads.recording():
                 output = call(self.model, self._form.value(tensors))
             moving = self._outputs.flatten(output)
-            for holder, key, buffer in before:
-                made = holder.get(key)
-                if made is buffer:
+            for buffers, key, buffer in buffers_before:
+                replacement = buffers.get(key)
+                if replacement is buffer:
                     continue
-                # The model has put another tensor in its place: the same values in the same tensor,
-                # where others find them.
-                holder[key] = buffer
-                if buffer is None or made is None or made.shape != buffer.shape:
+                # The model has replaced its buffer. Copy the values into the original tensor, to
+                # which the graph and other modules refer.
+                buffers[key] = buffer
+                if buffer is None or replacement is None or replacement.shape != buffer.shape:
                     raise Refused(
-                        f"it gives its buffer {key!r} another shape as it runs, which only the layer that has it would know"
+                        f"it gives its buffer {key!r} another shape as it runs, which only the "
+                        "layer that has it would know"
                     )
                 with torch.no_grad():
-                    buffer.copy_(made.detach())
+                    buffer.copy_(replacement.detach())
         return moving
-
-
-def skeleton_of(
-    model: nn.Module,
-    before: nn.Module | None = None,
-    written: Mapping[str, Collection[str]] | None = None,
-) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on the meta device: what it does, without
-    its weights.
-
-    Args:
-        model: the model.
-        before: an earlier skeleton.
-        written: by the path of a module, attributes that the copy has from `before`: caches of the
-        forward, which may hold by now what
-            cannot be copied.
-    """
-    made: dict[int, object] = {}
-    for path, names in (written or {}).items():
-        values = [vars(model.get_submodule(path)).get(name) for name in names]
-        made.update((id(value), None) for value in values if contents(value))
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in made:
-            empty: Tensor = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-            )
-            made[id(tensor)] = (
-                nn.Parameter(empty, tensor.requires_grad)
-                if isinstance(tensor, nn.Parameter)
-                else empty
-            )
-    try:
-        copied = copy.deepcopy(model, made)
-    except Exception as error:
-        raise ChainError(
-            f"{type(model).__name__} cannot be copied to be traced ({type(error).__name__}: {error}). A tensor that the model "
-            "keeps must be a buffer, or none that autograd has made; locks, files and their like it should make when "
-            "they are needed"
-        ) from error
-    for path, names in (written or {}).items():
-        held = vars(copied.get_submodule(path))
-        old = {} if before is None else vars(before.get_submodule(path))
-        for name in names:
-            held.pop(name, None)
-            held.update({name: old[name]} if name in old else {})
-    return copied
 
 
 def capture(
@@ -202,27 +171,26 @@ def capture(
     training: bool,
     caches: Mapping[str, Collection[str]] | None = None,
 ) -> Capture:
-    """Write down what a model does with inputs of a form, and of other shapes where it does the
-    same with these.
+    """Capture the graph of a model for inputs of a form, where possible for other shapes too.
 
     Args:
         skeleton: the model, from `skeleton_of`.
-        form: of the inputs.
-        training: in the modes that its parts have; else all of them in evaluation mode.
-        caches: by the path of a module, attributes that its forward may change, since another graph
-        has found them to be caches.
+        form: form of the inputs.
+        training: keep the training mode of every module; otherwise all are in evaluation mode.
+        caches: by the path of a module, attributes that its forward may change, since an earlier
+            capture has found that they are caches.
 
     Raises:
-        ChainError: the model does what cannot be written down; the message has its file and line.
+        ChainError: the model cannot be captured; the message has file and line of the reason.
     """
     request = _Request(skeleton, form, training, caches or {})
-    with _ONE_AT_A_TIME:
-        return _apart(lambda: _captured(request))
+    with _EXPORT_LOCK:
+        return _in_thread(lambda: _capture_or_fault(request))
 
 
 @dataclass(frozen=True, eq=False)
 class _Request:
-    """What is to be written down, see `capture`."""
+    """Arguments of `capture`."""
 
     skeleton: nn.Module
     form: Form
@@ -230,96 +198,101 @@ class _Request:
     caches: Mapping[str, Collection[str]]
 
 
-def _captured(request: _Request) -> Capture:
+def _capture_or_fault(request: _Request) -> Capture:
     try:
-        return _checked(request, dynamic=True)
+        return _capture_checked(request, dynamic=True)
     except Drawn as error:
-        raise fault(request.skeleton, _located(request) or error) from error
+        raise fault(request.skeleton, _locate_draw(request) or error) from error
     except Refused as error:
         raise fault(request.skeleton, error) from error
-    except Exception:  # noqa: BLE001  # torch.export raises of all kinds; with sizes that are numbers it can do more
+    except Exception:  # noqa: BLE001  # torch.export raises exceptions of all kinds
+        # With fixed sizes torch.export supports more models.
         try:
-            return _checked(request, dynamic=False)
+            return _capture_checked(request, dynamic=False)
         except Drawn as error:
-            raise fault(request.skeleton, _located(request) or error) from error
+            raise fault(request.skeleton, _locate_draw(request) or error) from error
         except Exception as error:
             raise fault(request.skeleton, error) from error
 
 
-def _checked(request: _Request, *, dynamic: bool) -> Capture:
-    """A graph; what may be caches of the forward is held against a second call that finds them
-    filled.
+def _capture_checked(request: _Request, *, dynamic: bool) -> Capture:
+    """Capture a graph, and check that attributes that may be caches are caches.
+
+    The check is a second capture in which they are already filled: a cache stays as it is, while a
+    counter goes on.
 
     Raises:
-        Refused: the second call changes them again.
+        Refused: the second forward changes an attribute again.
     """
-    made = _exported(request, dynamic=dynamic)
-    sizes, tables = made.reads.sizes, made.reads.tables
+    captured = _export(request, dynamic=dynamic)
+    sizes, tables = captured.reads.sizes, captured.reads.tables
     if not sizes and not tables:
-        return made
-    other = copy.deepcopy(request.skeleton)
+        return captured
+    filled = copy.deepcopy(request.skeleton)
     for path, name in sizes:
-        vars(other.get_submodule(path))[name] += _AWAY
+        vars(filled.get_submodule(path))[name] += _COUNTER_OFFSET
     for (path, name), (shape, dtype) in tables.items():
-        vars(other.get_submodule(path))[name] = torch.zeros(shape, dtype=dtype)
-    again = _exported(replace(request, skeleton=other), dynamic=dynamic).reads.sizes
+        vars(filled.get_submodule(path))[name] = torch.zeros(shape, dtype=dtype)
+    second_sizes = _export(replace(request, skeleton=filled), dynamic=dynamic).reads.sizes
     for (path, name), value in sizes.items():
-        if again.get((path, name)) != value:
+        if second_sizes.get((path, name)) != value:
             raise Refused(carried(path, name, f"to {value}"))
-    return made
+    return captured
 
 
-#: Added to a number that may be a counter: a counter goes on from there.
-_AWAY = 1_000_003
+#: Added to a number that may be a counter or a cache: a counter continues from there, a cache is
+#: set to the same value as before.
+_COUNTER_OFFSET = 1_000_003
 
 
-def _located(request: _Request) -> Drawn | None:
-    """The error of a model that draws, with the line."""
+def _locate_draw(request: _Request) -> Drawn | None:
+    """Return the error of a model that draws random numbers, with the line that draws."""
     for dynamic in (True, False):
         try:
-            _exported(request, dynamic=dynamic, locate=True)
+            _export(request, dynamic=dynamic, locate=True)
         except Drawn as error:
             return error
-        except Exception:  # noqa: BLE001, S112  # the same that made the first try fail
+        except Exception:  # noqa: BLE001, S112  # the same exception as in the first attempt
             continue
     return None
 
 
-def _apart(work: Callable[[], Capture]) -> Capture:
-    """Work in a thread of its own, where there is nothing of what surrounds the caller: a batch of
-    another form may come up while a rank counts what autograd keeps, or on fake tensors. Only
-    autocast is the caller's: a model may go by dtypes.
+def _in_thread(work: Callable[[], Capture]) -> Capture:
+    """Run `work` in a new thread, without the dispatch modes and hooks of the caller's thread.
+
+    A batch of a new form may arrive while saved-tensor hooks are installed, or under a fake tensor
+    mode. Only autocast is copied from the caller, since a model may depend on dtypes.
     """
     autocast = [
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
+        (device, torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
     ]
-    found: list[Capture] = []
-    failed: list[BaseException] = []
+    results: list[Capture] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            with ExitStack() as surroundings:
-                for kind, dtype in autocast:
-                    surroundings.enter_context(torch.autocast(kind, dtype))
-                found.append(work())
-        except BaseException as error:  # noqa: BLE001  # raised again where it was asked for
-            failed.append(error)
+            with ExitStack() as stack:
+                for device, dtype in autocast:
+                    stack.enter_context(torch.autocast(device, dtype))
+                results.append(work())
+        except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
+            errors.append(error)
 
     thread = threading.Thread(target=run, name="tracing")
     thread.start()
     thread.join()
-    if failed:
-        raise failed[0]
-    return found[0]
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
-def _exported(request: _Request, *, dynamic: bool, locate: bool = False) -> Capture:
+def _export(request: _Request, *, dynamic: bool, locate: bool = False) -> Capture:
     form = request.form
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     outputs, interceptor = Outputs(), Interceptor()
-    model = _faked(request.skeleton, mode)
+    model = _fake_copy(request.skeleton, mode)
     if not request.training:
         model.eval()
     lengths = {size for tensor in form.tensors for size in tensor.shape}
@@ -350,87 +323,89 @@ def _exported(request: _Request, *, dynamic: bool, locate: bool = False) -> Capt
     )
 
 
-def _faked(skeleton: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy with tensors of the CPU, as far as the model can see."""
-    made: dict[int, object] = {}
+def _fake_copy(skeleton: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Return a copy with fake tensors that appear to be on the CPU."""
+    memo: dict[int, object] = {}
     with mode:
-        for tensor in (*skeleton.parameters(), *skeleton.buffers()):
-            if id(tensor) not in made:
-                fake: Tensor = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-                )
-                made[id(tensor)] = (
-                    nn.Parameter(fake, tensor.requires_grad)
-                    if isinstance(tensor, nn.Parameter)
-                    else fake
-                )
-    return copy.deepcopy(skeleton, made)
+        replace_tensors(skeleton, memo, "cpu")
+    return copy.deepcopy(skeleton, memo)
 
 
 def _dimensions(tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """Which sizes may change: samples, and tokens. Sides of images and the like seldom do; where
-    they do, they have a graph each.
+    """Return which sizes torch.export should treat as dynamic: samples, and tokens.
+
+    Sides of images and similar sizes seldom change; inputs of other such sizes get a graph of
+    their own.
     """
-    auto = torch.export.Dim.AUTO
 
-    def of(tensor: Tensor) -> dict[int, Any]:
-        free = tensor.dim() if not tensor.is_floating_point() else 2 if tensor.dim() == 3 else 1
-        return {dim: auto for dim in range(min(free, tensor.dim())) if tensor.shape[dim] > 1}
+    def dynamic_sizes(tensor: Tensor) -> dict[int, Any]:
+        # Floats are (samples, tokens, features), or have samples first; integers are tokens.
+        leading = 2 if tensor.dim() == 3 else 1
+        if not tensor.is_floating_point():
+            leading = tensor.dim()
+        return {
+            dim: torch.export.Dim.AUTO
+            for dim in range(min(leading, tensor.dim()))
+            if tensor.shape[dim] > 1
+        }
 
-    return {"tensors": tuple(of(tensor) for tensor in tensors)}
+    return {"tensors": tuple(dynamic_sizes(tensor) for tensor in tensors)}
 
 
 @contextmanager
 def without_caches(model: nn.Module) -> Iterator[None]:
-    """Models of transformers return keys and values for generation unless told otherwise; in a
-    pipeline these would travel to its end.
+    """Switch off the key-value caches of models of the transformers library in this context.
+
+    By default these models return keys and values for generation; in a pipeline they would be sent
+    from stage to stage up to the last.
     """
-    configs = {
-        id(config): config
-        for part in model.modules()
-        if (config := vars(part).get("config")) is not None
-    }
-    before = []
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if config is not None:
+            configs[id(config)] = config
+    changed = []
     for config in configs.values():
         if getattr(config, "use_cache", False) is True:
             with suppress(AttributeError, TypeError):
                 config.use_cache = False
-                before.append(config)
+                changed.append(config)
     try:
         yield
     finally:
-        for config in before:
+        for config in changed:
             config.use_cache = True
 
 
 def _check_constants(holder: fx.GraphModule) -> None:
-    """A tensor of the trace among the constants is one that the model hid from it.
+    """Raise an error if a constant of the graph is a tensor without data, or a generator.
 
     Raises:
-        Refused: there is one.
+        Refused: there is such a constant.
     """
-    known = {id(tensor) for tensor in (*holder.parameters(), *holder.buffers())}
+    state_ids = {id(tensor) for tensor in (*holder.parameters(), *holder.buffers())}
     for node in holder.graph.find_nodes(op="get_attr"):
         value = constant(holder, node.target)
         if isinstance(value, torch.Generator):
             raise Refused(
-                "it draws from a torch.Generator of its own, whose sequence would depend on the order of micro-batches and on the "
-                "cut: leave `generator` out, then draws depend on seed, step, layer and micro-batch",
+                "it draws from a torch.Generator of its own, whose sequence would depend on the "
+                "order of micro-batches and on the cut: leave `generator` out, then draws depend "
+                "on seed, step, layer and micro-batch",
                 place=line_of(next(iter(node.users))),
             )
         if isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor)):
-            shape = tuple(value.shape)
-            named = str(node.target).removeprefix("model.")
-            if id(value) in known and not named.startswith("lifted_tensor"):
+            name = str(node.target).removeprefix("model.")
+            if id(value) in state_ids and not name.startswith("lifted_tensor"):
                 continue
             raise Refused(
-                f"it uses a tensor of shape {shape} ({named}) that it has hidden from tracing, or that is on the meta device and no "
-                "buffer, so that its values are not known"
+                f"it uses a tensor of shape {tuple(value.shape)} ({name}) that it has hidden from "
+                "tracing, or that is on the meta device and no buffer, so that its values are not "
+                "known"
             )
 
 
 def constant(holder: nn.Module, target: Any) -> Any:
-    """What a get_attr node stands for."""
+    """Return the object that a get_attr node refers to."""
     value: Any = holder
     for name in str(target).split("."):
         value = getattr(value, name)

@@ -1,10 +1,10 @@
-"""Where a captured graph is cut into layers: one for every module with weights of its own, with the
-ops around it.
+"""Division of a captured graph into layers: one for every module with weights of its own.
 
-Ops run in one order, so that any cut between two of them is sound; where values share memory and
-one is changed later, they must stay together. Of the places between two modules with weights that
-is taken where the least has to cross; of equals the last, so that an activation stays with what
-made its input.
+A layer also gets the ops around its module. Ops run in a fixed order, so a cut between any two of
+them is valid, unless values that share memory would be sent separately and one of them is changed
+later. Between two modules with weights the cut is placed where the fewest bytes cross; of cuts with
+equally many bytes the last is taken, so that an activation function stays with the layer that
+computes its input.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ from itertools import pairwise
 from torch import fx, nn
 
 from penstock.errors import ChainError
-from penstock.tracing.flow import Flow, is_heavy
+from penstock.tracing.flow import Flow
+from penstock.tracing.ops import is_heavy
 
-#: A module and how manyth of its calls, of those that use its weights: the same in all graphs of a
-#: model.
+#: Path of a module, and the number of its call among the calls that use its weights, from 1. The
+#: same in all graphs of a model.
 Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ops with weights of one call of a module: the first and the last one's index in the order."""
+    """Ops that use the weights of one call of a module.
+
+    Attributes:
+        key: the call.
+        first, last: indices of the first and the last op in the order.
+    """
 
     key: Key
     first: int
@@ -34,7 +40,10 @@ class Group:
 
 
 def stack_of(node: fx.Node) -> list[tuple[str, str]]:
-    """The modules that an op ran in, outermost first: call, and qualified name in the model."""
+    """Return the modules in whose forward an op ran, outermost first.
+
+    For each: an identifier of the call, and the qualified name in the model.
+    """
     stack: Mapping[str, tuple[str, object]] = node.meta.get("nn_module_stack") or {}
     return [
         (call, _inner(path))
@@ -48,35 +57,47 @@ def _inner(path: str) -> str:
 
 
 def groups_of(flow: Flow, model: nn.Module) -> list[Group]:
-    """The calls of modules with weights that are worth a layer, in order."""
-    found: list[tuple[str, str, int, int, bool]] = []
-    for index, node in enumerate(flow.order):
-        if not any(
-            used in flow.weights and used not in flow.again for used in node.all_input_nodes
-        ):
-            continue
-        call, path = (stack_of(node) or [("", "")])[-1]
-        path = path or _owner(flow, node)
-        if found and found[-1][:2] == (call, path):
-            found[-1] = (call, path, found[-1][2], index, found[-1][4] or is_heavy(node))
-        else:
-            found.append((call, path, index, index, is_heavy(node)))
-    groups, calls = [], dict[str, int]()
-    for _, path, first, last, heavy in found:
-        if heavy or _is_leaf(model, path):
-            calls[path] = calls.get(path, 0) + 1
-            groups.append(Group((path, calls[path]), first, last))
+    """Return the calls of modules with weights that justify a layer, in order."""
+    runs = _runs_with_weights(flow)
+    groups: list[Group] = []
+    calls: dict[str, int] = {}
+    for run in runs:
+        if run.is_heavy or _is_leaf(model, run.path):
+            calls[run.path] = calls.get(run.path, 0) + 1
+            groups.append(Group((run.path, calls[run.path]), run.first, run.last))
     return groups
 
 
-def _owner(flow: Flow, node: fx.Node) -> str:
-    """What stands in no module's forward but the model's own goes by the module whose weights it
-    uses.
-    """
-    for used in node.all_input_nodes:
-        if used in flow.weights and used not in flow.again:
-            return flow.weights[used].rpartition(".")[0]
-    return ""
+@dataclass
+class _Run:
+    """Consecutive ops with weights in one call of a module."""
+
+    call: str
+    path: str
+    first: int
+    last: int
+    is_heavy: bool
+
+
+def _runs_with_weights(flow: Flow) -> list[_Run]:
+    runs: list[_Run] = []
+    for index, node in enumerate(flow.order):
+        weights = [
+            source
+            for source in node.all_input_nodes
+            if source in flow.weights and source not in flow.recomputed
+        ]
+        if not weights:
+            continue
+        call, path = (stack_of(node) or [("", "")])[-1]
+        # An op in the forward of the model itself belongs to the module whose weights it uses.
+        path = path or flow.weights[weights[0]].rpartition(".")[0]
+        if runs and (runs[-1].call, runs[-1].path) == (call, path):
+            runs[-1].last = index
+            runs[-1].is_heavy |= is_heavy(node)
+        else:
+            runs.append(_Run(call, path, index, index, is_heavy(node)))
+    return runs
 
 
 def _is_leaf(model: nn.Module, path: str) -> bool:
@@ -87,7 +108,7 @@ def _is_leaf(model: nn.Module, path: str) -> bool:
 
 
 def common(one: Sequence[Key], other: Sequence[Key]) -> list[Key]:
-    """Keys that stand in both, in the same order."""
+    """Return keys that occur in both sequences in the same order (difflib's matching blocks)."""
     matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
     return [
         key
@@ -99,84 +120,98 @@ def common(one: Sequence[Key], other: Sequence[Key]) -> list[Key]:
 def cut(
     flow: Flow, groups: Sequence[Group], keys: Sequence[Key], home: Mapping[str, int]
 ) -> list[int | None]:
-    """For each key the index in the order where its layer begins; None where no place between it
-    and the group before is sound.
+    """Return for each key the index of the first op of its layer.
 
     Args:
-        flow: what is cut.
+        flow: the graph to cut.
         groups: from `groups_of`.
-        keys: of the layers, in order; the first layer begins with the first op. One that this graph
-        does not have begins where the next
-            begins: its layer has nothing to do.
-        home: of weights that have a layer already, which: an op that uses one cannot go to another.
+        keys: keys of the layers, in order; the first layer begins with the first op. The layer of a
+            key that this graph does not have is empty: it begins where the next layer begins.
+        home: for weights that belong to a layer already, its index: ops that use them must be in
+            this layer.
+
+    Returns:
+        Indices in `flow.order`; None if there is no valid cut between a group and the previous one.
     """
-    at = {group.key: index for index, group in enumerate(groups)}
-    sound = _Soundness.of(flow)
+    group_of = {group.key: index for index, group in enumerate(groups)}
+    constraints = _SharedMemory.of(flow)
     windows = _windows(flow, len(keys), home)
-    found: list[int | None] = []
-    following = len(flow.order)
+    begins: list[int | None] = []
+    next_begin = len(flow.order)
     for number in range(len(keys) - 1, -1, -1):
-        place = at.get(keys[number])
-        if place is None or number == 0:
-            found.append(following if place is None else 0)
+        group = group_of.get(keys[number])
+        if group is None or number == 0:
+            begins.append(next_begin if group is None else 0)
             continue
-        before = groups[place - 1].last + 1 if place > 0 else 0
-        low, high = (
-            max(before, windows[number][0]),
-            min(groups[place].first, following, windows[number][1]),
+        earliest, latest = windows[number]
+        previous_end = groups[group - 1].last + 1 if group > 0 else 0
+        candidates = range(
+            max(previous_end, earliest), min(groups[group].first, next_begin, latest) + 1
         )
-        possible = [where for where in range(low, high + 1) if sound.at(where)]
-        chosen = (
-            min(possible, key=lambda where: (flow.crossing[where], -where)) if possible else None
-        )
-        found.append(chosen)
-        following = following if chosen is None else chosen
-    return found[::-1]
+        valid = [position for position in candidates if constraints.allows(position)]
+        begin = None
+        if valid:
+            # The fewest bytes; of equal cuts the last.
+            begin = min(valid, key=lambda position: (flow.crossing[position], -position))
+            next_begin = begin
+        begins.append(begin)
+    return begins[::-1]
 
 
 @dataclass(frozen=True)
-class _Soundness:
-    """By memory that is changed: when last, and of the values in it when each is made and last
-    used.
+class _SharedMemory:
+    """Memory that is changed in place and shared by several values.
+
+    Attributes:
+        spans: for each such memory the index of the last op that changes it, and for each value in
+            it the indices of the op that makes it (-1 for an input) and of its last use.
     """
 
     spans: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
     @classmethod
-    def of(cls, flow: Flow) -> _Soundness:
-        """What a graph changes."""
-        last = {
-            memory: index for index, changed in sorted(flow.changes.items()) for memory in changed
-        }
-        values: dict[int, list[tuple[int, int]]] = {memory: [] for memory in last}
-        for made, node in [*((-1, node) for node in flow.inputs), *enumerate(flow.order)]:
-            if flow.alike[node] in values and node in flow.last_use:
-                values[flow.alike[node]].append((made, flow.last_use[node]))
+    def of(cls, flow: Flow) -> _SharedMemory:
+        """Return the shared memory of a graph."""
+        last_change: dict[int, int] = {}
+        for index, changed in sorted(flow.changes.items()):
+            last_change.update(dict.fromkeys(changed, index))
+        values: dict[int, list[tuple[int, int]]] = {memory: [] for memory in last_change}
+        for index, node in [*((-1, node) for node in flow.inputs), *enumerate(flow.order)]:
+            memory = flow.memory_of[node]
+            if memory in values and node in flow.last_use:
+                values[memory].append((index, flow.last_use[node]))
         return cls(
             tuple(
-                (last[memory], tuple(spans)) for memory, spans in values.items() if len(spans) > 1
+                (last_change[memory], tuple(spans))
+                for memory, spans in values.items()
+                if len(spans) > 1
             )
         )
 
-    def at(self, where: int) -> bool:
-        """Whether no two values that cross share memory which is changed behind the cut: they would
-        arrive as two.
+    def allows(self, cut: int) -> bool:
+        """Return whether a cut before op `cut` is valid.
+
+        It is not if two values cross it that share memory which is changed after the cut: they
+        would be sent as two separate tensors.
         """
-        return all(
-            sum(made < where <= used for made, used in spans) < 2
-            for last, spans in self.spans
-            if last >= where
-        )
+        for last_change, spans in self.spans:
+            crossing = sum(definition < cut <= last_use for definition, last_use in spans)
+            if last_change >= cut and crossing >= 2:
+                return False
+        return True
 
 
 def _windows(flow: Flow, count: int, home: Mapping[str, int]) -> list[tuple[int, int]]:
-    """By layer, where it can begin at the earliest and at the latest, so that every op is where the
-    weights are that it uses.
+    """Return for each layer its earliest and its latest possible begin.
+
+    With these, every op is in the layer to which its weights belong.
     """
     first, last = [len(flow.order)] * count, [-1] * count
     for index, node in enumerate(flow.order):
-        for used in node.all_input_nodes:
-            layer = home.get(flow.weights.get(used, "")) if used not in flow.again else None
+        for source in node.all_input_nodes:
+            layer = (
+                home.get(flow.weights.get(source, "")) if source not in flow.recomputed else None
+            )
             if layer is not None:
                 first[layer], last[layer] = min(first[layer], index), max(last[layer], index)
     return [(max(last[:number], default=-1) + 1, min(first[number:])) for number in range(count)]
@@ -185,7 +220,7 @@ def _windows(flow: Flow, count: int, home: Mapping[str, int]) -> list[tuple[int,
 def segments_of(
     flow: Flow, model: nn.Module, keys: Sequence[Key], home: Mapping[str, int]
 ) -> list[range]:
-    """The ops of every layer.
+    """Return the range of ops of every layer.
 
     Raises:
         ChainError: for inputs of this form the model uses its weights in another order.
@@ -195,8 +230,8 @@ def segments_of(
     for begin, key in zip(begins, keys, strict=True):
         if begin is None or (bounds and begin < bounds[-1]):
             raise ChainError(
-                f"for inputs of this form the model runs {key[0]} in another order than for the example, so that its layers "
-                "are others: make a chain for inputs of this form"
+                f"for inputs of this form the model runs {key[0]} in another order than for the "
+                "example, so that its layers differ: make a chain for inputs of this form"
             )
         bounds.append(begin)
     bounds = [0, *bounds[1:], len(flow.order)]
@@ -204,7 +239,10 @@ def segments_of(
 
 
 def layer_keys(flows: Sequence[Flow], model: nn.Module) -> list[Key]:
-    """The layers that all graphs of a model can be cut into, the most there are; at least one."""
+    """Return the keys of the finest division into layers that all graphs of a model allow.
+
+    There is at least one.
+    """
     grouped = [groups_of(flow, model) for flow in flows]
     keys = [group.key for group in grouped[0]]
     for groups in grouped[1:]:

@@ -1,4 +1,4 @@
-"""For which shapes of inputs a graph is right."""
+"""Input shapes for which a graph is valid."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch import SymInt, Tensor, fx
 
 @dataclass(frozen=True, eq=False)
 class Domain:
-    """Sizes of every input as numbers or expressions of symbols; conditions on these; and the least
-    and greatest of each.
+    """Input shapes for which a graph is valid.
 
-    The conditions are all that the model has asked of a size while it was traced, as `if x.shape !=
-    y.shape` does.
+    Attributes:
+        sizes: for each input its sizes, as numbers or as expressions of symbols.
+        conditions: conditions on the symbols that the model evaluated while it was traced, as
+            `if x.shape != y.shape` does.
+        ranges: symbols with their least and greatest values; None for no upper limit.
     """
 
     sizes: tuple[tuple[Any, ...], ...]
@@ -24,60 +26,76 @@ class Domain:
 
     @classmethod
     def of(cls, graph: fx.Graph) -> Domain:
-        """That of an exported graph."""
+        """Return the domain of an exported graph."""
         sizes: list[tuple[Any, ...]] = []
-        shapes: Any = None
+        shape_env: Any = None
         for node in graph.find_nodes(op="placeholder"):
             value = node.meta.get("val")
             assert isinstance(value, Tensor)
-            row: list[Any] = list(
-                value.shape
-            )  # of whole numbers and SymInts, which torch calls ints
-            sizes.append(
-                tuple(size.node.expr if isinstance(size, SymInt) else size for size in row)
-            )
-            shapes = next((size.node.shape_env for size in row if isinstance(size, SymInt)), shapes)
-        if shapes is None:
+            shape: list[Any] = list(value.shape)  # of ints and SymInts; to mypy all are ints
+            for size in shape:
+                if isinstance(size, SymInt) and shape_env is None:
+                    shape_env = size.node.shape_env
+            sizes.append(tuple(map(_expression, shape)))
+        if shape_env is None:
             return cls(tuple(sizes))
-        # Symbols that turned out to be one, or a number, are replaced.
-        conditions = tuple(
-            each
-            for each in (shapes.replace(guard.expr) for guard in shapes.guards)
-            if each != True  # noqa: E712
-        )
-        free = {
-            symbol for row in sizes for size in row for symbol in getattr(size, "free_symbols", ())
-        }
-        ranges = tuple(
-            (symbol, int(held.lower), int(held.upper) if held.upper.is_Integer else None)
-            for symbol, held in shapes.var_to_range.items()
-            if symbol in free
-        )
-        return cls(tuple(sizes), conditions, ranges)
+        return cls(tuple(sizes), _conditions(shape_env), _ranges(shape_env, sizes))
 
     def has(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the graph is right for inputs of these shapes."""
-        bound: dict[Any, int] = {}
+        """Return whether the graph is valid for inputs of these shapes."""
+        values = self._values_of_symbols(tensors)
+        if values is None:
+            return False
+        for symbol, low, high in self.ranges:
+            value = values.get(symbol, low)
+            if value < low or (high is not None and value > high):
+                return False
+        # A condition on symbols other than sizes of inputs cannot be decided, and counts as
+        # violated.
+        # Compared with True, since sympy has a true of its own.
+        results = (condition.xreplace(values) for condition in self.conditions)
+        return all(result == True for result in results)  # noqa: E712
+
+    def _values_of_symbols(self, tensors: Sequence[Tensor]) -> dict[Any, int] | None:
+        """Return the value of each symbol; None if the shapes contradict `sizes`."""
+        values: dict[Any, int] = {}
         derived = []
         for expected, tensor in zip(self.sizes, tensors, strict=True):
             if len(expected) != tensor.dim():
-                return False
-            for size, found in zip(expected, tensor.shape, strict=True):
-                if isinstance(size, int):
-                    if size != found:
-                        return False
-                elif size.is_Symbol:
-                    if bound.setdefault(size, found) != found:
-                        return False
+                return None
+            for expression, size in zip(expected, tensor.shape, strict=True):
+                if isinstance(expression, int):
+                    if expression != size:
+                        return None
+                elif expression.is_Symbol:
+                    if values.setdefault(expression, size) != size:
+                        return None
                 else:
-                    derived.append((size, found))
-        if any(size.xreplace(bound) != found for size, found in derived):
-            return False
-        if any(
-            bound.get(symbol, low) < low or (high is not None and bound.get(symbol, low) > high)
-            for symbol, low, high in self.ranges
-        ):
-            return False
-        # A condition on something else than sizes of inputs is not known to hold, so that it counts
-        # as broken.
-        return all(condition.xreplace(bound) == True for condition in self.conditions)  # noqa: E712  # sympy's own true
+                    derived.append((expression, size))
+        if any(expression.xreplace(values) != size for expression, size in derived):
+            return None
+        return values
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, SymInt) else size
+
+
+def _conditions(shape_env: Any) -> tuple[Any, ...]:
+    # `replace` substitutes symbols that turned out to be equal to others, or to numbers.
+    conditions = (shape_env.replace(guard.expr) for guard in shape_env.guards)
+    return tuple(condition for condition in conditions if condition != True)  # noqa: E712
+
+
+def _ranges(
+    shape_env: Any, sizes: Sequence[Sequence[Any]]
+) -> tuple[tuple[Any, int, int | None], ...]:
+    symbols: set[Any] = set()
+    for shape in sizes:
+        for size in shape:
+            symbols.update(getattr(size, "free_symbols", ()))
+    return tuple(
+        (symbol, int(limits.lower), int(limits.upper) if limits.upper.is_Integer else None)
+        for symbol, limits in shape_env.var_to_range.items()
+        if symbol in symbols
+    )

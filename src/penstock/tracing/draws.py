@@ -1,9 +1,8 @@
-"""Draws that a trace cannot see: random numbers from Python, NumPy or the operating system, and the
-clock.
+"""Random draws that a trace cannot contain: Python, NumPy, the operating system, and the clock.
 
-What they give while a model is traced would be a constant of its graph: a layer that is dropped
-once would be dropped for ever. So they are refused, with the line that draws. torch's own random
-ops are part of the graph and draw anew for every micro-batch.
+Their values during tracing would be constants of the graph: a layer that is dropped once would be
+dropped in every batch. They are therefore rejected, with the line that draws. torch's own random
+ops are part of the graph and draw again for every micro-batch.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from torch import nn
 from penstock.tracing.faults import Refused, is_standard, is_torchs, is_users
 
 _ADVICE = (
-    "a trace would repeat this one value in every batch. Draw with torch: `keep = torch.rand(()) < p` and `torch.where(keep, a, b)`, "
-    "or hand the drawn values to the model as inputs"
+    "a trace would repeat this one value in every batch. Draw with torch: `keep = torch.rand(()) < "
+    "p` and `torch.where(keep, a, b)`, or hand the drawn values to the model as inputs"
 )
 
-#: Objects that draw, and how to read where they are in their sequence.
+#: Classes of generators, and functions that read their states.
 _STATES: dict[str, Callable[[Any], Any]] = {
-    "random.Random": lambda each: each.getstate(),
-    "numpy.random._generator.Generator": lambda each: each.bit_generator.state,
-    "numpy.random.mtrand.RandomState": lambda each: each.get_state(legacy=False),
+    "random.Random": lambda generator: generator.getstate(),
+    "numpy.random._generator.Generator": lambda generator: generator.bit_generator.state,
+    "numpy.random.mtrand.RandomState": lambda generator: generator.get_state(legacy=False),
 }
 
 _CLOCKS = (
@@ -51,42 +50,47 @@ _CLOCKS = (
 )
 _SEEDS = ("manual_seed", "seed", "set_rng_state")
 
+#: Depth to which attributes of modules are searched for generators.
 _DEPTH = 4
 
 
 class Drawn(Refused):
-    """A generator is not where it was; which line moved it is to be found out by `Draws.locate`."""
+    """The state of a generator has changed; `Draws.locate` finds the line that changed it."""
 
 
 @dataclass(eq=False)
 class _Source:
-    """A generator: what messages call it, where it is in its sequence, and how to put it back."""
+    """A generator.
+
+    Attributes:
+        name: its name in messages.
+        state: reads its state.
+        restore: sets its state.
+    """
 
     name: str
     state: Callable[[], Any]
     restore: Callable[[Any], None]
 
     def mark(self) -> object:
-        """Its state as something that can be compared."""
+        """Return its state as a value that can be compared."""
         state = self.state()
         if not isinstance(state, dict):
             return state
         inner = state["state"]
         key = inner.get("key")
-        return (
-            pickle.dumps(state)
-            if key is None
-            else (key.tobytes(), inner["pos"], state.get("has_gauss"))
-        )
+        if key is None:
+            return pickle.dumps(state)
+        return key.tobytes(), inner["pos"], state.get("has_gauss")
 
 
 @dataclass(eq=False)
 class Draws:
-    """Watches one forward of a model.
+    """Watches one forward of a model for draws.
 
     Attributes:
-        model: whose attributes are searched for generators.
-        locate: whether the line of a draw is looked for; slower.
+        model: the model, whose attributes are searched for generators.
+        locate: find the line of a draw; slower.
     """
 
     model: nn.Module
@@ -99,13 +103,13 @@ class Draws:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Run the forward in here.
+        """Run the forward in this context.
 
         Raises:
-            Drawn: it drew.
+            Drawn: it drew random numbers.
             Refused: it read the clock or the operating system's random bytes, or seeded torch.
         """
-        self._sources = [*_global_sources(), *_held_sources(self.model)]
+        self._sources = [*_global_sources(), *_model_sources(self.model)]
         self._before = [(source.state(), source.mark()) for source in self._sources]
         tracer = sys.gettrace()
         try:
@@ -117,33 +121,34 @@ class Draws:
                 finally:
                     if self.locate:
                         sys.settrace(tracer)
-                if self._moved() is not None:
-                    raise Drawn(self._told(), place=self._place)
+                if self._changed_source() is not None:
+                    raise Drawn(self._message(), place=self._place)
         finally:
             for source, (state, mark) in zip(self._sources, self._before, strict=True):
                 if source.mark() != mark:
                     source.restore(state)
 
-    def _told(self) -> str:
-        moved = self._moved()
-        return f"it draws random numbers from {moved.name if moved else 'a generator'}: {_ADVICE}"
+    def _message(self) -> str:
+        source = self._changed_source()
+        name = source.name if source else "a generator"
+        return f"it draws random numbers from {name}: {_ADVICE}"
 
-    def _moved(self) -> _Source | None:
+    def _changed_source(self) -> _Source | None:
         for source, (_, mark) in zip(self._sources, self._before, strict=True):
             if source.mark() != mark:
                 return source
         return None
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """Before each line of the model's own code: whether the line before has drawn."""
+        """Check before each line of the model's code whether the line before has drawn."""
         del argument
         if self._place is not None or not is_users(frame.f_code.co_filename):
             return None
-        if self._last is not None and self._moved() is not None:
+        if self._last is not None and self._changed_source() is not None:
             self._place = traceback.FrameSummary(
                 self._last.f_code.co_filename, self._last_line, self._last.f_code.co_name
             )
-            raise Drawn(self._told(), place=self._place)  # the forward ends here
+            raise Drawn(self._message(), place=self._place)  # the forward ends here
         if event == "return":
             outer = frame.f_back
             while outer is not None and not is_users(outer.f_code.co_filename):
@@ -160,38 +165,39 @@ def _global_sources() -> Iterator[_Source]:
         yield _Source("`numpy.random`", lambda: numpy.get_state(legacy=False), numpy.set_state)
 
 
-def _held_sources(model: nn.Module) -> Iterator[_Source]:
-    """Generators that the model's modules, their classes, or the files of these hold."""
-    seen: set[int] = set()
+def _model_sources(model: nn.Module) -> Iterator[_Source]:
+    """Yield the generators that modules, their classes or the classes' files have."""
+    visited: set[int] = set()
     files: set[str] = set()
-    for path, part in model.named_modules():
-        yield from _within_value(path, vars(part), seen, _DEPTH)
-        for kind in type(part).__mro__:
+    for path, module in model.named_modules():
+        yield from _within_value(path, vars(module), visited, _DEPTH)
+        for kind in type(module).__mro__:
             if _is_library(kind.__module__):
                 continue
-            yield from _within_value(kind.__qualname__, dict(vars(kind)), seen, 1)
+            yield from _within_value(kind.__qualname__, dict(vars(kind)), visited, 1)
             file = sys.modules.get(kind.__module__)
             if file is not None and kind.__module__ not in files:
                 files.add(kind.__module__)
-                yield from _within_value(kind.__module__, dict(vars(file)), seen, 1)
+                yield from _within_value(kind.__module__, dict(vars(file)), visited, 1)
 
 
 def _is_library(module: str) -> bool:
     return module == "builtins" or module.partition(".")[0] in ("torch", "abc", "typing")
 
 
-def _within_value(name: str, value: Any, seen: set[int], depth: int) -> Iterator[_Source]:
+def _within_value(path: str, value: Any, visited: set[int], depth: int) -> Iterator[_Source]:
+    """Yield the generators in a value, searched to a depth."""
     if isinstance(value, (str, int, float, bytes, torch.Tensor, ModuleType)) or value is None:
         return
-    if id(value) in seen:
+    if id(value) in visited:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     reader = _reader(value)
     if reader is not None:
-        yield _Source(f"{name} ({type(value).__name__})", lambda: reader(value), lambda _: None)
+        yield _Source(f"{path} ({type(value).__name__})", lambda: reader(value), lambda _: None)
     elif depth > 0:
         for key, item in _items(value):
-            yield from _within_value(f"{name}.{key}" if name else key, item, seen, depth - 1)
+            yield from _within_value(f"{path}.{key}" if path else key, item, visited, depth - 1)
 
 
 def _items(value: Any) -> Iterable[tuple[str, Any]]:
@@ -205,7 +211,7 @@ def _items(value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _reader(value: Any) -> Callable[[Any], Any] | None:
-    """How to read the state of a generator; None of anything else."""
+    """Return a function that reads the state of a generator; None for other objects."""
     for kind in type(value).__mro__:
         reader = _STATES.get(f"{kind.__module__}.{kind.__qualname__}")
         if reader is not None:
@@ -215,68 +221,89 @@ def _reader(value: Any) -> Callable[[Any], Any] | None:
 
 @contextmanager
 def _refusing(model: nn.Module) -> Iterator[None]:
-    """Let functions that have no state to compare refuse by themselves, where this thread calls
-    them for the model.
+    """Let functions without comparable state raise `Refused` when the model calls them.
+
+    They are replaced in their own modules and in the files of the model's classes; the replacements
+    refuse calls of this thread only.
     """
-    own = threading.get_ident()
-    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
-    for files in (time, os, random, uuid, torch, torch.random, *_files_of(model)):
-        for name, value in vars(files).items():
-            places.setdefault(id(value), []).append((vars(files), name))
-    changed: list[tuple[dict[str, Any], str, Any]] = []
-    for function, why, direct in _stateless():
-
-        def refuses(
-            *args: Any,
-            _function: Any = function,
-            _why: str = why,
-            _direct: bool = direct,
-            **named: Any,
-        ) -> Any:
-            if threading.get_ident() == own and _for_model(sys._getframe(1), direct=_direct):
-                raise Refused(_why)
-            return _function(*args, **named)
-
-        changed += [(names, name, function) for names, name in places.get(id(function), [])]
-        for names, name in places.get(id(function), []):
-            names[name] = refuses
-    kind: Any = random.Random
-    seed = kind.seed
-
-    def seeds(self: random.Random, *args: Any, **named: Any) -> None:
-        unseeded = (*args, *named.values(), None)[0] is None
-        if unseeded and threading.get_ident() == own and _for_model(sys._getframe(1), direct=False):
-            raise Refused(f"it makes a generator without a seed: {_ADVICE}")
-        seed(self, *args, **named)
-
-    kind.seed = seeds
+    thread = threading.get_ident()
+    names_of: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in (time, os, random, uuid, torch, torch.random, *_files_of(model)):
+        for name, value in vars(module).items():
+            names_of.setdefault(id(value), []).append((vars(module), name))
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    for function, reason, direct in _stateless():
+        refusing = _refusing_function(function, reason, thread, direct=direct)
+        for namespace, name in names_of.get(id(function), []):
+            replaced.append((namespace, name, function))
+            namespace[name] = refusing
+    generator_class: Any = random.Random
+    seed = generator_class.seed
+    generator_class.seed = _refusing_seed(seed, thread)
     try:
         yield
     finally:
-        kind.seed = seed
-        for names, name, function in changed:
-            names[name] = function
+        generator_class.seed = seed
+        for namespace, name, function in replaced:
+            namespace[name] = function
+
+
+def _refusing_function(
+    function: Any, reason: str, thread: int, *, direct: bool
+) -> Callable[..., Any]:
+    """Return a function that raises `Refused` if the model calls it, else calls `function`."""
+
+    def refuses(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread and _for_model(sys._getframe(1), direct=direct):
+            raise Refused(reason)
+        return function(*args, **kwargs)
+
+    return refuses
+
+
+def _refusing_seed(seed: Callable[..., None], thread: int) -> Callable[..., None]:
+    """Return a replacement of `random.Random.seed` that refuses to seed from the system."""
+
+    def seeds(self: random.Random, *args: Any, **kwargs: Any) -> None:
+        is_unseeded = (*args, *kwargs.values(), None)[0] is None
+        if (
+            is_unseeded
+            and threading.get_ident() == thread
+            and _for_model(sys._getframe(1), direct=False)
+        ):
+            raise Refused(f"it makes a generator without a seed: {_ADVICE}")
+        seed(self, *args, **kwargs)
+
+    return seeds
 
 
 def _stateless() -> Iterator[tuple[Any, str, bool]]:
-    """Functions, why they are refused, and whether only where the model calls them itself."""
-    clock = "it reads the clock, and a trace would have one time for ever. Take the time outside of the model"
+    """Yield functions, why they are refused, and whether only direct calls by the model are."""
+    clock = (
+        "it reads the clock, and a trace would have one time for ever. Take the time outside of "
+        "the model"
+    )
     for name in _CLOCKS:
         yield getattr(time, name), clock, True
     bits = f"it draws random bits from the operating system: {_ADVICE}"
     yield os.urandom, bits, False
     yield uuid.uuid1, bits, False
     seeds = (
-        "it sets the state of torch's generator, which a trace does not repeat: what a layer draws depends on seed, step and "
-        "micro-batch"
+        "it sets the state of torch's generator, which a trace does not repeat: what a layer draws "
+        "depends on seed, step and micro-batch"
     )
     for name in _SEEDS:
         yield getattr(torch, name), seeds, True
 
 
 def _for_model(frame: FrameType | None, *, direct: bool) -> bool:
-    """Whether the model's code has called, by itself or through Python's own modules; not torch,
-    and not what Python does besides.
+    """Return whether the model's code makes a call, itself or through Python's own modules.
+
+    Calls by torch, and by Python for other purposes, do not count.
+
+    Args:
+        frame: the frame that makes the call.
+        direct: calls through Python's own modules do not count either.
     """
     while frame is not None:
         name = frame.f_code.co_filename

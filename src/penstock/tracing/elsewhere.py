@@ -1,6 +1,4 @@
-"""Layers that other ranks hold, as far as this one must know them: their forms, without the memory
-of their parameters.
-"""
+"""Copies on the meta device of layers that other ranks hold: shapes without memory."""
 
 from __future__ import annotations
 
@@ -16,40 +14,44 @@ from penstock.tracing.hooks import copy_tensor_hooks
 
 
 def without_others(traced: TracedChain, held: Collection[int]) -> TracedChain:
-    """The chain with copies on the meta device in the places of layers that are not in `held`.
+    """Replace layers that are not in `held` by copies on the meta device.
 
-    Nobody's own modules change: whoever still has the model has it whole. Parameters that a held
-    layer uses too, and buffers, stay as they are; so do layers that were cut out of a traced model,
-    which may have to be traced again.
+    The user's modules do not change. Parameters that a held layer uses too, and buffers, keep their
+    memory. Layers of a traced model are not replaced, since they may have to be traced again.
+
+    Args:
+        traced: the chain.
+        held: indices of the layers that this rank holds.
     """
     if any(getattr(module, "whole_names", False) for module in traced.modules):
         return replace(traced, roots=())
-    kept = {id(parameter) for index in held for parameter in traced.modules[index].parameters()}
+    modules = list(traced.modules)
+    held_parameters: set[int] = set()
+    for index in held:
+        held_parameters.update(map(id, modules[index].parameters()))
+    others = [index for index in range(len(modules)) if index not in held]
     memo: dict[int, object] = {}
-    for index, module in enumerate(traced.modules):
-        if index in held:
-            continue
-        for parameter in module.parameters():
-            stays = id(parameter) in kept or parameter.is_meta
-            memo[id(parameter)] = parameter if stays else _without_memory(parameter)
-        memo.update((id(buffer), buffer) for buffer in module.buffers())
-    modules = [
-        module if index in held else _copied(module, memo)
-        for index, module in enumerate(traced.modules)
-    ]
+    for index in others:
+        for parameter in modules[index].parameters():
+            has_memory = id(parameter) in held_parameters or parameter.is_meta
+            memo[id(parameter)] = parameter if has_memory else _without_memory(parameter)
+        memo.update((id(buffer), buffer) for buffer in modules[index].buffers())
+    for index in others:
+        modules[index] = _copied(modules[index], memo)
     return replace(traced, modules=tuple(modules), roots=())
 
 
 def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
-    made = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    copy_tensor_hooks(parameter, made)
-    return made
+    """Return a parameter on the meta device with the same hooks."""
+    meta_parameter = nn.Parameter(
+        torch.empty_like(parameter, device="meta"), parameter.requires_grad
+    )
+    copy_tensor_hooks(parameter, meta_parameter)
+    return meta_parameter
 
 
 def _copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """A copy of a module whose tensors are those in `memo`; the module itself where it is of a kind
-    that cannot be copied.
-    """
+    """Return a copy of a module with the tensors in `memo`; the module itself if copying fails."""
     try:
         return copy.deepcopy(module, memo)
     except Exception:  # noqa: BLE001 - whatever a user's module raises, it can stay as it is

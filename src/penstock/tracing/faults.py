@@ -1,4 +1,4 @@
-"""Why a model could not be traced: the user's own line, what stands there, and what to do."""
+"""Errors of models that cannot be traced: the user's line, the reason, and what to do."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from torch import fx, nn
 from penstock.errors import ChainError
 
 _ADVICE = (
-    "Take what depends on values of tensors out of forward, or give the layers by hand, in the order in which they run, each taking "
-    "what the one before returned: ps.chain([model.stem, *model.blocks, model.head])"
+    "Take what depends on values of tensors out of forward, or give the layers by hand, in the "
+    "order in which they run, each taking what the one before returned: "
+    "ps.chain([model.stem, *model.blocks, model.head])"
 )
 
-
-#: Packages that torch.export calls as it traces.
+#: Packages that torch.export uses while it traces.
 _BEHIND_TORCH = ("sympy", "mpmath", "networkx", "optree")
 
 
-class Refused(Exception):  # for the inside: users see a ChainError
-    """The model does what a trace would get wrong; `place` is where, if the traceback does not
-    tell.
+class Refused(Exception):  # internal: users see a ChainError
+    """The model does what a trace would get wrong.
+
+    Args:
+        message: what it does.
+        place: the line, if it is not in the traceback.
     """
 
     def __init__(self, message: str, place: traceback.FrameSummary | None = None) -> None:
@@ -35,41 +38,42 @@ class Refused(Exception):  # for the inside: users see a ChainError
 
 
 def fault(model: nn.Module, error: BaseException) -> ChainError:
-    """The error that users see: with the innermost line that is not torch's."""
+    """Return the error that users see, with the innermost line of the model's code."""
     name = type(model).__name__
     place = getattr(error, "place", None) or _place(error)
-    at = (
+    location = (
         ""
         if place is None
         else f"{place.filename}:{place.lineno}, in {place.name}: `{place.line}`: "
     )
-    return ChainError(f"{name} cannot be traced: {at}{_reason(error)}. {_ADVICE}")
+    return ChainError(f"{name} cannot be traced: {location}{_reason(error)}. {_ADVICE}")
 
 
 @lru_cache(maxsize=4096)
 def is_standard(filename: str) -> bool:
-    """Whether a file is one of Python's own modules."""
+    """Return whether a file belongs to Python's standard library."""
     folder = sysconfig.get_paths()["stdlib"]
     return filename.startswith((folder, "<frozen")) and "-packages" not in filename
 
 
 @lru_cache(maxsize=4096)
 def is_torchs(filename: str) -> bool:
-    """Whether a file is torch's."""
+    """Return whether a file belongs to torch."""
     return filename.startswith(str(Path(torch.__file__).parent))
 
 
 @lru_cache(maxsize=4096)
 def is_users(filename: str) -> bool:
-    """Whether a file is the model's, or a library's with models: neither torch's, NumPy's, Python's
-    own nor of this folder.
+    """Return whether a file belongs to the model, or to a library of models.
+
+    It belongs neither to torch, NumPy, Python nor this package.
     """
-    inside = [str(Path(__file__).parent)]
+    excluded_folders = [str(Path(__file__).parent)]
     numpy = sys.modules.get("numpy")
     if numpy is not None and numpy.__file__ is not None:
-        inside.append(str(Path(numpy.__file__).parent))
+        excluded_folders.append(str(Path(numpy.__file__).parent))
     return not (
-        filename.startswith(("<string", "<frozen", "<eval", *inside))
+        filename.startswith(("<string", "<frozen", "<eval", *excluded_folders))
         or filename.endswith(".pyx")
         or any(f"-packages/{name}/" in filename for name in _BEHIND_TORCH)
         or is_torchs(filename)
@@ -78,9 +82,9 @@ def is_users(filename: str) -> bool:
 
 
 def line_of(node: fx.Node) -> traceback.FrameSummary | None:
-    """The line of the model's code that an op comes from."""
+    """Return the line of the model's code from which an op comes."""
     lines = re.findall(r'File "(.*?)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
-    users = [each for each in lines if is_users(each[0])]
+    users = [match for match in lines if is_users(match[0])]
     if not users:
         return None
     name, line, function = users[-1]
@@ -88,20 +92,18 @@ def line_of(node: fx.Node) -> traceback.FrameSummary | None:
 
 
 def _place(error: BaseException) -> traceback.FrameSummary | None:
-    found: traceback.FrameSummary | None = None
-    seen: BaseException | None = error
-    while seen is not None and found is None:
-        for frame in traceback.extract_tb(seen.__traceback__):
-            if is_users(frame.filename):
-                found = frame
-        seen = seen.__cause__ or seen.__context__
-    # Outside of the model, the last line that is not torch's is the caller's.
-    return (
-        found
-        if found is not None
-        and any(_runs_model(frame) for frame in traceback.extract_tb(error.__traceback__))
-        else None
-    )
+    """Return the innermost line of the model's code in an error's traceback."""
+    # If the model did not run, the innermost line of a user's file is that of the caller.
+    if not any(_runs_model(frame) for frame in traceback.extract_tb(error.__traceback__)):
+        return None
+    cause: BaseException | None = error
+    while cause is not None:
+        frames = traceback.extract_tb(cause.__traceback__)
+        users = [frame for frame in frames if is_users(frame.filename)]
+        if users:
+            return users[-1]
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def _runs_model(frame: traceback.FrameSummary) -> bool:
@@ -115,7 +117,10 @@ def _reason(error: BaseException) -> str:
         kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError")
         and "data-dependent" in str(error).lower()
     ):
-        return f"what it does next depends on the values of a tensor, which a trace does not have ({first})"
+        return (
+            "what it does next depends on the values of a tensor, which a trace does not have "
+            f"({first})"
+        )
     if isinstance(error, Refused):
         return str(error)
     return f"{kind}: {first}"

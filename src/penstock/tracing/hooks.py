@@ -1,4 +1,4 @@
-"""Hooks on weights, which `copy.deepcopy` leaves behind."""
+"""Hooks on parameters, which `copy.deepcopy` does not copy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def copy_tensor_hooks(source: Tensor, copy: Tensor) -> None:
-    """Let a copy of a weight have the hooks that `register_hook` has put on it."""
+    """Register the hooks of a tensor (by `register_hook`) on its copy."""
     hooks = source._backward_hooks
     if hooks and copy.requires_grad and not copy._backward_hooks:
         for hook in hooks.values():
@@ -16,16 +16,16 @@ def copy_tensor_hooks(source: Tensor, copy: Tensor) -> None:
 
 
 def copy_weight_hooks(sources: Iterable[nn.Module], copies: Iterable[nn.Module]) -> None:
-    """Likewise for all parameters of some modules and their copies."""
+    """Register the hooks of all parameters of some modules on their copies."""
     for source, copied in zip(sources, copies, strict=True):
-        made = dict(copied.named_parameters())
+        copied_parameters = dict(copied.named_parameters())
         for name, parameter in source.named_parameters():
-            if name in made:
-                copy_tensor_hooks(parameter, made[name])
+            if name in copied_parameters:
+                copy_tensor_hooks(parameter, copied_parameters[name])
 
 
 def hooked(modules: Iterable[nn.Module]) -> list[str]:
-    """Names of parameters with hooks on their gradients."""
+    """Return the names of parameters with hooks on their gradients."""
     return [
         name
         for module in modules

@@ -1,8 +1,7 @@
-"""Python's and NumPy's global random generators: `random.random()`, `numpy.random.rand()` and their
-like in a forward.
+"""Python's and NumPy's global random generators, as used by `random.random()` in a forward.
 
-Saving and restoring both costs some 50 µs, so it is done for layers whose code mentions them, and
-for those that were seen to draw.
+Saving and restoring both takes about 50 µs, so it is done only for layers whose code mentions them,
+and for layers that were observed to draw.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from torch import nn
 
 State = tuple[Any, Any]
 
-#: Packages whose own code is not read: it draws from torch's generators, if at all.
-_FOREIGN = ("torch", "penstock", "numpy", "random", "builtins", "typing", "collections", "math")
+#: Packages whose code is not analysed: it draws from torch's generators, if at all.
+_LIBRARIES = ("torch", "penstock", "numpy", "random", "builtins", "typing", "collections", "math")
 
 
 def host_state() -> State:
-    """The state of both generators; NumPy's is None where NumPy has not been imported."""
+    """Return the state of both generators; NumPy's is None if NumPy has not been imported."""
     numpy = sys.modules.get("numpy.random")
     return random.getstate(), None if numpy is None else numpy.get_state(legacy=False)
 
 
 def restore_host(state: State) -> None:
-    """Let both generators go on from a state."""
+    """Set the state of both generators."""
     random.setstate(state[0])
     numpy = sys.modules.get("numpy.random")
     if numpy is not None and state[1] is not None:
@@ -44,12 +43,12 @@ def seed_host(seed: int) -> None:
         try:
             numpy.seed(seed & 0xFFFFFFFF)
         except (TypeError, ValueError, AttributeError):
-            return  # the user has put a bit generator in its place that takes no seed
+            return  # the user has installed a bit generator that takes no seed
 
 
-def equal_states(one: State, other: State) -> bool:
-    """Whether nothing was drawn between two states."""
-    return bool(one[0] == other[0] and _comparable(one[1]) == _comparable(other[1]))
+def equal_states(first: State, second: State) -> bool:
+    """Return whether no number was drawn between two states."""
+    return bool(first[0] == second[0] and _comparable(first[1]) == _comparable(second[1]))
 
 
 def _comparable(state: Any) -> Any:
@@ -59,67 +58,83 @@ def _comparable(state: Any) -> Any:
 
 
 def mentions_host_generators(module: nn.Module) -> bool:
-    """Whether code that a module could run names Python's `random` or `numpy.random`. It may be
-    true of code that never draws.
+    """Return whether code that a module may run names Python's `random` or `numpy.random`.
+
+    It may do so and never draw.
     """
     reader = _Reader()
     return any(reader.read(function) for part in module.modules() for function in _functions(part))
 
 
 def _functions(part: nn.Module) -> Iterator[Any]:
+    """Yield the functions that a module's call runs, and the classes that define them."""
     yield vars(part).get("forward")
     for hooks in (part._forward_hooks, part._forward_pre_hooks):
         yield from hooks.values()
     for kind in type(part).__mro__:
-        if not _is_foreign(kind.__module__):
+        if not _is_library(kind.__module__):
             yield kind
 
 
-def _is_foreign(name: str | None) -> bool:
-    return name is None or name.partition(".")[0] in _FOREIGN
+def _is_library(name: str | None) -> bool:
+    return name is None or name.partition(".")[0] in _LIBRARIES
 
 
 class _Reader:
-    """Reads functions, and those that they name, each once."""
+    """Searches functions, and the functions that they name, each once."""
 
     def __init__(self) -> None:
-        self._read: set[int] = set()
+        self._visited: set[int] = set()
 
     def read(self, value: Any) -> bool:
-        """Whether code that is reached by `value` names one of the generators."""
+        """Return whether code that is reached through `value` names one of the generators."""
         value = getattr(value, "__func__", value)
         value = getattr(value, "__wrapped__", value)
-        if id(value) in self._read:
+        if id(value) in self._visited:
             return False
-        self._read.add(id(value))
+        self._visited.add(id(value))
         if isfunction(value):
             return self._function(value)
-        if isclass(value) and not _is_foreign(value.__module__):
+        if isclass(value) and not _is_library(value.__module__):
             return any(self.read(member) for member in list(vars(value).values()))
         if isinstance(value, property):
             return self.read(value.fget)
         return _draws(value)
 
     def _function(self, function: Callable[..., Any]) -> bool:
-        if not isinstance(function, FunctionType) or _is_foreign(function.__module__):
+        if not isinstance(function, FunctionType) or _is_library(function.__module__):
             return False
         names = set(_names(function.__code__))
         if "random" in names:
             return True
-        reached = [function.__globals__[name] for name in names if name in function.__globals__]
-        for module in [value for value in reached if ismodule(value)]:
-            if not _is_foreign(module.__name__):
-                reached += [vars(module)[name] for name in names if name in vars(module)]
-        for cell in function.__closure__ or ():
-            try:
-                reached.append(cell.cell_contents)
-            except ValueError:  # a cell that is still empty
-                continue
-        return any(_draws(value) or self.read(value) for value in reached)
+        values = [*_globals(function, names), *_closure(function)]
+        return any(_draws(value) or self.read(value) for value in values)
+
+
+def _globals(function: FunctionType, names: set[str]) -> Iterator[Any]:
+    """Yield the globals that a function names, and the attributes of modules among these."""
+    modules = []
+    for name in names:
+        if name in function.__globals__:
+            value = function.__globals__[name]
+            yield value
+            if ismodule(value) and not _is_library(value.__name__):
+                modules.append(value)
+    for module in modules:
+        yield from [vars(module)[name] for name in names if name in vars(module)]
+
+
+def _closure(function: FunctionType) -> Iterator[Any]:
+    """Yield the values of the variables from enclosing functions."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a cell that is still empty
+            continue
 
 
 def _draws(value: Any) -> bool:
-    """Whether a value is one of the generators' modules or methods."""
+    """Return whether a value is a module or a method of one of the generators."""
     if ismodule(value):
         return value.__name__ in ("random", "numpy.random")
     holder = getattr(value, "__self__", None)

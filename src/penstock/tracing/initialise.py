@@ -1,14 +1,14 @@
-"""First values for tensors of a model on the meta device, by its own modules' ways to draw them.
+"""Initial values for tensors of a model on the meta device, by its own modules' methods.
 
-A tensor gets them from `reset_parameters` of the module that has it, then from `_init_weights` of
-the model around it, as models of transformers have it; both run on a copy of the model of which
-nothing else is real.
+A tensor is initialised by `reset_parameters` of the module that has it, then by `_init_weights` of
+the model around it, as in the transformers library. Both run on a copy of the model in which only
+these tensors have memory.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,60 +17,78 @@ from torch import Tensor, nn
 from penstock.errors import ChainError
 
 
-def drawn(
+def initial_values(
     skeleton: nn.Module,
     names: Mapping[str, str],
-    wanted: Mapping[str, Tensor],
+    meta_tensors: Mapping[str, Tensor],
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Memory with values for some tensors.
+    """Allocate and initialise some tensors.
 
     Args:
-        skeleton: the model on the meta device; stays as it is.
-        names: of every name of a tensor, the first.
-        wanted: by first name, what is to be drawn, as it is on the meta device.
-        device: where the memory is. Its generators are seeded.
+        skeleton: the model on the meta device; it is not changed.
+        names: for every name of a tensor its first name.
+        meta_tensors: by first name, the tensors to initialise, on the meta device.
+        device: where they are allocated. Its generators have been seeded by the caller.
+
+    Returns:
+        The initialised tensors, by first name.
 
     Raises:
-        ChainError: nothing gives one of them a value.
+        ChainError: no method initialises one of them.
     """
-    if not wanted:
+    if not meta_tensors:
         return {}
     model = copy.deepcopy(skeleton)
-    fresh = {first: _unset(tensor, device) for first, tensor in wanted.items()}
-    owners: dict[str, None] = {}
-    for name, first in names.items():
-        if first in fresh:
-            path, _, key = name.rpartition(".")
-            owner = model.get_submodule(path)
-            holder: dict[str, Any] = (
-                owner._parameters if key in owner._parameters else owner._buffers
-            )
-            holder[key] = fresh[first]
-            if name == first:
-                owners[path] = None
+    fresh = {first: _unset(tensor, device) for first, tensor in meta_tensors.items()}
+    owners = _insert(model, names, fresh)
     with torch.no_grad():
-        resetting = {path for owner in owners for path in _resetting(model, owner)}
-        for path in _upwards(owners):
-            if path in resetting:
-                _reset_of(model.get_submodule(path))()
-        for path in _upwards(owners):
-            whole = _initialiser(model, path)
-            if whole is not None:
-                whole._init_weights(model.get_submodule(path))
+        _initialise(model, owners)
     for first, tensor in fresh.items():
         if not _is_set(tensor):
             owner = model.get_submodule(first.rpartition(".")[0])
             raise ChainError(
-                f"{first} ({type(owner).__name__}) is on the meta device, and neither reset_parameters() of its module nor _init_weights() of "
-                "the model gives it values. Write one that does, or build the model on a real device"
+                f"{first} ({type(owner).__name__}) is on the meta device, and neither "
+                "reset_parameters() of its module nor _init_weights() of the model gives it "
+                "values. Write one that does, or build the model on a real device"
             )
     return fresh
 
 
+def _insert(model: nn.Module, names: Mapping[str, str], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Put tensors into a model under all their names; return the paths of their modules."""
+    owners: dict[str, None] = {}
+    for name, first in names.items():
+        if first not in tensors:
+            continue
+        path, _, key = name.rpartition(".")
+        module = model.get_submodule(path)
+        is_parameter = key in module._parameters
+        members: dict[str, Any] = module._parameters if is_parameter else module._buffers
+        members[key] = tensors[first]
+        if name == first:
+            owners[path] = None
+    return list(owners)
+
+
+def _initialise(model: nn.Module, owners: Sequence[str]) -> None:
+    """Call the methods that initialise the tensors of some modules."""
+    resetting: set[str] = set()
+    for owner in owners:
+        resetting.update(_resetting(model, owner))
+    for path in _upwards(owners):
+        if path in resetting:
+            _reset_of(model.get_submodule(path))()
+    for path in _upwards(owners):
+        whole = _initialiser(model, path)
+        if whole is not None:
+            whole._init_weights(model.get_submodule(path))
+
+
 def _unset(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory whose content tells whether anybody has written there: not a number, or the least
-    whole number.
+    """Allocate memory filled with a marker: not a number, or the smallest integer.
+
+    A tensor that still has the marker afterwards was not initialised.
     """
     empty: Tensor = torch.empty_like(tensor, device=device)
     if empty.is_floating_point() or empty.is_complex():
@@ -94,39 +112,42 @@ def _reset_of(module: nn.Module) -> Any:
 
 
 def _resetting(model: nn.Module, owner: str) -> Iterator[str]:
-    """Whose reset draws the tensors of a module: its own, or that of the next module around it that
-    has one; and torch's transformer draws those of all its parts once more.
+    """Yield the paths of the modules whose reset initialises the tensors of a module.
+
+    It is the module itself, or the closest module around it that has a reset. In addition, torch's
+    transformer initialises the tensors of all its submodules again.
     """
-    found = False
+    is_found = False
     for path in _around(owner):
         module = model.get_submodule(path)
-        if _reset_of(module) is not None and (not found or isinstance(module, nn.Transformer)):
-            found = True
+        if _reset_of(module) is not None and (not is_found or isinstance(module, nn.Transformer)):
+            is_found = True
             yield path
 
 
 def _around(path: str) -> Iterator[str]:
-    """A module and those around it, outwards to the model."""
+    """Yield a module's path and those of the modules around it, up to the model."""
     parts = path.split(".") if path else []
     for length in range(len(parts), -1, -1):
         yield ".".join(parts[:length])
 
 
-def _upwards(paths: Mapping[str, None]) -> Iterator[str]:
-    """Some modules and all around them, inner ones first: a block may draw its last projection in
-    another way than others.
+def _upwards(paths: Sequence[str]) -> list[str]:
+    """Return paths with those of all modules around them, innermost first.
+
+    The order matters: a block may initialise its last projection differently than that module does
+    by itself.
     """
-    found = dict.fromkeys(around for path in paths for around in _around(path))
-    yield from sorted(found, key=lambda each: -(each.count(".") + (each != "")))
+    all_paths: dict[str, None] = {}
+    for path in paths:
+        all_paths.update(dict.fromkeys(_around(path)))
+    return sorted(all_paths, key=lambda path: -(path.count(".") + (path != "")))
 
 
 def _initialiser(model: nn.Module, path: str) -> Any:
-    """The innermost module around a path, itself included, that says how weights are drawn."""
-    return next(
-        (
-            module
-            for each in _around(path)
-            if callable(getattr(module := model.get_submodule(each), "_init_weights", None))
-        ),
-        None,
-    )
+    """Return the innermost module around a path, or at it, that has `_init_weights`; else None."""
+    for outer_path in _around(path):
+        module = model.get_submodule(outer_path)
+        if callable(getattr(module, "_init_weights", None)):
+            return module
+    return None

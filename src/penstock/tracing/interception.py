@@ -1,6 +1,4 @@
-"""What torch.export would get wrong without a word while it traces: caught here, and put right or
-refused.
-"""
+"""Interception of calls that torch.export silently gets wrong: corrected, or rejected."""
 
 from __future__ import annotations
 
@@ -31,9 +29,12 @@ _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "reta
 
 
 class Interceptor(TorchFunctionMode):
-    """While the model runs: `.data` is `.detach()`, checks of values become ops, and hooks on
-    gradients are refused. `functions` by name, those with a backward of their own that the model
-    has called.
+    """Active while the model runs under torch.export.
+
+    `.data` becomes `.detach()`, value checks become ops, and hooks on gradients are rejected.
+
+    Attributes:
+        functions: by name, the functions with a backward of their own that the model has called.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,7 @@ class Interceptor(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__bool__":
             frame = sys._getframe(1)
@@ -55,49 +57,56 @@ class Interceptor(TorchFunctionMode):
             record_check(args[0], passes=True, frame=sys._getframe(1))
             return None
         if func in (functional.ctc_loss, torch.ctc_loss):
-            return _ctc_loss(self, *args, **(kwargs or {}))
+            return _ctc_loss(self, *args, **kwargs)
         if name in _HOOKS:
             raise Refused(
-                f"it calls {name} on a tensor, and what a hook does to gradients is not written down: give the tensor a "
-                "torch.autograd.Function with that backward instead"
+                f"it calls {name} on a tensor, and what a hook does to gradients is not written "
+                "down: give the tensor a torch.autograd.Function with that backward instead"
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
-    def name_of(self, kind: Any) -> str:
-        """The name under which `functions` has it."""
-        for name, known in self.functions.items():
-            if known is kind:
+    def name_of(self, function: Any) -> str:
+        """Return the name of a function in `functions`, after adding it if necessary."""
+        for name, recorded in self.functions.items():
+            if recorded is function:
                 return name
-        name = f"{kind.__name__}_{len(self.functions)}"
-        self.functions[name] = kind
+        name = f"{function.__name__}_{len(self.functions)}"
+        self.functions[name] = function
         return name
 
 
-def _as_one_op(name: str, mode: Any, args: tuple[Any, ...], made: Any) -> Any:
-    """Write down a call as one op: what is made stands for what the call would return."""
+def _as_one_op(name: str, mode: Any, args: tuple[Any, ...], outputs: Any) -> Any:
+    """Record a call as one op.
+
+    Args:
+        name: name in `Interceptor.functions`.
+        mode: the proxy mode of the trace.
+        args: arguments of the call.
+        outputs: stand for what the call returns.
+    """
     tracer = mode.tracer
     proxies = pytree.tree_map(
         lambda leaf: tracer.unwrap_proxy(leaf) if isinstance(leaf, Tensor) else leaf, args
     )
     proxy = tracer.create_proxy("call_function", custom_function(), (name, *proxies), {})
-    return track_tensor_tree(made, proxy, constant=None, tracer=tracer)
+    return track_tensor_tree(outputs, proxy, constant=None, tracer=tracer)
 
 
 def _ctc_loss(
-    interceptor: Interceptor, log_probs: Tensor, targets: Tensor, *rest: Any, **named: Any
+    interceptor: Interceptor, log_probs: Tensor, targets: Tensor, *positional: Any, **keywords: Any
 ) -> Tensor:
-    """As one op: inside, the lengths decide sizes, which a trace does not know."""
+    """Record CTC loss as one op: inside, lengths become sizes, which a trace does not know."""
     mode = get_proxy_mode()
-    values = {**_CTC_DEFAULTS, **dict(zip(_CTC_NAMES, rest, strict=False)), **named}
+    values = {**_CTC_DEFAULTS, **dict(zip(_CTC_NAMES, positional, strict=False)), **keywords}
     arguments = [values[name] for name in _CTC_NAMES]
     if mode is None:
         return functional.ctc_loss(log_probs, targets, *arguments)
     with disable_proxy_modes_tracing():
         rows = log_probs.sum(0).sum(-1)
-        made = rows if values["reduction"] in ("none", 0) else rows.sum()
+        output = rows if values["reduction"] in ("none", 0) else rows.sum()
     name = interceptor.name_of(functional.ctc_loss)
-    found: Tensor = _as_one_op(name, mode, (log_probs, targets, *arguments), made)
-    return found
+    loss: Tensor = _as_one_op(name, mode, (log_probs, targets, *arguments), output)
+    return loss
 
 
 _CTC_NAMES = ("input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
@@ -107,15 +116,16 @@ _DATA_GETTER = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # a gets
 
 @lru_cache(maxsize=1)
 def custom_function() -> HigherOrderOperator:
-    """Stands in a graph where the model calls an autograd.Function: its first argument is the name."""
+    """Return the op for calls of an autograd.Function; its first argument is the name."""
 
     class CustomFunction(HigherOrderOperator):
-        """Never called: the graph gets the function itself in its place."""
+        """Never called: cleaning the graph replaces it by the function."""
 
         def __init__(self) -> None:
             super().__init__("penstock_custom_function")  # type: ignore[no-untyped-call]
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """See the class."""
             raise NotImplementedError
 
     return CustomFunction()
@@ -123,32 +133,47 @@ def custom_function() -> HigherOrderOperator:
 
 @contextmanager
 def intercepted(interceptor: Interceptor) -> Iterator[None]:
-    """Let calls of autograd.Functions in this thread stand in the trace as such: torch.export would
-    follow their forward, and autograd would then differentiate that, whatever their backward says.
+    """Record calls of autograd.Functions in this thread as single ops.
+
+    torch.export would trace their forward, and autograd would then differentiate that and ignore
+    their backward.
     """
     original = torch.autograd.Function.__dict__["apply"]
-    own = threading.get_ident()
+    thread = threading.get_ident()
     plain: Callable[..., Any] = original.__func__
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        mode = get_proxy_mode() if threading.get_ident() == own else None
+        mode = get_proxy_mode() if threading.get_ident() == thread else None
         if mode is None or cls.__module__.startswith("torch._"):
             return plain(cls, *args, **kwargs)
         if cls.__module__ == "torch.utils.checkpoint":
-            # Recomputing is the plan's business. What is to be run stands first, after it a flag.
+            # The plan decides about recomputation, so the function is called directly. It is the
+            # first argument; the second is a flag.
             return args[0](*args[2:])
         if kwargs or any(isinstance(leaf, torch.SymInt) for leaf in pytree.tree_leaves(args)):
             raise Refused(
-                f"it calls {cls.__name__}, an autograd.Function, with keywords or with sizes that may change"
+                f"it calls {cls.__name__}, an autograd.Function, with keywords or with sizes that "
+                "may change"
             )
         with disable_proxy_modes_tracing():
-            made = plain(cls, *args)
-        return _as_one_op(interceptor.name_of(cls), mode, args, made)
+            outputs = plain(cls, *args)
+        return _as_one_op(interceptor.name_of(cls), mode, args, outputs)
 
     decide: Callable[[Any], bool] = torch.SymBool.__bool__
+    function: Any = torch.autograd.Function
+    symbolic_bool: Any = torch.SymBool
+    function.apply, symbolic_bool.__bool__ = classmethod(apply), _recording_truth(decide, thread)
+    try:
+        yield
+    finally:
+        function.apply, symbolic_bool.__bool__ = original, decide
+
+
+def _recording_truth(decide: Callable[[Any], bool], thread: int) -> Callable[[Any], bool]:
+    """Return a replacement of `SymBool.__bool__` that records checks of undecidable conditions."""
 
     def truth(value: Any) -> bool:
-        if threading.get_ident() != own:
+        if threading.get_ident() != thread:
             return decide(value)
         try:
             return decide(value)
@@ -159,10 +184,4 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
             record_sizes(value, passes=passes)
             return passes
 
-    function: Any = torch.autograd.Function
-    numbers: Any = torch.SymBool
-    function.apply, numbers.__bool__ = classmethod(apply), truth
-    try:
-        yield
-    finally:
-        function.apply, numbers.__bool__ = original, decide
+    return truth

@@ -1,18 +1,20 @@
-"""Real weights for layers that were built on the meta device: only for the layers that a rank
-holds.
+"""Allocation and initialisation of layers that were built on the meta device.
+
+A rank does this for the layers that it holds.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ChainError
 from penstock.tracing.chain import TracedChain
-from penstock.tracing.initialise import drawn
+from penstock.tracing.initialise import initial_values
 from penstock.tracing.randomness import drawing, seed_generators, stream_seed
 from penstock.tracing.traced import TracedLayer
 
@@ -20,43 +22,50 @@ from penstock.tracing.traced import TracedLayer
 def materialise(
     traced: TracedChain, indices: Sequence[int], device: torch.device, seed: int
 ) -> list[nn.Module]:
-    """The modules of some layers, on `device`.
+    """Return the modules of some layers, on `device`.
 
-    Layers with real weights are moved and stay the user's own modules. Layers on the meta device
-    are copied, get memory, and are initialised by their submodules' `reset_parameters()`, children
-    first, with random numbers that depend on `seed` and the layer's index alone. What already has
-    values, in them or shared with them, keeps these.
+    Layers with memory are moved and stay the user's own modules. Layers on the meta device are
+    copied, allocated, and initialised by the `reset_parameters()` of their submodules, children
+    first, with random numbers that depend on `seed` and the layer's index alone. Tensors that have
+    values already, in these layers or shared with them, keep them.
 
     Raises:
         ChainError: a submodule on the meta device has tensors of its own and no `reset_parameters`;
-        for traced models see `initialise`.
+            for traced models see `initialise`.
     """
     modules = [traced.modules[index] for index in indices]
-    if not any(tensor.is_meta for module in modules for tensor in _tensors(module)):
+    if not any(map(_has_meta, modules)):
         return [module.to(device) for module in modules]
-    # One copy of all of them together keeps what they share shared; of real tensors, and layers of
-    # these, no copy is made.
-    kept: dict[int, object] = {
-        id(tensor): tensor
-        for module in modules
-        for tensor in _tensors(module)
-        if not tensor.is_meta
-    }
-    for module in modules:
-        tensors = list(_tensors(module))
-        if tensors and not any(tensor.is_meta for tensor in tensors):
-            kept[id(module)] = module
-    modules = list(copy.deepcopy(nn.ModuleList(modules), kept))
-    made: dict[int, Tensor] = {}
+    # One copy of all modules together preserves sharing.
+    modules = list(copy.deepcopy(nn.ModuleList(modules), _uncopied(modules)))
+    allocated: dict[int, Tensor] = {}
     with drawing(device), torch.no_grad():
         for index, module in zip(indices, modules, strict=True):
             seed_generators(device, stream_seed(seed, -1, index))
             if isinstance(module, TracedLayer):
-                _fill_traced(module, device, made)
+                _initialise_traced(module, device, allocated)
                 continue
-            for name, part in _children_first(module, traced.layers[index].name):
-                _fill(part, name, device, made)
+            for name, submodule in _children_first(module, traced.layers[index].name):
+                _initialise(submodule, name, device, allocated)
     return [module.to(device) for module in modules]
+
+
+def _uncopied(modules: Sequence[nn.Module]) -> dict[int, object]:
+    """Return a memo for `copy.deepcopy` by which objects with memory are not copied.
+
+    They are tensors, and layers whose tensors all have memory.
+    """
+    memo: dict[int, object] = {}
+    for module in modules:
+        tensors = list(_tensors(module))
+        memo.update((id(tensor), tensor) for tensor in tensors if not tensor.is_meta)
+        if tensors and not _has_meta(module):
+            memo[id(module)] = module
+    return memo
+
+
+def _has_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in _tensors(module))
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -70,53 +79,76 @@ def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
     yield name, module
 
 
-def _fill(part: nn.Module, name: str, device: torch.device, made: dict[int, Tensor]) -> None:
-    """Give `part`'s own tensors memory and values; those that had values before, or share an
-    earlier module's, keep them.
+def _initialise(
+    module: nn.Module, name: str, device: torch.device, allocated: dict[int, Tensor]
+) -> None:
+    """Allocate and initialise the tensors of a module, without those of its children.
+
+    Args:
+        module: the module.
+        name: its name, for messages.
+        device: where to allocate.
+        allocated: the tensors allocated so far, by the id of the meta tensor; shared tensors are
+            allocated and initialised once.
     """
     fresh: set[int] = set()
-    for holder in (part._parameters, part._buffers):
-        for key, tensor in holder.items():
+    members: list[dict[str, Any]] = [module._parameters, module._buffers]
+    for tensors in members:
+        for key, tensor in tensors.items():
             if tensor is None or not tensor.is_meta:
                 continue
-            if id(tensor) not in made:
-                empty: Tensor = torch.empty_like(tensor, device=device)
-                made[id(tensor)] = (
-                    nn.Parameter(empty, tensor.requires_grad)
-                    if isinstance(tensor, nn.Parameter)
-                    else empty
-                )
-                fresh.add(id(made[id(tensor)]))
-            holder[key] = made[id(tensor)]  # type: ignore[assignment]  # the dict's own kind goes back into it
-    if not fresh:
-        return
-    reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+            if id(tensor) not in allocated:
+                allocated[id(tensor)] = _allocate(tensor, device)
+                fresh.add(id(allocated[id(tensor)]))
+            tensors[key] = allocated[id(tensor)]
+    if fresh:
+        _reset(module, name, fresh)
+
+
+def _reset(module: nn.Module, name: str, fresh: set[int]) -> None:
+    """Initialise those tensors of a module whose ids are in `fresh`."""
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if reset is None:
         raise ChainError(
-            f"{name} ({type(part).__name__}) is on the meta device and has weights of its own, but no reset_parameters() "
-            "to initialise them. Give the class one, or build the model on a real device"
+            f"{name} ({type(module).__name__}) is on the meta device and has weights of its own, "
+            "but no reset_parameters() to initialise them. Give the class one, or build the model "
+            "on a real device"
         )
-    # A head with a bias of its own and the embedding's weight, say: its reset draws both, and only
-    # the bias is to be drawn.
-    own = (*part._parameters.values(), *part._buffers.values())
-    settled = [
-        (tensor, tensor.clone()) for tensor in own if tensor is not None and id(tensor) not in fresh
+    # The reset changes all tensors of the module. Restore those that have values already, such as
+    # the weight that a head shares with the embedding while its bias is new.
+    initialised = [
+        (tensor, tensor.clone())
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None and id(tensor) not in fresh
     ]
     reset()
-    for tensor, values in settled:
+    for tensor, values in initialised:
         tensor.copy_(values)
 
 
-def _fill_traced(layer: TracedLayer, device: torch.device, made: dict[int, Tensor]) -> None:
-    """The same for a layer of a traced model, whose modules are elsewhere."""
-    held = {first: tensors[key] for first, (tensors, key) in layer.places.items()}
-    wanted = {
-        first: tensor for first, tensor in held.items() if tensor.is_meta and id(tensor) not in made
-    }
-    found = drawn(layer.variants.skeleton, layer.variants.names, wanted, device)
-    made.update((id(wanted[first]), tensor) for first, tensor in found.items())
-    for part in layer.modules():
-        for holder in (part._parameters, part._buffers):
-            for key, tensor in holder.items():
-                if tensor is not None and tensor.is_meta:
-                    holder[key] = made[id(tensor)]  # type: ignore[assignment]  # the dict's own kind goes back into it
+def _allocate(tensor: Tensor, device: torch.device) -> Tensor:
+    empty: Tensor = torch.empty_like(tensor, device=device)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+
+
+def _initialise_traced(
+    layer: TracedLayer, device: torch.device, allocated: dict[int, Tensor]
+) -> None:
+    """Allocate and initialise the tensors of a traced layer by the modules of the model."""
+    fresh: dict[str, Tensor] = {}
+    for first, (members, key) in layer.places.items():
+        tensor = members[key]
+        if tensor.is_meta and id(tensor) not in allocated:
+            fresh[first] = tensor
+    values = initial_values(layer.variants.skeleton, layer.variants.names, fresh, device)
+    allocated.update((id(fresh[first]), tensor) for first, tensor in values.items())
+    for module in layer.modules():
+        _replace_meta(module._parameters, allocated)
+        _replace_meta(module._buffers, allocated)
+
+
+def _replace_meta(members: dict[str, Any], allocated: Mapping[int, Tensor]) -> None:
+    for key, tensor in members.items():
+        if tensor is not None and tensor.is_meta:
+            members[key] = allocated[id(tensor)]

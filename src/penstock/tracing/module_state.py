@@ -1,5 +1,6 @@
-"""What modules hold besides their weights, before and after a forward: buffers, attributes of
-Python, variables of hooks.
+"""State of modules besides their weights, before and after a forward.
+
+It consists of buffers, Python attributes, and variables of hooks.
 """
 
 from __future__ import annotations
@@ -17,22 +18,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-#: What every module has; the rest is what its class keeps.
+#: Attributes that every module has; others belong to its class.
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module())) | {"forward"}
 
-#: Containers are compared to this depth, and so many of their items from either end.
+#: Containers are compared to this depth, and by this number of items from either end.
 _DEPTH, _ITEMS = 4, 500
 
-#: A tensor of more bytes is compared by its memory and version, not by its contents.
+#: Larger tensors are compared by memory address and version, not by their contents.
 _LARGE_BYTES: Final = 2**26
 
-#: Something that equals another of its kind only if the values do.
+#: A comparable digest of a value: equal if and only if the values are.
 Content = object
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value of Python stands: its name in words, and how to get and set it."""
+    """A variable.
+
+    Attributes:
+        name: its name in messages.
+        get: returns its value.
+        set: assigns a value.
+    """
 
     name: str
     get: Callable[[], Any]
@@ -40,9 +47,12 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A value of Python, to be put back: the object itself, and what it contained if that may
-    change.
+class Snapshot:
+    """A value that can be restored.
+
+    Attributes:
+        value: the object.
+        content: a copy of its contents, if it is mutable.
     """
 
     value: Any
@@ -53,17 +63,17 @@ class ModuleState:
     """The state of some modules.
 
     Args:
-        named: modules with their names in the model; one that comes twice counts once.
+        named: modules with their names in the model; duplicates count once.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Module]]) -> None:
-        seen: dict[int, tuple[str, nn.Module]] = {}
+        unique: dict[int, tuple[str, nn.Module]] = {}
         for name, module in named:
-            seen.setdefault(id(module), (name, module))
-        self.modules = list(seen.values())
+            unique.setdefault(id(module), (name, module))
+        self.modules = list(unique.values())
 
     def buffers(self) -> dict[str, Tensor]:
-        """All buffers, live, by name."""
+        """Return all buffers by name, not copied."""
         return {
             f"{name}.{key}" if name else key: buffer
             for name, module in self.modules
@@ -72,7 +82,7 @@ class ModuleState:
         }
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters, live, by name."""
+        """Return all parameters by name, not copied."""
         return {
             f"{name}.{key}" if name else key: parameter
             for name, module in self.modules
@@ -81,17 +91,18 @@ class ModuleState:
         }
 
     def buffer_contents(self) -> dict[str, Content]:
-        """What the buffers hold."""
+        """Return a digest of each buffer."""
         return {name: content(buffer) for name, buffer in self.buffers().items()}
 
     def weight_marks(self) -> dict[str, Content]:
-        """What differs if a weight has been changed: versions, and sums for changes behind
-        autograd's back.
+        """Return a value for each weight that differs if the weight has been changed.
+
+        It contains the version, and the sum for changes that autograd does not see.
         """
         return {name: _mark(weight) for name, weight in self.weights().items()}
 
     def versions(self) -> tuple[tuple[int, int], ...]:
-        """What differs if a buffer was changed in place or replaced; cheap."""
+        """Return a value that differs if a buffer was changed in place or replaced; fast."""
         return tuple(
             (id(buffer), buffer._version)
             for _, module in self.modules
@@ -100,93 +111,103 @@ class ModuleState:
         )
 
     def places(self) -> dict[str, Place]:
-        """Values of Python that modules and their hooks keep from call to call."""
-        found: dict[str, Place] = {}
+        """Return the Python variables that modules and their hooks keep from call to call."""
+        places: dict[str, Place] = {}
         for name, module in self.modules:
             for place in (*_attributes(name, module), *_hook_variables(name, module)):
-                found.setdefault(place.name, place)
-        return found
+                places.setdefault(place.name, place)
+        return places
 
     def values(self) -> dict[str, Content]:
-        """What these values are."""
+        """Return a digest of each of these variables."""
         return {name: content(place.get()) for name, place in self.places().items()}
 
-    def keep(self) -> dict[str, Kept]:
-        """These values, to be put back."""
-        return {
-            name: Kept(value := place.get(), _copied(value))
-            for name, place in self.places().items()
-        }
-
-    def put_back(self, kept: Mapping[str, Kept]) -> None:
-        """Let them be the objects that they were, with what they contained."""
+    def keep(self) -> dict[str, Snapshot]:
+        """Return snapshots of these variables, for `put_back`."""
+        snapshots = {}
         for name, place in self.places().items():
-            if name in kept:
-                _refill(kept[name])
-                if place.get() is not kept[name].value:
-                    place.set(kept[name].value)
+            value = place.get()
+            snapshots[name] = Snapshot(value, _copied(value))
+        return snapshots
+
+    def put_back(self, snapshots: Mapping[str, Snapshot]) -> None:
+        """Restore these variables: the same objects with the same contents."""
+        for name, place in self.places().items():
+            if name in snapshots:
+                snapshot = snapshots[name]
+                _restore_content(snapshot)
+                if place.get() is not snapshot.value:
+                    place.set(snapshot.value)
 
 
 def made_tensors(modules: Iterable[nn.Module]) -> dict[int, object]:
-    """For `copy.deepcopy`, by their ids: tensors that forwards have left in modules, without the
-    graphs that torch does not copy.
+    """Return a memo for `copy.deepcopy` with detached copies of tensors computed by forwards.
 
-    `nn.utils.weight_norm` keeps the weight that it makes in its module; a layer may keep what it
-    returned last.
+    Without it torch refuses to copy tensors that have a graph. `nn.utils.weight_norm` stores the
+    weight that it computes in its module; a layer may store its last output.
     """
-    found: dict[int, object] = {}
+    memo: dict[int, object] = {}
     for module in modules:
-        for part in module.modules():
-            for value in vars(part).values():
+        for submodule in module.modules():
+            for value in vars(submodule).values():
                 if isinstance(value, Tensor) and not value.is_leaf:
-                    found[id(value)] = value.detach().clone()
-    return found
+                    memo[id(value)] = value.detach().clone()
+    return memo
 
 
 def differing(before: Mapping[str, Content], after: Mapping[str, Content]) -> list[str]:
-    """The names that are in only one of two states, or with another content."""
+    """Return the names that occur in only one of two states, or with different contents."""
     names = dict.fromkeys([*before, *after])
     missing = object()
     return [name for name in names if before.get(name, missing) != after.get(name, missing)]
 
 
 def content(value: Any, depth: int = _DEPTH) -> Content:
-    """Something that tells values apart by what they are, not by which object they are; of what is
-    unknown, by the object.
-    """
+    """Return a digest that compares values by contents, and unknown objects by identity."""
     if isinstance(value, Tensor):
         return _digest(value)
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        return type(value), repr(value)  # repr: not-a-number is equal to itself here
+        return type(value), repr(value)  # by repr, not-a-number equals itself
     if isinstance(value, np.ndarray):
         return "array", value.shape, str(value.dtype), _hash(value.tobytes())
+    generator = _generator_content(value)
+    if generator is not None:
+        return generator
+    if depth == 0 or isinstance(value, (nn.Module, type, FunctionType, MethodType)):
+        return "object", id(value)
+    container = _container_content(value, depth)
+    if container is not None:
+        return container
+    is_library_object = type(value).__module__.partition(".")[0] in (
+        "torch",
+        "builtins",
+        "penstock",
+    )
+    fields = None if is_library_object else getattr(value, "__dict__", None)
+    return ("object", id(value)) if fields is None else ("fields", content(fields, depth - 1))
+
+
+def _generator_content(value: Any) -> Content | None:
     if isinstance(value, random.Random):
         return "random", _hash(repr(value.getstate()).encode())
     if isinstance(value, np.random.Generator):
         return "random", repr(value.bit_generator.state)
     if isinstance(value, torch.Generator):
         return "random", _digest(value.get_state())
-    if depth == 0 or isinstance(value, (nn.Module, type, FunctionType, MethodType)):
-        return "object", id(value)
+    return None
+
+
+def _container_content(value: Any, depth: int) -> Content | None:
     if isinstance(value, Mapping):
         items = _ends(list(value.items()))
-        return (
-            "mapping",
-            len(value),
-            tuple((repr(key), content(item, depth - 1)) for key, item in items),
-        )
+        pairs = tuple((repr(key), content(item, depth - 1)) for key, item in items)
+        return "mapping", len(value), pairs
     if isinstance(value, (set, frozenset)):
         return "set", tuple(sorted(map(repr, value)))
     if isinstance(value, (list, tuple, deque)):
-        return (
-            "sequence",
-            len(value),
-            tuple(content(item, depth - 1) for item in _ends(list(value))),
-        )
-    if type(value).__module__.partition(".")[0] in ("torch", "builtins", "penstock"):
-        return "object", id(value)
-    own = getattr(value, "__dict__", None)
-    return ("object", id(value)) if own is None else ("fields", content(own, depth - 1))
+        contents = tuple(content(item, depth - 1) for item in _ends(list(value)))
+        return "sequence", len(value), contents
+    return None
 
 
 def _ends(items: list[Any]) -> list[Any]:
@@ -216,7 +237,7 @@ def _hash(text: bytes) -> bytes:
 
 
 def _attributes(name: str, module: nn.Module) -> Iterator[Place]:
-    """What a module's class keeps in the module; torch's own classes keep nothing that moves."""
+    """Yield the attributes of a module; torch's own classes keep none that change."""
     if type(module).__module__.partition(".")[0] in ("torch", "penstock"):
         return
     for key in list(vars(module)):
@@ -229,8 +250,9 @@ def _attributes(name: str, module: nn.Module) -> Iterator[Place]:
 
 
 def _hook_variables(name: str, module: nn.Module) -> Iterator[Place]:
-    """The variables of functions that hook into a module's forward, and the attributes of objects
-    that do.
+    """Yield the variables of a module's forward hooks.
+
+    They are variables of enclosing functions, and attributes of objects whose methods are hooks.
     """
     for registered in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
         hook: Any = registered
@@ -241,31 +263,33 @@ def _hook_variables(name: str, module: nn.Module) -> Iterator[Place]:
         if owner is None and not isinstance(hook, FunctionType):
             owner = hook
         if owner is not None and not isinstance(owner, nn.Module):
-            for key in list(getattr(owner, "__dict__", {})):
-                yield Place(
-                    f"{label}: {key}",
-                    partial(vars(owner).get, key),
-                    partial(vars(owner).__setitem__, key),
-                )
+            yield from _object_variables(label, owner)
         code = getattr(hook, "__code__", None)
         cells = getattr(hook, "__closure__", None) or ()
         for key, cell in zip(code.co_freevars if code else (), cells, strict=False):
-            yield Place(f"{label}: {key}", partial(_in_cell, cell), partial(_into_cell, cell))
+            yield Place(f"{label}: {key}", partial(cell_value, cell), partial(_set_cell, cell))
 
 
-def _in_cell(cell: CellType) -> Any:
+def _object_variables(label: str, owner: Any) -> Iterator[Place]:
+    for key in list(getattr(owner, "__dict__", {})):
+        get, set_value = partial(vars(owner).get, key), partial(vars(owner).__setitem__, key)
+        yield Place(f"{label}: {key}", get, set_value)
+
+
+def cell_value(cell: CellType) -> Any:
+    """Return the value of a closure cell; None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # nothing has been assigned yet
         return None
 
 
-def _into_cell(cell: CellType, value: Any) -> None:
+def _set_cell(cell: CellType, value: Any) -> None:
     cell.cell_contents = value
 
 
 def _copied(value: Any) -> Any:
-    """What `_refill` needs."""
+    """Return a copy of the contents of a mutable value, for `_restore_content`; else None."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):
@@ -283,10 +307,10 @@ def _copied(value: Any) -> Any:
     return None
 
 
-def _refill(kept: Kept) -> None:
-    value, before = kept.value, kept.content
+def _restore_content(snapshot: Snapshot) -> None:
+    value, before = snapshot.value, snapshot.content
     if isinstance(value, Tensor):
-        value.data.copy_(before)  # .data: a graph that has saved it finds what it had
+        value.data.copy_(before)  # .data: does not count as a change where a graph saved it
     elif isinstance(value, np.ndarray):
         value[...] = before
     elif isinstance(value, random.Random):

@@ -1,15 +1,15 @@
-"""What a forward reads that forwards change: state that moves from micro-batch to micro-batch.
+"""Detection of state that forwards both change and read, such as the means of a codebook.
 
-One process runs all micro-batches, and each finds what those before it have left. Copies of a layer
-find only what their own have left, so they train to other numbers. State that is only written
-(batch norm's running statistics in training, what a layer records) does not matter, nor does what a
-forward makes once and finds again (a cache of positions).
+One process runs all micro-batches in turn, and each reads what the earlier ones have written.
+Replicas of a layer read only what their own forwards have written, so they train to other numbers.
+State that is only written (batch norm's running statistics in training, recorded values) does not
+matter, nor do values that a forward computes once and reuses (a cache of positions).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,15 +37,15 @@ _CONTAINERS: Final = ("mapping", "sequence", "set")
 
 @dataclass(frozen=True)
 class Observation:
-    """What one forward has shown.
+    """Result of observing one forward.
 
     Attributes:
-        made: what it returned.
-        findings: the state that it moves and reads, in words.
-        changed: the buffers that it has changed, by name.
+        output: the output of the forward.
+        findings: descriptions of the state that it changes and reads.
+        changed: names of the buffers that it has changed.
     """
 
-    made: Any
+    output: Any
     findings: tuple[str, ...]
     changed: frozenset[str]
 
@@ -53,60 +53,71 @@ class Observation:
 def observe(
     state: ModuleState,
     run: Callable[[], Any],
-    again: Callable[[], Any] | None,
+    rerun: Callable[[], Any] | None,
     *,
     follow: bool = True,
 ) -> Observation:
-    """Run a forward and find out which state of the modules moves.
+    """Run a forward, and find the state that it both changes and reads.
 
     Args:
-        state: of the modules that run.
+        state: state of the modules that run.
         run: the forward.
-        again: the same forward on the same inputs with the same random numbers, for state of
-        Python: called, without gradients and on
-            copies of the buffers, only where such state has changed. None where it cannot be run
-            again.
-        follow: whether to follow from op to op what is read; compiled code cannot be followed.
+        rerun: the same forward on the same inputs with the same random numbers, to test Python
+            state. It is called only if such state has changed, without gradients and on copies of
+            the buffers. None if the forward cannot be repeated.
+        follow: follow the data flow from op to op, which is not possible in compiled code.
     """
     contents, weights, values = state.buffer_contents(), state.weight_marks(), state.values()
     buffers = state.buffers()
     flow = DataFlow(buffers if follow else {})
-    sides: list[Tensor] = []
-    outer = collect_side_losses(sides)
-    try:
-        with flow if follow else nullcontext():
-            made = run()
-    finally:
-        collect_side_losses(outer)
-    if outer is not None:
-        outer.extend(sides)
+    output, side_losses = _run_followed(run, flow if follow else nullcontext())
     findings = [
         f"weight {name} is changed by the forward itself"
         for name in differing(weights, state.weight_marks())
     ]
     changed = differing(contents, state.buffer_contents())
     harmless = _running_statistics(state)
-    doubtful = [name for name in changed if name not in harmless]
-    read = flow.names_in((made, sides)) | flow.read_by_python
-    suspects = [
-        name
-        for name in changed
-        if name in read or (name in doubtful and _unseen(name, buffers, state, flow, follow=follow))
-    ]
-    rest = [name for name in doubtful if name not in suspects]
-    if rest and _may_read_backwards(state, made, again):
-        suspects += rest
+    read = flow.names_in((output, side_losses)) | flow.read_by_python
+    suspects, unread = [], []
+    for name in changed:
+        is_unfollowed = name not in harmless and _is_unfollowed(
+            name, buffers, state, flow, follow=follow
+        )
+        if name in read or is_unfollowed:
+            suspects.append(name)
+        elif name not in harmless:
+            unread.append(name)
+    if unread and _may_read_backwards(state, output, rerun):
+        suspects += unread
     findings += [f"buffer {name} is changed by a forward and read by the next" for name in suspects]
-    findings += _moving_values(state, values, again)
+    findings += _moving_values(state, values, rerun)
     findings += _sparse_tables(state, flow)
-    return Observation(made, tuple(findings), frozenset(changed))
+    return Observation(output, tuple(findings), frozenset(changed))
+
+
+def _run_followed(
+    run: Callable[[], Any], context: AbstractContextManager[Any]
+) -> tuple[Any, list[Tensor]]:
+    """Run a forward in a context; return its output and its side losses."""
+    side_losses: list[Tensor] = []
+    outer = collect_side_losses(side_losses)
+    try:
+        with context:
+            output = run()
+    finally:
+        collect_side_losses(outer)
+    if outer is not None:
+        outer.extend(side_losses)
+    return output, side_losses
 
 
 def steady_buffers(
     state: ModuleState, changed: frozenset[str]
 ) -> list[tuple[str, dict[str, Any], str]]:
-    """The buffers that a forward has left alone and that are no running statistics: name, holder,
-    key.
+    """Return the buffers that a forward did not change, without running statistics.
+
+    Returns:
+        For each: its name, the dict that contains it, and its key there.
     """
     harmless = _running_statistics(state)
     return [
@@ -120,7 +131,7 @@ def steady_buffers(
 
 
 def _running_statistics(state: ModuleState) -> frozenset[str]:
-    """The buffers of torch's own batch norms, and ours."""
+    """Return the names of the buffers of torch's own batch norms, and of ours."""
     return frozenset(
         f"{name}.{key}" if name else key
         for name, module in state.modules
@@ -131,76 +142,79 @@ def _running_statistics(state: ModuleState) -> frozenset[str]:
     )
 
 
-def _unseen(
+def _is_unfollowed(
     name: str, before: Mapping[str, Tensor], state: ModuleState, flow: DataFlow, *, follow: bool
 ) -> bool:
-    """Whether a buffer has changed by something that is not followed, so that reads may be missing
-    too.
+    """Return whether a buffer was changed in a way that is not followed.
+
+    Then reads of it may have been missed too.
     """
     if not follow:
         return True
     return state.buffers().get(name) is before.get(name) and name not in flow.written
 
 
-def _may_read_backwards(state: ModuleState, made: Any, again: Callable[[], Any] | None) -> bool:
-    """Whether the backward has code of the user's, which may read what the forward has written."""
+def _may_read_backwards(state: ModuleState, output: Any, rerun: Callable[[], Any] | None) -> bool:
+    """Return whether the backward runs the user's code, which may read any state."""
     if not torch.is_grad_enabled():  # no graph: this forward will run again before its backward
-        if again is None:
+        if rerun is None:
             return True
-        kept = state.keep()
-        with _aside(state), torch.enable_grad():
-            made = again()
-        state.put_back(kept)
-    return has_custom_function(made)
+        snapshots = state.keep()
+        with _on_copies(state), torch.enable_grad():
+            output = rerun()
+        state.put_back(snapshots)
+    return has_custom_function(output)
 
 
 def _moving_values(
-    state: ModuleState, before: Mapping[str, Content], again: Callable[[], Any] | None
+    state: ModuleState, before: Mapping[str, Content], rerun: Callable[[], Any] | None
 ) -> list[str]:
-    """Values of Python that a second forward on the same inputs changes again, in words."""
+    """Return descriptions of the Python variables that a second forward changes again."""
     values = state.values()
     moving = differing(before, values)
     if not moving:
         return []
-    if again is not None:
-        kept = state.keep()
-        with _aside(state), torch.no_grad():
-            first = again()
-            later = state.values()
-            moving = differing(values, later)
-            recorded = [name for name in moving if _is_container(later.get(name))]
-            if recorded and content(first) == content(again()):
+    if rerun is not None:
+        snapshots = state.keep()
+        with _on_copies(state), torch.no_grad():
+            output = rerun()
+            second_values = state.values()
+            moving = differing(values, second_values)
+            recorded = [name for name in moving if _is_container(second_values.get(name))]
+            if recorded and content(output) == content(rerun()):
                 moving = [name for name in moving if name not in recorded]
-        state.put_back(kept)
+        state.put_back(snapshots)
     return [f"{name} is changed by every forward" for name in moving]
 
 
 def _sparse_tables(state: ModuleState, flow: DataFlow) -> list[str]:
-    """Weights with sparse gradients, in words, whose modules do not say so: copies would not know
-    how to add them up.
+    """Return descriptions of weights whose sparse gradients are not declared by their modules.
+
+    Replicas would not know how to add these gradients.
     """
-    known = {
+    declared = {
         id(module.weight)
         for _, module in state.modules
         if keeps_sparse_gradients(module) and isinstance(module.weight, Tensor)
     }
-    sparse = {id(table) for table in flow.sparse} - known
+    sparse = {id(table) for table in flow.sparse} - declared
     return [
-        f"weight {name} has sparse gradients and is not the weight of an nn.Embedding or nn.EmbeddingBag"
+        f"weight {name} has sparse gradients and is not the weight of an nn.Embedding or "
+        "nn.EmbeddingBag"
         for name, weight in state.weights().items()
         if id(weight) in sparse
     ]
 
 
 def _is_container(value: Content) -> bool:
-    """Whether a value is a list or its like: something that may only be recorded in."""
+    """Return whether a digest is that of a container, to which values may only be appended."""
     return isinstance(value, tuple) and bool(value) and value[0] in _CONTAINERS
 
 
 @contextmanager
-def _aside(state: ModuleState) -> Iterator[None]:
-    """Let copies stand in the places of the buffers meanwhile, and side losses go nowhere."""
-    own = [
+def _on_copies(state: ModuleState) -> Iterator[None]:
+    """Replace the buffers by copies in this context, and discard side losses."""
+    originals = [
         (module._buffers, key, buffer)
         for _, module in state.modules
         for key, buffer in module._buffers.items()
@@ -209,10 +223,10 @@ def _aside(state: ModuleState) -> Iterator[None]:
     copies: dict[int, Tensor] = {}
     outer = collect_side_losses([])
     try:
-        for holder, key, buffer in own:
+        for holder, key, buffer in originals:
             holder[key] = copies.setdefault(id(buffer), buffer.detach().clone())
         yield
     finally:
         collect_side_losses(outer)
-        for holder, key, buffer in own:
+        for holder, key, buffer in originals:
             holder[key] = buffer

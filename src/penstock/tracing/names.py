@@ -1,4 +1,4 @@
-"""What the tensors of a layer are called in the whole model's `state_dict`."""
+"""Names of a layer's tensors in the `state_dict` of the whole model."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from torch import Tensor, nn
 
 
 def prefix_of(layer: str, module: nn.Module) -> str:
-    """What the names in `module` are preceded by: the layer's own name, or nothing where the module
-    was cut out of a traced model and has `whole_names`, under which its tensors stand in it as they
-    do in the model.
+    """Return the prefix of the names in `module`.
+
+    It is the name of the layer. A layer of a traced model has `whole_names`: it contains its
+    tensors under their names in the model, so the prefix is empty.
     """
     return "" if getattr(module, "whole_names", False) else layer
 
 
 def state_of(layer: str, module: nn.Module) -> dict[str, Tensor]:
-    """A layer's parameters and persistent buffers, live."""
+    """Return a layer's parameters and persistent buffers by name, not copied."""
     prefix = prefix_of(layer, module)
-    held = module.state_dict(prefix=f"{prefix}." if prefix else "")
-    return {name: value for name, value in held.items() if isinstance(value, Tensor)}
+    entries = module.state_dict(prefix=f"{prefix}." if prefix else "")
+    return {name: value for name, value in entries.items() if isinstance(value, Tensor)}
 
 
 def parameters_of(layer: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """A layer's parameters, each once."""
+    """Yield a layer's parameters with their names, each once."""
     return module.named_parameters(prefix_of(layer, module))

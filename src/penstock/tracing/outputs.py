@@ -1,4 +1,4 @@
-"""What a model returns, taken apart for a graph and put together again."""
+"""Conversion of a model's outputs to a flat list for a graph, and back."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch.utils import _pytree as pytree
 
 from penstock.tracing.faults import Refused
 
-_MOVES = object()
+#: Placeholder for an output that is computed in every run.
+_COMPUTED = object()
 
 
 @dataclass(frozen=True, eq=False)
 class _Fields:
-    """Stands for a dataclass while its fields are in a list."""
+    """Marks a list as the fields of a dataclass."""
 
     kind: type
 
@@ -27,49 +28,55 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 @dataclass(eq=False)
 class Outputs:
-    """How a model's outputs nest: dataclasses that torch cannot take apart are lists of their
-    fields here.
+    """Nesting of a model's outputs.
+
+    Dataclasses that torch does not flatten are represented by lists of their fields.
+
+    Attributes:
+        spec: the nesting; None before `flatten`.
+        constants: the leaves, with a placeholder for computed ones.
     """
 
     spec: pytree.TreeSpec | None = None
     constants: list[Any] = field(default_factory=list)
 
     def flatten(self, output: Any) -> tuple[Any, ...]:
-        """What changes from run to run: tensors, and whole numbers that depend on shapes."""
+        """Return the computed outputs: tensors, and integers that depend on shapes.
+
+        Raises:
+            Refused: an output is neither a tensor nor a constant.
+        """
         leaves, self.spec = pytree.tree_flatten(_opened(output))
-        moving = []
+        computed = []
         self.constants = []
         for leaf in leaves:
             if isinstance(leaf, (Tensor, torch.SymInt)):
-                moving.append(leaf)
-                self.constants.append(_MOVES)
+                computed.append(leaf)
+                self.constants.append(_COMPUTED)
             elif isinstance(leaf, _PLAIN):
                 self.constants.append(leaf)
             else:
                 raise Refused(f"it returns a {type(leaf).__name__}, which is no nesting of tensors")
-        return tuple(moving)
+        return tuple(computed)
 
-    def value(self, moving: Sequence[Any]) -> Any:
-        """The model's own output."""
-        given = iter(moving)
+    def value(self, computed: Sequence[Any]) -> Any:
+        """Return the model's own output.
+
+        Args:
+            computed: the computed outputs, in order.
+        """
+        remaining = iter(computed)
         assert self.spec is not None
-        return _closed(
-            pytree.tree_unflatten(
-                [next(given) if each is _MOVES else each for each in self.constants], self.spec
-            )
-        )
+        leaves = [next(remaining) if leaf is _COMPUTED else leaf for leaf in self.constants]
+        return _closed(pytree.tree_unflatten(leaves, self.spec))
 
 
 def _opened(value: Any) -> Any:
-    if (
-        is_dataclass(value)
-        and not isinstance(value, type)
-        and type(value) not in pytree.SUPPORTED_NODES
-    ):
-        return [
-            _Fields(type(value)),
-            *(_opened(getattr(value, each.name)) for each in fields(value) if each.init),
-        ]
+    """Replace dataclasses by lists of their fields, within nested values."""
+    is_dataclass_object = is_dataclass(value) and not isinstance(value, type)
+    if is_dataclass_object and type(value) not in pytree.SUPPORTED_NODES:
+        kind = type(value)
+        return [_Fields(kind), *(_opened(getattr(value, name)) for name in _init_fields(kind))]
     if type(value) in (list, tuple):
         return type(value)(_opened(item) for item in value)
     if type(value) is dict:
@@ -77,9 +84,14 @@ def _opened(value: Any) -> Any:
     return value
 
 
+def _init_fields(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind) if field.init]
+
+
 def _closed(value: Any) -> Any:
+    """Undo `_opened`."""
     if type(value) is list and value and isinstance(value[0], _Fields):
-        names = [each.name for each in fields(value[0].kind) if each.init]
+        names = _init_fields(value[0].kind)
         return value[0].kind(**dict(zip(names, map(_closed, value[1:]), strict=True)))
     if type(value) in (list, tuple):
         return type(value)(_closed(item) for item in value)

@@ -1,4 +1,4 @@
-"""Plain Python values: what is in them, as something that can be compared later, and in words."""
+"""Comparison and description of Python values that a model's forward reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.tracing.faults import is_standard, is_torchs
 
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _OPAQUE = (
     type,
     types.ModuleType,
@@ -29,79 +29,87 @@ _OPAQUE = (
 )
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
-#: Objects in one value after which the rest count as themselves.
-_MOST = 100_000
+#: Maximum number of objects in one value whose is_mutable are compared; others by identity.
+_MAX_OBJECTS = 100_000
 
-#: Bytes of a NumPy array up to which it is compared as a whole.
+#: Maximum size in bytes of a NumPy array that is compared as a whole.
 _LARGE = 1 << 20
 
 
-def contents(value: Any) -> bool:
-    """Whether a value has parts that can change while it stays the same object."""
-    return not isinstance(value, (*_NUMBERS, *_OPAQUE)) and not _is_frozen(value)
+def is_mutable(value: Any) -> bool:
+    """Return whether a value's contents can change while it stays the same object."""
+    return not isinstance(value, (*_ATOMS, *_OPAQUE)) and not _is_frozen(value)
 
 
 def _is_frozen(value: Any) -> bool:
-    return isinstance(value, (tuple, frozenset)) and not any(map(contents, value))
+    return isinstance(value, (tuple, frozenset)) and not any(map(is_mutable, value))
 
 
-def summary(value: Any, shared: Collection[int] = (), seen: set[int] | None = None) -> Any:
-    """What is in a value: two summaries are equal if a forward that reads it would do the same.
+def summary(value: Any, shared: Collection[int] = (), visited: set[int] | None = None) -> Any:
+    """Return a digest of a value.
+
+    Two digests are equal if a forward that reads the value would do the same.
 
     Args:
-        value: anything. Functions, classes, modules and the like count as themselves.
-        shared: ids of tensors that count as themselves: parameters and buffers, whose content a
-        graph takes from where it is. seen: ids of what has been summed up on the way to here.
+        value: any value. Functions, classes, modules and the like are compared by identity.
+        shared: ids of tensors that are compared by identity: parameters and buffers, whose current
+            values a graph reads.
+        visited: ids of the objects whose contents are part of the digest already.
     """
-    if isinstance(value, _NUMBERS):
+    if isinstance(value, _ATOMS):
         return type(value).__name__, value
     if isinstance(value, Tensor):
-        known = id(value) in shared or isinstance(value, nn.Parameter)
-        return "tensor", id(value), 0 if known else version_of(value)
+        by_identity = id(value) in shared or isinstance(value, nn.Parameter)
+        return "tensor", id(value), 0 if by_identity else version_of(value)
     if is_array(value):
         return "array", value.shape, str(value.dtype), array_bytes(value)
-    seen = set() if seen is None else seen
-    inner = _inner(value)
-    if inner is None or id(value) in seen or len(seen) > _MOST:
+    visited = set() if visited is None else visited
+    container = _container(value)
+    if container is None or id(value) in visited or len(visited) > _MAX_OBJECTS:
         return "object", id(value)
-    seen.add(id(value))
-    kind = type(value).__name__
-    if isinstance(inner, dict):
-        return kind, tuple(
-            (summary(key, shared, seen), summary(item, shared, seen)) for key, item in inner.items()
-        )
-    items = (summary(item, shared, seen) for item in inner)
-    return kind, frozenset(items) if isinstance(inner, (set, frozenset)) else tuple(items)
+    visited.add(id(value))
+    return type(value).__name__, _items_summary(container, shared, visited)
 
 
-def containers(value: Any, seen: set[int]) -> Iterator[Any]:
-    """What can change in a value in place, and is not in `seen`: lists, dicts, sets, arrays,
-    tensors, and objects' dicts.
+def _items_summary(container: Any, shared: Collection[int], visited: set[int]) -> Any:
+    if isinstance(container, dict):
+        pairs = []
+        for key, item in container.items():
+            pairs.append((summary(key, shared, visited), summary(item, shared, visited)))
+        return tuple(pairs)
+    items = [summary(item, shared, visited) for item in container]
+    return frozenset(items) if isinstance(container, (set, frozenset)) else tuple(items)
+
+
+def containers(value: Any, visited: set[int]) -> Iterator[Any]:
+    """Yield the mutable parts of a value that are not in `visited`.
+
+    They are lists, dicts, sets, arrays, tensors, and the dicts of objects.
     """
-    if id(value) in seen or isinstance(value, _NUMBERS):
+    if id(value) in visited or isinstance(value, _ATOMS):
         return
-    seen.add(id(value))
+    visited.add(id(value))
     if isinstance(value, Tensor) or is_array(value):
         yield value
         return
-    inner = _inner(value)
-    if inner is None or len(seen) > _MOST:
+    container = _container(value)
+    if container is None or len(visited) > _MAX_OBJECTS:
         return
-    if not isinstance(inner, (tuple, frozenset)):
-        yield inner
-    for item in inner.values() if isinstance(inner, dict) else inner:
-        yield from containers(item, seen)
+    if not isinstance(container, (tuple, frozenset)):
+        yield container
+    for item in container.values() if isinstance(container, dict) else container:
+        yield from containers(item, visited)
 
 
 def saved(container: Any) -> Any:
-    """A copy that is equal to a container from `containers` as long as it holds the same."""
+    """Return a copy that equals a container from `containers` as long as that is unchanged."""
     if isinstance(container, dict):
         return dict(container)
     return list(container) if isinstance(container, list) else container.copy()
 
 
-def _inner(value: Any) -> Any:
-    """The container that a value is, or has its attributes in; None of what counts as itself."""
+def _container(value: Any) -> Any:
+    """Return the container that a value is, or the dict of its attributes; else None."""
     if isinstance(value, _OPAQUE):
         return None
     if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
@@ -110,7 +118,7 @@ def _inner(value: Any) -> Any:
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object that holds data: of a user's class, or a namespace."""
+    """Return the attributes of an object of a user's class or a namespace; else None."""
     kind = type(value)
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     if not issubclass(kind, _NAMESPACES) and (
@@ -122,12 +130,12 @@ def fields_of(value: Any) -> dict[str, Any] | None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is a NumPy array."""
+    """Return whether a value is a NumPy array."""
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 def array_bytes(value: Any) -> bytes:
-    """The content of a NumPy array; of a large one, of evenly spaced elements."""
+    """Return the contents of a NumPy array; of a large one, evenly spaced elements."""
     if value.dtype.hasobject:
         return repr(value).encode()
     if value.nbytes <= _LARGE:
@@ -137,12 +145,12 @@ def array_bytes(value: Any) -> bytes:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; 0 where that is not counted."""
+    """Return the version counter of a tensor; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def described(value: Any) -> str:
-    """A value in a message."""
+    """Return a short text for a value, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of {tuple(value.shape)}"
     if isinstance(value, nn.Module):

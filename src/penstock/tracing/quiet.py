@@ -1,4 +1,4 @@
-"""Tracing says what it does in Penstock's own words, and in no others."""
+"""Output of tracing: messages of torch.export are suppressed; long traces are announced."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from typing import Any
 
 _LOG = logging.getLogger("penstock")
 
-#: Seconds of tracing after which a line on stderr says so.
-_LONG_S = 2.0
+#: Seconds of tracing after which a line is written to stderr.
+_ANNOUNCE_AFTER_S = 2.0
 
-#: torch.export reports here what Penstock reports with the user's line.
+#: Loggers in which torch.export reports errors that Penstock reports with the user's line.
 _CHATTY = ("torch.fx.experimental.symbolic_shapes", "torch._export", "torch.export")
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Drop the warnings, log records and partial graphs that torch.export writes from this thread."""
-    own = threading.get_ident()
+    """Suppress the warnings, log records and partial graphs that torch.export writes.
+
+    Only those from this thread.
+    """
+    thread = threading.get_ident()
     loggers = [logging.getLogger(name) for name in _CHATTY]
 
     def others(record: logging.LogRecord) -> bool:
-        return record.thread != own
+        return record.thread != thread
 
     def unprinted(*values: object, **options: Any) -> None:
-        if threading.get_ident() != own:
+        if threading.get_ident() != thread:
             print(*values, **options)
 
     module: Any = importlib.import_module("torch.export._trace")
@@ -50,22 +53,23 @@ def quietly() -> Iterator[None]:
 
 
 @contextmanager
-def announced(what: str) -> Iterator[None]:
-    """Log the work in here; where it takes more than 2 s, write one line to stderr as well, on the
-    first rank of several.
+def announced(message: str) -> Iterator[None]:
+    """Log the work in this context; after 2 s, write one line to stderr as well.
+
+    Of several ranks the first writes it.
     """
-    _LOG.info("%s", what)
-    timer = threading.Timer(_LONG_S, _say, [what])
+    _LOG.info("%s", message)
+    timer = threading.Timer(_ANNOUNCE_AFTER_S, _say, [message])
     timer.daemon = True
-    began = time.perf_counter()
+    start = time.perf_counter()
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-    _LOG.info("%s: %.1f s", what, time.perf_counter() - began)
+    _LOG.info("%s: %.1f s", message, time.perf_counter() - start)
 
 
-def _say(what: str) -> None:
+def _say(message: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"penstock: {what}", file=sys.stderr, flush=True)
+        print(f"penstock: {message}", file=sys.stderr, flush=True)

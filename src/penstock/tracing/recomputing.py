@@ -1,7 +1,6 @@
-"""Whether the forward that this thread is in runs for the first of two times, or for the second.
+"""Whether the current forward will be recomputed, or is a recomputation.
 
-A layer that has effects besides its output, such as a counter, asks here so as to have them once
-per micro-batch.
+A layer with side effects, such as a counter, asks here in order to have them once per micro-batch.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import threading
 
 
 class Passes(threading.local):
-    """What this thread is doing; whoever runs layers says so here, and puts back what it found."""
+    """State of this thread. The code that runs layers sets it, and restores it afterwards."""
 
     checkpointing = False
     recomputing = False
@@ -20,12 +19,10 @@ PASSES = Passes()
 
 
 def is_checkpointing() -> bool:
-    """Whether this forward keeps nothing for its backward, because it will be run again before
-    that.
-    """
+    """Return whether this forward saves no activations, since it will be recomputed."""
     return PASSES.checkpointing
 
 
 def is_recomputing() -> bool:
-    """Whether this forward is that second run."""
+    """Return whether this forward is a recomputation."""
     return PASSES.recomputing

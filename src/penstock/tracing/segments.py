@@ -1,4 +1,4 @@
-"""From ops of a captured graph to functions that run them."""
+"""Functions that run ranges of ops of a captured graph."""
 
 from __future__ import annotations
 
@@ -10,131 +10,158 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.tracing.flow import Flow, draws
+from penstock.tracing.flow import Flow
+from penstock.tracing.ops import draws
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """What one layer does, in one graph.
+    """The part of a graph that one layer runs.
 
     Attributes:
         flow: the graph.
-        ops: the layer's, by index in the order.
-        taken: names of the values that it takes from layers before.
-        kept: of those that it does not use, or not last, and that layers behind it take.
-        made: of its own that layers behind it take.
-        again: of what it takes that is made of the inputs alone.
-        weights: of the tensors of its own that it uses.
+        ops: indices of the layer's ops in the order.
+        arriving: values of earlier layers that it uses.
+        forwarded: names of values of earlier layers that later layers use.
+        leaving: its own values that later layers use.
+        recomputed: values that it uses and that are recomputed from the inputs.
+        weights: parameters and buffers that it uses, without recomputed ones.
     """
 
     flow: Flow
     ops: range
-    taken: tuple[fx.Node, ...]
-    kept: tuple[str, ...]
-    made: tuple[fx.Node, ...]
-    again: tuple[fx.Node, ...]
+    arriving: tuple[fx.Node, ...]
+    forwarded: tuple[str, ...]
+    leaving: tuple[fx.Node, ...]
+    recomputed: tuple[fx.Node, ...]
     weights: tuple[fx.Node, ...]
 
     @classmethod
     def of(cls, flow: Flow, ops: range) -> Segment:
-        """The segment of these ops."""
-        nodes = [flow.order[index] for index in ops if flow.order[index] not in flow.again]
-        inside = set(nodes)
-        last = ops.stop == len(flow.order)
-        used = list(
-            dict.fromkeys(
-                [each for node in nodes for each in node.all_input_nodes]
-                + ([each for each in flow.outputs if each is not None] if last else [])
-            )
-        )
-        arriving = list(flow.live(ops.start))
-        leaving = [] if last else list(flow.live(ops.stop))
-        # An input that the model changes in place goes from the first layer on like what the model
-        # has made.
-        given = [node for node in flow.inputs if node not in flow.again and ops.start == 0]
+        """Return the segment of a range of ops."""
+        is_last = ops.stop == len(flow.order)
+        nodes = _own_nodes(flow, ops)
+        # An input that the model changes in place is not recomputed: the first layer sends it on
+        # like a value that it has computed.
+        inputs: list[fx.Node] = []
+        if ops.start == 0:
+            inputs = [node for node in flow.inputs if node not in flow.recomputed]
+        used = _used(flow, nodes, is_last=is_last)
+        weights, recomputed = [], []
+        for node in used:
+            if node in flow.recomputed:
+                recomputed.append(node)
+            elif node in flow.weights:
+                weights.append(node)
+        earlier = dict.fromkeys(flow.live(ops.start))
+        forwarded, leaving = [], []
+        for node in () if is_last else flow.live(ops.stop):
+            if node in earlier:
+                forwarded.append(node.name)
+            if node in nodes or node in inputs:
+                leaving.append(node)
         return cls(
             flow,
             ops,
-            tuple(node for node in arriving if node in used),
-            tuple(node.name for node in leaving if node in arriving),
-            tuple(node for node in leaving if node in inside or node in given),
-            tuple(node for node in used if node in flow.again) + tuple(given),
-            tuple(node for node in used if node in flow.weights and node not in flow.again),
+            tuple(node for node in earlier if node in used),
+            tuple(forwarded),
+            tuple(leaving),
+            (*recomputed, *inputs),
+            tuple(weights),
         )
 
     @property
     def is_last(self) -> bool:
-        """Whether it returns what the model returns."""
+        """Whether it returns the model's outputs."""
         return self.ops.stop == len(self.flow.order)
 
     @cached_property
-    def made_names(self) -> tuple[str, ...]:
-        """The names of what it makes."""
-        return tuple(node.name for node in self.made)
+    def leaving_names(self) -> tuple[str, ...]:
+        """The names of `leaving`."""
+        return tuple(node.name for node in self.leaving)
 
     @cached_property
     def draws(self) -> bool:
-        """Whether an op could draw random numbers."""
+        """Whether an op may draw random numbers."""
         return any(draws(self.flow.order[index]) for index in self.ops)
 
     @cached_property
     def run(self) -> Callable[..., tuple[Any, ...]]:
-        """From device, weights, values taken, and those made again, in this order, to what is made;
-        of the last, the outputs.
+        """The function that runs the ops.
+
+        It takes the device, and then the values of `weights`, `arriving` and `recomputed`. It
+        returns the values of `leaving`; for the last segment, the outputs.
         """
-        nodes = [
-            self.flow.order[index]
-            for index in self.ops
-            if self.flow.order[index] not in self.flow.again
-        ]
-        made = (
-            [each for each in self.flow.outputs if each is not None] if self.is_last else self.made
-        )
-        return function_of(nodes, [*self.weights, *self.taken, *self.again], made)
+        returned = list(self.leaving)
+        if self.is_last:
+            returned = [node for node in self.flow.outputs if node is not None]
+        nodes = _own_nodes(self.flow, self.ops)
+        return function_of(nodes, [*self.weights, *self.arriving, *self.recomputed], returned)
 
 
-def remade(
-    flow: Flow, wanted: Sequence[fx.Node]
+def _own_nodes(flow: Flow, ops: range) -> list[fx.Node]:
+    return [flow.order[index] for index in ops if flow.order[index] not in flow.recomputed]
+
+
+def _used(flow: Flow, nodes: Sequence[fx.Node], *, is_last: bool) -> list[fx.Node]:
+    """Return the values that ops use, each once; with `is_last` also the model's outputs."""
+    used: dict[fx.Node, None] = {}
+    for node in nodes:
+        used.update(dict.fromkeys(node.all_input_nodes))
+    if is_last:
+        used.update(dict.fromkeys(node for node in flow.outputs if node is not None))
+    return list(used)
+
+
+def recomputation(
+    flow: Flow, targets: Sequence[fx.Node]
 ) -> tuple[Callable[..., tuple[Any, ...]], list[fx.Node]]:
-    """What makes these values of inputs, constants and buffers that stay as they are: from device
-    and those, which come along.
+    """Return a function that recomputes values from inputs, constants and steady buffers.
+
+    Args:
+        flow: the graph.
+        targets: the values to recompute.
+
+    Returns:
+        The function, and its arguments after the device.
     """
     needed: set[fx.Node] = set()
-    waiting = list(wanted)
-    while waiting:
-        node = waiting.pop()
+    stack = list(targets)
+    while stack:
+        node = stack.pop()
         if node not in needed:
             needed.add(node)
-            waiting += node.all_input_nodes
+            stack += node.all_input_nodes
     nodes = [node for node in flow.order if node in needed]
     sources = [node for node in (*flow.inputs, *flow.weights, *flow.constants) if node in needed]
-    return function_of(nodes, sources, wanted), sources
+    return function_of(nodes, sources, targets), sources
 
 
 def function_of(
-    nodes: Iterable[fx.Node], given: Sequence[fx.Node], made: Sequence[fx.Node]
+    nodes: Iterable[fx.Node], arguments: Sequence[fx.Node], results: Sequence[fx.Node]
 ) -> Callable[..., tuple[Any, ...]]:
-    """Python for some ops: takes a device and the values of `given`, returns those of `made`."""
+    """Return a Python function that runs some ops.
+
+    It takes a device and the values of `arguments`, and returns those of `results`.
+    """
     graph = fx.Graph()
     device = graph.placeholder("device")
-    places = {node: graph.placeholder(node.name) for node in dict.fromkeys(given)}
+    copies = {node: graph.placeholder(node.name) for node in dict.fromkeys(arguments)}
     for node in nodes:
-        copied = graph.node_copy(node, lambda used: places[used])
+        copied = graph.node_copy(node, lambda source: copies[source])
         copied.args, copied.kwargs = _on(copied.args, device), _on(copied.kwargs, device)
         copied.meta = {}
-        places[node] = copied
-    graph.output(tuple(places[node] for node in made))
+        copies[node] = copied
+    graph.output(tuple(copies[node] for node in results))
     return fx.GraphModule(nn.Module(), graph, class_name="Layer").forward
 
 
 def _on(value: Any, device: fx.Node) -> Any:
-    """Arguments in which the device of the trace is the one where the layer is."""
+    """Replace the CPU, on which the model was traced, by the device of the layer."""
     if isinstance(value, torch.device):
         return device if value.type == "cpu" else value
     if isinstance(value, (tuple, list)):
         return type(value)(_on(item, device) for item in value)
-    return (
-        {key: _on(item, device) for key, item in value.items()}
-        if isinstance(value, dict)
-        else value
-    )
+    if isinstance(value, dict):
+        return {key: _on(item, device) for key, item in value.items()}
+    return value

@@ -1,6 +1,4 @@
-"""What an nn.Sequential has besides its children: a way of its own to run them, and tensors of its
-own.
-"""
+"""Properties of an nn.Sequential besides its children: a forward, hooks or tensors of its own."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from penstock.errors import ChainError
 
 
 def runs_otherwise(module: nn.Module) -> bool:
-    """Whether a module does anything else, or more, than an nn.Sequential that calls its children
-    in turn.
-    """
+    """Return whether a module does anything but call its children in turn."""
     kind = type(module)
     return bool(
         kind.forward is not nn.Sequential.forward
@@ -29,11 +25,13 @@ def runs_otherwise(module: nn.Module) -> bool:
 
 
 def container_tensors(module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that containers below, and at, a module have themselves, by their
-    names in the model.
+    """Yield the parameters and persistent buffers of containers themselves, with their names.
 
-    Containers are those that a chain takes apart. Buffers that are not part of the state are left
-    out.
+    Containers are `module` and the modules below it that a chain divides into layers.
+
+    Args:
+        module: the outermost container.
+        name: its name in the model.
     """
     if runs_otherwise(module):
         return
@@ -54,25 +52,26 @@ def container_tensors(module: nn.Module, name: str) -> Iterator[tuple[str, Tenso
 def check_containers(
     roots: Iterable[tuple[nn.Module, str]], layers: Iterable[tuple[str, nn.Module]]
 ) -> None:
-    """Refuse containers with tensors that no layer has: they would be in no stage.
+    """Raise an error if a container has tensors that no layer has: they would be in no stage.
 
     Args:
-        roots: what is taken apart, with its name.
-        layers: what comes of it.
+        roots: the outermost containers with their names.
+        layers: the layers with their names.
 
     Raises:
-        ChainError: there is one; the message has its name.
+        ChainError: there is such a tensor.
     """
-    known = {
+    layer_tensors = {
         id(tensor) for _, layer in layers for tensor in (*layer.parameters(), *layer.buffers())
     }
     for module, root in roots:
         for name, tensor in container_tensors(module, root):
-            if id(tensor) in known:
+            if id(tensor) in layer_tensors:
                 continue
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ChainError(
-                f"{name} is a {kind} of an nn.Sequential itself, which runs its children alone, and no layer among them has "
-                "it: it would be in no stage, neither trained nor saved. Let the layer that uses it have it; or let the model be "
-                "traced, with all that it has, by ps.chain(model, example)"
+                f"{name} is a {kind} of an nn.Sequential itself, which runs its children alone, "
+                "and no layer among them has it: it would be in no stage, neither trained nor "
+                "saved. Let the layer that uses it have it; or let the model be traced, with all "
+                "that it has, by ps.chain(model, example)"
             )

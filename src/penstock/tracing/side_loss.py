@@ -1,8 +1,8 @@
-"""Losses that layers inside a model have besides the model's own: load balancing of mixtures of
-experts, penalties on activations.
+"""Side losses: losses of layers besides the model's own loss.
 
-A layer says `side_loss(value)` in its forward. What a pipeline trains on, and reports, is then the
-loss of the output plus all of these, wherever the layers that have them stand.
+Examples are load balancing of mixtures of experts, and penalties on activations. A layer calls
+`side_loss(value)` in its forward. A pipeline trains on, and reports, the sum of the loss and all
+side losses, wherever their layers are.
 """
 
 from __future__ import annotations
@@ -17,48 +17,55 @@ from penstock.errors import SettingError
 
 
 class _Collector(threading.local):
-    """What the forward that this thread is in has found so far; None outside of one."""
+    """Side losses of this thread's current forward so far; None outside of one."""
 
-    found: list[Tensor] | None = None
+    losses: list[Tensor] | None = None
 
 
 _COLLECTOR = _Collector()
 
 
 def side_loss(value: Tensor) -> None:
-    """Add a number to what is trained on. Outside `collecting_side_losses`, as when the model runs
-    without a pipeline, it is dropped.
+    """Add a number to the loss.
+
+    Outside `collecting_side_losses`, as when the model runs without a pipeline, it is ignored.
 
     Args:
-        value: one number: a mean over the samples that the layer was given, like the loss itself.
+        value: a tensor with one element: a mean over the layer's samples, like the loss itself.
 
     Raises:
-        SettingError: `value` is not one number.
+        SettingError: `value` does not have one element.
     """
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise SettingError(
-            f"a side loss is one number, a mean over the samples that the layer is given; this one is {shape}"
+            "a side loss is one number, a mean over the samples that the layer is given; this one "
+            f"is {shape}"
         )
-    if _COLLECTOR.found is not None:
-        _COLLECTOR.found.append(value.reshape(()))
+    if _COLLECTOR.losses is not None:
+        _COLLECTOR.losses.append(value.reshape(()))
 
 
 @contextmanager
 def collecting_side_losses() -> Iterator[list[Tensor]]:
-    """The side losses of what this thread runs in here, for training without a pipeline: `(loss +
-    sum(found)).backward()`.
+    """Collect the side losses of forwards in this context, for training without a pipeline.
+
+    The loss to train on is then `loss + sum(losses)`, where `losses` is the context's value.
     """
-    found: list[Tensor] = []
-    before = collect_side_losses(found)
+    losses: list[Tensor] = []
+    before = collect_side_losses(losses)
     try:
-        yield found
+        yield losses
     finally:
         collect_side_losses(before)
 
 
 def collect_side_losses(into: list[Tensor] | None) -> list[Tensor] | None:
-    """From now on, in this thread, let side losses go there; returns where they went before."""
-    before = _COLLECTOR.found
-    _COLLECTOR.found = into
+    """Let side losses of this thread be appended to a list, or ignored with None.
+
+    Returns:
+        The previous list, to be restored.
+    """
+    before = _COLLECTOR.losses
+    _COLLECTOR.losses = into
     return before

@@ -1,17 +1,15 @@
-"""Why a layer cannot be held by several ranks at once: what two copies of it would do differently
-from one.
+"""Reasons why a layer cannot be replicated on several ranks.
 
-Copies of a stage run different micro-batches and add up their gradients. A layer whose forward
-reads state that forwards change, or whose gradients pass through a hook, then trains to other
-numbers than in one process. What can be seen without running the layer is found here;
-`module_state` finds what only a forward shows.
+Replicas of a stage run different micro-batches and add their gradients. A layer whose forward reads
+state that forwards change, or whose gradients pass through a hook, then trains to other numbers
+than in one process. This module finds what is visible without running the layer; `moving_state`
+finds the rest.
 """
 
 from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Iterator, Mapping
-from types import CellType
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,18 +17,19 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from penstock.tracing.chain import TracedChain
+from penstock.tracing.module_state import cell_value
 from penstock.tracing.names import prefix_of
 
 
 def single_copy_reasons(traced: TracedChain) -> dict[int, tuple[str, ...]]:
-    """By layer, why it cannot have copies; layers that can are left out.
+    """Return the reasons by layer; layers that can be replicated are omitted.
 
     >>> from penstock.tracing.chain import chain
     >>> model = nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 2))
     >>> single_copy_reasons(chain(model))
     {0: ('layer 0 (Embedding): max_norm=1.0 changes the weight in every forward',)}
     """
-    found: dict[int, tuple[str, ...]] = {}
+    reasons_by_layer: dict[int, tuple[str, ...]] = {}
     for index, (layer, module) in enumerate(zip(traced.layers, traced.modules, strict=True)):
         prefix = prefix_of(layer.name, module)
         reasons = [
@@ -39,35 +38,36 @@ def single_copy_reasons(traced: TracedChain) -> dict[int, tuple[str, ...]]:
             for reason in _reasons(part)
         ]
         if reasons:
-            found[index] = tuple(dict.fromkeys(reasons))
-    return found
+            reasons_by_layer[index] = tuple(dict.fromkeys(reasons))
+    return reasons_by_layer
 
 
 def weights_with_hooks(traced: TracedChain) -> dict[str, str]:
-    """Parameters that have hooks, by the chain's names, with what registered the first of them."""
-    found: dict[str, str] = {}
+    """Return the parameters that have hooks, with the method that registered the first hook."""
+    registrars: dict[str, str] = {}
     for layer, module in zip(traced.layers, traced.modules, strict=True):
         for name, parameter in module.named_parameters(prefix_of(layer.name, module)):
-            kind = weight_hook(parameter)
-            if kind:
-                found.setdefault(traced.aliases.get(name, name), kind)
-    return found
+            registrar = weight_hook(parameter)
+            if registrar:
+                registrars.setdefault(traced.aliases.get(name, name), registrar)
+    return registrars
 
 
 def weights_with_max_norm(traced: TracedChain) -> frozenset[str]:
-    """The tables, by the chain's names, whose rows an embedding renormalises in its forward."""
-    found: set[str] = set()
+    """Return the chain's names of embedding tables that are renormalised in the forward."""
+    tables: set[str] = set()
     for layer, module in zip(traced.layers, traced.modules, strict=True):
         for name, part in module.named_modules(prefix=prefix_of(layer.name, module)):
             if _max_norm(part) is not None:
-                own = f"{name}.weight" if name else "weight"
-                found.add(traced.aliases.get(own, own))
-    return frozenset(found)
+                weight = f"{name}.weight" if name else "weight"
+                tables.add(traced.aliases.get(weight, weight))
+    return frozenset(tables)
 
 
 def weight_hook(tensor: Tensor) -> str:
-    """What registered a hook on a tensor, one that may change weights before others; empty where it
-    has none.
+    """Return the method that registered a hook on a tensor; "" if it has none.
+
+    Of the two kinds of hooks the one that may change weights comes first.
     """
     if getattr(tensor, "_post_accumulate_grad_hooks", None):
         return "register_post_accumulate_grad_hook"
@@ -75,7 +75,7 @@ def weight_hook(tensor: Tensor) -> str:
 
 
 def keeps_sparse_gradients(module: nn.Module) -> bool:
-    """Whether the gradient of a module's weight is a sparse tensor."""
+    """Return whether the gradient of a module's weight is a sparse tensor."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and bool(module.sparse)
 
 
@@ -86,10 +86,16 @@ def _reasons(part: nn.Module) -> Iterator[str]:
     yield from _spectral_norms(part)
     for name, parameter in part._parameters.items():
         if parameter is not None and (kind := weight_hook(parameter)):
-            yield f"{name} has a gradient hook ({kind}), which would see the gradients of one copy, not their sum"
+            yield (
+                f"{name} has a gradient hook ({kind}), which would see the gradients of one copy, "
+                "not their sum"
+            )
     for name, hook in _module_hooks(part):
         if _changes_variables(hook) or ("backward" in name and _changes_containers(hook)):
-            yield f"the hook {_name_of(hook)} ({name}) changes variables of its own, of which each copy would have others"
+            yield (
+                f"the hook {_name_of(hook)} ({name}) changes variables of its own, of which each "
+                "copy would have others"
+            )
 
 
 def _max_norm(part: nn.Module) -> float | None:
@@ -97,27 +103,25 @@ def _max_norm(part: nn.Module) -> float | None:
 
 
 def _spectral_norms(part: nn.Module) -> Iterator[str]:
-    """Both of torch's spectral norms: their power iteration moves a buffer in every forward, and
-    divides by what it comes to.
+    """Yield the reasons due to torch's two implementations of spectral norm.
+
+    Their power iteration changes a buffer in every forward, and the weight depends on it.
     """
-    names = [
-        hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)
-    ]
+    hooks = part._forward_pre_hooks.values()
+    names = [hook.name for hook in hooks if isinstance(hook, SpectralNorm)]
     if parametrize.is_parametrized(part):
         assert isinstance(part.parametrizations, nn.ModuleDict)
-        names += [
-            name
-            for name, steps in part.parametrizations.items()
-            if isinstance(steps, nn.Module)
-            and any(isinstance(step, parametrizations._SpectralNorm) for step in steps.children())
-        ]
+        for name, steps in part.parametrizations.items():
+            if any(isinstance(step, parametrizations._SpectralNorm) for step in steps.children()):
+                names.append(name)
     for name in names:
         yield f"spectral_norm of {name} moves its power iteration in every forward"
 
 
 def _module_hooks(part: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The hooks of a module that may change what runs, with what registered each. Torch's own are
-    known to `_spectral_norms`.
+    """Yield the hooks of a module that may change what runs, with the method that registers each.
+
+    torch's own hooks are excluded; `_spectral_norms` handles them.
     """
     registered: Mapping[str, Mapping[int, Callable[..., Any]]] = {
         "register_forward_pre_hook": part._forward_pre_hooks,
@@ -132,10 +136,9 @@ def _module_hooks(part: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _changes_variables(hook: Callable[..., Any]) -> bool:
-    """Whether a hook returns something, and rebinds a variable from outside or an attribute
-    meanwhile.
+    """Return whether a hook returns a value, and assigns an outer variable or an attribute.
 
-    A hook that only records what it sees returns None, and changes nothing that training reads.
+    A hook that only records what it observes returns None, and changes nothing that training reads.
     """
     code = getattr(_function_of(hook), "__code__", None)
     if code is None:
@@ -155,8 +158,9 @@ def _changes_variables(hook: Callable[..., Any]) -> bool:
 
 
 def _changes_containers(hook: Callable[..., Any]) -> bool:
-    """Whether a hook may write into a list or dict from outside; of forward hooks that is observed
-    while they run.
+    """Return whether a hook may write into a list or dict of an enclosing function.
+
+    Used for backward hooks; forward hooks are observed while they run.
     """
     function = _function_of(hook)
     code = getattr(function, "__code__", None)
@@ -165,18 +169,11 @@ def _changes_containers(hook: Callable[..., Any]) -> bool:
     ):
         return False
     cells = getattr(function, "__closure__", None) or ()
-    return any(isinstance(_in_cell(cell), (list, dict, Tensor)) for cell in cells)
-
-
-def _in_cell(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing has been assigned yet
-        return None
+    return any(isinstance(cell_value(cell), (list, dict, Tensor)) for cell in cells)
 
 
 def _function_of(hook: Callable[..., Any]) -> Any:
-    """The Python function behind a bound method, a partial, or an object that can be called."""
+    """Return the Python function of a bound method, a partial, or a callable object."""
     while hasattr(hook, "func"):
         hook = hook.func
     if not hasattr(hook, "__code__") and not hasattr(hook, "__func__"):

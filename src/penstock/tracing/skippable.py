@@ -1,5 +1,6 @@
-"""Long skips by hand: a layer stashes a tensor by name, a later one pops it, and the layers between
-know nothing of it.
+"""Skip connections between distant layers: one layer stashes a tensor by name, a later one pops it.
+
+The layers between them are not involved.
 
     @ps.skippable(stash=["early"])
     class Down(nn.Module):
@@ -13,13 +14,13 @@ know nothing of it.
             early = yield ps.pop("early")
             return self.conv(x) + early
 
-Inside plain `nn.Sequential` what is stashed waits, per thread, for its pop. In `ps.Pipe` it goes
-straight to the device that pops it. In a chain it travels with what crosses from layer to layer:
-see `carrying`.
+In a plain `nn.Sequential` a stashed tensor is stored, per thread, until it is popped. In `ps.Pipe`
+it is sent directly to the device that pops it. In a chain it travels with the activations from
+layer to layer: see `with_skip_carriers`.
 
-The interface is that of torchgpipe (Kim et al. 2020, torchgpipe, section 3.2), as FairScale has it
-too. Names of parameters are the user's own here; state_dicts of theirs, which have `.module.` in
-them, load as well.
+The interface is that of torchgpipe (Kim et al. 2020, torchgpipe, section 3.2), which FairScale has
+too. Names of parameters are the user's own here; state_dicts of these libraries, whose names
+contain `.module.`, can be loaded as well.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from penstock.errors import ChainError
 
 
 class Namespace:
-    """Keeps apart skips of the same name: see `Skippable.isolate`. Copies of a namespace, pickled
-    or not, are equal to it.
+    """Distinguishes skips of the same name: see `Skippable.isolate`.
+
+    A copy of a namespace, pickled or not, is equal to it.
     """
 
     __slots__ = ("id",)
@@ -56,7 +58,7 @@ class Namespace:
 
 
 class Skip(NamedTuple):
-    """A skip's full name."""
+    """Full name of a skip."""
 
     namespace: Namespace | None
     name: str
@@ -68,8 +70,9 @@ class Skip(NamedTuple):
 
 
 class stash:  # noqa: N801 - stands where a keyword would
-    """`yield stash(name, tensor)` in a skippable layer's forward: hand the tensor, or None, to the
-    layer that pops `name`.
+    """Stash a tensor: `yield stash(name, tensor)` in the forward of a skippable layer.
+
+    The tensor, or None, is passed to the layer that pops `name`.
     """
 
     __slots__ = ("name", "tensor")
@@ -79,8 +82,9 @@ class stash:  # noqa: N801 - stands where a keyword would
 
 
 class pop:  # noqa: N801 - stands where a keyword would
-    """`tensor = yield pop(name)` in a skippable layer's forward: take what an earlier layer has
-    stashed as `name`.
+    """Pop a tensor: `tensor = yield pop(name)` in the forward of a skippable layer.
+
+    An earlier layer has stashed it as `name`.
     """
 
     __slots__ = ("name",)
@@ -89,12 +93,12 @@ class pop:  # noqa: N801 - stands where a keyword would
         self.name = name
 
 
-#: What is stashed and not yet popped.
+#: Tensors that are stashed and not yet popped.
 Waiting = dict[Skip, Tensor | None]
 
 
 class _Current(threading.local):
-    """The skips that layers run by this thread find and leave."""
+    """The stashed tensors of the layers that this thread runs."""
 
     def __init__(self) -> None:
         self.waiting: Waiting = {}
@@ -105,7 +109,7 @@ _CURRENT = _Current()
 
 @contextmanager
 def waiting_skips(waiting: Waiting) -> Iterator[None]:
-    """Let layers that this thread runs in here pop from `waiting`, and stash into it."""
+    """Let layers that this thread runs in this context stash into, and pop from, `waiting`."""
     before = _CURRENT.waiting
     _CURRENT.waiting = waiting
     try:
@@ -115,19 +119,20 @@ def waiting_skips(waiting: Waiting) -> Iterator[None]:
 
 
 class Skippable(nn.Module):
-    """What `skippable` makes of a module's class: that class, with a forward that handles what the
-    user's own yields.
-    """
+    """Result of `skippable`: the user's class, with a forward that handles the yielded requests."""
 
     stashable_names: ClassVar[frozenset[str]] = frozenset()
     poppable_names: ClassVar[frozenset[str]] = frozenset()
 
     def isolate(self, namespace: Namespace, *, only: Iterable[str] | None = None) -> Self:
-        """Give this layer's skips, or `only` those of these names, a namespace; the layer at the
-        other end needs the same.
+        """Assign a namespace to this layer's skips; the layer at the other end needs the same.
+
+        Args:
+            namespace: the namespace.
+            only: names of the skips; by default all.
 
         Raises:
-            ValueError: a name in `only` is none of the layer's.
+            ValueError: a name in `only` is not a skip of the layer.
         """
         declared = self.stashable_names | self.poppable_names
         names = declared if only is None else set(only)
@@ -142,19 +147,19 @@ class Skippable(nn.Module):
         return self
 
     def stashable(self) -> list[Skip]:
-        """The skips that it stashes."""
+        """Return the skips that it stashes."""
         return [self._skip(name) for name in sorted(self.stashable_names)]
 
     def poppable(self) -> list[Skip]:
-        """The skips that it pops."""
+        """Return the skips that it pops."""
         return [self._skip(name) for name in sorted(self.poppable_names)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's own forward, and do what it yields.
+        """Run the user's forward, and handle the requests that it yields.
 
         Raises:
-            RuntimeError: it stashes or pops what was not declared, or does not do what was; or what
-            it pops is not there.
+            RuntimeError: it stashes or pops a name that is not declared, or omits one that is; or
+                the tensor to pop has not been stashed.
         """
         waiting = _CURRENT.waiting
         for skip in self.poppable():
@@ -164,19 +169,18 @@ class Skippable(nn.Module):
                 )
         popped = {skip.name: waiting.pop(skip) for skip in self.poppable()}
         stashed: dict[str, Tensor | None] = {}
-        made = super().forward(*args, **kwargs)
-        if isinstance(made, Generator):
-            made = self._drive(made, popped, stashed)
-        for what, left in (
-            ("stashed", self.stashable_names - stashed.keys()),
-            ("popped", set(popped)),
-        ):
-            if left:
+        output = super().forward(*args, **kwargs)
+        if isinstance(output, Generator):
+            output = self._drive(output, popped, stashed)
+        omitted = (("stashed", self.stashable_names - stashed.keys()), ("popped", set(popped)))
+        for action, names in omitted:
+            if names:
                 raise RuntimeError(
-                    f"{_listed(left)} must be {what} by the forward of {type(self).__name__}, and was not"
+                    f"{_listed(names)} must be {action} by the forward of {type(self).__name__}, "
+                    "and was not"
                 )
         waiting.update({self._skip(name): tensor for name, tensor in stashed.items()})
-        return made
+        return output
 
     def _drive(
         self,
@@ -184,47 +188,58 @@ class Skippable(nn.Module):
         popped: dict[str, Tensor | None],
         stashed: dict[str, Tensor | None],
     ) -> Any:
+        """Run a generator to its end, and return its value.
+
+        Args:
+            running: the user's forward.
+            popped: tensors that it may pop; those that it pops are removed.
+            stashed: receives the tensors that it stashes.
+        """
         answer: Tensor | None = None
         try:
             while True:
-                asked = running.send(answer)
+                request = running.send(answer)
                 answer = None
-                if isinstance(asked, stash):
-                    if asked.name not in self.stashable_names:
+                if isinstance(request, stash):
+                    if request.name not in self.stashable_names:
                         raise RuntimeError(
-                            f"'{asked.name}' has not been declared as stashable: @skippable(stash=['{asked.name}', …])"
+                            f"'{request.name}' has not been declared as stashable: "
+                            f"@skippable(stash=['{request.name}', …])"
                         )
-                    stashed[asked.name] = asked.tensor
-                elif isinstance(asked, pop):
-                    if asked.name not in popped:
-                        why = (
-                            "has been popped already"
-                            if asked.name in self.poppable_names
-                            else "has not been declared as poppable"
+                    stashed[request.name] = request.tensor
+                elif isinstance(request, pop):
+                    if request.name not in popped:
+                        raise RuntimeError(
+                            f"'{request.name}' {self._why_not_poppable(request.name)} in "
+                            f"{type(self).__name__}"
                         )
-                        raise RuntimeError(f"'{asked.name}' {why} in {type(self).__name__}")
-                    answer = popped.pop(asked.name)
+                    answer = popped.pop(request.name)
                 else:
                     raise TypeError(
-                        f"the forward of {type(self).__name__} yielded {asked!r}: it may yield stash(…) and pop(…)"
+                        f"the forward of {type(self).__name__} yielded {request!r}: it may yield "
+                        "stash(…) and pop(…)"
                     )
         except StopIteration as stop:
             return stop.value
+
+    def _why_not_poppable(self, name: str) -> str:
+        if name in self.poppable_names:
+            return "has been popped already"
+        return "has not been declared as poppable"
 
     def _skip(self, name: str) -> Skip:
         return Skip(self._namespaces_of_skips().get(name), name)
 
     def _namespaces_of_skips(self) -> dict[str, Namespace]:
-        found: dict[str, Namespace] = self.__dict__.get("_namespaces", {})
-        return found
+        namespaces: dict[str, Namespace] = self.__dict__.get("_namespaces", {})
+        return namespaces
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        theirs = f"{prefix}module."
-        if (
-            "module" not in self._modules
-        ):  # torchgpipe and FairScale have the user's module one level down
-            for key in [key for key in state_dict if key.startswith(theirs)]:
-                state_dict[prefix + key.removeprefix(theirs)] = state_dict.pop(key)
+        nested_prefix = f"{prefix}module."
+        # torchgpipe and FairScale have the user's module one level down.
+        if "module" not in self._modules:
+            for key in [key for key in state_dict if key.startswith(nested_prefix)]:
+                state_dict[prefix + key.removeprefix(nested_prefix)] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __repr__(self) -> str:
@@ -234,15 +249,14 @@ class Skippable(nn.Module):
 def skippable(
     stash: Iterable[str] = (), pop: Iterable[str] = ()
 ) -> Callable[[type[nn.Module]], type[Skippable]]:
-    """A decorator for a module's class whose forward stashes or pops tensors for, or from, layers
-    far away.
+    """Return a decorator for the class of a module whose forward stashes or pops tensors.
+
+    Every skip needs one layer that stashes it and, later, one that pops it: `verify_skippables`
+    checks this.
 
     Args:
-        stash: names that its forward stashes, all of them, each time.
+        stash: names that the forward stashes, all of them in each call.
         pop: names that it pops.
-
-    Every skip has one layer that stashes it and, later, one that pops it: `verify_skippables`
-    checks it.
     """
     stashes, pops = frozenset(stash), frozenset(pop)
 
@@ -260,60 +274,67 @@ def skippable(
 
 
 def verify_skippables(module: nn.Module | Mapping[str, nn.Module]) -> None:
-    """Check that the layers of an `nn.Sequential`, or named layers in order, stash and pop every
-    skip exactly once, in this order.
+    """Check that layers stash every skip exactly once and pop it exactly once later.
+
+    Args:
+        module: an `nn.Sequential`, or named layers in order.
 
     Raises:
         TypeError: they do not; every fault is listed.
     """
-    stashed: dict[Skip, str] = {}
-    popped: set[Skip] = set()
+    layers = dict(module.named_children() if isinstance(module, nn.Module) else module)
+    # Dicts are used as ordered sets.
+    stashed: dict[Skip, None] = {}
+    popped: dict[Skip, None] = {}
     faults: list[str] = []
-    for layer, part in dict(
-        module.named_children() if isinstance(module, nn.Module) else module
-    ).items():
-        if not isinstance(part, Skippable):
-            continue
-        both = part.stashable_names & part.poppable_names
-        faults += [
-            f"'{layer}' declared '{name}' both as stashable and as poppable"
-            for name in sorted(both)
-        ]
-        for skip in part.stashable():
-            if skip.name not in both and skip in stashed:
-                faults.append(
-                    f"'{layer}' redeclared '{skip.name}' as stashable but not isolated by namespace"
-                )
-            elif skip.name not in both:
-                stashed[skip] = layer
-        for skip in part.poppable():
-            if skip.name not in both and skip in popped:
-                faults.append(
-                    f"'{layer}' redeclared '{skip.name}' as poppable but not isolated by namespace"
-                )
-            elif skip.name not in both and skip not in stashed:
-                faults.append(
-                    f"'{layer}' declared '{skip.name}' as poppable but it was not stashed"
-                )
-            elif skip.name not in both:
-                popped.add(skip)
-    faults += [
-        f"no module declared '{skip.name}' as poppable but stashed"
-        for skip in stashed
-        if skip not in popped
-    ]
+    for name, layer in layers.items():
+        if isinstance(layer, Skippable):
+            faults += _layer_faults(name, layer, stashed, popped)
+    for skip in stashed:
+        if skip not in popped:
+            faults.append(f"no module declared '{skip.name}' as poppable but stashed")
     if faults:
         raise TypeError(
             "\n  * ".join(["one or more pairs of stash and pop do not match:", *faults])
         )
 
 
-class _Carrying(nn.Module):
-    """A layer under, or at an end of, a skip: takes `(value, skips)` where skips reach it, gives
-    the same where any go on.
+def _layer_faults(
+    name: str, layer: Skippable, stashed: dict[Skip, None], popped: dict[Skip, None]
+) -> list[str]:
+    """Return the faults of one layer, and add its skips to those stashed and popped so far."""
+    both = layer.stashable_names & layer.poppable_names
+    faults = [
+        f"'{name}' declared '{skip_name}' both as stashable and as poppable"
+        for skip_name in sorted(both)
+    ]
+    for skip in layer.stashable():
+        if skip.name in both:
+            continue
+        if skip in stashed:
+            faults.append(
+                f"'{name}' redeclared '{skip.name}' as stashable but not isolated by namespace"
+            )
+        stashed[skip] = None
+    for skip in layer.poppable():
+        if skip.name in both:
+            continue
+        if skip in popped:
+            faults.append(
+                f"'{name}' redeclared '{skip.name}' as poppable but not isolated by namespace"
+            )
+        elif skip not in stashed:
+            faults.append(f"'{name}' declared '{skip.name}' as poppable but it was not stashed")
+        else:
+            popped[skip] = None
+    return faults
 
-    Its tensors have the names that they have in the model: the layer stands in here under its full
-    name.
+
+class _SkipCarrier(nn.Module):
+    """A layer that a skip begins at, ends at or passes.
+
+    It takes `(value, skips)` if skips arrive, and returns the same if skips leave. Its tensors have
+    their names in the model, since the layer is a submodule under its full name.
     """
 
     whole_names = True
@@ -333,23 +354,25 @@ class _Carrying(nn.Module):
         self.reaching, self.leaving = tuple(reaching), tuple(leaving)
 
     def forward(self, value: Any) -> Any:
-        """Run the layer, with the skips that have come this far."""
+        """Run the layer with the skips that arrive."""
         waiting: Waiting = {}
         if self.reaching:
             value, skips = value
             waiting = dict(zip(self.reaching, skips, strict=True))
         with waiting_skips(waiting):
-            made = self.get_submodule(self.path)(value)
-        return (made, tuple(waiting[skip] for skip in self.leaving)) if self.leaving else made
+            output = self.get_submodule(self.path)(value)
+        return (output, tuple(waiting[skip] for skip in self.leaving)) if self.leaving else output
 
 
-def carrying(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Layers of a chain, by name and in order, as layers between which skips travel with what one
-    returns and the next takes.
+def with_skip_carriers(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Return the layers of a chain, changed so that skips travel with the activations.
 
-    Without skippable layers they come back as they are; so do layers that no skip begins at, ends
-    at or passes. The others come back under `whole_names`, see `tracing.names.prefix_of`. A layer
-    with skippable parts of its own further inside runs these by itself.
+    Layers that no skip begins at, ends at or passes are returned unchanged. The others are wrapped,
+    with `whole_names`, see `tracing.names.prefix_of`. Skippable modules inside a layer are handled
+    by that layer alone.
+
+    Args:
+        named: the layers with their names, in order.
 
     Raises:
         ChainError: skips do not match.
@@ -361,17 +384,19 @@ def carrying(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Modul
     except TypeError as error:
         raise ChainError(str(error)) from error
     if len(dict(named)) != len(named):
-        raise ChainError("two layers have one name, so which skip is whose cannot be told")
-    made: list[tuple[str, nn.Module]] = []
+        raise ChainError("two layers have one name, so which skip belongs to which is not known")
+    carriers: list[tuple[str, nn.Module]] = []
     live: list[Skip] = []
     for name, layer in named:
         stashes, pops = (
             (layer.stashable(), layer.poppable()) if isinstance(layer, Skippable) else ([], [])
         )
         leaving = [skip for skip in live if skip not in pops] + stashes
-        made.append((name, _Carrying(name, layer, live, leaving) if live or leaving else layer))
+        carriers.append(
+            (name, _SkipCarrier(name, layer, live, leaving) if live or leaving else layer)
+        )
         live = leaving
-    return made
+    return carriers
 
 
 def _listed(names: Iterable[str]) -> str:

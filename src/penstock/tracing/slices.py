@@ -1,12 +1,11 @@
-"""Which layers can work on slices of sequences, one after another, and give what they give on the
-whole.
+"""Check that layers can process a sequence slice by slice and return what they return on the whole.
 
-Those that look at one token at a time can: torch's own that are known to, and others that say so by
-`per_token = True`. Those that look at earlier tokens can, too, if they hand on what later ones need
-of them: `forward_slice(value, past) -> (value, past)`, where `past` is None for the first slice,
-and else what `forward_slice` returned for the slice before: nested tuples, lists and dicts of
-tensors (the keys and values of attention, say, also known as its KV cache or past_key_values) and
-plain constants (a position).
+Layers that process each token separately can: those of torch that are known to, and others that
+declare it by `per_token = True`. Layers that use earlier tokens can too, if they pass on what later
+tokens need: `forward_slice(value, past) -> (value, past)`. There `past` is None for the first
+slice, and else what `forward_slice` returned for the previous slice: nested tuples, lists and dicts
+of tensors (e.g. the keys and values of attention, also known as KV cache or past_key_values) and
+constants (a position).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from penstock.errors import SettingError
 from penstock.schedule.op import Schedule
 from penstock.tracing.chain import TracedChain
 
-#: Work on each number, or on the last dimension alone, whatever their settings.
+#: Modules that work on each element, or on the last dimension alone, whatever their settings.
 _PER_TOKEN = (
     nn.Identity,
     nn.Linear,
@@ -50,39 +49,41 @@ _PER_TOKEN = (
     nn.Threshold,
     nn.RReLU,
 )
-#: Do so with some settings.
+#: Modules that do so with some settings, and the condition on the settings.
 _LAST_DIMENSION: dict[type[nn.Module], Callable[[Any], bool]] = {
     nn.LayerNorm: lambda norm: len(norm.normalized_shape) == 1,
     nn.RMSNorm: lambda norm: len(norm.normalized_shape) == 1,
-    nn.PReLU: lambda act: (
-        act.num_parameters == 1
-    ),  # with several, the second dimension is that of channels
+    # With several parameters, the second dimension is the channels.
+    nn.PReLU: lambda act: act.num_parameters == 1,
     nn.Softmax: lambda act: act.dim == -1,
     nn.LogSoftmax: lambda act: act.dim == -1,
     nn.GLU: lambda act: act.dim == -1,
 }
+#: Maximum number of layers in the message.
+_MAX_LISTED = 6
+
 _ADVICE = (
-    "A layer whose output for a token depends on that token alone says so by an attribute per_token = True. One that also looks at "
-    "earlier tokens needs a method forward_slice(value, past) -> (value, past), as in penstock/zoo/gpt.py. Otherwise take a schedule "
-    "that does not cut sequences, such as 1f1b"
+    "A layer whose output for a token depends on that token alone says so by an attribute "
+    "per_token = True. One that also looks at earlier tokens needs a method forward_slice(value, "
+    "past) -> (value, past), as in penstock/zoo/gpt.py. Otherwise take a schedule that does not "
+    "cut sequences, such as 1f1b"
 )
 
 
 def has_past(module: nn.Module) -> bool:
-    """Whether a layer hands something on from slice to slice, by a `forward_slice` of its own."""
+    """Return whether a layer passes state from slice to slice, by a `forward_slice`."""
     return callable(getattr(module, "forward_slice", None))
 
 
 def is_per_token(module: nn.Module) -> bool:
-    """Whether the layer's output for a token is known to depend on that token alone."""
-    marked = getattr(module, "per_token", None)
-    if marked is not None:
-        return bool(marked)
+    """Return whether a layer's output for a token is known to depend on that token alone."""
+    declared = getattr(module, "per_token", None)
+    if declared is not None:
+        return bool(declared)
     if _runs_as(module, nn.Sequential):
         return all(is_per_token(child) for child in module.children())
     if any(_runs_as(module, kind) for kind in _PER_TOKEN):
-        # Settings by which an embedding does something to weights or gradients that depends on all
-        # tokens at once.
+        # With these settings an embedding changes weights or gradients depending on all tokens.
         return not isinstance(module, nn.Embedding) or (
             module.max_norm is None and not module.scale_grad_by_freq
         )
@@ -90,45 +91,48 @@ def is_per_token(module: nn.Module) -> bool:
 
 
 def check_slices(traced: TracedChain, schedule: Schedule) -> None:
-    """Refuse a model that would learn something else under this schedule, because it cuts
-    sequences.
+    """Raise an error if the schedule divides sequences and the model does not support it.
 
     Raises:
-        SettingError: a layer is neither known to work token by token nor hands on a past.
+        SettingError: a layer is neither known to process tokens separately, nor passes state from
+            slice to slice.
     """
     if schedule.slicing is None or schedule.slicing.along != "tokens":
         return
-    found = []
+    faults = []
     for layer, module in zip(traced.layers, traced.modules, strict=True):
-        place = f"layer {layer.name} ({type(module).__name__})"
-        if has_past(module):
-            if (
-                module._forward_hooks
-                or module._forward_pre_hooks
-                or module._backward_hooks
-                or module._backward_pre_hooks
-            ):
-                found.append(
-                    f"{place} has hooks, which run with forward and not with forward_slice: take them off, or hook a "
-                    "module inside"
-                )
-        elif not is_per_token(module):
-            found.append(f"{place} {_why(module)}")
-    if found:
-        more = [f"and {len(found) - 6} more"] if len(found) > 6 else []
-        raise SettingError(
-            "\n  ".join(
-                [
-                    f"{schedule.name} cuts sequences into slices, over which this model is not known to be causal:",
-                    *found[:6],
-                    *more,
-                    _ADVICE,
-                ]
-            )
+        fault = _slicing_fault(module)
+        if fault is not None:
+            faults.append(f"layer {layer.name} ({type(module).__name__}) {fault}")
+    if faults:
+        header = (
+            f"{schedule.name} cuts sequences into slices, over which this model is not known to be "
+            "causal:"
         )
+        more = [f"and {len(faults) - _MAX_LISTED} more"] if len(faults) > _MAX_LISTED else []
+        raise SettingError("\n  ".join([header, *faults[:_MAX_LISTED], *more, _ADVICE]))
 
 
-def _why(module: nn.Module) -> str:
+def _slicing_fault(module: nn.Module) -> str | None:
+    """Return why a layer does not support slices; None if it does."""
+    if not has_past(module):
+        return None if is_per_token(module) else _dependence(module)
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    if not any(hooks):
+        return None
+    return (
+        "has hooks, which run with forward and not with forward_slice: take them off, or hook a "
+        "module inside"
+    )
+
+
+def _dependence(module: nn.Module) -> str:
+    """Return how the layer's output for a token may depend on other tokens."""
     if isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm)):
         return "takes its statistics over all tokens of a sequence, which no slice has"
     if isinstance(
@@ -147,7 +151,7 @@ def _why(module: nn.Module) -> str:
 
 
 def _runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether it is one of these, or a subclass that leaves its forward alone."""
+    """Return whether a module is an instance of a class and has its forward."""
     return (
         isinstance(module, kind)
         and type(module).forward is kind.forward

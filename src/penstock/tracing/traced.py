@@ -1,6 +1,4 @@
-"""The layers of a traced model: modules that hold the model's own tensors, and run their part of
-its graph.
-"""
+"""Layers of a traced model: modules with the model's tensors that run a part of its graph."""
 
 from __future__ import annotations
 
@@ -15,14 +13,20 @@ from penstock.tracing.capture import Form
 from penstock.tracing.variants import Variant, Variants
 from penstock.values.constants import Whole
 
-#: In the value between two layers, what goes with it and never crosses: its name is none that a
-#: graph has.
+#: Key of the micro-batch's inputs in the value between two layers. They are not sent to other
+#: stages. No value of a graph has such a name.
 INPUTS = "inputs."
 
 
 @final
-class Given(Whole):
-    """A micro-batch's inputs on a stage, and what its layers have made of them alone."""
+class StageInputs(Whole):
+    """The inputs of a micro-batch on a stage, and the values recomputed from them.
+
+    Args:
+        variants: the model's graphs.
+        inputs: the inputs.
+        device: where they are copied to; by default they stay on the device of the first tensor.
+    """
 
     def __init__(self, variants: Variants, inputs: Any, device: torch.device | None = None) -> None:
         form = Form.of(inputs)
@@ -30,46 +34,44 @@ class Given(Whole):
         self.device = device or next((tensor.device for tensor in tensors), torch.device("cpu"))
         self._tensors = [tensor.to(self.device) for tensor in tensors]
         self._variants, self._form = variants, form
-        self._found: dict[bool, tuple[Variant, dict[fx.Node, Any]]] = {}
+        self._values: dict[bool, tuple[Variant, dict[fx.Node, Any]]] = {}
 
     def variant(self, training: bool) -> Variant:
-        """The graph for these inputs."""
+        """Return the graph for these inputs."""
         return self._of(training)[0]
 
-    def again(self, training: bool, wanted: Sequence[fx.Node]) -> list[Any]:
-        """Values that depend on the inputs alone, each made once."""
-        variant, made = self._of(training)
-        missing = tuple(node for node in wanted if node not in made)
+    def recompute(self, training: bool, nodes: Sequence[fx.Node]) -> list[Any]:
+        """Return values that depend on the inputs alone; each is computed once."""
+        variant, values = self._of(training)
+        missing = tuple(node for node in nodes if node not in values)
         if missing:
-            function, sources = variant.remaker(missing)
-            given = [
-                made[node] if node in made else variant.held(node, self.device) for node in sources
+            function, sources = variant.recomputation_function(missing)
+            arguments = [
+                values[node] if node in values else variant.held(node, self.device)
+                for node in sources
             ]
-            made.update(zip(missing, function(self.device, *given), strict=True))
-        return [made[node] for node in wanted]
+            values.update(zip(missing, function(self.device, *arguments), strict=True))
+        return [values[node] for node in nodes]
 
     def _of(self, training: bool) -> tuple[Variant, dict[fx.Node, Any]]:
-        found = self._found.get(training)
-        if found is None:
+        entry = self._values.get(training)
+        if entry is None:
             variant = self._variants.find(self._form, training)
-            found = self._found[training] = (
-                variant,
-                dict(zip(variant.flow.inputs, self._tensors, strict=True)),
-            )
-        return found
+            values = dict(zip(variant.flow.inputs, self._tensors, strict=True))
+            entry = self._values[training] = (variant, values)
+        return entry
 
 
 @final
 class TracedLayer(nn.Module):
-    """A layer of a traced model. Its tensors are the model's own, and stand in it under the names
-    they have in the model.
+    """A layer of a traced model, with the model's own tensors under their names in the model.
 
-    In training mode it runs the model in the modes that the parts of this have; in evaluation mode,
-    all of it in evaluation mode.
+    In training mode, the model's parts run in their own modes; in evaluation mode all run in
+    evaluation mode.
 
-    Between layers goes a dict of what is made before and needed behind, by the names of the graph,
-    and with it, under `INPUTS`, the micro-batch's inputs; the first takes these as they come, the
-    last returns what the model returns.
+    The value between two layers is a dict: values of earlier layers that later layers use, by their
+    names in the graph, and the micro-batch's inputs under `INPUTS`. The first layer takes the
+    inputs, and the last returns the model's output.
     """
 
     #: See `penstock.tracing.names`.
@@ -81,13 +83,13 @@ class TracedLayer(nn.Module):
         variants: Variants,
         tensors: Mapping[str, tuple[str, bool]],
     ) -> None:
-        """Make a layer.
+        """Create a layer.
 
         Args:
-            index: of the layer.
+            index: index of the layer.
             variants: the model's graphs.
-            tensors: by every name that a tensor has here, the first of its names in the model, and
-            whether it is part of the state.
+            tensors: by every name of a tensor in this layer, its first name in the model, and
+                whether it is part of the `state_dict`.
         """
         super().__init__()
         self._index, self._variants = index, variants
@@ -96,31 +98,32 @@ class TracedLayer(nn.Module):
             self._hold(name, first, persistent)
 
     def _hold(self, name: str, first: str, persistent: bool) -> None:
+        """Add a tensor of the model under a name."""
         holder: nn.Module = self
         *path, key = name.split(".")
         for part in path:
-            # Written into the dict: a module of the model may have a name that nn.Module, or this
-            # class, uses itself.
+            # Written into the dict directly, since a module of the model may have the name of an
+            # attribute of nn.Module or of this class.
             holder = holder._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
         tensor = self._variants.tensors[first]
         if isinstance(tensor, nn.Parameter):
             holder._parameters[key] = tensor
-            place: dict[str, Any] = holder._parameters
+            members: dict[str, Any] = holder._parameters
         else:
             holder._buffers[key] = tensor
-            place = holder._buffers
+            members = holder._buffers
             if not persistent:
                 holder._non_persistent_buffers_set.add(key)
-        self._places.setdefault(first, (place, key))
+        self._places.setdefault(first, (members, key))
 
     @property
     def draws(self) -> bool:
-        """Whether it could draw random numbers, in any graph known so far."""
+        """Whether the layer may draw random numbers, in any graph captured so far."""
         return self._variants.draws(self._index)
 
     @property
     def index(self) -> int:
-        """Of the layer in its chain."""
+        """Index of the layer in its chain."""
         return self._index
 
     @property
@@ -130,11 +133,11 @@ class TracedLayer(nn.Module):
 
     @property
     def places(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """By the first of its names in the model, where a tensor is held."""
+        """By a tensor's first name in the model, the dict that contains it and its key there."""
         return self._places
 
     def weight(self, first: str) -> Tensor:
-        """The tensor whose first name in the model this is.
+        """Return the tensor with this first name in the model.
 
         Raises:
             ChainError: another layer has it.
@@ -142,58 +145,63 @@ class TracedLayer(nn.Module):
         place = self._places.get(first)
         if place is None:
             raise ChainError(
-                f"for inputs of this form, layer {self._index} uses {first}, which another layer holds: make the chain with an "
-                "example of this form"
+                f"for inputs of this form, layer {self._index} uses {first}, which another layer "
+                "holds: make the chain with an example of this form"
             )
-        found: Tensor = place[0][place[1]]
-        return found
+        members, key = place
+        tensor: Tensor = members[key]
+        return tensor
 
     def forward(self, value: Any) -> Any:
         """Run the layer."""
-        given = (
-            value[INPUTS]
-            if type(value) is dict and INPUTS in value
-            else Given(self._variants, value, self._device())
-        )
-        variant = given.variant(self.training)
+        if type(value) is dict and INPUTS in value:
+            inputs = value[INPUTS]
+        else:
+            inputs = StageInputs(self._variants, value, self._device())
+        variant = inputs.variant(self.training)
         segment = variant.segments[self._index]
-        made = segment.run(
-            given.device,
+        outputs = segment.run(
+            inputs.device,
             *[self.weight(variant.flow.weights[node]) for node in segment.weights],
-            *[value[node.name] for node in segment.taken],
-            *given.again(self.training, segment.again),
+            *[value[node.name] for node in segment.arriving],
+            *inputs.recompute(self.training, segment.recomputed),
         )
         if segment.is_last:
-            return variant.output(made)
-        handed = {name: value[name] for name in segment.kept}
-        handed.update(zip(segment.made_names, made, strict=True))
-        handed[INPUTS] = given
-        return handed
+            return variant.output(outputs)
+        leaving = {name: value[name] for name in segment.forwarded}
+        leaving.update(zip(segment.leaving_names, outputs, strict=True))
+        leaving[INPUTS] = inputs
+        return leaving
 
     def _device(self) -> torch.device | None:
-        return next((place[key].device for place, key in self._places.values()), None)
+        return next((members[key].device for members, key in self._places.values()), None)
 
     def extra_repr(self) -> str:
-        """Which layer it is."""
+        """Return index and model of the layer."""
         return f"layer {self._index} of {self._variants.model_name}"
 
 
 @final
 class Entry(nn.Module):
-    """What a stage that begins inside a traced model does first: the micro-batch's inputs join what
-    came over the boundary.
-    """
+    """First step of a stage that begins inside a traced model: adds the micro-batch's inputs."""
 
     def __init__(self, variants: Variants) -> None:
         super().__init__()
         self._variants = variants
 
     def forward(self, crossed: Any, inputs: Any) -> Any:
-        """What the stage's first layer takes."""
-        device = next((each.device for each in crossed.values() if isinstance(each, Tensor)), None)
-        return {**crossed, INPUTS: Given(self._variants, inputs, device)}
+        """Return the input of the stage's first layer.
+
+        Args:
+            crossed: the value that was sent over the boundary.
+            inputs: the micro-batch's inputs.
+        """
+        device = next(
+            (tensor.device for tensor in crossed.values() if isinstance(tensor, Tensor)), None
+        )
+        return {**crossed, INPUTS: StageInputs(self._variants, inputs, device)}
 
 
-def leave(made: Any) -> Any:
-    """What crosses a boundary: all that a layer hands on but the inputs."""
-    return {name: value for name, value in made.items() if name != INPUTS}
+def leave(output: Any) -> Any:
+    """Return the value that is sent over a boundary: a layer's output without the inputs."""
+    return {name: value for name, value in output.items() if name != INPUTS}

@@ -1,6 +1,4 @@
-"""All graphs of one model: for training and evaluation, and for inputs whose form or shapes another
-graph is not right for.
-"""
+"""All graphs of one model: for training and evaluation, and for inputs of different forms."""
 
 from __future__ import annotations
 
@@ -15,12 +13,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import ChainError
-from penstock.tracing.capture import Capture, Form, capture, skeleton_of
+from penstock.tracing.capture import Capture, Form, capture
 from penstock.tracing.cuts import Key, layer_keys, segments_of
 from penstock.tracing.flow import Flow, changed_tensors, clean, flow_of
-from penstock.tracing.initialise import drawn
+from penstock.tracing.initialise import initial_values
 from penstock.tracing.quiet import announced
-from penstock.tracing.segments import Segment, remade
+from penstock.tracing.segments import Segment, recomputation
+from penstock.tracing.skeleton import skeleton_of
 from penstock.tracing.watch import Change, Watch
 
 _LOG = logging.getLogger("penstock")
@@ -28,33 +27,45 @@ _LOG = logging.getLogger("penstock")
 
 @dataclass(eq=False)
 class Variant:
-    """One graph, cut."""
+    """One graph, divided into layers.
+
+    Attributes:
+        captured: the graph.
+        flow: its data flow.
+        segments: its layers.
+        steady: returns a buffer that no graph changes, by its first name.
+    """
 
     captured: Capture
     flow: Flow
     segments: tuple[Segment, ...]
     steady: Callable[[str], Tensor]
-    _remakers: dict[tuple[fx.Node, ...], tuple[Callable[..., tuple[Any, ...]], list[fx.Node]]] = (
-        field(default_factory=dict)
-    )
-    _elsewhere: dict[tuple[fx.Node, torch.device], tuple[int, Any]] = field(default_factory=dict)
+    _recomputations: dict[
+        tuple[fx.Node, ...], tuple[Callable[..., tuple[Any, ...]], list[fx.Node]]
+    ] = field(default_factory=dict)
+    _copies: dict[tuple[fx.Node, torch.device], tuple[int, Any]] = field(default_factory=dict)
 
     @cached_property
     def output(self) -> Callable[[Sequence[Any]], Any]:
-        """From what changes in the outputs to the model's own output."""
+        """The function from the computed outputs to the model's own output."""
         return self.captured.outputs.value
 
-    def remaker(
-        self, wanted: tuple[fx.Node, ...]
+    def recomputation_function(
+        self, targets: tuple[fx.Node, ...]
     ) -> tuple[Callable[..., tuple[Any, ...]], list[fx.Node]]:
-        """See `remade`."""
-        found = self._remakers.get(wanted)
-        if found is None:
-            found = self._remakers[wanted] = remade(self.flow, wanted)
-        return found
+        """Return the function that recomputes some values, see `recomputation`; created once."""
+        recomputation_function = self._recomputations.get(targets)
+        if recomputation_function is None:
+            recomputation_function = self._recomputations[targets] = recomputation(
+                self.flow, targets
+            )
+        return recomputation_function
 
     def held(self, node: fx.Node, device: torch.device) -> Any:
-        """A constant, or a buffer that stays as it is."""
+        """Return a constant, or a buffer that no graph changes, on a device.
+
+        Copies on other devices are renewed when the tensor changes.
+        """
         value = (
             self.flow.constants[node]
             if node in self.flow.constants
@@ -62,51 +73,57 @@ class Variant:
         )
         if not isinstance(value, Tensor) or value.device == device:
             return value
-        version, moved = self._elsewhere.get((node, device), (-1, None))
+        version, copied = self._copies.get((node, device), (-1, None))
         if version != value._version:
-            moved = value.to(device)
-            self._elsewhere[node, device] = value._version, moved
-        return moved
+            copied = value.to(device)
+            self._copies[node, device] = value._version, copied
+        return copied
 
 
 @dataclass(eq=False)
-class _Store:
-    """The graphs of a model as long as its Python state is the same, in training or in evaluation.
+class _StateGraphs:
+    """The graphs of a model for one Python state, in training or in evaluation.
 
     Attributes:
-        number: of the stores before it.
-        known: graphs by the kind of the inputs.
-        exact: by their form and shapes.
-        reads: by the path of a module, the attributes that the graphs have been made with.
-        watch: whether these are as they were.
-        why: the changes that have led to this store, in words.
+        number: identifies the state.
+        by_kind: graphs by the kind of the inputs.
+        exact: graphs by form and shapes of the inputs.
+        reads: by the path of a module, the attributes that the forwards have read.
+        watch: detects changes of these attributes.
+        why: the changes that have led to this state, as text.
     """
 
     number: int = 0
-    known: dict[tuple[object, ...], list[Variant]] = field(default_factory=dict)
+    by_kind: dict[tuple[object, ...], list[Variant]] = field(default_factory=dict)
     exact: dict[tuple[object, ...], Variant] = field(default_factory=dict)
     reads: dict[str, set[str]] = field(default_factory=dict)
     watch: Watch | None = None
     why: str = ""
 
 
-#: States of a model whose graphs are kept for when they come back.
-_STATES = 8
+#: Number of earlier Python states whose graphs are stored, in case a state recurs.
+_MAX_STATES = 8
+
+#: Maximum number of changes that a message lists.
+_MAX_LISTED = 4
+
+#: Maximum number of input shapes for which graphs are looked up directly.
+_MAX_EXACT = 4096
 
 
 class Variants:
-    """Finds the graph for a micro-batch, or makes it.
+    """Finds the graph for a micro-batch, or captures it.
 
     Attributes:
-        model: the user's own, whose Python state the graphs depend on.
+        model: the user's model, on whose Python state the graphs depend.
         skeleton: the model on the meta device.
-        tensors: the model's parameters and buffers by the first of their names.
-        names: of every name, the first.
-        keys: of the layers.
-        home: of weights that are in one layer alone, which.
+        tensors: the model's parameters and buffers by their first names.
+        names: for every name of a tensor its first name.
+        keys: keys of the layers.
+        home: for tensors that one layer alone uses, its index.
         steady: buffers that no graph changes.
-        holds: by layer, the first names of the tensors that it has; empty until layers are made.
-        example: the form of the example, its tensors on the meta device.
+        holds: for each layer, the first names of its tensors; empty until the layers are created.
+        example: form of the example, with its tensors on the meta device.
     """
 
     def __init__(
@@ -120,117 +137,125 @@ class Variants:
         self.steady: set[str] = set()
         self.holds: list[set[str]] = []
         self.example: Form | None = None
-        self._stores = {True: [_Store()], False: [_Store()]}
+        self._graphs = {True: [_StateGraphs()], False: [_StateGraphs()]}
         self._written: dict[str, set[str]] = {}
         self._drawing: set[int] = set()
         self._drawn: dict[str, Tensor] = {}
         self._states = 0
-        self._fresh = True  # the skeleton has just been made
+        self._is_skeleton_current = True
         self._lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Variants:
-        """Copies of layers share the graphs, which nothing changes."""
+        """Return this object: copies of layers share the graphs."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Graphs do not travel to other processes: they are made anew there, as they are asked for."""
-        stores = {training: [_Store(rows[0].number)] for training, rows in self._stores.items()}
-        return {**self.__dict__, "_stores": stores, "_lock": None}
+        """Return the state without graphs: other processes capture them again when needed."""
+        stores = {
+            training: [_StateGraphs(rows[0].number)] for training, rows in self._graphs.items()
+        }
+        return {**self.__dict__, "_graphs": stores, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.RLock()
 
     def begin(self, form: Form) -> list[Flow]:
-        """Make the graphs for training and evaluation, and let them say what the layers are."""
+        """Capture the graphs for training and evaluation, and determine the layers.
+
+        Returns:
+            The data flows of the two graphs.
+        """
         self.example = form.on_meta()
-        captured = [self._capture(form, training) for training in (True, False)]
-        changed = {name for each in captured for name in changed_tensors(each, self.names)}
+        captures = [self._capture(form, training) for training in (True, False)]
         self.steady = {
             name for name, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)
-        } - changed
-        flows = [flow_of(each, self.names, self.steady) for each in captured]
+        }
+        for captured in captures:
+            self.steady -= changed_tensors(captured, self.names)
+        flows = [flow_of(captured, self.names, self.steady) for captured in captures]
         self.keys = tuple(layer_keys(flows, self.skeleton))
-        for training, each, flow in zip((True, False), captured, flows, strict=True):
-            self._add(form, training, each, flow)
-        self._fresh = False
+        for training, captured, flow in zip((True, False), captures, flows, strict=True):
+            self._add(form, training, captured, flow)
+        self._is_skeleton_current = False
         return flows
 
     def find(self, form: Form, training: bool) -> Variant:
-        """The graph for inputs of a form and shape.
+        """Return the graph for inputs of a form and shape, captured if necessary.
 
         Raises:
-            ChainError: there is none, and none can be made.
+            ChainError: it cannot be captured.
         """
         exact = self._exact_key(form)
-        store = self._stores[training][0]
-        found = store.exact.get(exact)
-        if found is not None:
-            return found
+        graphs = self._graphs[training][0]
+        variant = graphs.exact.get(exact)
+        if variant is not None:
+            return variant
         with self._lock:
-            known = store.known.get(self._kind(form), [])
             tensors = form.tensors
-            found = next(
-                (variant for variant in known if variant.captured.domain.has(tensors)), None
-            )
-            if found is None:
-                found = self._made(form, training, store)
-            if len(store.exact) > 4096:
-                store.exact.clear()
-            store.exact[exact] = found
-        return found
+            for candidate in graphs.by_kind.get(self._kind(form), []):
+                if candidate.captured.domain.has(tensors):
+                    variant = candidate
+                    break
+            else:
+                variant = self._capture_variant(form, training, graphs)
+            if len(graphs.exact) > _MAX_EXACT:
+                graphs.exact.clear()
+            graphs.exact[exact] = variant
+        return variant
 
-    def _made(self, form: Form, training: bool, store: _Store) -> Variant:
+    def _capture_variant(self, form: Form, training: bool, graphs: _StateGraphs) -> Variant:
         try:
-            return self._captured(form, training)
+            captured = self._capture(form, training)
+            self._check_steady(captured)
+            flow = flow_of(captured, self.names, self.steady)
+            return self._add(form, training, captured, flow)
         except ChainError as error:
-            if not store.why:
+            if not graphs.why:
                 raise
             raise ChainError(
-                f"since the chain was made, {store.why}, and its layers cannot be traced as it is now: {error}. "
-                "Make the chain and the pipeline anew: ps.chain(model, example)"
+                f"since the chain was made, {graphs.why}, and its layers cannot be traced as it is "
+                f"now: {error}. Make the chain and the pipeline anew: ps.chain(model, example)"
             ) from error
 
-    def _captured(self, form: Form, training: bool) -> Variant:
-        captured = self._capture(form, training)
+    def _check_steady(self, captured: Capture) -> None:
         if changed_tensors(captured, self.names) & self.steady:
             raise ChainError(
-                f"for inputs of this form {self.model_name} changes buffers that it does not change for the example: make "
-                "the chain with an example of this form"
+                f"for inputs of this form {self.model_name} changes buffers that it does not "
+                "change for the example: make the chain with an example of this form"
             )
-        return self._add(form, training, captured, flow_of(captured, self.names, self.steady))
 
     def is_current(self, training: bool) -> bool:
-        """Whether the model's Python state is surely the one that the graphs were made with. Fast:
-        it is asked before every batch.
+        """Return whether the model's Python state is certain not to have changed.
+
+        Fast, since it is called before every batch.
         """
-        watch = self._stores[training][0].watch
+        watch = self._graphs[training][0].watch
         return watch is None or watch.unchanged()
 
     def has(self, form: Form, training: bool) -> bool:
-        """Whether `find` has nothing to trace."""
-        store = self._stores[training][0]
-        return self._exact_key(form) in store.exact or any(
+        """Return whether `find` has a graph and need not capture one."""
+        graphs = self._graphs[training][0]
+        return self._exact_key(form) in graphs.exact or any(
             variant.captured.domain.has(form.tensors)
-            for variant in store.known.get(self._kind(form), [])
+            for variant in graphs.by_kind.get(self._kind(form), [])
         )
 
     @property
     def drawing(self) -> frozenset[int]:
-        """The layers that could draw random numbers in a graph that is known."""
+        """The layers that may draw random numbers, in any graph captured so far."""
         return frozenset(self._drawing)
 
     def refresh(self, training: bool) -> bool:
-        """Go by the model's Python state as it is now. Fast while it is as it was.
+        """Select the graphs for the model's present Python state. Fast if it has not changed.
 
         Returns:
-            Whether it has changed, so that other graphs are in use from here on.
+            Whether it has changed, so that other graphs are used from now on.
 
         Raises:
-            ChainError: the model has other submodules, parameters, buffers or hooks on its
-            backward.
+            ChainError: the model has other submodules, parameters, buffers or backward hooks.
         """
-        watch = self._stores[training][0].watch
+        watch = self._graphs[training][0].watch
         if watch is None or watch.unchanged():
             return False
         with self._lock:
@@ -239,79 +264,76 @@ class Variants:
                 watch.renew()
                 return False
             self._check_structure(changes)
-            stores = self._stores[training]
-            for place, store in enumerate(stores):
-                if store.watch is not None and not store.watch.changes():
-                    store.watch.renew()
-                    stores.insert(0, stores.pop(place))
+            states = self._graphs[training]
+            for index, graphs in enumerate(states):
+                if graphs.watch is not None and not graphs.watch.changes():
+                    graphs.watch.renew()
+                    states.insert(0, states.pop(index))
                     return True
             self._states += 1
-            why = "; ".join(change.text for change in changes[:4])
-            stores.insert(0, _Store(self._states, why=why))
-            del stores[_STATES:]
+            why = "; ".join(change.text for change in changes[:_MAX_LISTED])
+            states.insert(0, _StateGraphs(self._states, why=why))
+            del states[_MAX_STATES:]
         _LOG.info("%s is traced anew: %s", self.model_name, why)
         return True
 
     def _check_structure(self, changes: Sequence[Change]) -> None:
-        found = [change.text for change in changes if not change.traceable]
-        if found:
+        faults = [change.text for change in changes if not change.traceable]
+        if faults:
             raise ChainError(
-                f"{self.model_name} is not the model that was traced: {'; '.join(found)}. The layers of a chain hold the modules "
-                "and tensors that the model had when the chain was made, so this would not be trained. Undo the change (new "
-                "values of a tensor are written in place: `buffer.copy_(values)`), or make the chain and the pipeline anew: "
-                "ps.chain(model, example)"
+                f"{self.model_name} is not the model that was traced: {'; '.join(faults)}. The "
+                "layers of a chain hold the modules and tensors that the model had when the chain "
+                "was made, so this would not be trained. Undo the change (new values of a tensor "
+                "are written in place: `buffer.copy_(values)`), or make the chain and the "
+                "pipeline anew: ps.chain(model, example)"
             )
 
     def state(self, training: bool) -> int:
-        """A number of the model's Python state: another one whenever `refresh` has found a new
-        state.
-        """
-        return self._stores[training][0].number
+        """Return a number that identifies the Python state; `refresh` changes it with the state."""
+        return self._graphs[training][0].number
 
     @property
     def is_known(self) -> bool:
         """Whether there is a graph for training."""
-        return bool(self._stores[True][0].known)
+        return bool(self._graphs[True][0].by_kind)
 
     def buffer(self, first: str) -> Tensor:
-        """A buffer that no graph changes; of a model on the meta device, with the values that its
-        module gives it.
+        """Return a buffer that no graph changes, initialised if the model is on the meta device.
 
         Raises:
-            ChainError: the module gives it none.
+            ChainError: no method of its module initialises it.
         """
         with self._lock:
             tensor = self.tensors[first]
             if tensor.is_meta and first not in self._drawn:
-                self._drawn |= drawn(
+                self._drawn |= initial_values(
                     self.skeleton, self.names, {first: tensor}, torch.device("cpu")
                 )
             return self._drawn.get(first, tensor)
 
     def draws(self, layer: int) -> bool:
-        """Whether a layer could draw random numbers in any graph that has been known."""
+        """Return whether a layer may draw random numbers, in any graph captured so far."""
         return layer in self._drawing
 
     def all(self) -> list[Variant]:
-        """The graphs that there are."""
+        """Return the graphs for the present Python state."""
+        variants: list[Variant] = []
         with self._lock:
-            return [
-                variant
-                for training in (True, False)
-                for known in self._stores[training][0].known.values()
-                for variant in known
-            ]
+            for training in (True, False):
+                for same_kind in self._graphs[training][0].by_kind.values():
+                    variants += same_kind
+        return variants
 
     @staticmethod
     def _exact_key(form: Form) -> tuple[object, ...]:
         leaves = [
             (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in form.leaves
         ]
-        return _surroundings(), form.spec, tuple(leaves)
+        return _dtype_context(), form.spec, tuple(leaves)
 
     @staticmethod
     def _kind(form: Form) -> tuple[object, ...]:
-        return _surroundings(), form.kind
+        return _dtype_context(), form.kind
 
     def _capture(self, form: Form, training: bool) -> Capture:
         mode = "training" if training else "evaluation"
@@ -323,54 +345,56 @@ class Variants:
         return captured
 
     def _copy_model(self) -> None:
-        """Let the skeleton have the Python state that the model has now: what no graph has read so
-        far was not watched.
+        """Copy the model's present Python state to the skeleton.
+
+        Attributes that no graph has read so far were not watched and may have changed.
         """
-        if self._fresh:
+        if self._is_skeleton_current:
             return
         try:
             self.skeleton = skeleton_of(self.model, self.skeleton, self._written)
         except ChainError:
-            # The model keeps something new that cannot be copied. What graphs have read is as it
-            # was, or this is a new state.
-            if self._stores[True][0].why or self._stores[False][0].why:
+            # The model has a new attribute that cannot be copied. Use the previous skeleton, unless
+            # an attribute that graphs have read has changed.
+            if self._graphs[True][0].why or self._graphs[False][0].why:
                 raise
 
     def _add(self, form: Form, training: bool, captured: Capture, flow: Flow) -> Variant:
         ranges = segments_of(flow, self.skeleton, self.keys, self.home)
-        made = Variant(captured, flow, tuple(Segment.of(flow, ops) for ops in ranges), self.buffer)
-        self._check_held(made)
-        self._drawing |= {index for index, segment in enumerate(made.segments) if segment.draws}
-        store = self._stores[training][0]
-        store.known.setdefault(self._kind(form), []).append(made)
+        segments = tuple(Segment.of(flow, ops) for ops in ranges)
+        variant = Variant(captured, flow, segments, self.buffer)
+        self._check_held(variant)
+        self._drawing |= {index for index, segment in enumerate(segments) if segment.draws}
+        graphs = self._graphs[training][0]
+        graphs.by_kind.setdefault(self._kind(form), []).append(variant)
         for path, names in captured.reads.written.items():
             self._written.setdefault(path, set()).update(names)
         for path, names in captured.reads.names.items():
-            store.reads.setdefault(path, set()).update(names)
-        store.watch = Watch(self.model, store.reads, modes=training, ignored=self._written)
-        return made
+            graphs.reads.setdefault(path, set()).update(names)
+        graphs.watch = Watch(self.model, graphs.reads, modes=training, ignored=self._written)
+        return variant
 
-    def _check_held(self, made: Variant) -> None:
-        """Every layer has the tensors that its ops use.
+    def _check_held(self, variant: Variant) -> None:
+        """Raise an error if an op uses a tensor that another layer has.
 
         Raises:
-            ChainError: another layer has one.
+            ChainError: there is such an op.
         """
-        for layer, segment in enumerate(made.segments if self.holds else ()):
+        for layer, segment in enumerate(variant.segments if self.holds else ()):
             for node in segment.weights:
-                first = made.flow.weights[node]
+                first = variant.flow.weights[node]
                 if first not in self.holds[layer]:
                     raise ChainError(
-                        f"for inputs of this form, layer {layer} uses {first}, which another layer holds: make the chain with an "
-                        "example of this form"
+                        f"for inputs of this form, layer {layer} uses {first}, which another layer "
+                        "holds: make the chain with an example of this form"
                     )
 
 
-def _surroundings() -> object:
-    """What of the surroundings changes what a model does."""
-    mixed = tuple(
+def _dtype_context() -> object:
+    """Return the settings outside the model on which it depends: default dtype and autocast."""
+    autocast = tuple(
         (kind, torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     )
-    return torch.get_default_dtype(), mixed
+    return torch.get_default_dtype(), autocast

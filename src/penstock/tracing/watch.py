@@ -1,8 +1,8 @@
-"""Whether the Python state of a model is still the one that its graphs were traced with.
+"""Detection of changes of a model's Python state since its graphs were traced.
 
-Watched is what the forward has read: attributes of modules, of their classes, and plain values and
-functions among the globals of their files; and, of all modules, which submodules, parameters,
-buffers and hooks they have.
+Watched are the attributes that the forward has read, of modules and of their classes; plain values
+and functions among the globals of their files; and of all modules the sets of submodules,
+parameters, buffers and hooks.
 """
 
 from __future__ import annotations
@@ -19,26 +19,31 @@ from penstock.tracing.faults import is_users
 from penstock.tracing.plain import (
     array_bytes,
     containers,
-    contents,
     described,
     is_array,
+    is_mutable,
     saved,
     summary,
     version_of,
 )
 from penstock.tracing.reads import MISSING, TORCHS, is_users_class
 
-#: Of these a module's own dicts are compared.
-_HELD = ("_parameters", "_buffers", "_modules")
+#: Attributes of modules that are compared as dicts.
+_MEMBER_DICTS = ("_parameters", "_buffers", "_modules")
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-_APART = TORCHS | {"_compiled_call_impl"}
+_COMPARED_SEPARATELY = TORCHS | {"_compiled_call_impl"}
 _KINDS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is not as it was traced: where, in words; and whether a new trace could have it."""
+    """A difference from the traced state.
+
+    Attributes:
+        text: description.
+        traceable: whether tracing again takes account of it.
+    """
 
     text: str
     traceable: bool
@@ -46,7 +51,15 @@ class Change:
 
 @dataclass(frozen=True)
 class _Value:
-    """One name in one dict: of a module, a class or a file."""
+    """A variable in the namespace of a module, a class or a file.
+
+    Attributes:
+        where: description of the variable.
+        names: the namespace.
+        key: its name.
+        value: its value when it was read.
+        summary: digest of the value.
+    """
 
     where: str
     names: Any
@@ -56,13 +69,13 @@ class _Value:
 
 
 class Watch:
-    """Of one model, as it is now.
+    """Watches the state of one model from now on.
 
     Args:
-        model: the user's own.
-        reads: by path, the attributes that forward reads.
-        modes: whether the modes of the modules matter: in evaluation they do not.
-        ignored: by path, attributes that forward sets itself before it reads them.
+        model: the user's model.
+        reads: by path, the attributes that the forward reads.
+        modes: whether the training modes of the modules matter, as in training; not in evaluation.
+        ignored: by path, attributes that the forward sets itself before it reads them.
     """
 
     def __init__(
@@ -74,103 +87,114 @@ class Watch:
         ignored: Mapping[str, Collection[str]],
     ) -> None:
         self._model = model
-        self._shared = {id(each) for each in (*model.parameters(), *model.buffers())}
+        self._shared = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._summaries: dict[int, tuple[Any, Any]] = {}
         self._parts = list(model.named_modules(remove_duplicate=False))
-        skipped = _APART if modes else _APART | {"training"}
+        skipped = _COMPARED_SEPARATELY if modes else _COMPARED_SEPARATELY | {"training"}
         self._values = list(self._read(reads, skipped, ignored))
-        self._take()
+        self._build_lists()
 
     def renew(self) -> None:
-        """Take what is there now, after `changes` has found none, for what is compared."""
-        for number, each in enumerate(self._values):
-            now = each.names.get(each.key, MISSING)
-            self._values[number] = _Value(each.where, each.names, each.key, now, each.summary)
-        self._take()
+        """Compare with the present objects from now on, after `changes` has found no difference."""
+        for number, variable in enumerate(self._values):
+            now = variable.names.get(variable.key, MISSING)
+            self._values[number] = _Value(
+                variable.where, variable.names, variable.key, now, variable.summary
+            )
+        self._build_lists()
 
-    def _take(self) -> None:
-        """Lay out what `unchanged` compares, as flat lists."""
-        self._items = [(each.names, each.key, each.value) for each in self._values]
+    def _build_lists(self) -> None:
+        """Build the flat lists that `unchanged` compares."""
+        self._items = [(variable.names, variable.key, variable.value) for variable in self._values]
         self._contents: list[tuple[Any, Any]] = []
         self._versions: list[tuple[Tensor, int]] = []
         self._arrays: list[tuple[Any, bytes]] = []
-        seen: set[int] = set()
-        for value in self._values:
-            for each in containers(value.value, seen):
-                self._add(each)
-        self._ids = [
-            (names, [*map(id, names.values())], where)
-            for path, part in self._parts
-            for where in _HELD
-            if (names := vars(part)[where])
-        ]
-        self._hooks = [
-            (vars(part)[where], list(vars(part)[where]), where, path)
-            for path, part in self._parts
-            for where in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS)
-            if vars(part)[where]
-        ]
+        visited: set[int] = set()
+        for variable in self._values:
+            for container in containers(variable.value, visited):
+                self._add(container)
+        self._ids: list[tuple[dict[str, Any], list[int], str]] = []
+        self._hooks: list[tuple[Any, list[Any], str, str]] = []
+        self._empty: list[Any] = []
+        for path, part in self._parts:
+            self._watch_structure(path, part)
         self._hooks += [(hooks, list(hooks), "", "") for hooks in _global_hooks()]
-        self._empty = [
-            vars(part)[where]
-            for _, part in self._parts
-            for where in (*_HELD, *_FORWARD_HOOKS, *_BACKWARD_HOOKS)
-            if not vars(part)[where]
-        ]
 
-    def _add(self, each: Any) -> None:
-        if isinstance(each, Tensor):
-            if id(each) not in self._shared:
-                self._versions.append((each, version_of(each)))
-        elif is_array(each):
-            self._arrays.append((each, array_bytes(each)))
+    def _watch_structure(self, path: str, part: nn.Module) -> None:
+        for where in _MEMBER_DICTS:
+            members = vars(part)[where]
+            if members:
+                self._ids.append((members, [*map(id, members.values())], where))
+            else:
+                self._empty.append(members)
+        for where in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS):
+            hooks = vars(part)[where]
+            if hooks:
+                self._hooks.append((hooks, list(hooks), where, path))
+            else:
+                self._empty.append(hooks)
+
+    def _add(self, container: Any) -> None:
+        if isinstance(container, Tensor):
+            if id(container) not in self._shared:
+                self._versions.append((container, version_of(container)))
+        elif is_array(container):
+            self._arrays.append((container, array_bytes(container)))
         else:
-            self._contents.append((each, saved(each)))
+            self._contents.append((container, saved(container)))
 
     def unchanged(self) -> bool:
-        """Whether everything is the very same object with the same parts. Fast; False also where
-        only equal values were set.
+        """Return whether all objects are the same with the same contents.
+
+        Fast. False also if a variable was assigned an equal value.
         """
         for names, key, value in self._items:
             if names.get(key, MISSING) is not value:
                 return False
         if any(self._empty):
             return False
-        for names, ids, _ in self._ids:
-            if [*map(id, names.values())] != ids:
+        for members, ids, _ in self._ids:
+            if [*map(id, members.values())] != ids:
                 return False
         for tensor, version in self._versions:
             if tensor._version != version:
                 return False
+        return self._contents_unchanged() and all(
+            list(hooks) == keys for hooks, keys, _, _ in self._hooks
+        )
+
+    def _contents_unchanged(self) -> bool:
         try:
             for live, copied in self._contents:
                 if live != copied:
                     return False
-        except (RuntimeError, TypeError, ValueError):  # tensors and arrays have no one truth
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):  # comparing tensors gives no single truth value
             return False
-        if any(array_bytes(array) != content for array, content in self._arrays):
-            return False
-        return all(list(hooks) == keys for hooks, keys, _, _ in self._hooks)
+        return all(array_bytes(array) == content for array, content in self._arrays)
 
     def changes(self) -> list[Change]:
-        """What has changed, in words; empty where all that was set is equal to what it was."""
-        found = [*self._structure()]
+        """Return the changes; none if all assigned values are equal to the previous ones."""
+        changes = [*self._structure()]
         self._summaries.clear()
-        for each in self._values:
-            now = each.names.get(each.key, MISSING)
-            if self._summary(now) != each.summary:
-                found.append(Change(_told(each, now), traceable=True))
-        return found
+        for variable in self._values:
+            value = variable.names.get(variable.key, MISSING)
+            if self._summary(value) != variable.summary:
+                changes.append(Change(_change_text(variable, value), traceable=True))
+        return changes
 
     def _structure(self) -> Iterator[Change]:
         before = {id(names): ids for names, ids, _ in self._ids}
         for path, part in self._parts:
-            for kind in _HELD:
+            for kind in _MEMBER_DICTS:
                 names = vars(part)[kind]
                 ids = before.get(id(names), [])
                 if [*map(id, names.values())] != ids:
-                    which = [key for key, value in names.items() if id(value) not in ids]
-                    listed = ", ".join(f"`{key}`" for key in which) or "one fewer"
+                    replaced = [key for key, value in names.items() if id(value) not in ids]
+                    listed = ", ".join(f"`{key}`" for key in replaced) or "one fewer"
                     yield Change(
                         f"the {_KINDS[kind]}s of {path or 'the model'} are others ({listed})",
                         traceable=False,
@@ -183,9 +207,10 @@ class Watch:
             for kind in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS):
                 hooks = vars(part)[kind]
                 if list(hooks) != keys.get(id(hooks), []):
-                    of = "backward" if kind in _BACKWARD_HOOKS else "forward"
+                    direction = "backward" if kind in _BACKWARD_HOOKS else "forward"
                     yield Change(
-                        f"the {of} hooks of {path or 'the model'} are others", of == "forward"
+                        f"the {direction} hooks of {path or 'the model'} are others",
+                        direction == "forward",
                     )
         for hooks, names, kind, _ in self._hooks:
             if not kind and list(hooks) != names:
@@ -197,52 +222,58 @@ class Watch:
         skipped: Collection[str],
         ignored: Mapping[str, Collection[str]],
     ) -> Iterator[_Value]:
-        seen: set[tuple[int, str]] = set()
+        """Yield the variables that are compared."""
+        visited: set[tuple[int, str]] = set()
         for path, part in self._parts:
-            names = vars(part)
             for key in sorted(set(reads.get(path, ())) - set(ignored.get(path, ()))):
-                if key in skipped or key.startswith("__"):
-                    continue
-                where = f"`{key}` of {path or 'the model'}"
-                if key in names:
-                    yield self._value(where, names, key)
-                    continue
-                owner = next((kind for kind in type(part).__mro__ if key in vars(kind)), None)
-                if owner is None or owner is nn.Module:
-                    continue
-                yield self._value(where, names, key)
-                if is_users_class(owner):
-                    yield from self._of_class(owner, key, seen)
+                if key not in skipped and not key.startswith("__"):
+                    where = f"`{key}` of {path or 'the model'}"
+                    yield from self._of_module(part, key, where, visited)
 
-    def _of_class(self, kind: type, key: str, seen: set[tuple[int, str]]) -> Iterator[_Value]:
-        if (id(kind), key) in seen:
+    def _of_module(
+        self, part: nn.Module, key: str, where: str, visited: set[tuple[int, str]]
+    ) -> Iterator[_Value]:
+        names = vars(part)
+        if key in names:
+            yield self._value(where, names, key)
             return
-        seen.add((id(kind), key))
+        owner = next((kind for kind in type(part).__mro__ if key in vars(kind)), None)
+        if owner is None or owner is nn.Module:
+            return
+        # Watched although it does not exist: it would take the place of the class's attribute.
+        yield self._value(where, names, key)
+        if is_users_class(owner):
+            yield from self._of_class(owner, key, visited)
+
+    def _of_class(self, kind: type, key: str, visited: set[tuple[int, str]]) -> Iterator[_Value]:
+        if (id(kind), key) in visited:
+            return
+        visited.add((id(kind), key))
         yield self._value(f"`{kind.__qualname__}.{key}`", vars(kind), key)
         value = vars(kind)[key]
         function = getattr(value, "fget", None) or getattr(value, "__func__", value)
         if isinstance(function, FunctionType):
-            yield from self._of_function(function, seen)
+            yield from self._of_function(function, visited)
             for base in kind.__mro__[1:]:
                 if key in vars(base) and is_users_class(base) and base is not nn.Module:
-                    yield from self._of_class(base, key, seen)
+                    yield from self._of_class(base, key, visited)
 
-    def _of_function(self, function: FunctionType, seen: set[tuple[int, str]]) -> Iterator[_Value]:
-        """Globals that a function of the user's reads: plain values, and functions with what they
-        read.
-        """
+    def _of_function(
+        self, function: FunctionType, visited: set[tuple[int, str]]
+    ) -> Iterator[_Value]:
+        """Yield the globals that a user's function reads: plain values and functions."""
         function = getattr(function, "__wrapped__", function)
         if not isinstance(function, FunctionType) or not is_users(function.__code__.co_filename):
             return
         names = function.__globals__
         for key in _names(function.__code__):
-            if (id(names), key) in seen or key not in names:
+            if (id(names), key) in visited or key not in names:
                 continue
-            seen.add((id(names), key))
+            visited.add((id(names), key))
             value = names[key]
             if isinstance(value, FunctionType):
                 yield self._value(f"the function `{key}`", names, key)
-                yield from self._of_function(value, seen)
+                yield from self._of_function(value, visited)
             elif _is_plain(value):
                 yield self._value(f"the global `{key}` of {names.get('__name__')}", names, key)
 
@@ -251,22 +282,22 @@ class Watch:
         return _Value(where, names, key, value, self._summary(value))
 
     def _summary(self, value: Any) -> Any:
-        """Of one object that many modules hold, such as a configuration, once."""
-        known = self._summaries.get(id(value))
-        if known is None or known[0] is not value:
-            known = self._summaries[id(value)] = (value, summary(value, self._shared))
-        return known[1]
+        """Return a digest of a value, computed once for an object that many modules share."""
+        entry = self._summaries.get(id(value))
+        if entry is None or entry[0] is not value:
+            entry = self._summaries[id(value)] = (value, summary(value, self._shared))
+        return entry[1]
 
 
 def _names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _names(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a global is data: numbers, strings, containers of these, and tensors."""
+    """Return whether a global is data: numbers, strings, containers of these, and tensors."""
     if isinstance(value, Tensor):
         return True
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -274,7 +305,7 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     return (
-        not contents(value)
+        not is_mutable(value)
         and not callable(value)
         and isinstance(value, (bool, int, float, complex, str, type(None)))
     )
@@ -287,7 +318,7 @@ def _global_hooks() -> list[Any]:
     ]
 
 
-def _told(each: _Value, now: Any) -> str:
-    if each.value is now:
-        return f"{each.where} has changed in place"
-    return f"{each.where} was {described(each.value)} and is {described(now)}"
+def _change_text(variable: _Value, value: Any) -> str:
+    if variable.value is value:
+        return f"{variable.where} has changed in place"
+    return f"{variable.where} was {described(variable.value)} and is {described(value)}"
