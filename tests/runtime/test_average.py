@@ -138,11 +138,11 @@ def test_what_makes_no_average_is_refused():
         pipe.ema(1.5)
     average = pipe.ema()
     with pytest.raises(
-        SettingError, match=r"there is no average yet: call update\(\) after a step"
+        SettingError, match=r"there is no average yet: call update\(\) after a training step"
     ):
         average.state_dict()
     with pytest.raises(
-        SettingError, match="the state of an average has 'n_averaged', which this lacks"
+        SettingError, match="the state has no 'n_averaged': load what Average"
     ):
         average.load_state_dict(pipe.state_dict())
     average.update()
@@ -151,7 +151,7 @@ def test_what_makes_no_average_is_refused():
         average.load_state_dict(
             {key: value for key, value in state.items() if key != "module.0.weight"}
         )
-    with pytest.raises(SettingError, match=r"has a tensor of shape \(2,\) as module.0.bias"):
+    with pytest.raises(SettingError, match=r"has shape \(2,\) for module\.0\.bias"):
         average.load_state_dict({**state, "module.0.bias": torch.ones(2)})
 
 
@@ -167,6 +167,6 @@ def test_the_model_is_filled_from_the_pipeline():
     with pytest.raises(SettingError, match="the model is on the meta device"):
         pipe.load_into(nowhere)
     with pytest.raises(
-        SettingError, match=r"8 of their tensors are only in one of them, .*'2.weight'"
+        SettingError, match=r"8 tensors are in only one of the two, .*'2.weight'"
     ):
         pipe.load_into(nn.Sequential(nn.Linear(4, 4)))

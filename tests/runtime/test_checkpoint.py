@@ -338,7 +338,7 @@ def damaged(tmp_path, how):
     [
         (
             "no index",
-            r"holds no checkpoint: there is no checkpoint\.json, which is written when all else is",
+            r"holds no checkpoint: there is no checkpoint\.json, which is written last",
         ),
         (
             "truncated",
@@ -363,20 +363,20 @@ def damaged(tmp_path, how):
         ),
         (
             {"files": ["../../../etc/passwd"]},
-            r"is damaged: it names '\.\./\.\./\.\./etc/passwd', which is no file of a checkpoint",
+            r"is damaged: it names '\.\./\.\./\.\./etc/passwd', which is not a file of a checkpoint",
         ),
         ({"step": -5}, r"is damaged: its step is -5"),
         ({"step": 10**30}, r"is damaged: its step is 1e\+30"),
         ({"files": []}, r"is damaged: it names no file"),
-        ({"identity": "ab"}, r"is damaged: it says schema 1 and has what schema 2 has"),
+        ({"identity": "ab"}, r"is damaged: its schema is 1, and it has fields of schema 2"),
         (
             "double",
-            r"0\.0\.weight is float64 in the state and float32 in the model \(make the model in that dtype",
+            r"0\.0\.weight is float64 in the state and float32 in the model \(build the model in that dtype",
         ),
         ("nan", r"does not fit: NaN values in 0\.0\.weight: the run had diverged"),
         (
             "more",
-            r"does not fit: the state has 'stranger', which the model has not",
+            r"does not fit: the state has 'stranger', which the model does not have",
         ),
         (
             "moments",

@@ -208,7 +208,7 @@ def test_an_index_that_names_strange_files_is_refused_though_its_checksum_is_rig
         index.step, index.fingerprint, (name, *index.files), identity=index.identity, sums={}
     )
     checkpoint_files.write_index(tmp_path, changed)
-    assert_refused(tmp_path, r"checkpoint\.json is damaged: it names '.*', which is no file of a")
+    assert_refused(tmp_path, r"checkpoint\.json is damaged: it names '.*', which is not a file of a")
 
 
 def test_a_folder_without_an_index_says_what_is_there(tmp_path):
@@ -216,7 +216,7 @@ def test_a_folder_without_an_index_says_what_is_there(tmp_path):
     assert_refused(tmp_path, r"holds no checkpoint: there is no checkpoint\.json[^.]*\.$")
     trained().save(tmp_path)
     (tmp_path / "checkpoint.json").unlink()
-    assert_refused(tmp_path, r"The files there are of a save that did not come to its end")
+    assert_refused(tmp_path, r"Its step files are from a save that was interrupted")
     assert_refused(tmp_path / "a\0b", r"holds no checkpoint")
     with pytest.raises(FileError, match=r"cannot write the checkpoint .*: embedded null byte"):
         trained().save(tmp_path / "a\0b")
@@ -349,7 +349,7 @@ def test_the_state_of_another_optimizer_is_refused_by_name(tmp_path, saved, ther
     assert_refused(
         tmp_path,
         rf"it holds the state of torch\.optim\.\w+\.\w+, and the optimizer of this pipeline is torch\.optim\.\w+\.{name}\. "
-        "To take weights, buffers and step, and begin the optimizer anew, say skip='optimizer'",
+        "To load weights, buffers and step, and start with a new optimizer, pass skip='optimizer'",
         by=pipe,
     )
     pipe.load(tmp_path, skip="optimizer")
@@ -632,7 +632,7 @@ def test_a_loss_scaler_goes_on_from_a_loss_scaler(tmp_path):
     )
     assert_refused(
         tmp_path / "plain",
-        r"it was saved without a loss scaler, and this pipeline has one, which would begin anew",
+        r"it was saved without a loss scaler, and this pipeline has one, which would start with",
         by=trained(3, **scaling),
     )
     trained().load(tmp_path / "scaled", skip="scaler")
@@ -657,12 +657,12 @@ def test_what_a_weight_rule_keeps_is_refused_by_another_rule(tmp_path):
     other = stream("pipedream")
     assert_refused(
         tmp_path,
-        r"it has what weight rule 'avgpipe' with 2 pipelines keeps, and this pipeline has 'stash'",
+        r"it has the state of weight rule 'avgpipe' with 2 pipelines, and this pipeline has 'stash'",
         by=other,
     )
     assert_refused(
         tmp_path,
-        r"rule 'avgpipe' with 2 pipelines keeps, and this pipeline has 'avgpipe' with 3 pipelines",
+        r"rule 'avgpipe' with 2 pipelines, and this pipeline has 'avgpipe' with 3 pipelines",
         by=stream(ps.schedule("avgpipe", 2, 2, pipelines=3)),
     )
     other.load(tmp_path, skip="weight_rule")

@@ -116,15 +116,15 @@ def test_a_comparison_prints_the_worst_of_each_kind_first():
     found = Comparison(gradients, {"norm.running_mean": 0.25}, 1e-7, scale, {"output": 0.0})
     assert found.relative == 0.5
     assert str(found).splitlines() == [
-        "pipeline against one device: 12 gradients, 1 buffer, 1 output and the loss; largest difference 0.5 of what it is of",
-        "  loss      loss               differs by 1.00e-07, 5.0e-08 of it",
-        "  output    output             differs by 0.00e+00, 0.0e+00 of it",
+        "pipeline against one device: 12 gradients, 1 buffer, 1 output and the loss; largest relative difference 0.5",
+        "  loss      loss               differs by 1.00e-07 (relative 5.0e-08)",
+        "  output    output             differs by 0.00e+00 (relative 0.0e+00)",
         *[
-            f"  gradient  layer{n}.weight{' ' * (6 - (n > 9))}differs by {n * 1e-9:.2e}, {n * 1e-9:.1e} of it"
+            f"  gradient  layer{n}.weight{' ' * (6 - (n > 9))}differs by {n * 1e-9:.2e} (relative {n * 1e-9:.1e})"
             for n in range(11, 3, -1)
         ],
-        "  buffer    norm.running_mean  differs by 2.50e-01, 5.0e-01 of it",
-        "  and 4 more, none of which differs more than the last of its kind",
+        "  buffer    norm.running_mean  differs by 2.50e-01 (relative 5.0e-01)",
+        "  and 4 more, which differ no more than the last line of their kind",
     ]
     assert str(Comparison()) == "nothing was compared here: rank 0 has the comparison"
 
@@ -260,7 +260,7 @@ def test_a_model_that_does_not_fit_the_device_is_refused_with_a_way_out(monkeypa
     def full(*_, **__):
         raise torch.OutOfMemoryError("tried to allocate 20 GiB.")
 
-    monkeypatch.setattr("penstock.runtime.compare.reference_model", full)
+    monkeypatch.setattr("penstock.runtime.one_device.reference_model", full)
     with pytest.raises(
         ps.PenstockError, match=r"needs the whole model.*on cpu.*20 GiB.*smaller batch"
     ):

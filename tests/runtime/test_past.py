@@ -168,7 +168,7 @@ def write_into(value, past):
 WRONG = {
     "one thing": (
         lambda value, past: value,
-        r"forward_slice of layer 1 \(Keeps\) returned Tensor: it returns two things",
+        r"forward_slice of layer 1 \(Keeps\) returned Tensor: it must return its output, and",
     ),
     "three things": (
         lambda value, past: (value, past, past),
@@ -213,20 +213,20 @@ def test_the_last_slices_past_is_nobodys_and_not_kept():
     """It is the largest of all: keys and values of the whole sequence."""
     past = Past(keeps=False)
     past.run(0, "a", Keeps(lambda value, _: (value, value + 1)), torch.ones(2))
-    assert past.left == {}
+    assert past.outgoing == {}
 
 
 def test_gradients_of_what_was_found_go_back_by_slice():
     """Slice 2's are for slice 1; those of a slice that found nothing are none."""
     pasts = Pasts()
-    pasts.leave(2, {0: (torch.ones(2), 7), 3: torch.arange(2)}, [True, False])
+    pasts.store(2, {0: (torch.ones(2), 7), 3: torch.arange(2)}, [True, False])
     found = pasts.waiting.pop(2)
     assert found[0][1] == 7
     assert [leaf.requires_grad for leaf in tensors_of(found)] == [True, False]
-    pasts.give_back(2, [torch.full((2,), 5.0)])
-    pasts.give_back(0, [])
-    assert [grad.tolist() for grad in pasts.take_back(2)] == [[5.0, 5.0]]
-    assert pasts.take_back(2) == pasts.take_back(None) == []
+    pasts.store_grads(2, [torch.full((2,), 5.0)])
+    pasts.store_grads(0, [])
+    assert [grad.tolist() for grad in pasts.pop_grads(2)] == [[5.0, 5.0]]
+    assert pasts.pop_grads(2) == pasts.pop_grads(None) == []
 
 
 def test_keys_and_values_are_freed_as_soon_as_their_slices_backward_is_done():
