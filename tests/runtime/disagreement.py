@@ -83,24 +83,24 @@ def batches():
     """
     rank = int(os.environ["RANK"])
     pipe = pipeline()
-    found = {"first": outcome(lambda: float(pipe.train_batch(X, Y)))}
-    found["content"] = outcome(lambda: pipe.train_batch(X + rank / 32, Y))
-    found["evaluation"] = outcome(lambda: pipe.eval_batch(X[: 8 - rank], Y[: 8 - rank]))
-    found["unchanged"] = outcome(lambda: float(pipe.train_batch(X, Y)))
+    results = {"first": outcome(lambda: float(pipe.train_batch(X, Y)))}
+    results["content"] = outcome(lambda: pipe.train_batch(X + rank / 32, Y))
+    results["evaluation"] = outcome(lambda: pipe.eval_batch(X[: 8 - rank], Y[: 8 - rank]))
+    results["unchanged"] = outcome(lambda: float(pipe.train_batch(X, Y)))
     data = TensorDataset(
         torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.ones(64, 4)
     )
     parts = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
-    found["sampler"] = outcome(lambda: list(pipe.train(parts)))
+    results["sampler"] = outcome(lambda: list(pipe.train(parts)))
     shuffled = pipeline()
     torch.manual_seed(rank)
-    found["shuffled"] = outcome(
+    results["shuffled"] = outcome(
         lambda: list(shuffled.train(DataLoader(data, batch_size=8, shuffle=True)))
     )
     torch.manual_seed(5)
     seeded = DataLoader(data, batch_size=8, shuffle=True)
-    found["seeded"] = outcome(lambda: len([*shuffled.train(seeded), *shuffled.train(seeded)]))
-    return found
+    results["seeded"] = outcome(lambda: len([*shuffled.train(seeded), *shuffled.train(seeded)]))
+    return results
 
 
 def trained(**words):
@@ -188,36 +188,36 @@ def models():
         "pickle": lambda: pickle.dumps(network) and None,
         "copy": lambda: copy.deepcopy(network) and None,
     }
-    found = {"fresh": readings(ways)}
+    results = {"fresh": readings(ways)}
     snapshot = copy.deepcopy(network)
     pipe.train_batch(X, Y)
     average = pipe.ema(0.5)
     average.update()
-    found["stale"] = readings(ways)
-    found["snapshot"] = readings({"state_dict": lambda: snapshot.state_dict() and None})
-    found["check"] = pipe.compare_with_one_device(X, Y).relative
-    found["again"] = outcome(lambda: float(pipeline(network).train_batch(X, Y)))
-    found["moved"] = outcome(lambda: pipeline(network, balance=[3, 2]))
-    found["threads"] = outcome(lambda: pipeline(network, executor="threads"))
+    results["stale"] = readings(ways)
+    results["snapshot"] = readings({"state_dict": lambda: snapshot.state_dict() and None})
+    results["check"] = pipe.compare_with_one_device(X, Y).relative
+    results["again"] = outcome(lambda: float(pipeline(network).train_batch(X, Y)))
+    results["moved"] = outcome(lambda: pipeline(network, balance=[3, 2]))
+    results["threads"] = outcome(lambda: pipeline(network, executor="threads"))
     state = pipe.model_state()
     pipe.load_into(network)
-    found["filled"] = readings(ways)
-    found["equal"] = all(
+    results["filled"] = readings(ways)
+    results["equal"] = all(
         torch.equal(state[name], tensor) for name, tensor in network.state_dict().items()
     )
     pipe.train_batch(X, Y)
     average.update()
-    found["average"] = average.model_state()
+    results["average"] = average.model_state()
     pipe.close()
-    found["closed"] = readings(ways)
+    results["closed"] = readings(ways)
     net = Net()
     pipe = pipeline(ps.chain(net, X), balance=[1, 1])
     pipe.train_batch(X, Y)
-    found["traced"] = readings({"state_dict": net.state_dict, "forward": lambda: net(X)})
+    results["traced"] = readings({"state_dict": net.state_dict, "forward": lambda: net(X)})
     pipe.load_into(net)
-    found["traced output"] = torch.equal(net(X), pipe.forward(X))
+    results["traced output"] = torch.equal(net(X), pipe.forward(X))
     layers = list(model())
     pipe = pipeline(layers)
     pipe.train_batch(X, Y)
-    found["list"] = [str(outcome(layer.state_dict))[:8] for layer in layers]
-    return found
+    results["list"] = [str(outcome(layer.state_dict))[:8] for layer in layers]
+    return results

@@ -56,22 +56,22 @@ def anneal(model, chain):
     inside = []
     original = variants.capture
 
-    def capture(*given, **options):
+    def capture(*args, **options):
         frame, names = sys._getframe(), []
         while frame is not None:
             names.append(frame.f_code.co_name)
             frame = frame.f_back
         inside.append("play" in names)
-        return original(*given, **options)
+        return original(*args, **options)
 
     variants.capture = capture
     pipe = pipeline(chain, deadline_s=60.0)
-    known = chain.variants.is_known
+    traced_before = chain.variants.is_known
     losses = []
     for step, (x, y) in enumerate(batches()):
         model.temperature = 2.0 if step == 2 else 1.0
         losses.append(pipe.train_batch(x, y))
-    return {"losses": torch.stack(losses), "known": known, "inside": inside}
+    return {"losses": torch.stack(losses), "known": traced_before, "inside": inside}
 
 
 def plain_losses(model):

@@ -179,15 +179,15 @@ def test_a_learning_rate_that_is_a_tensor_comes_back_as_one(tmp_path):
         rate.fill_(0.025)
     pipe.train_batch(*batch("mlp"))
     pipe.save(tmp_path)
-    kept = []
+    optimizers = []
 
     def other_factory(params):
-        kept.append(torch.optim.Adam(params, lr=torch.tensor(0.1), foreach=False))
-        return kept[-1]
+        optimizers.append(torch.optim.Adam(params, lr=torch.tensor(0.1), foreach=False))
+        return optimizers[-1]
 
     other = pipeline("mlp", 3, optimizer=other_factory)
     other.load(tmp_path)
-    assert [optimizer.param_groups[0]["lr"].item() for optimizer in kept] == pytest.approx(
+    assert [optimizer.param_groups[0]["lr"].item() for optimizer in optimizers] == pytest.approx(
         [0.025] * 3
     )
     assert torch.equal(other.train_batch(*batch("mlp", 1)), pipe.train_batch(*batch("mlp", 1)))
@@ -280,8 +280,8 @@ def test_a_checkpoint_of_version_0_1_still_loads(tmp_path):
     as_schema_1(tmp_path)
     other = pipeline(lengths=3, optimizer=OPTIMIZERS["adam on two groups"])
     other.load(tmp_path)
-    for each in (pipe, other):
-        each.train_batch(*batch(number=2))
+    for run in (pipe, other):
+        run.train_batch(*batch(number=2))
     assert differences(other.state_dict(), pipe.state_dict()) == []
 
 

@@ -208,7 +208,9 @@ def test_an_index_that_names_strange_files_is_refused_though_its_checksum_is_rig
         index.step, index.fingerprint, (name, *index.files), identity=index.identity, sums={}
     )
     checkpoint_files.write_index(tmp_path, changed)
-    assert_refused(tmp_path, r"checkpoint\.json is damaged: it names '.*', which is not a file of a")
+    assert_refused(
+        tmp_path, r"checkpoint\.json is damaged: it names '.*', which is not a file of a"
+    )
 
 
 def test_a_folder_without_an_index_says_what_is_there(tmp_path):
@@ -337,14 +339,14 @@ def test_complex_weights_of_double_precision_come_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("saved", "there"),
+    ("saved", "expected"),
     [(adam, sgd), (sgd, adam), (adam, lambda params: AdamW(params, lr=0.01))],
     ids=["adam to sgd", "sgd to adam", "adam to adamw"],
 )
-def test_the_state_of_another_optimizer_is_refused_by_name(tmp_path, saved, there):
+def test_the_state_of_another_optimizer_is_refused_by_name(tmp_path, saved, expected):
     """Its learning rate and decay would be in force, and its moments would not be found."""
     trained(optimizer=saved).save(tmp_path)
-    pipe = trained(3, optimizer=there)
+    pipe = trained(3, optimizer=expected)
     name = type(pipe._local_stages[0].update.optimizer).__name__
     assert_refused(
         tmp_path,
@@ -353,7 +355,7 @@ def test_the_state_of_another_optimizer_is_refused_by_name(tmp_path, saved, ther
         by=pipe,
     )
     pipe.load(tmp_path, skip="optimizer")
-    fresh = pipeline(optimizer=there)
+    fresh = pipeline(optimizer=expected)
     fresh.load(tmp_path, skip="optimizer")
     assert pipe.step == fresh.step == 2
     assert differences(everything(pipe), everything(fresh)) == []
@@ -362,7 +364,7 @@ def test_the_state_of_another_optimizer_is_refused_by_name(tmp_path, saved, ther
         for stage in fresh._local_stages
         for group in stage.update.optimizer.param_groups
     }
-    assert rates == {there([nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"]}
+    assert rates == {expected([nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"]}
 
 
 def test_an_optimizer_of_a_script_is_the_same_when_the_script_is_imported():
@@ -518,9 +520,9 @@ def test_gradients_that_wait_for_their_step_are_not_left_out_silently(tmp_path):
     pipe.save(tmp_path)
     other = pipeline(accumulate=2)
     other.load(tmp_path)
-    for each in (pipe, other):
-        each.train_batch(*batch(4))
-        each.train_batch(*batch(5))
+    for run in (pipe, other):
+        run.train_batch(*batch(4))
+        run.train_batch(*batch(5))
     assert differences(everything(other), everything(pipe)) == []
 
 

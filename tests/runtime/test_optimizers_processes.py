@@ -25,12 +25,12 @@ def trained(far: tuple[int, ...], schedule: str) -> dict[str, object]:
     SameHostTransport.connect = lambda self, store, size, *, willing: connect(
         self, store, size, willing=rank not in far
     )
-    made = model(tied=True)
+    network = model(tied=True)
     for index in (0, 2):
-        made[index].requires_grad_(False)
+        network[index].requires_grad_(False)
     try:
         pipe = ps.Pipeline(
-            made,
+            network,
             balance=[3, 5],
             schedule=schedule,
             micro_batches=4,
@@ -44,21 +44,21 @@ def trained(far: tuple[int, ...], schedule: str) -> dict[str, object]:
         SameHostTransport.connect = connect
     for number in range(3):
         if number == 1:
-            made[0].requires_grad_(True)
-            made[2].requires_grad_(True)
-            made[6].requires_grad_(False)
+            network[0].requires_grad_(True)
+            network[2].requires_grad_(True)
+            network[6].requires_grad_(False)
         if number == 2:
-            made[6].requires_grad_(True)
+            network[6].requires_grad_(True)
             pipe.set_learning_rate(0.02)
         pipe.train_batch(*batch(number))
     state, weights = pipe.optimizer_state_dict(), pipe.state_dict()
-    with pytest.raises(SettingError, match="it lacks"):
+    with pytest.raises(SettingError, match="it has no"):
         pipe.load_state_dict({"0.weight": torch.zeros(8, 6)})
     # Every rank needs the whole state to load it.
-    given = pipe._world.broadcast(state if rank == 0 else None, 0)
-    made[0].requires_grad_(False)
-    pipe.load_optimizer_state_dict(given)
-    made[0].requires_grad_(True)
+    shared_state = pipe._world.broadcast(state if rank == 0 else None, 0)
+    network[0].requires_grad_(False)
+    pipe.load_optimizer_state_dict(shared_state)
+    network[0].requires_grad_(True)
     pipe.train_batch(*batch(3))
     after = pipe.state_dict()
     pipe.close()
@@ -87,12 +87,12 @@ def test_processes_thaw_clip_and_keep_their_state_as_plain_pytorch(schedule, far
             plain[6].requires_grad_(True)
             optimizer.param_groups[0]["lr"] = 0.02
         plain_step(plain, optimizer, number, clip=clip)
-    found, other = ps.launch(trained, 2, far, schedule, threads=1)
+    result, other = ps.launch(trained, 2, far, schedule, threads=1)
     assert (other["state"], other["weights"]) == ({}, {})
-    same_state(found["state"], optimizer.state_dict())
+    same_state(result["state"], optimizer.state_dict())
     expected = dict(plain.state_dict())
-    assert all(torch.allclose(found["weights"][k], v, rtol=1e-9) for k, v in expected.items())
+    assert all(torch.allclose(result["weights"][k], v, rtol=1e-9) for k, v in expected.items())
     plain_step(plain, optimizer, 3, clip=clip)
     expected = dict(plain.state_dict())
-    assert all(torch.allclose(found["after"][k], v, rtol=1e-9) for k, v in expected.items())
-    assert found["norm"] == other["norm"]
+    assert all(torch.allclose(result["after"][k], v, rtol=1e-9) for k, v in expected.items())
+    assert result["norm"] == other["norm"]

@@ -95,9 +95,9 @@ def check_exact(model, lengths, *, recompute="never", split=False):
     )
     for _ in range(2):
         pipe.zero_grad()
-        found = pipe.train_batch(X, Y)
+        loss_value = pipe.train_batch(X, Y)
         expected, parts = plain.backward_in_parts(X, Y, [(3, LENGTHS), (2, LENGTHS)])
-        assert torch.equal(found, expected)
+        assert torch.equal(loss_value, expected)
         assert (
             differences(gradients(model), in_order_of(schedule, lengths, plain.model, parts)) == []
         )
@@ -141,15 +141,15 @@ def test_slices_together_are_what_forward_is_on_the_whole():
 
 
 class Keeps(nn.Module):
-    """Hands on what a test says."""
+    """A layer whose `forward_slice` is a given function."""
 
-    def __init__(self, made):
+    def __init__(self, function):
         super().__init__()
-        self.made = made
+        self.function = function
 
     def forward_slice(self, value, past):
-        """As told."""
-        return self.made(value, past)
+        """Call the function."""
+        return self.function(value, past)
 
 
 class Grower:
@@ -193,9 +193,11 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_past_that_cannot_be_kept_apart_is_refused(name, recompute):
     """Each of these would train, with gradients that are wrong without a word."""
-    made, message = WRONG[name]
+    function, message = WRONG[name]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), Keeps(made), nn.ReLU(inplace=True), nn.Linear(16, 16))
+    model = nn.Sequential(
+        nn.Linear(16, 16), Keeps(function), nn.ReLU(inplace=True), nn.Linear(16, 16)
+    )
     pipe = ps.Pipeline(
         model,
         loss=loss,
@@ -220,9 +222,9 @@ def test_gradients_of_what_was_found_go_back_by_slice():
     """Slice 2's are for slice 1; those of a slice that found nothing are none."""
     pasts = Pasts()
     pasts.store(2, {0: (torch.ones(2), 7), 3: torch.arange(2)}, [True, False])
-    found = pasts.waiting.pop(2)
-    assert found[0][1] == 7
-    assert [leaf.requires_grad for leaf in tensors_of(found)] == [True, False]
+    state = pasts.waiting.pop(2)
+    assert state[0][1] == 7
+    assert [leaf.requires_grad for leaf in tensors_of(state)] == [True, False]
     pasts.store_grads(2, [torch.full((2,), 5.0)])
     pasts.store_grads(0, [])
     assert [grad.tolist() for grad in pasts.pop_grads(2)] == [[5.0, 5.0]]
@@ -233,11 +235,11 @@ def test_keys_and_values_are_freed_as_soon_as_their_slices_backward_is_done():
     """The memory promise of token slices: of a micro-batch that is done nothing stays, whatever its
     neighbours do.
     """
-    seen: list[tuple[int, weakref.ref[Tensor]]] = []
+    storages: list[tuple[int, weakref.ref[Tensor]]] = []
 
     def keep(value, past):
         grown = value * 1 if past is None else torch.cat([past, value], dim=1)
-        seen.append((grown.shape[1], weakref.ref(grown)))
+        storages.append((grown.shape[1], weakref.ref(grown)))
         return value + grown.mean(dim=1, keepdim=True), grown
 
     torch.manual_seed(0)
@@ -249,10 +251,10 @@ def test_keys_and_values_are_freed_as_soon_as_their_slices_backward_is_done():
     backward, alive = stage.backward, []
 
     def watched(*args):
-        made = backward(*args)
+        grads = backward(*args)
         gc.collect()
-        alive.append([length for length, tensor in seen if tensor() is not None])
-        return made
+        alive.append([length for length, tensor in storages if tensor() is not None])
+        return grads
 
     stage.backward = watched
     pipe.train_batch(X, Y)

@@ -31,9 +31,9 @@ def test_a_form_that_comes_up_is_traced_before_the_batch_and_ranks_say_so(monkey
     places, notes = [], []
     original, doing = variants.capture, SharedBoard.for_rank
 
-    def capture(*given, **options):
+    def capture(*args, **options):
         places.append(playing())
-        return original(*given, **options)
+        return original(*args, **options)
 
     pipe = made(Small(), torch.randn(4, 4))
     monkeypatch.setattr(variants, "capture", capture)
@@ -66,8 +66,8 @@ def test_processes_trace_at_construction_and_go_by_the_users_model():
     torch.manual_seed(0)
     model = Small()
     expected = plain_losses(model)
-    for found in launch(anneal, 2, model, made.chain_of(model)):
-        torch.testing.assert_close(found["losses"], expected)
-        assert found["known"]
+    for result in launch(anneal, 2, model, made.chain_of(model)):
+        torch.testing.assert_close(result["losses"], expected)
+        assert result["known"]
         # The example's form at construction, then one sample, then the other temperature.
-        assert found["inside"] == [False] * 3
+        assert result["inside"] == [False] * 3

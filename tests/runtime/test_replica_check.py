@@ -22,19 +22,19 @@ class Centred(nn.Module):
         self.register_buffer("centre", torch.zeros(4))
 
     def forward(self, x):
-        made = self.inner(x)
+        output = self.inner(x)
         with torch.no_grad():
-            self.centre.mul_(0.9).add_(made.detach().mean(0), alpha=0.1)
-        return made - self.centre
+            self.centre.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        return output - self.centre
 
 
 class Replaced(Centred):
     """The same, with a new buffer every time."""
 
     def forward(self, x):
-        made = self.inner(x)
-        self.centre = 0.9 * self.centre + 0.1 * made.detach().mean(0)
-        return made - self.centre
+        output = self.inner(x)
+        self.centre = 0.9 * self.centre + 0.1 * output.detach().mean(0)
+        return output - self.centre
 
 
 class Counted(Centred):
@@ -67,9 +67,9 @@ class Queued(Centred):
         self.queue = []
 
     def forward(self, x):
-        made = self.inner(x)
-        self.queue.append(made.detach().mean(0))
-        return made - torch.stack(self.queue[-3:]).mean(0)
+        output = self.inner(x)
+        self.queue.append(output.detach().mean(0))
+        return output - torch.stack(self.queue[-3:]).mean(0)
 
 
 class Clamped(Centred):
@@ -97,20 +97,20 @@ class ReadBackwards(Centred):
     """A buffer that no forward reads, and a backward does."""
 
     def forward(self, x):
-        made = self.inner(x)
+        output = self.inner(x)
         with torch.no_grad():
-            self.centre.mul_(0.9).add_(made.detach().mean(0), alpha=0.1)
-        return Penalised.apply(made, self.centre)
+            self.centre.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        return Penalised.apply(output, self.centre)
 
 
 class Own(Centred):
     """Batch norm as written by hand: running statistics that training writes and does not read."""
 
     def forward(self, x):
-        made = self.inner(x)
+        output = self.inner(x)
         with torch.no_grad():
-            self.centre.mul_(0.9).add_(made.detach().mean(0), alpha=0.1)
-        return made - made.mean(0)
+            self.centre.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        return output - output.mean(0)
 
 
 class Recording(Centred):
@@ -142,20 +142,20 @@ def hooked(make_hook):
 def counting_hook():
     state = {"calls": 0}
 
-    def hook(module, given, made):
+    def hook(module, inputs, output):
         state["calls"] += 1
-        return made * state["calls"]
+        return output * state["calls"]
 
     return hook
 
 
 def doubling_hook():
-    return lambda module, given, made: made * 2
+    return lambda module, inputs, output: output * 2
 
 
 def recording_hook():
-    seen = []
-    return lambda module, given, made: seen.append(made.detach())
+    outputs = []
+    return lambda module, inputs, output: outputs.append(output.detach())
 
 
 def pipeline(model, schedule="chimera", **options):
@@ -176,7 +176,7 @@ def data():
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize(
-    ("middle", "told"),
+    ("middle", "reason"),
     [
         (Centred, "buffer 1.centre is changed by a forward and read by the next"),
         (Replaced, "buffer 1.centre is changed by a forward and read by the next"),
@@ -191,7 +191,7 @@ def data():
         ),
     ],
 )
-def test_state_that_forwards_move_and_read_is_refused_before_the_update(middle, told, recompute):
+def test_state_that_forwards_move_and_read_is_refused_before_the_update(middle, reason, recompute):
     """Each copy would see the state that its own micro-batches have left, and train to other
     numbers.
     """
@@ -200,7 +200,7 @@ def test_state_that_forwards_move_and_read_is_refused_before_the_update(middle, 
     pipe = pipeline(model, recompute=recompute)
     with pytest.raises(RunError, match="chimera holds copies of stage 0") as caught:
         pipe.train_batch(*data())
-    assert told in str(caught.value)
+    assert reason in str(caught.value)
     assert "schedule='1f1b'" in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in model[0].state_dict().items())
 
@@ -282,9 +282,9 @@ def clipped_afterwards():
 def with_backward_hook():
     layer, calls = nn.Linear(4, 4), [0]
 
-    def hook(module, given, made):
+    def hook(module, grad_inputs, grad_outputs):
         calls[0] += 1
-        return (given[0] * calls[0],)
+        return (grad_inputs[0] * calls[0],)
 
     layer.register_full_backward_hook(hook)
     return layer
@@ -292,7 +292,7 @@ def with_backward_hook():
 
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*")
 @pytest.mark.parametrize(
-    ("middle", "told"),
+    ("middle", "reason"),
     [
         (clipped, r"weight has a gradient hook \(register_hook\)"),
         (clipped_afterwards, r"weight has a gradient hook \(register_post_accumulate_grad_hook\)"),
@@ -307,9 +307,9 @@ def with_backward_hook():
         ),
     ],
 )
-def test_hooks_and_spectral_norms_are_refused_at_construction(middle, told):
+def test_hooks_and_spectral_norms_are_refused_at_construction(middle, reason):
     """What can be seen without running is refused before ranks start, with the stage and the layer."""
-    with pytest.raises(SettingError, match=told) as caught:
+    with pytest.raises(SettingError, match=reason) as caught:
         pipeline(model_of(middle()))
     assert "stage 0 (ranks 0, 1): layer 1 " in str(caught.value)
 
@@ -504,10 +504,10 @@ def test_traced_batch_norm_may_have_copies_and_traced_spectral_norm_not():
             return self.last(torch.relu(self.norm(self.first(x))))
 
     x, y = data()
-    made = ps.chain(Normed(False), x)
-    pipeline(made, balance=[2, len(made) - 2]).train_batch(x, y)
-    made = ps.chain(Normed(True), x)
-    pipe = pipeline(made, balance=[2, len(made) - 2])
+    chain = ps.chain(Normed(False), x)
+    pipeline(chain, balance=[2, len(chain) - 2]).train_batch(x, y)
+    chain = ps.chain(Normed(True), x)
+    pipe = pipeline(chain, balance=[2, len(chain) - 2])
     with pytest.raises(RunError, match="is changed by a forward and read by the next"):
         pipe.train_batch(x, y)
 
@@ -531,7 +531,7 @@ def _refused_in_processes():
 
 def test_all_processes_stop_with_the_reason():
     """A rank that finds it first takes the others with it, and they say why."""
-    told = ps.launch(_refused_in_processes, ranks=2)
+    messages = ps.launch(_refused_in_processes, ranks=2)
     assert all(
-        "buffer 1.centre is changed by a forward and read by the next" in text for text in told
+        "buffer 1.centre is changed by a forward and read by the next" in text for text in messages
     )

@@ -27,10 +27,10 @@ def test_the_state_is_the_models_own_under_any_placement(name, seed):
         schedule=schedule,
         executor="threads",
     )
-    found = pipe.state_dict()
-    assert differences(found, dict(model.state_dict())) == []
-    next(iter(found.values())).add_(1)
-    assert differences(found, dict(model.state_dict())) != []  # it is a copy
+    state = pipe.state_dict()
+    assert differences(state, dict(model.state_dict())) == []
+    next(iter(state.values())).add_(1)
+    assert differences(state, dict(model.state_dict())) != []  # it is a copy
 
 
 def test_a_state_is_loaded_whole_or_not_at_all():
@@ -38,18 +38,18 @@ def test_a_state_is_loaded_whole_or_not_at_all():
     model, _, _ = made(CASES["mlp"])
     pipe = ps.Pipeline(model, loss=CASES["mlp"].loss, balance=[3, 4], executor="threads")
     before = pipe.state_dict()
-    wanted = {name: tensor + 1 for name, tensor in before.items()}
-    with pytest.raises(SettingError, match=r"it lacks 'fc4\.bias'\. With strict=False"):
+    values = {name: tensor + 1 for name, tensor in before.items()}
+    with pytest.raises(SettingError, match=r"it has no 'fc4\.bias'\. With strict=False"):
         pipe.load_state_dict(
-            {name: tensor for name, tensor in wanted.items() if name != "fc4.bias"}
+            {name: tensor for name, tensor in values.items() if name != "fc4.bias"}
         )
     with pytest.raises(
         SettingError, match=r"fc3\.weight has shape \(2,\) in the state and \(16, 16\) in the model"
     ):
-        pipe.load_state_dict({**wanted, "fc3.weight": torch.zeros(2)})
+        pipe.load_state_dict({**values, "fc3.weight": torch.zeros(2)})
     assert differences(pipe.state_dict(), before) == []
-    pipe.load_state_dict(wanted)
-    assert differences(pipe.state_dict(), wanted) == []
+    pipe.load_state_dict(values)
+    assert differences(pipe.state_dict(), values) == []
 
 
 def test_tied_weights_have_both_names_and_lists_of_modules_have_numbers():

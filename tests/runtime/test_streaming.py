@@ -56,15 +56,15 @@ def pipeline(schedule="pipedream", balance=(2, 2, 2), *, trap=None, **options):
 
 def test_a_stream_takes_as_many_batches_ahead_as_it_has_under_way():
     """The loss of the first comes when the pipeline is full, and then one for every batch."""
-    taken = []
+    numbers = []
 
     def loader():
         for number, batch in enumerate(batches(6)):
-            taken.append(number)
+            numbers.append(number)
             yield batch
 
-    seen = [len(taken) for _ in pipeline().train(loader())]
-    assert seen == [3, 4, 5, 6, 6, 6]
+    counts = [len(numbers) for _ in pipeline().train(loader())]
+    assert counts == [3, 4, 5, 6, 6, 6]
 
 
 def test_a_stream_never_holds_more_marks_or_batches_than_it_needs():
@@ -75,7 +75,7 @@ def test_a_stream_never_holds_more_marks_or_batches_than_it_needs():
         (stream,) = [pipe._stream]
         held.append(
             (
-                max(len(each.marks) for each in pipe._made.interpreters.values()),
+                max(len(interpreter.marks) for interpreter in pipe._made.interpreters.values()),
                 len(stream._under_way._batches),
             )
         )
@@ -89,14 +89,14 @@ def test_the_timeline_has_the_last_batches_that_are_done_as_a_schedule_of_their_
     for count in (2, 40):
         for _ in pipe.train(batches(count)):
             pass
-        shown = pipe.timeline()
+        timeline = pipe.timeline()
         expected = ps.schedule("pipedream", 3, 1, batches=min(count, 7))
         events = {
-            rank: tuple(event.op for event in shown.compute if event.rank == rank)
+            rank: tuple(event.op for event in timeline.compute if event.rank == rank)
             for rank in range(3)
         }
         assert tuple(events.values()) == expected.programs
-        assert shown.peak_in_flight == ps.simulate(expected, ps.Costs()).peak_in_flight
+        assert timeline.peak_in_flight == ps.simulate(expected, ps.Costs()).peak_in_flight
 
 
 def test_the_timeline_of_a_stream_leaves_out_what_a_small_batch_had_not():
@@ -128,9 +128,9 @@ def test_versions_are_counted_and_their_bytes_are_in_the_peak_memory(weights, ve
     )  # the very first graph copies its input, to see whether layers change it; so does a stream's
     stage_bytes = [4 * (8 * 8 + 8), 4 * (8 * 8 + 8), 4 * (8 * 8 + 8 + 8 * 4 + 4)]
     expected = [(count - 1) * size for count, size in zip(versions, stage_bytes, strict=True)]
-    kept = [(count - 1) * _saved(flush, stage) for stage, count in enumerate((3, 2, 1))]
+    version_bytes = [(count - 1) * _saved(flush, stage) for stage, count in enumerate((3, 2, 1))]
     more = [a - b for a, b in zip(pipe.timeline().peak_memory, first, strict=True)]
-    assert more == [a + b for a, b in zip(expected, kept, strict=True)]
+    assert more == [a + b for a, b in zip(expected, version_bytes, strict=True)]
 
 
 def _saved(pipe, stage):
@@ -209,7 +209,8 @@ def test_copies_of_a_stage_that_meet_stream_and_are_saved_once(replicas, tmp_pat
         pipeline(ps.schedule("pipedream", 3, 2, replicas=replicas), micro_batches=None),
         pipeline(),
     )
-    losses, expected = ([float(loss) for loss in each.train(batches(6))] for each in (pipe, alike))
+    losses = [float(loss) for loss in pipe.train(batches(6))]
+    expected = [float(loss) for loss in alike.train(batches(6))]
     assert len(losses) == 6
     if replicas == 2:
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -225,9 +226,9 @@ def test_a_stream_without_an_optimizer_adds_gradients_up():
     """As a synchronous schedule does: updates are then the user's."""
     pipe = pipeline(optimizer=None)
     count = len(list(pipe.train(batches(3))))
-    own = {name: parameter.grad for name, parameter in pipe.chain.modules[0].named_parameters()}
+    grads = {name: parameter.grad for name, parameter in pipe.chain.modules[0].named_parameters()}
     assert count == 3
-    assert all(grad is not None and math.isfinite(float(grad.sum())) for grad in own.values())
+    assert all(grad is not None and math.isfinite(float(grad.sum())) for grad in grads.values())
 
 
 def test_a_stage_without_weights_streams_too():

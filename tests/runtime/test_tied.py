@@ -83,13 +83,13 @@ def plain(model, steps, make=sgd):
     return torch.stack(losses)
 
 
-def close(found, expected):
+def close(actual, expected):
     """Names whose tensors differ by more than rounding."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     return [
         name
-        for name in found
-        if not torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-6)
+        for name in actual
+        if not torch.allclose(actual[name], expected[name], rtol=1e-5, atol=1e-6)
     ]
 
 
@@ -107,14 +107,14 @@ def test_training_with_tied_weights_is_that_of_one_device_under_every_schedule(s
     """The gradients of all uses add up; split backwards, several stages of a rank and copies of
     stages included.
     """
-    made = one_of_each(4)[schedule]
-    if not made.synchronous or made.slicing is not None or made.stages > 9:
+    entry = one_of_each(4)[schedule]
+    if not entry.synchronous or entry.slicing is not None or entry.stages > 9:
         pytest.skip(
             "it updates at different times, cuts sequences, or has more stages than this model has layers"
         )
-    lengths = [9 // made.stages + (stage < 9 % made.stages) for stage in range(made.stages)]
+    lengths = [9 // entry.stages + (stage < 9 % entry.stages) for stage in range(entry.stages)]
     model, reference = tied_model(), tied_model()
-    pipe = pipeline(model, lengths, schedule=made)
+    pipe = pipeline(model, lengths, schedule=entry)
     losses = torch.stack([pipe.train_batch(*data(number=number)) for number in range(3)])
     assert torch.allclose(losses, plain(reference, 3), rtol=1e-5)
     assert close(pipe.state_dict(), dict(reference.state_dict())) == []
@@ -159,9 +159,9 @@ def test_one_optimizer_state_is_kept_at_the_first_holder():
 def test_the_self_check_counts_a_tied_weight_once():
     """Its gradient is the sum of all uses, under the chain's one name."""
     pipe = pipeline(tied_model(dropout=0.3), [2, 4, 3])
-    found = pipe.compare_with_one_device(*data())
-    assert set(found.gradients) == {name for name, _ in tied_model().named_parameters()}
-    assert found.relative < 1e-5
+    comparison = pipe.compare_with_one_device(*data())
+    assert set(comparison.gradients) == {name for name, _ in tied_model().named_parameters()}
+    assert comparison.relative < 1e-5
     assert list(pipe.state_dict()) == list(tied_model().state_dict())
 
 
@@ -204,9 +204,9 @@ def test_three_uses_of_one_weight():
 def test_frozen_tied_weights_are_shared_and_nothing_is_sent_for_them():
     """They have no gradient, no step, and no exchange after the program."""
     model, reference = tied_model(), tied_model()
-    for each in (model, reference):
-        each[0].weight.requires_grad_(False)
-        each[3].weight.requires_grad_(False)
+    for network in (model, reference):
+        network[0].weight.requires_grad_(False)
+        network[3].weight.requires_grad_(False)
     pipe = pipeline(model, [3, 3, 3])
     assert not pipe._together.needed
     pipe.train_batch(*data())
@@ -218,10 +218,10 @@ def test_without_an_optimizer_gradients_of_all_uses_are_at_the_models_own_parame
     """Whoever steps by hand finds the sum there; the next batch sees the new weights everywhere."""
     model, reference = tied_model(), tied_model()
     pipe = pipeline(model, [3, 3, 3], optimizer=None)
-    for each in (pipe, None):
+    for target in (pipe, None):
         for number in range(2):
             x, y = data(number=number)
-            if each is not None:
+            if target is not None:
                 pipe.train_batch(x, y)
             else:
                 loss(reference(x), y).backward()
@@ -304,7 +304,8 @@ def test_a_batch_norm_that_stands_in_two_stages_is_refused():
     norm = nn.BatchNorm1d(8)
     model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8), norm)
     with pytest.raises(
-        ChainError, match=r"1\.running_mean is used by layers 1, 3.* or have a batch norm each"
+        ChainError,
+        match=r"1\.running_mean is used by layers 1, 3.* or give each a batch norm of its own",
     ):
         ps.Pipeline(model, loss=nn.MSELoss(), balance=[2, 2], executor="threads")
 
@@ -315,14 +316,14 @@ def in_processes(options, steps):
     losses = [pipe.train_batch(*data(number=number)) for number in range(steps)]
     compared = pipe.compare_with_one_device(*data(number=9))
     state = pipe.state_dict()
-    found = {
+    results = {
         "losses": torch.stack(losses),
         "state": state,
         "norm": pipe.grad_norm,
         "relative": compared.relative,
     }
     pipe.close()
-    return found
+    return results
 
 
 def test_processes_with_crossing_homes_agree_with_one_device():

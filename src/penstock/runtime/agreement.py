@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from penstock.runtime.assembly import Assembly, Training
 from penstock.runtime.description import describe_optimizers, describe_run
-from penstock.runtime.meeting import Meeting
+from penstock.runtime.meeting import SettingsExchange
 from penstock.runtime.ranks import Place, in_threads
 from penstock.runtime.setting import Setting
 from penstock.tracing.chain import TracedChain
 from penstock.transport.group import join
 
 
-def meeting_of(setting: Setting, place: Place) -> Meeting | None:
+def meeting_of(setting: Setting, place: Place) -> SettingsExchange | None:
     """Return the object by which the ranks compare one pipeline's settings.
 
     Returns:
@@ -28,11 +28,11 @@ def meeting_of(setting: Setting, place: Place) -> Meeting | None:
     if in_threads(setting.schedule, place):
         return None
     join()
-    return Meeting.next(place.deadline_s)
+    return SettingsExchange.next(place.deadline_s)
 
 
 def compare_settings(
-    meeting: Meeting | None,
+    exchange: SettingsExchange | None,
     traced: TracedChain,
     setting: Setting,
     training: Training,
@@ -41,7 +41,7 @@ def compare_settings(
     """Compare this rank's model and settings with those of all other ranks.
 
     Args:
-        meeting: how ranks exchange descriptions; with None nothing is compared.
+        exchange: how ranks exchange descriptions; with None nothing is compared.
         traced: the model.
         setting: the schedule, the cut and the placement.
         training: loss, optimizer and training options.
@@ -51,22 +51,22 @@ def compare_settings(
         RanksDiffer: ranks differ; the message is the same on every rank and lists the differences.
         RunError: a rank failed to construct its pipeline, or did not answer in time.
     """
-    if meeting is not None:
-        meeting.compare(describe_run(traced, setting, training, **further))
+    if exchange is not None:
+        exchange.compare(describe_run(traced, setting, training, **further))
 
 
-def compare_optimizers(meeting: Meeting | None, assembly: Assembly) -> None:
+def compare_optimizers(exchange: SettingsExchange | None, assembly: Assembly) -> None:
     """Compare the constructed optimizers with those of all other ranks, and end the comparison.
 
     Args:
-        meeting: as for `compare_settings`.
+        exchange: as for `compare_settings`.
         assembly: the ranks of this process.
 
     Raises:
         RanksDiffer, RunError: as `compare_settings`.
     """
-    if meeting is None:
+    if exchange is None:
         return
     if assembly.steps:
-        meeting.compare(describe_optimizers(assembly))
-    meeting.closed = True
+        exchange.compare(describe_optimizers(assembly))
+    exchange.closed = True

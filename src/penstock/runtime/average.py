@@ -154,6 +154,20 @@ class Average:
             raise SettingError(
                 f"the state has no {_COUNT!r}: load what Average.state_dict() returned"
             )
+        # Copied only when every tensor has been checked: a refused state changes nothing.
+        pairs = self._checked_pairs(tensors)
+        with torch.no_grad():
+            for target, source in pairs:
+                target.copy_(source)
+            for _, averaged in self._parts:
+                averaged.n_averaged.copy_(tensors[_COUNT])
+
+    def _checked_pairs(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Pair the tensors of the average with their saved values.
+
+        Raises:
+            SettingError: a tensor is missing or has another shape.
+        """
         pairs = []
         for live, averaged in self._parts:
             for name in live.names:
@@ -168,12 +182,7 @@ class Average:
                         f"{tuple(target.shape)} in the model"
                     )
                 pairs.append((target, source))
-        # Copied only now, when every tensor has been checked: a refused state changes nothing.
-        with torch.no_grad():
-            for target, source in pairs:
-                target.copy_(source)
-            for _, averaged in self._parts:
-                averaged.n_averaged.copy_(tensors[_COUNT])
+        return pairs
 
     @staticmethod
     def _buffer_names(live: _StageTensors) -> set[str]:

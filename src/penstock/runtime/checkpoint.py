@@ -250,11 +250,7 @@ class _Writer:
         Raises:
             SettingError: the state contains NaN, or an optimizer's state cannot be saved.
         """
-        versions = {
-            (version.stage.index, version.copy): version
-            for version in self.versioned
-            if version.rank == rank
-        }
+        versions = self._versions_of(rank)
         contents: dict[str, _FileContent] = {}
         nan_names: list[str] = []
         for stage in self.placed.at_home:
@@ -262,10 +258,7 @@ class _Writer:
                 continue
             version = versions.pop((stage.index, 0), None)
             tensors, facts = _optimizer_state(stage, version)
-            model = {
-                name: tensor.detach().cpu().contiguous().clone()
-                for name, tensor in state.counted(self.placed, stage).items()
-            }
+            model = self._model_state(stage)
             parameters = fit.parameter_names(stage)
             trained = {name: tensor for name, tensor in model.items() if name in parameters}
             nan_names += fit.nan_names(trained | tensors)
@@ -284,6 +277,21 @@ class _Writer:
                 "rate; to write these values nevertheless, pass allow_nonfinite=True"
             )
         return contents
+
+    def _versions_of(self, rank: int) -> dict[tuple[int, int], Versioned]:
+        """Return a rank's stages with their weight rules, by stage and copy."""
+        return {
+            (version.stage.index, version.copy): version
+            for version in self.versioned
+            if version.rank == rank
+        }
+
+    def _model_state(self, stage: Stage) -> dict[str, Tensor]:
+        """Copy the parameters and buffers that a stage saves to the CPU."""
+        return {
+            name: tensor.detach().cpu().contiguous().clone()
+            for name, tensor in state.owned_tensors(self.placed, stage).items()
+        }
 
     def index(self, sums: Mapping[str, FileSum], *, keeps: bool) -> Checkpoint:
         """Return the index that completes the checkpoint.

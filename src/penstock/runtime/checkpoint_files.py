@@ -237,12 +237,30 @@ def _check_has_index(folder: Path) -> None:
     if not has_index:
         interrupted = " Its step files are from a save that was interrupted." if has_files else ""
         raise FileError(
-            f"{folder} holds no checkpoint: there is no {INDEX}, which is written last.{interrupted}"
+            f"{folder} holds no checkpoint: there is no {INDEX}, which is written last."
+            f"{interrupted}"
         )
 
 
 def _index_damage(index: Checkpoint) -> str:
     """Return in what an index contradicts itself; empty if it does not."""
+    damage = _checksum_damage(index)
+    if damage:
+        return damage
+    foreign = [name for name in index.files if not _NAME.fullmatch(name)]
+    if foreign:
+        return f"it names {foreign[0][:80]!r}, which is not a file of a checkpoint"
+    if not index.files or len(set(index.files)) < len(index.files):
+        return "it names no file, or names a file twice"
+    if not 0 <= index.step < _MAX_STEPS:
+        return f"its step is {index.step:.6g}"
+    if index.schema > 1 and set(index.sums) != set(index.files):
+        return "its checksums are not those of its files, one for each"
+    return ""
+
+
+def _checksum_damage(index: Checkpoint) -> str:
+    """Return how the schema or the checksum of an index contradicts its content."""
     schema_2_fields = (
         index.identity,
         index.sums,
@@ -258,15 +276,6 @@ def _index_damage(index: Checkpoint) -> str:
             f"{index.checksum[:12]}…. Load another checkpoint, or restore this file as it was "
             "written"
         )
-    foreign = [name for name in index.files if not _NAME.fullmatch(name)]
-    if foreign:
-        return f"it names {foreign[0][:80]!r}, which is not a file of a checkpoint"
-    if not index.files or len(set(index.files)) < len(index.files):
-        return "it names no file, or names a file twice"
-    if not 0 <= index.step < _MAX_STEPS:
-        return f"its step is {index.step:.6g}"
-    if index.schema > 1 and set(index.sums) != set(index.files):
-        return "its checksums are not those of its files, one for each"
     return ""
 
 

@@ -22,6 +22,7 @@ from penstock.runtime.checkpoint_files import (
     read_tensors,
 )
 from penstock.runtime.consensus import Report, attempt, check_reports, exchange
+from penstock.runtime.optimizer_fit import OptimizerState, check_optimizer_state
 from penstock.runtime.own_state import Facts, names_of, restore_optimizer, restore_rule
 from penstock.runtime.stage import Stage
 from penstock.runtime.state import Placed
@@ -134,7 +135,7 @@ class _Content:
     files: Mapping[str, str]
     prefixes: Mapping[int, str]
 
-    def of_optimizer(self, stage: Stage) -> fit.OptimizerState:
+    def of_optimizer(self, stage: Stage) -> OptimizerState:
         """Return the saved state of a stage's optimizer.
 
         It is that of the same copy of the stage; if fewer copies were saved, that of the first.
@@ -142,7 +143,7 @@ class _Content:
         prefix = self.prefixes.get(id(stage), "")
         if not any(key.startswith(f"{prefix}optimizer/") for key in self.tensors):
             prefix = ""
-        return fit.OptimizerState(
+        return OptimizerState(
             _below(f"{prefix}optimizer/", self.tensors),
             _below(prefix, self.facts),
             _below(prefix, self.files),
@@ -159,12 +160,7 @@ def _read(
     """
     index = read_index(folder)
     headers = {name: read_header(folder, name, index) for name in index.files}
-    if index.fingerprint != placed.traced.fingerprint:
-        raise FileError(
-            f"{folder} is a checkpoint of another model: its layers and shapes have fingerprint "
-            f"{index.fingerprint}, this model's have {placed.traced.fingerprint}"
-            f"{fit.model_difference(headers.values(), placed)}"
-        )
+    _check_fingerprint(folder, index, headers.values(), placed)
     prefixes = {id(version.stage): version.prefix for version in versioned}
     needed = _needed_names(placed, prefixes.values())
     tensors: dict[str, Tensor] = {}
@@ -185,6 +181,22 @@ def _read(
     return content
 
 
+def _check_fingerprint(
+    folder: Path, index: Checkpoint, headers: Collection[Header], placed: Placed
+) -> None:
+    """Check that a checkpoint is of this model.
+
+    Raises:
+        FileError: it is not; the message has the first tensors that differ.
+    """
+    if index.fingerprint != placed.traced.fingerprint:
+        raise FileError(
+            f"{folder} is a checkpoint of another model: its layers and shapes have fingerprint "
+            f"{index.fingerprint}, this model's have {placed.traced.fingerprint}"
+            f"{fit.model_difference(headers, placed)}"
+        )
+
+
 def _facts(folder: Path, name: str, header: Header) -> dict[str, Facts]:
     """Return the non-tensor optimizer state of a file, by parameter.
 
@@ -202,7 +214,7 @@ def _needed_names(placed: Placed, prefixes: Collection[str]) -> set[str]:
 
     For state of optimizers and weight rules these are the names without the last part, the key.
     """
-    names = {name for stage in placed.local for name in state.own(stage)}
+    names = {name for stage in placed.local for name in state.stage_tensors(stage)}
     names |= {placed.traced.aliases.get(name, name) for name in names}
     needed = {f"model/{name}" for name in names}
     for stage in placed.local:
@@ -248,7 +260,7 @@ def _check_optimizers(
     for stage in placed.local:
         if stage.update.optimizer is not None:
             saved = content.of_optimizer(stage)
-            fit.check_optimizer_state(stage.update.optimizer, names_of(stage), saved, findings)
+            check_optimizer_state(stage.update.optimizer, names_of(stage), saved, findings)
     if options.nonfinite:
         return
     not_model = {
@@ -268,7 +280,7 @@ def _apply(
     if begin_anew is not None:
         begin_anew()
     try:
-        state.put(placed, _below("model/", content.tensors))
+        state.copy_into_stages(placed, _below("model/", content.tensors))
     except SettingError as error:
         raise FileError(f"the checkpoint does not fit: {error}") from error
     for stage in placed.local:

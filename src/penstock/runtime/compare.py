@@ -91,9 +91,7 @@ class Comparison:
         if not self.gradients and not self.outputs:
             return "nothing was compared here: rank 0 has the comparison"
         rows = self.rows()
-        printed: list[tuple[str, str, float, float]] = []
-        for kind in ("loss", "output", "gradient", "buffer"):
-            printed += [row for row in rows if row[0] == kind][:_ROWS]
+        printed = _largest_of_each_kind(rows)
         width = max(len(name) for _, name, _, _ in printed)
         summary = f"{self._counts()} and the loss; largest relative difference {self.relative:.2g}"
         lines = [f"pipeline against one device: {summary}"]
@@ -107,7 +105,8 @@ class Comparison:
                 f"  and {omitted} more, which differ no more than the last line of their kind"
             )
         if self.device != "cpu":
-            lines.append(f"  the one device is {'; '.join((self.device, *self.settings))}")
+            device = "; ".join((self.device, *self.settings))
+            lines.append(f"  the one device is {device}")
         if self.whole is not None:
             lines.append(str(self.whole))
         return "\n".join(lines)
@@ -120,6 +119,16 @@ class Comparison:
             "output": len(self.outputs),
         }
         return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in counts.items())
+
+
+def _largest_of_each_kind(
+    rows: list[tuple[str, str, float, float]],
+) -> list[tuple[str, str, float, float]]:
+    """Return the first `_ROWS` rows of each kind, see `Comparison.rows`."""
+    largest: list[tuple[str, str, float, float]] = []
+    for kind in ("loss", "output", "gradient", "buffer"):
+        largest += [row for row in rows if row[0] == kind][:_ROWS]
+    return largest
 
 
 def compare(
@@ -164,12 +173,13 @@ def compare(
 @contextmanager
 def _unchanged_stages(assembly: Assembly) -> Iterator[None]:
     """Run a block with empty gradients and loss scale 1; then restore these and the buffers."""
-    parameters = [
-        parameter
-        for stage in assembly.stages
-        for parameter in (*stage.update.parameters, *stage.update.borrowed)
-    ]
-    grads = [parameter.grad for parameter in parameters]
+    with _unchanged_buffers(assembly), _unchanged_gradients(assembly):
+        yield
+
+
+@contextmanager
+def _unchanged_buffers(assembly: Assembly) -> Iterator[None]:
+    """Run a block, and restore the buffers of all stages of this process."""
     buffers = [
         buffer
         for stage in assembly.placed.local
@@ -178,6 +188,23 @@ def _unchanged_stages(assembly: Assembly) -> Iterator[None]:
         if buffer is not None
     ]
     contents = [buffer.detach().clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, content in zip(buffers, contents, strict=True):
+                buffer.copy_(content)
+
+
+@contextmanager
+def _unchanged_gradients(assembly: Assembly) -> Iterator[None]:
+    """Run a block with empty gradients and loss scale 1, and restore these."""
+    parameters = [
+        parameter
+        for stage in assembly.stages
+        for parameter in (*stage.update.parameters, *stage.update.borrowed)
+    ]
+    grads = [parameter.grad for parameter in parameters]
     scales = [stage.loss_scale for stage in assembly.stages]
     for parameter in parameters:
         parameter.grad = None
@@ -190,9 +217,6 @@ def _unchanged_stages(assembly: Assembly) -> Iterator[None]:
             parameter.grad = grad
         for stage, scale in zip(assembly.stages, scales, strict=True):
             stage.loss_scale = scale
-        with torch.no_grad():
-            for buffer, content in zip(buffers, contents, strict=True):
-                buffer.copy_(content)
 
 
 class _Results(NamedTuple):

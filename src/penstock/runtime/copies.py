@@ -12,7 +12,7 @@ its micro-batches alone, as in torch's DistributedDataParallel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -59,7 +59,7 @@ class Copies:
         rank: this rank.
         transport: the links of this rank.
         guard: see `Guard`.
-        apart: parameters that other stages use too; `tied.Tied` sums their gradients.
+        tied: parameters that other stages use too; `tied.Tied` sums their gradients.
     """
 
     stage: Stage
@@ -67,7 +67,7 @@ class Copies:
     rank: int
     transport: Transport
     guard: Guard
-    apart: Collection[Tensor] = ()
+    tied: Collection[Tensor] = ()
     _previous: list[Tensor | None] | None = None
 
     def __post_init__(self) -> None:
@@ -75,9 +75,9 @@ class Copies:
 
     def refresh(self) -> None:
         """Update the list of parameters after some have been frozen or thawed."""
-        tied = set(map(id, self.apart))
+        tied_ids = set(map(id, self.tied))
         self._parameters = [
-            parameter for parameter in self.stage.update.parameters if id(parameter) not in tied
+            parameter for parameter in self.stage.update.parameters if id(parameter) not in tied_ids
         ]
         self._sparse = {
             id(module.weight)
@@ -100,7 +100,7 @@ class Copies:
         """Drop the gradients that `begin` has set aside."""
         self._previous = None
 
-    def meet(self) -> None:
+    def all_reduce(self) -> None:
         """Sum the gradients over all replicas, and copy the buffers of the first one.
 
         Blocks until all replicas have called it. Ranks that share several stages must call it in
@@ -117,19 +117,29 @@ class Copies:
             tables = [parameter for parameter in parameters if id(parameter) in self._sparse]
             counts, sums = self._all_sum(has_grad, [*grads, *map(rows_of, tables)])
             rows = dict(zip(map(id, tables), sums[len(parameters) :], strict=True))
-            previous = self._previous or [None] * len(parameters)
-            for parameter, count, total, earlier in zip(
-                parameters, counts.tolist(), sums[: len(parameters)], previous, strict=True
-            ):
-                # A parameter that no replica has a gradient of stays without one.
-                grad = total if count else None
-                if grad is not None and id(parameter) in rows:
-                    grad = sparse_of(grad, rows[id(parameter)])
-                if earlier is not None:
-                    grad = earlier if grad is None else earlier + grad
-                parameter.grad = grad
-            self._previous = None
+            self._set_grads(counts.tolist(), sums[: len(parameters)], rows)
         self._share(Round.BUFFERS, self._buffers())
+
+    def _set_grads(self, counts: list[int], sums: list[Tensor], rows: Mapping[int, Tensor]) -> None:
+        """Set the gradients to sums over all replicas, plus those that `begin` has set aside.
+
+        Args:
+            counts: for each parameter the number of replicas that have a gradient.
+            sums: for each parameter the sum of the gradients.
+            rows: for sparse gradients, by the `id` of the parameter, see `rows_of`.
+        """
+        previous = self._previous or [None] * len(self._parameters)
+        for parameter, count, total, earlier in zip(
+            self._parameters, counts, sums, previous, strict=True
+        ):
+            # A parameter that no replica has a gradient of stays without one.
+            grad = total if count else None
+            if grad is not None and id(parameter) in rows:
+                grad = sparse_of(grad, rows[id(parameter)])
+            if earlier is not None:
+                grad = earlier if grad is None else earlier + grad
+            parameter.grad = grad
+        self._previous = None
 
     def _dense(self, parameter: nn.Parameter) -> Tensor:
         """Return a parameter's gradient as a dense tensor, zeros if it has none.

@@ -149,9 +149,13 @@ def _compare_lists(topic: str, lists: Sequence[Sequence[tuple[str, str]]]) -> li
         for place in range(max(map(len, lists))):
             values = {rank: _row(rows, place) for rank, rows in enumerate(lists)}
             lines += _compare(f"{topic} {place}", values)
-    if len(lines) > _LINES_PER_KIND:
-        lines[_LINES_PER_KIND:] = [f"{topic}: {len(lines) - _LINES_PER_KIND} more differ"]
-    return lines
+    return _limited(lines, f"{topic}: {{}} more differ")
+
+
+def _limited(lines: list[str], rest: str) -> list[str]:
+    """Return the first lines, and a line with the number of the others in the place of {}."""
+    more = len(lines) - _LINES_PER_KIND
+    return lines if more <= 0 else [*lines[:_LINES_PER_KIND], rest.format(more)]
 
 
 def _row(rows: Sequence[tuple[str, str]], place: int) -> str:
@@ -185,11 +189,7 @@ def _compare_weights(ranks: Sequence[Description]) -> list[str]:
             values = {rank: text for rank, text in values.items() if text not in (META, STALE)}
         texts = {rank: _weights_in_words(text) for rank, text in values.items()}
         lines += _compare(f"weights of layer {layer!r}", texts)
-    if len(lines) > _LINES_PER_KIND:
-        lines[_LINES_PER_KIND:] = [
-            f"weights of layer: {len(lines) - _LINES_PER_KIND} more layers differ"
-        ]
-    return lines
+    return _limited(lines, "weights of layer: {} more layers differ")
 
 
 def _weights_in_words(text: str) -> str:

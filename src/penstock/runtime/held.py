@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from penstock.grad.saved import looking_at_saved
 
 
-class Held:
+class ActivationMeter:
     """Counts the bytes of activations that the stages of one rank hold.
 
     The tensors that a graph saves are measured once for each form of graph; later graphs of the
@@ -26,7 +26,7 @@ class Held:
         self._provisional: set[str] = set()
 
     @contextmanager
-    def looking(
+    def measuring(
         self,
         form: str,
         inputs: Iterable[Tensor],
@@ -64,11 +64,18 @@ class Held:
 
         with looking_at_saved(count):
             yield
-        (self._provisional.discard if final else self._provisional.add)(form)
+        self._settle(form, final)
         saved_bytes = sum(
             target_bytes.get(address, storage.nbytes()) for address, storage in saved.items()
         )
         self._sizes[form] = saved_bytes + sum(tensor.nbytes for tensor in views.values())
+
+    def _settle(self, form: str, final: bool) -> None:
+        """Note whether the size of a form is final."""
+        if final:
+            self._provisional.discard(form)
+        else:
+            self._provisional.add(form)
 
     def size(self, form: str) -> int:
         """Return the bytes that a graph of this form holds."""

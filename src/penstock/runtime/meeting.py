@@ -24,13 +24,13 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 #: Numbers the comparisons. They match between processes, since all construct their pipelines in the
 #: same order; a pipeline whose ranks are threads has no comparison and takes no number.
-_MEETINGS = itertools.count()
+_EXCHANGES = itertools.count()
 
 #: Seconds between two looks into the store: at first, and at most.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 
 
-class Meeting:
+class SettingsExchange:
     """One rank's part in the comparison of one `Pipeline`'s settings.
 
     Args:
@@ -46,10 +46,10 @@ class Meeting:
         self.closed = False
 
     @classmethod
-    def next(cls, deadline_s: float) -> Meeting:
+    def next(cls, deadline_s: float) -> SettingsExchange:
         """Return the next comparison of the ranks of torch.distributed, which is initialised."""
         store = PrefixStore(
-            f"penstock/meeting/{next(_MEETINGS)}", dist.distributed_c10d._get_default_store()
+            f"penstock/meeting/{next(_EXCHANGES)}", dist.distributed_c10d._get_default_store()
         )
         return cls(store, dist.get_rank(), dist.get_world_size(), deadline_s)
 
@@ -64,11 +64,10 @@ class Meeting:
         digests = {topic: _digest(rows) for topic, rows in description.lists.items()}
         brief = {**asdict(description), "lists": {}, "digests": digests}
         answers = self.exchange(brief)
-        differing = [
-            topic
-            for topic in digests
-            if len({answer["digests"].get(topic) for answer in answers}) > 1
-        ]
+        differing = []
+        for topic in digests:
+            if len({answer["digests"].get(topic) for answer in answers}) > 1:
+                differing.append(topic)
         if differing:
             rows = self.exchange({topic: description.lists[topic] for topic in differing})
             for answer, lists in zip(answers, rows, strict=True):
@@ -143,7 +142,7 @@ def missing_keys(
     return []
 
 
-def announced(init: _Init) -> _Init:
+def report_failures(init: _Init) -> _Init:
     """Decorate a constructor so that its failure is reported to the other ranks.
 
     Without the report they would wait for this rank until their deadline.
@@ -155,12 +154,12 @@ def announced(init: _Init) -> _Init:
         try:
             init(self, *args, **kwargs)
         except BaseException as error:
-            meeting: Meeting | None = getattr(self, "_meeting", None)
+            meeting: SettingsExchange | None = getattr(self, "_meeting", None)
             alone = kwargs.get("executor") == "threads" or not (
                 dist.is_available() and dist.is_initialized()
             )
             if meeting is None and not alone:
-                meeting = Meeting.next(0.0)
+                meeting = SettingsExchange.next(0.0)
             if meeting is not None and not meeting.closed:
                 meeting.fail(error)
             world = getattr(self, "_world", None)

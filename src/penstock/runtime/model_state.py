@@ -94,11 +94,7 @@ def fill(model: nn.Module | Sequence[nn.Module], values: Mapping[str, Tensor]) -
     expected = {
         name: tensor for name, tensor in target.state_dict().items() if isinstance(tensor, Tensor)
     }
-    differing = [
-        name
-        for name in {**expected, **values}
-        if name not in expected or name not in values or expected[name].shape != values[name].shape
-    ]
+    differing = _differing_names(expected, values)
     if differing:
         examples = ", ".join(map(repr, differing[:4])) + (", …" if len(differing) > 4 else "")
         raise SettingError(
@@ -109,6 +105,16 @@ def fill(model: nn.Module | Sequence[nn.Module], values: Mapping[str, Tensor]) -
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(values[name])
+
+
+def _differing_names(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
+    """Return the names that are in only one of two states, or have different shapes."""
+    names = []
+    for name in {**first, **second}:
+        in_both = name in first and name in second
+        if not in_both or first[name].shape != second[name].shape:
+            names.append(name)
+    return names
 
 
 class ModelState:

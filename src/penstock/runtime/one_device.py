@@ -142,7 +142,9 @@ class OneDevice:
                     seed_generators(device, stream_seed(seed, batch.step, index, n), host=True)
                 device_generators, host_generators = generator_states(device), host_state()
                 if batch.cuts_tokens and has_past(module):
-                    value, pasts[index] = module.forward_slice(value, pasts.get(index))  # type: ignore[operator]
+                    value, pasts[index] = module.forward_slice(  # type: ignore[operator]
+                        value, pasts.get(index)
+                    )
                 else:
                     value = module(value)
                 drew = drew or not torch.equal(device_generators, generator_states(device))

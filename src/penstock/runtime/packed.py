@@ -52,10 +52,10 @@ class Packed:
 
 def flat(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Concatenate tensors into one flat tensor per dtype and device."""
-    return [
-        torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        for group in _groups(tensors).values()
-    ]
+    parts = []
+    for group in _groups(tensors).values():
+        parts.append(torch.cat([tensor.detach().reshape(-1) for tensor in group]))
+    return parts
 
 
 def unflat(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

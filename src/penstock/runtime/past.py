@@ -140,7 +140,7 @@ class Pasts:
             self._grads[number] = grads
 
     def pop_grads(self, after: int | None) -> list[Tensor | None]:
-        """Return and drop the gradients that slice `after` has stored; empty without such a slice."""
+        """Return and drop the gradients that slice `after` has stored; empty if it is None."""
         return [] if after is None else self._grads.pop(after, [])
 
     def clear(self) -> None:

@@ -79,9 +79,9 @@ class Persistence:
         """
         if waiting and self.assembly.steps:
             raise SettingError(
-                f"the gradients of {waiting} batches wait for their step, and a checkpoint does not "
-                "hold gradients: training would resume without them. Save after the step, or call "
-                "update() or zero_grad() before save()"
+                f"the gradients of {waiting} batches wait for their step, and a checkpoint does "
+                "not hold gradients: training would resume without them. Save after the step, or "
+                "call update() or zero_grad() before save()"
             )
         count = len(self.schedulers)
         states = [scheduler.as_json() for scheduler in self.schedulers]

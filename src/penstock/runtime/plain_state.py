@@ -88,7 +88,7 @@ class _Part:
             for shape, dtype in forms.values()
         ]
 
-    def keys(self) -> list[tuple[str, str]]:
+    def tensor_keys(self) -> list[tuple[str, str]]:
         """Return parameter name and key of all tensors, in the same order."""
         return [(name, key) for name, forms in self.forms.items() for key in forms]
 
@@ -109,10 +109,9 @@ def collect(assembly: Assembly) -> dict[str, Any]:
     tensors, local_parts = _local_parts(assembly)
     parts = _exchange(assembly, local_parts)
     numbering = _numbering(assembly, parts)
-    rows = {
-        rank: [tensors[rank][name, key] for name, key in part.keys()]
-        for rank, part in local_parts.items()
-    }
+    rows = {}
+    for rank, part in local_parts.items():
+        rows[rank] = [tensors[rank][name, key] for name, key in part.tensor_keys()]
     forms = {rank: part.tensor_forms() for rank, part in parts.items()}
     gathered = assembly.world.gather(rows, forms)
     if not gathered:
@@ -124,13 +123,19 @@ def collect(assembly: Assembly) -> dict[str, Any]:
         for name, tensor_forms in part.forms.items():
             state[numbers[name]] = {key: next(received) for key in tensor_forms}
             state[numbers[name]] |= part.values[name]
+    groups = _whole_groups(numbering, optimizers[0])
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def _whole_groups(numbering: Numbering, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the parameter groups of the whole optimizer, with the options of a stage's."""
     first = 0
     groups = []
-    for members, group in zip(numbering.groups, optimizers[0].param_groups, strict=True):
+    for members, group in zip(numbering.groups, optimizer.param_groups, strict=True):
         options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         groups.append(options | {"params": list(range(first, first + len(members)))})
         first += len(members)
-    return {"state": dict(sorted(state.items())), "param_groups": groups}
+    return groups
 
 
 def restore(assembly: Assembly, state: Mapping[str, Any]) -> None:
@@ -237,9 +242,30 @@ def _checked_groups(
             "the state is of an optimizer whose parameter groups have "
             f"{_join_counts(saved_sizes)} parameters; this pipeline's have {_join_counts(sizes)}"
         )
+    _check_shapes(assembly, numbering, groups, state["state"])
+    return groups
+
+
+def _check_shapes(
+    assembly: Assembly,
+    numbering: Numbering,
+    groups: Sequence[Mapping[str, Any]],
+    states: Mapping[Any, Mapping[str, Any]],
+) -> None:
+    """Check that saved tensors have the shapes of their parameters.
+
+    Args:
+        assembly: the ranks of this process.
+        numbering: the parameters of the pipeline.
+        groups: the saved parameter groups.
+        states: the saved state by saved number.
+
+    Raises:
+        SettingError: a tensor has another shape.
+    """
     shapes = {fact.name: tuple(fact.shape) for fact in assembly.traced.description.tensors}
     for name, number in zip(numbering.names, _parameter_keys(groups), strict=True):
-        for key, value in state["state"].get(number, {}).items():
+        for key, value in states.get(number, {}).items():
             if key not in _PARAMETER_SHAPED or not isinstance(value, Tensor):
                 continue
             if tuple(value.shape) != shapes[name]:
@@ -248,7 +274,6 @@ def _checked_groups(
                     f"{name}, the parameter in its place, has {shapes[name]}: the state is of "
                     "another model, or its parameters are in another order"
                 )
-    return groups
 
 
 def _local_parts(
@@ -340,19 +365,30 @@ def _numbering(assembly: Assembly, parts: Mapping[int, _Part]) -> Numbering:
         SettingError: the ranks have groups with different options.
     """
     with_groups = [part for part in parts.values() if part.groups]
-    for part in with_groups[1:]:
-        if part.options != with_groups[0].options:
-            raise _group_error(with_groups[0].options, part.options)
+    if not with_groups:
+        return Numbering(())
+    _check_options(with_groups)
     group_of: dict[str, int] = {}
     for part in with_groups:
         for number, members in enumerate(part.groups):
             group_of.update(dict.fromkeys(members, number))
-    count = len(with_groups[0].groups) if with_groups else 0
-    groups: list[list[str]] = [[] for _ in range(count)]
+    groups: list[list[str]] = [[] for _ in with_groups[0].groups]
     for name in assembly.traced.parameter_names():
         if name in group_of:
             groups[group_of[name]].append(name)
     return Numbering(tuple(map(tuple, groups)))
+
+
+def _check_options(parts: Sequence[_Part]) -> None:
+    """Check that all ranks have groups with the same options.
+
+    Raises:
+        SettingError: they do not.
+    """
+    first, *others = parts
+    for part in others:
+        if part.options != first.options:
+            raise _group_error(first.options, part.options)
 
 
 def _group_error(first: Sequence[str], second: Sequence[str]) -> SettingError:

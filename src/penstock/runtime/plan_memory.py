@@ -32,6 +32,28 @@ def check_optimizer_memory(plan: Plan, description: Chain, optimizer: Optimizer)
     more_states = kind.states - plan.optimizer_states
     if more_states <= 0 or not plan.memory_limits:
         return
+    lines = _shortfalls(plan, description, more_states)
+    if lines:
+        planned = plan.optimizer or "SGD with momentum"
+        plural = "s" * (plan.optimizer_states != 1)
+        detail = "\n  ".join(lines)
+        raise PlanError(
+            f"the plan is for an optimizer that keeps {plan.optimizer_states:g} number{plural} for "
+            f"each parameter ({planned}), and {type(optimizer).__name__} keeps {kind.states:g}:"
+            f"\n  {detail}\nPlan for this optimizer: "
+            f"ps.plan(…, optimizer={kind.name.lower()!r})"
+        )
+
+
+def _shortfalls(plan: Plan, description: Chain, more_states: float) -> list[str]:
+    """Describe the ranks that would exceed their memory limits.
+
+    Args:
+        plan: the plan of the run.
+        description: the model's chain.
+        more_states: optimizer state per parameter beyond that of the plan, as a multiple of the
+            parameter.
+    """
     stage_bytes = []
     for first, end in plan.bounds:
         stage_bytes.append(sum(layer.parameter_bytes for layer in description.weights[first:end]))
@@ -45,13 +67,4 @@ def check_optimizer_memory(plan: Plan, description: Chain, optimizer: Optimizer)
                 f"rank {rank} would hold {format_bytes(round(needed))} and may hold "
                 f"{format_bytes(limit)}"
             )
-    if lines:
-        planned = plan.optimizer or "SGD with momentum"
-        plural = "s" * (plan.optimizer_states != 1)
-        detail = "\n  ".join(lines)
-        raise PlanError(
-            f"the plan is for an optimizer that keeps {plan.optimizer_states:g} number{plural} for "
-            f"each parameter ({planned}), and {type(optimizer).__name__} keeps {kind.states:g}:"
-            f"\n  {detail}\nPlan for this optimizer: "
-            f"ps.plan(…, optimizer={kind.name.lower()!r})"
-        )
+    return lines

@@ -59,19 +59,19 @@ class Reach:
 
     Attributes:
         stage: number of the stage.
-        own: the parameters of the stage.
+        parameters: the parameters of the stage.
         model: the names of all parameters of the model.
         step: the last batch whose loss was checked.
     """
 
     stage: int
-    own: Iterable[nn.Parameter]
+    parameters: Iterable[nn.Parameter]
     model: ModelParameters
     step: int = -1
     _checked_forms: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._own_ids = set(map(id, self.own))
+        self._own_ids = set(map(id, self.parameters))
 
     def check_output(self, form: str, value: Any) -> None:
         """Check the graph of the layers' output, once for each form of micro-batch.
@@ -113,17 +113,14 @@ class Reach:
         """
         if not batch.training or batch.step == self.step:
             return
-        if not isinstance(loss, Tensor) or loss.grad_fn is None:
+        root = loss.grad_fn if isinstance(loss, Tensor) else None
+        if root is None:
             return
         self.step = batch.step
         if not torch.is_grad_enabled():
             return
         output_nodes = frozenset(_nodes_of(output))
-        foreign = [
-            parameter
-            for parameter in _parameters([loss.grad_fn], output_nodes)
-            if id(parameter) not in self._own_ids
-        ]
+        foreign = self._foreign_parameters(root, output_nodes)
         if not foreign:
             return
         # A loss that changes the output in place leads to the layers' graph past its nodes.
@@ -131,6 +128,11 @@ class Reach:
         for parameter in foreign:
             if id(parameter) not in below_output:
                 raise SettingError(self._loss_message(parameter))
+
+    def _foreign_parameters(self, root: Node, ends: frozenset[Node]) -> list[nn.Parameter]:
+        """Return the parameters that a graph leads to, except through `ends`, of other stages."""
+        reachable = _parameters([root], ends)
+        return [parameter for parameter in reachable if id(parameter) not in self._own_ids]
 
     def _loss_message(self, parameter: Tensor) -> str:
         """Return the message for a loss that uses a parameter of another stage or model."""

@@ -42,7 +42,10 @@ def reference_model(
     )
     layout = training.options.memory_format
     if layout is not None:
-        modules = [module.to(memory_format=layout) for module in modules]  # type: ignore[call-overload]
+        modules = [
+            module.to(memory_format=layout)  # type: ignore[call-overload]
+            for module in modules
+        ]
     with torch.no_grad():
         for layer, module in zip(placed.traced.layers, modules, strict=True):
             module.zero_grad()

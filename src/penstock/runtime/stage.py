@@ -18,7 +18,7 @@ from penstock.runtime.crossing import InPlace, check_devices, check_same_flags
 from penstock.runtime.device_batch import INPUTS, device_batch, moved
 from penstock.runtime.draws import Place
 from penstock.runtime.eviction import Saved
-from penstock.runtime.held import Held
+from penstock.runtime.held import ActivationMeter
 from penstock.runtime.layers import StageLayer, StageLayers
 from penstock.runtime.past import Past, Pasts, tensors_of
 from penstock.runtime.reach import Reach
@@ -63,7 +63,7 @@ class Stage:
     recompute: str = "never"
     loss: Loss | None = None
     evicted: Collection[int] = ()
-    held: Held = field(default_factory=Held)
+    held: ActivationMeter = field(default_factory=ActivationMeter)
     entry: nn.Module | None = None
     exit: Callable[[Any], Any] | None = None
     autocast: torch.dtype | None = None
@@ -451,7 +451,7 @@ class Stage:
         # The first graph may be of copies of the inputs, see `_run`.
         final = self._in_place.known(training=batch.training)
         targets = [] if self._losses is None else self._losses.targets(batch, micro_batch)
-        return self.held.looking(
+        return self.held.measuring(
             self._form(batch, micro_batch), inputs.tensors, self._running.weights(), targets, final
         )
 

@@ -54,7 +54,8 @@ class Guard:
         """
         for root in roots:
             hook = Hook(self, copies=copies)
-            self._handles.append(root.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+            handle = root.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
         for module in dict.fromkeys([*roots, *layers]):
             self._calls.append(_Call(self, module))
 
@@ -196,36 +197,51 @@ def guard_model(traced: TracedChain, held: Collection[int], rank: int) -> Guard 
         The guard; None if this process trains every layer with weights or buffers.
     """
     earlier_guards = guards_of(traced.roots)
-    foreign = {
-        index: module
-        for index, module in enumerate(traced.modules)
-        if index not in held and _has_values(module)
-    }
-    if not foreign:
-        for earlier in earlier_guards:
-            earlier.release()
-        return None
-    elsewhere = {index: traced.layers[index].name for index in foreign}
     stale = any(earlier.stale for earlier in earlier_guards)
-    guard = Guard(rank, len(traced), elsewhere, stale)
     for earlier in earlier_guards:
         earlier.release()
+    foreign = _foreign_layers(traced, held)
+    if not foreign:
+        return None
+    elsewhere = {index: traced.layers[index].name for index in foreign}
+    guard = Guard(rank, len(traced), elsewhere, stale)
+    for earlier in earlier_guards:
         earlier.successor = guard
     if any(getattr(module, "whole_names", False) for module in traced.modules):
         # The layers of a traced model are cut out of it, and are not the user's own modules.
         guard.watch(traced.roots, (), copies=True)
-        return guard
-    foreign_parts = {id(part) for module in foreign.values() for part in module.modules()}
-    local_parts = {id(part) for index in held for part in traced.modules[index].modules()}
-    # Modules that this process runs itself must stay callable.
-    roots = [
-        root
-        for root in traced.roots
-        if id(root) not in local_parts and any(id(part) in foreign_parts for part in root.modules())
-    ]
-    layers = [module for module in foreign.values() if id(module) not in local_parts]
-    guard.watch(roots, layers, copies=False)
+    else:
+        _watch_modules(guard, traced, held, foreign.values())
     return guard
+
+
+def _foreign_layers(traced: TracedChain, held: Collection[int]) -> dict[int, nn.Module]:
+    """Return the layers with weights or buffers that are not in `held`, by index."""
+    return {
+        index: module
+        for index, module in enumerate(traced.modules)
+        if index not in held and _has_values(module)
+    }
+
+
+def _watch_modules(
+    guard: Guard, traced: TracedChain, held: Collection[int], foreign: Collection[nn.Module]
+) -> None:
+    """Install a guard on foreign layers, and on the roots that contain some.
+
+    Modules that this process runs itself must stay callable, and are left out.
+    """
+    local_parts = _parts([traced.modules[index] for index in held])
+    foreign_parts = _parts(foreign)
+    others = [root for root in traced.roots if id(root) not in local_parts]
+    roots = [root for root in others if _parts([root]) & foreign_parts]
+    layers = [module for module in foreign if id(module) not in local_parts]
+    guard.watch(roots, layers, copies=False)
+
+
+def _parts(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the `id` of some modules and all of their submodules."""
+    return {id(part) for module in modules for part in module.modules()}
 
 
 def _has_values(module: nn.Module) -> bool:
