@@ -118,11 +118,15 @@ def test_a_comparison_prints_the_worst_of_each_kind_first():
     comparison = Comparison(gradients, {"norm.running_mean": 0.25}, 1e-7, scale, {"output": 0.0})
     assert comparison.relative == 0.5
     assert str(comparison).splitlines() == [
-        "pipeline against one device: 12 gradients, 1 buffer, 1 output and the loss; largest relative difference 0.5",
+        (
+            "pipeline against one device: 12 gradients, 1 buffer, 1 output and the loss; "
+            "largest relative difference 0.5"
+        ),
         "  loss      loss               differs by 1.00e-07 (relative 5.0e-08)",
         "  output    output             differs by 0.00e+00 (relative 0.0e+00)",
         *[
-            f"  gradient  layer{n}.weight{' ' * (6 - (n > 9))}differs by {n * 1e-9:.2e} (relative {n * 1e-9:.1e})"
+            f"  gradient  layer{n}.weight{' ' * (6 - (n > 9))}differs by "
+            f"{n * 1e-9:.2e} (relative {n * 1e-9:.1e})"
             for n in range(11, 3, -1)
         ],
         "  buffer    norm.running_mean  differs by 2.50e-01 (relative 5.0e-01)",

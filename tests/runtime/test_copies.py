@@ -1,4 +1,4 @@
-"""Replicas of a stage: equal from the first batch on, gradients summed in the order of the ranks."""
+"""Replicas of a stage: equal weights from the first batch on, and gradients summed by rank."""
 
 from __future__ import annotations
 

@@ -173,8 +173,8 @@ def test_layers_that_an_earlier_pipeline_trained_elsewhere_may_not_be_trained_he
     stale = replace(whole, weights=[(name, "stale") for name, _ in whole.weights])
     lines = differences([stale, whole])
     assert (
-        "weights of layer '0': on rank 0, which is to train it, from before the training by an earlier"
-        in lines[0]
+        "weights of layer '0': on rank 0, which is to train it, from before the "
+        "training by an earlier" in lines[0]
     )
     assert (
         differences([whole, replace(stale, weights=[*stale.weights[:2], *whole.weights[2:]])]) == []

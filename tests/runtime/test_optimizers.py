@@ -1,6 +1,4 @@
-"""Optimizers and parameters: what plain PyTorch trains is trained to the same numbers, or refused
-before it is trained wrong.
-"""
+"""Optimizers and parameters: trained to the same numbers as in plain PyTorch, or refused before."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ INF = float("inf")
 
 
 def model(tied=False, seed=0):
-    """Four linear maps in double precision, of which two may be one."""
+    """Four linear maps in double precision; with `tied` two of them share a weight."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = nn.Sequential(
@@ -34,24 +32,24 @@ def model(tied=False, seed=0):
 
 
 def batch(number=0, samples=8):
-    """Inputs and labels."""
+    """Return inputs and labels."""
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
     return x, torch.randint(4, (samples,), generator=generator)
 
 
 def sgd(params):
-    """With momentum and weight decay."""
+    """SGD with momentum and weight decay."""
     return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.05)
 
 
 def adamw(params):
-    """With decay."""
+    """AdamW with weight decay."""
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
 
 
 def pipeline(network, **options):
-    """With ranks as threads."""
+    """A pipeline whose ranks are threads."""
     options = {
         "loss": functional.cross_entropy,
         "optimizer": sgd,
@@ -65,7 +63,7 @@ def pipeline(network, **options):
 def plain_step(
     network, optimizer, number, loss=functional.cross_entropy, clip=lambda parameters: None
 ):
-    """One step on the undivided batch."""
+    """Run one step on the undivided batch."""
     x, y = batch(number)
     optimizer.zero_grad()
     loss(network(x), y).backward()
@@ -74,13 +72,13 @@ def plain_step(
 
 
 def furthest(network, other):
-    """The largest difference of two models' weights, in proportion."""
+    """Return the largest relative difference of two models' weights."""
     pairs = zip(network.state_dict().values(), other.state_dict().values(), strict=True)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
 def same_state(actual, expected):
-    """Whether two states of optimizers are the same."""
+    """Check that two optimizer states are the same."""
     assert actual["param_groups"] == expected["param_groups"]
     assert actual["state"].keys() == expected["state"].keys()
     for key, values in expected["state"].items():
@@ -101,11 +99,11 @@ def same_state(actual, expected):
 
 
 # -- factories
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_over_all_of_the_model_or_one_for_all_stages_is_refused():
-    """Each stage's step would step everything: weights were 73 % off after four steps."""
+    """Each stage's step would step all weights: they were 73 % off after four steps."""
     network = model()
     with pytest.raises(
         SettingError, match=r"called with the 2 parameters of stage 0 and returned SGD"
@@ -122,7 +120,7 @@ def test_an_optimizer_over_all_of_the_model_or_one_for_all_stages_is_refused():
 
 
 def test_an_optimizer_in_place_of_a_factory_is_refused_with_what_to_write():
-    """It said that an SGD object is not callable."""
+    """The error once was that an SGD object is not callable."""
     network = model()
     with pytest.raises(
         SettingError, match=r"Write optimizer=lambda params: torch\.optim\.SGD\(params"
@@ -136,7 +134,7 @@ def test_an_optimizer_in_place_of_a_factory_is_refused_with_what_to_write():
     ids=["class", "partial", "function"],
 )
 def test_classes_partials_and_functions_are_factories(factory):
-    """As users write them."""
+    """These are the forms that users write."""
     network, plain = model(), model()
     pipe, optimizer = pipeline(network, optimizer=factory), factory(plain.parameters())
     for number in range(3):
@@ -145,8 +143,8 @@ def test_classes_partials_and_functions_are_factories(factory):
     assert furthest(network, plain) < 1e-12
 
 
-def test_what_a_factory_leaves_out_stays_as_it_is_in_plain_pytorch():
-    """A stage may have none of the chosen ones: a needless refusal of version 0.1."""
+def test_parameters_that_a_factory_leaves_out_are_not_trained():
+    """As in plain PyTorch. A stage may have none of the chosen ones, which version 0.1 refused."""
     network, plain = model(), model()
     only = [network[2].weight, network[6].weight]
 
@@ -169,7 +167,7 @@ def test_what_a_factory_leaves_out_stays_as_it_is_in_plain_pytorch():
 
 
 def test_a_factory_that_chooses_by_identity_is_refused_where_stages_have_copies():
-    """The copies have parameters of their own, which would be left out without a word."""
+    """The copies have parameters of their own, which would silently be left out."""
     network = model()
     only = [network[2].weight, network[6].weight]
 
@@ -206,7 +204,7 @@ OPTIONS = {
 def test_layers_frozen_and_thawed_while_training_are_trained_as_in_plain_pytorch(
     schedule, tied, change, options
 ):
-    """Gradual unfreezing: what was frozen at first was never trained, 18 % off."""
+    """Gradual unfreezing: layers that were frozen at first were never trained, 18 % off."""
     network, plain = model(tied), model(tied)
     frozen, later = CHANGES[change]
 
@@ -236,7 +234,7 @@ def test_layers_frozen_and_thawed_while_training_are_trained_as_in_plain_pytorch
 
 
 def test_accumulated_gradients_of_layers_frozen_in_between_are_used():
-    """Plain PyTorch steps with what is there."""
+    """Plain PyTorch steps with all gradients that exist."""
     network, plain = model(), model()
     pipe, optimizer = pipeline(network, accumulate=2), sgd(plain.parameters())
     for number in range(6):
@@ -252,7 +250,7 @@ def test_accumulated_gradients_of_layers_frozen_in_between_are_used():
 
 
 def test_layers_of_a_model_on_the_meta_device_are_thawed_by_the_model_and_by_the_pipeline():
-    """The stages have parameters of their own there."""
+    """The stages have parameters other than the model's there."""
     with torch.device("meta"):
         network = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 4))
     network.requires_grad_(False)
@@ -271,7 +269,7 @@ def test_layers_of_a_model_on_the_meta_device_are_thawed_by_the_model_and_by_the
 
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
 def test_a_checkpoint_has_the_state_of_what_was_thawed(schedule, tmp_path):
-    """It is by name, and read under another cut."""
+    """The state is saved by name, and loaded under another cut."""
     network, plain = model(tied=True), model(tied=True)
     network[0].requires_grad_(False)
     plain[0].requires_grad_(False)
@@ -292,7 +290,7 @@ def test_a_checkpoint_has_the_state_of_what_was_thawed(schedule, tmp_path):
 
 
 def test_thawing_under_an_asynchronous_schedule_is_refused():
-    """Its versions of the weights are those of what was trained at first."""
+    """Its weight versions are those of the parameters that were trained at first."""
     network = model()
     network[0].requires_grad_(False)
     pipe = pipeline(network, schedule="pipedream")
@@ -308,18 +306,18 @@ def test_thawing_under_an_asynchronous_schedule_is_refused():
 
 
 # -- losses with weights
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 class Margin(nn.Module):
-    """A loss with class centres that are learnt."""
+    """A loss with trainable class centres."""
 
     def __init__(self):
         super().__init__()
         self.centres = nn.Parameter(torch.eye(4, dtype=torch.float64))
 
     def forward(self, output, target):
-        """The loss."""
+        """Return the loss."""
         return functional.cross_entropy(output @ self.centres, target)
 
 
@@ -327,23 +325,23 @@ MARGIN = Margin()
 
 
 def by_global(output, target):
-    """As scripts have it."""
+    """A loss that uses a global variable, as in scripts."""
     return helper(output, target)
 
 
 def helper(output, target):
-    """Called by the loss."""
+    """A function that the loss calls."""
     return sum(part(output, target) for part in [MARGIN])
 
 
 def in_closure():
-    """As functions have it."""
+    """A loss that uses a variable of its closure."""
     margin = Margin()
     return lambda output, target: margin(output, target) + 0
 
 
 def learnt_scale():
-    """A tensor that is no module's."""
+    """A loss with a trainable tensor that belongs to no module."""
     scale = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     return lambda output, target: functional.cross_entropy(output * scale.exp(), target)
 
@@ -362,15 +360,15 @@ LOSSES = {
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_loss_with_weights_of_its_own_is_refused_when_the_pipeline_is_made(kind):
-    """They were never trained, without a word."""
+    """These weights would silently not be trained."""
     with pytest.raises(
         SettingError, match=r"1 trainable weight of its own.* no stage would train it"
     ):
         pipeline(model(), loss=LOSSES[kind]())
 
 
-def test_a_loss_module_with_frozen_weights_or_buffers_is_taken():
-    """Class weights, and a teacher that is not trained."""
+def test_a_loss_module_with_frozen_weights_or_buffers_is_accepted():
+    """Such as class weights, or a teacher that is not trained."""
     margin = Margin().requires_grad_(False)
     margin.register_buffer("weight", torch.arange(1.0, 5.0, dtype=torch.float64))
     network, plain = model(), model()
@@ -381,28 +379,28 @@ def test_a_loss_module_with_frozen_weights_or_buffers_is_taken():
 
 
 class Trainer:
-    """A loss that is a method of something that has everything."""
+    """An object with methods that are losses, and with the model among its attributes."""
 
     def __init__(self, network):
         self.model, self.margin, self.late = network, Margin(), False
 
     def with_margin(self, output, target):
-        """Uses weights that are not the model's."""
+        """A loss with weights that are not the model's."""
         return self.margin(output, target)
 
     def with_penalty(self, output, target):
-        """Uses the model's, as regularisation is written by hand."""
+        """A loss with the model's weights, as hand-written regularisation."""
         penalty = sum(parameter.square().sum() for parameter in self.model.parameters())
         return functional.cross_entropy(output, target) + 0.1 * penalty
 
     def with_late_penalty(self, output, target):
-        """Likewise, after some batches."""
+        """The same, but only after some batches."""
         if self.late:
             return self.with_penalty(output, target)
         return functional.cross_entropy(output, target)
 
     def with_own_penalty(self, output, target):
-        """On weights of the last stage."""
+        """A loss with the weights of the last stage."""
         return functional.cross_entropy(output, target) + 0.1 * self.model[6].weight.square().sum()
 
 
@@ -418,7 +416,7 @@ class Trainer:
 def test_a_loss_that_turns_out_to_use_other_weights_is_refused_before_a_step(
     method, message, options
 ):
-    """In processes their gradients would be lost, and the penalty of old weights."""
+    """In processes their gradients would be lost, and the penalty would be of old weights."""
     network = model()
     trainer = Trainer(network)
     pipe = pipeline(network, loss=getattr(trainer, method), **options)
@@ -439,7 +437,7 @@ def test_a_loss_that_turns_out_to_use_other_weights_is_refused_before_a_step(
     ("balance", "method"), [([2, 2, 2, 2], "with_own_penalty"), ([8], "with_penalty")]
 )
 def test_a_penalty_on_the_weights_of_the_last_stage_is_trained(balance, method):
-    """They are where the loss is."""
+    """They are on the rank that computes the loss."""
     network, plain = model(), model()
     pipe = pipeline(
         network, loss=getattr(Trainer(network), method), balance=balance, schedule="gpipe"
@@ -452,20 +450,20 @@ def test_a_penalty_on_the_weights_of_the_last_stage_is_trained(balance, method):
 
 
 class Hidden(nn.Module):
-    """Uses another layer's weight, and does not have it."""
+    """A layer that uses another layer's weight without registering it."""
 
     def __init__(self, other):
         super().__init__()
         self.other = [other]
 
     def forward(self, x):
-        """Run it."""
+        """Run the layer."""
         return x @ self.other[0].weight.T
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "always"}], ids=["kept", "recomputed"])
-def test_a_layer_that_uses_another_stages_weight_in_secret_is_refused(options):
-    """Its gradient would be lost where ranks are processes."""
+def test_a_layer_with_an_unregistered_weight_of_another_stage_is_refused(options):
+    """The gradient would be lost where ranks are processes."""
     network = model()
     network[4] = Hidden(network[2])
     with pytest.raises(
@@ -480,7 +478,7 @@ def test_a_layer_that_uses_another_stages_weight_in_secret_is_refused(options):
 
 
 # -- clipping
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
@@ -494,7 +492,9 @@ def test_a_layer_that_uses_another_stages_weight_in_secret_is_refused(options):
     ids=["value", "norm 1", "norm 3", "infinite norm"],
 )
 def test_clipping_by_value_and_other_norms_is_torchs_own(options, schedule, tied):
-    """Over all stages, after copies and uses of a weight have met, and once for each step."""
+    """Clipping is over all stages, after replicas and tied weights have been summed, and once for
+    each step.
+    """
     network, plain = model(tied), model(tied)
     pipe = pipeline(network, schedule=schedule, accumulate=2, **options)
     optimizer = sgd(plain.parameters())
@@ -519,7 +519,7 @@ def test_clipping_by_value_and_other_norms_is_torchs_own(options, schedule, tied
     "options", [{"clip_grad_value": 0.01}, {"clip_grad_norm": 0.01, "clip_norm_type": INF}]
 )
 def test_scaled_gradients_are_clipped_after_they_are_unscaled(options):
-    """Else nearly all of them would be at the limit."""
+    """Otherwise nearly all of them would be at the limit."""
     network, plain = model().float(), model().float()
     scaling = {"init_scale": 1024.0, "growth_interval": 2}
     pipe = pipeline(network, scaler=scaling, **options)
@@ -540,7 +540,7 @@ def test_scaled_gradients_are_clipped_after_they_are_unscaled(options):
 
 
 def test_sparse_gradients_are_clipped_by_value():
-    """Those of an embedding, where each row counts once."""
+    """Each row of an embedding's gradient counts once."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Flatten(), nn.Linear(12, 4))
@@ -580,23 +580,23 @@ def test_sparse_gradients_are_clipped_by_value():
         ),
     ],
 )
-def test_clipping_that_makes_no_sense_is_refused(options, message):
-    """By name, when the pipeline is made."""
+def test_invalid_clipping_is_refused(options, message):
+    """The argument is named, when the pipeline is constructed."""
     with pytest.raises(SettingError, match=message):
         pipeline(model(), **options)
 
 
 # -- learning rates
-# --------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def no_decay(name, parameter):
-    """Two groups."""
+    """Return two parameter groups."""
     return {"weight_decay": 0.0, "lr": 0.02} if parameter.dim() == 1 else {}
 
 
 def grouped(network):
-    """The same groups in plain PyTorch, in order of appearance."""
+    """Return the same groups for plain PyTorch, in order of appearance."""
     rows = (
         [p for p in network.parameters() if p.dim() > 1],
         [p for p in network.parameters() if p.dim() == 1],
@@ -606,7 +606,7 @@ def grouped(network):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera", "interleaved"])
 def test_learning_rates_set_by_hand_hold_for_all_stages(schedule):
-    """Warm-up and decay are often written by hand."""
+    """Warm-up and decay are often written without a scheduler."""
     network, plain = model(), model()
     pipe = pipeline(network, schedule=schedule, parameter_groups=no_decay)
     optimizer = sgd(grouped(plain))
@@ -632,7 +632,7 @@ def test_learning_rates_set_by_hand_hold_for_all_stages(schedule):
 
 
 def test_learning_rates_that_are_tensors_change_once_and_not_once_for_every_stage():
-    """All stages' optimizers were given the same tensor, which each stage's scheduler multiplied."""
+    """All stages' optimizers once shared one tensor, which each stage's scheduler multiplied."""
     network, plain = model(), model()
     rate, other = torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)
     pipe = pipeline(
@@ -655,7 +655,7 @@ def test_learning_rates_that_are_tensors_change_once_and_not_once_for_every_stag
 
 
 def test_groups_and_learning_rates_that_cannot_be_set_are_refused():
-    """With numbers and what to do."""
+    """The messages have the numbers and what to do."""
     pipe = pipeline(model(), parameter_groups=no_decay)
     with pytest.raises(SettingError, match="3 learning rates for 2 parameter groups"):
         pipe.set_learning_rate([0.1, 0.2, 0.3])
@@ -675,7 +675,7 @@ def test_groups_and_learning_rates_that_cannot_be_set_are_refused():
 
 
 def test_learning_rates_by_hand_reach_the_optimizers_of_all_copies_of_an_asynchronous_rule():
-    """Copies that take turns have optimizers of their own."""
+    """Copies of the weights that take turns have optimizers of their own."""
     pipe = pipeline(model(), schedule="avgpipe")
     pipe.set_learning_rate(0.0)
     pipe.param_groups[0]["weight_decay"] = 0.0
@@ -686,7 +686,7 @@ def test_learning_rates_by_hand_reach_the_optimizers_of_all_copies_of_an_asynchr
 
 
 def test_a_scheduler_in_place_of_a_function_or_over_another_optimizer_is_refused():
-    """It would move a learning rate that no stage has."""
+    """It would change a learning rate that no stage uses."""
     pipe, other = pipeline(model()), sgd(model().parameters())
     with pytest.raises(SettingError, match=r"lambda optimizer: StepLR\(optimizer, \.\.\.\)"):
         pipe.scheduler(lr_scheduler.StepLR(other, 2))
@@ -694,9 +694,9 @@ def test_a_scheduler_in_place_of_a_function_or_over_another_optimizer_is_refused
         pipe.scheduler(lambda optimizer: lr_scheduler.StepLR(other, 2))
 
 
-def test_two_schedulers_on_a_rank_without_parameters_go_on_from_each_other():
-    """Each had a learning rate of its own there, and a rank of ReLUs another one than its
-    neighbours.
+def test_two_schedulers_on_a_rank_without_parameters_share_a_learning_rate():
+    """Each once had its own there, so that a rank without parameters had another learning rate than
+    its neighbours.
     """
     network = nn.Sequential(nn.Linear(6, 4), nn.Tanh()).double()
     pipe = pipeline(network, balance=[1, 1])
@@ -734,7 +734,7 @@ FACTORIES = {
 @pytest.mark.parametrize("groups", [False, True], ids=["one group", "groups"])
 @pytest.mark.parametrize("name", FACTORIES)
 def test_the_optimizers_state_goes_to_plain_pytorch_and_back(name, groups, tied):
-    """Train here, go on there, and go on here again: as if all had been in one place."""
+    """Training continues in plain PyTorch, and here again, as if it had been in one place."""
     make = FACTORIES[name]
     network, plain, other = model(tied), model(tied), model(tied)
     options = {"parameter_groups": no_decay} if groups else {}
@@ -767,7 +767,9 @@ def test_the_optimizers_state_goes_to_plain_pytorch_and_back(name, groups, tied)
 
 
 class Branches(nn.Module):
-    """Registers its layers in another order than it runs them, and one that it never runs."""
+    """A model that registers its layers in another order than it runs them, and one that it never
+    runs.
+    """
 
     def __init__(self):
         super().__init__()
@@ -776,12 +778,12 @@ class Branches(nn.Module):
         self.first = nn.Linear(6, 8)
 
     def forward(self, x):
-        """Run it."""
+        """Run the layers."""
         return self.last(torch.tanh(self.first(x)))
 
 
 def test_the_state_is_numbered_as_the_model_registers_its_parameters():
-    """The chain of a traced model has them in the order of running."""
+    """The chain of a traced model has them in the order in which they run."""
     torch.manual_seed(0)
     network = Branches().double()
     plain = copy.deepcopy(network)
@@ -798,7 +800,7 @@ def test_the_state_is_numbered_as_the_model_registers_its_parameters():
 
 
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
-    """With the numbers of both."""
+    """The messages have the numbers of both."""
     network = model()
     pipe = pipeline(network)
     pipe.train_batch(*batch())
@@ -821,8 +823,8 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
 
 
 def test_a_loaded_state_is_the_pipelines_own():
-    """Copies of a stage in one process would share the tensors, and the caller's would move with
-    the training.
+    """Otherwise replicas in one process would share the tensors, and training would change the
+    caller's.
     """
     pipe = pipeline(model(), schedule="chimera")
     pipe.train_batch(*batch())
@@ -834,7 +836,7 @@ def test_a_loaded_state_is_the_pipelines_own():
 
 
 def test_under_an_asynchronous_schedule_the_state_is_that_of_the_newest_weights():
-    """It drains first, and goes on from what is loaded."""
+    """The pipeline drains first, and continues from the loaded state."""
     network = model()
     pipe = pipeline(network, schedule="pipedream")
     list(pipe.train([batch(number) for number in range(3)]))
@@ -849,7 +851,7 @@ def test_under_an_asynchronous_schedule_the_state_is_that_of_the_newest_weights(
 
 
 def test_inputs_and_targets_that_want_a_gradient_are_refused():
-    """Plain PyTorch would fill x.grad, and nothing here does."""
+    """Plain PyTorch would set x.grad, and a pipeline does not."""
     pipe = pipeline(model())
     x, y = batch()
     with pytest.raises(
@@ -862,8 +864,8 @@ def test_inputs_and_targets_that_want_a_gradient_are_refused():
     pipe.eval_batch(x.clone().requires_grad_(), y)
 
 
-def test_names_that_the_model_does_not_have_are_refused_unless_they_are_to_be_passed_over():
-    """A prefix or an old name would otherwise leave a model untrained without a word."""
+def test_unexpected_names_are_refused_unless_they_are_to_be_skipped():
+    """A prefix or an old name would otherwise silently leave the model untrained."""
     pipe = pipeline(model())
     state = {name: value + 1 for name, value in pipe.state_dict().items()}
     wrong = {**state, "8.weight": torch.ones(1)}

@@ -1,5 +1,5 @@
-"""Optimizers and parameters where ranks are processes, which reach each other through memory or
-only over the network.
+"""Optimizers and parameters where ranks are processes, with shared memory or over the network
+alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from penstock.transport.same_host import SameHostTransport
 
 
 def trained(far: tuple[int, ...], schedule: str) -> dict[str, object]:
-    """Layers thawed and frozen, tied weights, other norms, learning rates by hand, and states there
-    and back.
+    """Train with thawed and frozen layers, tied weights, other norms, manual learning rates and
+    moved states.
     """
     rank = int(os.environ["RANK"])
     connect = SameHostTransport.connect
@@ -67,9 +67,7 @@ def trained(far: tuple[int, ...], schedule: str) -> dict[str, object]:
 
 @pytest.mark.parametrize(("schedule", "far"), [("1f1b", (1,)), ("chimera", ())])
 def test_processes_thaw_clip_and_keep_their_state_as_plain_pytorch(schedule, far):
-    """Messages of gradients and activations have another form after a layer was thawed, and are
-    known by their form.
-    """
+    """Messages of gradients and activations have another form after a layer was thawed."""
     plain = model(tied=True)
     for index in (0, 2):
         plain[index].requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The model's state under its own names, whatever the cut."""
+"""The model's state under its own names, independent of the cut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.errors import SettingError
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", [2, 5, 9])
 def test_the_state_is_the_models_own_under_any_placement(name, seed):
-    """Names, order of ranks and stages, buffers: nothing of the cut shows in it."""
+    """Names, order of ranks and stages, buffers: none depends on the cut."""
     case = CASES[name]
     model, _, _ = made(case)
     schedule = random_schedule(seed, 4, 3, 2)
@@ -33,8 +33,8 @@ def test_the_state_is_the_models_own_under_any_placement(name, seed):
     assert differences(state, dict(model.state_dict())) != []  # it is a copy
 
 
-def test_a_state_is_loaded_whole_or_not_at_all():
-    """Half a state is a model that nobody has trained."""
+def test_a_state_is_loaded_completely_or_not_at_all():
+    """A partly loaded state would be a mixture of two models."""
     model, _, _ = made(CASES["mlp"])
     pipe = ps.Pipeline(model, loss=CASES["mlp"].loss, balance=[3, 4], executor="threads")
     before = pipe.state_dict()
@@ -53,7 +53,7 @@ def test_a_state_is_loaded_whole_or_not_at_all():
 
 
 def test_tied_weights_have_both_names_and_lists_of_modules_have_numbers():
-    """As torch's own state_dict of the same model."""
+    """As in torch's own state_dict of the same model."""
     layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)]
     layers[1].weight = layers[0].weight
     pipe = ps.Pipeline(layers, loss=nn.MSELoss(), balance=[2, 1], executor="threads")

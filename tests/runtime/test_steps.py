@@ -1,4 +1,4 @@
-"""Programs as the interpreter takes them."""
+"""Programs as steps of the interpreter."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_steps_have_every_action_once_and_in_order(name, stages, ahead):
         assert actions_of_steps == list(program)
 
 
-def test_a_step_says_what_its_op_takes_and_who_takes_what_it_makes():
-    """What the interpreter would otherwise ask the rules for at every op."""
+def test_a_step_has_the_input_and_output_messages_of_its_op():
+    """They are computed once, so that the interpreter need not do it at every op."""
     program = lower(ps.schedule("1f1b", stages=3, micro_batches=1)).programs[1]
     (forward, backward, update) = [step for step in steps_of(program, 3) if step.op is not None]
     assert (forward.text, forward.waits, forward.sends) == (
