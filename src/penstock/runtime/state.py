@@ -282,6 +282,6 @@ def _gather(
     row_forms = {rank: list(rank_forms.values()) for rank, rank_forms in forms.items()}
     gathered = world.gather(rows, row_forms)
     merged: dict[str, Tensor] = {}
-    for rank, tensors in sorted(gathered.items()):
-        merged.update(zip(forms.get(rank, {}), tensors, strict=True))
+    for rank, received in sorted(gathered.items()):
+        merged.update(zip(forms.get(rank, {}), received, strict=True))
     return merged
