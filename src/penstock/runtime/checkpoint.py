@@ -226,9 +226,11 @@ class _Writer:
             FileError: the folder cannot be written.
             SettingError: as for `save`.
         """
+        # All checks come before the first file: a refused save leaves nothing to clean up.
         contents = self._contents(rank)
         files = {}
         for name, (tensors, facts) in contents.items():
+            # Identity and step are in every file, so that files of two checkpoints cannot be mixed.
             metadata = {
                 "optimizer": json.dumps(facts),
                 "identity": self.identity,

@@ -155,6 +155,8 @@ def write_file(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         save_file(storable, partial, metadata=dict(metadata))
+        # The name appears only when the content is on the disk: no reader sees a part of a file,
+        # even after a loss of power. The folder is synchronised for the name itself.
         sync_file(partial)
         sums = file_sum(partial)
         partial.rename(target)

@@ -65,6 +65,7 @@ def load(
         index = contents[0].index
         return [index.identity or index.sum(), index.step, str(folder.absolute())]
 
+    # One read for all ranks of this process; its report stands for each of them.
     first, *others = world.local_ranks
     try:
         report = attempt(first, read)

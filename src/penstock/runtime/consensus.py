@@ -59,6 +59,7 @@ def exchange(world: World, reports: Mapping[int, Report]) -> list[Report]:
     Returns:
         The reports in the order of the ranks.
     """
+    # As tensors of bytes, since `World.gather` sends tensors alone.
     rows = {
         rank: torch.frombuffer(bytearray(_to_json(report).encode()), dtype=torch.uint8)
         for rank, report in reports.items()

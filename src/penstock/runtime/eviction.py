@@ -91,6 +91,7 @@ class Saved:
             or tensor.layout is not torch.strided
         ):
             return SavedVersion(tensor, holds=True)
+        # Several nodes may save the same tensor; it is stored, and moved, once.
         key = tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
         number = self._numbers.get(key)
         if number is None:

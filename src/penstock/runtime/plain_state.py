@@ -197,6 +197,7 @@ def _part_of_state(
         numbers = range(len(saved_keys), len(saved_keys) + len(row))
         saved_keys.update(zip(numbers, row, strict=True))
         stage_groups.append({**_options(group), "params": list(numbers)})
+    # Copied: replicas in this process, and the caller, must not share the tensors.
     stage_state = {
         number: copy.deepcopy(state["state"][key])
         for number, key in saved_keys.items()

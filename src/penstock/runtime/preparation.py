@@ -63,6 +63,7 @@ class Preparation:
             return batch
         self._refresh(variants, batch.training)
         state = variants.state(batch.training)
+        # What decides which graph a batch needs.
         key = (
             batch.signature,
             state,

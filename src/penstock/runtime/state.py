@@ -164,6 +164,7 @@ def _copy(placed: Placed, tensors: Mapping[str, Tensor], *, strict: bool) -> Non
                     f"{tuple(target.shape)} in the model"
                 )
             pairs.append((target, source))
+    # Only when all pairs have been checked: a state that does not fit changes nothing.
     with torch.no_grad():
         for target, source in pairs:
             target.copy_(source)
